@@ -58,7 +58,9 @@ def train(case: str) -> dict[str, Any]:
     per_second = sum(clock.tokens) / sum(clock.seconds)
     return {
         "case": case,
-        f"exact match on 200 held-out prompts after {EVERY}, {2 * EVERY}, … steps": " ".join(f"{share:.3f}" for share in clock.exact_match),
+        f"exact match on 200 held-out prompts after {EVERY}, {2 * EVERY}, … steps": " ".join(
+            f"{share:.3f}" for share in clock.exact_match
+        ),
         "val/loss": f"{float(run.trainer.callback_metrics['val/loss']):.3f}",
         "padding": f"{1 - sum(clock.tokens) / clock.num_positions:.0%}",
         "tokens/s, padding excluded": f"{per_second:,.0f}",

@@ -1,14 +1,14 @@
-"""Callbacks that monitor a run, for any Lightning project. Importing this package is cheap.
+"""Callbacks that monitor and protect training runs in any Lightning project. Importing this package is cheap.
 
-Each callback owns the prefix of its metrics (`grad/`, `throughput/`, `memory/`, …), which its docstring names; no
-other callback logs under it. They need nothing of a module; what it may provide stands in `protocols`, as methods whose
-names begin with `recipes_`.
+Each callback logs its metrics under a prefix of its own (`grad/`, `throughput/`, `memory/`, …), named in its docstring.
+Callbacks work with any module; the optional methods that a module may provide, whose names begin with `recipes_`, are
+listed in `protocols`.
 
-A callback declares its own facts on its class, so that loggers and the report need no list of callbacks:
+A callback declares its metadata on its class, so that loggers and the report need no list of callbacks:
 
-* `summary_fields`: fields it adds to summary.json, with the value each has before anything is known. A `summary()`
-  method returns the values. Fields in `summed_fields` add up over the callbacks that report them.
-* `events`: kinds of events it logs, with how readers treat them, see `events.EventKind`.
+* `summary_fields`: fields that it adds to summary.json, with their initial values. Its `summary()` method returns the
+  current values. Fields in `summed_fields` are summed over all callbacks that report them.
+* `events`: kinds of events that it logs and how readers treat them; see `events.EventKind`.
 * `Annotated[int, ">= 1"]` on an argument of `__init__`: its valid range, which the config check reads from source.
 """
 
@@ -16,8 +16,8 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-# The public names, listed here only: at run time a name is imported from its module on first use, so that
-# `from callbacks import write_report` does not pay for importing torch and Lightning.
+# The public names, listed only here. At run time, a name is imported from its module on first use, so that
+# `from callbacks import write_report` does not import torch and Lightning.
 if TYPE_CHECKING:
     from .answer_check import AnswerCheck as AnswerCheck
     from .bottleneck.callback import BottleneckMonitor as BottleneckMonitor
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @cache
 def _modules() -> dict[str, str]:
-    """Return the module of each public name, read from the imports above."""
+    """Return the module of each public name, parsed from the imports above."""
     import ast
     from pathlib import Path
 

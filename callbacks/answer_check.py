@@ -1,4 +1,4 @@
-"""Questions of the validation data that the model answers in full, compared with what was to be answered."""
+"""Generate answers to validation questions and compare them with the expected answers."""
 
 import json
 import logging
@@ -21,26 +21,26 @@ _SHOWN_CHARACTERS = 60
 
 
 class AnswerCheck(Callback):
-    """Generates answers at the end of each validation and logs the share that is right, `val/exact_match`.
+    """Generates answers after each validation and logs the fraction that is correct as `val/exact_match`.
 
-    Loss and token accuracy judge each token after the right ones before it. An answer is right only if the model finds
-    all of its tokens by itself, and ends it.
+    Loss and token accuracy are teacher-forced: each token is predicted from the correct prefix. Here the model must
+    generate the complete answer on its own and end it.
 
-    Calls `recipes_answer_questions` of a module that is `SupportsAnswers`, on every rank; any other module, or one that
-    returns None, is not checked. Ranks share the questions. Rank 0 appends `{"step", "question", "expected", "given",
-    "score"}` to `answers.jsonl` in the run folder, and logs one wrong answer.
+    Calls `recipes_answer_questions` on every rank if the module is a `SupportsAnswers`; any other module, or one that
+    returns None, is not checked. The questions are split across ranks. Rank 0 appends `{"step", "question",
+    "expected", "given", "score"}` to `answers.jsonl` in the run folder, and logs one wrong answer.
 
     Args:
-        num_questions: Validation questions, spread evenly; the same each time.
-        num_tokens: Largest number of tokens of an answer. None: somewhat more than the longest expected one.
-        pattern: Regular expression: compare what its first group finds last in both answers, or the whole match
-            without a group. An answer in which it finds nothing is wrong. None: compare the answers without spaces at
-            both ends.
-        score: Called as `score(given=…, expected=…)` with what `pattern` leaves of both answers; returns from 0 to 1.
-            None: 1 if both are equal.
+        num_questions: Validation questions to answer, evenly spaced; the same ones each time.
+        num_tokens: Maximum number of tokens per answer. None allows slightly more than the longest expected answer.
+        pattern: Regular expression that extracts the text to compare from both answers: the first group of its last
+            match, or the whole match if it has no group. An answer without a match is wrong. None compares the
+            complete answers with surrounding whitespace stripped.
+        score: Called as `score(given=…, expected=…)` with the text that `pattern` extracts; returns 0 to 1. None
+            scores 1 if both are equal, else 0.
 
     Raises:
-        ValueError: An argument is outside its range, or `pattern` is no regular expression.
+        ValueError: An argument is outside its range, or `pattern` is not a valid regular expression.
 
     Example:
         >>> check = AnswerCheck(num_questions=100, pattern=r"#### (-?[0-9.]+)")
@@ -57,13 +57,14 @@ class AnswerCheck(Callback):
         score: Callable[..., float] | None = None,
     ) -> None:
         if num_questions < 1:
-            raise ValueError(f"num_questions is {num_questions}; a share needs 1 or more; set num_questions=64")
+            raise ValueError(f"num_questions is {num_questions}; a fraction needs 1 or more; set num_questions=64")
         if num_tokens is not None and num_tokens < 1:
             raise ValueError(f"num_tokens is {num_tokens}; an answer has 1 or more; set None for as many as expected")
         try:
             self._pattern = None if pattern is None else re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"pattern is {pattern!r}; it is no regular expression: {error}; set None") from error
+            why = f"it is not a valid regular expression: {error}"
+            raise ValueError(f"pattern is {pattern!r}; {why}; set None") from error
         self.num_questions = num_questions
         self.num_tokens = num_tokens
         self._score = score
@@ -89,7 +90,7 @@ class AnswerCheck(Callback):
             _write(trainer, answers, scores)
 
     def judge(self, given: str, expected: str) -> float:
-        """Return the score of an answer."""
+        """Return the score of an answer, from 0 to 1."""
         parts = [self._extract(text) for text in (given, expected)]
         if parts[0] is None or parts[1] is None:
             return 0.0
@@ -114,8 +115,10 @@ def _write(trainer: Trainer, answers: list[tuple[str, str, str]], scores: list[f
             text if len(text) <= _SHOWN_CHARACTERS else f"…{text[-_SHOWN_CHARACTERS:]}" for text in wrong
         )
         shown = f"; wrong: {question!r} -> {given!r}, expected {expected!r}"
-    when = f"step {step}: " if step else ""  # of a checkpoint that is only evaluated, the trainer has taken none
-    log.info("%s%.1f of %d answers are right%s", when, sum(scores), len(scores), shown)
+    when = f"step {step}: " if step else ""  # a checkpoint that is only evaluated has taken no steps here
+    total = float(sum(scores))
+    count = f"{total:.0f}" if total.is_integer() else f"{total:.1f}"
+    log.info("%s%s of %d answers are correct%s", when, count, len(scores), shown)
     folder = run_folder(trainer)
     if folder is None:
         return

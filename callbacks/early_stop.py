@@ -1,4 +1,4 @@
-"""Stop a run whose validation metric no longer improves: Lightning's EarlyStopping, enabled by one number."""
+"""Stop a run when its validation metric no longer improves: Lightning's EarlyStopping, enabled by `patience`."""
 
 import math
 from typing import Annotated, ClassVar, Literal
@@ -13,21 +13,21 @@ from .logged_step import completed_steps
 
 
 class EarlyStop(EarlyStopping):
-    """Stops the run and logs why, as one console line and one event `stop`.
+    """Stops the run when a metric stops improving, and logs the reason as a console line and a `stop` event.
 
-    Useful when a metric may plateau long before `max_steps`, as in a hyperparameter sweep. It checks after each
-    validation; in a run without validation, after each training epoch.
+    Useful when a metric may plateau long before `max_steps`, as in a hyperparameter sweep. The metric is checked after
+    each validation or, in a run without validation, after each training epoch.
 
     Args:
         monitor: Name of the metric that must improve.
         patience: Checks without an improvement before the run stops. None disables early stopping.
-        mode: "min" or "max": the direction that counts as an improvement.
-        min_delta: Smallest change of the metric that counts as an improvement, in its own unit.
-        check_finite: Stop at once when the metric is NaN or inf.
+        mode: "min" if lower is better, "max" if higher is better.
+        min_delta: Smallest change that counts as an improvement, in the metric's unit.
+        check_finite: Stop immediately when the metric is NaN or inf.
 
     Raises:
         ValueError: An argument is outside its range.
-        RuntimeError: From Lightning, at the first check: the run logs no metric called `monitor`.
+        RuntimeError: Raised by Lightning at the first check if the run does not log `monitor`.
 
     Example:
         >>> stop = EarlyStop(monitor="val/loss", patience=5)
@@ -36,7 +36,7 @@ class EarlyStop(EarlyStopping):
         True
     """
 
-    # it explains how this process ended, which a resume does not undo
+    # kept on resume: it records why this process ended
     events: ClassVar[dict[str, EventKind]] = {"stop": {"kept_on_resume": True}}
 
     def __init__(
@@ -64,7 +64,7 @@ class EarlyStop(EarlyStopping):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        # Lightning may choose to check at the end of an epoch, which an endless stream of data never reaches
+        # Lightning may default to checking at the end of an epoch, which an infinite data stream never reaches
         self._check_on_train_epoch_end = not trainer.enable_validation
 
     @override

@@ -1,4 +1,4 @@
-"""Log an event of a run on rank 0: one console line for people, one record for programs."""
+"""Log events of a run on rank 0, as a console line and as a structured record."""
 
 import logging
 import math
@@ -12,12 +12,12 @@ log = logging.getLogger("lightning_recipes")
 class EventKind(TypedDict, total=False):
     """How readers treat a kind of event; a callback declares its kinds in a class attribute `events`.
 
-    `log_event` writes these fields into the record of each event, so that whoever reads a finished run folder needs
-    to know no callback. A kind that nobody declares has the defaults.
+    `log_event` writes these fields into each event's record, so that programs that read a finished run folder need
+    not know the callbacks. Undeclared kinds use the defaults.
 
     Attributes:
-        mark: How charts show it. "line" (default): a vertical line at its step; "span": also shades the steps up to
-            its field `from`; "none": not at all, it is in the table of events only.
+        mark: How charts show the event. "line" (default): a vertical line at its step; "span": also shade the steps up
+            to its field `from`; "none": not shown, only listed in the table of events.
         kept_on_resume: Whether a resume from an earlier step keeps the record (default False: training repeats that
             step and logs the event again).
     """
@@ -27,14 +27,14 @@ class EventKind(TypedDict, total=False):
 
 
 def log_event(trainer: Trainer, line: str | None, event: str, step: int, **fields: Any) -> None:
-    """Log a console line and hand an event to every logger that has a `log_event` method.
+    """Log a console line and pass the event to every logger that has a `log_event` method; rank 0 only.
 
     Args:
-        trainer: The run; ranks other than 0 do nothing.
+        trainer: The trainer.
         line: Console line, logged as a warning; None logs none.
         event: Kind of event.
         step: Optimizer steps completed.
-        fields: Further plain values of the record.
+        fields: Additional plain values for the record.
     """
     if not trainer.is_global_zero:
         return
@@ -47,7 +47,7 @@ def log_event(trainer: Trainer, line: str | None, event: str, step: int, **field
 
 
 def get_event_kind(trainer: Trainer, event: str) -> EventKind:
-    """Return what the first callback of the run that declares this kind of event says about it."""
+    """Return the declaration of a kind of event by the first callback that has one; empty if none has."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         kinds: dict[str, EventKind] = getattr(callback, "events", {})
         if event in kinds:
@@ -56,5 +56,5 @@ def get_event_kind(trainer: Trainer, event: str) -> EventKind:
 
 
 def finite(value: float) -> float | None:
-    """Return a number as JSON can hold it: None where it is NaN or inf."""
+    """Return a number as a JSON value: None if it is NaN or inf."""
     return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Every private attribute of Lightning that the callbacks read or replace, one function each; checked with 2.6.6."""
+"""Access to all Lightning internals that the callbacks use, one function each; tested with Lightning 2.6.6."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple
@@ -10,65 +10,65 @@ from torch.nn import Module
 
 
 def is_accumulating(trainer: Trainer) -> bool:
-    """Return whether the optimizer does not step after the micro-batch under way."""
+    """Return whether the current micro-batch only accumulates gradients, without an optimizer step."""
     return trainer.fit_loop._should_accumulate()
 
 
 def get_logged_step(trainer: Trainer) -> int:
-    """Return the number by which Lightning counts the rows of its loggers; `set_logged_step` restores it."""
+    """Return Lightning's step counter for logger rows; `set_logged_step` restores it."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def set_logged_step(trainer: Trainer, step: int) -> None:
-    """Let the rows of the loggers be counted from here on."""
+    """Set Lightning's step counter for logger rows."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = step
 
 
 def get_averaged_model(callback: Any) -> Module | None:
-    """Return the averaged model of a `WeightAveraging` callback; None before it is set up."""
+    """Return the averaged model of a `WeightAveraging` callback; None before setup."""
     model: Module | None = callback._average_model
     return model
 
 
 def allow_saves_after(saver: ModelCheckpoint, step: int) -> None:
-    """Let a ModelCheckpoint save step numbers above this one again: it skips those that it has saved before."""
+    """Allow a ModelCheckpoint to save after `step` again; it would skip step numbers that it has already saved."""
     saver._last_global_step_saved = min(saver._last_global_step_saved, step)
 
 
 def is_row_due(trainer: Trainer) -> bool:
-    """Return whether Lightning writes a row at the end of the present step.
+    """Return whether Lightning writes a row at the end of the current step.
 
-    With one optimizer it is `(steps completed after this one) % log_every_n_steps == 0`, or `trainer.should_stop`.
+    With one optimizer, this is `(steps completed after this one) % log_every_n_steps == 0` or `trainer.should_stop`.
     """
     return trainer._logger_connector.should_update_logs
 
 
 def get_key(pl_module: LightningModule, name: str) -> str:
-    """Return under which key Lightning keeps a metric that the present hook logs."""
+    """Return the key under which Lightning stores a metric logged in the current hook."""
     return f"{pl_module._current_fx_name}.{name}"
 
 
 def forget_metrics(trainer: Trainer, keys: Collection[str]) -> None:
-    """Remove metrics from the rows to come: Lightning repeats what was logged once until its epoch ends."""
+    """Remove metrics from future rows: Lightning repeats a logged value until the end of the epoch."""
     if trainer._results is not None:
         for key in keys:
             trainer._results.pop(key, None)
 
 
 def forget_row(trainer: Trainer) -> None:
-    """Log nothing at the end of the present batch: after a rollback the number of the step is that of another one.
+    """Suppress the row at the end of the current batch: after a rollback, its step number belongs to another step.
 
-    The next `log` of a metric makes it valid again; means over the epoch keep what they have.
+    The next `log` of a metric makes it valid again; means over the epoch are unaffected.
     """
     for metric in () if trainer._results is None else trainer._results.values():
         metric.has_reset = metric.has_reset or metric.meta.on_step
 
 
 class Row(NamedTuple):
-    """What Lightning hands to its loggers at once.
+    """Metrics that Lightning passes to its loggers in one call.
 
     Attributes:
-        kind: Of a training step, of a training epoch, or of an evaluation.
+        kind: Whether the row belongs to a training step, a training epoch or an evaluation.
         metrics: Logged values.
         shown: Values logged with `prog_bar=True`.
     """
@@ -79,11 +79,11 @@ class Row(NamedTuple):
 
 
 class RowTap:
-    """Hands each row to a function, loggers or not, from construction until `detach`.
+    """Passes each row to a function, with or without loggers, from construction until `detach`.
 
     Args:
-        trainer: Its rows.
-        receive: Called after the loggers have got the row.
+        trainer: Trainer whose rows are passed on.
+        receive: Called with each row after the loggers have received it.
     """
 
     def __init__(self, trainer: Trainer, receive: Callable[[Row], None]) -> None:
@@ -95,7 +95,7 @@ class RowTap:
         self._attributes[_RECEIVERS].append(receive)
 
     def detach(self) -> None:
-        """Restore Lightning's method once nobody listens any more; calling it twice is harmless."""
+        """Stop receiving, and restore Lightning's method after the last tap; calling it twice is harmless."""
         receivers = self._attributes.get(_RECEIVERS, [])
         if self._receive in receivers:
             receivers.remove(self._receive)
@@ -114,7 +114,7 @@ def _tapped(trainer: Trainer) -> Callable[..., None]:
     def tapped(metrics: Mapping[str, Any], step: int | None = None) -> None:
         log_metrics(dict(metrics), step)
         if trainer.sanity_checking or (step is not None and not trainer.training):
-            return  # a row of one batch of an evaluation has its own x axis
+            return  # rows of single evaluation batches have their own x axis
         is_step = connector._first_loop_iter is not None
         kind: Literal["step", "epoch", "evaluation"] = "step" if is_step else "epoch"
         row = Row("evaluation" if not trainer.training else kind, as_floats(metrics), {})
@@ -127,7 +127,7 @@ def _tapped(trainer: Trainer) -> Callable[..., None]:
 
 
 def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among metrics, which may be tensors, nested or text."""
+    """Return the numeric metrics as floats; metrics may be tensors, nested dicts or text."""
     floats: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, dict):
@@ -138,5 +138,5 @@ def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def averages_weights_periodically(strategy: Any) -> bool:
-    """Return whether the ranks of a DDP strategy train weights of their own between averages (post-local SGD)."""
+    """Return whether the ranks of a DDP strategy train different weights between averagings (post-local SGD)."""
     return strategy._model_averaging_period is not None

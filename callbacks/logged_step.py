@@ -1,4 +1,4 @@
-"""Which batch ends an optimizer step, and which step is logged: two attribute reads per batch."""
+"""Determine which batch ends an optimizer step and which step is logged: two attribute reads per batch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,18 +13,18 @@ from .protocols import SupportsRow
 
 
 class StepCounter:
-    """Finds the last micro-batch of each accumulation window.
+    """Detects the last micro-batch of each accumulation window.
 
     `trainer.global_step` counts completed optimizer steps, so a batch that ends a step changes it. The test is
-    "changed", not "grew": after a rollback inside the process the count continues from a lower value. That change
-    also shows at the first micro-batch after the rollback, hence the second condition in `stepped`.
+    "changed" rather than "increased", because after a rollback within the process the count continues from a lower
+    value. That change also shows at the first micro-batch after the rollback, hence the second condition in `stepped`.
     """
 
     def __init__(self) -> None:
         self._last = 0
 
     def start(self, trainer: Trainer) -> None:
-        """Start from the trainer's present step; call it in `on_train_start` and after a rollback."""
+        """Start from the trainer's current step; call it in `on_train_start` and after a rollback."""
         self._last = trainer.global_step
 
     def stepped(self, trainer: Trainer) -> bool:
@@ -35,31 +35,31 @@ class StepCounter:
 
 
 def is_logged_step(trainer: Trainer) -> bool:
-    """Return whether Lightning writes a row at the end of the present micro-batch; it reads Lightning's own flags.
+    """Return whether Lightning writes a row at the end of the current micro-batch, from Lightning's own flags.
 
-    Under manual optimization such a batch need not step any optimizer.
+    Under manual optimization, such a batch need not step any optimizer.
     """
     return is_row_due(trainer) and not is_accumulating(trainer)
 
 
 def completed_steps(trainer: Trainer) -> int:
-    """Return the optimizer steps completed; under manual optimization the training batches.
+    """Return the optimizer steps completed; under manual optimization, the training batches.
 
-    There `trainer.global_step` adds up the steps of all optimizers, while loggers count batches.
+    Under manual optimization, `trainer.global_step` sums the steps of all optimizers, while loggers count batches.
     """
     if trainer.lightning_module.automatic_optimization:
         return trainer.global_step
     return trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
 
-# by Trainer: the batch in which callbacks logged a row, and the keys of its metrics
+# by Trainer: the batch in which callbacks last logged, and the keys of the metrics
 _ROWS: WeakKeyDictionary[Trainer, tuple[int, list[str]]] = WeakKeyDictionary()
 
 
 def log_row(pl_module: LightningModule, metrics: Mapping[str, float | Tensor]) -> None:
-    """Add metrics to the row of this step, and of no later one. Python numbers stay on the host, in float64.
+    """Add metrics to the row of this step only; Python numbers stay on the host, in float64.
 
-    A module that is `SupportsRow` writes its rows itself. Any other module logs through `log_dict`.
+    The metrics are added to `recipes_row` if the module is a `SupportsRow`, else logged with `log_dict`.
     """
     if isinstance(pl_module, SupportsRow):
         pl_module.recipes_row.update(metrics)
@@ -68,7 +68,7 @@ def log_row(pl_module: LightningModule, metrics: Mapping[str, float | Tensor]) -
         name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         for name, value in metrics.items()
     }
-    # a batch size has no effect on values of a step, but with a `dataloader_iter` Lightning asks for one
+    # the batch size does not affect per-step values, but Lightning requires one with a `dataloader_iter`
     pl_module.log_dict(tensors, on_step=True, on_epoch=False, batch_size=1)
     batch, keys = _ROWS.setdefault(pl_module.trainer, (_get_batch(pl_module.trainer), []))
     _ROWS[pl_module.trainer] = (batch, keys + [get_key(pl_module, name) for name in tensors])
@@ -86,7 +86,7 @@ def _get_batch(trainer: Trainer) -> int:
 
 
 def run_folder(trainer: Trainer) -> Path | None:
-    """Return the `log_dir` of the first of `trainer.loggers` that has one; None if none has."""
+    """Return the `log_dir` of the first logger that has one; None if none has."""
     for logger in trainer.loggers:
         folder = getattr(logger, "log_dir", None)
         if isinstance(folder, (str, Path)):

@@ -1,4 +1,4 @@
-"""The loss scale of float16 and the steps it has skipped: one read from the device per logged step."""
+"""Log the float16 loss scale and the steps skipped on overflow: one device read per logged step."""
 
 from typing import Any, ClassVar
 
@@ -11,12 +11,12 @@ from .logged_step import StepCounter, is_logged_step, log_row
 class LossScaleMonitor(Callback):
     """Logs `precision/loss_scale` and `precision/overflow_steps` at logged steps; nothing without a loss scaler.
 
-    Useful when training in float16: many overflow steps mean a loss scale that does not settle, or a run that
-    diverges.
+    Useful when training in float16: many overflow steps mean that the loss scale does not settle or that the run
+    is diverging.
 
-    `precision/overflow_steps` counts the steps skipped since the run began, resumes included. The counts come from
-    a strategy that is `CountsOverflows`. Under any other strategy Lightning's mixed precision is watched: a scale
-    that has fallen means a skipped step, which reads the scale at every step. DeepSpeed's engine counts for itself.
+    `precision/overflow_steps` counts the steps skipped since the run began, across resumes. The count comes from the
+    strategy if it is a `CountsOverflows`, or from DeepSpeed's engine. Otherwise a drop of Lightning's loss scale
+    counts as a skipped step, which requires reading the scale at every step.
 
     Example:
         >>> trainer = Trainer(callbacks=[LossScaleMonitor()], accelerator="cpu", logger=False)
@@ -76,7 +76,7 @@ class LossScaleMonitor(Callback):
 
 
 def _count_overflows(trainer: Trainer) -> int | None:
-    """Return the steps skipped in this process; None where neither strategy nor engine counts them."""
+    """Return the number of steps skipped in this process; None if neither strategy nor engine counts them."""
     strategy: Any = trainer.strategy
     if hasattr(strategy, "num_overflows"):
         return int(strategy.num_overflows)
@@ -85,7 +85,7 @@ def _count_overflows(trainer: Trainer) -> int | None:
 
 
 def _get_scale(trainer: Trainer) -> float | None:
-    """Return what the loss is multiplied by at present; None where it is not scaled."""
+    """Return the current loss scale; None if the loss is not scaled."""
     strategy: Any = trainer.strategy
     if hasattr(strategy, "current_loss_scale"):
         scale = strategy.current_loss_scale

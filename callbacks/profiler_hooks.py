@@ -1,7 +1,7 @@
-"""Listen to when a named action of the Trainer starts and stops: one dictionary look-up per action.
+"""Call listeners when a named Trainer action starts and stops: one dictionary look-up per action.
 
-Lightning has no hook around fetching data or writing a checkpoint, but it reports both to its profiler, whichever is
-set. The tap intercepts these calls and passes them on.
+Lightning has no hooks around fetching data or writing a checkpoint, but it reports both to its profiler, whichever one
+is set. The tap intercepts these calls and passes them on.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,23 +12,23 @@ from lightning.pytorch.profilers import Profiler
 
 
 def get_profiler(trainer: Trainer) -> Profiler:
-    """Return the trainer's profiler, an attribute that Lightning sets from outside the class."""
+    """Return the trainer's profiler; Lightning sets this attribute from outside the class."""
     return trainer.profiler  # type: ignore[attr-defined, no-any-return]
 
 
 class Listener(NamedTuple):
-    """What to call when an action starts and when it stops."""
+    """Functions to call when an action starts and when it stops."""
 
     on_start: Callable[[], None]
     on_stop: Callable[[], None]
 
 
 class ProfilerTap:
-    """Calls the listener of an action around it, from construction until `detach`.
+    """Calls listeners at the start and stop of profiler actions, from construction until `detach`.
 
     Args:
-        listeners: By name of the action, as `profiler.profile(name)` has it.
-        profiler: The trainer's; its `start` and `stop` are replaced on the instance.
+        listeners: Listeners by action name, as in `profiler.profile(name)`.
+        profiler: The trainer's profiler, whose `start` and `stop` are replaced on the instance.
     """
 
     def __init__(self, listeners: Mapping[str, Listener], profiler: Profiler) -> None:
@@ -44,7 +44,7 @@ class ProfilerTap:
                 listeners[action_name].on_stop()
             stop(action_name)
 
-        # Set on the instance, where they shadow the class: its type and its other methods stay as they are.
+        # Set on the instance, where they shadow the class methods: its type and other methods are unchanged.
         vars(profiler).update(start=tapped_start, stop=tapped_stop)
         self._profiler: Profiler | None = profiler
 

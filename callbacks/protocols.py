@@ -1,7 +1,7 @@
-"""What a module or a strategy may provide to these callbacks; each does without what is not provided.
+"""Optional protocols through which modules and strategies provide data to the callbacks.
 
-Every name that is looked up on a module begins with `recipes_`, so that no attribute of someone's module is taken for
-one of these by chance. Inherit from a protocol, or just define its members.
+Every name looked up on a module begins with `recipes_`, so that it cannot clash with an unrelated attribute. Inherit
+from a protocol, or just define its members.
 """
 
 from collections.abc import Callable
@@ -12,28 +12,28 @@ from torch import Tensor
 
 
 class FlopFigures(Protocol):
-    """FLOPs of a forward and a backward pass, without recomputation."""
+    """FLOPs of one forward and backward pass, excluding recomputation."""
 
     @property
     def palm(self) -> float:
-        """Attention counted in full."""
+        """FLOPs with attention counted in full."""
 
     @property
     def causal(self) -> float:
-        """Attention counted at half, for the causal mask."""
+        """FLOPs with attention counted at half, for the causal mask."""
 
 
 @runtime_checkable
 class SupportsFlops(Protocol):
-    """A module that knows the FLOPs of its batches, for `SpeedMonitor`."""
+    """A module that computes the FLOPs of its batches, for `SpeedMonitor`."""
 
     def recipes_flops(self, batch: Any) -> FlopFigures | None:
-        """Return the FLOPs of a micro-batch on this rank; None: they are to be counted."""
+        """Return the FLOPs of a micro-batch on this rank; None to have them counted by `SpeedMonitor`."""
 
 
 @runtime_checkable
 class SupportsMetaForward(Protocol):
-    """A module that can run without memory or values, so that `SpeedMonitor` counts its FLOPs there."""
+    """A module that can run on the meta device, where `SpeedMonitor` counts its FLOPs."""
 
     def recipes_forward_on_meta(self, batch: Any) -> Tensor:
         """Return the outputs of a micro-batch from an unsharded copy of the model on the meta device."""
@@ -41,10 +41,10 @@ class SupportsMetaForward(Protocol):
 
 @runtime_checkable
 class SupportsConsumed(Protocol):
-    """A module that counts its data, for `SpeedMonitor`."""
+    """A module that counts the samples and tokens it consumes, for `SpeedMonitor`."""
 
     def recipes_consumed(self) -> tuple[int, int]:
-        """Return samples and tokens consumed so far over all ranks, up to date when `on_train_batch_end` begins."""
+        """Return samples and tokens consumed so far on all ranks; up to date when `on_train_batch_end` is called."""
 
 
 @runtime_checkable
@@ -54,12 +54,12 @@ class SupportsText(Protocol):
     def recipes_generate_text(
         self, prompt: str, num_tokens: int, *, temperature: float, top_k: int | None, top_p: float | None, seed: int
     ) -> str | None:
-        """Return the continuation of a prompt, without the prompt; None: it has no text."""
+        """Return the continuation of a prompt, without the prompt; None if the module cannot generate text."""
 
 
 @runtime_checkable
 class SupportsAnswers(Protocol):
-    """A module that answers questions of its validation data, for `AnswerCheck`."""
+    """A module that answers questions from its validation data, for `AnswerCheck`."""
 
     def recipes_answer_questions(
         self,
@@ -70,33 +70,33 @@ class SupportsAnswers(Protocol):
         num_ranks: int,
         all_ended: Callable[[bool], bool],
     ) -> list[tuple[str, str, str]] | None:
-        """Return question, expected and given answer of a rank's share; None: the data has no questions.
+        """Return (question, expected answer, given answer) of this rank's questions; None if the data has none.
 
-        `all_ended` is to be called after each token with whether all answers of this rank have ended, by a module whose
-        forward pass is a collective, and stops it when it returns True.
+        If the module's forward pass is a collective, call `all_ended` after each token with whether all answers of
+        this rank have ended, and stop generating once it returns True.
         """
 
 
 @runtime_checkable
 class SupportsRow(Protocol):
-    """A module that writes the row of a step itself, once: Lightning's `log` costs about 0.2 ms per metric."""
+    """A module that logs each step's metrics in one call itself: Lightning's `log` costs about 0.2 ms per metric."""
 
     @property
     def recipes_row(self) -> dict[str, float | Tensor]:
-        """Return the metrics of the current step, a new dict for each step; callbacks add theirs to it."""
+        """Return the metrics of the current step, a new dict each step, to which callbacks add their own."""
 
 
 @runtime_checkable
 class SupportsSampleLosses(Protocol):
-    """A module that knows the loss of each sample, for the debug dump of a spike."""
+    """A module that computes per-sample losses, for the debug dump of a spike."""
 
     def recipes_sample_losses(self, batch: Any) -> Tensor:
-        """Return the losses of a micro-batch, [B]."""
+        """Return the per-sample losses of a micro-batch, [B]."""
 
 
 @runtime_checkable
 class SupportsSavedWeights(Protocol):
-    """A module that writes its weights itself, sharded ones included, for the debug dump of a spike."""
+    """A module that saves its own weights, sharded or not, for the debug dump of a spike."""
 
     def recipes_save_weights(self, folder: Path) -> None:
         """Write the weights into a folder; called on every rank."""
@@ -104,12 +104,12 @@ class SupportsSavedWeights(Protocol):
 
 @runtime_checkable
 class KeepsGradNorm(Protocol):
-    """A strategy that keeps the gradient norm it has clipped by, for `GradNormMonitor`.
+    """A strategy that exposes the gradient norm it computes for clipping, for `GradNormMonitor`.
 
     Attributes:
-        grad_norm: Global L2 norm before clipping of the last optimizer step, 0-dim; None before the first.
-        clip_threshold: Norm to which the gradients of that step were limited, 0-dim; inf without a limit.
-        clipping: Not None where the threshold changes from step to step.
+        grad_norm: Global L2 norm before clipping at the last optimizer step, 0-dim; None before the first.
+        clip_threshold: Maximum norm that the gradients were clipped to at that step, 0-dim; inf without clipping.
+        clipping: Not None if the threshold changes from step to step.
     """
 
     grad_norm: Tensor | None
@@ -122,8 +122,8 @@ class CountsOverflows(Protocol):
     """A strategy that scales the loss itself, for `LossScaleMonitor`.
 
     Attributes:
-        current_loss_scale: What the loss is multiplied by; None: it is not scaled.
-        num_overflows: Steps that this process has skipped because a gradient was not finite.
+        current_loss_scale: Current loss scale; None if the loss is not scaled.
+        num_overflows: Steps skipped in this process because a gradient was not finite.
     """
 
     @property

@@ -1,6 +1,6 @@
-"""Small collectives over the ranks of a run; without a process group each returns the caller's own value.
+"""Small collectives over the ranks of a run; without a process group, each returns the caller's own value.
 
-Every rank must call them, in the same order. Those that return host values wait for the device once.
+Every rank must call them, in the same order. Those that return host values synchronize with the device once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,12 @@ def num_ranks() -> int:
 
 
 def data_rank(trainer: Any) -> int:
-    """Return which samples this rank has: a strategy whose ranks share samples declares `data_rank`."""
+    """Return this rank's data-parallel rank; a strategy whose ranks share samples declares `data_rank`."""
     return int(getattr(trainer.strategy, "data_rank", trainer.global_rank))
 
 
 def data_size(trainer: Any) -> int:
-    """Return how many ranks, or groups of ranks that share samples, have different ones."""
+    """Return the number of data-parallel ranks; ranks that share samples count once."""
     return int(getattr(trainer.strategy, "data_size", trainer.world_size))
 
 
@@ -32,8 +32,8 @@ def max_over_ranks(values: Mapping[str, float], device: torch.device) -> dict[st
     """Return each value's maximum over all ranks: one all-reduce.
 
     Args:
-        values: The same names in the same order on every rank.
-        device: Where the backend reduces, the rank's own device.
+        values: Values by name, with the same names in the same order on every rank.
+        device: This rank's device, on which the backend reduces.
     """
     if num_ranks() == 1:
         return dict(values)
@@ -52,10 +52,10 @@ def all_ranks(flag: bool, device: torch.device) -> bool:
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
-    """Return the mean of a 0-dim tensor over all ranks in float32, without waiting for the device."""
+    """Return the mean of a 0-dim tensor over all ranks in float32, without synchronizing with the device."""
     if num_ranks() == 1:
         return value
-    mean = value.clone().float()  # [], the caller's tensor stays as it is
+    mean = value.clone().float()  # [], leaves the caller's tensor unchanged
     dist.all_reduce(mean)
     return torch.div(mean, dist.get_world_size())
 
@@ -64,8 +64,8 @@ def gather_values(values: Sequence[float], device: torch.device) -> list[list[fl
     """Return the values of every rank, by rank: one all-gather.
 
     Args:
-        values: Equally many on every rank.
-        device: Where the backend gathers, the rank's own device.
+        values: Values, the same number on every rank.
+        device: This rank's device, on which the backend gathers.
     """
     if num_ranks() == 1:
         return [list(values)]
@@ -77,7 +77,7 @@ def gather_values(values: Sequence[float], device: torch.device) -> list[list[fl
 
 
 def gather_objects(value: T) -> list[T]:
-    """Return a picklable value of every rank, by rank."""
+    """Return every rank's picklable value, by rank."""
     if num_ranks() == 1:
         return [value]
     gathered: list[T] = [value] * dist.get_world_size()
@@ -86,7 +86,7 @@ def gather_objects(value: T) -> list[T]:
 
 
 def gather_by_samples(value: T, trainer: Any) -> list[T]:
-    """Return a picklable value of each rank that has other samples, of the first of those that share them."""
+    """Return one picklable value per data-parallel rank, from the first of the ranks that share samples."""
     by_samples: dict[int, T] = {}
     for number, found in gather_objects((data_rank(trainer), value)):
         by_samples.setdefault(number, found)

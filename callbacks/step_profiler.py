@@ -1,4 +1,4 @@
-"""Trace a few steady steps with torch.profiler: no cost before and after; not counted as training time."""
+"""Trace a few steady-state steps with torch.profiler; no cost outside them, and excluded from throughput."""
 
 import json
 import logging
@@ -21,17 +21,17 @@ _NUM_OPERATORS = 20
 class StepProfiler(Callback):
     """Writes a trace of a few optimizer steps to `profile/` in the run folder, else in `trainer.default_root_dir`.
 
-    Useful to see which operators take the time of a step, and where the device waits for the host.
+    Useful for finding the operators that dominate a step, and the gaps in which the device waits for the host.
 
-    Each rank writes a trace for https://ui.perfetto.dev or chrome://tracing; rank 0 also writes the operators that
-    took the most time to `operators.json` and logs the top three.
+    Each rank writes a trace for https://ui.perfetto.dev or chrome://tracing; rank 0 also writes the most expensive
+    operators to `operators.json` and logs the top three.
 
     Args:
         steps: Optimizer steps to trace. None disables tracing.
-        after: Optimizer steps of this process before the first traced one: compilation and warm-up are over then.
+        after: Optimizer steps of this process before the first traced one, so that compilation and warm-up are over.
 
     Raises:
-        ValueError: `steps` is below 1, or `after` below 0.
+        ValueError: `steps` is below 1, or `after` is below 0.
 
     Example:
         >>> profiler = StepProfiler(steps=3, after=10)
@@ -69,9 +69,9 @@ class StepProfiler(Callback):
         activities = [ProfilerActivity.CPU]
         if trainer.strategy.root_device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        # torch's tracer writes two lines to stderr each time (2.13); real errors are raised as exceptions
+        # Kineto prints two lines to stderr per trace (torch 2.13); real errors are raised as exceptions
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        get_profiler(trainer).start(FOLDER)  # SpeedMonitor listens and excludes this time
+        get_profiler(trainer).start(FOLDER)  # SpeedMonitor listens and excludes this time from throughput
         self._trace = profile(activities=activities, record_shapes=True)
         self._trace.start()
 
@@ -99,7 +99,7 @@ class StepProfiler(Callback):
         self._end(trainer)
 
     def _end(self, trainer: Trainer) -> None:
-        """Stop tracing and write the trace; an error in doing so must not end the run."""
+        """Stop tracing and write the trace; an error here must not end the run."""
         if self._trace is None:
             return
         trace, self._trace = self._trace, None
@@ -126,14 +126,14 @@ class StepProfiler(Callback):
 
 
 def top_operators(trace: Any) -> list[dict[str, Any]]:
-    """Return the operators with the most time of their own, largest first.
+    """Return the operators with the longest self time, longest first.
 
     Args:
         trace: A stopped `torch.profiler.profile`.
 
     Returns:
-        `name`, `calls`, `self_seconds` and `share` (fraction of the total time) of the device's kernels where there
-        are any, else of the host's operators.
+        `name`, `calls`, `self_seconds` and `share` (fraction of total self time) of the device kernels if there are
+        any, else of the host operators.
     """
     averages = trace.key_averages()
     on_device = any(average.self_device_time_total > 0 for average in averages)

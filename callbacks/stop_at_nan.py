@@ -1,6 +1,6 @@
-"""End a run at its first NaN and name the line of the forward pass that produced it: checks every operation's result.
+"""Stop a run at its first NaN and report the operation and source line that produced it.
 
-For debugging, not for training: each check waits for the device, operation by operation.
+For debugging only: the result of every operation is checked, each with a device synchronization.
 """
 
 import re
@@ -21,23 +21,24 @@ from .logged_step import completed_steps
 Stack = list[traceback.FrameSummary]
 _TORCH = str(Path(torch.__file__).parent)
 _STEP = "training_step"
-# torch's anomaly detection warns with the forward traceback of an operation that failed in the backward pass
+# anomaly detection emits a warning with the forward traceback of the operation whose backward produced NaN
 _ANOMALY = re.compile(r"Error detected in (\w+)\..*Traceback of forward call", re.DOTALL)
 _FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)\n(?:    (.+)\n)?')
 
 
 class StopAtNan(Callback):
-    """Raises where a loss is NaN, with the operation that produced the first one, its inputs and its line.
+    """Raises when a loss is NaN and names the operation that produced the first NaN, its inputs and its source line.
 
-    Useful when a run turns NaN and nobody knows where. Every backward pass is checked, several per batch included.
+    Useful for finding out where a NaN loss originates. The loss is checked before every backward pass, also if there
+    are several per batch.
 
-    A NaN that begins in the backward pass is found by `Trainer(detect_anomaly=True)`, which should be set together
-    with this callback; the line of its forward operation is added to the exception, on whichever rank it occurs.
-    Disable any callback that skips steps with a NaN loss. Neither check looks into compiled code.
+    Set `Trainer(detect_anomaly=True)` as well, which finds a NaN that originates in the backward pass; this callback
+    adds the line of its forward operation to the exception, on whichever rank it occurs. Disable any callback that
+    skips steps with a NaN loss. Neither check sees inside compiled code.
 
     Args:
-        check_finite: Also raise where a loss is inf. An operation that is meant to give inf, as a mask does, is then
-            named too if it comes first.
+        check_finite: Also raise when a loss is inf. Operations that produce inf on purpose, such as masking, may then
+            be reported instead.
 
     Raises:
         FloatingPointError: At the first such loss.
@@ -51,7 +52,7 @@ class StopAtNan(Callback):
     def __init__(self, *, check_finite: bool = False) -> None:
         self._what = "NaN or inf" if check_finite else "NaN"
         self._is_bad: Callable[[Tensor], bool] = _has_non_finite if check_finite else _has_nan
-        self._search: _FirstBad | None = None  # during a batch
+        self._search: _FirstBad | None = None  # only during a batch
         self._anomaly: str | None = None
         self._show_warning: Any = None  # the `warnings.showwarning` that ours replaces
 
@@ -70,9 +71,9 @@ class StopAtNan(Callback):
         search = self._search
         if search is None:
             return
-        search.is_on = False  # during the backward pass, which anomaly detection checks
+        search.is_on = False  # anomaly detection checks the backward pass
         if not self._is_bad(loss):
-            return  # a NaN that does not reach the loss may be intended by the model
+            return  # a NaN that does not reach the loss may be intentional
         where = _describe_step(trainer)
         if search.description is None:
             raise FloatingPointError(
@@ -114,7 +115,7 @@ class StopAtNan(Callback):
             warnings.showwarning, self._show_warning = self._show_warning, None
 
     def _catch_anomaly(self, message: Warning | str, *args: Any, **kwargs: Any) -> None:
-        """Keep torch's warning with the forward line: a rank without a console would never show it."""
+        """Store torch's warning with the forward traceback: a rank without a console would not show it."""
         if (anomaly := _ANOMALY.match(str(message))) is None:
             self._show_warning(message, *args, **kwargs)
             return
@@ -127,21 +128,21 @@ class StopAtNan(Callback):
 
 
 def _describe_step(trainer: Trainer) -> str:
-    """Return the step under way, the first is 1, and the rank."""
-    is_automatic = trainer.lightning_module.automatic_optimization  # else the batch under way counts already
+    """Return the current step, counted from 1, and the rank as text."""
+    is_automatic = trainer.lightning_module.automatic_optimization  # else the current batch is already counted
     return f"step {completed_steps(trainer) + is_automatic}, rank {trainer.global_rank}"
 
 
 class _FirstBad(TorchFunctionMode):
-    """Finds the first operation whose result depends on the weights and contains a NaN.
+    """Finds the first operation whose result depends on the weights and contains NaN (or inf).
 
     Args:
-        is_bad: Whether a result contains what is searched.
-        what: Its name.
+        is_bad: Returns whether a tensor contains such a value.
+        what: Name of the value, for messages.
 
     Attributes:
         is_on: Whether operations are checked.
-        description: The operation, its inputs and its line; None before one is found.
+        description: The operation, its inputs and its source line; None until one is found.
         path: The stack from the training step to that line.
     """
 
@@ -152,7 +153,7 @@ class _FirstBad(TorchFunctionMode):
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was found, and search again."""
+        """Discard the result and search again."""
         self.is_on = True
         self.description: str | None = None
         self.path = ""
@@ -163,7 +164,7 @@ class _FirstBad(TorchFunctionMode):
         # a tensor without a gradient may be uninitialized memory, such as the buffers of some engines
         if self.is_on and self.description is None and torch.is_grad_enabled() and self._contains_bad(result):
             stack = traceback.extract_stack()
-            if any(frame.name == _STEP for frame in stack):  # not what is done with its loss afterwards
+            if any(frame.name == _STEP for frame in stack):  # ignore operations on the loss outside the step
                 self._describe(func, [*_tensors((args, kwargs or {}))], stack)
         return result
 
@@ -212,7 +213,7 @@ def _describe_tensor(tensor: Tensor) -> str:
 
 
 def _locate(stack: Stack) -> tuple[str, str]:
-    """Return the innermost line outside torch and this file, and the stack from the training step to it."""
+    """Return the innermost line outside torch and this file, and the stack from the training step to that line."""
     starts = [number for number, frame in enumerate(stack) if frame.name == _STEP]
     path = stack[starts[-1] :] if starts else stack
     path = [frame for frame in path if not frame.filename.startswith((_TORCH, __file__))] or path

@@ -16,14 +16,14 @@ lightning_internals.py    L2  private Lightning attributes in use
 data/                     L1  samples and their order; datamodule.py is L2
 tokenizer/                L1  text <-> token ids
 model/                    L1  one architecture per file; weights/ converts published ones
-numerics/                 L1  accumulation, collectives, gradients, loss, EMA: arithmetic shared by all strategies
+numerics/                 L1  accumulation, collectives, loss, EMA: arithmetic shared by all strategies
 runtime/                  L1  one process: ranks, signals, lock, console, failure, exit codes
 optimizer/                L1  one optimizer per file; weight decay groups
-clipping/                 L1  limits of the gradient norm that follow its history
+clipping/                 L1  adaptive gradient clipping thresholds
 scheduler.py              L1  optimizer step -> multiplier of the learning rate
 lr_scaling.py             L1  batch size -> learning rate
 precision.py              L1  dtypes of weights, products and gradients
-activation_checkpoint/    L1  what blocks keep for the backward pass: recomputed, or in host memory
+activation_checkpoint/    L1  activation recomputation and offloading to host memory
 compile.py                L1  torch.compile, block by block
 run_folder.py             L1  file names of a run folder and their readers
 errors.py                 L1  what you set, why it cannot work, what to type

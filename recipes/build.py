@@ -1,6 +1,6 @@
-"""Build a run from its config; the only file that instantiates. No weights exist yet when it returns.
+"""Build a run from its config; the only file that instantiates config nodes. Weights are created later.
 
-Read `build` first: it names every part of a run. The config keys are documented in conf/config.yaml.
+Read `build` first: it creates every component of a run. The config keys are documented in conf/config.yaml.
 """
 
 import functools
@@ -53,20 +53,20 @@ SINGLE_DEVICE = {"_target_": "recipes.strategy.single.SingleDevice", "_partial_"
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run that is built and not yet started.
+    """A run that has been built but not started.
 
     Attributes:
-        name: Shown in the logger and the report.
-        folder: Everything the run writes goes here.
+        name: Name shown in the logger and the report.
+        folder: Folder for everything the run writes.
         task: Model, loss, optimizer.
         data: Training stream and validation split.
-        trainer: Lightning's, with strategy, callbacks and loggers.
+        trainer: Lightning Trainer with strategy, callbacks and loggers.
         precision: Data types of weights, matmuls and gradient reduction.
         accumulation: Global batch and micro-batches.
         checkpoint: Checkpoint to resume from; None: start from step 0.
-        tokenizer_folder: Tokenizer of the run that `checkpoint` belongs to; without one, of this run.
-        overrides: Command line, as typed.
-        tags: Free labels of the user.
+        tokenizer_folder: Tokenizer of the run that `checkpoint` belongs to; without a checkpoint, of this run.
+        overrides: Command-line overrides as typed.
+        tags: User-defined labels.
         freeze: Writes the config into the folder.
     """
 
@@ -85,7 +85,7 @@ class Run:
 
 
 def execute(composed: Composed) -> int:
-    """Execute the mode of a composed config and return the exit code."""
+    """Run the mode of a composed config and return the exit code."""
     mode = make(composed.config["mode"])
     # modes that only read the folders of earlier runs take the config itself: nothing is built
     if "composed" in inspect.signature(mode).parameters:
@@ -100,12 +100,12 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     """Instantiate every node of a checked config.
 
     Args:
-        config: Composed, checked and frozen.
-        folder: Of this run.
-        overrides: Command line, as typed.
+        config: Composed, checked and frozen config.
+        folder: Run folder.
+        overrides: Command-line overrides as typed.
 
     Raises:
-        ConfigError: The machine, the data or a checkpoint does not allow what the config demands.
+        ConfigError: The config does not fit the machine, the data or the checkpoint.
     """
     checkpoint = find_checkpoint(config["resume"], folder)
     if checkpoint is not None:
@@ -124,7 +124,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         accumulate_grad_batches=config["trainer"]["accumulate_grad_batches"],
     )
     num_micro_batches = accumulation.num_micro_batches
-    if mesh.pipeline > 1:  # its schedule takes all micro-batches of a step at once
+    if mesh.pipeline > 1:  # the pipeline schedule takes all micro-batches of a step at once
         accumulation = accumulation.in_one()
     data: StreamDataModule = make(config["loader"])(
         source=make(config["data"]),
@@ -153,7 +153,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
 
 
 def build_task(config: Config, precision: Precision) -> TrainingTask:
-    """Return the task of a config, without a model: it is constructed once the Trainer has set up the ranks."""
+    """Return the task of a config, without its model."""
     task: TrainingTask = make(config["task"])(
         # a function, not a model: the task calls it on the meta device once the Trainer has set up the ranks
         make_model=functools.partial(make_model, config),
@@ -162,7 +162,7 @@ def build_task(config: Config, precision: Precision) -> TrainingTask:
         convert_model=precision.convert,
         activation_checkpoint=make(config["activation_checkpoint"]),
         compile_mode=get_compile_mode(config),
-        loss_chunk_tokens=config.get("loss_chunk_tokens"),  # an older run's config has none, and computed all at once
+        loss_chunk_tokens=config.get("loss_chunk_tokens"),  # absent from configs of earlier versions: no chunking
         scales_loss=precision.scales_loss,
         clipping=make(config["clipping"]),
         ema_decay=config["ema_decay"],
@@ -175,9 +175,9 @@ def build_task(config: Config, precision: Precision) -> TrainingTask:
 
 
 def _make_schedule(node: Config) -> Callable[[int], float]:
-    """Return the schedule of a node, without Hydra's check of what each call runs: 60 us, twice a step (1.3.8).
+    """Return the schedule of a node, bypassing Hydra's check on each call: 60 us, twice a step (1.3.8).
 
-    The first call is checked here; all later ones call the same function with the same settings.
+    Hydra checks one call here; later calls run the same function with the same settings.
     """
     checked = make(node)
     checked(0)
@@ -186,10 +186,10 @@ def _make_schedule(node: Config) -> Callable[[int], float]:
 
 
 def _build_metrics(config: Config) -> dict[str, Metric]:
-    """Return the validation metrics by name, each tried on the number of classes that the model predicts.
+    """Return the validation metrics by name, each tested with the model's number of classes.
 
     Raises:
-        ConfigError: A metric rejects its arguments, or what validation gives it.
+        ConfigError: A metric rejects its arguments, or the inputs that validation passes to it.
     """
     model = config["model"]
     num_classes = model.get("vocab_size", model.get("num_classes"))
@@ -198,7 +198,7 @@ def _build_metrics(config: Config) -> dict[str, Metric]:
         LOGGER.warning("The config is from before there were metrics=: validation computes val/loss alone")
         return metrics
     for name, node in config["metrics"].items():
-        if node is None:  # `metrics.f1=null`, as for a callback
+        if node is None:  # disabled by `metrics.f1=null`, as for a callback
             continue
         try:
             metric = make(node)
@@ -224,7 +224,7 @@ def _build_trainer(
     devices = get_devices(config["trainer"], ranks)
     is_run = trains(config)
     saver: CheckpointSaver = make(config["checkpoint"])
-    # a damaged checkpoint may be replaced by an older one unless the user has named it
+    # fall back from a damaged checkpoint to an older one, unless the user asked for that checkpoint
     saver.checkpoint_io.falls_back = not names_checkpoint(config["resume"])
     callbacks, loggers = list[Callback](), list[Logger]()
     if is_run:
@@ -232,12 +232,12 @@ def _build_trainer(
         configured = [make(node) for node in config["callbacks"].values() if node is not None]
         # the order matters: callbacks fill the row of a step, it is logged, then the step is saved
         callbacks = [SummaryWriter(run_folder=folder), *configured, RowWriter(), saver]
-    # other modes run on one device, which reads the checkpoint of any strategy
+    # other modes run on one device, which can load the checkpoints of every strategy
     node = config["strategy"] if takes_steps(config) else SINGLE_DEVICE
     strategy = make(node)(devices=devices, precision=precision, checkpoint_io=saver.checkpoint_io, mesh=mesh)
     indices = list(dict.fromkeys(device.index for device in devices))
     if devices[0].type == "cuda" and len(indices) < len(devices):
-        strategy.parallel_devices = devices  # each rank sees one GPU, of the same index, which a Trainer takes once
+        strategy.parallel_devices = devices  # every rank sees its GPU under the same index, and Trainer rejects repeats
     trainer = _make_trainer(
         config["trainer"],
         accelerator=devices[0].type,
@@ -282,7 +282,7 @@ def _make_trainer(node: Config, **arguments: Any) -> lightning.Trainer:
 
 
 def _get_cluster(ranks: Ranks) -> list[ClusterEnvironment]:
-    """Return how this rank finds the others: by the variables of SLURM or of torchrun; a single rank has no others."""
+    """Return the cluster environment, which reads the variables of SLURM or torchrun; Lightning's own for one rank."""
     if ranks.started_by == "slurm":
         return [SLURMEnvironment(auto_requeue=False)]
     return [TorchElasticEnvironment()] if ranks.started_by else [LightningEnvironment()]

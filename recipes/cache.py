@@ -1,7 +1,7 @@
-"""Cache folders that are built once, by the first process that needs them: one file lock and one rename.
+"""Cache folders built once, by the first process that needs them, under a file lock and then renamed into place.
 
-A process killed while building leaves a lock that the kernel has already released and a temporary folder that the
-next builder removes; a half-written folder is never read.
+If a process is killed while building, the kernel releases its lock and the next builder removes its temporary folder;
+a half-written folder is never read.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from recipes.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_LEFTOVER_SECONDS = 24 * 3600.0  # another host's temporary folder is abandoned after a day without a change
+_LEFTOVER_SECONDS = 24 * 3600.0  # another host's temporary folder counts as abandoned after a day without changes
 _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
@@ -28,7 +28,7 @@ def open_cache_dir(cache_dir: str) -> Path:
     """Return the cache folder, creating it if necessary; `~` stands for the home folder.
 
     Raises:
-        ConfigError: It cannot be created or written to.
+        ConfigError: The folder cannot be created or written to.
     """
     path = Path(cache_dir).expanduser().absolute()
     fix = "RECIPES_CACHE=<folder> before the command, or data.cache_dir=<folder>"
@@ -45,9 +45,9 @@ def build_once(target: Path, build: Callable[[Path], None], *, is_complete: Call
     """Build `target` unless it is already complete; safe in any number of processes.
 
     Args:
-        target: The folder.
+        target: Folder to build.
         build: Fills an empty temporary folder, which is then renamed to `target`; an exception leaves nothing behind.
-        is_complete: Whether a folder holds what `build` writes; an incomplete one is replaced.
+        is_complete: Returns whether a folder has all of the files that `build` writes; if not, it is rebuilt.
     """
     if is_complete(target):
         return
@@ -76,13 +76,13 @@ def _move_into_place(temporary: Path, target: Path, *, is_complete: Callable[[Pa
     try:
         temporary.rename(target)
     except OSError:
-        if not is_complete(target):  # complete: without locks, another process has finished first
+        if not is_complete(target):  # if complete, another process finished first, on a file system without locks
             raise
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Hold an exclusive lock that is released when the process dies; yield False if the file system has none."""
+    """Hold an exclusive lock that is released when the process dies; yield False if the file system has no locks."""
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,14 +1,14 @@
-"""Errors of the configuration in three clauses: what you set, why it cannot work, what to type. Imports nothing."""
+"""Config errors in three clauses: what you set, why it cannot work, what to type. Imports only the standard library."""
 
 from collections.abc import Sequence
 
-# C0 and C1 controls other than tab and newline, and those that reorder the text around them: a terminal obeys them
+# C0 and C1 control characters except tab and newline, and bidirectional controls: a terminal interprets them
 _CONTROLS = {*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {0x09, 0x0A}
 _ESCAPES = {code: repr(chr(code))[1:-1] for code in sorted(_CONTROLS)}
 
 
 class ConfigError(ValueError):
-    """A wrong setting, in three clauses; all that are found are reported together.
+    """A wrong setting, in three clauses; all errors found are reported together.
 
     Attributes:
         setting: The override as set, `key=value`.
@@ -30,8 +30,8 @@ class ConfigErrors(Exception):  # noqa: N818  a collection of ConfigError
     """Several wrong settings, found before anything was started.
 
     Args:
-        mistakes: All that were found.
-        head: First line of their report.
+        mistakes: All errors found.
+        head: First line of the report.
     """
 
     def __init__(self, mistakes: list[ConfigError], head: str) -> None:
@@ -41,18 +41,18 @@ class ConfigErrors(Exception):  # noqa: N818  a collection of ConfigError
 
 
 def find_mistake(error: BaseException | None) -> ConfigError | None:
-    """Return the mistake that an error is or wraps, as Hydra wraps whatever a constructor raises; None if none."""
+    """Return the first `ConfigError` in the `__cause__` chain, or None; Hydra wraps what a constructor raises."""
     while error is not None and not isinstance(error, ConfigError):
         error = error.__cause__
     return error
 
 
 def format_report(mistakes: Sequence[ConfigError], head: str | None = None) -> str:
-    """Format all mistakes, numbered, three lines each.
+    """Format all errors as a numbered list, three lines each.
 
     Args:
-        mistakes: All that were found.
-        head: First line; None counts the mistakes of a config.
+        mistakes: All errors found.
+        head: First line; None: the number of errors in the config.
     """
     count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
     lines = [head or f"The config has {count}; nothing was built."]
@@ -67,5 +67,5 @@ def format_report(mistakes: Sequence[ConfigError], head: str | None = None) -> s
 
 
 def escape_controls(text: str) -> str:
-    """Write the characters that control a terminal as escapes, such as `\\x1b`; tabs and newlines stay."""
+    """Escape terminal control characters, for example as `\\x1b`; tabs and newlines stay."""
     return text.translate(_ESCAPES)

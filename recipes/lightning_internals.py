@@ -1,6 +1,6 @@
-"""Every private attribute of Lightning that `recipes` reads or sets, one function each; checked with Lightning 2.6.6.
+"""All access to private Lightning attributes, one function each; checked with Lightning 2.6.6.
 
-Methods of Lightning that a subclass must override under a private name stay in that subclass
+Overrides of private Lightning methods stay in the subclass that needs them
 (`recipes.strategy.precision_plugin.ZeroPrecision`).
 """
 
@@ -19,21 +19,20 @@ from torch.optim import Optimizer
 def disable_signal_handling(trainer: lightning.Trainer) -> None:
     """Leave signals to `recipes.runtime.signals`.
 
-    Before every micro-batch Lightning broadcasts from rank 0 whether a signal has arrived, and waits for it (#21487,
-    2.6.6). On SIGTERM it broadcasts inside the handler (2.6.6), which fails wherever the handler interrupts once a
-    peer is dead.
+    Before every micro-batch, Lightning runs a blocking broadcast from rank 0 of whether a signal has arrived (#21487,
+    2.6.6). On SIGTERM it broadcasts inside the handler (2.6.6), which fails once a peer is dead.
     """
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
 def skip_empty_hooks(trainer: lightning.Trainer) -> None:
-    """Let the Trainer pass over the hooks that a callback does not have, half a millisecond a step with twelve of them.
+    """Make the Trainer skip hooks that a callback does not override: saves 0.5 ms a step with twelve callbacks.
 
-    Lightning 2.6.6 calls every hook of every callback, each within a span of its profiler, unless it is not callable.
+    Lightning 2.6.6 calls every callable hook of every callback, each in a profiler span.
     """
     names = ["on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"]
-    names += ["on_before_optimizer_step", "on_train_batch_end"]  # Lightning asks of no other whether it is callable
+    names += ["on_before_optimizer_step", "on_train_batch_end"]  # Lightning checks no other hook for being callable
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for name in names:
             if getattr(type(callback), name) is getattr(Callback, name) and name not in vars(callback):
@@ -41,30 +40,30 @@ def skip_empty_hooks(trainer: lightning.Trainer) -> None:
 
 
 def is_accumulating(trainer: lightning.Trainer) -> bool:
-    """Return whether the optimizer does not step after the micro-batch under way (2.6.6)."""
+    """Return whether the current micro-batch only accumulates gradients, without an optimizer step (2.6.6)."""
     return trainer.fit_loop._should_accumulate()
 
 
 def align_row_step(trainer: lightning.Trainer) -> None:
-    """Make the step of the next logged row follow `global_step`.
+    """Set the step of the next logged row from `global_step`.
 
-    Lightning 2.6 numbers rows by a counter of its own, which some resumes leave one behind.
+    Lightning 2.6 numbers rows with a separate counter, which can be one behind after a resume.
     """
     trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
 
 def skip_backward(trainer: lightning.Trainer) -> None:
-    """Leave zeroing gradients and the backward pass to the training step (2.6.6 has this for averaging weights)."""
+    """Leave `zero_grad` and the backward pass to the training step (2.6.6 has this flag for weight averaging)."""
     trainer.fit_loop._skip_backward = True
 
 
 def validate_now(trainer: lightning.Trainer) -> None:
-    """Validate at the step just restored, before the next one; its metrics go into the row of that step.
+    """Validate at the step just restored and add the metrics to the row of that step.
 
     Lightning 2.6 has no public way to validate inside `fit` outside the schedule.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
-    # the counter that numbers rows is one behind while a step is validated
+    # during validation, the counter that numbers rows is one behind
     epoch_loop._batches_that_stepped = trainer.global_step - 1
     epoch_loop.val_loop.restarting = False
     trainer.validating = True
@@ -74,11 +73,11 @@ def validate_now(trainer: lightning.Trainer) -> None:
 
 
 def skip_validation_once(trainer: lightning.Trainer, *, step: int) -> None:
-    """Return to a step inside `fit` without validating it again (2.6.6).
+    """Continue `fit` from a rolled-back step without validating that step again (2.6.6).
 
     Args:
-        trainer: Its `global_step` is restored.
-        step: Optimizer steps completed after a rollback; the next logged row counts from it.
+        trainer: Trainer whose `global_step` has been restored.
+        step: Optimizer steps completed after a rollback; the next logged row counts from here.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop._batches_that_stepped = step
@@ -88,14 +87,14 @@ def skip_validation_once(trainer: lightning.Trainer, *, step: int) -> None:
 def set_up_mesh(
     strategy: ModelParallelStrategy, connect: Callable[[], None], get_shape: Callable[[], dict[str, int]]
 ) -> None:
-    """Join the process group and give a strategy its device mesh.
+    """Initialize the process group and set the device mesh of a strategy.
 
-    `ModelParallelStrategy.setup_environment` (2.6.6) does both, but always lays out a mesh for tensor parallelism.
+    `ModelParallelStrategy.setup_environment` (2.6.6) does both, but always creates a (data, tensor) parallel mesh.
 
     Args:
-        strategy: Its `device_mesh` is set.
-        connect: Called once the ranks have joined.
-        get_shape: Returns the ranks along each named axis; called after that.
+        strategy: Strategy whose `device_mesh` is set.
+        connect: Called once the process group is initialized.
+        get_shape: Returns the size of each named mesh dimension; called after `connect`.
     """
     strategy._setup_distributed()
     connect()
@@ -106,7 +105,7 @@ def set_up_mesh(
 
 
 def join_deepspeed_process_group(strategy: DeepSpeedStrategy) -> None:
-    """Join the process group through DeepSpeed (2.6.6: only `setup_distributed` calls it)."""
+    """Initialize the process group through DeepSpeed (2.6.6: otherwise only `setup_distributed` does)."""
     strategy.set_world_ranks()
     strategy._init_deepspeed_distributed()
 
@@ -118,15 +117,15 @@ def complete_deepspeed_config(strategy: DeepSpeedStrategy) -> None:
 
 @contextmanager
 def state_left_on_device(strategy: Strategy) -> Iterator[None]:
-    """Make `Strategy.teardown` leave weights and optimizer state where they are.
+    """Make `Strategy.teardown` leave weights and optimizer state on the device.
 
-    Lightning 2.6.6 copies both to pageable host memory on every rank, also after an error: 12 bytes a parameter and
-    replica, which all processes of a node need at once, for a process that is about to end.
+    Lightning 2.6.6 copies both to pageable host memory on every rank, even after an error: 12 bytes per parameter and
+    replica, in all processes of a node at once, just before they exit.
     """
     optimizers, strategy.optimizers = strategy.optimizers, []
     module: Any = strategy.lightning_module
     if module is not None:
-        module.cpu = lambda: module  # hides the method of its class
+        module.cpu = lambda: module  # shadows the method of the class
     try:
         yield
     finally:
@@ -136,8 +135,8 @@ def state_left_on_device(strategy: Strategy) -> Iterator[None]:
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside Lightning's wrapper, or the one given.
+    """Return the optimizer inside Lightning's wrapper, or `optimizer` itself if it is not wrapped.
 
-    `LightningOptimizer` (2.6.6) hands reads through but keeps what is set on it to itself.
+    `LightningOptimizer` (2.6.6) forwards attribute reads to the optimizer, but not writes.
     """
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

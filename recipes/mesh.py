@@ -1,29 +1,29 @@
-"""Which rank holds what: the sizes of the device mesh, and the place of each rank in it. Pure arithmetic, no torch.
+"""Device mesh: the size of each dimension and the coordinates of each rank. Pure arithmetic, no torch.
 
-From the outermost to the innermost dimension: pipeline, replicate, shard, context, tensor. Ranks next to each other
-differ in the innermost one, whose traffic is the heaviest: it stays within a node.
+Dimensions from outermost to innermost: pipeline, replicate, shard, context, tensor. Neighboring ranks differ in the
+innermost dimension, which has the most communication and so stays within a node.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# stages of layers on each rank; of the schedule that is not here, one
+# pipeline stages per rank; one for schedules not listed
 STAGES_PER_RANK = {"Interleaved1F1B": 2, "ZBVZeroBubble": 2}
 
 
 def least_micro_batches(schedule: str, num_ranks: int) -> int:
-    """Return the micro-batches of a step below which torch refuses a schedule (2.13).
+    """Return the smallest number of micro-batches per step with which torch accepts a schedule (2.13).
 
     Args:
-        schedule: torch's name of it.
-        num_ranks: That divide the layers.
+        schedule: Name of the schedule in torch.
+        num_ranks: Pipeline-parallel ranks.
     """
     return 1 if schedule == "ZBVZeroBubble" else num_ranks
 
 
 class Place(NamedTuple):
-    """Where a rank is in the mesh, from 0 along each dimension."""
+    """Coordinates of a rank in the mesh, counted from 0 along each dimension."""
 
     pipeline: int
     replicate: int
@@ -34,17 +34,17 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Ranks along each dimension.
+    """Number of ranks along each dimension.
 
     Attributes:
-        pipeline: Ranks that divide the layers.
-        replicate: Copies of the model.
-        shard: Ranks that divide the weights of a copy, each with samples of its own.
-        context: Ranks that divide every sequence.
-        tensor: Ranks that divide every matrix.
-        expert: Ranks that divide the experts, among those of `shard` and `context`, the innermost of which they are.
-        sequence_parallel: Whether those of `tensor` divide the sequence between matrices, too.
-        pipeline_schedule: In which order stages of layers compute micro-batches, by torch's name.
+        pipeline: Pipeline-parallel ranks.
+        replicate: Model replicas.
+        shard: Ranks that shard the weights of a replica (FSDP), each with its own samples.
+        context: Context-parallel ranks, which shard the sequence.
+        tensor: Tensor-parallel ranks.
+        expert: Expert-parallel ranks, the innermost among those of `shard` and `context`.
+        sequence_parallel: Whether tensor-parallel ranks also shard the sequence between linear layers.
+        pipeline_schedule: Name of the pipeline schedule in torch.
     """
 
     pipeline: int = 1
@@ -58,31 +58,31 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Total number of ranks."""
         return self.data_size * self.model_size
 
     @property
     def data_size(self) -> int:
-        """Ranks, or groups of ranks, that have different samples."""
+        """Number of ranks, or groups of ranks, with different samples."""
         return self.replicate * self.shard
 
     @property
     def model_size(self) -> int:
-        """Ranks that work on the same samples."""
+        """Number of ranks that work on the same samples."""
         return self.pipeline * self.context * self.tensor
 
     @property
     def averaged_size(self) -> int:
-        """Ranks whose gradients an engine averages: those that have different tokens."""
+        """Number of ranks with different tokens, over which an engine averages gradients."""
         return self.data_size * self.context
 
     @property
     def expert_shard(self) -> int:
-        """Ranks that divide the weights of the same experts."""
+        """Number of ranks that shard the weights of the same experts."""
         return self.shard * self.context // self.expert
 
     def place(self, rank: int) -> Place:
-        """Return where a rank is."""
+        """Return the coordinates of a rank."""
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
         rest, shard = divmod(rest, self.shard)
@@ -90,12 +90,12 @@ class Mesh:
         return Place(pipeline, replicate, shard, context, tensor)
 
     def data_rank(self, rank: int) -> int:
-        """Return which samples a rank has, of `data_size`."""
+        """Return the data-parallel index of a rank, below `data_size`."""
         place = self.place(rank)
         return place.replicate * self.shard + place.shard
 
     def groups(self, *dimensions: str) -> Iterator[list[int]]:
-        """Yield the groups of ranks that differ in these dimensions alone, each in order; every rank is in one."""
+        """Yield the groups of ranks that differ only in these dimensions, each in order; every rank is in one group."""
         groups: dict[Place, list[int]] = {}
         for rank in range(self.world_size):
             key = self.place(rank)._replace(**dict.fromkeys(dimensions, 0))
@@ -103,6 +103,6 @@ class Mesh:
         yield from groups.values()
 
     def sizes(self) -> dict[str, int]:
-        """Return the ranks along each dimension that has several."""
+        """Return the number of ranks along each dimension that has more than one."""
         sizes = {name: getattr(self, name) for name in (*Place._fields, "expert")}
         return {name: size for name, size in sizes.items() if size > 1}

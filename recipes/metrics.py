@@ -1,6 +1,6 @@
 """Validation metrics: torchmetrics classes that sum over batches and ranks; `val/loss` is one of them.
 
-Letters: N samples or tokens that carry loss, V classes or tokens of the vocabulary.
+Letters: N samples or tokens with a loss, V classes or vocabulary size.
 """
 
 import inspect
@@ -22,7 +22,7 @@ _MAX_LOSS = 700.0  # e^710 overflows a float64; a loss that large means a broken
 
 
 class MeanLoss(Metric):
-    """Loss summed over targets, divided by the targets: exact however they are split into batches and ranks."""
+    """Summed loss divided by the number of targets: exact for any split into batches and ranks."""
 
     is_differentiable = False
     higher_is_better = False
@@ -34,12 +34,12 @@ class MeanLoss(Metric):
     def __init__(self) -> None:
         super().__init__()
         for name in ("loss_sum", "num_targets"):
-            # float64: sums over a large validation split stay exact enough to add in any order
+            # float64: over a large validation split, rounding does not make the sum depend on the order
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     @override
     def update(self, loss_sum: Tensor, num_targets: Tensor) -> None:
-        """Add a batch: its loss summed over its targets, and their number, both 0-dim."""
+        """Add the summed loss of a batch and its number of targets, both 0-dim."""
         self.loss_sum += loss_sum
         self.num_targets += num_targets
 
@@ -52,7 +52,7 @@ class MeanLoss(Metric):
 class Perplexity(MeanLoss):
     """Exponential of the mean loss.
 
-    `torchmetrics.text.Perplexity` 1.9 computes a second softmax, and is inf where one probability underflows float32.
+    `torchmetrics.text.Perplexity` 1.9 computes a second softmax, and is inf if a probability underflows in float32.
     """
 
     @override
@@ -62,10 +62,10 @@ class Perplexity(MeanLoss):
 
 
 class SourceLosses(MeanLoss):
-    """Mean loss over the targets of each source of a mixture, [K] float64; NaN without a target.
+    """Mean loss over the targets of each source of a mixture, [K] float64; NaN for a source without targets.
 
     Args:
-        num_sources: K.
+        num_sources: Number of sources, K.
     """
 
     def __init__(self, num_sources: int) -> None:
@@ -75,19 +75,19 @@ class SourceLosses(MeanLoss):
 
 
 class ValidationMetrics:
-    """Computes `val/loss` and named metrics over a validation split, all ranks together.
+    """Computes `val/loss` and named metrics over a validation split, reduced over all ranks.
 
-    Each metric receives those arguments that its `update` names: `preds`, logits [N, V], and `target`, classes [N],
-    or `loss_sum` and `num_targets`. Targets without loss are left out, those of padding samples among them: N differs
+    Each metric receives the arguments in the signature of its `update`: `preds`, logits [N, V], and `target`, classes
+    [N], or `loss_sum` and `num_targets`. Ignored targets, including those of padding samples, are dropped: N differs
     between ranks, and no metric needs an `ignore_index`.
 
-    Deliberately no module of the task: engines would cast its sums to their precision, and wrap and save it.
+    Deliberately not a submodule of the task: engines would cast its sums to their precision, and wrap and save it.
 
     Args:
         metrics: Name without `val/` -> metric; logged in this order after the loss.
-        split: Name of a further validation, whose metrics are `val/<split>/…`; None: the validation split.
-        sources: Names of the sources of a mixture, each of which has `val/<name>/loss`.
-        group: Process group of ranks that have other tokens, whose sums are added; None: all ranks.
+        split: Name of an additional validation set, logged as `val/<split>/…`; None: the validation split.
+        sources: Names of the sources of a mixture, each logged as `val/<name>/loss`.
+        group: Process group of ranks with different tokens, over which sums are reduced; None: all ranks.
     """
 
     def __init__(
@@ -104,25 +104,25 @@ class ValidationMetrics:
         self._by_source = SourceLosses(len(sources))
         self._names = list(every)
         self._reads_logits = any("preds" in inspect.signature(metric.update).parameters for metric in every.values())
-        # compute groups share one state between metrics whose states are equal after the first batch: top-1 and top-5
-        # accuracy are, where all of it is right, and would stay the same number from then on (torchmetrics 1.9)
+        # compute groups share one state between metrics whose states are equal after the first batch: if that batch is
+        # all correct, top-1 and top-5 accuracy would be equal from then on (torchmetrics 1.9)
         self._metrics = MetricCollection(dict(every), compute_groups=False)
         self._device = torch.device("cpu")
         self._group = group
 
     def reset(self) -> None:
-        """Begin a validation."""
+        """Reset all metrics before a validation."""
         self._metrics.reset()
         self._by_source.reset()
 
     @torch.no_grad()
     def update(self, *, loss_sum: Tensor, logits: Tensor, targets: Tensor) -> None:
-        """Add a batch. Waits for the device, if any metric reads logits.
+        """Add a batch. Synchronizes with the device if any metric needs logits.
 
         Args:
             loss_sum: Loss summed over the targets, 0-dim.
-            logits: [..., V] in any float dtype, without columns that pad the vocabulary.
-            targets: [...] classes or tokens; `IGNORE_INDEX` carries no loss.
+            logits: [..., V] in any float dtype, without vocabulary padding.
+            targets: [...] classes or tokens; `IGNORE_INDEX` has no loss.
         """
         if logits.device != self._device:
             self._metrics.to(logits.device)
@@ -132,23 +132,23 @@ class ValidationMetrics:
         offered = {"loss_sum": loss_sum, "num_targets": carries_loss.sum()}
         if self._reads_logits:
             preds, target = logits.flatten(0, -2), targets.flatten()  # [all, V], [all]
-            if not carries_loss.all():  # else spare the copy
+            if not carries_loss.all():  # avoid a copy otherwise
                 preds, target = preds[carries_loss], target[carries_loss]  # [N, V], [N]
             if not len(target):
-                return  # adds nothing, and not every metric accepts no sample
+                return  # some metrics reject an empty batch
             offered |= {"preds": _recognizable(preds), "target": target}
         self._metrics.update(**offered)
 
     def update_sources(self, losses: Tensor, targets: Tensor, sources: Tensor) -> None:
-        """Add the loss of each target [B, T] of samples of several sources [B]."""
+        """Add the loss of each target [B, T], by the source of its sample [B]."""
         self._by_source.update(*sum_by_source(losses, targets, sources, num_sources=len(self._sources)))
 
     def compute(self) -> dict[str, float]:
-        """Return `val/loss` and the metrics over all batches and ranks; called on every rank."""
+        """Return `val/loss` and the metrics over all batches and ranks; collective, call on every rank."""
         for metric in (*self._metrics.values(), self._by_source):
-            metric.process_group = self._group  # here and not before: a metric with one cannot be copied
+            metric.process_group = self._group  # not set earlier: a metric with a process group cannot be copied
         with warnings.catch_warnings():
-            if self._group is not None:  # of a pipeline, the ranks of other stages than the last update nothing
+            if self._group is not None:  # pipeline ranks without the last stage never call `update`
                 warnings.filterwarnings("ignore", message="The ``compute`` method of metric .* was called before")
             values = self._metrics.compute()
             by_source = self._by_source.compute().tolist() if self._sources else []
@@ -162,34 +162,34 @@ class ValidationMetrics:
 
 
 def _recognizable(logits: Tensor) -> Tensor:
-    """Return logits [N, V] that torchmetrics takes for logits: it takes values in [0, 1] for probabilities.
+    """Shift logits [N, V] that all lie in [0, 1], which torchmetrics would treat as probabilities.
 
-    A model whose head starts at zero has such logits. Softmax and order do not change if all are shifted.
+    A zero-initialized head produces such logits. A constant shift changes neither softmax nor ranking.
     """
-    first = logits[0]  # [V]; a single value outside suffices
+    first = logits[0]  # [V]; a single value outside [0, 1] suffices
     return logits.float() - 2.0 if ((first >= 0) & (first <= 1)).all() else logits
 
 
 def check_metric(name: str, metric: object, *, num_classes: int) -> None:
-    """Try a metric on two samples, so that a misfit ends the run before its first step and not at its first validation.
+    """Try a metric on two samples, so that an unsuitable one fails before the first step.
 
     Args:
-        name: Key of the config section `metrics`.
-        metric: What its node makes.
+        name: Key in the config section `metrics`.
+        metric: Object instantiated from the node.
         num_classes: V.
 
     Raises:
-        ConfigError: It is no metric, does not accept logits and classes, or does not give one number.
+        ConfigError: `metric` is not a `torchmetrics.Metric`, rejects logits and classes, or returns several values.
     """
     kind = type(metric).__name__
     if not isinstance(metric, Metric):
         raise ConfigError(
             f"metrics.{name}._target_={kind}",
-            "it makes no torchmetrics.Metric",
+            "it is not a torchmetrics.Metric",
             f"metrics.{name}._target_=<a class of torchmetrics.classification>",
         )
     tried = metric.clone()
-    tried.distributed_available_fn = lambda: False  # a trial of this rank alone
+    tried.distributed_available_fn = lambda: False  # no collectives: this test is local to the rank
     collection = MetricCollection({name: tried}, compute_groups=False)
     offered = {
         "preds": torch.eye(2, num_classes),  # [2, V]
@@ -200,7 +200,7 @@ def check_metric(name: str, metric: object, *, num_classes: int) -> None:
     try:
         collection.update(**offered)
         value = tried.compute()
-    except Exception as error:  # whatever a metric raises for input of another kind
+    except Exception as error:  # metrics raise many types for unsuitable input
         raise ConfigError(
             f"metrics.{name}._target_={kind}",
             f"it rejects logits [N, {num_classes}] and classes [N]: {str(error).partition(chr(10))[0]}",
@@ -209,6 +209,6 @@ def check_metric(name: str, metric: object, *, num_classes: int) -> None:
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise ConfigError(
             f"metrics.{name}._target_={kind}",
-            "it gives more than one number, and val/… is a column",
+            "it returns several values, but val/… holds one",
             f"metrics.{name}.average=macro, or '~metrics.{name}'",
         )

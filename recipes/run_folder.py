@@ -1,4 +1,4 @@
-"""The files of a run folder: their names, one function that writes small files atomically, one reader per file."""
+"""File names, atomic writes and readers for the files in a run folder."""
 
 import csv
 import itertools
@@ -19,7 +19,7 @@ METRICS_FILE = "metrics.csv"
 PLAN_FILE = "plan.json"
 SAMPLES_FILE = "samples.jsonl"
 SUMMARY_FILE = "summary.json"
-EVALUATIONS = "evaluations"  # its field that mode=evaluate writes
+EVALUATIONS = "evaluations"  # field of the summary that mode=evaluate writes
 CHECKPOINTS = "checkpoints"
 OOM_FOLDER = "oom"
 ROLLED_BACK_FOLDER = "rolled_back"
@@ -28,18 +28,18 @@ TOKENIZER_FOLDER = "tokenizer"
 
 
 def write_atomically(path: Path, text: str, *, fsync: bool = False) -> None:
-    """Write a small file so that a reader, or a kill, finds the old content or the new, never a part of it.
+    """Write a small file atomically: readers see the old or the new content, even if the process is killed.
 
     Args:
-        path: The file; its folder exists.
-        text: The complete content.
-        fsync: Whether to wait until the disk has it, for files that must survive a power failure.
+        path: File to write, in an existing folder.
+        text: Complete content.
+        fsync: Whether to flush to disk before the rename, for files that must survive a power failure.
 
     Raises:
         OSError: The disk is full or the folder cannot be written to; the old content is still there.
     """
     unfinished = path.with_name(f".{path.name}.tmp")
-    unfinished.unlink(missing_ok=True)  # a killed process left it, or a folder from elsewhere has a link there
+    unfinished.unlink(missing_ok=True)  # left by a killed process, or a symlink in a folder from elsewhere
     with unfinished.open("w", encoding="utf-8", newline="") as file:
         file.write(text)
         if fsync:
@@ -49,7 +49,7 @@ def write_atomically(path: Path, text: str, *, fsync: bool = False) -> None:
 
 
 def create_new(folder: Path, *, stem: str) -> Path:
-    """Create a folder that did not exist, `stem` with the next free number if another process is faster; return it."""
+    """Create and return a new folder; if it exists, append the next free number to `stem`."""
     for number in itertools.count(2):
         try:
             folder.mkdir(parents=True)
@@ -61,9 +61,9 @@ def create_new(folder: Path, *, stem: str) -> Path:
 
 
 def find_run_folder(path: Path) -> Path | None:
-    """Return the run folder that `path` is, or that it is a checkpoint of; None if neither has a config."""
+    """Return `path` if it is a run folder, or the run folder that contains the checkpoint `path`; None otherwise."""
     for candidate in (path, path.parent.parent):
-        if os.path.isfile(candidate / CONFIG_FILE):  # unlike Path.is_file, false for a name that is too long
+        if os.path.isfile(candidate / CONFIG_FILE):  # unlike Path.is_file, returns False if the name is too long
             return candidate
     return None
 
@@ -73,15 +73,15 @@ def has_checkpoint(run_folder: Path) -> bool:
     return any((run_folder / CHECKPOINTS).glob("step_*.ckpt/manifest.json"))
 
 
-# Each reader raises a ConfigError that names the file, what is wrong with it and what to do: people edit these files,
-# copy them half and open them in spreadsheets.
+# Each reader raises a ConfigError that names the file, the problem and the fix: people edit these files, copy them
+# incompletely and open them in spreadsheets.
 
 
 def read_config(run_folder: Path) -> dict[str, Any]:
-    """Read the frozen config, without Hydra's own node.
+    """Read the frozen config, without the `hydra` node.
 
     Raises:
-        ConfigError: It cannot be read, or is no YAML mapping.
+        ConfigError: The file cannot be read, or is not a YAML mapping.
     """
     import yaml
 
@@ -90,7 +90,7 @@ def read_config(run_folder: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load(_read_text(path, fix))
     except yaml.YAMLError as error:
-        raise ConfigError(str(path), f"it is no valid YAML: {' '.join(str(error).split())}", fix) from error
+        raise ConfigError(str(path), f"it is not valid YAML: {' '.join(str(error).split())}", fix) from error
     if not isinstance(config, dict):
         raise ConfigError(str(path), f"it {_describe(config)}, not settings", fix)
     return {key: value for key, value in config.items() if key != "hydra"}
@@ -100,32 +100,32 @@ def read_environment(run_folder: Path) -> dict[str, Any]:
     """Read environment.json.
 
     Raises:
-        ConfigError: It cannot be read, or is no JSON object.
+        ConfigError: The file cannot be read, or is not a JSON object.
     """
     path = run_folder / ENVIRONMENT_FILE
     return read_json(path, fix=f"rm {path}, and the run resumes from its {CONFIG_FILE} alone")
 
 
 def read_summary(run_folder: Path) -> dict[str, Any] | None:
-    """Read summary.json; None if the run has not ended.
+    """Read summary.json; return None if the run has not ended.
 
     Raises:
-        ConfigError: It cannot be read, or is no JSON object.
+        ConfigError: The file cannot be read, or is not a JSON object.
     """
     path = run_folder / SUMMARY_FILE
     return read_json(path, fix=f"rm {path}, and the run counts as not ended") if path.is_file() else None
 
 
 def add_evaluations(run_folder: Path, evaluations: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add results of evaluations to summary.json, and leave what else is in it as it is.
+    """Add evaluation results to summary.json, keeping its other fields.
 
     Args:
-        run_folder: Of a run that has ended or not.
-        evaluations: By split or task: the checkpoint, and its metrics; replaces earlier ones of the same name.
+        run_folder: Folder of a run, finished or not.
+        evaluations: Split or task -> checkpoint and metrics; replaces earlier results of the same name.
 
     Raises:
-        ConfigError: There is a summary.json that cannot be read.
-        OSError: It cannot be written.
+        ConfigError: summary.json exists but cannot be read.
+        OSError: summary.json cannot be written.
     """
     summary = read_summary(run_folder) or {}
     earlier = summary.get(EVALUATIONS)
@@ -135,7 +135,7 @@ def add_evaluations(run_folder: Path, evaluations: Mapping[str, Mapping[str, Any
 
 
 def _for_json(value: Any) -> Any:
-    """Return a value, or None for NaN and inf, which JSON cannot hold."""
+    """Return `value`, or None for NaN and inf, which JSON cannot represent."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -143,61 +143,61 @@ def read_json(path: Path, *, fix: str) -> dict[str, Any]:
     """Read a file with one JSON object.
 
     Args:
-        path: The file.
-        fix: What to type if it is damaged.
+        path: File to read.
+        fix: What to type if the file is damaged.
 
     Raises:
-        ConfigError: It cannot be read, or is no JSON object.
+        ConfigError: The file cannot be read, or is not a JSON object.
     """
     text = _read_text(path, fix)
     try:
         content = json.loads(text)
     except ValueError as error:
-        raise ConfigError(str(path), f"it is no valid JSON: {error}" if text.strip() else "it is empty", fix) from error
+        raise ConfigError(str(path), f"invalid JSON: {error}" if text.strip() else "it is empty", fix) from error
     if not isinstance(content, dict):
         raise ConfigError(str(path), f"it {_describe(content)}, not an object", fix)
     return content
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a file of JSON lines (events.jsonl, samples.jsonl), without blank ones; empty if there is none.
+    """Read a JSON Lines file (events.jsonl, samples.jsonl), skipping blank lines; empty if there is no file.
 
     Raises:
-        ConfigError: A line is no JSON object.
+        ConfigError: A line is not a JSON object.
     """
     return [read_json_line(line, number, path) for number, line in enumerate(complete_lines(path), 1) if line.strip()]
 
 
 def read_json_line(line: str, number: int, path: Path) -> dict[str, Any]:
-    """Read one line of a file of JSON lines.
+    """Parse one line of a JSON Lines file.
 
     Raises:
-        ConfigError: It is no JSON object.
+        ConfigError: The line is not a JSON object.
     """
     fix = f"the file without that line, or mv {path} {path}.old"
     try:
         content = json.loads(line)
     except ValueError as error:
-        raise ConfigError(str(path), f"line {number} is no valid JSON: {error}", fix) from error
+        raise ConfigError(str(path), f"line {number} is not valid JSON: {error}", fix) from error
     if not isinstance(content, dict):
         raise ConfigError(str(path), f"line {number} {_describe(content)}, not an object", fix)
     return content
 
 
 def check_metrics(path: Path) -> None:
-    """Check that every row of a metrics.csv begins with its step, without reading the numbers; nothing without a file.
+    """Check that every row of a metrics.csv starts with its step; does nothing if there is no file.
 
     Raises:
-        ConfigError: Another program has rewritten it.
+        ConfigError: Another program has rewritten the file.
     """
     _check_steps(list(complete_lines(path)), path)
 
 
 def read_cells(path: Path) -> list[dict[str, str]]:
-    """Read the rows of a metrics.csv as text, empty cells included; empty if there is no file.
+    """Read the rows of a metrics.csv as text, including empty cells; empty if there is no file.
 
     Raises:
-        ConfigError: Another program has rewritten it.
+        ConfigError: Another program has rewritten the file.
     """
     lines = list(complete_lines(path))
     _check_steps(lines, path)
@@ -205,10 +205,10 @@ def read_cells(path: Path) -> list[dict[str, str]]:
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:
-    """Read the rows of a metrics.csv as numbers, without empty cells; empty if there is no file.
+    """Read the rows of a metrics.csv as numbers, skipping empty cells; empty if there is no file.
 
     Raises:
-        ConfigError: Another program has rewritten it.
+        ConfigError: Another program has rewritten the file.
     """
     rows = read_cells(path)
     try:
@@ -218,7 +218,7 @@ def read_rows(path: Path) -> list[dict[str, float]]:
 
 
 def as_numbers(row: dict[str, str]) -> dict[str, float]:
-    """Turn a row of text cells into numbers, without empty cells."""
+    """Convert a row of text cells to numbers, skipping empty cells."""
     return {name: float(cell) for name, cell in row.items() if cell}
 
 
@@ -226,7 +226,7 @@ def complete_lines(path: Path) -> Iterable[str]:
     """Return the complete lines of a text file; a killed run may leave an incomplete last line.
 
     Raises:
-        ConfigError: It cannot be read, or is not UTF-8.
+        ConfigError: The file cannot be read, or is not UTF-8.
     """
     if not path.is_file():
         return []
@@ -244,7 +244,7 @@ def _read_text(path: Path, fix: str) -> str:
 
 
 def _check_steps(lines: list[str], path: Path) -> None:
-    """Check the first column, which a spreadsheet changes: `;` between the columns, a byte order mark, 1.0 for 1."""
+    """Check the first column, which spreadsheets change: `;` as separator, a byte order mark, 1.0 instead of 1."""
     for number, line in enumerate(lines, start=1):
         first = line.strip().partition(",")[0]
         if number == 1 and first != "step":
@@ -258,7 +258,7 @@ def _fix_metrics(path: Path) -> str:
 
 
 def _describe(content: object) -> str:
-    """Describe what a file holds instead of a mapping."""
+    """Describe the content of a file that does not hold a mapping."""
     if content is None:
         return "is empty"
     return f"holds a {'list' if isinstance(content, list) else 'single value'}"

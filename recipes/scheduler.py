@@ -6,12 +6,12 @@ from typing import Annotated
 
 
 def _warmup(step: int, warmup_steps: int) -> float:
-    """Return 1/warmup at the first step, 1 at the last step of the warm-up: no step is wasted on a rate of 0."""
+    """Return 1/warmup at the first step and 1 at the last warm-up step: no step has a learning rate of 0."""
     return (step + 1) / warmup_steps if step < warmup_steps else 1.0
 
 
 def _progress(step: int, begin: int, end: int) -> float:
-    """Return 0 before `begin`, 1 at the last step before `end` and after it, linear between."""
+    """Return 0 before `begin` and 1 from the last step before `end`, linear in between."""
     return min(max((step - begin + 1) / (end - begin), 0.0), 1.0) if end > begin else 1.0
 
 
@@ -20,7 +20,7 @@ def _interpolate(start: float, stop: float, fraction: float) -> float:
 
 
 def _cosine(fraction: float) -> float:
-    """Return 0 at 0 and 1 at 1, along half a cosine."""
+    """Map [0, 1] to [0, 1] along half a cosine."""
     return 0.5 * (1.0 - math.cos(math.pi * fraction))
 
 
@@ -31,7 +31,7 @@ def warmup_cosine(
     warmup_steps: Annotated[int, ">= 0"],
     final_fraction: Annotated[float, ">= 0, <= 1"],
 ) -> float:
-    """Warm up linearly, then half a cosine down to `final_fraction` at the last step (SGDR, arXiv 1608.03983).
+    """Warm up linearly, then decay along half a cosine to `final_fraction` (SGDR, arXiv 1608.03983).
 
     Args:
         step: Optimizer step, from 0.
@@ -125,7 +125,7 @@ def step(step: int, *, milestones: Sequence[int], factor: float, warmup_steps: A
 
     Args:
         step: Optimizer step, from 0.
-        milestones: Optimizer steps from which the learning rate is lower, in any order.
+        milestones: Optimizer steps at which the learning rate drops, in any order.
         factor: Multiplier at each milestone.
         warmup_steps: Optimizer steps of the linear warm-up; 0: none.
     """
@@ -145,7 +145,7 @@ def one_cycle(
     Args:
         step: Optimizer step, from 0.
         num_steps: Optimizer steps of the run.
-        warmup_fraction: Rising part of the run, as a fraction of its steps.
+        warmup_fraction: Fraction of the steps over which the learning rate rises.
         start_fraction: Learning rate of the first step, as a fraction of the peak.
         final_fraction: Learning rate of the last step, as a fraction of the peak.
     """

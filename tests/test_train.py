@@ -113,7 +113,7 @@ def test_a_run_prints_only_its_own_lines(workplace: Path) -> None:
     done = run_train(overrides, folder=workplace)
     assert done.stderr == ""
     lines = done.stdout.splitlines()
-    assert lines[0] == "quickstart: the run's folder is logs/quiet"
+    assert lines[0] == "quickstart: run folder logs/quiet"
     assert lines[-1].startswith("Finished: 2 steps, train loss ")
     known = ("step", "quickstart:", "data:", "model:", "batch:", "no MFU: a cpu has", "Finished:")
     assert [line for line in lines if not line.lstrip().startswith(known)] == []
@@ -169,7 +169,7 @@ def test_a_crash_names_the_folder_and_the_last_checkpoint_and_leaves_a_summary(
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "the disk is gone" in done.stdout
-    last = "The run crashed; its folder is logs/crash, its last valid checkpoint step_0000004.ckpt"
+    last = "The run crashed; run folder: logs/crash, last valid checkpoint: step_0000004.ckpt"
     assert done.stdout.splitlines()[-1] == last
     assert '"status": "failed"' in (workplace / "logs/crash/summary.json").read_text()
     assert [row["step"] for row in read_metrics(workplace / "logs/crash")][-1] >= 4

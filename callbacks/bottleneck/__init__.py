@@ -1,1 +1,1 @@
-"""Name what slows a run down: data, synchronisation, a slow rank, the host."""
+"""Report what slows a run down: data loading, gradient synchronization, a slow rank or small micro-batches."""

@@ -1,4 +1,4 @@
-"""Name what slows a run down, once it is clear: a few clock readings per micro-batch, one gather per row."""
+"""Report what slows a run down; costs a few clock readings per micro-batch and one all-gather per logged step."""
 
 import logging
 import time
@@ -23,18 +23,18 @@ log = logging.getLogger("lightning_recipes")
 
 
 class BottleneckMonitor(Callback):
-    """Reports when a run waits for data, for a slow rank or for gradients, has spare memory, or has become slower.
+    """Reports when a run waits for data, a slow rank or gradient sync, leaves memory unused, or has slowed down.
 
-    Useful always: it logs nothing while nothing is wrong. Each cause is reported once, as a console line and an
-    event `diagnosis`, and only when five rows in a row agree. It reads the rows of a `SpeedMonitor`, which must come
-    before it in the list of callbacks; without one it does nothing.
+    Safe to leave on: it logs nothing while nothing is wrong. Each cause is reported once, as a console line and a
+    `diagnosis` event, and only after five logged steps in a row show it. It reads the metrics of a `SpeedMonitor`,
+    which must precede it in the list of callbacks; without one it does nothing.
 
     Args:
-        advice: What to type about each kind of bottleneck: `data`, `slow_rank`, `sync`, `small_batch`, `slower`. None
-            gives no advice.
+        advice: Remedy to append to the report of each kind of bottleneck: `data`, `slow_rank`, `sync`, `small_batch`,
+            `slower`. None appends nothing.
 
     Raises:
-        ValueError: `advice` names another kind.
+        ValueError: `advice` contains an unknown kind.
 
     Example:
         >>> monitors = [SpeedMonitor(), BottleneckMonitor(advice={"data": "raise num_workers"})]
@@ -64,11 +64,11 @@ class BottleneckMonitor(Callback):
         self._phases = PhaseTimes(trainer.strategy.root_device, self.clock)
         self._samples, self._row_step = [], trainer.global_step
         where = f"{_device_name(trainer)} x {trainer.world_size}"
-        if where != self._where:  # the best speed of other hardware is no reference
+        if where != self._where:  # the best speed on other hardware is not comparable
             self._where, self._best = where, None
 
     def _find_speed_monitor(self, trainer: Trainer) -> SpeedMonitor | None:
-        """Return the SpeedMonitor before this callback: it has read its clock and waited for the device by then."""
+        """Return the SpeedMonitor that runs before this callback and has thus already synchronized with the device."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, SpeedMonitor):
                 return callback
@@ -112,7 +112,7 @@ class BottleneckMonitor(Callback):
     def _measure(
         self, trainer: Trainer, speed: Mapping[str, float], phases: list[tuple[float, float]]
     ) -> BottleneckSample | None:
-        """Return the sample of this row, with the values of all ranks; a collective, so every rank calls it."""
+        """Return this logged step's sample with the values of all ranks; a collective, so every rank must call it."""
         steps, self._row_step = trainer.global_step - self._row_step, trainer.global_step
         forward = median(seconds for seconds, _ in phases) if phases else 0.0
         wait = speed.get("time/data_wait_fraction", 0.0)
@@ -120,7 +120,7 @@ class BottleneckMonitor(Callback):
         if "time/step_seconds" not in speed or steps <= 0:
             return None
         step_seconds = speed["time/step_seconds"]
-        # under FSDP and ZeRO-3 a forward pass waits for other ranks' shards, so its time is not that of its own rank
+        # under FSDP and ZeRO-3 the forward pass waits for other ranks' shards, so it does not time this rank alone
         is_ddp = isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1
         return BottleneckSample(
             step=trainer.global_step,
@@ -165,8 +165,8 @@ def _device_name(trainer: Trainer) -> str:
 
 
 def _get_sync_seconds(phases: list[tuple[float, float]]) -> float | None:
-    """Return by how much the last backward pass of a window, the one that reduces, is longer than the others."""
-    # one micro-batch, or a pattern other than forward and backward, as in a GAN
+    """Return how much longer the window's last backward pass, which reduces gradients, takes than the others."""
+    # a single micro-batch, or a pattern other than one forward and one backward pass, as in a GAN
     if len(phases) < 2:
         return None
     *others, last = (backward for _, backward in phases)
@@ -174,7 +174,7 @@ def _get_sync_seconds(phases: list[tuple[float, float]]) -> float | None:
 
 
 def _get_free_memory(device: torch.device) -> float | None:
-    """Return the fraction of device memory that was never reserved; None off CUDA."""
+    """Return the fraction of device memory that was never reserved; None if the device is not CUDA."""
     if device.type != "cuda":
         return None
     total = torch.cuda.get_device_properties(device).total_memory

@@ -1,19 +1,19 @@
-"""Seconds of forward and backward passes: clock readings on a CPU; events on a GPU, read when a row is due."""
+"""Time forward and backward passes: with the clock on a CPU, with CUDA events read at logged steps on a GPU."""
 
 from collections.abc import Callable
 
 import torch
 
 Instant = float | torch.cuda.Event
-_MAX_PASSES = 256  # newest micro-batches kept: an optimizer stepped by hand may never end a step here
+_MAX_PASSES = 256  # newest micro-batches kept: with manual optimization a step may never end here
 
 
 class PhaseTimes:
-    """Records the instants of the current step.
+    """Records timestamps of the passes of the current optimizer step.
 
     Args:
-        device: Where the model is.
-        clock: Returns seconds; used on a CPU.
+        device: Device of the model.
+        clock: Returns seconds; only used on a CPU.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
@@ -26,12 +26,12 @@ class PhaseTimes:
         self._instants = [*self._instants[-_MAX_PASSES:], [self._now()]]
 
     def end_pass(self) -> None:
-        """Record the end of its forward pass, then that of its backward pass."""
+        """Record the end of a pass: the first call of a micro-batch ends the forward, the second the backward pass."""
         if self._instants:
             self._instants[-1].append(self._now())
 
     def end_step(self) -> list[list[Instant]]:
-        """Return start, end of forward and end of backward of each micro-batch since the last call."""
+        """Return each micro-batch's start, forward end and backward end since the last call."""
         instants, self._instants = self._instants, []
         return instants
 
@@ -44,7 +44,7 @@ class PhaseTimes:
 
 
 def read_phases(instants: list[list[Instant]]) -> list[tuple[float, float]]:
-    """Return (forward, backward) seconds of each micro-batch; on a GPU its work must have finished."""
+    """Return (forward, backward) seconds of each micro-batch; on a GPU the passes must have finished."""
     complete = [of_batch for of_batch in instants if len(of_batch) == 3]
     return [(_seconds_between(a, b), _seconds_between(b, c)) for a, b, c in complete]
 

@@ -1,12 +1,12 @@
-"""Heuristics that detect bottlenecks; one is reported only if all of the most recent samples show it."""
+"""Heuristics that detect bottlenecks; each requires all of the most recent samples to agree."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 KINDS = ("data", "slow_rank", "sync", "small_batch", "slower")
-NUM_SAMPLES = 5  # that must all show it
-MIN_SECONDS = 10.0  # training time in these samples; less may be noise
+NUM_SAMPLES = 5  # consecutive samples that must show a bottleneck
+MIN_SECONDS = 10.0  # of training time covered by these samples; less may be noise
 DATA_WAIT_THRESHOLD = 0.10  # fraction of a step
 SLOW_RANK_RATIO = 1.25  # forward time relative to the median of the other ranks
 SYNC_THRESHOLD = 0.25  # fraction of a step
@@ -16,13 +16,13 @@ FREE_MEMORY_THRESHOLD = 0.6  # fraction of the device's memory
 
 @dataclass(frozen=True, kw_only=True)
 class BottleneckSample:
-    """What was measured between two logged steps; per-rank values are tuples indexed by rank.
+    """Measurements between two logged steps; per-rank values are tuples indexed by rank.
 
     Attributes:
         step: Optimizer steps completed.
         seconds: Training time since the previous sample.
         step_seconds: Time of one optimizer step.
-        data_wait_fraction: Fraction of it spent waiting for data, by rank.
+        data_wait_fraction: Fraction of the step time spent waiting for data, by rank.
         forward_seconds: Time of one micro-batch's forward pass, by rank; empty if that pass contains collectives, as
             under FSDP and ZeRO-3.
         sync_seconds: Extra time of a backward pass that synchronizes gradients over one that does not; None if every
@@ -52,7 +52,7 @@ class Bottleneck:
 
 
 def find_bottlenecks(samples: Sequence[BottleneckSample], *, best: BottleneckSample | None) -> Iterator[Bottleneck]:
-    """Yield each bottleneck that all of the latest samples show; nothing if there are too few.
+    """Yield each bottleneck that all of the latest samples show; yield nothing if there are too few samples.
 
     Args:
         samples: In chronological order.
@@ -108,7 +108,7 @@ def _check_sync(samples: Sequence[BottleneckSample]) -> Iterator[Bottleneck]:
 
 
 def _check_free_memory(samples: Sequence[BottleneckSample]) -> Iterator[Bottleneck]:
-    """Find unused memory that would hold fewer, larger micro-batches: the same global batch, larger matmuls."""
+    """Detect enough unused memory for fewer, larger micro-batches: the same global batch with larger matmuls."""
     free = [sample.free_memory_fraction for sample in samples if sample.free_memory_fraction is not None]
     if len(free) == NUM_SAMPLES and min(free) > FREE_MEMORY_THRESHOLD and samples[-1].num_micro_batches > 1:
         count = samples[-1].num_micro_batches

@@ -1,1 +1,1 @@
-"""Find what is wrong with a run in its curves: a catalogue of symptoms, each a function. No torch, no Lightning."""
+"""Diagnose a run from its curves with a catalogue of symptoms, one function each. No torch, no Lightning."""

@@ -1,4 +1,4 @@
-"""The catalogue of symptoms, in the order of harm and certainty among findings of one severity."""
+"""The catalogue of symptoms; within a severity, findings are listed in this order, most harmful and certain first."""
 
 from .epochs import find_memorizing, find_repeated_order
 from .finding import Symptom
@@ -34,15 +34,15 @@ CATALOGUE = (
     ),
     Symptom(
         "clipped_every_step",
-        "all steps are clipped far down",
+        "every step is clipped heavily",
         ("clipped_fraction", "grad_norm"),
         find_constant_clipping,
     ),
-    Symptom("memorizing", "the loss falls by a step at each epoch", ("loss", "epoch"), find_memorizing),
+    Symptom("memorizing", "the loss drops at each epoch boundary", ("loss", "epoch"), find_memorizing),
     Symptom("easier_validation", "validation is better than training", ("loss", "val_loss"), find_easier_validation),
     Symptom("slowing_down", "steps become slower and slower", ("speed",), find_slowdown),
-    Symptom("waiting_for_data", "a part of each step waits for data", ("data_wait",), find_data_wait),
-    Symptom("memory_growing", "memory grows to the end", ("memory",), find_growing_memory),
+    Symptom("waiting_for_data", "part of each step is spent waiting for data", ("data_wait",), find_data_wait),
+    Symptom("memory_growing", "memory keeps growing", ("memory",), find_growing_memory),
     Symptom("ended_before_decay", "the schedule is longer than the run", ("learning_rate",), find_unfinished_decay),
     Symptom("never_validated", "no validation loss", (), find_no_validation),
 )

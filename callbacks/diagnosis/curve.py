@@ -1,6 +1,6 @@
-"""Curves over steps and the robust statistics that judge them: medians, deviations, trends. Standard library only.
+"""Metric curves and robust statistics on them: medians, deviations, trends. Standard library only.
 
-Medians and median absolute deviations, because a few extreme values, which every run has, change neither.
+Medians and median absolute deviations are used because the few extreme values that every run has affect neither.
 """
 
 import math
@@ -11,13 +11,13 @@ from functools import cached_property
 from itertools import pairwise
 from statistics import median
 
-SIGMA_PER_MAD = 1.4826  # of normally distributed values
+SIGMA_PER_MAD = 1.4826  # for normally distributed values
 ERROR_OF_MEDIAN = 1.2533  # standard error of a median, in standard deviations over the root of the count
 
 
 @dataclass(frozen=True)
 class Block:
-    """The median of consecutive points."""
+    """Median of consecutive points."""
 
     first_step: int
     last_step: int
@@ -30,9 +30,9 @@ class Curve:
     """One metric of a run.
 
     Attributes:
-        name: Its column.
-        steps: In ascending order.
-        values: NaN and inf included.
+        name: Name of its column.
+        steps: Steps in ascending order.
+        values: Values, including NaN and inf.
     """
 
     name: str
@@ -44,18 +44,18 @@ class Curve:
 
     @cached_property
     def finite(self) -> "Curve":
-        """The points that are neither NaN nor inf."""
+        """The curve without NaN and inf."""
         kept = [(step, value) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value)]
         return self if len(kept) == len(self) else Curve(self.name, [s for s, _ in kept], [v for _, v in kept])
 
     def part(self, start: float, end: float) -> "Curve":
-        """Return the points between two fractions of their number, at least one."""
+        """Return the points between two fractions of the curve's length, at least one."""
         first = min(int(start * len(self)), len(self) - 1)
         last = max(first + 1, math.ceil(end * len(self)))
         return Curve(self.name, self.steps[first:last], self.values[first:last])
 
     def between(self, first_step: float, last_step: float) -> "Curve":
-        """Return the points from one step to another, both included."""
+        """Return the points from `first_step` to `last_step`, inclusive."""
         first, end = bisect_left(self.steps, first_step), bisect_right(self.steps, last_step)
         return Curve(self.name, self.steps[first:end], self.values[first:end])
 
@@ -76,8 +76,8 @@ class Curve:
     def noise(self) -> float:
         """Standard deviation of single points around the trend.
 
-        The larger of two robust estimates: from differences of neighbors, which a trend does not change, and from what
-        is left around the medians of 20 parts, which averaging over neighboring steps does not hide.
+        The larger of two robust estimates: from differences of neighboring points, which a trend does not affect, and
+        from residuals around the medians of 20 parts, which smoothing over neighboring steps does not hide.
         """
         values = self.finite.values
         if len(values) < 3:
@@ -91,7 +91,7 @@ class Curve:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the robust standard deviation: 1.4826 times the median absolute deviation; 0 without values."""
+    """Return the robust standard deviation: 1.4826 times the median absolute deviation; 0 for no values."""
     if not values:
         return 0.0
     center = median(values)
@@ -99,12 +99,12 @@ def spread(values: Sequence[float]) -> float:
 
 
 def standard_error(noise: float, *counts: int) -> float:
-    """Return the standard error of a difference of medians over so many points each."""
+    """Return the standard error of a difference of medians over `counts` points each."""
     return ERROR_OF_MEDIAN * noise * math.sqrt(sum(1 / count for count in counts))
 
 
 def trend(values: Sequence[float]) -> float:
-    """Return Kendall's tau against time: 1 if every value is above all before it, -1 if below."""
+    """Return Kendall's tau against time: 1 for strictly increasing values, -1 for strictly decreasing ones."""
     pairs = [(a, b) for i, a in enumerate(values) for b in values[i + 1 :]]
     if not pairs:
         return 0.0
@@ -112,7 +112,7 @@ def trend(values: Sequence[float]) -> float:
 
 
 def scatter_around_line(values: Sequence[float]) -> float:
-    """Return the robust standard deviation around the line of the median slope between all pairs (Theil and Sen)."""
+    """Return the robust standard deviation around the Theil-Sen line, the median slope between all pairs."""
     slopes = [(values[j] - values[i]) / (j - i) for i in range(len(values)) for j in range(i + 1, len(values))]
     slope = median(slopes) if slopes else 0.0
     return spread([value - slope * i for i, value in enumerate(values)])

@@ -1,4 +1,4 @@
-"""Examine a run for every symptom of the catalogue; a tenth of a second for a thousand rows."""
+"""Check a run for every symptom in the catalogue; takes a tenth of a second for a thousand rows."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,19 +10,19 @@ from .finding import SEVERITIES, Finding, Symptom
 from .read import read_run
 from .run import DESCRIBED, ROLES, Run
 
-# curves of which one is enough
+# alternative curves, one of which is enough
 _ALTERNATIVES = {"speed": ("speed", "step_seconds"), "memory": ("memory", "device_memory")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What was found, and what was looked for.
+    """Findings of a run, and which symptoms were checked.
 
     Attributes:
-        findings: The most harmful and certain first.
-        examined: Names of the symptoms that were looked for.
-        not_examined: Why others were not: what is missing, and the names of the symptoms that need it.
-        notes: What is unusual about the files, a sentence each.
+        findings: Findings, most harmful and certain first.
+        examined: Names of the symptoms checked.
+        not_examined: Names of the symptoms that could not be checked, by the reason.
+        notes: Irregularities in the files, one sentence each.
     """
 
     findings: Sequence[Finding]
@@ -31,7 +31,7 @@ class Diagnosis:
     notes: Sequence[str] = ()
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines for a console: findings, what was and what could not be looked for, notes on the files."""
+        """Yield console lines: findings, symptoms checked and not checked, notes on the files."""
         for number, finding in enumerate(self.findings, start=1):
             yield f"{number}. {finding.name} ({finding.severity}): {finding.meaning}"
             yield from (f"   {evidence}" for evidence in finding.evidence)
@@ -40,13 +40,13 @@ class Diagnosis:
                 yield f"     try: {cause.test}"
         if not self.findings:
             yield "no finding"
-        yield f"looked for: {', '.join(self.examined)}"
+        yield f"checked: {', '.join(self.examined)}"
         for missing, names in self.not_examined.items():
-            yield f"could not look for {', '.join(names)}: {missing}"
+            yield f"not checked: {', '.join(names)}: {missing}"
         yield from (f"the file: {note}" for note in self.notes)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, as JSON holds them."""
+        """Return the diagnosis as JSON-serializable values."""
         return {
             "findings": [finding.as_dict() for finding in self.findings],
             "examined": list(self.examined),
@@ -56,26 +56,26 @@ class Diagnosis:
 
 
 def diagnose(path: Path | str, *, steps_per_epoch: float | None = None) -> list[Finding]:
-    """Return what is wrong with a run, the most harmful and certain first; empty if nothing is.
+    """Return the problems found in a run, most harmful and certain first; empty if there are none.
 
     Args:
-        path: A run folder, any folder with a `metrics.csv`, or such a file under any name.
-        steps_per_epoch: Optimizer steps of an epoch; None: from a column `epoch`, if there is one.
+        path: A run folder, any folder with a `metrics.csv`, or a metrics CSV file of any name.
+        steps_per_epoch: Optimizer steps per epoch; None infers them from the run's columns or config if possible.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is empty, no table, or has no column of steps or no numbers.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is empty, is not a table, or has no step column or no numbers.
     """
     return list(diagnose_run(path, steps_per_epoch=steps_per_epoch).findings)
 
 
 def diagnose_run(path: Path | str, *, steps_per_epoch: float | None = None) -> Diagnosis:
-    """Return the findings of a run, and what could and could not be looked for; arguments as of `diagnose`."""
+    """Return the findings of a run and which symptoms were checked; takes the same arguments as `diagnose`."""
     return examine(read_run(Path(path), steps_per_epoch=steps_per_epoch))
 
 
 def examine(run: Run) -> Diagnosis:
-    """Look for every symptom whose curves there are."""
+    """Check for every symptom whose curves are available."""
     findings, examined = [], []
     not_examined: dict[str, list[str]] = {}
     for symptom in CATALOGUE:
@@ -87,16 +87,16 @@ def examine(run: Run) -> Diagnosis:
         finding = symptom.find(run)
         if finding is not None:
             findings.append(replace(finding, name=symptom.name))
-    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))  # stable: the catalogue's order stays
+    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))  # stable sort: keeps the catalogue's order
     return Diagnosis(findings=findings, examined=examined, not_examined=not_examined, notes=run.notes)
 
 
 def _find_missing(run: Run, symptom: Symptom) -> str | None:
-    """Return what a symptom needs that the run has not, in words; None if all is there."""
+    """Describe what a symptom needs but the run lacks; None if nothing is missing."""
     for role in symptom.needs:
         if role == "epoch":
             if len(run.epoch_starts) < 3:
-                return "three epochs: neither a column `epoch` nor steps_per_epoch gives so many"
+                return "needs at least three epochs: add a column `epoch` or set steps_per_epoch"
             continue
         if not any(other in run.curves for other in _ALTERNATIVES.get(role, (role,))):
             columns = [name for other in _ALTERNATIVES.get(role, (role,)) for name in ROLES[other][:3]]

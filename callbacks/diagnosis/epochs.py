@@ -1,4 +1,4 @@
-"""Symptoms at the boundaries of epochs: a loss that falls by a step, and batches that come in the same order again."""
+"""Symptoms at epoch boundaries: a sudden drop of the loss, and batches that repeat in the same order."""
 
 import math
 from bisect import bisect_left, insort
@@ -11,27 +11,27 @@ from .finding import Cause, Evidence, Finding
 from .run import Run
 
 MIN_EPOCHS = 3
-MIN_ROWS = 12  # of an epoch: fewer have no inside to compare a boundary with
-# A step counts if it is this part of the loss, four standard errors from the steps inside epochs, and goes the same way
-# at four boundaries in five.
+MIN_ROWS = 12  # per epoch: with fewer, a boundary cannot be compared with the inside of the epoch
+# A jump of the loss at a boundary counts if it is at least this fraction of the loss, differs from jumps inside epochs
+# by four standard errors, and has the same sign at four boundaries in five.
 STEP_OF_LOSS, ERRORS, AGREEING = 0.05, 4.0, 0.8
-# Rows of the same place in consecutive epochs: their correlation is zero if the order is new, within six standard
-# errors; one batch in several makes up the loss if it is a quarter.
+# Correlation of rows at the same position in consecutive epochs: zero within six standard errors if the order is new; a
+# quarter if one batch in several accounts for the loss.
 MIN_CORRELATION, CORRELATION_ERRORS = 0.25, 6.0
-CLIP = 3.0  # standard deviations: a single spike must not make a correlation
+CLIP = 3.0  # standard deviations: a single spike must not cause a correlation
 
 
 def find_memorizing(run: Run) -> Finding | None:
-    """Find a loss that falls by a step at each boundary: what is repeated has been memorized."""
+    """Detect a loss that drops at each epoch boundary: the model has memorized the repeated samples."""
     boundary = _compare_boundaries(run)
     if boundary is None or boundary[0] > -STEP_OF_LOSS:
         return None
     (step, inside), starts = boundary, run.epoch_starts
-    if inside > STEP_OF_LOSS / 2 or _is_repeated(run)[0]:  # it is the order, see below
+    if inside > STEP_OF_LOSS / 2 or _is_repeated(run)[0]:  # caused by the order, see below
         return None
     return Finding(
         severity="warning",
-        meaning="the loss falls by a step whenever an epoch begins: the model memorizes the samples it has seen",
+        meaning="the loss drops whenever an epoch begins: the model memorizes the samples it has seen",
         evidence=(
             Evidence("median step at a boundary, of the loss,", step, starts[0], starts[-1]),
             Evidence("median step inside an epoch, of the loss,", inside, starts[0], starts[-1]),
@@ -53,7 +53,7 @@ def find_memorizing(run: Run) -> Finding | None:
 
 
 def find_repeated_order(run: Run) -> Finding | None:
-    """Find batches that come in the same order in every epoch, or in an order that follows their kind."""
+    """Detect batches that come in the same order in every epoch, or sorted by kind."""
     loss = run.curves["loss"].finite
     is_repeated, correlation = _is_repeated(run)
     boundary = _compare_boundaries(run)
@@ -72,7 +72,7 @@ def find_repeated_order(run: Run) -> Finding | None:
         evidence=tuple(evidence),
         causes=(
             Cause(
-                "the order of the samples is not shuffled, or they lie sorted by class, length or source",
+                "the order of the samples is not shuffled, or they are sorted by class, length or source",
                 run.suggest("seed=2", "`shuffle=True` in the DataLoader; print the classes of ten batches in a row"),
             ),
             Cause(
@@ -84,10 +84,10 @@ def find_repeated_order(run: Run) -> Finding | None:
 
 
 def _is_repeated(run: Run) -> tuple[bool, float]:
-    """Return whether the rows of an epoch go with those of the epoch before, and their correlation.
+    """Return whether the rows of an epoch correlate with those of the previous epoch, and the correlation.
 
-    Rows are taken relative to the median of those around them, so that no trend counts, and those near a boundary are
-    left out, so that a step there does not count either.
+    Rows are taken relative to the median of neighboring rows, to remove trends, and rows near a boundary are excluded,
+    to ignore a jump there.
     """
     loss = run.curves["loss"].finite
     edges = [0, *(bisect_left(loss.steps, step) for step in run.epoch_starts), len(loss)]
@@ -98,7 +98,7 @@ def _is_repeated(run: Run) -> tuple[bool, float]:
     epochs = [
         _around_median(loss.values, first + reach, end - reach, reach)
         for first, end in pairwise(edges)
-        if abs(end - first - usual) <= max(1, 0.02 * usual)  # a part of an epoch has its rows in other places
+        if abs(end - first - usual) <= max(1, 0.02 * usual)  # in a partial epoch, rows are at other positions
     ]
     pairs = [pair for one, other in pairwise(epochs) for pair in zip(one, other, strict=False)]
     size = math.sqrt(sum(a * a for a, _ in pairs) * sum(b * b for _, b in pairs))
@@ -109,7 +109,7 @@ def _is_repeated(run: Run) -> tuple[bool, float]:
 
 
 def _around_median(values: Sequence[float], first: int, end: int, reach: int) -> list[float]:
-    """Return the distances of some rows from the median of those around them, in standard deviations, clipped."""
+    """Return the clipped distances of rows from the median of neighboring rows, in standard deviations."""
     window = sorted(values[first - reach : first + reach])
     distances = []
     for row in range(first, end):
@@ -122,9 +122,9 @@ def _around_median(values: Sequence[float], first: int, end: int, reach: int) ->
 
 
 def _compare_boundaries(run: Run) -> tuple[float, float] | None:
-    """Return the median step of the loss at boundaries and inside epochs, as fractions of it.
+    """Return the median jump of the loss at boundaries and inside epochs, as fractions of the loss.
 
-    None if there are too few, or the two do not differ beyond noise.
+    None if there are too few boundaries, or if the two do not differ by more than noise.
     """
     loss = run.curves["loss"].finite
     if len(run.epoch_starts) < MIN_EPOCHS or len(loss) < MIN_ROWS * MIN_EPOCHS:
@@ -144,7 +144,7 @@ def _compare_boundaries(run: Run) -> tuple[float, float] | None:
     if len(at_boundaries) < MIN_EPOCHS or len(inside) < MIN_EPOCHS:
         return None
     center, usual = median(at_boundaries), median(inside)
-    error = ERROR_OF_MEDIAN * spread(inside) / math.sqrt(len(at_boundaries))  # the steps themselves grow with the run
+    error = ERROR_OF_MEDIAN * spread(inside) / math.sqrt(len(at_boundaries))  # the jumps themselves grow during the run
     agreeing = sum((step - usual) * (center - usual) > 0 for step in at_boundaries) / len(at_boundaries)
     if abs(center - usual) <= ERRORS * error or agreeing < AGREEING or abs(center - usual) < STEP_OF_LOSS:
         return None
@@ -152,7 +152,7 @@ def _compare_boundaries(run: Run) -> tuple[float, float] | None:
 
 
 def _step_at(values: Sequence[float], edge: int, width: int) -> float | None:
-    """Return the change of the median from before to after a row, as a fraction of the two."""
+    """Return the relative change of the median from before to after a row."""
     before, after = values[max(0, edge - width) : edge], values[edge : edge + width]
     if len(before) < width or len(after) < width:
         return None

@@ -1,4 +1,4 @@
-"""What a symptom looks like once it is found: evidence as numbers, its meaning, and causes with what tests them."""
+"""Data classes for findings: measured evidence, its meaning, and possible causes with ways to test them."""
 
 import math
 from collections.abc import Callable
@@ -14,13 +14,13 @@ SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "note")
 
 @dataclass(frozen=True)
 class Evidence:
-    """One number of a run.
+    """One value measured in a run.
 
     Attributes:
-        what: What it is, such as `lowest median of train/loss`.
-        value: The number; NaN and inf are kept.
-        first_step: Where it was measured.
-        last_step: The end of the range; equal to `first_step` for a single step.
+        what: Description, such as `lowest median of train/loss`.
+        value: The value, which may be NaN or inf.
+        first_step: First step of the measured range.
+        last_step: Last step of the range; equal to `first_step` for a single step.
     """
 
     what: str
@@ -36,14 +36,14 @@ class Evidence:
 
 
 def medians(curve: Curve, *blocks: Block) -> tuple[Evidence, ...]:
-    """Return the medians of parts of a curve as evidence."""
+    """Return the medians of blocks of a curve as evidence."""
     name = f"median of {curve.name}"
     return tuple(Evidence(name, block.median, block.first_step, block.last_step) for block in blocks)
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A possible cause, and what to type or do to test it."""
+    """A possible cause and how to test it."""
 
     text: str
     test: str
@@ -51,14 +51,14 @@ class Cause:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that is wrong with a run.
+    """One problem found in a run.
 
     Attributes:
-        severity: `critical`, the run is lost or wasted; `warning`, it costs quality or time; `note`, worth a look.
-        meaning: One sentence.
-        evidence: The numbers that raised it.
-        causes: The most probable first.
-        name: Of its symptom in the catalogue, which the examination fills in.
+        severity: `critical`: the run is lost or wasted; `warning`: it costs quality or time; `note`: worth a look.
+        meaning: Explanation in one sentence.
+        evidence: Measured values that support the finding.
+        causes: Possible causes, most likely first.
+        name: Name of the symptom in the catalogue; set by `examine`.
     """
 
     severity: Severity
@@ -68,7 +68,7 @@ class Finding:
     name: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, as JSON holds them; a number that is not finite becomes text."""
+        """Return the finding as JSON-serializable values; NaN and inf become text."""
         evidence = [
             asdict(item) | {"value": item.value if math.isfinite(item.value) else str(item.value)}
             for item in self.evidence
@@ -85,9 +85,9 @@ class Symptom:
     """An entry of the catalogue.
 
     Attributes:
-        name: Short, with underscores.
-        title: What one sees in the curves, for the table of symptoms.
-        needs: Roles of the curves without which nothing can be said.
+        name: Short name with underscores.
+        title: How the symptom appears in the curves, for the table of symptoms.
+        needs: Roles of the curves required for the check.
         find: Returns the finding, or None.
     """
 

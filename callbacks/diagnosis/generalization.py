@@ -1,4 +1,4 @@
-"""Symptoms of the validation loss beside the training loss: overfitting, a split that is too easy, none at all."""
+"""Symptoms in the validation loss: overfitting, a validation split that is too easy, no validation at all."""
 
 import math
 from bisect import bisect_right
@@ -9,17 +9,17 @@ from .finding import Cause, Evidence, Finding, medians
 from .run import Run
 
 MIN_VALIDATIONS = 4
-# Past its minimum by this fraction of it and by four times the noise of a validation, in the last two validations:
+# Overfitting: in the last two validations the loss exceeds its minimum by this fraction and by four times the noise;
 # smaller rises come and go in healthy runs.
 RISE, NOISE = 0.05, 4.0
-# Better than training by this fraction of the training loss in all later validations: the difference of two fair splits
-# of a few hundred samples, and the lag of an average over an epoch, stay within it.
+# Too easy: all later validations are better by this fraction of the training loss; two fair splits of a few hundred
+# samples, and the lag of an epoch average, differ by less.
 EASIER = 0.1
-NEAREST = 40  # rows of training around a validation
+NEAREST = 40  # maximum training rows to compare with a validation
 
 
 def find_overfitting(run: Run) -> Finding | None:
-    """Find a validation loss that rises again while the training loss still falls."""
+    """Detect a validation loss that rises again while the training loss still falls."""
     val, train = run.curves["val_loss"].finite, run.curves["loss"].finite
     if len(val) < MIN_VALIDATIONS or len(train) < 2 * MIN_VALIDATIONS:
         return None
@@ -33,7 +33,7 @@ def find_overfitting(run: Run) -> Finding | None:
     before, after = _near(train, best_step).block(), _near(train, val.steps[-1]).block()
     error = standard_error(train.noise, before.num_points, after.num_points)
     won = before.median - after.median
-    # what training still wins may be less than its noise at the end, where the loss is near zero
+    # near zero, the remaining decrease of the training loss may be less than its noise
     if won <= 0 or (won < error and after.median > 0.5 * best):
         return None
     return Finding(
@@ -46,7 +46,7 @@ def find_overfitting(run: Run) -> Finding | None:
         ),
         causes=(
             Cause(
-                "more steps than the data is good for",
+                "more steps than the data supports",
                 run.suggest(
                     f"trainer.max_steps={best_step}",
                     f"stop at the lowest validation loss, about step {best_step:,}",
@@ -60,14 +60,14 @@ def find_overfitting(run: Run) -> Finding | None:
             ),
             Cause(
                 "validation data of another kind than the training data",
-                run.suggest("debug=overfit", "validate on a part of the training files that is held out at random"),
+                run.suggest("debug=overfit", "validate on a random held-out part of the training files"),
             ),
         ),
     )
 
 
 def find_easier_validation(run: Run) -> Finding | None:
-    """Find a validation loss below the training loss by more than noise, and not only at the start."""
+    """Detect a validation loss below the training loss by more than noise, and not only at the start."""
     val, train = run.curves["val_loss"].finite, run.curves["loss"].finite
     if len(val) < MIN_VALIDATIONS or len(train) < 10 * MIN_VALIDATIONS:
         return None
@@ -75,7 +75,7 @@ def find_easier_validation(run: Run) -> Finding | None:
     for step, value in list(zip(val.steps, val.values, strict=True))[len(val) // 2 :]:
         near = _near(train, step)
         level = median(near.values)
-        # the mean over an epoch, or over rows in which the loss was still falling, lags behind
+        # a mean over an epoch, or over rows in which the loss was still falling, lags behind
         lag = max(0.0, median(near.values[: len(near) // 2] or near.values) - level)
         error = standard_error(train.noise, len(near))
         gaps.append((level - value - lag - 2 * error) / abs(level) if level else 0.0)
@@ -113,11 +113,11 @@ def find_easier_validation(run: Run) -> Finding | None:
 
 
 def find_no_validation(run: Run) -> Finding | None:
-    """Find a run with validations planned or logged, and not one value."""
+    """Detect a run with validations planned or logged, but without a single validation loss."""
     val = run.curves.get("val_loss")
     every, has_ended = run.number("eval_every"), run.status not in (None, "running")
     loss = run.curves.get("loss")
-    is_lost = loss is not None and not math.isfinite(loss.values[-1])  # it diverged: no validation would be finite
+    is_lost = loss is not None and not math.isfinite(loss.values[-1])  # diverged: validation would not be finite
     is_empty = val is not None and not len(val.finite) and not is_lost
     is_late = val is None and has_ended and every is not None and every > run.last_step
     if not (is_empty or is_late):
@@ -140,14 +140,14 @@ def find_no_validation(run: Run) -> Finding | None:
 
 
 def _noise(val: Curve) -> float:
-    """Return the noise of single validations: from second differences, which a curved course does not change."""
+    """Return the noise of single validations from second differences, which a smooth curve barely affects."""
     values = val.values
     seconds = [abs(a - 2 * b + c) for a, b, c in zip(values, values[1:], values[2:], strict=False)]
     return SIGMA_PER_MAD * median(seconds) / 6**0.5 if seconds else 0.0
 
 
 def _near(train: Curve, step: int) -> Curve:
-    """Return the rows of training up to a validation, at most 40 and at most a tenth of all."""
+    """Return the training rows up to a validation, at most 40 and at most a tenth of all rows."""
     end = max(1, bisect_right(train.steps, step))
     first = max(0, end - max(3, min(NEAREST, len(train) // 10)))
     return Curve(train.name, train.steps[first:end], train.values[first:end])

@@ -1,4 +1,4 @@
-"""Gradient symptoms: clipping at every step, a rising norm, overflow in float16, skipped steps."""
+"""Symptoms in the gradients: clipping at every step, a rising norm, float16 overflow, skipped steps."""
 
 import math
 from statistics import mean, median
@@ -9,7 +9,7 @@ from .run import Run
 
 MIN_POINTS = 30
 CLIPPED = 0.95  # fraction of steps in the second half of the run; clipping only outliers stays below 0.5
-# Least ratio of norm to threshold: a ResNet clipped to a fifth of its norm at every step still learns normally
+# minimum ratio of norm to threshold: a ResNet clipped to a fifth of its norm at every step still learns normally
 MIN_NORM_RATIO = 10.0
 GROWTH = 3.0  # factor by which the norm grows over the last two thirds of the run
 RISING = 0.7  # Kendall's tau of ten block medians: noise alone exceeds it in one run of 300
@@ -21,7 +21,7 @@ SKIPPED = 0.01  # fraction of steps
 
 
 def find_constant_clipping(run: Run) -> Finding | None:
-    """Find a run whose gradients are clipped at almost every step, far below their norm."""
+    """Detect gradients that are clipped at almost every step to far below their norm."""
     fractions = run.curves["clipped_fraction"].finite
     if len(fractions) < MIN_POINTS:
         return None
@@ -73,7 +73,7 @@ def _get_threshold(run: Run) -> float | None:
 
 
 def find_rising_norm(run: Run) -> Finding | None:
-    """Find a gradient norm that grows all the time while the loss does not fall."""
+    """Detect a gradient norm that keeps growing while the loss does not fall."""
     norms, loss = run.curves["grad_norm"].finite, run.curves["loss"].finite
     if len(norms) < 2 * MIN_POINTS or len(loss) < 2 * MIN_POINTS:
         return None
@@ -111,7 +111,7 @@ def find_rising_norm(run: Run) -> Finding | None:
 
 
 def find_collapsing_scale(run: Run) -> Finding | None:
-    """Find a float16 loss scale that keeps being halved: gradients overflow and steps are skipped."""
+    """Detect a float16 loss scale that keeps being halved: gradients overflow and steps are skipped."""
     scale = run.curves["loss_scale"].finite
     positive = [value for value in scale.values if value > 0]
     if len(positive) < 3:
@@ -154,7 +154,7 @@ def find_collapsing_scale(run: Run) -> Finding | None:
 
 
 def find_skipped_steps(run: Run) -> Finding | None:
-    """Find steps that a callback skipped or rolled back, and non-finite losses that the run recovered from."""
+    """Detect steps that a callback skipped or rolled back, and non-finite losses that the run recovered from."""
     loss = run.curves["loss"]
     steps = run.last_step - run.first_step + 1
     evidence = []
@@ -174,7 +174,7 @@ def find_skipped_steps(run: Run) -> Finding | None:
         return None
     return Finding(
         severity="warning",
-        meaning="steps were skipped, rolled back or had no finite loss: the run goes on, but something is wrong",
+        meaning="steps were skipped, rolled back or had no finite loss: the run continues, but something is wrong",
         evidence=tuple(evidence),
         causes=(
             Cause(

@@ -1,4 +1,4 @@
-"""Symptoms of the training loss and the learning rate: nothing is learned, divergence, warm-up, decay."""
+"""Symptoms in the training loss and learning rate: no learning, divergence, a poor warm-up or decay."""
 
 import math
 from statistics import median
@@ -7,22 +7,22 @@ from .curve import Curve, standard_error
 from .finding import Cause, Evidence, Finding, Severity, medians
 from .run import Run
 
-MIN_POINTS = 30  # fewer have no blocks to compare
-# A loss counts as stuck if the data exclude, by twice the standard error, that it fell by this fraction of its value.
-# Clean runs of 400 steps fall by 10 % and more.
+MIN_POINTS = 30  # fewer cannot be split into blocks
+# A loss is stuck if a fall by this fraction of its value can be ruled out by two standard errors. In healthy runs it
+# falls by 10 % or more within 400 steps.
 STUCK = 0.02
-AT_CHANCE = 0.02  # of ln(classes): a uniform guess; untrained networks start within it
-MIN_LEARNING_RATE = 1e-3  # of its peak: below that, all remaining steps together are worth less than one
-LEFT_OVER = 0.2  # of the run at such a rate: a cosine to zero has 4 % of its steps there, a linear decay 0.1 %
-# A lasting rise is larger than six standard deviations of a step, a tenth of the loss and half of what was won; twice
-# that below zero, where rewards and likelihoods change their level in healthy runs too.
+AT_CHANCE = 0.02  # relative distance to ln(classes), the loss of a uniform guess; untrained networks start within it
+MIN_LEARNING_RATE = 1e-3  # fraction of the peak: below it, all remaining steps together do less than one at the peak
+LEFT_OVER = 0.2  # fraction of the run below that rate: 4 % for a cosine decay to zero, 0.1 % for a linear one
+# A lasting rise exceeds six standard deviations of a step, a tenth of the loss, and half of the preceding fall; for
+# losses below zero, such as rewards and likelihoods, twice that fall, since their level shifts in healthy runs too.
 RISE_IN_NOISE, RISE_OF_LOSS, RISE_OF_FALL = 6.0, 0.1, 0.5
 RISE_OF_FALL_BELOW_ZERO = 2.0
-SMOOTH = 5  # rows: a hump is no single bad batch
+SMOOTH = 5  # rows, so that a single bad batch is not a hump
 
 
 def find_divergence(run: Run) -> Finding | None:
-    """Find a loss that ends as NaN or inf, or rises far above its minimum and stays there."""
+    """Detect a loss that ends as NaN or inf, or rises far above its minimum and stays there."""
     loss = run.curves["loss"]
     finite = loss.finite
     if len(loss) >= 3 and not any(map(math.isfinite, loss.values[-3:])):
@@ -61,7 +61,7 @@ def _found_not_finite(run: Run, loss: Curve) -> Finding:
         evidence.insert(0, Evidence(f"last finite {loss.name}", loss.values[number - 1], *[loss.steps[number - 1]] * 2))
     return Finding(
         severity="critical",
-        meaning="the loss became NaN or inf and stayed so: nothing after that step is of use",
+        meaning="the loss became NaN or inf and stayed so: nothing after that step is usable",
         evidence=tuple(evidence),
         causes=_causes_of_divergence(run),
     )
@@ -92,7 +92,7 @@ def _causes_of_divergence(run: Run) -> tuple[Cause, ...]:
 
 
 def find_stuck_loss(run: Run) -> Finding | None:
-    """Find a loss that stays at its first value, or at that of a uniform guess."""
+    """Detect a loss that stays at its initial value or at that of a uniform guess."""
     loss = run.curves["loss"].finite
     if len(loss) < MIN_POINTS or loss.steps[-1] - loss.steps[0] < MIN_POINTS:
         return None
@@ -108,7 +108,7 @@ def find_stuck_loss(run: Run) -> Finding | None:
         at_chance = abs(last.median - chance) + 2 * error < AT_CHANCE * chance
         evidence.append(Evidence(f"ln({run.num_classes:,}), a uniform guess,", chance, last.first_step, last.last_step))
         if first.median < (1 - 5 * AT_CHANCE) * chance and not at_chance:
-            severity = "warning"  # trained before: it may have nothing left to learn
+            severity = "warning"  # already trained: it may have nothing left to learn
     if not (is_still or at_chance):
         return None
     rate, norm = run.curves.get("learning_rate"), run.curves.get("grad_norm")
@@ -128,7 +128,7 @@ def find_stuck_loss(run: Run) -> Finding | None:
 
 
 def _causes_of_stuck_loss(run: Run) -> tuple[Cause, ...]:
-    """Return the causes; one that the curves prove comes first."""
+    """Return possible causes, starting with any that the curves prove."""
     rate = Cause(
         "the learning rate is zero or far too low",
         run.suggest("optimizer.lr=1e-3 scheduler=constant", "a constant rate of 1e-3 with Adam for 100 steps"),
@@ -141,7 +141,7 @@ def _causes_of_stuck_loss(run: Run) -> tuple[Cause, ...]:
         ),
     )
     targets = Cause(
-        "inputs and targets do not belong together: shuffled labels, a wrong shift, random data",
+        "inputs and targets do not match: shuffled labels, a wrong shift, random data",
         run.suggest(
             "debug=overfit", "train on one batch until its loss is zero; print five samples with their targets"
         ),
@@ -150,14 +150,14 @@ def _causes_of_stuck_loss(run: Run) -> tuple[Cause, ...]:
     rates = run.curves.get("learning_rate")
     if norm is not None and len(norm.finite) and max(norm.finite.values) == 0:
         return frozen, rate, targets
-    # Adam moves a weight by the rate per step: below 1e-8 the steps of any run add up to nothing
+    # Adam moves a weight by about the learning rate per step: below 1e-8, the sum over any run is negligible
     if rates is not None and len(rates.finite) and max(rates.finite.values) < 1e-8:
         return rate, frozen, targets
     return targets, rate, frozen
 
 
 def find_early_decay(run: Run) -> Finding | None:
-    """Find a learning rate near zero long before the end, while the loss was still falling."""
+    """Detect a learning rate that is near zero long before the end, while the loss was still falling."""
     rates, loss = run.curves["learning_rate"].finite, run.curves["loss"].finite
     if len(rates) < 3 or len(loss) < MIN_POINTS or not max(rates.values) > 0:
         return None
@@ -199,7 +199,7 @@ def find_early_decay(run: Run) -> Finding | None:
 
 
 def find_short_warmup(run: Run) -> Finding | None:
-    """Find a hump of the loss in or right after the warm-up, or at the start without one."""
+    """Detect a hump in the loss during or right after the warm-up, or at the start if there is no warm-up."""
     rates, loss = run.curves["learning_rate"].finite, run.curves["loss"].finite
     if len(rates) < 3 or len(loss) < MIN_POINTS or not max(rates.values) > 0:
         return None
@@ -207,7 +207,7 @@ def find_short_warmup(run: Run) -> Finding | None:
     reached = next(step for step, rate in zip(rates.steps, rates.values, strict=True) if rate >= 0.99 * peak)
     length = run.last_step - run.first_step
     warmup = reached - run.first_step
-    if warmup > length / 3:  # a schedule that rises all the time
+    if warmup > length / 3:  # the schedule keeps rising
         return None
     until = run.first_step + max(2 * warmup, length // 10)
     early = loss.between(run.first_step, until)
@@ -216,7 +216,7 @@ def find_short_warmup(run: Run) -> Finding | None:
         return None
     low, top, top_step = hump
     end = loss.part(0.8, 1).block()
-    # a hump as any lasting rise: early losses are noisy, and small again where a network has learned much
+    # same criteria as for a lasting rise: early losses are noisy, and small once a network has learned much
     fall = early.values[0] - low
     least = max(RISE_IN_NOISE * max(early.noise, loss.noise), RISE_OF_LOSS * abs(low), RISE_OF_FALL * fall)
     if top - low <= least or end.median >= low:
@@ -247,7 +247,7 @@ def find_short_warmup(run: Run) -> Finding | None:
 
 
 def _find_hump(loss: Curve) -> tuple[float, float, int] | None:
-    """Return the lowest value before the highest rise, its top and its step; of the smallest of five neighbors."""
+    """Return the low before the largest rise, its top and the step of the top, from minima of five neighbors."""
     values = [min(loss.values[i : i + SMOOTH]) for i in range(len(loss) - SMOOTH + 1)]
     if len(values) < 2:
         return None
@@ -261,7 +261,7 @@ def _find_hump(loss: Curve) -> tuple[float, float, int] | None:
 
 
 def find_unfinished_decay(run: Run) -> Finding | None:
-    """Find a schedule that is longer than the finished run, so that its decay never came."""
+    """Detect a schedule that is longer than the finished run, so that the decay was never reached."""
     rates = run.curves["learning_rate"].finite
     planned, ran = run.number("scheduler.num_steps"), run.last_step
     if planned is None or run.status != "finished" or len(rates) < 3 or planned < 1.25 * ran:

@@ -1,4 +1,4 @@
-"""Read a run folder or any metrics.csv, as others leave it: gaps, NaN, repeated headers, a last line cut off."""
+"""Read a run folder or any metrics.csv, tolerating gaps, NaN, repeated headers and a truncated last line."""
 
 import csv
 import io
@@ -14,21 +14,21 @@ import yaml
 from .run import Points, Run, make_run
 
 METRICS = "metrics.csv"
-_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # where it was built: ten times as fast
+_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, if available
 _STEP_COLUMNS = ("step", "global_step", "trainer/global_step", "_step", "iteration", "iter")
 _GAP = 10  # times the usual distance between rows
 
 
 def read_run(path: Path, *, steps_per_epoch: float | None = None) -> Run:
-    """Read the curves of a run, and `config.yaml` or `hparams.yaml`, `summary.json` and `events.jsonl` beside them.
+    """Read a run's curves, and `config.yaml` or `hparams.yaml`, `summary.json` and `events.jsonl` in the same folder.
 
     Args:
-        path: A folder with a `metrics.csv`, or a file of that kind under any name.
-        steps_per_epoch: Optimizer steps of an epoch; None: from the columns.
+        path: A folder with a `metrics.csv`, or a metrics CSV file of any name.
+        steps_per_epoch: Optimizer steps per epoch; None infers them from the run's columns or config if possible.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is empty, no table, or has no column of steps or no numbers.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is empty, is not a table, or has no step column or no numbers.
     """
     table = path / METRICS if path.is_dir() else path
     points, notes = read_points(table)
@@ -46,11 +46,11 @@ def read_run(path: Path, *, steps_per_epoch: float | None = None) -> Run:
 
 
 def read_points(path: Path) -> tuple[Points, list[str]]:
-    """Read the filled cells of every column by step; also what was unusual, a sentence each.
+    """Read every column's non-empty cells by step, and notes on irregularities, one sentence each.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is empty, no table, or has no column of steps or no numbers.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is empty, is not a table, or has no step column or no numbers.
     """
     if not path.exists():
         raise FileNotFoundError(f"there is no {path.name} in {path.parent}")
@@ -58,7 +58,7 @@ def read_points(path: Path) -> tuple[Points, list[str]]:
     if not text.strip():
         raise ValueError(f"{path} is empty")
     if "\0" in text:
-        raise ValueError(f"{path} is no text")
+        raise ValueError(f"{path} is not a text file")
     rows = list(csv.reader(io.StringIO(text, newline="")))
     header = [name.strip() for name in rows[0]]
     step_column = next((header.index(name) for name in _STEP_COLUMNS if name in header), None)
@@ -72,7 +72,7 @@ def read_points(path: Path) -> tuple[Points, list[str]]:
 
 
 def _collect(rows: list[list[str]], header: list[str], step_column: int) -> tuple[Points, list[str]]:
-    """Return each column's values by ascending step, the later row of a step counts; and notes."""
+    """Return each column's values by ascending step, and notes; if a step is repeated, the last row counts."""
     columns: dict[str, dict[int, float]] = {}
     repeated = cut = unreadable = backwards = 0
     previous = -math.inf
@@ -81,7 +81,7 @@ def _collect(rows: list[list[str]], header: list[str], step_column: int) -> tupl
             repeated += 1
             continue
         if len(row) != len(header):
-            # a run that was killed, or one that is running, leaves a part of a line
+            # a killed or still running run leaves an incomplete line
             cut, unreadable = cut + (number == len(rows) - 1), unreadable + (0 < number < len(rows) - 1 and bool(row))
             continue
         step = _parse(row[step_column])
@@ -97,16 +97,16 @@ def _collect(rows: list[list[str]], header: list[str], step_column: int) -> tupl
     if repeated:
         notes.append(f"the header is repeated {repeated} times")
     if cut:
-        notes.append("the last line is cut off and was left out")
+        notes.append("the last line is cut off and was skipped")
     if unreadable:
-        notes.append(f"{unreadable} lines are no rows of this table and were left out")
+        notes.append(f"{unreadable} lines are not rows of this table and were skipped")
     if backwards:
-        notes.append(f"the steps go back {backwards} times; of a step that is there twice, the later row counts")
+        notes.append(f"the steps go back {backwards} times; the later row of a repeated step counts")
     return {name: sorted(points.items()) for name, points in columns.items()}, notes
 
 
 def _parse(cell: str) -> float | None:
-    """Return a cell as a number, None for text; NaN and inf are numbers."""
+    """Return a cell as a number, including NaN and inf; None for text."""
     try:
         return float(cell)
     except ValueError:
@@ -127,29 +127,29 @@ def _describe_gaps(columns: Points) -> list[str]:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file; empty if there is none."""
+    """Return the text of a file; empty if it does not exist."""
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file; None if there is none or it is not complete."""
+    """Return the content of a JSON file; None if it does not exist or is incomplete."""
     return _parse_json(read_text(path))
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return a JSON object; empty if there is none."""
+    """Return the JSON object in a file; empty if there is none."""
     value = read_json(path)
     return value if isinstance(value, dict) else {}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects of a file, one a line; a line that is cut off, usually the last, is left out."""
+    """Return the JSON objects of a JSON Lines file; skip truncated lines, usually the last."""
     values = map(_parse_json, read_text(path).split("\n"))
     return [value for value in values if isinstance(value, dict)]
 
 
 def parse_yaml(text: str) -> dict[str, Any]:
-    """Return settings; empty if there are none, or they have tags that only the program that wrote them can read."""
+    """Parse settings; empty if there are none or they contain tags of the program that wrote them."""
     try:
         value = yaml.load(text, Loader=_YAML)
     except yaml.YAMLError:
@@ -160,5 +160,5 @@ def parse_yaml(text: str) -> dict[str, Any]:
 def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:  # of a run that is being written, or was killed
+    except json.JSONDecodeError:  # still being written, or the run was killed
         return None

@@ -1,4 +1,4 @@
-"""A run as the symptoms see it: curves by what they mean, whatever their column is called, and the settings it had."""
+"""A run's curves by role, independent of column names, together with its settings."""
 
 import fnmatch
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ STATUS_OF_EVENT = {"end": "finished", "stop": "stopped", "preempted": "preempted
 
 Points = Mapping[str, Sequence[tuple[int, float]]]  # by column
 
-# Columns of a role, separated by blanks; the first that exists counts. Lower case, `*` matches anything.
+# Column names for each role, separated by spaces; the first that exists is used. Lower case; `*` matches anything.
 _COLUMNS = {
     "loss": "train/loss train/loss_step train_loss train_loss_step loss loss_step training_loss train/loss_epoch"
     " train_loss_epoch loss/train",
@@ -55,16 +55,16 @@ DESCRIBED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is known about a run.
+    """Curves, settings and events of a run.
 
     Attributes:
-        curves: By role; a metric that was not logged is absent.
-        folder: Where it is.
-        config: The settings; empty if unknown.
-        status: How it ended; None if unknown.
-        events: What happened at single steps, in their order.
-        epoch_starts: The first step of every epoch after the first; empty if unknown.
-        notes: What is unusual about its files, a sentence each.
+        curves: Curves by role; metrics that were not logged are absent.
+        folder: The run's folder.
+        config: Its settings; empty if unknown.
+        status: Final status; None if unknown.
+        events: Event records in order of steps.
+        epoch_starts: First step of every epoch after the first; empty if unknown.
+        notes: Irregularities in its files, one sentence each.
     """
 
     curves: Mapping[str, Curve]
@@ -77,22 +77,22 @@ class Run:
 
     @property
     def is_recipe(self) -> bool:
-        """Whether train.py wrote it, so that its settings can be named."""
+        """Whether train.py wrote the run, so that its overrides are known."""
         return isinstance(self.config.get("mode"), Mapping) and "trainer" in self.config
 
     @property
     def first_step(self) -> int:
-        """The first step of any curve."""
+        """First step of any curve."""
         return min(curve.steps[0] for curve in self.curves.values())
 
     @property
     def last_step(self) -> int:
-        """The last step of any curve."""
+        """Last step of any curve."""
         return max(curve.steps[-1] for curve in self.curves.values())
 
     @property
     def num_classes(self) -> int | None:
-        """Size of the vocabulary or number of classes, from the config."""
+        """Vocabulary size or number of classes, from the config."""
         for key in ("model.vocab_size", "model.num_classes", "vocab_size", "num_classes"):
             value = self.number(key)
             if value is not None and value >= 2:
@@ -100,25 +100,25 @@ class Run:
         return None
 
     def number(self, key: str) -> float | None:
-        """Return a setting by its name with dots; None if there is none, or it is text."""
+        """Return a numeric setting by its dotted name; None if it is missing or is text."""
         value = self._find(key)
         return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
     def suggest(self, override: str | None, plain: str) -> str:
-        """Return what to type in a run of train.py, and plain words for any other.
+        """Return the override for a run of train.py, else the plain description.
 
         Args:
-            override: Overrides; None: the run has no such setting.
-            plain: For a project with settings of its own.
+            override: Overrides; None if the run has no such setting.
+            plain: Description for other projects.
         """
         return override if self.is_recipe and override is not None else plain
 
     def setting(self, key: str, value: object) -> str | None:
-        """Return an override of a setting that the run has; None if it has not."""
+        """Return an override for an existing setting; None if the run does not have it."""
         return f"{key}={value}" if self._find(key) is not _MISSING else None
 
     def scaled_override(self, key: str, factor: float, *, at_least: float = 0.0) -> str | None:
-        """Return an override of a setting times a factor, whole if it was; None if it is no positive number."""
+        """Return an override that scales a setting, keeping integers; None if it is not a positive number."""
         value = self.number(key)
         if value is None or not value * factor > 0:
             return None
@@ -144,16 +144,16 @@ def make_run(
     steps_per_epoch: float | None = None,
     notes: Sequence[str] = (),
 ) -> Run:
-    """Return a run of columns by their names.
+    """Build a run from columns, assigning roles by column name.
 
     Args:
-        points: Steps and values of each column, in the order of steps.
-        folder: Where it is, for commands that name it.
+        points: Steps and values of each column, in order of steps.
+        folder: The run's folder, for commands that name it.
         config: Its settings.
-        status: How it ended; None: as the last event says.
-        events: What happened at single steps.
-        steps_per_epoch: Optimizer steps of an epoch; None: from the column of epochs, or the number of samples.
-        notes: What is unusual about its files.
+        status: Final status; None infers it from the last event.
+        events: Event records.
+        steps_per_epoch: Optimizer steps per epoch; None infers them from the epoch column or the number of samples.
+        notes: Irregularities in its files.
     """
     curves = {role: curve for role in ROLES if (curve := _find_curve(points, ROLES[role])) is not None}
     run = Run(curves=curves, folder=folder, config=config or {}, events=events, notes=notes)
@@ -166,13 +166,13 @@ def _find_curve(points: Points, patterns: Sequence[str]) -> Curve | None:
     for pattern in patterns:
         for name, column in points.items():
             if column and (name.lower() == pattern or ("*" in pattern and fnmatch.fnmatchcase(name.lower(), pattern))):
-                rows = sorted(dict(column).items())  # of a step that was repeated, the later row
+                rows = sorted(dict(column).items())  # keep the last row of a repeated step
                 return Curve(name, [step for step, _ in rows], [value for _, value in rows])
     return None
 
 
 def _find_epoch_starts(run: Run, steps_per_epoch: float | None) -> list[int]:
-    """Return the first step of every epoch after the first."""
+    """Return the first step of every epoch except the first."""
     loss = run.curves.get("loss")
     if loss is None:
         return []
@@ -190,7 +190,7 @@ def _find_epoch_starts(run: Run, steps_per_epoch: float | None) -> list[int]:
 
 
 def _count_steps_per_epoch(run: Run) -> float | None:
-    """Return the samples of the data set over those of a step; None if either is unknown."""
+    """Return the data set's samples divided by the samples per step; None if either is unknown."""
     size, consumed = run.number("data.num_samples"), run.curves.get("samples")
     if size is None or consumed is None or len(consumed) < 3:
         return None

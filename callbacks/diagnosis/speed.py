@@ -1,4 +1,4 @@
-"""Symptoms of time and memory: slower and slower, waiting for data, memory that grows."""
+"""Symptoms in speed and memory: a steady slowdown, waiting for data, growing memory."""
 
 from itertools import pairwise
 from statistics import quantiles
@@ -8,20 +8,20 @@ from .finding import Cause, Evidence, Finding, medians
 from .run import Run
 
 MIN_POINTS = 40
-SKIPPED_START = 0.1  # of the rows: caches fill, kernels are chosen
+SKIPPED_START = 0.1  # fraction of rows ignored, while caches fill and kernels are selected
 NUM_BLOCKS = 8
-SLOWER = 0.1  # of the speed
-STEADY = 0.7  # Kendall's tau over eight parts: noise gives it once in a hundred runs
-ABOVE_SCATTER = 3.0  # times the scatter of the parts around a line
-ONE_STEP = 0.6  # of what was lost, between two parts: other work on the machine begins and ends at once
-WAITING = 0.1  # of a step, in three rows of four: the threshold of BottleneckMonitor
-GROWTH = 0.1  # of the memory over the last half of the run
+SLOWER = 0.1  # relative loss of speed
+STEADY = 0.7  # Kendall's tau over eight parts: noise alone exceeds it in one run of 100
+ABOVE_SCATTER = 3.0  # in units of the parts' scatter around a line
+ONE_STEP = 0.6  # of the lost speed, between two neighboring parts: other jobs on the machine start abruptly
+WAITING = 0.1  # fraction of a step, in three rows of four; the threshold of BottleneckMonitor
+GROWTH = 0.1  # relative growth of memory over the second half of the run
 GROWTH_GIB = 0.1
-GROWING_PARTS = 4  # of five
+GROWING_PARTS = 4  # out of five
 
 
 def find_slowdown(run: Run) -> Finding | None:
-    """Find a speed that falls steadily over the run."""
+    """Detect a speed that decreases steadily over the run."""
     curve, sign = _get_speed(run)
     if curve is None or len(curve) < MIN_POINTS:
         return None
@@ -55,7 +55,7 @@ def find_slowdown(run: Run) -> Finding | None:
 
 
 def _get_speed(run: Run) -> tuple[Curve | None, int]:
-    """Return the curve of speed or of step time, and whether more is better."""
+    """Return the speed or step time curve and the sign of better: 1 if higher is better, else -1."""
     for role, sign in (("speed", 1), ("step_seconds", -1)):
         curve = run.curves.get(role)
         if curve is not None and len(curve.finite) and min(curve.finite.values) > 0:
@@ -64,7 +64,7 @@ def _get_speed(run: Run) -> tuple[Curve | None, int]:
 
 
 def find_data_wait(run: Run) -> Finding | None:
-    """Find a run that waits for data in most of its steps."""
+    """Detect a run that waits for data in most of its steps."""
     wait = run.curves["data_wait"].finite
     if len(wait) < MIN_POINTS:
         return None
@@ -76,7 +76,7 @@ def find_data_wait(run: Run) -> Finding | None:
     workers = run.number("loader.num_workers")
     return Finding(
         severity="warning",
-        meaning=f"{typical.median:.0%} of a step is spent waiting for data: the device is idle for so long",
+        meaning=f"{typical.median:.0%} of a step is spent waiting for data: the device is idle meanwhile",
         evidence=(
             *medians(wait, typical),
             Evidence(f"lower quartile of {wait.name}", lower, half.steps[0], half.steps[-1]),
@@ -99,7 +99,7 @@ def find_data_wait(run: Run) -> Finding | None:
 
 
 def find_growing_memory(run: Run) -> Finding | None:
-    """Find memory that still grows in all of the last half of the run."""
+    """Detect memory that keeps growing throughout the second half of the run."""
     for role in ("device_memory", "memory"):
         curve = run.curves.get(role)
         if curve is None or len(curve.finite) < MIN_POINTS:
@@ -112,7 +112,7 @@ def find_growing_memory(run: Run) -> Finding | None:
             continue
         return Finding(
             severity="warning",
-            meaning="memory grows all through the run: it will run out",
+            meaning="memory keeps growing throughout the run: it will run out",
             evidence=medians(curve, first, last),
             causes=(
                 Cause(

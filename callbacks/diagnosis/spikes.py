@@ -1,4 +1,4 @@
-"""Spikes of the training loss: those that follow large gradients, and those of single bad batches."""
+"""Spikes in the training loss: those that come with large gradients, and those of single bad batches."""
 
 import math
 from bisect import bisect_left, bisect_right, insort
@@ -10,24 +10,24 @@ from .curve import Curve
 from .finding import Cause, Evidence, Finding
 from .run import Run
 
-WINDOW = 64  # normal rows compared with
+WINDOW = 64  # normal rows that a row is compared with
 MIN_WINDOW = 20
-DEVIATIONS = 8.0  # robust standard deviations above the median, as LossSpikeRollback has it
-QUARTILES_PER_SIGMA = 1.349  # distance of the quartiles of a normal distribution; read off a sorted window
-# Times as far above the median as any row that is not flagged: the losses of healthy classifiers have heavy tails, and
-# no value of such a tail is three times as far out as the next.
+DEVIATIONS = 8.0  # robust standard deviations above the median, as in LossSpikeRollback
+QUARTILES_PER_SIGMA = 1.349  # interquartile range of a normal distribution; cheap to read off a sorted window
+# Minimum distance above the median, relative to the largest of any unflagged row: losses of healthy classifiers are
+# heavy-tailed, but no value of such a tail is three times as far out as the next.
 BEYOND_NORMAL = 3.0
-BEYOND_WITH_NORM = 2.0  # if the gradient was large too and the loss stays high for steps: three signs at a time
-SETTLING = 20  # rows after a flagged one that say nothing about normal ones; as many in a row are a new level
-# Spikes within 100 rows to either side: more are the noise of this loss, as with tasks by turns or sparse rewards
+BEYOND_WITH_NORM = 2.0  # if the gradient was also large and the loss stays high for several steps
+SETTLING = 20  # rows after a flagged one that do not count as normal; this many flagged in a row are a new level
+# maximum spikes within 100 rows to either side: more are noise, as with alternating tasks or sparse rewards
 MAX_NEIGHBORS, NEIGHBORHOOD = 6, 100
-LASTING = 3  # rows above the normal range: a bad batch is over in the next step, damaged weights need more
-NORM_RATIO = 3.0  # gradient norm over the median of the rows before
+LASTING = 3  # rows above the normal range: a bad batch lasts one step, damaged weights take longer to recover
+NORM_RATIO = 3.0  # gradient norm relative to the median of the preceding rows
 
 
 @dataclass(frozen=True)
 class Spike:
-    """Consecutive rows far above the normal ones."""
+    """Consecutive rows with a loss far above normal."""
 
     row: int
     step: int
@@ -38,7 +38,7 @@ class Spike:
 
 
 def find_unstable_spikes(run: Run) -> Finding | None:
-    """Find spikes that come with a large gradient and last for several steps: the weights were damaged."""
+    """Detect spikes that come with a large gradient and last for several steps: the weights were damaged."""
     spikes = [spike for spike in find_spikes(run) if _is_unstable(spike)]
     if not spikes:
         return None
@@ -68,7 +68,7 @@ def find_unstable_spikes(run: Run) -> Finding | None:
 
 
 def find_bad_batches(run: Run) -> Finding | None:
-    """Find spikes of single steps, after which the loss is as before: the batch was bad, not the weights."""
+    """Detect single-step spikes after which the loss returns to normal: the batch was bad, not the weights."""
     found = find_spikes(run)
     lasting = [spike.step for spike in found if spike.num_rows >= LASTING]
     spikes = [
@@ -100,7 +100,7 @@ def find_bad_batches(run: Run) -> Finding | None:
 
 
 def find_spikes(run: Run) -> list[Spike]:
-    """Return the spikes of the training loss, in the order of steps."""
+    """Return the spikes in the training loss, in order of steps."""
     loss = run.curves["loss"].finite
     flags, normals, rises = _flag(loss.values)
     usual = _find_usual_rise(flags, rises)
@@ -126,13 +126,13 @@ def find_spikes(run: Run) -> list[Spike]:
 
 
 def _is_rare(spike: Spike, starts: Sequence[int]) -> bool:
-    """Return whether few other high rows are near, of the rows at which a run of them begins."""
+    """Return whether few other spikes start near this one."""
     near = bisect_right(starts, spike.row + NEIGHBORHOOD) - bisect_left(starts, spike.row - NEIGHBORHOOD)
     return near <= MAX_NEIGHBORS
 
 
 def _find_usual_rise(flags: Sequence[bool], rises: Sequence[float]) -> float:
-    """Return the largest distance above the median of any row that is not flagged, nor soon after one that is."""
+    """Return the largest rise above the median among rows that are neither flagged nor shortly after a flagged row."""
     usual, settling = 0.0, 0
     for is_high, rise in zip(flags, rises, strict=True):
         settling = SETTLING if is_high else settling - 1
@@ -142,9 +142,9 @@ def _find_usual_rise(flags: Sequence[bool], rises: Sequence[float]) -> float:
 
 
 def _flag(values: Sequence[float]) -> tuple[list[bool], list[float], list[float]]:
-    """Return for each value whether it is high, the median of the normal ones before it, and how far it is above."""
+    """Return for each value whether it is high, the median of preceding normal values, and its rise above it."""
     window: list[float] = []  # sorted
-    recent: list[float] = []  # in order
+    recent: list[float] = []  # in order of steps
     flags, normals, rises = [], [], []
     num_high = 0
     for value in values:
@@ -168,7 +168,7 @@ def _flag(values: Sequence[float]) -> tuple[list[bool], list[float], list[float]
 
 
 def _compare_norm(norms: Curve, first_step: int, last_step: int) -> float | None:
-    """Return the largest gradient norm of some steps over the median of the 64 rows before them."""
+    """Return the largest gradient norm of a range of steps relative to the median of the 64 rows before it."""
     finite = norms.finite
     number = bisect_left(finite.steps, first_step)
     before = finite.values[max(0, number - WINDOW) : number]
@@ -189,7 +189,7 @@ def _count(spikes: Sequence[Spike]) -> str:
 
 
 def _describe(loss: Curve, spikes: Sequence[Spike]) -> tuple[Evidence, ...]:
-    """Return the three largest spikes, in the order of steps."""
+    """Return the three largest spikes as evidence, in order of steps."""
     largest = sorted(sorted(spikes, key=lambda spike: spike.normal - spike.value)[:3], key=lambda spike: spike.step)
     found = []
     for spike in largest:

@@ -1,4 +1,4 @@
-"""L2 norms of weights or gradients by block: one pass over them, and one sum over ranks where they are sharded."""
+"""L2 norms of weights or gradients by block: one pass over the tensors, plus one all-reduce if they are sharded."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ _BLOCK = re.compile(r"^(.*?\d+)\.")
 def get_block(name: str) -> str:
     """Return the block of a parameter: `model.blocks.3.mlp.weight` -> `blocks.3`.
 
-    A parameter outside numbered blocks belongs to its own module: `model.head.weight` -> `head`.
+    For a parameter outside numbered blocks it is the module's name: `model.head.weight` -> `head`.
     """
     name = name.removeprefix("model.")
     numbered = _BLOCK.match(name)
@@ -25,33 +25,33 @@ def get_block(name: str) -> str:
 
 @torch.no_grad()
 def norms_by_block(module: nn.Module) -> dict[str, float | None]:
-    """Return the L2 norm of each block's weights, see `sum_by_block`."""
+    """Return the L2 norm of each block's weights; see `sum_by_block`."""
     return sum_by_block(module.named_parameters())
 
 
 @torch.no_grad()
 def sum_by_block(named: Iterable[tuple[str, Tensor]]) -> dict[str, float | None]:
-    """Return the L2 norm of each block's tensors; a collective where they are sharded.
+    """Return the L2 norm of each block's tensors; a collective if they are sharded.
 
     Args:
-        named: Tensors, DTensors, or ZeRO-3's placeholders of parameters, by the parameter's name.
+        named: Pairs of parameter name and tensor, DTensor or ZeRO-3 parameter placeholder.
 
     Returns:
-        Norms by block; None where one is not finite.
+        Norm by block; None if it is not finite.
     """
     squares = sum_squares_by(named, get_block)
     return {block: float(value.sqrt()) if bool(value.isfinite()) else None for block, value in squares.items()}
 
 
 def sum_squares(named: Iterable[tuple[str, Tensor]]) -> Tensor:
-    """Return the sum of squares over all elements of all tensors, 0-dim float64. Arguments: as above, at least one."""
+    """Return the sum of squares over all elements of one or more named tensors, 0-dim float64."""
     return sum_squares_by(named, lambda name: "")[""]
 
 
 def sum_squares_by(named: Iterable[tuple[str, Tensor]], get_group: Callable[[str], str]) -> dict[str, Tensor]:
-    """Return the sums of squares of groups of tensors, 0-dim float64 each; `get_group` returns that of a name."""
+    """Return the sum of squares of each group, 0-dim float64; `get_group` maps a parameter name to its group."""
     whole: dict[str, Tensor] = {}
-    addends: dict[str, Tensor] = {}  # of this rank
+    addends: dict[str, Tensor] = {}  # this rank's contributions
     for name, tensor in named:
         square, is_addend = _sum_of_squares(tensor)
         sums, group = addends if is_addend else whole, get_group(name)
@@ -63,7 +63,7 @@ def sum_squares_by(named: Iterable[tuple[str, Tensor]], get_group: Callable[[str
 
 
 def _sum_of_squares(tensor: Any) -> tuple[Tensor, bool]:
-    """Return the 0-dim sum of squares in float64, and whether those of all ranks are to be added."""
+    """Return the 0-dim float64 sum of squares, and whether it must be summed over ranks."""
     if hasattr(tensor, "ds_tensor"):  # ZeRO-3: this rank's shard, padded with zeros
         in_memory = tensor.ds_tensor.status.name == "AVAILABLE"  # else offloaded to disk
         square: Tensor = tensor.ds_tensor.double().square().sum()
@@ -71,17 +71,17 @@ def _sum_of_squares(tensor: Any) -> tuple[Tensor, bool]:
     to_local = getattr(tensor, "to_local", None)
     if to_local is None:
         return tensor.double().square().sum(), False
-    # a DTensor, in any mix of placements: each element is counted by the first rank that holds it
+    # a DTensor with any placements: each element is counted by the first rank that holds it
     places = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
     is_first = not any(coordinate and placement.is_replicate() for coordinate, placement in places)
     return to_local().double().square().sum() * is_first, True
 
 
 def _sum_over_ranks(addends: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the sums over all ranks, of which each may have other names: one all-reduce, and none without names."""
+    """Sum over all ranks, whose names may differ, with one all-reduce; skip it if no rank has a name."""
     if not addends or dist.get_world_size() == 1:
         return addends
-    # the ranks of a pipeline have other blocks
+    # pipeline-parallel ranks hold different blocks
     names = list(dict.fromkeys(name for of_rank in gather_objects(list(addends)) for name in of_rank))
     zero = torch.zeros_like(next(iter(addends.values())))
     stacked = torch.stack([addends.get(name, zero) for name in names])  # [blocks]

@@ -1,4 +1,4 @@
-"""Gradient norm before clipping: free where the engine keeps it, else one pass per logged step; also by block."""
+"""Log the gradient norm before clipping, also by block; free if the engine provides it, else one pass per log."""
 
 import logging
 import math
@@ -23,29 +23,29 @@ _NO_LIMIT = 1e6  # logged for an infinite threshold: a curve cannot show infinit
 class GradNormMonitor(Callback):
     """Logs `grad/norm` and `grad/clipped_fraction` at logged steps.
 
-    Useful always: a norm that rises is the earliest sign of divergence, and a run that clips most of its steps
-    trains with a smaller learning rate than the one set.
+    Useful in every run: a rising norm is the earliest sign of divergence, and a run that clips most of its steps
+    effectively trains with a smaller learning rate than the configured one.
 
-    A strategy that is `KeepsGradNorm` is read. Otherwise the norm of the optimizer's gradients is computed in
-    `on_before_optimizer_step`: at logged steps, and at every step where `trainer.gradient_clip_val` clips by norm. A
-    module with several optimizers gets `grad/norm/optimizer_0`, `grad/norm/optimizer_1` and so on instead of
-    `grad/norm`, of those that stepped in the batch of the row. FSDP1 and DeepSpeed do not expose their sharded
-    gradients and then get no norm: that of one rank's shard is not the global norm.
+    If the strategy is a `KeepsGradNorm`, its norm is logged. Otherwise the norm is computed in
+    `on_before_optimizer_step`: at logged steps, and at every step if `trainer.gradient_clip_val` clips by norm. A
+    module with several optimizers logs `grad/norm/optimizer_0`, `grad/norm/optimizer_1` and so on instead of
+    `grad/norm`, for those that stepped in the logged batch. Under FSDP1 and DeepSpeed, which do not expose their
+    sharded gradients, no norm is logged: the norm of one rank's shard is not the global norm.
 
-    `grad/clipped_fraction` is the fraction of the optimizer steps since the last row whose norm was above
-    `trainer.gradient_clip_val`, counted on the device. Where the threshold changes from step to step, the strategy
-    keeps it too, logged as `grad/clip_threshold`.
+    `grad/clipped_fraction` is the fraction of optimizer steps since the last row whose norm exceeded
+    `trainer.gradient_clip_val`, counted on the device. A threshold that changes from step to step is read from the
+    strategy and logged as `grad/clip_threshold`.
 
     Warns once, at a logged step, when the norm vanishes or keeps rising; warns again only after it has recovered.
 
     Args:
-        per_block: Also log `grad/norm/<block>`, before clipping: one pass and one sum over ranks per block. Not
-            under FSDP1 or DeepSpeed, which do not expose their gradients.
+        per_block: Also log `grad/norm/<block>` before clipping: one pass and one sum over ranks per block. Not
+            available under FSDP1 or DeepSpeed.
         vanishing: Warn below this norm.
         rising: Warn when the median of recent norms exceeds the lowest median so far by this factor.
 
     Raises:
-        ValueError: `vanishing` is below 0, or `rising` not above 1.
+        ValueError: `vanishing` is below 0, or `rising` is not above 1.
 
     Example:
         >>> monitor = GradNormMonitor(per_block=True)
@@ -70,7 +70,7 @@ class GradNormMonitor(Callback):
         self._trends: dict[int, NormTrend] = {}  # by optimizer
         self._steps = StepCounter()
         self._num_steps = 0  # since the last row
-        self._num_clipped: Tensor | int = 0  # of these; 0-dim, on the device of the norm
+        self._num_clipped: Tensor | int = 0  # of `_num_steps`; 0-dim, on the device of the norm
         self._keeper: KeepsGradNorm | None = None
         self._forget_step()
 
@@ -136,14 +136,14 @@ class GradNormMonitor(Callback):
             log_row(pl_module, row)
 
     def _check_trend(self, trainer: Trainer, index: int, norm: Tensor) -> None:
-        """Warn about the norm of a logged step: its row reads the same value from the device anyway."""
+        """Warn if the norm vanishes or rises; only at logged steps, where it is read from the device anyway."""
         warning = self._trends.setdefault(index, NormTrend(**self._limits)).observe(float(norm))
         if warning is not None and trainer.is_global_zero:
             of_which = "" if len(trainer.optimizers) <= 1 else f"optimizer {index}: "
             log.warning(f"Step {completed_steps(trainer)}: {of_which}{warning}")
 
     def _take_clipped_fraction(self) -> dict[str, Tensor | float]:
-        """Return the fraction since the last row, if steps were counted, and restart counting."""
+        """Return the clipped fraction since the last row, empty if no steps were counted, and reset the counts."""
         if self._num_steps == 0:
             return {}
         fraction = self._num_clipped / self._num_steps
@@ -162,17 +162,17 @@ class GradNormMonitor(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._num_steps = state_dict["num_steps"]
         self._num_clipped = state_dict["num_clipped"]
-        earlier = {0: state_dict["trend"]} if "trend" in state_dict else {}  # of earlier versions
+        earlier = {0: state_dict["trend"]} if "trend" in state_dict else {}  # from earlier versions
         for index, state in state_dict.get("trends", earlier).items():
             self._trends[index] = NormTrend(**self._limits)
             self._trends[index].load_state_dict(state)
 
 
 def _get_scale_left(trainer: Trainer, optimizer: Optimizer) -> float:
-    """Return the loss scale that the gradients still carry.
+    """Return the loss scale still applied to the gradients; 1.0 once they are unscaled.
 
-    Lightning unscales them before this hook, unless the optimizer does so in its own kernel: fused AdamW under
-    `16-mixed`.
+    Lightning unscales them before `on_before_optimizer_step`, unless the optimizer does so in its own kernel, as
+    fused AdamW does under `16-mixed`.
     """
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -181,7 +181,7 @@ def _get_scale_left(trainer: Trainer, optimizer: Optimizer) -> float:
 
 
 def _get_index(trainer: Trainer, optimizer: Optimizer) -> int:
-    """Return which of the trainer's optimizers this is."""
+    """Return the index of an optimizer among the trainer's optimizers."""
     return next((index for index, other in enumerate(trainer.optimizers) if other is optimizer), 0)
 
 
@@ -193,7 +193,7 @@ def _get_max_norm(trainer: Trainer) -> float | None:
 
 
 def global_norm(optimizer: Optimizer, norm_type: float = 2.0) -> Tensor | None:
-    """Return the norm over every gradient the optimizer is about to use, 0-dim; None if there is none yet."""
+    """Return the 0-dim norm over all gradients of the optimizer's parameters; None if there are no gradients."""
     grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
     present = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads if grad is not None]
     if not present:
@@ -201,6 +201,6 @@ def global_norm(optimizer: Optimizer, norm_type: float = 2.0) -> Tensor | None:
     if norm_type == 2.0 and any(hasattr(grad, "to_local") for grad in present):
         return sum_squares((str(number), grad) for number, grad in enumerate(present)).sqrt().float()
     norm = torch.nn.utils.get_total_norm(present, norm_type)  # [], dtype of the gradients
-    # Gradients sharded as DTensors: the norm is a partial sum on each rank until it is gathered.
+    # If gradients are DTensors, the norm is a partial result on each rank until it is gathered.
     full_tensor = getattr(norm, "full_tensor", None)
     return norm if full_tensor is None else full_tensor()

@@ -1,4 +1,4 @@
-"""Detect a gradient norm that vanishes or keeps rising: a sort of 50 Python floats per call, no torch."""
+"""Detect a vanishing or rising gradient norm; costs a sort of 50 Python floats per call, no torch."""
 
 import math
 import statistics
@@ -9,10 +9,10 @@ _WINDOW = 50  # norms per median
 
 
 class NormTrend:
-    """Warns once about each state, and again only after the norm has recovered.
+    """Warns once when the norm vanishes or keeps rising, and again only after it has recovered.
 
     Args:
-        vanishing: A norm below this updates nothing.
+        vanishing: Norm below which gradients have vanished.
         rising: Largest allowed factor between the median of the last 50 norms and the lowest such median so far.
     """
 
@@ -24,7 +24,7 @@ class NormTrend:
         self._state: str | None = None  # warned about: "vanishing" or "rising"
 
     def observe(self, norm: float) -> str | None:
-        """Add a norm; return a warning if it has just begun to vanish or to rise, else None."""
+        """Add a norm; return a warning if it has just started to vanish or rise, else None."""
         if not math.isfinite(norm):
             return None
         self._norms.append(norm)
@@ -49,6 +49,6 @@ class NormTrend:
         return {"norms": list(self._norms), "lowest": self._lowest, "state": self._state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
+        """Restore a `state_dict`."""
         self._norms = deque(state["norms"], maxlen=_WINDOW)
         self._lowest, self._state = state["lowest"], state["state"]

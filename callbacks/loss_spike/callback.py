@@ -1,6 +1,6 @@
-"""Skip the update of a spike and roll a damaged run back to a good state: checks loss and norm of every step.
+"""Check loss and gradient norm at every step, skip bad updates, and roll a damaged run back to a good state.
 
-Costs a sum over the ranks and 50 us per step, and a copy of the train state in host memory every `snapshot_every`.
+Costs an all-reduce and 50 us per step, plus a copy of the train state to host memory every `snapshot_every` steps.
 """
 
 import logging
@@ -24,60 +24,60 @@ from .recovery import Recovery, get_datamodule, log_verdict
 from .train_state import is_reachable
 
 log = logging.getLogger("lightning_recipes")
-_LARGEST_SCORE = 1e6  # logged for an infinite score: a curve cannot show infinity
+_LARGEST_SCORE = 1e6  # logged for an infinite score, which a curve cannot show
 
 
 class LossSpikeRollback(Callback):
-    """Skips NaN and inf and reports spikes; skips them too, rolls back, lowers the learning rate and stops if allowed.
+    """Skips NaN and inf steps and warns about spikes; can also skip spikes, roll back and lower the learning rate.
 
-    Useful in long runs, which a single bad batch or a flipped bit can ruin unattended. Before each optimizer step its
-    loss over all ranks and its gradient norm are compared with the recent ones. NaN and inf are skipped: weights and
-    optimizer state stay as they were. (Where every gradient is finite when the optimizer begins, because the module or
-    the clipping has replaced NaN, the step is applied.) So are outliers with `action="skip"`. With `action="rollback"`,
-    too many outliers within a window, or a loss that drifts upward, roll the run back to a snapshot that was followed
-    by a quiet quarantine; a second rollback within the cooldown also lowers the learning rate for a while, and after
-    `max_rollbacks` in a row the run stops. Logs `spike/score`, `spike/skipped_steps` and `spike/rollbacks`.
+    Useful in long unattended runs, which a single bad batch or bit flip can ruin. Before each optimizer step, its loss
+    over all ranks and its gradient norm are compared with recent values. A step with NaN or inf is skipped: weights and
+    optimizer state are left unchanged. (If all gradients are finite when the optimizer steps, because the module or
+    clipping has replaced NaN, the step is applied.) With `action="skip"`, outliers are skipped as well. With
+    `action="rollback"`, too many outliers within a window, or a loss that drifts upward, roll the run back to a
+    snapshot whose quarantine has passed; a second rollback within the cooldown also lowers the learning rate
+    temporarily, and after `max_rollbacks` in a row the run stops. Logs `spike/score`, `skipped_steps`, `rollbacks`.
 
-    By default a finite outlier costs no step, since nothing distinguishes a bad batch from a term of the loss that is
-    switched on: it is a warning, and only what is also far above all that the run has shown is one; hard batches, warm
-    restarts or another augmentation are not. `action="skip"` suits a loss whose scale stays the same. The pre-training
-    of a language model allows more: `action="rollback"`, `min_rise=0` and `drift_threshold=1.75` find damage below the
-    first losses and slow divergence too.
+    By default, finite outliers are applied with a warning, since a bad batch looks like a loss term being switched on.
+    The default `min_rise` also requires them to be far above everything seen in the run, so that hard batches, warm
+    restarts or a change of augmentation do not warn. `action="skip"` suits a loss of constant scale. For language
+    model pre-training, `action="rollback"`, `min_rise=0` and `drift_threshold=1.75` also catch slow divergence and
+    damage at losses below the initial ones.
 
-    A rollback restores weights, persistent buffers, optimizer state, schedules that step with the optimizer, loss
+    A rollback restores weights, persistent buffers, optimizer state, LR schedulers stepped per optimizer step, the loss
     scale, and the state of Lightning's `WeightAveraging`, `EarlyStopping` and `ModelCheckpoint`. It does not restore
-    the order of the data, random states, schedules that step with the epoch, metrics that the module accumulates and
-    other attributes of its own. Works on one device, DDP and FSDP2 in any Lightning project; another engine's strategy
-    must provide `live_tensors`. `on_rollback(trainer, pl_module, from_step, to_step)` of callbacks, loggers, module and
-    data module is called at every rollback.
+    the data order, RNG states, LR schedulers stepped per epoch, or metrics and other attributes that the module
+    accumulates. Works on one device, DDP and FSDP2 in any Lightning project; any other strategy must provide
+    `live_tensors`. Every rollback calls `on_rollback(trainer, pl_module, from_step, to_step)` on callbacks, loggers,
+    module and data module if they define it.
 
     Args:
-        action: What outliers may lead to: `warn` logs them, `skip` also skips their steps, `rollback` all the above.
+        action: Strongest response to outliers: `warn` logs, `skip` also skips the update, `rollback` also rolls back.
         window: Recent normal steps that each step is compared with.
-        warmup_steps: Steps before the first possible spike; NaN and inf are found from the first one on.
-        loss_threshold: Robust standard deviations above the median from which a loss is a spike.
-        norm_threshold: The same for the logarithm of the gradient norm, which has heavy tails in healthy runs.
-        drift_threshold: The same for the median of half a window above its lowest so far; None looks for no drift.
-        min_rise: How often as far above the median as any normal step before; 0 judges by standard deviations alone.
-        max_skips: Outliers within `quarantine_steps` before the run rolls back, or learns the new level, at the next.
-        max_non_finite: Skipped steps with NaN or inf in a row before the run rolls back, or stops, at the next.
+        warmup_steps: Steps before spikes can be detected; NaN and inf are detected from the first step.
+        loss_threshold: Robust standard deviations above the median at which a loss is a spike.
+        norm_threshold: The same for the logarithm of the gradient norm, which is heavy-tailed in healthy runs.
+        drift_threshold: The same for the half-window median above its lowest value so far; None disables it.
+        min_rise: Also require this multiple of the largest rise of a normal step so far; 0 requires no such rise.
+        max_skips: Outliers tolerated within `quarantine_steps`; the next one rolls back, or relearns the normal level.
+        max_non_finite: Consecutive skipped NaN or inf steps tolerated; the next one rolls back, or stops the run.
         snapshot_every: Optimizer steps between snapshots.
-        num_snapshots: Snapshots held, each as large as weights and optimizer state.
-        quarantine_steps: Optimizer steps after which a snapshot is good, if no spike has followed it.
-        snapshot_storage: `memory` of the host, `disk` (the run folder), or `auto`: memory if they fit.
-        skip_batches: Optimizer steps' worth of data to skip after a rollback; needs a data module that can.
-        lr_factor: Factor for the learning rates, from the second rollback in a row on.
-        lr_backoff_steps: Optimizer steps for which it applies.
-        cooldown_steps: A rollback within this many optimizer steps of the one before is one more in a row.
-        max_rollbacks: Rollbacks in a row before the run stops.
-        max_dumps: Spikes per run that write a debug dump `spikes/step_N`; later ones are logged only.
+        num_snapshots: Snapshots held, each the size of the weights plus optimizer state.
+        quarantine_steps: Optimizer steps without a spike after which a snapshot is good.
+        snapshot_storage: `memory` (host), `disk` (run folder), or `auto`: memory if the snapshots fit.
+        skip_batches: Optimizer steps' worth of data to skip after a rollback; needs a data module with `skip_batches`.
+        lr_factor: Multiplier for the learning rates, from the second consecutive rollback on.
+        lr_backoff_steps: Optimizer steps for which `lr_factor` applies.
+        cooldown_steps: Rollbacks at most this many optimizer steps apart count as consecutive.
+        max_rollbacks: Consecutive rollbacks before the run stops.
+        max_dumps: Maximum debug dumps (`spikes/step_N`) per run; later spikes are only logged.
         rewind_data: Also rewind the data on a rollback, so that the run repeats the same samples; for tests.
 
     Raises:
-        ValueError: The settings contradict each other, see `SpikeDetector`, `SpikeEscalation` and `Recovery`.
-        MisconfigurationException: At setup: the strategy does not expose its optimizer state, or the data cannot
-            skip batches; at the first snapshot: it does not fit into memory.
-        TrainingDivergedError: While training: recovery has failed.
+        ValueError: Settings conflict or are out of range; see `SpikeDetector`, `SpikeEscalation` and `Recovery`.
+        MisconfigurationException: At setup, if the strategy does not expose its optimizer state or the data cannot
+            skip batches; at the first snapshot, if it does not fit into memory.
+        TrainingDivergedError: During training, if recovery has failed.
 
     Example:
         >>> spikes = LossSpikeRollback(snapshot_every=100, quarantine_steps=100)
@@ -97,11 +97,11 @@ class LossSpikeRollback(Callback):
         "stop": {"kept_on_resume": True},
     }
 
-    _reader: StepReader | None = None  # while training with automatic optimization
-    _verdict: Verdict | None = None  # on the newest step that has been read
+    _reader: StepReader | None = None  # only while training with automatic optimization
+    _verdict: Verdict | None = None  # for the newest step read so far
     _response: Response = "none"
     _has_begun = False
-    _was_harmless = False  # the step before
+    _was_harmless = False  # whether the previous verdict was harmless
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class LossSpikeRollback(Callback):
             )
         if self._recovery.skip_batches and not hasattr(get_datamodule(trainer), "skip_batches"):
             raise MisconfigurationException(
-                f"LossSpikeRollback(skip_batches={self._recovery.skip_batches}): the data cannot skip, which takes a"
+                f"LossSpikeRollback(skip_batches={self._recovery.skip_batches}): the data cannot skip, which requires a"
                 " LightningDataModule with skip_batches(n); type skip_batches=0: after a rollback the run then"
                 " continues with the next batch"
             )
@@ -191,7 +191,7 @@ class LossSpikeRollback(Callback):
         self._has_begun = True
         self._recovery.lr_backoff.reapply_after_resume(trainer)  # modules set up schedules after `on_train_start`
         if trainer.global_step and self._recovery.action == "rollback":
-            self._recovery.take_snapshot(trainer, is_good=True)  # it was resumed from: that needs no quarantine
+            self._recovery.take_snapshot(trainer, is_good=True)  # state from a checkpoint needs no quarantine
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -217,11 +217,11 @@ class LossSpikeRollback(Callback):
             self._reader.set_limits()
         if is_logged_step(trainer):
             log_row(pl_module, self._get_row())
-        if not isinstance(pl_module, SupportsRow):  # else the writer of the row calls it
+        if not isinstance(pl_module, SupportsRow):  # else the code that writes the row calls after_row
             self.after_row(trainer, pl_module)
 
     def after_row(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Respond to the newest verdict, once the row of its step is written: a rollback moves that row away."""
+        """Respond to the newest verdict, after the step's row is written: a rollback discards that row."""
         verdict, self._verdict = self._verdict, None
         if verdict is None or self._reader is None:
             return
@@ -246,7 +246,7 @@ class LossSpikeRollback(Callback):
             self._recovery.monitor.forget()
             self._reader.set_limits()
         self._recovery.end_backoff_if_due(trainer)
-        # nothing can have gone wrong yet after the first step: its snapshot needs no quarantine
+        # the snapshot after the first step needs no quarantine: nothing can have gone wrong yet
         is_first_step = counts.clock == 1
         is_due = is_first_step or trainer.global_step % self._recovery.snapshot_every == 0
         if is_due and self._recovery.action == "rollback" and self._recovery.escalation.is_quiet:
@@ -279,7 +279,7 @@ class LossSpikeRollback(Callback):
         }
 
     def summary(self) -> dict[str, int]:
-        """Return how many steps were skipped and how often the run rolled back."""
+        """Return the numbers of skipped steps and rollbacks."""
         counts = self._recovery.escalation.counts
         return {"rollbacks": counts.rollbacks, "skipped_steps": counts.skipped_steps}
 

@@ -1,4 +1,4 @@
-"""Keep the list of Lightning's ModelCheckpoint true after a rollback: without checkpoints of undone steps."""
+"""Remove checkpoints of rolled-back steps from the list of Lightning's ModelCheckpoint."""
 
 import copy
 import logging
@@ -15,19 +15,19 @@ log = logging.getLogger("lightning_recipes")
 
 
 def checkpoint_lists(trainer: Trainer) -> list[dict[str, Any]]:
-    """Return a copy of what every ModelCheckpoint knows about its files: best scores, paths, the newest one."""
+    """Return a copy of every ModelCheckpoint's state: best scores, paths, latest checkpoint."""
     return [copy.deepcopy(saver.state_dict()) for saver in _find_savers(trainer)]
 
 
 def restore_checkpoint_lists(trainer: Trainer, lists: list[dict[str, Any]]) -> None:
     """Restore the lists of a snapshot, without files that have been replaced since.
 
-    Files of undone steps stay on disk and are named in a log line: nothing is deleted, but neither `best_model_path`
-    nor `last_model_path` leads to them.
+    Files of rolled-back steps stay on disk and are named in a log line: nothing is deleted, but `best_model_path` and
+    `last_model_path` no longer refer to them.
 
     Args:
-        trainer: Whose `global_step` has been restored.
-        lists: From `checkpoint_lists` at the time of the snapshot.
+        trainer: The trainer, with `global_step` already restored.
+        lists: Return value of `checkpoint_lists` at the time of the snapshot.
     """
     for saver, before in zip(_find_savers(trainer), lists, strict=True):
         allow_saves_after(saver, trainer.global_step)
@@ -36,7 +36,7 @@ def restore_checkpoint_lists(trainer: Trainer, lists: list[dict[str, Any]]) -> N
         saver.load_state_dict(_without(before, missing, lowest_is_best=saver.mode == "min"))
         saver.current_score = before["current_score"]
         if left and trainer.is_global_zero:
-            log.warning(f"No longer in the list of ModelCheckpoint, as their steps were undone: {', '.join(left)}")
+            log.warning(f"No longer in the list of ModelCheckpoint, as their steps were rolled back: {', '.join(left)}")
 
 
 def _find_savers(trainer: Trainer) -> list[ModelCheckpoint]:
@@ -54,7 +54,7 @@ def _exists(path: str) -> bool:
 
 
 def _without(state: dict[str, Any], missing: list[str], *, lowest_is_best: bool) -> dict[str, Any]:
-    """Return a list without files that are missing; the best and the worst of the others take their places."""
+    """Return the state without missing files; replace best and worst by those of the remaining files."""
     if not missing:
         return state
     models: dict[str, Tensor] = {path: score for path, score in state["best_k_models"].items() if path not in missing}

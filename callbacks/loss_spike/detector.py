@@ -1,12 +1,12 @@
 """Detect outliers and slow drifts in a series of losses or gradient norms: arithmetic on Python floats, no torch.
 
-The fast rule compares a value with median and MAD (median absolute deviation) of recent normal values: an outlier can
-neither raise the threshold for the next value nor hide it. The slow rule compares the median of recent values with
-the lowest such median so far.
+The fast rule compares a value with the median and MAD (median absolute deviation) of recent normal values, so that an
+outlier neither raises the threshold for the next value nor hides it. The slow rule compares the median of recent
+values with the lowest such median so far.
 
-Spread alone separates a spike from noise only where the noise is narrow and its law does not change, as in the
-pre-training of a language model. Elsewhere hard batches, warm restarts or another augmentation are outliers too:
-`min_rise` asks in addition for a value above all that the run has shown.
+Spread alone separates spikes from noise only if the noise is narrow and its distribution is stationary, as in language
+model pre-training. Elsewhere, hard batches, warm restarts or a change of augmentation are outliers too; `min_rise`
+additionally requires a value far above everything seen in the run.
 """
 
 import math
@@ -19,10 +19,10 @@ from typing import Any, Literal
 
 # 1.4826 MAD is the standard deviation of a normal distribution
 _MAD_TO_SD = 1.4826
-# least standard deviation, as a fraction of the median: equal values have no spread of their own
+# minimum standard deviation, as a fraction of the median: equal values have zero spread
 _SMALLEST_SD = 1e-3
-_SMALLEST = sys.float_info.min  # above zero also where denormal numbers are flushed to it
-_LARGEST_LOG = 709.0  # its exponential is still a float
+_SMALLEST = sys.float_info.min  # positive even if denormals are flushed to zero
+_LARGEST_LOG = 709.0  # largest value whose exponential does not overflow
 _DRIFT_PATIENCE = 20  # consecutive values above `drift_threshold` before a drift is reported
 
 
@@ -31,10 +31,10 @@ class Alarm:
     """An outlier, or a drift.
 
     Attributes:
-        kind: `non_finite`, `spike` (this value) or `drift` (the recent ones together).
-        value: The value; for a drift, the median of the newest ones.
-        expected: What it is compared with; NaN where nothing is known yet.
-        score: Robust standard deviations above that; inf for a value that is not finite.
+        kind: `non_finite`, `spike` (a single value) or `drift` (recent values as a whole).
+        value: The value; for a drift, the median of the newest values.
+        expected: Reference that the value is compared with; NaN during the warm-up.
+        score: Robust standard deviations above `expected`; inf if the value is not finite.
     """
 
     kind: Literal["non_finite", "spike", "drift"]
@@ -44,18 +44,18 @@ class Alarm:
 
 
 class SpikeDetector:
-    """Finds spikes and drifts in one series.
+    """Detects spikes and drifts in one series.
 
     Args:
         window: Recent normal values that each new value is compared with.
-        warmup_steps: Values before the first possible spike; at most `window`. NaN and inf raise an alarm at once.
-        spike_score: Robust standard deviations above the median from which a value is a spike.
+        warmup_steps: Values before spikes can be detected; at most `window`. NaN and inf always raise an alarm.
+        spike_score: Robust standard deviations above the median at which a value is a spike.
         drift_threshold: Robust standard deviations by which the median of the newer half of a full window may exceed
-            its lowest so far. None disables drift detection: norms of a healthy run rise for thousands of steps,
-            losses do not.
-        logarithmic: Compare logarithms, for a series in which ratios matter, such as gradient norms.
-        min_rise: How far above the median a spike or a drift must be in addition, as a multiple of the distance from
-            the median to the largest normal value of the run. 0 judges by spread alone.
+            its lowest value so far. None disables drift detection: in healthy runs, norms can rise for thousands of
+            steps, losses do not.
+        logarithmic: Compare logarithms, for series in which ratios matter, such as gradient norms.
+        min_rise: Also require a spike or drift to exceed the median by this multiple of the distance from the median to
+            the largest normal value so far. 0 uses spread alone.
 
     Raises:
         ValueError: `warmup_steps` exceeds `window`.
@@ -80,24 +80,24 @@ class SpikeDetector:
         self._min_rise = min_rise
         self._peak: float | None = None  # the largest normal value so far
         self._values: deque[float] = deque(maxlen=window)  # logarithms, if `logarithmic`
-        self._computed: tuple[float, float] | None = None  # of the present window
+        self._computed: tuple[float, float] | None = None  # median and spread of the current window
         self._lowest: tuple[float, float] | None = None  # median of half a window, and its spread
         self._num_above = 0
 
     @property
     def window(self) -> list[float]:
-        """The values that a new one is compared with, oldest first."""
+        """Values that a new value is compared with, oldest first."""
         return [self._unscale(value) for value in self._values]
 
     @property
     def _normal(self) -> tuple[float, float]:
-        """Median and spread of the window, computed once a step."""
+        """Median and spread of the window, computed once per step."""
         if self._computed is None:
             self._computed = _center_and_spread(self._values)
         return self._computed
 
     def score(self, value: float) -> float:
-        """Return robust standard deviations above the median; 0 during the warm-up, inf for NaN or inf."""
+        """Return the robust standard deviations above the median; 0 during the warm-up, inf for NaN or inf."""
         if not math.isfinite(value):
             return math.inf
         if len(self._values) < self._warmup_steps:
@@ -106,7 +106,7 @@ class SpikeDetector:
         return (self._scale(value) - center) / spread
 
     def limit(self) -> float:
-        """Return the value from which a finite one is a spike; inf during the warm-up."""
+        """Return the threshold at which a finite value is a spike; inf during the warm-up."""
         if len(self._values) < self._warmup_steps:
             return math.inf
         center, spread = self._normal
@@ -116,10 +116,10 @@ class SpikeDetector:
         return max(self._unscale(scaled), self._least_spike(self._unscale(center)))
 
     def observe(self, value: float) -> Alarm | None:
-        """Judge the next value; a normal one joins the window.
+        """Check the next value; add it to the window if it is normal.
 
         Args:
-            value: A mean over all ranks, so that all ranks judge alike.
+            value: Mean over all ranks, so that all ranks reach the same result.
         """
         score, expected = self.score(value), self._expected()
         if not math.isfinite(value):
@@ -132,7 +132,7 @@ class SpikeDetector:
         return self._find_drift()
 
     def forget(self) -> None:
-        """Learn from scratch what is normal: after an intended change, such as another learning rate."""
+        """Relearn the normal level from scratch, after an intended change such as a new learning rate."""
         self._values.clear()
         self._computed = None
         self._peak = None
@@ -148,7 +148,7 @@ class SpikeDetector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`; of a longer window the newest values are kept."""
+        """Restore a `state_dict`; if its window is longer, keep the newest values."""
         self._values.clear()
         self._computed = None
         self._values.extend(state["values"])
@@ -174,7 +174,7 @@ class SpikeDetector:
         return Alarm(kind="drift", value=self._unscale(center), expected=self._unscale(lowest), score=score)
 
     def _least_spike(self, center: float) -> float:
-        """Return the value above which `min_rise` allows an alarm, given the median of normal values."""
+        """Return the value above which `min_rise` permits an alarm, given the median of normal values."""
         return center if self._peak is None else center + self._min_rise * max(self._peak - center, 0.0)
 
     def _expected(self) -> float:
@@ -192,7 +192,7 @@ class SpikeDetector:
 
 
 def _center_and_spread(values: Collection[float]) -> tuple[float, float]:
-    """Return the median, and the standard deviation estimated from the median absolute deviation."""
+    """Return the median and the standard deviation, estimated from the median absolute deviation."""
     center = median(values)
     deviation = median(abs(value - center) for value in values)
     return center, max(_MAD_TO_SD * deviation, _SMALLEST_SD * abs(center), _SMALLEST)

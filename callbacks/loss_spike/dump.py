@@ -1,4 +1,4 @@
-"""Write a debug dump of a spike to a folder: its batch, losses, weights and context. One extra forward pass."""
+"""Write a debug dump of a spike: its batch, losses, weights and context. Costs one extra forward pass."""
 
 import contextlib
 import json
@@ -28,24 +28,24 @@ FOLDER = "spikes"
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    step: int  # it is part of
+    step: int  # optimizer step it belongs to
     batch: Any
     rng_state: dict[str, Any]  # before the forward pass
-    position: int | None  # of the data, when the batch was fetched
+    position: int | None  # of the data module when the batch was fetched
 
 
 class SpikeDump:
-    """Holds the micro-batches of the newest two steps, and writes those of a spike to `spikes/step_N`.
+    """Keeps the micro-batches of the last two steps and writes those of a spike to `spikes/step_N`.
 
-    Two steps, because on a GPU a step is judged one step late. The folder holds `spike.json` (values, alarms,
-    windows), `samples.jsonl` (largest losses first), a `rank_N.pt` per rank (batches, losses, random states) and,
-    where they still are those of the step, `weights/`.
+    It keeps two steps because on a GPU a step is checked one step late. The folder contains `spike.json` (values,
+    alarms, windows), `samples.jsonl` (largest losses first), a `rank_N.pt` per rank (batches, losses, RNG states) and,
+    if they have not changed since the step, `weights/`.
 
     A module may provide `recipes_sample_losses(batch) -> [B]` and `recipes_save_weights(folder)`, and a data module
     `samples_of_step(position) -> list of dicts`, each with `rank`, `micro_batch` and `row` plus a description.
 
     Args:
-        max_folders: Dumps per run; later spikes are logged only. 0 writes none.
+        max_folders: Maximum dumps per run; later spikes are only logged. 0 writes none.
 
     Attributes:
         num_folders: Dumps written so far, resumes included.
@@ -57,31 +57,31 @@ class SpikeDump:
         self._newest: list[_MicroBatch] = []
 
     def record(self, trainer: Trainer, batch: Any) -> None:
-        """Hold a micro-batch by reference, with a copy of the random states; call it before its forward pass."""
+        """Keep a reference to a micro-batch and a copy of the RNG states; call it before the forward pass."""
         if self._max_folders <= self.num_folders:
             return
         step = trainer.global_step + 1
         self._newest = [part for part in self._newest if part.step in (step, step - 1)]
         position = getattr(getattr(trainer, "datamodule", None), "position", None)
         states = rng_state()
-        # only the states that are tensors: `torch.load(weights_only=True)` reads them
+        # only states that are tensors, so that `torch.load(weights_only=True)` can read them
         tensor_states = {device: states[device] for device in ("torch", "cuda")}
         self._newest.append(_MicroBatch(step, batch, tensor_states, position))
 
     def clear(self) -> None:
-        """Forget the micro-batches after a rollback: the next steps have the same numbers."""
+        """Drop the micro-batches after a rollback: step numbers repeat."""
         self._newest = []
 
     def write(self, trainer: Trainer, pl_module: LightningModule, verdict: Verdict, monitor: SpikeMonitor) -> None:
-        """Write the dump of a step unless there are enough of them; a collective, so call it on every rank.
+        """Write the dump of a step unless the limit is reached; a collective, so call it on every rank.
 
         A full disk is logged and does not end the run.
 
         Args:
-            trainer: Of the run.
+            trainer: The trainer.
             pl_module: The module.
-            verdict: On the step.
-            monitor: Whose windows are written.
+            verdict: Verdict on the step.
+            monitor: Monitor whose windows are written.
         """
         parent = run_folder(trainer)
         if parent is None or self.num_folders >= self._max_folders:
@@ -90,13 +90,13 @@ class SpikeDump:
         step = verdict.measurement.step
         folder = parent / FOLDER / f"step_{step:07d}"
         if trainer.is_global_zero:
-            shutil.rmtree(folder, ignore_errors=True)  # of a step of this number that was rolled back
+            shutil.rmtree(folder, ignore_errors=True)  # left over from a rolled-back step with this number
         folder = Path(trainer.strategy.broadcast(str(folder)))
         parts = [part for part in self._newest if part.step == step]
         losses = [_get_sample_losses(trainer, pl_module, part.batch) for part in parts]
         try:
             self._write_rank(trainer, pl_module, folder, parts, losses, verdict)
-        # a full disk, a batch that cannot be pickled: must neither end the run nor leave the other ranks waiting below
+        # a full disk or a batch that cannot be pickled must not end the run or leave other ranks waiting below
         except Exception as error:
             log.warning(f"{folder} could not be written: {type(error).__name__}: {error}")
         losses_by_rank = gather_by_samples([None if loss is None else loss.tolist() for loss in losses], trainer)
@@ -127,7 +127,7 @@ class SpikeDump:
             },
             folder / f"rank_{trainer.global_rank:05d}.pt",
         )
-        # on a GPU the next step has run by now, and if it was applied the weights are no longer those of this step
+        # on a GPU the next step has already run; if it was applied, the weights are no longer those of this step
         is_unchanged = verdict.skipped and verdict.measurement.step == trainer.global_step
         if isinstance(pl_module, SupportsSavedWeights) and is_unchanged:
             pl_module.recipes_save_weights(folder / "weights")
@@ -162,9 +162,9 @@ def _write_samples(
 
     Args:
         path: File to write.
-        trainer: Of the run.
+        trainer: The trainer.
         parts: This rank's micro-batches of the step.
-        losses_by_rank: Losses of the samples of each micro-batch of each rank with other samples; None where unknown.
+        losses_by_rank: Sample losses by data rank and micro-batch; None if unknown.
     """
     describe = getattr(getattr(trainer, "datamodule", None), "samples_of_step", None)
     position = parts[-1].position if parts else None
@@ -181,20 +181,20 @@ def _write_samples(
         rank, number = sample["rank"], sample["micro_batch"]
         losses = losses_by_rank[rank][number] if rank < len(losses_by_rank) else None
         sample["loss"] = None if losses is None else finite(losses[sample["row"]])
-    # NaN and inf are None by now, and the worst
+    # NaN and inf, which are None here, come first
     samples.sort(key=lambda sample: -math.inf if sample["loss"] is None else -sample["loss"])
     path.write_text("".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples), encoding="utf-8")
 
 
 @torch.no_grad()
 def _get_sample_losses(trainer: Trainer, pl_module: LightningModule, batch: Any) -> Tensor | None:
-    """Return the losses of one micro-batch, [B] float32 on the host, without dropout; None if the module has none."""
+    """Compute a micro-batch's sample losses without dropout, [B] float32 on the host; None if unsupported."""
     if not isinstance(pl_module, SupportsSampleLosses):
         return None
     modes = [(module, module.training) for module in pl_module.modules()]
     pl_module.eval()
     try:
-        # FSDP gathers shards in the compute dtype: outside this context their dtypes would not match
+        # FSDP all-gathers shards in the compute dtype: outside this context the dtypes would not match
         with trainer.precision_plugin.forward_context():
             losses = pl_module.recipes_sample_losses(batch)
         return losses.detach().float().cpu()

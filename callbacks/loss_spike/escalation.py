@@ -1,4 +1,4 @@
-"""Decide what to do after each step: skip, roll back, also back off the learning rate, stop. Counts, no torch."""
+"""Decide how to respond to a step: skip, roll back, back off the learning rate, or stop. Only counts, no torch."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -9,16 +9,16 @@ Response = Literal["none", "skip", "relearn", "rollback", "rollback_and_backoff"
 
 @dataclass(kw_only=True)
 class Counts:
-    """What has happened in a run, resumes included.
+    """Counts of spikes and rollbacks in a run, kept across resumes.
 
     Attributes:
-        clock: Optimizer steps executed, later rolled back or not: it never decreases.
+        clock: Optimizer steps executed, including rolled-back ones: it never decreases.
         skipped_steps: Steps whose update was skipped.
         recent_outliers: Clock values of the finite outliers within the window.
-        non_finite_in_row: Steps with a NaN or inf since the newest finite one.
-        rollbacks: In the whole run.
-        recent_rollbacks: Rollbacks in a row, each within the cooldown of the previous one.
-        last_rollback_at: Clock value; None before the first.
+        non_finite_in_row: Consecutive steps with NaN or inf.
+        rollbacks: Rollbacks in the whole run.
+        recent_rollbacks: Consecutive rollbacks, each within the cooldown of the previous one.
+        last_rollback_at: Clock value of the last rollback; None before the first.
     """
 
     clock: int = 0
@@ -31,20 +31,20 @@ class Counts:
 
 
 class SpikeEscalation:
-    """Decides from host values alone, so that every rank decides the same.
+    """Decides the response to each step, from host values alone so that all ranks decide the same.
 
-    A step that is not finite is skipped before it is applied, so it has damaged nothing; many in a row, whatever the
-    batch, come from damaged weights. So do many outliers within a window, whose loss may look normal in between, while
-    a single one is one of the data. The response to damage is a rollback.
+    A non-finite step is skipped before it is applied, so it does no damage; many in a row, whatever the batch, indicate
+    damaged weights. So do many outliers within a window, even if the loss looks normal in between; a single outlier
+    is attributed to the data. The response to damage is a rollback.
 
     Args:
-        action: What outliers may lead to. `warn`: nothing, `skip`: no rollback; where they continue, a new level of
-            the loss is learned (`relearn`) instead of skipping without end.
-        max_skips: Outliers within the window before the run rolls back, or learns the new level, at the next one.
-        max_non_finite: Steps in a row that are not finite before the run rolls back, or stops, at the next one.
-        window_steps: Optimizer steps; a snapshot may be taken when they hold no outlier.
+        action: Strongest response to outliers. `warn` and `skip` do not roll back: if outliers continue, the new level
+            of the loss is learned (`relearn`) instead of skipping indefinitely.
+        max_skips: Outliers tolerated within the window; the next one rolls back, or relearns the normal level.
+        max_non_finite: Consecutive non-finite steps tolerated; the next one rolls back, or stops the run.
+        window_steps: Window in optimizer steps; a snapshot may be taken only if it contains no outlier.
         cooldown_steps: A rollback within this many optimizer steps of the previous one escalates to the next level.
-        max_rollbacks: Rollbacks in a row, each within the cooldown of the previous one, before the run stops.
+        max_rollbacks: Consecutive rollbacks, each within the cooldown of the previous one, before the run stops.
 
     Raises:
         ValueError: `max_rollbacks` is below 1: the first spike would end the run.
@@ -71,13 +71,13 @@ class SpikeEscalation:
         self.counts = Counts()
 
     def step(self, *, skipped: bool, outlier: bool = False, non_finite: bool = False, drifts: bool = False) -> Response:
-        """Count a step and return what to do about it.
+        """Count a step and return the response.
 
         Args:
             skipped: Whether its update was skipped.
-            outlier: Whether its loss or norm was finite and a spike.
+            outlier: Whether its loss or norm was a finite spike.
             non_finite: Whether its loss or norm was NaN or inf; takes precedence.
-            drifts: Whether the loss has been too high for long.
+            drifts: Whether the loss is drifting upward.
         """
         counts = self.counts
         counts.clock += 1
@@ -88,7 +88,7 @@ class SpikeEscalation:
                 return "skip"
             if self._action != "rollback":
                 return "stop"
-            counts.non_finite_in_row = 0  # whatever the batch: steps before them have damaged the weights
+            counts.non_finite_in_row = 0  # independent of the batch: earlier steps have damaged the weights
             return self._escalate()
         counts.non_finite_in_row = 0
         since = counts.clock - self._window_steps
@@ -111,7 +111,7 @@ class SpikeEscalation:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the window holds no outlier: a snapshot taken now is of a healthy run."""
+        """Whether the window contains no outlier, so that a snapshot can be taken."""
         return not self.counts.recent_outliers and not self.counts.non_finite_in_row
 
     def state_dict(self) -> dict[str, Any]:
@@ -119,5 +119,5 @@ class SpikeEscalation:
         return asdict(self.counts)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
+        """Restore a `state_dict`."""
         self.counts = Counts(**state)

@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-_LR_KEYS = {"lr", "initial_lr", "max_lr", "min_lr"}  # of a param group, read by torch.optim.lr_scheduler
+_LR_KEYS = {"lr", "initial_lr", "max_lr", "min_lr"}  # param group keys that torch.optim.lr_scheduler reads
 
 
 class LearningRateBackoff:
@@ -12,7 +12,7 @@ class LearningRateBackoff:
 
     Attributes:
         factor: Current multiplier; 1.0 without a backoff.
-        end_step: Step at which it ends, as counted by the caller.
+        end_step: Step at which the backoff ends, as counted by the caller.
     """
 
     def __init__(self) -> None:
@@ -58,11 +58,11 @@ class LearningRateBackoff:
             self._scale(trainer, self.factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as numbers and lists."""
+        """Return plain data for a checkpoint."""
         return {"factor": self.factor, "end_step": self.end_step, "base_lrs": self._base_lrs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore from a `state_dict`; call `reapply_after_resume` to scale the learning rates."""
+        """Restore a `state_dict`; call `reapply_after_resume` to scale the learning rates."""
         self.factor, self.end_step = state["factor"], state["end_step"]
         self._base_lrs = state["base_lrs"]
 

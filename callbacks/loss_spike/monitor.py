@@ -1,4 +1,4 @@
-"""Judge loss and gradient norm of every step together: arithmetic on Python floats, no torch."""
+"""Check each step's loss and gradient norm for spikes: arithmetic on Python floats, no torch."""
 
 import math
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from .detector import Alarm, SpikeDetector
 
 @dataclass(frozen=True, kw_only=True)
 class StepMeasurement:
-    """The values of one optimizer step, equal on every rank.
+    """Loss and norm of one optimizer step, equal on every rank.
 
     Attributes:
         step: Optimizer steps completed, this one included.
         loss: Mean over all ranks.
-        norm: Global gradient norm before clipping; None where unknown.
+        norm: Global gradient norm before clipping; None if unknown.
         skipped: Whether its update was skipped.
     """
 
@@ -27,13 +27,13 @@ class StepMeasurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is abnormal about a step.
+    """Result of checking a step.
 
     Attributes:
-        measurement: The step's values.
-        alarms: By series: `loss`, `norm`.
-        score: The larger of both scores, in robust standard deviations; inf where a value is not finite.
-        skipped: Whether the update was skipped, other than by a loss scaler, which skips to find its scale.
+        measurement: The step's loss and norm.
+        alarms: Alarms by series, `loss` or `norm`.
+        score: The larger of the two scores, in robust standard deviations; inf if a value is not finite.
+        skipped: Whether the update was skipped, except by a loss scaler, whose skips are normal.
     """
 
     measurement: StepMeasurement
@@ -43,7 +43,7 @@ class Verdict:
 
     @property
     def drifts(self) -> bool:
-        """Whether the loss has been too high for long."""
+        """Whether the loss is drifting upward."""
         return any(alarm.kind == "drift" for alarm in self.alarms.values())
 
     @property
@@ -53,29 +53,29 @@ class Verdict:
 
     @property
     def is_harmless(self) -> bool:
-        """Whether loss or norm is NaN or inf and the step was applied all the same: its gradients were finite."""
+        """Whether loss or norm is NaN or inf but the step was applied, since its gradients were finite."""
         return self.is_non_finite and not self.skipped
 
     @property
     def is_outlier(self) -> bool:
-        """Whether loss and norm are finite and one of them is a spike, or was when the step was to be applied."""
+        """Whether loss and norm are finite and one is a spike, or was one when the guard skipped the step."""
         is_spike = any(alarm.kind == "spike" for alarm in self.alarms.values())
         return (is_spike or self.skipped) and not self.is_non_finite
 
 
 class SpikeMonitor:
-    """Two detectors, and the limits they set for the next step.
+    """Detects spikes in loss and gradient norm, and derives the limits for the next step.
 
     Args:
         window: Recent normal steps that each step is compared with.
-        warmup_steps: Steps before the first possible spike; at most `window`.
-        loss_threshold: Robust standard deviations above the median from which a loss is a spike.
-        norm_threshold: The same for the logarithm of the norm, which has heavy tails in healthy runs.
-        drift_threshold: For the slow rule, on the loss alone: norms of a healthy run rise for thousands of steps.
-            None disables it.
-        min_rise: How far above its median a loss or norm must be in addition, as a multiple of the distance from the
-            median to the largest normal value of the run. 0 judges by spread alone.
-        skips_outliers: Whether `limits` lets finite outliers be skipped.
+        warmup_steps: Steps before spikes can be detected; at most `window`.
+        loss_threshold: Robust standard deviations above the median at which a loss is a spike.
+        norm_threshold: The same for the logarithm of the norm, which is heavy-tailed in healthy runs.
+        drift_threshold: For the slow rule, on the loss alone, since norms in healthy runs can rise for thousands of
+            steps. None disables it.
+        min_rise: Also require a loss or norm to exceed its median by this multiple of the distance from the median to
+            the largest normal value so far. 0 uses spread alone.
+        skips_outliers: Whether `limits` is finite, so that finite outliers are skipped.
 
     Raises:
         ValueError: A setting is out of range, or `warmup_steps` exceeds `window`.
@@ -107,11 +107,11 @@ class SpikeMonitor:
         }
 
     def judge(self, measurement: StepMeasurement, *, overflowed: bool) -> Verdict:
-        """Compare a step with those before it.
+        """Compare a step with the steps before it.
 
         Args:
-            measurement: The step's values.
-            overflowed: Whether a loss scaler skipped it. An infinite norm is then expected, and no alarm.
+            measurement: The step's loss and norm.
+            overflowed: Whether a loss scaler skipped it. An infinite norm is then expected and raises no alarm.
         """
         values = {"loss": measurement.loss, "norm": measurement.norm}
         by_scaler = overflowed and math.isfinite(measurement.loss)
@@ -130,13 +130,13 @@ class SpikeMonitor:
         return Verdict(measurement=measurement, alarms=alarms, score=max(scores), skipped=skipped)
 
     def limits(self) -> tuple[float, float]:
-        """Return the loss and the norm from which the next step is skipped."""
+        """Return the loss and norm at which the next step is skipped."""
         if not self._skips_outliers:
             return math.inf, math.inf
         return self.detectors["loss"].limit(), self.detectors["norm"].limit()
 
     def forget(self) -> None:
-        """Learn from scratch what is normal."""
+        """Relearn the normal level from scratch."""
         for detector in self.detectors.values():
             detector.forget()
 
@@ -145,6 +145,6 @@ class SpikeMonitor:
         return {name: detector.state_dict() for name, detector in self.detectors.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`."""
+        """Restore a `state_dict`."""
         for name, detector in self.detectors.items():
             detector.load_state_dict(state[name])

@@ -1,4 +1,4 @@
-"""Bring a step's loss and norm from the guard to the host: at once on a CPU, one step late on a GPU, no waiting."""
+"""Read a step's loss and norm on the host without blocking: immediately on a CPU, one step late on a GPU."""
 
 import math
 
@@ -12,12 +12,12 @@ from .step_guard import FallbackGuard, StepGuard, SupportsStepGuard, copy_buffer
 
 
 class StepReader:
-    """Guards every step of one call of `fit` and has it judged.
+    """Guards every step of a `fit` and passes its loss and norm to the monitor.
 
     Args:
-        monitor: Judges steps and sets the guard's limits.
-        trainer: Of the run.
-        pl_module: Takes the guard if it can; otherwise its steps are guarded from outside.
+        monitor: Checks steps and sets the guard's limits.
+        trainer: The trainer.
+        pl_module: Receives the guard if it is a `SupportsStepGuard`; otherwise a `FallbackGuard` is used.
     """
 
     def __init__(self, monitor: SpikeMonitor, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -30,20 +30,20 @@ class StepReader:
             self._fallback = FallbackGuard(self._guard, trainer.optimizers)
         self._readback = DelayedReadback()
         self._num_overflows = _count_overflows(trainer)
-        self._buffers: list[tuple[Tensor, Tensor]] = []  # with copies from before the step
+        self._buffers: list[tuple[Tensor, Tensor]] = []  # with copies made before the step
         self.set_limits()
 
     @property
     def loss(self) -> Tensor | None:
-        """Loss of the current step over all ranks, a 0-dim tensor."""
+        """Mean loss of the current step over all ranks, a 0-dim tensor."""
         return self._guard.loss
 
     def set_limits(self) -> None:
-        """Set the guard's limits for the next step, from all steps judged so far."""
+        """Set the guard's limits for the next step, from all steps checked so far."""
         self._guard.max_loss, self._guard.max_norm = self._monitor.limits()
 
     def begin_batch(self, pl_module: LightningModule) -> None:
-        """Copy the buffers before the first micro-batch of a step changes them; call it at every micro-batch."""
+        """Copy the buffers before a step's first micro-batch changes them; call it before every micro-batch."""
         if not self._buffers:
             self._buffers = copy_buffers(pl_module)
 
@@ -53,12 +53,12 @@ class StepReader:
             self._fallback.add_loss(trainer, loss)
 
     def guard_step(self, trainer: Trainer, optimizer: Optimizer) -> None:
-        """Judge the current step; call it before every optimizer step."""
+        """Decide whether to skip the current step; call it before every optimizer step."""
         if self._fallback is not None:
             self._fallback.guard_step(trainer, optimizer)
 
     def read(self, trainer: Trainer) -> Verdict | None:
-        """Return the newest verdict, after a step: on a GPU that of the step before; None if there is none yet."""
+        """Return the newest verdict after a step: on a GPU, that of the previous step; None if there is none yet."""
         guard = self._guard
         restore_buffers(self._buffers, guard.skipped)
         self._buffers = []
@@ -66,7 +66,7 @@ class StepReader:
             return None
         norm = guard.norm if guard.norm is not None else torch.tensor(math.nan)
         before, self._num_overflows = self._num_overflows, _count_overflows(trainer)
-        # the overflow count travels with its own step, which may be read a step later
+        # the overflow count is queued with its own step, which may be read one step later
         by_scaler = torch.full_like(norm, self._num_overflows - before)
         values = [guard.loss.to(norm.device), norm, guard.skipped, by_scaler]
         return self._judge(trainer, self._readback.exchange(trainer.global_step, values))
@@ -81,7 +81,7 @@ class StepReader:
             self._fallback.remove()
 
     def roll_back(self) -> None:
-        """Drop the pending step after a rollback: it was rolled back too."""
+        """Drop the pending step, which was rolled back as well."""
         self._readback.drop()
         self.set_limits()
 
@@ -92,13 +92,13 @@ class StepReader:
         measurement = StepMeasurement(step=step, loss=loss, norm=norm, skipped=bool(skipped))
         overflowed = by_scaler > 0
         if self._fallback is not None and not math.isfinite(norm):
-            # Lightning's own strategies count no overflows
+            # Lightning's own strategies do not count overflows
             overflowed = getattr(trainer.precision_plugin, "scaler", None) is not None
         return self._monitor.judge(measurement, overflowed=overflowed)
 
 
 def why_not_guarded(trainer: Trainer, pl_module: LightningModule) -> str | None:
-    """Return why the steps of a run cannot be guarded; None if they can."""
+    """Return the reason why the run's steps cannot be guarded; None if they can."""
     if not pl_module.automatic_optimization:
         return "the module uses manual optimization"
     if isinstance(pl_module, SupportsStepGuard) or all(map(has_step_hooks, trainer.optimizers)):
@@ -107,31 +107,31 @@ def why_not_guarded(trainer: Trainer, pl_module: LightningModule) -> str | None:
 
 
 def _count_overflows(trainer: Trainer) -> int:
-    """Return the steps that a loss scaler has skipped, where the strategy counts them; reads no device."""
+    """Return the steps skipped by a loss scaler, 0 if the strategy does not count them; does not read the device."""
     return int(getattr(trainer.strategy, "num_overflows", 0))
 
 
 class DelayedReadback:
-    """A queue of length one from device to host. All ranks run on the same kind of device, so all are equally late."""
+    """A one-element queue from device to host; all ranks use the same device type and thus have the same delay."""
 
     def __init__(self) -> None:
-        self._pending: tuple[int, Tensor, torch.cuda.Event | None] | None = None  # no event: on the host already
+        self._pending: tuple[int, Tensor, torch.cuda.Event | None] | None = None  # no event if already on the host
 
     def exchange(self, step: int, values: list[Tensor]) -> tuple[int, list[float]] | None:
         """Start copying the scalars of a step; return the scalars that have arrived, with their step.
 
         Args:
-            step: The step they belong to.
+            step: Step that the scalars belong to.
             values: 0-dim tensors.
 
         Returns:
-            (step, values); None if none have arrived.
+            (step, scalars); None if none have arrived.
         """
         packed = torch.stack([value.detach().double() for value in values])  # [number of values]
         if not packed.is_cuda and self._pending is None:
             return step, packed.tolist()
         ready = self.take()
-        # what is on the host already, as an overflow under DeepSpeed is, still comes after the step before it
+        # values already on the host, such as an overflow under DeepSpeed, still queue behind the previous step
         self._pending = self._send(step, packed) if packed.is_cuda else (step, packed, None)
         return ready
 
@@ -145,7 +145,7 @@ class DelayedReadback:
         return step, scalars.tolist()
 
     def drop(self) -> None:
-        """Forget the pending scalars."""
+        """Drop the pending scalars."""
         self._pending = None
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Recover a run that has gone wrong: restore a good state, skip data, lower the learning rate, or stop."""
+"""Recover a diverging run: restore a good state, skip data, lower the learning rate, or stop."""
 
 import logging
 import math
@@ -33,30 +33,30 @@ class TrainingDivergedError(RuntimeError):
     """Training diverged and recovery has failed.
 
     Attributes:
-        exit_code: What the process should exit with.
+        exit_code: Exit status for the process.
     """
 
     exit_code = 3
 
 
 class Recovery:
-    """Carries the state of recovery and performs what `SpikeEscalation` decides.
+    """Executes the responses that `SpikeEscalation` decides, and holds the state they need.
 
     Args:
-        monitor: Its state is restored with the run.
-        action: What spikes may lead to, see `SpikeEscalation`.
-        max_skips: Spikes within `quarantine_steps` before the run rolls back at the next one.
-        max_non_finite: Steps in a row with a NaN or inf before the run rolls back, or stops, at the next one.
+        monitor: Spike monitor; its state is included in snapshots.
+        action: Strongest response to spikes; see `SpikeEscalation`.
+        max_skips: Spikes tolerated within `quarantine_steps`; the next one rolls back, or relearns the normal level.
+        max_non_finite: Consecutive steps with NaN or inf tolerated; the next one rolls back, or stops the run.
         snapshot_every: Optimizer steps between snapshots.
-        num_snapshots: Snapshots held, each of the size of weights and optimizer state.
-        quarantine_steps: Optimizer steps after which a snapshot is good, if the run has not rolled back since.
-        snapshot_storage: `memory` (host), `disk` (the run folder) or `auto`: memory if they fit.
+        num_snapshots: Snapshots held, each the size of the weights plus optimizer state.
+        quarantine_steps: Optimizer steps without a rollback after which a snapshot is good.
+        snapshot_storage: `memory` (host), `disk` (run folder) or `auto`: memory if the snapshots fit.
         skip_batches: Optimizer steps' worth of data to skip after a rollback; 0 skips none.
-        cooldown_steps: A rollback within this many optimizer steps of the previous one is one more in a row.
-        lr_factor: Factor for the learning rates, from the second rollback in a row on.
-        lr_backoff_steps: Optimizer steps for which it applies.
-        max_rollbacks: Rollbacks in a row before the run stops.
-        rewind_data: Also rewind the data, which then has a `position` and `move_to(position)`.
+        cooldown_steps: Rollbacks at most this many optimizer steps apart count as consecutive.
+        lr_factor: Multiplier for the learning rates, from the second consecutive rollback on.
+        lr_backoff_steps: Optimizer steps for which `lr_factor` applies.
+        max_rollbacks: Consecutive rollbacks before the run stops.
+        rewind_data: Also rewind the data; needs a data module with `position` and `move_to(position)`.
 
     Raises:
         ValueError: A setting is out of range, or every snapshot would be overwritten before its quarantine is over.
@@ -114,7 +114,7 @@ class Recovery:
         self._rewind_data = rewind_data
 
     def count(self, verdict: Verdict) -> Response:
-        """Count a step and return what to do about it."""
+        """Count a step and return the response."""
         return self.escalation.step(
             skipped=verdict.skipped,
             outlier=verdict.is_outlier,
@@ -123,11 +123,11 @@ class Recovery:
         )
 
     def take_snapshot(self, trainer: Trainer, *, is_good: bool = False) -> None:
-        """Take a snapshot of the present state.
+        """Take a snapshot of the current state.
 
         Args:
-            trainer: At the end of a batch in which the optimizer has stepped.
-            is_good: Whether it needs no quarantine.
+            trainer: The trainer, at the end of a batch in which the optimizer has stepped.
+            is_good: Whether the snapshot needs no quarantine.
         """
         self.rollback.take(
             trainer,
@@ -144,19 +144,19 @@ class Recovery:
             log.info(f"Step {trainer.global_step}: the learning rate follows the schedule again")
 
     def roll_back(self, trainer: Trainer, pl_module: LightningModule, verdict: Verdict, *, backs_off: bool) -> None:
-        """Restore a good snapshot; the data continues from where it is.
+        """Restore a good snapshot; the data is not rewound unless `rewind_data` is set.
 
         Args:
-            trainer: At the end of a batch in which the optimizer has stepped.
+            trainer: The trainer, at the end of a batch in which the optimizer has stepped.
             pl_module: The module.
-            verdict: On the step that led to the rollback.
-            backs_off: Whether to lower the learning rate too.
+            verdict: Verdict on the step that caused the rollback.
+            backs_off: Whether to lower the learning rate as well.
 
         Raises:
             TrainingDivergedError: There is no good snapshot.
         """
         clock, from_step = self.escalation.counts.clock, trainer.global_step
-        # a drift, or a second rollback: the newest good snapshot may already contain the damage
+        # after a drift or a second rollback, even the newest good snapshot may contain the damage
         snapshot = self.rollback.find(clock=clock, oldest=backs_off or verdict.drifts)
         if snapshot is None:
             self.stop(trainer)
@@ -215,7 +215,7 @@ def _check_counts(counts: Sequence[int]) -> None:
 
 
 def log_verdict(trainer: Trainer, verdict: Verdict, response: Response, *, is_repeated: bool = False) -> None:
-    """Log the alarms and the skip of a step: console lines and events; of a repeated harmless alarm, the event only."""
+    """Log a step's alarms and skip as console lines and events; a repeated harmless alarm only as an event."""
     step = verdict.measurement.step
     for series, alarm in verdict.alarms.items():
         line = f"Step {step}: {_SERIES_NAMES[series]} {alarm.value:.4g}"
@@ -234,7 +234,8 @@ def log_verdict(trainer: Trainer, verdict: Verdict, response: Response, *, is_re
         line = f"Step {step}: skipped; weights, buffers and optimizer state are as before"
         log_event(trainer, line if response == "skip" else None, "skip", step)
     if response == "relearn":
-        log_event(trainer, f"Step {step}: too many alarms; the present level is normal from now on", "relearn", step)
+        line = f"Step {step}: too many alarms; treating the current level as normal from now on"
+        log_event(trainer, line, "relearn", step)
 
 
 def get_datamodule(trainer: Trainer) -> Any:

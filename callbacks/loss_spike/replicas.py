@@ -1,6 +1,6 @@
-"""Ranks of a node that hold the same weights and optimizer state, as under DDP, keep one snapshot together.
+"""Share one snapshot among the ranks of a node that hold identical weights and optimizer state, as under DDP.
 
-Each of them copies a share of the tensors to the host, and sends it to the others at a rollback.
+Each rank copies a subset of the tensors to the host, and broadcasts it to the others at a rollback.
 """
 
 import logging
@@ -18,16 +18,16 @@ from ..ranks import all_ranks, gather_values, num_ranks
 from .train_state import live_tensors
 
 log = logging.getLogger("lightning_recipes")
-_LEAST_ELEMENTS = 1024  # of a tensor that is worth sending; smaller ones every rank keeps
-_SHARED_KINDS = ("module/", "optimizer/")  # not buffers, such as the statistics of a batch norm: each rank has its own
+_LEAST_ELEMENTS = 1024  # smaller tensors are not worth sending: every rank keeps them
+_SHARED_KINDS = ("module/", "optimizer/")  # not buffers: batch norm statistics differ per rank
 
 
 class NodeReplicas:
     """The ranks of this node.
 
     Args:
-        first_rank: Global rank of the first of them.
-        group: All of them.
+        first_rank: Global rank of the node's first rank.
+        group: Process group of the node's ranks.
     """
 
     def __init__(self, first_rank: int, group: Any) -> None:
@@ -37,11 +37,14 @@ class NodeReplicas:
         self.size = dist.get_world_size(group)
 
     def assign(self, tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> dict[str, int]:
-        """Return which rank of the node keeps each shared tensor, equally many bytes each; the same on all of them.
+        """Assign each shared tensor to a rank of the node, balanced by bytes; the result is the same on every rank.
 
         Args:
-            tensors: Name and tensor, in the same order on every rank.
-            device: Of the tensors that the ranks can send.
+            tensors: Pairs of name and tensor, in the same order on every rank.
+            device: Device whose tensors the ranks can send.
+
+        Returns:
+            Local rank by tensor name.
         """
         owners: dict[str, int] = {}
         num_bytes = [0] * self.size
@@ -53,7 +56,7 @@ class NodeReplicas:
 
     @torch.no_grad()
     def send(self, tensors: Iterable[tuple[str, Tensor]], owners: dict[str, int]) -> None:
-        """Copy every shared tensor from the rank that keeps it into those of the other ranks."""
+        """Broadcast every shared tensor from the rank that keeps it to the other ranks, in place."""
         for name, tensor in tensors:
             if name not in owners:
                 continue
@@ -64,15 +67,15 @@ class NodeReplicas:
 
 
 def is_shared(name: str, tensor: Tensor, device: torch.device) -> bool:
-    """Return whether the ranks of a node keep one copy of a tensor, where they hold the same train state."""
+    """Return whether one copy of a tensor per node suffices if its ranks hold the same train state."""
     return name.startswith(_SHARED_KINDS) and tensor.device.type == device.type and tensor.numel() >= _LEAST_ELEMENTS
 
 
 def find_replicas(trainer: Trainer) -> NodeReplicas | None:
-    """Return the ranks of this node if all of them hold the same train state; None: each keeps its own snapshots.
+    """Return this node's ranks if all hold the same train state; None if each rank must keep its own snapshots.
 
-    Every rank must call it. The state is compared once, by the number of tensors and the sum of each: an optimizer may
-    divide its state over the ranks.
+    Every rank must call it. The states are compared once, by the number of tensors and the sum of each, because an
+    optimizer may shard its state over the ranks.
     """
     strategy = trainer.strategy
     if not isinstance(strategy, DDPStrategy) or isinstance(strategy, DeepSpeedStrategy) or num_ranks() == 1:
@@ -107,5 +110,5 @@ def _hold_the_same(trainer: Trainer, replicas: NodeReplicas) -> bool:
     own = torch.stack(sums).to(device)  # [tensors], float64
     of_all = own.new_empty(replicas.size * len(own))
     dist.all_gather_into_tensor(of_all, own, group=replicas._group)
-    # bits, so that NaN equals NaN
+    # compare bits, so that NaN equals NaN
     return bool((of_all.view(replicas.size, -1).view(torch.int64) == own.view(torch.int64)).all())

@@ -1,4 +1,4 @@
-"""Roll a run back to an earlier state within the process: one copy to take a snapshot, one to restore it."""
+"""Roll a run back to an in-process snapshot: one copy to take a snapshot, one to restore it."""
 
 import logging
 import time
@@ -29,16 +29,16 @@ FOLDER = "snapshots"
 
 
 class Rollback:
-    """Takes snapshots of a Trainer and restores one of them.
+    """Takes and restores snapshots of a Trainer's train state.
 
     Args:
         num_snapshots: Snapshots held.
         quarantine_steps: Optimizer steps without a rollback after which a snapshot is good.
-        snapshot_storage: `memory` (host), `disk` (the run folder) or `auto`: memory if they fit.
+        snapshot_storage: `memory` (host), `disk` (run folder) or `auto`: memory if the snapshots fit.
 
     Attributes:
-        seconds: Time that training waited for the newest snapshot.
-        num_bytes: Its size on this rank.
+        seconds: Time for which the newest snapshot blocked training.
+        num_bytes: Size of the newest snapshot on this rank.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Rollback:
         self.num_bytes = 0
 
     def take(self, trainer: Trainer, *, clock: int, is_good: bool = False, **extras: Any) -> None:
-        """Take a snapshot of the present state, in place of the oldest one.
+        """Take a snapshot of the current state, overwriting the oldest one.
 
         Args:
-            trainer: At the end of a batch in which the optimizer has stepped.
-            clock: Optimizer steps executed, rolled back ones included.
-            is_good: Whether it needs no quarantine.
+            trainer: The trainer, at the end of a batch in which the optimizer has stepped.
+            clock: Optimizer steps executed, including rolled-back ones.
+            is_good: Whether the snapshot needs no quarantine.
             extras: Plain values to store with it.
 
         Raises:
@@ -85,7 +85,7 @@ class Rollback:
         self.seconds = time.perf_counter() - began
 
     def wait_until_copied(self) -> None:
-        """Call before the tensors change: the GPU waits for the copy, the host does not."""
+        """Make the GPU, but not the host, wait for the copy; call it before the tensors change."""
         if self._ring is not None:
             self._ring.wait()
 
@@ -94,7 +94,7 @@ class Rollback:
 
         Args:
             clock: As for `take`.
-            oldest: Whether to return the oldest one, else the newest that is good.
+            oldest: Whether to return the oldest snapshot instead of the newest good one.
         """
         if self._ring is None:
             return None
@@ -105,9 +105,9 @@ class Rollback:
         """Restore the train state of a snapshot and drop the newer ones.
 
         Args:
-            trainer: At the end of a batch in which the optimizer has stepped.
-            snapshot: From `find`; it can be restored again later.
-            with_random: Whether to restore the random states too.
+            trainer: The trainer, at the end of a batch in which the optimizer has stepped.
+            snapshot: Snapshot returned by `find`; it can be restored again later.
+            with_random: Whether to restore the RNG states as well.
 
         Returns:
             The `extras` stored with it.
@@ -133,13 +133,13 @@ class Rollback:
             self._folder.rmdir()
 
     def _own(self, tensors: Iterable[tuple[str, Tensor]], owners: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that this rank keeps: its share of those that have an owner, and all others."""
+        """Yield the tensors that this rank keeps: those it owns and those without an owner."""
         for name, tensor in tensors:
             if self._replicas is None or owners.get(name, self._replicas.rank) == self._replicas.rank:
                 yield name, tensor
 
     def _make_ring(self, trainer: Trainer) -> SnapshotRing:
-        """Choose memory or disk; all ranks choose the same, since those of a node share its memory."""
+        """Choose memory or disk, the same on all ranks, since the ranks of a node share its memory."""
         parent = Path(trainer.strategy.broadcast(str(output_folder(trainer))))
         folder = parent / FOLDER / f"rank_{trainer.global_rank}"
         in_memory = self._snapshot_storage != "disk" and self._fits(trainer, folder)
@@ -152,11 +152,11 @@ class Rollback:
 
     def _fits(self, trainer: Trainer, folder: Path) -> bool:
         available, of_node = available_bytes(), 0
-        ranks = max(1, trainer.world_size // max(1, trainer.num_nodes))  # of a node
+        ranks = max(1, trainer.world_size // max(1, trainer.num_nodes))  # ranks per node
         for name, tensor in live_tensors(trainer, writes_back=False):
             is_kept_once = self._replicas is not None and is_shared(name, tensor, trainer.strategy.root_device)
             of_node += _get_copy_bytes(tensor) * self._num_snapshots * (1 if is_kept_once else ranks)
-        # "auto" uses at most half of what is left: data, checkpoints and other processes need memory too
+        # "auto" uses at most half of the free memory: data, checkpoints and other processes need some too
         fraction = 1.0 if self._snapshot_storage == "memory" else 0.5
         fits_here = available is None or of_node <= available * fraction
         fits = all_ranks(fits_here, trainer.strategy.root_device)
@@ -170,11 +170,11 @@ class Rollback:
             left = "" if available is None else f" of {available / GIB:.1f} GiB left"
             log.warning(
                 f"Snapshots for a rollback would need {of_node / GIB:.1f} GiB{left} in host memory:"
-                f" they are kept on disk, in {folder.parent}"
+                f" storing them on disk instead, in {folder.parent}"
             )
         return fits
 
 
 def _get_copy_bytes(tensor: Tensor) -> int:
-    """Return the host memory of a copy: the pinned memory of a GPU tensor's copy comes in powers of two."""
+    """Return the host memory that a copy takes; torch rounds pinned buffers up to a power of two."""
     return 1 << (tensor.nbytes - 1).bit_length() if tensor.is_cuda and tensor.nbytes else tensor.nbytes

@@ -1,6 +1,6 @@
-"""Copies of a run's tensors in host memory, to roll back to. Costs their size in memory and one copy each time.
+"""Snapshots of a run's tensors in host memory or in files, for rollbacks; each costs one copy of the tensors.
 
-On a GPU the copy into pinned memory runs on its own stream, overlapping the next forward and backward pass.
+On a GPU the copy to pinned memory runs on its own stream, overlapping the next forward and backward pass.
 """
 
 import shutil
@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-EARLY = "buffer/"  # prefix of tensors that the next forward pass changes: cloned on the device at once
+EARLY = "buffer/"  # prefix of tensors changed by the next forward pass, which are cloned on the device first
 Named = Iterable[tuple[str, Tensor]]
 
 
 class CopyStream:
-    """One CUDA stream for all copies to the host, made when first needed: torch has a pool of 32 that others use."""
+    """One lazily created CUDA stream for all copies to the host: torch's pool has only 32 streams."""
 
     def __init__(self) -> None:
         self._stream: Any = None
 
     def get(self, device: torch.device) -> Any:
-        """Return the stream, which is to wait for what the training stream has been given so far.
+        """Return the stream, made to wait for all work queued so far on the current stream.
 
         Args:
-            device: Of what is copied; the same at every call.
+            device: Device of the tensors to copy; the same at every call.
         """
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -34,16 +34,16 @@ class CopyStream:
 
 
 class Snapshot:
-    """One copy of the train state. Its buffers are reused when it is taken again.
+    """One copy of the train state, whose buffers are reused when it is taken again.
 
     Args:
-        folder: Where the buffers are files, mapped into memory; None keeps them in memory.
-        copy_stream: Shared with other snapshots; None makes one of its own.
+        folder: Folder for memory-mapped buffer files; None keeps the buffers in memory.
+        copy_stream: Stream shared with other snapshots; None creates a new one.
 
     Attributes:
-        step: Optimizer steps completed in it; None while it is empty.
-        taken_at: When it was taken, on a clock that a rollback does not turn back.
-        scalars: The state that is not in tensors.
+        step: Optimizer steps completed in this state; None while the snapshot is empty.
+        taken_at: Clock value when it was taken; the clock does not decrease on a rollback.
+        scalars: The part of the state that is not in tensors.
     """
 
     def __init__(self, folder: Path | None = None, copy_stream: CopyStream | None = None) -> None:
@@ -62,12 +62,12 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, tensors: Named) -> None:
-        """Copy tensors into the buffers. On a GPU the copy goes on in the background: call `wait` before they change.
+        """Copy tensors into the buffers; on a GPU the copy is asynchronous: call `wait` before the tensors change.
 
         Args:
-            tensors: Name and tensor, each name once. A CPU tensor need be valid only until the next one is yielded.
+            tensors: Pairs of unique name and tensor. A CPU tensor must only stay valid until the next one is yielded.
         """
-        self.step = None  # incomplete until the caller sets it
+        self.step = None  # empty until the caller sets the step
         stream: Any = None
         for name, tensor in tensors:
             tensor = tensor.detach()
@@ -75,7 +75,7 @@ class Snapshot:
                 stream = self._copy_stream.get(tensor.device)
             if tensor.is_cuda and name.startswith(EARLY):
                 tensor = tensor.clone()  # same shape
-                self._copy_stream.get(tensor.device)  # follows the clone
+                self._copy_stream.get(tensor.device)  # wait for the clone
             buffer = self._buffer(name, tensor)
             if tensor.is_cuda:
                 with torch.cuda.stream(stream):
@@ -88,16 +88,16 @@ class Snapshot:
             self._copied.record(stream)
 
     def wait(self) -> None:
-        """Keep the tensors from changing before they are copied: the GPU waits, the host does not."""
+        """Make the GPU, but not the host, wait for the copy; call it before the tensors change."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
     @torch.no_grad()
     def restore(self, tensors: Named) -> list[str]:
-        """Copy the buffers into tensors of the same names.
+        """Copy the buffers into the tensors with the same names.
 
         Returns:
-            Names of tensors that did not exist when the snapshot was taken; they are not changed.
+            Names of tensors that did not exist when the snapshot was taken; these are left unchanged.
         """
         if self._copied is not None:
             self._copied.synchronize()
@@ -110,7 +110,7 @@ class Snapshot:
         return new
 
     def drop(self) -> None:
-        """Free the memory, and the files if there are any."""
+        """Free the memory and delete any files."""
         self.step, self.scalars, self._buffers, self._copied = None, {}, {}, None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -124,7 +124,7 @@ class Snapshot:
 
     def _new_buffer(self, number: int, tensor: Tensor) -> Tensor:
         if self._folder is None or tensor.numel() == 0:
-            # the shape of `tensor`; only pinned memory is copied to without blocking the host
+            # same shape as `tensor`; a non-blocking copy from a GPU needs pinned memory
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         self._folder.mkdir(parents=True, exist_ok=True)
         flat = torch.from_file(  # [number of elements]
@@ -137,12 +137,12 @@ class Snapshot:
 
 
 class SnapshotRing:
-    """The newest snapshots, of which one is good when its quarantine is over.
+    """A ring of the newest snapshots; each is good once its quarantine is over.
 
     Args:
         size: Snapshots held, at least two.
         quarantine_steps: Optimizer steps after which a snapshot may be restored.
-        folder: Where they are files; None keeps them in memory.
+        folder: Folder to store them in as files; None keeps them in memory.
 
     Raises:
         ValueError: `size` is below two: a new snapshot would overwrite the good one.
@@ -163,7 +163,7 @@ class SnapshotRing:
         return sorted(held, key=lambda snapshot: snapshot.taken_at)
 
     def oldest(self) -> Snapshot:
-        """Return the snapshot to overwrite next: an empty one, else the oldest."""
+        """Return the snapshot to overwrite next: an empty one if any, else the oldest."""
         empty = [snapshot for snapshot in self._slots if snapshot.step is None]
         return empty[0] if empty else self.held[0]
 
@@ -171,23 +171,23 @@ class SnapshotRing:
         """Return the newest snapshot out of quarantine; None if there is none.
 
         Args:
-            now: On the clock of `Snapshot.taken_at`.
+            now: Current value of the clock used for `Snapshot.taken_at`.
         """
         good = [snapshot for snapshot in self.held if now - snapshot.taken_at >= self.quarantine_steps]
         return good[-1] if good else None
 
     def drop_after(self, snapshot: Snapshot) -> None:
-        """Mark newer snapshots as empty: a rollback undoes their steps. Their memory is reused for the next ones."""
+        """Mark newer snapshots as empty after a rollback; their memory is reused."""
         for newer in self.held:
             if newer.taken_at > snapshot.taken_at:
                 newer.step = None
 
     def wait(self) -> None:
-        """Call before the tensors change, see `Snapshot.wait`."""
+        """Wait for all copies; call it before the tensors change. See `Snapshot.wait`."""
         for snapshot in self._slots:
             snapshot.wait()
 
     def drop(self) -> None:
-        """Free the memory."""
+        """Free all snapshots."""
         for snapshot in self._slots:
             snapshot.drop()

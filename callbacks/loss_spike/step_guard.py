@@ -1,4 +1,4 @@
-"""Decide before an optimizer step, from its loss and gradient norm, whether to skip it. No synchronization."""
+"""Decide from loss and gradient norm whether to skip an optimizer step, without device synchronization."""
 
 import math
 from collections.abc import Iterable
@@ -15,13 +15,14 @@ from ..ranks import mean_over_ranks
 
 
 class StepGuard:
-    """Skips a step whose loss or norm is NaN, inf or above a limit. Every rank sees the same values and decides alike.
+    """Skips a step whose loss or norm is NaN, inf or above a limit; all ranks see the same values and decide the same.
 
     Attributes:
-        max_loss, max_norm: A step is applied where its loss and its norm are below; inf: where they are finite.
-        loss: Loss of the current step over all ranks, a 0-dim tensor.
-        norm: Its global norm before clipping, a 0-dim tensor.
-        skipped: Whether the newest step was skipped, a 0-dim bool tensor; None if there was none.
+        max_loss, max_norm: Limits below which loss and norm must be for the step to be applied; inf skips only NaN and
+            inf.
+        loss: Mean loss of the current step over all ranks, a 0-dim tensor.
+        norm: Global gradient norm of the current step before clipping, a 0-dim tensor.
+        skipped: Whether the newest step was skipped, a 0-dim bool tensor; None if there was no step.
     """
 
     def __init__(self) -> None:
@@ -35,12 +36,12 @@ class StepGuard:
         """Return whether to skip the step.
 
         Args:
-            norm: Global, before clipping, a 0-dim tensor.
+            norm: Global gradient norm before clipping, a 0-dim tensor.
 
         Returns:
             A 0-dim bool tensor on the device of the norm.
         """
-        # `<` also rejects NaN, which is below nothing, and inf, which is not below itself
+        # `<` also rejects NaN, and inf even if the limit is inf
         allowed = norm < self.max_norm
         if self.loss is not None:
             allowed = allowed & (self.loss.detach().to(norm.device) < self.max_loss)
@@ -48,40 +49,40 @@ class StepGuard:
         return self.skipped
 
     def is_above_limit(self) -> bool:
-        """Return whether the loss or the norm of the current step is above a limit that was set. Waits for a GPU."""
+        """Return whether loss or norm of the current step reaches a finite limit; synchronizes with the GPU."""
         pairs = ((self.loss, self.max_loss), (self.norm, self.max_norm))
         return any(value is not None and limit < math.inf and bool(value >= limit) for value, limit in pairs)
 
 
 @runtime_checkable
 class SupportsStepGuard(Protocol):
-    """A module whose optimizer step asks a guard, without a wait for a GPU."""
+    """A module whose optimizer step queries a guard without synchronizing with the GPU."""
 
     def recipes_guard_steps(self, guard: StepGuard) -> None:
-        """Let this guard decide before each optimizer step whether the step is skipped."""
+        """Let this guard decide before each optimizer step whether to skip it."""
 
 
 class FallbackGuard:
-    """Guards the steps of a module that takes no guard: costs a norm per step, and one wait for a GPU.
+    """Guards the steps of a module that is not a `SupportsStepGuard`; costs a norm and a GPU synchronization per step.
 
-    A skipped step hides the gradients from the optimizer while it steps, so that neither weights nor optimizer state
-    change. Hooks of the module, clipping and whatever runs after the step see the gradients as they are.
+    To skip a step, it hides the gradients from the optimizer during the step, so that neither weights nor optimizer
+    state change. Module hooks, clipping and code that runs after the step see the actual gradients.
 
-    Only gradients can damage weights. So a step whose loss or norm is NaN or inf is applied after all if every gradient
-    is finite when the optimizer begins: the module or the clipping may have replaced NaN, a NaN in the loss may have no
-    gradient, and the squares of large gradients overflow before these do.
+    Only gradients can damage weights. A step whose loss or norm is NaN or inf is therefore still applied if every
+    gradient is finite when the optimizer steps: the module or clipping may have replaced NaN, a NaN in the loss may not
+    have a gradient, and squares of large gradients overflow before the gradients do.
 
     Args:
-        guard: Judges the steps.
-        optimizers: Those that step.
+        guard: Decides which steps to skip.
+        optimizers: Optimizers whose steps are guarded.
     """
 
     def __init__(self, guard: StepGuard, optimizers: Iterable[Optimizer]) -> None:
         self._guard = guard
         self._window_loss: Tensor | None = None
-        self._skips = False  # the step under way
-        self._depends_on_gradients = False  # it is skipped only if one of them is not finite
-        self._num_evaluations = 0  # of the closure, in the step under way
+        self._skips = False  # whether to skip the current step
+        self._depends_on_gradients = False  # skip only if a gradient is not finite
+        self._num_evaluations = 0  # of the closure in the current step
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters with their gradients
         self._hooks = [
             hook
@@ -93,21 +94,21 @@ class FallbackGuard:
         ]
 
     def remove(self) -> None:
-        """Leave the optimizers as they were."""
+        """Remove all hooks from the optimizers."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def add_loss(self, trainer: Trainer, loss: Tensor) -> None:
-        """Add the loss of one micro-batch, as its backward pass takes it; call it in `on_before_backward`."""
-        if self._num_evaluations:  # a line search tries other weights: those may be as bad as they like
+        """Add the loss of one micro-batch, as passed to its backward pass; call it in `on_before_backward`."""
+        if self._num_evaluations:  # a line search evaluates trial weights, whose loss may be arbitrary
             return
         scaler = _get_scaler(trainer)
         unscaled = loss.detach().reshape(()) if scaler is None else loss.detach().reshape(()) / scaler._scale
         self._window_loss = unscaled if self._window_loss is None else self._window_loss + unscaled
 
     def guard_step(self, trainer: Trainer, optimizer: Optimizer) -> None:
-        """Decide whether the step under way is skipped; call it in `on_before_optimizer_step`."""
+        """Decide whether to skip the current step; call it in `on_before_optimizer_step`."""
         if self._num_evaluations:
             return
         loss, self._window_loss = self._window_loss, None
@@ -121,16 +122,16 @@ class FallbackGuard:
             self._guard.skipped = None
             return
         scaler = _get_scaler(trainer)
-        # a fused optimizer unscales inside its kernel, after the scaler has looked for infinities
+        # a fused optimizer unscales in its kernel, after the scaler has checked for inf
         is_scaled = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
         self._skips = bool(self._guard.judge(norm / scaler._scale if is_scaled else norm))
         self._depends_on_gradients = self._skips and not self._guard.is_above_limit()
         if scaler is not None and self._skips and bool(norm.isfinite().logical_not() & loss.isfinite()):
-            # an overflow: the scaler skips the step, and running statistics are those of a finite forward pass
+            # an overflow: the scaler skips the step, and running statistics stem from a finite forward pass
             self._guard.skipped, self._skips = torch.zeros_like(norm, dtype=torch.bool), False
 
     def _begin_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Hide the gradients once they are computed: by the closure, or before the step, as under a loss scaler."""
+        """Hide the gradients once the closure has computed them, or now if there is none, as under a loss scaler."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._hide_gradients(optimizer)
@@ -167,18 +168,18 @@ class FallbackGuard:
 
 
 def has_step_hooks(optimizer: object) -> bool:
-    """Return whether the steps of an optimizer can be guarded: it is one of torch's, and was constructed as one."""
+    """Return whether an optimizer's steps can be guarded: it must have run torch's `Optimizer.__init__`."""
     return isinstance(optimizer, Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def _get_scaler(trainer: Trainer) -> Any:
-    """Return the loss scaler of float16; None without one, or with one that is switched off."""
+    """Return the float16 loss scaler; None if there is none or it is disabled."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return scaler if scaler is not None and scaler.is_enabled() else None
 
 
 def copy_buffers(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return the buffers of a module with copies; without those that have no values yet, or share them (`expand`)."""
+    """Return a module's buffers with copies, except lazy buffers and those with shared memory (`expand`)."""
     present = (buffer for buffer in module.buffers() if not is_lazy(buffer))
     return [(buffer, buffer.clone()) for buffer in present if not _is_expanded(buffer)]
 
@@ -189,11 +190,11 @@ def _is_expanded(buffer: Tensor) -> bool:
 
 @torch.no_grad()
 def restore_buffers(copies: list[tuple[Tensor, Tensor]], skipped: Tensor | None) -> None:
-    """Restore the buffers of a skipped step: its forward pass may have put a NaN into running statistics.
+    """Restore the buffers after a skipped step, whose forward pass may have put NaN into running statistics.
 
     Args:
-        copies: Buffers with their copies from before the step.
-        skipped: A 0-dim bool tensor, not read on the host where it is on a GPU; None if there was no step.
+        copies: Buffers with the copies made before the step.
+        skipped: A 0-dim bool tensor, not read on the host if it is on a GPU; None if there was no step.
     """
     if skipped is None or not copies or (not skipped.is_cuda and not bool(skipped)):
         return

@@ -1,4 +1,4 @@
-"""The train state that optimizer steps change: tensors by reference, and scalars by copy."""
+"""Access the train state that optimizer steps change: tensors by reference, scalars by copy."""
 
 import copy
 import random
@@ -23,25 +23,25 @@ from ..lightning_internals import get_averaged_model, get_logged_step, set_logge
 
 _REACHABLE = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
 _RATES = ("lr", "initial_lr")
-# Lightning 2.5 has no weight averaging; an instance of the empty tuple does not exist
+# Lightning 2.5 has no WeightAveraging; isinstance with an empty tuple is always False
 _WEIGHT_AVERAGING: Any = getattr(lightning_callbacks, "WeightAveraging", ())
 
 
 def is_reachable(trainer: Trainer) -> bool:
-    """Return whether `live_tensors` finds the train state: in torch's own tensors, or through the strategy."""
+    """Return whether `live_tensors` can access the train state, in plain torch optimizers or through the strategy."""
     strategy = trainer.strategy
     is_torch = isinstance(strategy, _REACHABLE) and not isinstance(strategy, DeepSpeedStrategy)
     return hasattr(strategy, "live_tensors") or is_torch
 
 
 def live_tensors(trainer: Trainer, *, writes_back: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor of weights, persistent buffers and optimizer state, not copied.
+    """Yield names and tensors of weights, persistent buffers and optimizer state, without copying.
 
-    Of a sharded tensor this rank's shard. A strategy whose engine does not expose its state provides
+    For a sharded tensor, yield this rank's shard. A strategy whose engine does not expose its state provides
     `live_tensors(writes_back=)` itself.
 
     Args:
-        trainer: Of the run.
+        trainer: The trainer.
         writes_back: Whether the caller overwrites the tensors.
     """
     own = getattr(trainer.strategy, "live_tensors", None)
@@ -56,7 +56,7 @@ def _torch_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     seen: set[int] = set()
     for name, tensor in trainer.lightning_module.state_dict(keep_vars=True).items():
         if isinstance(tensor, Parameter) and not tensor.requires_grad and id(tensor) not in optimized:
-            continue  # frozen beside an adapter: no step changes it
+            continue  # frozen, as in adapter training: no step changes it
         if isinstance(tensor, Tensor) and id(tensor) not in seen:  # tied weights have two names
             seen.add(id(tensor))
             kind = "module" if isinstance(tensor, Parameter) else "buffer"
@@ -76,11 +76,11 @@ def _find_averages(trainer: Trainer) -> list[Any]:
 
 
 def forget_tensors(trainer: Trainer, names: list[str]) -> None:
-    """Delete optimizer state that is newer than a snapshot: the optimizer creates it again, as it did then.
+    """Delete optimizer state created after a snapshot; the optimizer creates it again when needed.
 
     Args:
-        trainer: Whose optimizers.
-        names: As `live_tensors` yields them.
+        trainer: The trainer whose optimizers to change.
+        names: Names as yielded by `live_tensors`.
     """
     own = getattr(trainer.strategy, "forget_tensors", None)
     if own is not None:
@@ -98,10 +98,11 @@ def forget_tensors(trainer: Trainer, names: list[str]) -> None:
 
 
 def live_scalars(trainer: Trainer) -> dict[str, Any]:
-    """Return a copy of the rest of the train state: schedules, learning rates, loss scale, step counts, random states.
+    """Return a copy of the rest of the train state: LR schedulers, learning rates, loss scale, step counts, RNG states.
 
-    Of the optimizer state it holds what is no tensor, such as the step count of Adafactor or the history of LBFGS. A
-    strategy that has more provides `live_scalars()` and `restore_scalars(scalars)`, a module the same after `recipes_`.
+    Includes optimizer state that is not a tensor, such as Adafactor's step count or the history of LBFGS. A strategy
+    with further state provides `live_scalars()` and `restore_scalars(scalars)`, a module the same with the prefix
+    `recipes_`.
     """
     loop = trainer.fit_loop.epoch_loop
     own = getattr(trainer.strategy, "live_scalars", None)
@@ -123,19 +124,19 @@ def live_scalars(trainer: Trainer) -> dict[str, Any]:
 
 
 def restore_scalars(trainer: Trainer, scalars: dict[str, Any], *, with_random: bool) -> None:
-    """Restore what `live_scalars` returned; it can be restored any number of times.
+    """Restore the scalars that `live_scalars` returned; they can be restored any number of times.
 
     Args:
-        trainer: Of the run.
-        scalars: From `live_scalars`.
-        with_random: Whether to restore the random states, for data that is rewound too. Otherwise the data goes on,
-            and with old random states the next epoch would be shuffled like the present one.
+        trainer: The trainer.
+        scalars: Return value of `live_scalars`.
+        with_random: Whether to restore the RNG states; only if the data is rewound too. Otherwise the data continues,
+            and old RNG states would shuffle the next epoch like the current one.
     """
-    scalars = copy.deepcopy(scalars)  # whoever loads a state may keep and change it
+    scalars = copy.deepcopy(scalars)  # load_state_dict may keep and modify what it is given
     loop = trainer.fit_loop.epoch_loop
     configs = trainer.lr_scheduler_configs
     for config, state in zip(configs, scalars["schedulers"], strict=True):
-        if config.interval == "step":  # a rollback does not turn back epochs, nor their schedules
+        if config.interval == "step":  # a rollback does not rewind epochs or their schedulers
             config.scheduler.load_state_dict(state)
     by_epoch = any(config.interval == "epoch" for config in configs)
     for optimizer, groups in zip(trainer.optimizers, scalars["groups"], strict=True):
@@ -160,13 +161,13 @@ def restore_scalars(trainer: Trainer, scalars: dict[str, Any], *, with_random: b
 
 
 def _find_stateful(trainer: Trainer) -> list[Any]:
-    """Return Lightning's callbacks whose state belongs to the steps: those that average weights or compare scores."""
+    """Return Lightning's callbacks whose state must follow a rollback: weight averaging and early stopping."""
     kinds = (EarlyStopping, *([_WEIGHT_AVERAGING] if _WEIGHT_AVERAGING else []))
     return [callback for callback in trainer.callbacks if isinstance(callback, kinds)]  # type: ignore[attr-defined]
 
 
 def _plain_state(optimizer: Any) -> list[dict[str, Any]]:
-    """Return a copy of the optimizer state that is no tensor, by parameter."""
+    """Return a copy of the non-tensor optimizer state, by parameter."""
     states = (optimizer.state.get(parameter, {}) for parameter in _parameters(optimizer))
     return [
         {key: copy.deepcopy(value) for key, value in state.items() if not isinstance(value, Tensor)} for state in states
@@ -197,13 +198,13 @@ def _parameters(optimizer: Any) -> list[Tensor]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, which shares its memory; any other tensor as it is."""
+    """Return this rank's shard of a DTensor, sharing its memory; return any other tensor detached."""
     to_local = getattr(tensor.detach(), "to_local", None)
     return tensor.detach() if to_local is None else to_local()
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the random states of this process: torch's, the GPU's, Python's and numpy's."""
+    """Return this process's RNG states of torch, CUDA, Python and NumPy."""
     numpy = sys.modules.get("numpy")
     return {
         "torch": torch.get_rng_state(),

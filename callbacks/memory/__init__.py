@@ -1,1 +1,1 @@
-"""Log peak memory, and dump what fills it when it runs out."""
+"""Log peak memory, and write a memory dump on an out-of-memory error."""

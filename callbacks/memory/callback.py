@@ -1,4 +1,4 @@
-"""Peak memory of host and device: one system call per logged step, one all-reduce across ranks."""
+"""Log peak memory of host and device: one system call and one all-reduce per logged step."""
 
 import contextlib
 import logging
@@ -19,20 +19,20 @@ FOLDER = "oom"
 
 
 class MemoryMonitor(Callback):
-    """Logs peak memory since the process began, as the maximum over ranks; dumps what fills it when it runs out.
+    """Logs peak memory since process start, as the maximum over ranks; writes a memory dump on out-of-memory errors.
 
-    Useful always, and to choose `micro_batch_size`: it shows how much of the device is left.
+    Useful in every run, and for choosing `micro_batch_size`: it shows how much device memory is left.
 
-    `memory/host_peak_gib` (resident set of this process, without its data workers) always;
-    `memory/allocated_peak_gib`, `memory/reserved_peak_gib`, `memory/alloc_retries` and `memory/num_ooms` on CUDA.
-    The allocator's peak counters are read and never reset, so other readers keep the peak of the whole run. A peak
-    belongs to a process: a resumed run starts new peaks, and there is no state to save.
+    Logs `memory/host_peak_gib` (resident set of this process, excluding data workers) and, on CUDA,
+    `memory/allocated_peak_gib`, `memory/reserved_peak_gib`, `memory/alloc_retries` and `memory/num_ooms`. The
+    allocator's peak counters are never reset, so other code can still read the peak of the whole process. A resumed
+    run starts with new peaks: there is no state to save.
 
-    When memory runs out, each affected rank writes what filled it to `oom/` in the run folder.
+    On an out-of-memory error, each affected rank writes a memory dump to `oom/` in the run folder.
 
     Args:
-        record_history: Let CUDA's allocator record the stack of every allocation for that dump, which costs a few
-            microseconds each.
+        record_history: Record the stack trace of every CUDA allocation for the dump; costs a few microseconds per
+            allocation.
 
     Example:
         >>> monitor = MemoryMonitor(record_history=False)
@@ -46,7 +46,7 @@ class MemoryMonitor(Callback):
     def __init__(self, *, record_history: bool = False) -> None:
         self._record_history = record_history
         self._steps = StepCounter()
-        self._peaks: dict[str, float] = {}  # at the last row
+        self._peaks: dict[str, float] = {}  # at the last logged step
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -70,11 +70,11 @@ class MemoryMonitor(Callback):
             return
         try:
             write_dump(output_folder(trainer) / FOLDER, rank=trainer.global_rank, error=exception)
-        except (OSError, RuntimeError, MemoryError) as error:  # writing it needs memory too
+        except (OSError, RuntimeError, MemoryError) as error:  # writing the dump needs memory too
             log.warning(f"The memory dump could not be written: {error}")
 
     def summary(self) -> dict[str, float | None]:
-        """Return the peak at the last row, in GiB: of the device's allocations, else of the host."""
+        """Return the peak at the last logged step, in GiB: of device allocations, else of host memory."""
         for name in ("memory/allocated_peak_gib", "memory/host_peak_gib"):
             if name in self._peaks:
                 return {"peak_memory_gib": self._peaks[name]}
@@ -82,9 +82,9 @@ class MemoryMonitor(Callback):
 
 
 def read_peaks(device: torch.device) -> dict[str, float]:
-    """Return this rank's peaks so far; every rank of a run returns the same names in the same order."""
+    """Return this rank's peaks so far, with the same names in the same order on every rank."""
     peaks = {}
-    with contextlib.suppress(ImportError):  # Windows has no such module
+    with contextlib.suppress(ImportError):  # not available on Windows
         import resource
 
         max_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -99,5 +99,5 @@ def read_peaks(device: torch.device) -> dict[str, float]:
 
 
 def host_peak_bytes(max_rss: int, *, platform: str) -> int:
-    """Return `ru_maxrss` in bytes: getrusage(2) counts in bytes on macOS and in KiB on Linux."""
+    """Convert `ru_maxrss` to bytes: getrusage(2) reports bytes on macOS and KiB on Linux."""
     return max_rss if platform == "darwin" else max_rss * 1024

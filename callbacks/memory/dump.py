@@ -1,4 +1,4 @@
-"""Dump what filled the memory when it has run out: about a second, once."""
+"""Write a memory dump after an out-of-memory error; takes about a second, once."""
 
 import errno
 import gc
@@ -12,12 +12,12 @@ from .host_memory import available_bytes
 
 _MIB = 2**20
 _NUM_TENSORS = 30
-# messages of allocators, CUDA's libraries, NCCL, Triton and the kernel
+# matches messages of allocators, CUDA libraries, NCCL, Triton and the OS kernel
 _FULL = re.compile(r"out of memory|_ALLOC_FAILED|can(no|')t allocate memory", re.IGNORECASE)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an exception, or one that caused it, means that device or host memory is full."""
+    """Return whether an exception or one of its causes is an out-of-memory error of the device or host."""
     while error is not None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True
@@ -30,9 +30,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def write_dump(folder: Path, *, rank: int, error: BaseException) -> None:
-    """Write `rank_00000.txt`: the failed allocation, the free memory and the largest tensors.
+    """Write `rank_00000.txt`: the failed allocation, free host memory and the largest tensors.
 
-    On CUDA also `rank_00000.pickle`, the allocator's own snapshot, for https://docs.pytorch.org/memory_viz.
+    On CUDA, also write the allocator's snapshot, `rank_00000.pickle`, for https://docs.pytorch.org/memory_viz.
 
     Raises:
         OSError: The folder cannot be written to.
@@ -53,10 +53,10 @@ def _describe_host() -> str:
 
 
 def _largest_tensors() -> list[str]:
-    """Return one line per tensor that Python can reach and that has memory of its own."""
+    """Return one line per storage for the largest tensors that the garbage collector tracks."""
     found: dict[tuple[str, int], tuple[int, str]] = {}
     for candidate in gc.get_objects():
-        # subclasses (DTensors, fake tensors) are skipped: the plain tensors inside them are found too
+        # skip subclasses (DTensors, fake tensors): the plain tensors they wrap are found too
         if type(candidate) not in (Tensor, torch.nn.Parameter):
             continue
         if candidate.layout != torch.strided:

@@ -1,4 +1,4 @@
-"""Host memory still available to this process: reads two small files of the kernel."""
+"""Read the host memory still available to this process from /proc/meminfo and the cgroup files."""
 
 from pathlib import Path
 
@@ -8,10 +8,10 @@ _UNLIMITED = 2**60  # cgroup v1 writes a number near 2**63 for "no limit"
 
 
 def available_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int | None:
-    """Return how many bytes can still be allocated on the machine and within the container's limit.
+    """Return how many bytes can still be allocated on this machine and within the container's limit.
 
     Returns:
-        The smaller of both limits; None where neither is known.
+        The smaller of the two; None if neither is known.
     """
     limits = [_of_machine(meminfo), _of_container(cgroup)]
     return min((limit for limit in limits if limit is not None), default=None)
@@ -27,7 +27,7 @@ def _of_machine(meminfo: Path) -> int | None:
 
 
 def _of_container(cgroup: Path) -> int | None:
-    """Read cgroup version 2, then version 1. The page cache is reclaimable and counts as free."""
+    """Read cgroup v2, then v1. The inactive page cache is reclaimable and counts as free."""
     for limit_file, used_file, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),

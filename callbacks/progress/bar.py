@@ -1,4 +1,4 @@
-"""One line at the bottom of a terminal, redrawn in place; log records are printed above it.
+"""Draw a progress bar on the bottom line of a terminal; log records are printed above it.
 
 Costs about a third of a millisecond per redraw and nothing in between: there is no refresh thread.
 """
@@ -17,11 +17,11 @@ MAX_BAR_CELLS = 40
 
 
 class LiveBar:
-    """A progress bar that is drawn from `start` to `stop`.
+    """A progress bar, visible from `start` to `stop`.
 
-    While it is live, `sys.stdout` and `sys.stderr` write through its console, and so does every logging handler that
+    While it is live, `sys.stdout` and `sys.stderr` write through its console. So does every logging handler that
     was writing to one of them: a handler keeps the stream object it was created with, so replacing `sys.stderr` does
-    not reach it. A stream that goes to a file or a pipe is left alone.
+    not affect it. A stream that goes to a file or a pipe is left alone.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class LiveBar:
                 self._redirected.append((handler, stream))
 
     def draw(self, *, fraction: float | None, before: str, after: str) -> None:
-        """Redraw the line, see `bar_line`."""
+        """Redraw the line; see `bar_line` for the arguments."""
         line = bar_line(self._console.width, fraction=fraction, before=before, after=after)
         self._live.update(line, refresh=True)
 
@@ -53,11 +53,11 @@ class LiveBar:
 
 
 def bar_line(width: int, *, fraction: float | None, before: str, after: str) -> Text:
-    """Return `before ━━━━━─── after` in at most `width` cells; the bar is dropped first where space is short.
+    """Return `before ━━━━━─── after` in at most `width` cells; drop the bar first if it does not fit.
 
     Args:
         width: Width of the terminal, in cells.
-        fraction: Completed part of the run, 0 to 1; None draws no bar.
+        fraction: Completed fraction of the run, 0 to 1; None draws no bar.
         before: Text left of the bar.
         after: Text right of the bar.
     """
@@ -74,8 +74,8 @@ def bar_line(width: int, *, fraction: float | None, before: str, after: str) -> 
 
 
 def _stream_handlers() -> list[logging.StreamHandler[TextIO]]:
-    """Return every logger's handlers that write to a stream which is not a file."""
-    named = logging.root.manager.loggerDict.values()  # placeholders among them
+    """Return the handlers of all loggers that write to a stream other than a file."""
+    named = logging.root.manager.loggerDict.values()  # includes placeholders
     loggers = [logging.root, *(logger for logger in named if isinstance(logger, logging.Logger))]
     return [
         handler

@@ -1,4 +1,4 @@
-"""One line of progress: microseconds per step, at most four redraws per second."""
+"""Show training progress on one line; costs microseconds per step, redrawn at most four times per second."""
 
 import logging
 import math
@@ -25,18 +25,18 @@ log = logging.getLogger("lightning_recipes")
 
 
 class ProgressLine(ProgressBar):
-    """Shows progress on rank 0: on a terminal a bar redrawn in place, elsewhere a plain line per logged step.
+    """Shows progress on rank 0: a bar redrawn in place on a terminal, a plain line per logged step elsewhere.
 
-    Useful always; it is the Trainer's progress bar and takes the place of Lightning's own. `self.log(prog_bar=True)`
-    adds a metric; the loss, the gradient norm, the learning rate and the speed are shown where they are logged.
+    Replaces Lightning's progress bar. `self.log(prog_bar=True)` adds a metric; the loss, gradient norm, learning rate
+    and speed are shown if they are logged.
 
-    Every line goes to the logger "lightning_recipes" at INFO in both cases. While there is a bar, its records carry
-    `console=False`, so that a console handler can filter them out and a file handler keep them. Where the logging of
-    the process would not show them on the console, it does for the duration of `fit`; a level that was set on this
-    logger itself is respected.
+    Every line also goes to the logger "lightning_recipes" at INFO. While the bar is shown, these records carry
+    `console=False`, so that a console handler can drop them while a file handler keeps them. Without a bar, INFO
+    records of this logger are shown on the console for the duration of `fit` even if the logging setup would drop
+    them, unless a level is set on this logger itself.
 
     Args:
-        refresh_per_second: Most redraws of the bar per second.
+        refresh_per_second: Maximum number of redraws per second.
 
     Raises:
         ValueError: `refresh_per_second` is not above 0.
@@ -68,7 +68,7 @@ class ProgressLine(ProgressBar):
         self._total: int | None = None
         self._timed_from: tuple[int, float] | None = None  # step and time at the end of the first step
         self._redrawn_at = -math.inf
-        self._module_row: Mapping[str, float | Tensor] = {}  # of the current step, of a module that writes it itself
+        self._module_row: Mapping[str, float | Tensor] = {}  # current step's row, if the module is a SupportsRow
         self._train_text = ""
         self._val_loss: float | None = None
 
@@ -95,11 +95,11 @@ class ProgressLine(ProgressBar):
             self._is_showing = show_info(log)
 
     def _start_bar(self) -> bool:
-        """Draw a bar if this is a terminal, and return whether it is; `| tee log` wants plain lines."""
+        """Start the bar if both streams are terminals, and return whether they are; `| tee log` gets plain lines."""
         if not (self._is_enabled and sys.stderr.isatty() and sys.stdout.isatty()):
             return False
         if self._bar is None:
-            from .bar import LiveBar  # rich: 50 ms that only a terminal needs
+            from .bar import LiveBar  # importing rich takes 50 ms, only needed on a terminal
 
             self._bar = LiveBar()
             self._bar.start()
@@ -120,14 +120,14 @@ class ProgressLine(ProgressBar):
         self._total = _total_steps(trainer)
         if self._timed_from is None:
             self._timed_from = (self._step, self.clock())
-        # the dict of this step: later callbacks add to it, then it is written
+        # this step's dict: later callbacks still add to it before it is written
         self._module_row = pl_module.recipes_row if isinstance(pl_module, SupportsRow) else {}
 
     def _receive(self, trainer: Trainer, pl_module: LightningModule, row: Row) -> None:
-        """Log the line of a row that Lightning has just written."""
+        """Log the progress line for a row that Lightning has just written."""
         metrics = row.metrics | row.shown
         if row.kind == "step":
-            # the count may be lower by now: a rollback after this step, whose row comes after it
+            # a rollback after this step, before its row is written, may have lowered the count
             self._step = max(self._step, completed_steps(trainer))
             metrics |= as_floats(self._module_row)
             shown = shown_text(self._select_shown(trainer, pl_module, row), beside=metrics)
@@ -137,14 +137,14 @@ class ProgressLine(ProgressBar):
             self._val_loss = find_val_loss(metrics)
             parts = [self._where(trainer), text] if (text := val_text(metrics)) else []
         else:
-            # what is logged per epoch and per step has been shown; the names of an epoch's own values differ
+            # per-step metrics have been shown already; epoch-level values have different names
             parts = [self._where(trainer), "epoch mean", text] if (text := epoch_text(metrics)) else []
         if parts:
             line = "  ".join(part for part in parts if part)
             log.info("%s", line, extra={"console": self._bar is None})
 
     def _select_shown(self, trainer: Trainer, pl_module: LightningModule, row: Row) -> dict[str, Any]:
-        """Return what `get_metrics` shows, without the values of earlier epochs that Lightning keeps."""
+        """Return the metrics of `get_metrics` without values from earlier epochs, which Lightning keeps."""
         kept = trainer.progress_bar_metrics
         items = self.get_metrics(trainer, pl_module).items()
         return {name: value for name, value in items if name != "v_num" and (name not in kept or name in row.shown)}
@@ -176,7 +176,7 @@ class ProgressLine(ProgressBar):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Draw the batches done of the present data loader."""
+        """Draw the progress through the current data loader."""
         self.has_dataloader_changed(dataloader_idx)
         if trainer.sanity_checking or not self._start_bar() or not self._is_redraw_due():
             return
@@ -227,7 +227,7 @@ class ProgressLine(ProgressBar):
         self._redrawn_at = self.clock()
 
     def _time_left(self) -> str:
-        """Estimate from the pace since the end of the first step, evaluation and saving included; "" if unknown."""
+        """Estimate the time left from the pace since the first step, evaluation and saving included; "" if unknown."""
         if self._total is None or self._timed_from is None or self._step <= self._timed_from[0]:
             return ""
         first_step, first_time = self._timed_from
@@ -236,13 +236,13 @@ class ProgressLine(ProgressBar):
 
 
 def _total_steps(trainer: Trainer) -> int | None:
-    """Return the steps of the whole fit, counted as `completed_steps`; None if they are unknown."""
+    """Return the total steps of the fit, counted like `completed_steps`; None if unknown."""
     if trainer.lightning_module.automatic_optimization:
         total = float(trainer.estimated_stepping_batches)
         return int(total) if math.isfinite(total) and total > 0 else None
     epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else math.inf
     batches = trainer.num_training_batches * epochs
-    if trainer.max_steps >= 0:  # of all optimizers together, so many per batch as so far
+    if trainer.max_steps >= 0:  # counts the steps of all optimizers: extrapolate the steps per batch
         done = trainer.global_step
         batches = min(batches, math.ceil(trainer.max_steps * completed_steps(trainer) / done) if done else math.inf)
     return int(batches) if math.isfinite(batches) else None

@@ -1,14 +1,14 @@
-"""Show the INFO records of a logger on the console of a process whose logging would drop them."""
+"""Show a logger's INFO records on the console even if the logging setup would drop them."""
 
 import logging
 from collections.abc import Iterator
 
 
 def show_info(log: logging.Logger) -> logging.Handler | None:
-    """Let a logger's INFO records reach the console until `stop_showing`.
+    """Show a logger's INFO records on the console until `stop_showing` is called.
 
     Returns:
-        What `stop_showing` has to undo; None where they are shown already, or the logger's own level forbids it.
+        The handler that `stop_showing` removes; None if they are shown already or the logger's own level forbids it.
     """
     on_console = any(_is_console(handler) and handler.level <= logging.INFO for handler in _handlers(log))
     if on_console and log.isEnabledFor(logging.INFO):
@@ -30,7 +30,7 @@ def stop_showing(log: logging.Logger, handler: logging.Handler | None) -> None:
 
 
 def _handlers(log: logging.Logger) -> Iterator[logging.Handler]:
-    """Yield every handler that a record of this logger reaches."""
+    """Yield every handler that receives this logger's records."""
     logger: logging.Logger | None = log
     while logger is not None:
         yield from logger.handlers
@@ -38,5 +38,5 @@ def _handlers(log: logging.Logger) -> Iterator[logging.Handler]:
 
 
 def _is_console(handler: logging.Handler) -> bool:
-    """Return whether a handler writes anywhere but into a file."""
+    """Return whether a handler writes to something other than a file."""
     return not isinstance(handler, (logging.FileHandler, logging.NullHandler))

@@ -1,4 +1,4 @@
-"""Text of a progress line: metrics in, one line out. No Lightning."""
+"""Format metrics as one progress line. No Lightning."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ VAL_LOSS = ("val/loss", "val_loss", "val/loss_epoch", "val_loss_epoch")
 
 
 def step_text(step: int, total: int | None) -> str:
-    """Return `step 120/600`, equally wide all through a run; `step    120` for a run without an end."""
+    """Return `step 120/600`, padded to constant width; `step    120` if the total is unknown."""
     if total is None:
         return f"step {step:>6}"
     return f"step {step:>{len(str(total))}}/{total}"
@@ -41,22 +41,22 @@ def _speed(metrics: Mapping[str, float]) -> list[str]:
 
 
 def val_text(metrics: Mapping[str, float]) -> str:
-    """Return `val loss 3.2100  perplexity 24.7791`: every metric of a validation, by its short name."""
+    """Return `val loss 3.2100  perplexity 24.7791`: all metrics of a validation by their short names."""
     parts = [f"{name.removeprefix('val/').removeprefix('val_')} {_number(value)}" for name, value in metrics.items()]
     return "val " + "  ".join(parts) if parts else ""
 
 
 def epoch_text(metrics: Mapping[str, float]) -> str:
-    """Return `train_acc 0.9312  train_loss_epoch 0.1234`: every metric of a training epoch by its own name."""
+    """Return `train_acc 0.9312  train_loss_epoch 0.1234`: all metrics of a training epoch by their full names."""
     return "  ".join(f"{name} {_number(value)}" for name, value in metrics.items())
 
 
 def shown_text(shown: Mapping[str, Any], *, beside: Mapping[str, float]) -> str:
-    """Return what a module logs with `prog_bar=True`, without what `train_text` shows of the same step.
+    """Return the metrics that a module logs with `prog_bar=True`, except those that `train_text` already shows.
 
     Args:
-        shown: By name.
-        beside: What `train_text` is given.
+        shown: Values by metric name.
+        beside: Metrics passed to `train_text` for the same step.
     """
     loss = next((name for name in TRAIN_LOSS if name in beside), "")
     taken = {loss, loss.removesuffix("_step"), "grad/norm", "lr", "v_num"}
@@ -69,12 +69,12 @@ def shown_text(shown: Mapping[str, Any], *, beside: Mapping[str, float]) -> str:
 
 
 def position_text(name: str, done: int, total: float) -> str:
-    """Return `validation 3/10`; without the total if it is not known."""
+    """Return `validation 3/10`; omit the total if it is unknown."""
     return f"{name} {done}" if math.isinf(total) else f"{name} {done}/{int(total)}"
 
 
 def find_val_loss(metrics: Mapping[str, float]) -> float | None:
-    """Return the validation loss under any of its usual names; None if it was not logged."""
+    """Return the validation loss by any of its usual names; None if it was not logged."""
     return next((metrics[name] for name in VAL_LOSS if name in metrics), None)
 
 

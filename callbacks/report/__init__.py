@@ -1,1 +1,1 @@
-"""Write report.html, curves.png and the comparison page from the files of run folders."""
+"""Write report.html, curves.png and the comparison page from the files in run folders."""

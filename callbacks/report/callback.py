@@ -1,4 +1,4 @@
-"""Write curves.png and report.html into the run folder, however a fit ends. Takes a second or two."""
+"""Write curves.png and report.html to the run folder when a fit ends or raises; takes a second or two."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -17,15 +17,15 @@ log = logging.getLogger("lightning_recipes")
 
 
 class RunReport(Callback):
-    """Writes the report of a run, on rank 0, when a fit ends or raises.
+    """Writes the run's report on rank 0 when a fit ends or raises.
 
-    It keeps the rows of this fit itself, whatever loggers there are or none, and writes into the `log_dir` of the first
-    that has one, else into `trainer.default_root_dir`. Of a module that is `SupportsRow` it reads `metrics.csv` there
-    instead, resumes included. Call `write_report(folder)` again once `summary.json` exists. If the report cannot be
-    written, the traceback is logged and the fit ends as it would have without it.
+    Records the rows of this fit itself, with or without loggers, and writes to the `log_dir` of the first logger that
+    has one, else to `trainer.default_root_dir`. If the module is a `SupportsRow`, it reads `metrics.csv` there
+    instead, which includes the rows before a resume. Call `write_report(folder)` again once `summary.json` exists. If
+    the report cannot be written, the traceback is logged and the fit is not affected.
 
     Args:
-        dashboard: Sections of panels, as in `conf/dashboard/default.yaml`; None draws every metric, by its prefix.
+        dashboard: Sections of panels, as in `conf/dashboard/default.yaml`; None draws all metrics, grouped by prefix.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -34,7 +34,7 @@ class RunReport(Callback):
 
     def __init__(self, *, dashboard: Sequence[Mapping[str, Any]] | None = None) -> None:
         self._dashboard = dashboard
-        self._rows: dict[int, dict[str, float]] | None = None  # by steps completed; None: they are in metrics.csv
+        self._rows: dict[int, dict[str, float]] | None = None  # by step; None if read from metrics.csv
         self._tap: RowTap | None = None
 
     @override
@@ -48,7 +48,7 @@ class RunReport(Callback):
         assert self._rows is not None, "the tap is set with the rows"
         kept = self._rows.setdefault(completed_steps(trainer), {})
         kept |= row.metrics
-        # LearningRateMonitor writes to the loggers by itself, in an earlier hook of the step
+        # LearningRateMonitor writes to the loggers directly, in an earlier hook of the step
         kept |= as_floats({name: v for name, v in trainer.callback_metrics.items() if name.startswith("lr-")})
 
     @override
@@ -78,11 +78,11 @@ class RunReport(Callback):
             log.info("no report: nothing was logged")
 
     def write_report(self, folder: Path | str, rows: Mapping[int, Mapping[str, float]] | None = None) -> None:
-        """Call `write_report(folder, dashboard)` and log an exception instead of raising it.
+        """Call `write_report(folder, dashboard)`, logging exceptions instead of raising them.
 
         Args:
-            folder: Where to write.
-            rows: Metrics by optimizer step; None: those in `metrics.csv`.
+            folder: Folder to write to.
+            rows: Metrics by optimizer step; None reads `metrics.csv`.
         """
         try:
             folder = Path(folder)

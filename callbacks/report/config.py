@@ -1,4 +1,4 @@
-"""Show a run's config as escaped HTML, with what was typed highlighted. No Lightning."""
+"""Show a run's config as escaped HTML, with command-line overrides highlighted. No Lightning."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -9,18 +9,18 @@ import yaml
 from .html import folded
 from .run_record import RunRecord
 
-# how a run is displayed, not what was trained
+# config nodes that affect only the display of a run
 _HIDDEN = ("dashboard", "mode", "hydra", "callbacks.report.dashboard")
 
 
 def command_line_overrides(run: RunRecord) -> str:
-    """Return the command line, one chip per override."""
+    """Return the command-line overrides, one chip each."""
     chips = "".join(f'<code class="typed">{escape(text)}</code>' for text in run.overrides)
     return f'<p class="command"><code>python train.py</code>{chips}</p>' if chips else ""
 
 
 def config_text(run: RunRecord) -> str:
-    """Return the whole config, folded; the file's own text if it cannot be parsed."""
+    """Return the complete config, collapsed; the raw text if it cannot be parsed."""
     if not run.config_text:
         return ""
     if not run.config:
@@ -33,7 +33,7 @@ def config_text(run: RunRecord) -> str:
 
 
 def typed_keys(overrides: Sequence[str]) -> set[str]:
-    """Return the config keys that overrides set.
+    """Return the config keys set by overrides.
 
     `+a.b=c` sets `a.b`, `group@package=option` sets `group`; a deletion sets nothing.
     """
@@ -42,7 +42,7 @@ def typed_keys(overrides: Sequence[str]) -> set[str]:
 
 
 def shown_config(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a config without the nodes that only concern how the run is displayed."""
+    """Return a config without the nodes that affect only the display of the run."""
     shown: dict[str, Any] = {}
     for name, value in config.items():
         if f"{prefix}{name}" not in _HIDDEN:
@@ -52,7 +52,7 @@ def shown_config(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _yaml_lines(node: dict[str, Any], prefix: str, indent: str, typed: set[str]) -> Iterator[str]:
-    """Yield YAML line by line; lines whose key was typed are marked, of a chosen group only the first."""
+    """Yield YAML lines, marking those whose key was overridden; for an overridden group, only the first line."""
     for name, value in node.items():
         path = f"{prefix}{name}"
         is_node = isinstance(value, dict) and value
@@ -63,6 +63,6 @@ def _yaml_lines(node: dict[str, Any], prefix: str, indent: str, typed: set[str])
 
 
 def _scalar(value: Any) -> str:
-    """Return a value as YAML on one line."""
+    """Return a value as single-line YAML."""
     text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")

@@ -1,4 +1,4 @@
-"""Choose what is drawn of a run: sections of panels, from plain lists as a YAML file holds them. No Lightning."""
+"""Parse or derive the sections and panels of a dashboard. No Lightning."""
 
 import fnmatch
 import glob
@@ -19,9 +19,9 @@ class Panel:
     """One chart, or one chart per metric on the comparison page.
 
     Attributes:
-        metrics: Names, in the order of their curves; `*` matches any characters.
-        kind: `line`, curves over steps; on the comparison page also `bar`, a bar per run, or `parallel`, a line
-            through `parameters` per run.
+        metrics: Names in the order of their curves; `*` matches any characters.
+        kind: `line`, curves over steps; on the comparison page also `bar`, one bar per run, or `parallel`, one line
+            per run through `parameters`.
         log_scale: Whether the axis becomes logarithmic when the values span a wide range.
         picture: Whether the panel is also part of curves.png.
         parameters: Config keys with dots: the axes of a parallel panel.
@@ -35,7 +35,7 @@ class Panel:
     parameters: tuple[str, ...] = ()
 
     def metrics_among(self, written: Iterable[str]) -> list[str]:
-        """Return the metrics of a run that this panel draws, each once, in the panel's order."""
+        """Return the logged metrics that this panel draws, each once, in the panel's order."""
         names = list(written)
         found = [name for pattern in self.metrics for name in names if _matches(name, pattern)]
         return list(dict.fromkeys(found))
@@ -50,7 +50,7 @@ class Section:
 
 
 def get_sections(dashboard: Sequence[Mapping[str, Any]]) -> list[Section]:
-    """Parse the `sections` of a dashboard, as YAML holds them.
+    """Parse the `sections` list of a dashboard YAML file.
 
     Raises:
         TypeError: A panel has an unknown key.
@@ -124,5 +124,5 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _rank(panel: str) -> int:
-    """Sort the loss first and the learning rate last."""
+    """Return a sort key that puts the loss first and the learning rate last."""
     return {"loss": 0, "learning rate": 2}.get(panel, 1)

@@ -1,4 +1,4 @@
-"""The top of a run's page: name, status, where it ran, findings, diagnosis and key figures. No Lightning."""
+"""The header of a run's page: name, status, hardware, findings, diagnosis and key figures. No Lightning."""
 
 import math
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ _SEVERITY_CLASSES = {"critical": "bad", "warning": "warn", "note": "warn"}
 
 
 def head(run: RunRecord) -> str:
-    """Return name, status, start time, devices and host; also the command if no overrides are recorded."""
+    """Return name, status, start time, devices and host, and the command if no overrides are recorded."""
     keys = ("devices", "hostname") if run.overrides else ("devices", "hostname", "command")
     environment = [value_text(run.environment[key]) for key in keys if run.environment.get(key)]
     items = [*_start_time(run), *environment]
@@ -45,7 +45,7 @@ def status_class(status: str) -> str:
 
 
 def _start_time(run: RunRecord) -> list[str]:
-    """Return when the first event was written; empty if it has no time."""
+    """Return the time of the first event; empty if it has none."""
     seconds = run.events[0].get("time") if run.events else None
     if not isinstance(seconds, (int, float)) or not seconds:
         return []
@@ -53,13 +53,13 @@ def _start_time(run: RunRecord) -> list[str]:
 
 
 def findings_section(run: RunRecord) -> str:
-    """Return a card of findings with their steps, or one line that there is none; empty without a training loss."""
+    """Return a card of findings with their steps, or a line saying there are none; empty without a training loss."""
     found = make_run(run.series, folder=run.folder, config=run.config, status=get_status(run), events=run.events)
     if "loss" not in found.curves:
         return ""
     examined = examine(found)
     if not examined.findings:
-        return f'<p class="legend">No finding among {len(examined.examined)} symptoms looked for</p>'
+        return f'<p class="legend">No finding among {len(examined.examined)} symptoms checked</p>'
     return section("Findings", "".join(map(_describe, examined.findings)), id_="findings")
 
 
@@ -82,7 +82,7 @@ def diagnosis(run: RunRecord) -> str:
 
 
 def tiles(run: RunRecord) -> str:
-    """Return the key figures, from the summary or, before there is one, from the last row."""
+    """Return the key figures, from the summary if it exists, else from the last row."""
     summary = run.summary
     figures = {
         "train loss": _summary_or_row(run, "train_loss", TRAIN_LOSS),

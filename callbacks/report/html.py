@@ -1,4 +1,4 @@
-"""Build a page that opens offline: its frame, its cards and tables, and values as a person reads them. No Lightning."""
+"""Build self-contained HTML pages: frame, cards, tables and formatted values. No Lightning."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,14 +15,14 @@ ASSETS = Path(__file__).parent / "assets"
 
 
 def render_page(*, title: str, body: str, data: dict[str, Any], styles: Sequence[str], scripts: Sequence[str]) -> str:
-    """Return one HTML file with its style, its data and its scripts inside.
+    """Return one HTML file with its styles, data and scripts inlined.
 
     Args:
-        title: Text of the browser's tab.
+        title: Page title.
         body: Escaped HTML.
-        data: What the scripts draw from; written as JSON.
+        data: Data for the scripts, written as JSON.
         styles: File names in `assets/`.
-        scripts: File names in `assets/`, in the order they run.
+        scripts: File names in `assets/`, in execution order.
     """
     style = "".join((ASSETS / name).read_text(encoding="utf-8") for name in styles)
     script = "".join((ASSETS / name).read_text(encoding="utf-8") for name in scripts)
@@ -37,24 +37,24 @@ def render_page(*, title: str, body: str, data: dict[str, Any], styles: Sequence
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a file so that a reader finds the old page or the new one, never half of it."""
+    """Write a file atomically: a reader finds either the old page or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 
 def quoted_link(path: str) -> str:
-    """Return a relative path as a link: without quoting, a folder named `javascript:…` is a program, `a#b` another."""
+    """Return a relative path as a quoted link: unquoted, a folder `javascript:…` would run code, `a#b` be cut off."""
     return escape(quote(path.encode("utf-8", "surrogateescape")))
 
 
 def anchor_id(title: str) -> str:
-    """Return the id of a section of charts."""
+    """Return the HTML id of a section."""
     return "charts-" + "".join(c if c.isascii() and c.isalnum() else "-" for c in title.lower())
 
 
 def zoom_bar(links: Sequence[tuple[str, str]]) -> str:
-    """Return the bar that stays at the top: links to the sections, and buttons that choose the steps shown.
+    """Return the sticky bar at the top: links to the sections, and buttons that select the range of steps.
 
     Args:
         links: Id and title of each section.
@@ -85,7 +85,7 @@ def section(title: str, content: str, *, id_: str = "") -> str:
 
 
 def folded(title: str, content: str, *, id_: str = "") -> str:
-    """Return a card that opens when its title is clicked."""
+    """Return a collapsed card that opens when its title is clicked."""
     id_attribute = f' id="{id_}"' if id_ else ""
     return f'<details{id_attribute}><summary>{escape(title)}</summary><div class="card">{content}</div></details>'
 
@@ -96,7 +96,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, css: str = "fi
     Args:
         heads: Plain text.
         rows: Cells as escaped HTML.
-        css: `figures` aligns all columns but the first to the right; `list` all to the left.
+        css: `figures` right-aligns all columns but the first; `list` left-aligns all.
     """
     line = "".join(f"<th>{escape(head)}</th>" for head in heads)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
@@ -104,7 +104,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, css: str = "fi
 
 
 def facts_table(title: str, values: dict[str, Any]) -> str:
-    """Return a card with one row per name and value; a nested object is one row."""
+    """Return a card with one row per name and value; a nested object takes one row."""
     rows = "".join(
         f"<tr><th>{escape(name)}</th><td>{escape(_fact_text(value))}</td></tr>"
         for name, value in values.items()
@@ -120,21 +120,21 @@ def _fact_text(value: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Return a value as a person reads it; None is `unknown`."""
+    """Return a value as human-readable text; None becomes `unknown`."""
     if value is None:
         return "unknown"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (int, float)):
         return value_label(value)
-    if isinstance(value, list):  # `8 x NVIDIA H100`, not its name eight times
+    if isinstance(value, list):  # `8 x NVIDIA H100` instead of the name eight times
         counts = Counter(map(str, value)).items()
         return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts)
     return str(value)
 
 
 def measure_text(value: float, measure: str) -> str:
-    """Return a value of the summary as a person reads it."""
+    """Return a summary value as human-readable text."""
     if measure == "seconds":
         return clock_text(value)
     if measure == "mfu":
@@ -143,7 +143,7 @@ def measure_text(value: float, measure: str) -> str:
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Yield the leaves of nested objects, with dots in their names."""
+    """Yield the leaves of nested objects with dotted names."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{name}.")

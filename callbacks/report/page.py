@@ -1,4 +1,4 @@
-"""Write the report of one run: one picture, and one page that opens offline. A second or two, no Lightning."""
+"""Write the report of one run: a picture and a self-contained HTML page. Takes a second or two, no Lightning."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -41,19 +41,19 @@ def write_report(
     *,
     rows: Mapping[int, Mapping[str, float]] | None = None,
 ) -> None:
-    """Write `curves.png` and `report.html` into a run folder, from the files in it.
+    """Write `curves.png` and `report.html` to a run folder, from the files in it.
 
-    Needs `metrics.csv`; uses `summary.json`, `environment.json`, `config.yaml`, `plan.json`, `events.jsonl`,
-    `samples.jsonl`, `spikes/` and `profile/operators.json` if they exist. Call it again when there are more.
+    Needs `metrics.csv` unless `rows` is given; uses `summary.json`, `environment.json`, `config.yaml`, `plan.json`,
+    `events.jsonl`, `samples.jsonl`, `spikes/` and `profile/operators.json` if they exist. Can be called again.
 
     Args:
         run_folder: The folder of a run, or any folder with a `metrics.csv`.
-        dashboard: Sections of panels, as in `conf/dashboard/default.yaml`; None draws every metric, by its prefix.
-        rows: Metrics by optimizer step; None: those in `metrics.csv`.
+        dashboard: Sections of panels, as in `conf/dashboard/default.yaml`; None draws all metrics, grouped by prefix.
+        rows: Metrics by optimizer step; None reads `metrics.csv`.
 
     Raises:
         FileNotFoundError: There is no `metrics.csv`.
-        ValueError: `metrics.csv` has no column `step`.
+        ValueError: `metrics.csv` has no `step` column.
     """
     run_folder = Path(run_folder)
     run = read_run(run_folder, needs_metrics=rows is None)
@@ -68,7 +68,7 @@ def write_report(
 
 
 def page_html(run: RunRecord, groups: Sequence[Group], marks: Sequence[Mark]) -> str:
-    """Return the whole page; everything that comes from a file of the run is escaped."""
+    """Return the complete HTML page; all text from the run's files is escaped."""
     environment = {name: v for name, v in run.environment.items() if name != "overrides"}
     facts = f"{facts_table('Summary', run.summary)}{facts_table('Environment', environment)}"
     tables = [
@@ -102,9 +102,9 @@ def page_html(run: RunRecord, groups: Sequence[Group], marks: Sequence[Mark]) ->
 
 
 def charts_html(groups: Sequence[Group], marks: Sequence[Mark]) -> str:
-    """Return each group as a heading and a grid of charts without holes."""
+    """Return each group as a heading and a grid of charts without gaps."""
     num_curves = sum(len(chart.curves) for group in groups for chart in group.charts)
-    # at most four points a bucket, see downsample.thin
+    # at most four points per bucket, see downsample.thin
     buckets = max(40, min(MAX_STATIC_BUCKETS, MAX_STATIC_POINTS // (4 * max(1, num_curves))))
     html, index = [], 0
     for number, group in enumerate(groups):
@@ -121,15 +121,15 @@ def charts_html(groups: Sequence[Group], marks: Sequence[Mark]) -> str:
 
 
 def mark_legend(run: RunRecord) -> str:
-    """Return the kinds of events with their colors and counts; a click hides the marks of a kind."""
+    """Return buttons for the kinds of events with their colors and counts; a click shows or hides a kind's marks."""
     events = [str(event["event"]) for event in run.events if is_marked(event)]
-    kinds = list(dict.fromkeys(events))  # in the order of their first event
+    kinds = list(dict.fromkeys(events))  # in order of first occurrence
     buttons = "".join(
         f'<button type="button" class="event e-{escape(kind)}" data-event="{escape(kind)}" aria-pressed="true"'
         f' title="show or hide">{escape(kind.replace("_", " "))} &times; {events.count(kind)}</button>'
         for kind in kinds
     )
-    # a click on a button sets the class `without-<kind>` on the body
+    # a click on a button toggles the class `without-<kind>` on the body
     hide = "".join(f".without-{escape(kind)} .plot .e-{escape(kind)} {{ display: none; }}" for kind in kinds)
     dotted = '<span class="dotted">rolled-back steps</span>' if run.rolled_back else ""
     return f'<style>{hide}</style><p class="legend">{buttons}{dotted}</p>' if buttons else ""

@@ -1,4 +1,4 @@
-"""A page for a plan: the lines of the console and a picture of a rank's memory over one step. No Lightning."""
+"""Write the page of a plan: its console output and a chart of one rank's memory over a step. No Lightning."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -14,9 +14,9 @@ def write_plan_page(path: Path, plan: Mapping[str, Any], lines: Sequence[str]) -
     """Write the page.
 
     Args:
-        path: The file.
-        plan: `plan.json`.
-        lines: What was printed.
+        path: File to write.
+        plan: Content of `plan.json`.
+        lines: Printed console lines.
 
     Raises:
         OSError: The file cannot be written.
@@ -28,22 +28,22 @@ def write_plan_page(path: Path, plan: Mapping[str, Any], lines: Sequence[str]) -
 
 
 def memory_section(plan: Mapping[str, Any]) -> str:
-    """Return the picture of memory over one step; empty if the plan has none."""
+    """Return the chart of memory over one step; empty if the plan has none."""
     timeline = plan.get("timeline")
     if not isinstance(timeline, Mapping):
         return ""
     figure = stack_figure(
-        timeline["gib"], places=timeline["sections"], limit=plan.get("usable_gib"), unit="GiB on a rank"
+        timeline["gib"], places=timeline["sections"], limit=plan.get("usable_gib"), unit="GiB per rank"
     )
     return section("Memory over one step, as planned", figure)
 
 
 def _communication_section(plan: Mapping[str, Any]) -> str:
-    """Return what ranks send along each dimension of the mesh; empty if nothing, or if it was not planned."""
+    """Return the traffic along each mesh dimension; empty if there is none or it was not planned."""
     rows = plan.get("communication")
     if not rows:
         return ""
-    heads = ("dimension", "ranks", "GiB a rank sends in a step", "seconds", "not hidden by computation, s")
+    heads = ("dimension", "ranks", "GiB sent per rank and step", "seconds", "not hidden by computation, s")
     keys = ("dimension", "ranks", "gib", "seconds", "exposed_seconds")
     lines = [[_show(row[key]) for key in keys] for row in rows]
     return section("Communication, as planned", table(heads, lines))
@@ -54,12 +54,12 @@ def _show(value: Any) -> str:
 
 
 def _scaling_section(plan: Mapping[str, Any]) -> str:
-    """Return the pictures of the run on more and more ranks; empty if it was not planned so."""
+    """Return charts of the run on increasing numbers of ranks; empty if scaling was not planned."""
     curves = plan.get("scaling")
     if not isinstance(curves, Mapping):
         return ""
     counted = "samples" if plan.get("tokens") is None else "tokens"
-    pictures = ((f"{counted}/s", f"{counted}_per_second"), ("GiB a rank", "memory_gib"))
+    pictures = ((f"{counted}/s", f"{counted}_per_second"), ("GiB per rank", "memory_gib"))
     drawn = []
     for title, key in pictures:
         lines = {

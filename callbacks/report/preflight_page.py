@@ -1,4 +1,4 @@
-"""A page for a preflight: a table of its checks, and the images that the model sees. No Lightning."""
+"""Write the page of a preflight: a table of its checks, and input images as the model sees them. No Lightning."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -7,7 +7,7 @@ from typing import Any
 
 from .html import render_page, section, table, write_page
 
-_WIDTH = 96  # of an image on the page, so that small ones can be seen
+_WIDTH = 96  # displayed width of an image, so that small ones are visible
 _ORDER = {"fail": 0, "warn": 1}
 
 
@@ -15,8 +15,8 @@ def write_preflight_page(path: Path, results: Sequence[Mapping[str, Any]], image
     """Write the page.
 
     Args:
-        path: The file.
-        results: Of the checks: `check`, `status`, `found` and `remedy`.
+        path: File to write.
+        results: One mapping per check: `check`, `status`, `found` and `remedy`.
         images: Nested lists [C][H][W] of numbers, each with its class.
 
     Raises:
@@ -38,7 +38,7 @@ def write_preflight_page(path: Path, results: Sequence[Mapping[str, Any]], image
 
 
 def _draw(image: tuple[Any, int]) -> str:
-    """Return an image as SVG: its first channel or, of three, all as colors, from its darkest to its brightest."""
+    """Return an image as SVG, scaled to its own value range; RGB if it has three channels, else its first channel."""
     channels, label = image
     values = [value for channel in channels for row in channel for value in row]
     low, high = min(values), max(values)

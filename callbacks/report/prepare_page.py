@@ -1,4 +1,4 @@
-"""A page for prepared documents: what was dropped by which step and rule, with examples to look at. No Lightning."""
+"""Write the page of prepared documents: what each step and rule dropped, with examples. No Lightning."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -7,8 +7,8 @@ from typing import Any
 
 from .html import folded, render_page, section, table, write_page
 
-_WIDTH, _ROW = 760, 26  # of the picture, in pixels
-# reasons in the order of the steps, and what is left after each
+_WIDTH, _ROW = 760, 26  # width and row height of the chart, in pixels
+# reasons for dropping in the order of the steps, with labels for what remains after each
 _STEPS = {
     "unreadable": "can be read",
     "empty": "have text",
@@ -23,15 +23,15 @@ def write_prepare_page(path: Path, report: Mapping[str, Any]) -> None:
     """Write the page.
 
     Args:
-        path: The file.
-        report: `report.json`.
+        path: File to write.
+        report: Content of `report.json`.
 
     Raises:
         OSError: The file cannot be written.
     """
-    kept = f"{report['kept']:,} of {report['documents']:,} documents stay, {_size(report['kept_bytes'])}"
+    kept = f"{report['kept']:,} of {report['documents']:,} documents kept, {_size(report['kept_bytes'])}"
     body = f"<h1>Prepared documents</h1><p class='where'>{kept} of {_size(report['bytes'])}</p>"
-    body += section("What stays after each step", _funnel(report))
+    body += section("Documents left after each step", _funnel(report))
     if len(report["domains"]) > 1:
         body += section("By kind of document", _domains(report["domains"]))
     body += section("Rules", _rules(report["rules"]))
@@ -46,7 +46,7 @@ def write_prepare_page(path: Path, report: Mapping[str, Any]) -> None:
 
 
 def _funnel(report: Mapping[str, Any]) -> str:
-    """Return a picture: a bar for the documents that are left after each step, in the order of the steps."""
+    """Return a chart with a bar for the documents that remain after each step."""
     left, left_bytes = report["documents"], report["bytes"]
     bars = [("were read", left, left_bytes, 0)]
     for reason, title in _STEPS.items():
@@ -101,7 +101,7 @@ def _rules(rules: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _examples(rules: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a folded card for each rule that a document failed: the first of them, with the value measured."""
+    """Yield a collapsed card per rule that documents failed, with the first such documents and their values."""
     for rule in rules:
         if examples := rule.get("examples"):
             rows = [
@@ -124,8 +124,9 @@ def _evaluation(found: Mapping[str, Any] | None) -> str:
     if found is None:
         return ""
     numbers = (
-        f"<p>{found['items']:,} items; {found['found']:,} stood in documents, {found['found_in_part']:,} only in part;"
-        f" {found['too_short']:,} are too short to look for, {found['boilerplate']:,} are boilerplate.</p>"
+        f"<p>{found['items']:,} items; {found['found']:,} were found in documents,"
+        f" {found['found_in_part']:,} only in part; {found['too_short']:,} are too short to search for,"
+        f" {found['boilerplate']:,} are boilerplate.</p>"
     )
     rows = [
         [escape(hit["place"]), escape(hit["item"]), f"{hit['coverage']:.0%}", _shown(hit["evidence"])]

@@ -1,4 +1,4 @@
-"""Read the files of a run folder as plain values: each file once, no Lightning."""
+"""Read the files of a run folder as plain values, each file once. No Lightning."""
 
 import csv
 import math
@@ -12,18 +12,18 @@ from ..diagnosis.read import parse_yaml, read_json, read_lines, read_object, rea
 from ..diagnosis.run import STATUS_OF_EVENT
 
 Point = tuple[int, float]  # step, value
-Series = dict[str, list[Point]]  # by metric name, in the order of the file
+Series = dict[str, list[Point]]  # by metric name, in file order
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The files of a run folder. A file that does not exist, or is not yet complete, is empty here.
+    """Contents of a run folder's files; a missing or incomplete file is empty.
 
     Attributes:
         series: The points of every metric.
-        plan: `plan.json`, what was expected of the run before it started.
+        plan: Content of `plan.json`, the estimates made before the run started.
         operators: The operators of a profile.
-        spikes: `spike.json` of each spike dump, with its `folder`.
+        spikes: Content of each spike dump's `spike.json`, with its `folder`.
         rolled_back: The points that each rollback discarded.
     """
 
@@ -42,19 +42,19 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """Return `name:` of the config, else the folder's name."""
+        """Name in the config, else the folder's name."""
         found = re.search(r"^name:\s*(\S.*?)\s*$", self.config_text, flags=re.MULTILINE)
         return found.group(1).strip("'\"") if found else self.folder.name
 
     @property
     def overrides(self) -> list[str]:
-        """Return the overrides that were typed."""
+        """Command-line overrides of the run."""
         overrides = self.environment.get("overrides", [])
         return list(map(str, overrides)) if isinstance(overrides, list) else []
 
     @property
     def last_step(self) -> int | None:
-        """Return the last step of any metric; None if nothing was logged."""
+        """Last step of any metric; None if nothing was logged."""
         return max((points[-1][0] for points in self.series.values()), default=None)
 
     def last(self, metric: str) -> float | None:
@@ -64,7 +64,7 @@ class RunRecord:
 
 
 def get_status(run: RunRecord) -> str | None:
-    """Return the status of the summary, else what the last event implies; None if there is neither."""
+    """Return the status from the summary, else from the last event; None if there is neither."""
     if "status" in run.summary:
         return str(run.summary["status"])
     if not run.events:
@@ -77,11 +77,11 @@ def read_run(folder: Path, *, needs_metrics: bool = True) -> RunRecord:
 
     Args:
         folder: The run folder.
-        needs_metrics: Whether a missing or invalid `metrics.csv` raises; a run that has just begun has none.
+        needs_metrics: Whether a missing or invalid `metrics.csv` raises; a run that has just started has none.
 
     Raises:
         FileNotFoundError: There is no `metrics.csv`.
-        ValueError: `metrics.csv` has no column `step`.
+        ValueError: `metrics.csv` has no `step` column.
     """
     metrics, operators = folder / "metrics.csv", read_json(folder / "profile" / "operators.json")
     text = read_text(folder / "config.yaml") or read_text(folder / "hparams.yaml")
@@ -105,11 +105,11 @@ def read_run(folder: Path, *, needs_metrics: bool = True) -> RunRecord:
 
 
 def read_metrics(path: Path) -> Series:
-    """Read each column's filled cells with their steps; skip a row that is cut off.
+    """Read each column's non-empty cells with their steps; skip truncated rows.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: There is no column `step`.
+        FileNotFoundError: The file does not exist.
+        ValueError: There is no `step` column.
     """
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         rows = csv.reader(file)
@@ -130,7 +130,7 @@ def read_metrics(path: Path) -> Series:
 
 
 def as_series(rows: Mapping[int, Mapping[str, float]]) -> Series:
-    """Return the points of every metric of rows, which are given by step."""
+    """Convert rows by step to the points of every metric."""
     series: Series = {}
     for step in sorted(rows):
         for name, value in rows[step].items():
@@ -139,7 +139,7 @@ def as_series(rows: Mapping[int, Mapping[str, float]]) -> Series:
 
 
 def metric_names(path: Path) -> list[str]:
-    """Return the columns of a table of metrics, without reading its rows; empty if there is no file."""
+    """Return the column names of a metrics file without reading its rows; empty if it does not exist."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8", errors="replace") as file:

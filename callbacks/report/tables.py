@@ -1,4 +1,4 @@
-"""The tables of a run's page: plan, generated text, operators, spikes, events. Escaped HTML, no Lightning."""
+"""Tables of a run's page: plan, generated text, operators, spikes, events. Escaped HTML, no Lightning."""
 
 import shlex
 import statistics
@@ -10,7 +10,7 @@ from .run_record import RunRecord
 
 MAX_EVENT_ROWS = 200
 MAX_OPERATORS = 20
-# fields of an event that its row does not repeat
+# event fields omitted from the details in its row
 _COMMON_FIELDS = ("time", "step", "event", "mark", "kept_on_resume")
 
 _PLAN_TITLES = {
@@ -28,7 +28,7 @@ _PLAN_TITLES = {
 
 
 def plan_table(run: RunRecord) -> str:
-    """Return what config and `plan.json` planned next to what was measured."""
+    """Return a table that compares planned values from config and `plan.json` with measured ones."""
     planned, measured = planned_values(run), measured_values(run)
     rows = [
         [
@@ -45,7 +45,7 @@ def plan_table(run: RunRecord) -> str:
 
 
 def planned_values(run: RunRecord) -> dict[str, float]:
-    """Return counts computed from the config, and `plan.json`, under the names of the summary."""
+    """Return counts derived from the config, and values of `plan.json`, under their summary names."""
     config = run.config
     trainer = config["trainer"] if isinstance(config.get("trainer"), dict) else {}
     settings = {
@@ -67,10 +67,10 @@ def planned_values(run: RunRecord) -> dict[str, float]:
 
 
 def measured_values(run: RunRecord) -> dict[str, float]:
-    """Return the numbers of the summary; from the rows, global batch size and median step time."""
+    """Return the numbers in the summary, plus global batch size and median step time from the rows."""
     measured = {name: value for name, value in run.summary.items() if _is_number(value)}
     samples = run.series.get("train/samples", [])
-    # after a rollback the count of samples also covers discarded steps
+    # after a rollback, the sample count includes discarded steps
     if len(samples) > 1 and not run.rolled_back:
         (first_step, first_count), (last_step, last_count) = samples[0], samples[-1]
         if last_step > first_step:
@@ -89,7 +89,7 @@ def _plan_cell(name: str, value: float) -> str:
 
 
 def sample_texts(run: RunRecord) -> str:
-    """Return the texts that the model generated at the last step that has any."""
+    """Return the texts generated at the last step that has any."""
     steps = [sample.get("step") for sample in run.samples]
     last = [sample for sample in run.samples if sample.get("step") == steps[-1]]
     cards = "".join(
@@ -122,7 +122,7 @@ def operators_table(run: RunRecord) -> str:
 
 
 def spikes_table(run: RunRecord) -> str:
-    """Return one row per spike dump and, in a run of train.py, the command that recomputes the newest."""
+    """Return one row per spike dump and, for runs of train.py, the command that replays the newest."""
     rows = [
         [
             escape(value_text(spike.get("step"))),
@@ -138,7 +138,7 @@ def spikes_table(run: RunRecord) -> str:
         return ""
     heads = ("step", "alarm", "loss", "gradient norm", "update", "dump")
     replay = ""
-    if run.config.get("mode"):  # a run of train.py, not of somebody's own program
+    if run.config.get("mode"):  # only for runs of train.py
         newest = run.spikes[-1].get("step")
         command = f"python train.py mode=replay {shlex.join([f'resume={run.folder}', f'mode.step={newest}'])}"
         replay = f'<p class="replay">Recompute a step: <code>{escape(command)}</code></p>'
@@ -162,7 +162,7 @@ def _finite_text(value: Any) -> str:
 
 
 def events_table(run: RunRecord) -> str:
-    """Return the last events, folded."""
+    """Return the last events in a collapsed card."""
     if not run.events:
         return ""
     shown = run.events[-MAX_EVENT_ROWS:]

@@ -1,4 +1,4 @@
-"""A page for a trial: the lines of the console, and curves. No Lightning."""
+"""Write the page of a trial: its console output and curves. No Lightning."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -13,9 +13,9 @@ def write_trial_page(path: Path, title: str, text: Sequence[str], figures: Seque
     """Write the page.
 
     Args:
-        path: The file.
+        path: File to write.
         title: Plain text.
-        text: What was printed.
+        text: Printed console lines.
         figures: Arguments of `lines_figure`, one mapping per picture.
 
     Raises:

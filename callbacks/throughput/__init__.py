@@ -1,1 +1,1 @@
-"""Measure tokens per second and MFU, and leave out what is not training."""
+"""Measure tokens per second and MFU, excluding time not spent on training."""

@@ -1,4 +1,4 @@
-"""Training speed, excluding everything that is not training: at most one device synchronization per row."""
+"""Log training throughput and MFU; costs at most one device synchronization per logged step."""
 
 import time
 from collections.abc import Callable
@@ -21,30 +21,30 @@ from .stopwatch import CompileListener, Snapshot, Stopwatch, get_rates
 class SpeedMonitor(Callback):
     """Logs `throughput/*` and `time/*` over the window since the last row.
 
-    Useful always: to compare settings and machines, and to see a run that has become slower.
+    Useful in every run, to compare settings and hardware and to notice slowdowns.
 
-    Samples and tokens come from `batch_size_fn` and `length_fn`, else from the module if it is `SupportsConsumed`; what
-    nobody counts is not logged. FLOPs come from the module if it is `SupportsFlops`, else the operators of one step
-    per shape of a micro-batch are watched: its FLOPs are those of its matmuls, convolutions and attention.
+    Samples and tokens come from `batch_size_fn` and `length_fn`, else from the module if it is a `SupportsConsumed`;
+    otherwise they are not logged. FLOPs come from the module if it is a `SupportsFlops`; otherwise the matmuls,
+    convolutions and attention of one micro-batch of each shape are counted as it runs.
 
-    Excluded from the window and summed in `time/excluded_seconds`: the first step of each process; compilation; a
-    micro-batch that is watched; evaluation, from the end of the training batch before it to the next fetch of data,
-    so including its worker start-up; every `trainer.save_checkpoint`; and whatever runs inside
-    `trainer.profiler.profile(name)` with one of the names in `EXCLUDED_ACTIONS`. `time/data_wait_fraction` is the
-    fraction of the window that this rank spent in the data loader's `next`.
+    Excluded from the window and summed in `time/excluded_seconds`: the first step of each process; compilation;
+    micro-batches whose FLOPs are being counted; evaluation, from the end of the preceding training batch to the next
+    data fetch and thus including worker start-up; every `trainer.save_checkpoint`; and anything that runs inside
+    `trainer.profiler.profile(name)` for the names in `EXCLUDED_ACTIONS`. `time/data_wait_fraction` is the fraction of
+    the window that this rank spent in the data loader's `next`.
 
-    `summary()` returns averages over the whole run, earlier parts of a resumed one included.
+    `summary()` returns averages over the whole run, including the parts before a resume.
 
     Args:
-        peak_tflops: Dense peak of one device in the precision of the run, in TFLOP/s. None takes it from the table
+        peak_tflops: Dense peak of one device in the precision of the run, in TFLOP/s. None looks it up in the table
             of published peaks.
         measure_peak: Time a matmul at the start and log the fraction of its rate, instead of the fraction of
             the published peak.
-        batch_size_fn: Micro-batch of this rank -> its samples. All ranks are taken to have as many.
-        length_fn: Micro-batch of this rank -> tokens in each of its samples, or their mean; needs `batch_size_fn`.
+        batch_size_fn: Returns the number of samples in a micro-batch of this rank, assumed equal on all ranks.
+        length_fn: Returns the number of tokens per sample of a micro-batch, or its mean; needs `batch_size_fn`.
 
     Raises:
-        ValueError: `peak_tflops` is not above 0, or there is a `length_fn` without a `batch_size_fn`.
+        ValueError: `peak_tflops` is not above 0, or `length_fn` is set without `batch_size_fn`.
 
     Example:
         >>> monitor = SpeedMonitor(batch_size_fn=lambda batch: len(batch[0]))
@@ -85,24 +85,24 @@ class SpeedMonitor(Callback):
         self._length_fn = length_fn
         self.clock: Callable[[], float] = time.perf_counter
         self._meter = FlopMeter(peak_tflops=peak_tflops, measure_peak=measure_peak)
-        self._earlier = Snapshot()  # before this process
+        self._earlier = Snapshot()  # totals of earlier processes
         self._earlier_excluded: dict[str, float] = {}
         self._steps = StepCounter()
         self._world_size = 1
-        self.row: dict[str, float] = {}  # logged last
+        self.row: dict[str, float] = {}  # metrics logged last
         self._begin()
 
     def _begin(self) -> None:
         self._watch = Stopwatch(self.clock)
-        self._now = Snapshot()  # counts of this process; `_read` adds the seconds
-        self._row = Snapshot()  # at the last row
+        self._now = Snapshot()  # counts of this process; `_read` adds the times
+        self._row = Snapshot()  # totals at the last row
         self._is_first = True  # whether this is the first step of this process
-        self._is_step_timed = False  # whether any micro-batch of the current step is
+        self._is_step_timed = False  # whether any micro-batch of the current step is timed
         self._counted = (0, 0)  # the module's samples and tokens after the last batch
         self._wait_seconds = 0.0
         self._fetch_began = 0.0
-        self._idle_since: float | None = None  # end of the batch, if the device has finished it
-        self._busy: torch.cuda.Event | None = None  # done when the device has finished the batch
+        self._idle_since: float | None = None  # end of the last batch, if known to be finished on the device
+        self._busy: torch.cuda.Event | None = None  # recorded at the end of the last batch
         self._taps: list[ProfilerTap | CompileListener] = []
 
     @override
@@ -126,7 +126,7 @@ class SpeedMonitor(Callback):
         return Listener(lambda: self._pause(name), lambda: self._watch.resume(name))
 
     def _pause(self, reason: str) -> None:
-        """Pause the stopwatch at the end of training: work still queued on the device is training."""
+        """Pause the stopwatch once the device has finished its queue, which still counts as training."""
         if self._idle_since is None:
             self._synchronize()
         self._watch.pause(reason, at=self._idle_since)
@@ -141,7 +141,7 @@ class SpeedMonitor(Callback):
         self._fetch_began = self.clock()
 
     def _on_fetched(self) -> None:
-        """Count the fetch as waiting, unless the device was still busy with the previous batch."""
+        """Count the fetch as data wait, unless the device was still busy with the previous batch."""
         busy, self._busy = self._busy, None
         if not self._watch.is_paused and (busy is None or busy.query()):  # type: ignore[no-untyped-call]
             self._wait_seconds += self.clock() - self._fetch_began
@@ -149,7 +149,7 @@ class SpeedMonitor(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._meter.needs_watch(trainer, pl_module, batch):
-            if not self._is_first:  # which is excluded anyway
+            if not self._is_first:  # the first step is excluded anyway
                 self._pause("count_flops")
             self._meter.watch()
 
@@ -193,14 +193,14 @@ class SpeedMonitor(Callback):
             self._row = reading
 
     def _count(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *, stepped: bool) -> None:
-        """Add what this batch consumed; a counter that was rolled back continues from its lower value."""
+        """Add this batch's samples, tokens and FLOPs; a counter may have been lowered by a rollback."""
         before, self._counted = self._counted, _counters(pl_module)
         flops = self._get_flops(trainer, pl_module, batch)
         is_timed = not self._watch.is_paused
         if "count_flops" in self._watch.reasons:
-            self._synchronize()  # what the watched micro-batch has queued is excluded too
+            self._synchronize()  # also exclude the work that the counted micro-batch has queued
             self._watch.resume("count_flops")
-        if is_timed:  # else it is excluded: of the first step, watched, traced
+        if is_timed:  # else excluded: first step, being counted or being traced
             if self._batch_size_fn is None:
                 samples, tokens = (max(0, b - a) for a, b in zip(before, self._counted, strict=True))
             else:
@@ -220,7 +220,7 @@ class SpeedMonitor(Callback):
             self._is_step_timed = False
 
     def _get_flops(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> tuple[float, float | None] | None:
-        """Return the FLOPs of a micro-batch; the time it takes the module to compute them is excluded."""
+        """Return the FLOPs of a micro-batch; exclude the time that the module takes to compute them."""
         if not self._meter.must_ask(pl_module, batch):
             return self._meter.get(trainer, pl_module, batch)
         self._watch.pause("count_flops")
@@ -230,7 +230,7 @@ class SpeedMonitor(Callback):
             self._watch.resume("count_flops")
 
     def _read(self) -> Snapshot:
-        """Return everything this process has done so far."""
+        """Return the totals of this process so far."""
         seconds = self._watch.seconds()
         return self._now + Snapshot(
             seconds=seconds,
@@ -255,7 +255,7 @@ class SpeedMonitor(Callback):
         self._taps = []
 
     def summary(self) -> dict[str, Any]:
-        """Return averages over the run, excluded time not counted; None where nothing was counted."""
+        """Return averages over the run without excluded time; None for values that were not counted."""
         total = self._total()
         mfu = None
         if total.seconds > 0:
@@ -286,13 +286,13 @@ class SpeedMonitor(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         totals = dict(state_dict)
-        if "left_out" in totals:  # not in the checkpoints of earlier versions
+        if "left_out" in totals:  # missing in checkpoints of earlier versions
             self._earlier_excluded = totals.pop("left_out")
         self._earlier = Snapshot(**totals)
 
 
 def _counters(pl_module: LightningModule) -> tuple[int, int]:
-    """Return samples and tokens consumed so far over all ranks; 0 where the module does not count."""
+    """Return samples and tokens consumed so far over all ranks; (0, 0) if the module does not count them."""
     return pl_module.recipes_consumed() if isinstance(pl_module, SupportsConsumed) else (0, 0)
 
 

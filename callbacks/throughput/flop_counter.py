@@ -1,6 +1,6 @@
-"""Count the FLOPs of a micro-batch: by watching its own step, or on a meta copy that a module provides.
+"""Count the FLOPs of a micro-batch during its own training step, or on a meta-device copy of the model.
 
-Nothing runs twice, so counting has no side effect: no random number, no logged value, no replay buffer is touched.
+The training step never runs twice, so counting has no side effects on RNG states, logged values or replay buffers.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ _aten = torch.ops.aten
 
 
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the FLOPs of matmuls, convolutions and attention while it is active: microseconds per operator.
+    """Counts the FLOPs of matmuls, convolutions and attention while active; costs microseconds per operator.
 
-    Attention counts in full, whatever its mask; recomputed activations do not count.
+    Attention is counted in full regardless of its mask; recomputed activations are not counted.
 
     Attributes:
-        flops: Counted so far.
-        error: Why the count is wrong; None if it is right.
+        flops: FLOPs counted so far.
+        error: Reason why the count is invalid; None if it is valid.
     """
 
     supports_higher_order_operators = True  # flex attention, activation checkpoints
@@ -41,7 +41,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     @override
     def ignore_compile_internals(cls) -> bool:
-        # else torch.compile would leave the step of this batch uncompiled, with other rounding errors
+        # otherwise torch.compile would run this batch uncompiled, with different rounding errors
         return True
 
     @override
@@ -53,7 +53,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if formula is not None and not _is_recomputing():
             try:
                 self.flops += float(formula(*args, **kwargs, out_val=result))
-            except Exception as error:  # a formula that does not know these arguments must not end the run
+            except Exception as error:  # a formula that cannot handle these arguments must not end the run
                 self.error = f"{type(error).__name__} in the formula of {operator}"
         return result
 
@@ -66,7 +66,7 @@ def _sdpa_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *arg
     return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
 
 
-# torch's own registry has no formula for its CPU kernel and counts it as zero (pytorch #195460, 2.13)
+# torch's registry has no formula for the CPU attention kernels and counts them as zero (pytorch #195460, 2.13)
 _CPU_ATTENTION: dict[Any, Any] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _sdpa,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _sdpa_backward,
@@ -74,7 +74,7 @@ _CPU_ATTENTION: dict[Any, Any] = {
 
 
 def _is_recomputing() -> bool:
-    """Return whether a backward pass is recomputing activations: a forward pass inside it, by some checkpoint.py."""
+    """Return whether a backward pass is recomputing activations: a forward pass within it from a checkpoint.py."""
     if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
         return False
     frame = sys._getframe()
@@ -86,7 +86,7 @@ def _is_recomputing() -> bool:
 
 
 def is_compiled(loss: Tensor) -> bool:
-    """Return whether part of a loss was computed by compiled code, whose operators no counter sees."""
+    """Return whether part of a loss was computed by compiled code, whose operators the counter cannot see."""
     seen = set()
     nodes = [loss.grad_fn]
     while nodes:
@@ -101,27 +101,27 @@ def is_compiled(loss: Tensor) -> bool:
 
 
 def count_flops_on_meta(module: SupportsMetaForward, batch: Any) -> float:
-    """Return the FLOPs of a forward and a backward pass of `recipes_forward_on_meta`: 10 to 100 ms, nothing computed.
+    """Return the FLOPs of a forward and backward pass of `recipes_forward_on_meta`; takes 10 to 100 ms.
 
-    Attention counts in full, whatever its mask; recomputation does not count. Random states are restored.
+    Attention is counted in full regardless of its mask; recomputation is not counted. RNG states are restored.
 
     Args:
         module: Provides the outputs of its forward pass on the meta device.
-        batch: As `training_step` takes it.
+        batch: A batch as passed to `training_step`.
 
     Raises:
-        Exception: Whatever the module raises when it reads a value from a tensor on the meta device.
+        Exception: Anything the module raises, for example when it reads a value from a meta tensor.
     """
     has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = list(range(torch.cuda.device_count())) if has_cuda else []
-    # fused attention kernels count as zero on some devices (pytorch #195460, 2.13)
+    # fused attention kernels are counted as zero on some devices (pytorch #195460, 2.13)
     with fork_rng(devices), FlopCounter() as counter, sdpa_kernel(SDPBackend.MATH):
         module.recipes_forward_on_meta(_on_meta(batch)).float().sum().backward()  # type: ignore[no-untyped-call]
     return float(counter.flops)
 
 
 def has_sharded_parameters(module: nn.Module) -> bool:
-    """Return whether a parameter is a DTensor, whose operators show global shapes on every rank."""
+    """Return whether any parameter is a DTensor, whose operators see global shapes on every rank."""
     return any(hasattr(parameter, "full_tensor") for parameter in module.parameters())
 
 

@@ -1,6 +1,6 @@
-"""Model FLOPs utilization (MFU): the fraction of a device's peak that the model's own arithmetic uses.
+"""Model FLOPs utilization (MFU): the model's FLOP/s as a fraction of the device's peak.
 
-The FLOPs are found once per shape of a micro-batch.
+FLOPs are determined once per micro-batch shape.
 """
 
 import logging
@@ -18,7 +18,7 @@ from .stopwatch import Snapshot
 
 log = logging.getLogger("lightning_recipes")
 _KINDS: dict[torch.dtype, Kind] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-# by the beginning of Lightning's name of a precision; transformer: of transformer-engine
+# by the part of Lightning's precision name before the first dash; "transformer" is from transformer-engine
 _KINDS_BY_PRECISION: dict[str, Kind] = {"bf16": "bf16", "16": "fp16", "32": "fp32", "transformer": "fp8"}
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -26,34 +26,34 @@ _DTYPES = {
     "tf32": torch.float32,
     "fp32": torch.float32,
 }
-_MAX_SHAPES = 256  # whose FLOPs are remembered
-_MAX_WATCHED = 32  # micro-batches whose operators are watched, which slows each of them down
+_MAX_SHAPES = 256  # micro-batch shapes whose FLOPs are cached
+_MAX_WATCHED = 32  # micro-batches whose operators are counted, which slows each of them down
 _HOW = "define recipes_flops(batch), which returns .palm and .causal"
-Flops = tuple[float, float | None]  # with attention in full; with causal attention at half, None if unknown
+Flops = tuple[float, float | None]  # attention counted in full; at half for the causal mask, None if unknown
 
 
 class FlopMeter:
-    """Knows the FLOPs of a micro-batch and the peak of the device.
+    """Determines the FLOPs of a micro-batch and the peak FLOP/s of the device.
 
     Args:
-        peak_tflops: The device's dense peak in TFLOP/s; None takes it from the table of published peaks.
+        peak_tflops: The device's dense peak in TFLOP/s; None looks it up in the table of published peaks.
         measure_peak: Time a matmul and log the fraction of its rate instead.
     """
 
     def __init__(self, *, peak_tflops: float | None, measure_peak: bool) -> None:
         self._peak_tflops = peak_tflops
         self._measure_peak = measure_peak
-        self._flops: dict[Any, Flops] = {}  # by shapes of a micro-batch
-        self._counter: FlopCounter | None = None  # while a micro-batch is watched
-        self._at_optimizer: float | None = None  # FLOPs counted before the optimizer's own, in that micro-batch
+        self._flops: dict[Any, Flops] = {}  # by micro-batch shapes
+        self._counter: FlopCounter | None = None  # while a micro-batch is being counted
+        self._at_optimizer: float | None = None  # FLOPs of that micro-batch before the optimizer step
         self._num_watched = 0
         self._watches_next = True
-        self._why_not: str | None = None  # why there are no FLOPs; None: there are
+        self._why_not: str | None = None  # why FLOPs cannot be counted; None if they can
         self._peak: float | None = None  # TFLOP/s, published or set
         self._measured: float | None = None  # TFLOP/s
 
     def start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget the module before; find the peak, and log which it is or why there is none."""
+        """Reset all state, determine the peak, and log it or the reason why there is none."""
         self._flops.clear()
         self._peak = self._measured = None
         self._num_watched, self._watches_next, self._why_not = 0, True, None
@@ -81,16 +81,16 @@ class FlopMeter:
             log.info(message)
 
     def known(self, batch: Any) -> Flops | None:
-        """Return the remembered FLOPs of a micro-batch of these shapes; None if they are unknown."""
+        """Return the cached FLOPs of a micro-batch with these shapes; None if unknown."""
         return self._flops.get(get_shapes(batch))
 
     def needs_watch(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> bool:
-        """Return whether the FLOPs of a micro-batch are unknown, and its operators must be watched to know them.
+        """Return whether the operators of a micro-batch must be counted because its FLOPs are unknown.
 
         Args:
-            trainer: Of the run.
-            pl_module: A module that knows its own FLOPs, or can run on the meta device, is not watched.
-            batch: As `on_train_batch_start` has it: with a `dataloader_iter` it is the one before, or None.
+            trainer: The trainer.
+            pl_module: The module; not needed if it reports its own FLOPs or can run on the meta device.
+            batch: As passed to `on_train_batch_start`: with a `dataloader_iter` it is the previous batch or None.
         """
         if self._why_not is not None or isinstance(pl_module, (SupportsFlops, SupportsMetaForward)):
             return False
@@ -102,7 +102,7 @@ class FlopMeter:
         return True
 
     def watch(self) -> None:
-        """Begin to watch the operators of a micro-batch; call it before the micro-batch is trained."""
+        """Start counting the operators of a micro-batch; call it before its forward pass."""
         self._num_watched += 1
         self._watches_next = False
         self._at_optimizer = None
@@ -110,29 +110,29 @@ class FlopMeter:
         self._counter.__enter__()  # type: ignore[no-untyped-call]
 
     def must_ask(self, pl_module: LightningModule, batch: Any) -> bool:
-        """Return whether the module has to compute the FLOPs of a micro-batch."""
+        """Return whether the module itself must compute the FLOPs of a micro-batch."""
         is_asked = isinstance(pl_module, (SupportsFlops, SupportsMetaForward))
         return is_asked and self._why_not is None and self.known(batch) is None
 
     def check_loss(self, loss: Tensor) -> None:
-        """Notice a compiled step, whose operators are not seen; call it before every backward pass."""
+        """Detect a compiled step, whose operators cannot be counted; call it before every backward pass."""
         if self._counter is not None and is_compiled(loss):
             self._counter.error = "its step is compiled"
 
     def reach_optimizer(self) -> None:
-        """Note the count before an optimizer steps: what it multiplies is not the model's; call it before each step."""
+        """Save the count before an optimizer step, whose matmuls are not the model's; call it before each step."""
         if self._counter is not None:
             self._at_optimizer = self._counter.flops
 
     def stop(self) -> FlopCounter | None:
-        """Stop watching; call it after the micro-batch and after an exception."""
+        """Stop counting; call it after the micro-batch and after an exception."""
         counter, self._counter = self._counter, None
         if counter is not None:
             counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return counter
 
     def get(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Flops | None:
-        """Return the FLOPs of the micro-batch that has just been trained, on this rank; None where they are unknown."""
+        """Return the FLOPs of the micro-batch just trained on this rank; None if unknown."""
         counter, shapes = self.stop(), get_shapes(batch)
         if counter is not None and counter.error is not None:
             self._give_up(trainer, pl_module, counter.error)
@@ -153,18 +153,18 @@ class FlopMeter:
         return flops
 
     def _ask(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Flops | None:
-        """Return what the module itself knows about the FLOPs of a batch; None for a module that is watched instead."""
+        """Return the FLOPs of a batch as computed by the module; None if the module cannot compute them."""
         if isinstance(pl_module, SupportsFlops) and (figures := pl_module.recipes_flops(batch)) is not None:
             return float(figures.palm), float(figures.causal)
         if isinstance(pl_module, SupportsMetaForward):
             try:
                 return count_flops_on_meta(pl_module, batch), None
-            except Exception as error:  # a module may do anything with a tensor that has no values
+            except Exception as error:  # the module may try to read values from meta tensors
                 self._give_up(trainer, pl_module, f"{type(error).__name__} on the meta device")
         elif isinstance(pl_module, SupportsFlops):
             self._give_up(trainer, pl_module, "its recipes_flops returns None")
         elif self._num_watched == _MAX_WATCHED:
-            self._num_watched += 1  # once
+            self._num_watched += 1  # log this only once
             if trainer.is_global_zero:
                 known = f"FLOP/s only in rows whose batches have the first {_MAX_WATCHED} shapes"
                 log.info(f"{known}: to count each takes as long as a step; {_HOW}")
@@ -176,9 +176,9 @@ class FlopMeter:
             log.info(f"no MFU: the FLOPs of {type(pl_module).__name__} cannot be counted ({why}); {_HOW}")
 
     def row(self, window: Snapshot) -> dict[str, float]:
-        """Return the metrics of a window over all ranks; its seconds must be above 0.
+        """Return the metrics of a window over all ranks; empty if it has a micro-batch of unknown FLOPs.
 
-        A window with a micro-batch of unknown FLOPs has none.
+        The window's seconds must be above 0.
         """
         if window.flops <= 0 or window.uncounted:
             return {}
@@ -197,9 +197,9 @@ class FlopMeter:
 
 
 def get_kind(trainer: Trainer, pl_module: LightningModule) -> Kind | None:
-    """Return the arithmetic of a run's matmuls; None if no peak is known for it.
+    """Return the number format of a run's matmuls; None if no peak is known for it.
 
-    A precision plugin may give it as `compute_dtype`; Lightning's plugins give it in their name.
+    It is the precision plugin's `compute_dtype` if it has one, else derived from Lightning's precision name.
     """
     if any(_is_fp8(module) for module in pl_module.modules()):
         return "fp8"
@@ -214,7 +214,7 @@ def get_kind(trainer: Trainer, pl_module: LightningModule) -> Kind | None:
 
 
 def _is_fp8(module: torch.nn.Module) -> bool:
-    """Return whether this is a layer of torchao or TransformerEngine that multiplies in eight bits."""
+    """Return whether a module is an FP8 layer of torchao or TransformerEngine."""
     kind = type(module)
     return kind.__name__.startswith("Float8") or kind.__module__.startswith("transformer_engine")
 
@@ -226,7 +226,7 @@ _REPEATS = 8
 def measure_peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the best TFLOP/s of a matmul over a few square sizes.
 
-    The operands are random: zeros draw less power and run faster.
+    The operands are random because zeros draw less power and run faster.
     """
     sizes = _SIZES["cuda" if device.type == "cuda" else "cpu"]
     best = max(_measure_tflops(size, device, dtype) for size in sizes)
@@ -236,7 +236,7 @@ def measure_peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _measure_tflops(size: int, device: torch.device, dtype: torch.dtype) -> float:
-    generator = torch.Generator(device).manual_seed(0)  # the run's own generator is not advanced
+    generator = torch.Generator(device).manual_seed(0)  # leaves the run's own generator untouched
     # [size, size] each
     a, b = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in "ab")
     c = torch.empty_like(a)  # [size, size]

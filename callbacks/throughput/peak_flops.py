@@ -1,7 +1,7 @@
-"""Published dense peak FLOP/s by device name and kind of arithmetic; unknown devices have none.
+"""Published dense peak FLOP/s by device name and number format; None for unknown devices.
 
-A device that clocks above its vendor's stated boost can exceed its row. A row knows no more than the name says:
-neither power limits nor an MI300X split into partitions.
+A device that clocks above its vendor's stated boost can exceed its published peak. The device name does not reveal
+power limits or a partitioned MI300X.
 """
 
 import re
@@ -13,7 +13,7 @@ Kind = Literal["bf16", "fp16", "tf32", "fp32", "fp8"]
 
 @dataclass(frozen=True)
 class Peak:
-    """TFLOP/s without sparsity, None where unknown, and one line that names the source."""
+    """TFLOP/s without sparsity, None if unknown, and one line that names the source."""
 
     tflops: float | None
     description: str
@@ -21,7 +21,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class PeakFlops:
-    """One device. A name matches if it contains all of `words` and no others except `also` and vendor names."""
+    """Peaks of one device. A name matches if it has all of `words`, and no others except `also` and vendor names."""
 
     device: str
     words: frozenset[str]
@@ -31,7 +31,7 @@ class PeakFlops:
 
 
 def _row(device: str, words: str, tflops: tuple[float, ...], source: str, *, also: str = "") -> PeakFlops:
-    """Build a row; float16 is as fast as bfloat16 on every device here when both accumulate in float32."""
+    """Build a row; float16 is as fast as bfloat16 on all of these devices if both accumulate in float32."""
     by_kind = dict(zip(_COLUMNS, tflops, strict=False)) | {"fp16": tflops[0]}
     return PeakFlops(device, frozenset(words.split()), source, by_kind, frozenset(also.split()))
 
@@ -40,13 +40,13 @@ def _row(device: str, words: str, tflops: tuple[float, ...], source: str, *, als
 # memory size, a slice of a virtual GPU) means another device.
 _NEUTRAL = frozenset({"nvidia", "geforce", "amd", "instinct"})
 
-# documents that two rows cite
+# documents cited by more than one row
 _H100_PAPER = "NVIDIA H100 Tensor Core GPU Architecture white paper, 2022"
 _GA102_PAPER = "NVIDIA Ampere GA102 GPU Architecture white paper, 2021"
 _H200_SHEET = "NVIDIA H200 data sheet, 2024"
 _BLACKWELL_SHEET = "NVIDIA Blackwell data sheet, 2025"
 
-# of TFLOP/s; a row without the last one has no such figure
+# order of the TFLOP/s in a row; the last may be missing
 _COLUMNS: tuple[Kind, ...] = ("bf16", "tf32", "fp32", "fp8")
 
 # bf16, fp16, tf32, fp8: matrix units, float32 accumulation, no sparsity; fp32: vector units.
@@ -109,7 +109,7 @@ def get_peak(device_name: str, kind: Kind) -> Peak:
 
     Args:
         device_name: As `torch.cuda.get_device_name` returns it.
-        kind: Arithmetic of the matmuls.
+        kind: Number format of the matmuls.
 
     Raises:
         ValueError: `kind` is not one of `Kind`.
@@ -131,12 +131,12 @@ def get_peak(device_name: str, kind: Kind) -> Peak:
 
 
 def name_words(device_name: str) -> frozenset[str]:
-    """Split a name into lower-case runs of letters and digits; 'MIG3g.90gb' and 'Max-Q' split further."""
+    """Split a name into lower-case alphanumeric words; 'MIG3g.90gb' and 'Max-Q' yield several words."""
     return frozenset(re.findall(r"mig(?=\d)|[a-z0-9]+", device_name.lower()))
 
 
 def find_rows(words: frozenset[str]) -> list[PeakFlops]:
-    """Return the rows that a name of these words matches, those with the most words first."""
+    """Return the rows that match a name with these words, most specific first."""
     rows = [row for row in ROWS if row.words <= words <= row.words | row.also | _NEUTRAL]
     return sorted(rows, key=lambda row: -len(row.words))
 

@@ -1,4 +1,4 @@
-"""A stopwatch that pauses for named reasons, and the totals of a run: plain arithmetic, no Lightning."""
+"""A stopwatch with named pauses, and the throughput totals of a run: plain arithmetic, no Lightning."""
 
 import operator
 from collections.abc import Callable
@@ -10,18 +10,18 @@ from torch._dynamo.callback import callback_handler
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Totals of a run, cumulative or between two snapshots; zero for what the module does not count."""
+    """Totals of a run, cumulative or between two snapshots; values that the module does not count are 0."""
 
     seconds: float = 0.0
-    device_seconds: float = 0.0  # of all ranks together
+    device_seconds: float = 0.0  # summed over all ranks
     wait_seconds: float = 0.0
     excluded_seconds: float = 0.0
     steps: int = 0
     samples: int = 0
     tokens: int = 0
-    flops: float = 0.0  # attention counted in full, without regard to the causal mask
+    flops: float = 0.0  # attention counted in full, regardless of the causal mask
     causal_flops: float = 0.0  # attention counted at half, for the causal mask
-    uncounted: int = 0  # micro-batches of unknown FLOPs
+    uncounted: int = 0  # micro-batches with unknown FLOPs
 
     def __add__(self, other: "Snapshot") -> "Snapshot":
         return Snapshot(*map(operator.add, vars(self).values(), vars(other).values()))
@@ -31,7 +31,7 @@ class Snapshot:
 
 
 def get_rates(window: Snapshot, *, world_size: int) -> dict[str, float]:
-    """Return the metrics of one row; of a window without training, its excluded seconds only."""
+    """Return the metrics of one row; only the excluded seconds if the window contains no training."""
     row = {"time/excluded_seconds": window.excluded_seconds}
     if window.seconds <= 0 or not window.steps:
         return row
@@ -47,14 +47,14 @@ def get_rates(window: Snapshot, *, world_size: int) -> dict[str, float]:
 
 
 class Stopwatch:
-    """Seconds since `start`, without the intervals in which there was a reason to pause.
+    """Counts the seconds since `start`, except while any pause is active.
 
     Args:
         clock: Returns seconds.
 
     Attributes:
-        excluded_seconds: Paused seconds by reason; while several reasons overlap, the last to begin counts. Excludes
-            the pause that is still open.
+        excluded_seconds: Paused seconds by reason, without the pause still open; overlapping pauses count toward the
+            most recent reason.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -62,30 +62,30 @@ class Stopwatch:
         self._seconds = 0.0
         self._running_since: float | None = None
         self._reasons: list[str] = []
-        self._paused_since = 0.0  # start of the interval not yet booked
+        self._paused_since = 0.0  # start of the interval not yet recorded
         self.excluded_seconds: dict[str, float] = {}
 
     @property
     def is_paused(self) -> bool:
-        """Whether there is a reason to pause."""
+        """Whether any pause is active."""
         return bool(self._reasons)
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """The present reasons to pause."""
+        """Reasons of the active pauses."""
         return tuple(self._reasons)
 
     def start(self) -> None:
-        """Begin counting."""
+        """Start counting."""
         self._running_since = self._clock()
 
     def pause(self, reason: str, *, at: float | None = None) -> None:
         """Stop counting until `resume` has been called for every reason.
 
         Args:
-            reason: Name under which the pause is booked.
-            at: When it began; None: now. A time before the last resume is clamped to it, so that no
-                interval is excluded twice.
+            reason: Name under which the pause is recorded.
+            at: Time at which the pause began; None means now. Clamped to the last resume, so that no interval is
+                excluded twice.
         """
         if self._running_since is not None:
             until = self._clock() if at is None else max(at, self._running_since)
@@ -98,7 +98,7 @@ class Stopwatch:
             self._reasons.append(reason)
 
     def resume(self, reason: str) -> None:
-        """Continue counting unless another reason to pause remains; ignored for a reason that is not active."""
+        """End a pause; continue counting if no other is active. Ignored if the reason is not active."""
         if reason not in self._reasons:
             return
         self._record_pause()
@@ -107,7 +107,7 @@ class Stopwatch:
             self._running_since = self._paused_since
 
     def _record_pause(self) -> None:
-        """Book the open pause up to now under the last reason."""
+        """Record the open pause up to now under the most recent reason."""
         since, self._paused_since = self._paused_since, self._clock()
         if self._reasons and self._paused_since > since:
             before = self.excluded_seconds.setdefault(self._reasons[-1], 0.0)
@@ -121,9 +121,9 @@ class Stopwatch:
 
 
 class CompileListener:
-    """Pauses a stopwatch during torch.compile's compilations, from construction until `detach`.
+    """Pauses a stopwatch while torch.compile compiles, from construction until `detach`.
 
-    torch reports a nested compilation once, with the outer one.
+    torch reports nested compilations once, as part of the outermost one.
     """
 
     def __init__(self, watch: Stopwatch) -> None:

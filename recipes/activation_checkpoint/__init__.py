@@ -1,7 +1,7 @@
-"""What the blocks of a model keep for the backward pass: everything, their inputs, matrix products, or host copies.
+"""Activation checkpointing: recompute the activations of blocks, or offload them to host memory.
 
-Every option gives the same loss and gradients, bit for bit in eager mode. `recompute` computes again what was not
-kept; `host_offload` keeps it in host memory.
+Every option gives the same loss and gradients, bit for bit in eager mode. `recompute` recomputes activations that were
+not saved; `host_offload` saves them in host memory.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,16 @@ _MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpoint:
-    """Which blocks of a model are recomputed, and what they keep.
+    """Settings for recomputing and offloading the activations of blocks.
 
     Attributes:
         every_nth_block: 1 recomputes all blocks, 2 every second one, 0 none.
-        keep: What a recomputed block keeps: its inputs, or also the results of matrix products, convolutions and
-            attention, so that only what lies between them is computed again.
-        keep_every_nth_product: With `keep=products`, 2 keeps every second matrix product.
-        memory_budget: Fraction of the activations of a compiled block that torch's partitioner may keep; it recomputes
-            what is cheapest. None: torch's own choice.
-        offload: Copy what the blocks keep to host memory, and back one block ahead of the backward pass.
+        keep: What a recomputed block saves: only its inputs, or also the results of matmuls, convolutions and
+            attention, so that only cheaper operations are recomputed.
+        keep_every_nth_product: With `keep=products`, 2 saves every second matmul.
+        memory_budget: Fraction of the activations of a compiled block that torch's partitioner may save; it recomputes
+            the cheapest ones. None: torch's default.
+        offload: Copy saved activations to host memory, and back one block ahead of the backward pass.
         offload_min_mib: Smaller tensors stay on the device.
     """
 
@@ -41,7 +41,7 @@ class ActivationCheckpoint:
 
     @property
     def changes_blocks(self) -> bool:
-        """Whether a model needs blocks for it."""
+        """Whether these settings require a model with blocks."""
         return self.every_nth_block > 0 or self.memory_budget is not None or self.offload
 
     def recomputes(self, index: int) -> bool:
@@ -51,7 +51,7 @@ class ActivationCheckpoint:
     def apply(self, blocks: nn.ModuleList) -> None:
         """Change the blocks in place, before they are compiled and sharded.
 
-        Methods and not modules are wrapped, so that parameter names, and with them checkpoints, stay the same.
+        Methods rather than modules are wrapped, so that parameter names, and thus checkpoints, stay the same.
         """
         offload = HostOffload(min_bytes=int(self.offload_min_mib * _MIB)) if self.offload else None
         kept = self.keep_every_nth_product if self.keep == "products" else None
@@ -68,7 +68,7 @@ class ActivationCheckpoint:
 
 
 def _with_budget(fraction: float) -> Entered:
-    """Return what sets the budget while a block is called: its first call compiles it, forward and backward."""
+    """Return a context that sets the budget during calls of a block, the first of which compiles it."""
     from torch._functorch import config
 
     patch: Callable[..., Any] = config.patch

@@ -1,4 +1,4 @@
-"""Enter context managers around the calls of a module, outside its hooks and outside what torch.compile compiles."""
+"""Enter context managers around calls of a module, outside its hooks and outside the compiled region."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-# (module, positional arguments, keyword arguments) -> what to enter
+# (module, positional arguments, keyword arguments) -> context manager to enter
 Entered = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], AbstractContextManager[Any]]
 # one for all modules of a class: torch.compile, and a plan, take modules of one class for alike
 _SUBCLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def enter_calls(module: nn.Module, entered: Sequence[Entered]) -> None:
-    """Enter what these return around every call of a module that trains and records gradients.
+    """Enter these context managers around every call of a module that trains and records gradients.
 
-    A wrapped `forward` would be inside the compiled region, and so would hooks of the module; Python finds `__call__`
-    on the class alone. So the module gets another class, as under FSDP2, with the same name and parameters.
+    A wrapped `forward` or a hook would be inside the compiled region, and Python looks up `__call__` only on the class.
+    The module therefore gets a new class, as under FSDP2, with the same name and parameters.
     """
     module._entered = tuple(entered)  # type: ignore[assignment]
     base = type(module)
@@ -28,7 +28,7 @@ def enter_calls(module: nn.Module, entered: Sequence[Entered]) -> None:
 
 
 def _subclass(base: type[nn.Module]) -> type[nn.Module]:
-    """Return a class whose calls enter what the module holds."""
+    """Return a subclass whose calls enter the context managers of the module."""
 
     def call(self: Any, *inputs: Any, **options: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):

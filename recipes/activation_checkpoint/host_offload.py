@@ -1,8 +1,8 @@
-"""Keep what blocks save for the backward pass in host memory: copied out behind the computation, back one block ahead.
+"""Offload saved activations to host memory, overlapped with computation, and prefetch them one block ahead.
 
-Copies of GPU tensors are in pinned memory and run on a stream of their own. Device memory: what a block saves leaves
-when the next block is done, so two blocks' worth at a time, and as much again in the backward pass. What the last block
-saves stays, because the backward pass begins with it. On a CPU the copies are made at once, by the same code.
+GPU tensors are copied to pinned memory on a separate stream. Device memory: the activations of a block are freed when
+the next block is done, so two blocks' worth at a time, in the forward and in the backward pass. Those of the last block
+stay, because the backward pass starts with it. On a CPU the same code copies synchronously.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from recipes.activation_checkpoint.entered import Entered
 from recipes.numerics.nf4 import get_parts, is_nf4
 
-_Key = tuple[int, int]  # storage, version of what is in it
+_Key = tuple[int, int]  # storage, version of its content
 
 
 def allocate_host(num_bytes: int, *, pinned: bool) -> Tensor:
@@ -28,7 +28,7 @@ def allocate_host(num_bytes: int, *, pinned: bool) -> Tensor:
 
 
 class HostOffload:
-    """Moves what a chain of blocks saves to host memory and back.
+    """Moves the saved activations of a chain of blocks to host memory and back.
 
     Args:
         min_bytes: Smaller storages stay on the device: a copy takes some microseconds to start.
@@ -46,11 +46,11 @@ class HostOffload:
         self._leaving: _Call | None = None  # the call whose tensors are held until they are copied
 
     def saving(self, *, is_first: bool, is_last: bool) -> Entered:
-        """Return what to enter around each call of a block.
+        """Return the context to enter around each call of a block.
 
         Args:
-            is_first: The call begins a forward pass, of one micro-batch.
-            is_last: The backward pass begins with the block.
+            is_first: Whether the block starts the forward pass of a micro-batch.
+            is_last: Whether the backward pass starts with this block.
         """
 
         owners: list[nn.Module] = []  # of parameters and buffers
@@ -76,7 +76,7 @@ class HostOffload:
         return enter
 
     def copy(self, tensor: Tensor) -> "_Copy":
-        """Return the copy of a tensor's storage, begun now unless the same values have been copied before."""
+        """Return the host copy of a tensor's storage, starting it unless the same values were already copied."""
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor._version)
         copy = self._copies.get(key)
@@ -92,7 +92,7 @@ class HostOffload:
         return num_bytes >= self._min_bytes and num_bytes % tensor.element_size() == 0
 
     def transfer(self, target: Tensor, source: Tensor) -> "torch.cuda.Event | None":
-        """Copy between host and device after what the device was given so far; return when it is done, None: now."""
+        """Copy between host and device after all queued work; return the completion event, or None if synchronous."""
         if not (target.is_cuda or source.is_cuda):
             target.copy_(source)
             return None
@@ -204,19 +204,19 @@ class _Call:
         return Saved(self, copy, tensor)
 
     def release(self) -> None:
-        """Let go of what has been copied."""
+        """Release the device memory of copied tensors."""
         for copy in self._leaving:
             copy.release()
         self._leaving.clear()
 
     def fetch(self) -> None:
-        """Begin to copy back what is still needed, what was saved last at first: it is needed first."""
+        """Start copying back the tensors still needed, last saved first, because it is needed first."""
         with torch.no_grad():
             for copy in reversed(list(self._copies.values())):
                 copy.fetch()
 
     def begin_backward(self) -> None:
-        """Fetch what the backward pass of this block needs, and then what that of the block before it does."""
+        """Fetch the tensors for the backward pass of this block, then prefetch those of the block before it."""
         if self._is_backward:
             return
         self._is_backward = True
@@ -257,7 +257,7 @@ class Saved:
 
 
 def unpack(saved: Saved | Kept) -> Tensor:
-    """Return a tensor that a call has packed; the backward pass of its block has begun."""
+    """Return a packed tensor; marks the start of the backward pass of its block."""
     saved.call.begin_backward()
     return saved.tensor if isinstance(saved, Kept) else saved.copy.view(saved)
 

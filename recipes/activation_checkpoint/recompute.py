@@ -1,4 +1,4 @@
-"""Blocks that are computed again in the backward pass, whole or but for their matrix products and attention."""
+"""Recompute blocks in the backward pass, entirely or except for matmuls and attention."""
 
 import contextlib
 import functools
@@ -55,7 +55,7 @@ _COLLECTIVES = frozenset(
 
 
 def recompute_block(block: nn.Module, *, keep_every_nth_product: int | None, offload: HostOffload | None) -> None:
-    """Replace the forward of a block by one that is run again in the backward pass, with the same random numbers.
+    """Wrap the forward of a block so that it is recomputed in the backward pass with the same random numbers.
 
     Args:
         block: Changed in place.
@@ -125,8 +125,8 @@ def keep_products(every_nth: int) -> Policy:
 def _drops_weights(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether attention draws random numbers.
 
-    Were its result kept, the recomputation would not draw them, and all dropout after it would get those of another
-    place: wrong gradients, silently.
+    If its result were saved, the recomputation would not draw them, and all later dropout would use different random
+    numbers: silently wrong gradients.
     """
     if "dropout_p" in kwargs:
         return bool(kwargs["dropout_p"])
@@ -136,7 +136,7 @@ def _drops_weights(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 
 def _offloading_contexts(make: MakeContexts, offload: HostOffload) -> Contexts:
-    """Return contexts whose kept results are in host memory in between."""
+    """Return contexts whose saved results are offloaded to host memory in between."""
     computing, recomputing = make()
     assert offload.active is not None, "a block was called past its class"
     return _packing(computing, offload.active.pack), _unpacking(recomputing)
@@ -163,7 +163,7 @@ def _unpacking(recomputing: Any) -> Iterator[None]:
 
 
 def _kept_cells(mode: Any) -> list[Any]:
-    """Return what a selective checkpoint keeps: torch 2.13 holds each tensor in a private cell, `_VersionWrapper`."""
+    """Return the saved tensors of a selective checkpoint, each in a private `_VersionWrapper` (torch 2.13)."""
     cells = tree_leaves([list(results.values()) for results in mode.storage.values()])
     return [cell for cell in cells if isinstance(getattr(cell, "val", None), Tensor | Saved | Kept)]
 
@@ -185,7 +185,7 @@ def _restoring_contexts(make: MakeContexts, statistics: list[tuple[nn.Module, st
 
 @contextlib.contextmanager
 def _restoring(recomputing: Any, statistics: list[tuple[nn.Module, str]]) -> Iterator[None]:
-    """Recompute, then undo what that did to running statistics: they have seen the batch in the forward pass."""
+    """Recompute, then restore the running statistics, which the forward pass has already updated."""
     buffers = [getattr(module, name) for module, name in statistics]
     before = [buffer.clone() for buffer in buffers]
     try:

@@ -1,4 +1,4 @@
-"""Few weights that are trained beside frozen ones: `adapter=`, injected by `peft` while the model has no storage."""
+"""Adapters for parameter-efficient fine-tuning, injected by `peft` while the model is on the meta device."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from recipes.errors import ConfigError
 from recipes.numerics.torchao_import import without_warnings_of_torchao
 
 ALL = "all"
-# parts of the names of an adapter's own parameters
+# substrings of the names of adapter parameters
 MARKS = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.", ".ia3_l.")
 
 
@@ -22,7 +22,7 @@ class Adapter(Protocol):
 
 
 class NoAdapter:
-    """All weights are trained."""
+    """Full fine-tuning: all weights are trained."""
 
     def apply(self, model: nn.Module) -> None:
         """Change nothing."""
@@ -34,17 +34,17 @@ def is_adapter(name: str) -> bool:
 
 
 def is_factor(name: str) -> bool:
-    """Return whether a parameter multiplies activations (IA3): kept as [outputs, 1] or [1, inputs], but no matrix."""
+    """Return whether a parameter is an IA3 scaling vector, which is stored as [outputs, 1] or [1, inputs]."""
     return ".ia3_l." in name
 
 
 def inject(model: nn.Module, config: Any, *, pretrained: str | None) -> None:
-    """Let peft replace the chosen layers.
+    """Replace the target layers with peft's.
 
     Args:
-        model: Made on the current device, where the adapter is made too: the meta device, as a rule.
-        config: Of peft.
-        pretrained: Folder of peft that its first weights come from; None: they are drawn.
+        model: Model on the current device, usually the meta device, where the adapter is created too.
+        config: peft config.
+        pretrained: peft folder with initial adapter weights; None: random initialization.
     """
     from peft import inject_adapter_in_model
 
@@ -56,7 +56,7 @@ def inject(model: nn.Module, config: Any, *, pretrained: str | None) -> None:
 
 @contextmanager
 def _made_where_it_stays() -> Iterator[None]:
-    """Keep peft (0.21) from moving modules to the device of their layer, where they are already.
+    """Prevent peft (0.21) from moving modules to the device of their layer, where they already are.
 
     `mode=plan` builds the model of fake tensors, to which `Module.to` raises "Couldn't swap" (torch 2.13).
     """
@@ -69,15 +69,15 @@ def _made_where_it_stays() -> Iterator[None]:
 
 
 def find_targets(model: nn.Module, wanted: Sequence[str] | str, *, setting: str) -> list[str]:
-    """Return the full names of the linear layers that are adapted.
+    """Return the full names of the linear layers to adapt.
 
     Args:
-        model: With `blocks`.
-        wanted: Ends of names within a block, such as `q_proj` or `attention.qkv`; `all`: every linear layer there.
-        setting: Where they were typed, for errors.
+        model: Model with `blocks`.
+        wanted: Name suffixes within a block, such as `q_proj` or `attention.qkv`; `all`: every linear layer in blocks.
+        setting: Config key, for errors.
 
     Raises:
-        ConfigError: The model has no blocks, or no layer of such a name.
+        ConfigError: The model has no blocks, or no layer with such a name.
     """
     check_peft()
     blocks = getattr(model, "blocks", None)
@@ -101,7 +101,7 @@ def check_peft() -> None:
     """Check that peft is installed.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: peft is not installed.
     """
     try:
         with without_warnings_of_torchao():

@@ -1,4 +1,4 @@
-"""IA3 (Liu et al. 2022, arXiv 2205.05638): a factor for each output of a layer, or for each of its inputs."""
+"""IA3 (Liu et al. 2022, arXiv 2205.05638): learned scaling of the outputs or inputs of linear layers."""
 
 from typing import Literal
 
@@ -8,12 +8,12 @@ from recipes.adapter import find_targets, inject
 
 
 class IA3:
-    """Multiplies activations by learned factors, which begin at 1.
+    """Multiplies activations by learned factors, initialized to 1.
 
     Args:
-        target_modules: Ends of names within a block; `all`: every linear layer there.
-        input_modules: Those of them whose inputs are multiplied, and not their outputs.
-        pretrained: Folder of peft whose weights it begins with; None: factors begin at 1.
+        target_modules: Name suffixes within a block; `all`: every linear layer in blocks.
+        input_modules: Target modules whose inputs are scaled instead of their outputs.
+        pretrained: peft folder with initial adapter weights; None: factors start at 1.
     """
 
     def __init__(

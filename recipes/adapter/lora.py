@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685): y = W x + (alpha / r) B A x with W frozen; DoRA scales its rows, too."""
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): y = W x + (alpha / r) B A x with W frozen; DoRA also scales rows."""
 
 from typing import Annotated, Literal
 
@@ -9,17 +9,17 @@ from recipes.adapter.nf4_base import hold_in_nf4
 
 
 class Lora:
-    """Adds two matrices of rank r to each chosen layer.
+    """Adds a low-rank update to each target layer.
 
     Args:
         r: Rank.
-        alpha: The product is scaled by alpha / r; with `scales_by_root`, by alpha / sqrt(r).
-        dropout: Probability, on the inputs of A.
-        target_modules: Ends of names within a block; `all`: every linear layer there.
-        scales_by_root: As rsLoRA (arXiv 2312.03732), for ranks of 64 and more.
-        dora: Learn the length of each row apart from its direction (arXiv 2402.09353).
-        pretrained: Folder of peft whose weights it begins with; None: it begins with no effect.
-        base: How the frozen weights of linear layers in the blocks are held: `nf4`, in 4 bits (QLoRA, arXiv
+        alpha: The update is scaled by alpha / r; with `scales_by_root`, by alpha / sqrt(r).
+        dropout: Dropout probability on the inputs of A.
+        target_modules: Name suffixes within a block; `all`: every linear layer in blocks.
+        scales_by_root: Use rsLoRA scaling (arXiv 2312.03732), for ranks of 64 or more.
+        dora: Learn the norm of each row separately from its direction (arXiv 2402.09353).
+        pretrained: peft folder with initial adapter weights; None: B starts at zero.
+        base: Storage of the frozen weights of linear layers in the blocks: `nf4`, in 4 bits (QLoRA, arXiv
             2305.14314); None: in the dtype of the run.
     """
 

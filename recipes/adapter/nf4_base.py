@@ -1,4 +1,4 @@
-"""Frozen weights beside an adapter in 4 bits (QLoRA, Dettmers et al. 2023, arXiv 2305.14314)."""
+"""Frozen base weights of an adapter in 4 bits (QLoRA, Dettmers et al. 2023, arXiv 2305.14314)."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -12,16 +12,16 @@ from recipes.numerics.nf4 import BLOCK, NF4Linear, list_nf4, num_bytes
 
 
 def hold_in_nf4(model: nn.Module) -> None:
-    """Let the frozen weights of the linear layers in the blocks be held in NF4, in place; values follow.
+    """Convert the frozen linear layers in the blocks to NF4 in place, with undefined values.
 
-    Embeddings, norms and the head stay as they are. So do layers whose inputs do not divide into blocks of 64, and the
-    `Conv1D` of GPT-2 in transformers, whose rows are inputs.
+    Embeddings, norms and the head are unchanged. So are layers whose number of inputs is not a multiple of 64, and the
+    `Conv1D` layers of GPT-2 in transformers, whose weights are transposed.
 
     Args:
-        model: With an adapter, without storage as a rule.
+        model: Model with an adapter, usually on the meta device.
 
     Raises:
-        ConfigError: torchao is not installed, or there is no such layer.
+        ConfigError: torchao is not installed, or no layer can be converted.
     """
     if importlib.util.find_spec("torchao") is None:
         raise ConfigError("adapter.base=nf4", "torchao is not installed", "pip install -e '.[fp8]'")
@@ -34,7 +34,7 @@ def hold_in_nf4(model: nn.Module) -> None:
 
 
 def _find_layers(blocks: nn.Module) -> Iterator[nn.Linear]:
-    """Yield the linear layers of torch and of this collection that are frozen: no matrices of an adapter."""
+    """Yield frozen linear layers of torch and of this project, excluding adapter matrices."""
     for module in blocks.modules():
         if isinstance(module, nn.Linear) and type(module) in (nn.Linear, Linear):
             is_trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
@@ -43,10 +43,10 @@ def _find_layers(blocks: nn.Module) -> Iterator[nn.Linear]:
 
 
 def unquantize(model: nn.Module) -> list[tuple[nn.Linear, Tensor]]:
-    """Give layers in NF4 weights of the run's dtype again, in place, with undefined values.
+    """Replace NF4 weights in place by weights in the dtype of the run, with undefined values.
 
     Returns:
-        The layers with the weights that they had, in NF4.
+        The layers with their former NF4 weights.
     """
     layers: list[tuple[nn.Linear, Tensor]] = [
         (module, module.weight) for module in model.modules() if isinstance(module, NF4Linear)
@@ -59,7 +59,7 @@ def unquantize(model: nn.Module) -> list[tuple[nn.Linear, Tensor]]:
 
 
 def describe_base(model: nn.Module) -> str | None:
-    """Return how many weights are held in NF4, in how many bytes of all ranks together; None: none are."""
+    """Describe the number of weights in NF4 and their size in bytes over all ranks; None if there are none."""
     weights = [weight for _, weight in list_nf4(model)]
     if not weights:
         return None

@@ -1,1 +1,1 @@
-"""Checkpoints: what is written, when, what stays on the disk, and where a run resumes from."""
+"""Checkpoints: saving, scheduling, retention and resuming."""

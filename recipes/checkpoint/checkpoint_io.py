@@ -1,4 +1,4 @@
-"""Lightning's interface to checkpoint folders: `CheckpointWriter` saves them, all ranks verify and load them."""
+"""Lightning's CheckpointIO for checkpoint folders: `CheckpointWriter` saves them, all ranks verify and load them."""
 
 import logging
 from collections.abc import Mapping
@@ -34,14 +34,14 @@ class FolderCheckpointIO(CheckpointIO):
     """Saves and loads checkpoints for strategies; called on every rank.
 
     Args:
-        writer: Writes in the background.
+        writer: Background writer.
         verify_hashes: Whether to hash every file before it is loaded; sizes are always compared.
 
     Attributes:
         falls_back: Whether to skip a damaged checkpoint for the newest valid one; False makes it an error.
         loaded: The checkpoint that was loaded; None before.
         rejected: Checkpoints that were skipped.
-        metrics: Metrics of the run that go into the next manifest.
+        metrics: Metrics of the run for the next manifest.
     """
 
     def __init__(self, *, writer: CheckpointWriter, verify_hashes: bool) -> None:
@@ -54,7 +54,7 @@ class FolderCheckpointIO(CheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Start to save what this rank holds."""
+        """Start saving this rank's shards."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         plain, parts = split_state(checkpoint, rank=rank)
         manifest = Manifest(
@@ -71,7 +71,7 @@ class FolderCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return plain data in memory and tensors that are still on disk.
+        """Return plain data in memory and tensors still on disk.
 
         Raises:
             ConfigError: The checkpoint is damaged, and there is no other to fall back to.
@@ -85,15 +85,15 @@ class FolderCheckpointIO(CheckpointIO):
         return merge_state(plain, tensors)
 
     def find_valid(self, named: Path) -> Path:
-        """Return the named checkpoint if it is valid, or else, where allowed, the newest other one that is.
+        """Return the named checkpoint if it is valid, else, where allowed, the newest valid one.
 
         Each rank hashes its fraction of the files once the process group exists; before that, all of them.
 
         Raises:
-            ConfigError: None is valid.
+            ConfigError: No checkpoint is valid.
         """
         candidates = [named, *get_fallbacks(named)] if self.falls_back else [named]
-        # rank 0's: a shared file system may briefly show other ranks an older state
+        # from rank 0: a shared file system may briefly show other ranks an older state
         folders: list[Path] = gather_objects(candidates)[0]
         for folder in folders:
             reason = self._find_fault(folder)
@@ -120,7 +120,7 @@ class FolderCheckpointIO(CheckpointIO):
                 # largest first, so that each rank reads about as much
                 names = sorted(manifest.files, key=lambda name: -manifest.files[name].bytes)
                 reason = find_content_fault(folder, manifest, names[rank::ranks])
-        # on every rank, also where one has found nothing: all must take the same checkpoint
+        # gathered on every rank, even if one found no fault: all must load the same checkpoint
         return next((found for found in gather_objects(reason) if found is not None), None)
 
     @override

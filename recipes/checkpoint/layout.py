@@ -1,4 +1,4 @@
-"""Translates between Lightning's checkpoint and a folder: which tensor has which name on disk, what is in run.pt.
+"""Convert between Lightning's checkpoint dict and a folder: tensor names on disk, and the contents of run.pt.
 
 Weights keep their names; optimizer state is `optimizer/<state>/<parameter>`, generator states `rng/<rank>/<source>`.
 """
@@ -39,13 +39,13 @@ def split_state(checkpoint: State, *, rank: int) -> tuple[State, dict[str, Part]
     """Separate plain data from the tensors that this rank writes.
 
     Args:
-        checkpoint: Lightning's, with `Part` for tensors and four keys more: `rng`, the generator states of this
-            rank; `parameters`, the names of its optimizer's parameters; `every_parameter`, those of all ranks, which
-            may have other layers; `tied`, names that share the tensor of another name.
-        rank: This process's.
+        checkpoint: Lightning's checkpoint, with `Part` for tensors and four more keys: `rng`, the generator states of
+            this rank; `parameters`, the names of its optimizer's parameters; `every_parameter`, those of all ranks,
+            which may have other layers; `tied`, names that share the tensor of another name.
+        rank: Rank of this process.
 
     Returns:
-        Plain data, and parts by their names on disk.
+        Plain data, and shards by their names on disk.
     """
     parts = {name: part for name, part in checkpoint["state_dict"].items() if name not in checkpoint["tied"]}
     parts |= {f"{_RNG}/{rank}/{source}": part for source, part in checkpoint["rng"].items()}
@@ -54,7 +54,7 @@ def split_state(checkpoint: State, *, rank: int) -> tuple[State, dict[str, Part]
     every: list[str] = checkpoint.get("every_parameter") or own
     number = {name: index for index, name in enumerate(every)}
     for optimizer in checkpoint["optimizer_states"]:
-        # every parameter's entry, without tensors too: rank 0, which writes run.pt, may hold no part of some
+        # include entries without tensors: rank 0, which writes run.pt, may hold no shard of some parameters
         state: dict[int, State] = {number[own[index]]: {} for index in optimizer["state"]}
         for index, values in optimizer["state"].items():
             for key, value in values.items():
@@ -69,11 +69,11 @@ def split_state(checkpoint: State, *, rank: int) -> tuple[State, dict[str, Part]
 
 
 def select_state(optimizer: State, saved: list[str], own: list[str], tied: Mapping[str, str]) -> State:
-    """Return the optimizer state of a rank's parameters, in its own order.
+    """Return the optimizer state of a rank's parameters, in the order of its own optimizer.
 
     Args:
-        optimizer: As `merge_state` returns it, in the order of `saved`.
-        saved: Names of all parameters of the run that saved.
+        optimizer: Optimizer state from `merge_state`, in the order of `saved`.
+        saved: Names of all parameters of the saving run.
         own: Names of this rank's parameters, in the order of its optimizer.
         tied: Names that share the tensor of another name.
     """
@@ -86,7 +86,7 @@ def select_state(optimizer: State, saved: list[str], own: list[str], tied: Mappi
 
 
 def merge_state(plain: State, tensors: Mapping[str, SavedTensor]) -> State:
-    """Rebuild Lightning's checkpoint, with `SavedTensor` for tensors and in `rng` the states of every rank."""
+    """Rebuild Lightning's checkpoint, with `SavedTensor` for tensors and the states of every rank under `rng`."""
     weights: State = {}
     index_by_name = {name: index for index, name in enumerate(plain["parameters"])}
     [optimizer] = plain["optimizer_states"]
@@ -113,10 +113,10 @@ def merge_state(plain: State, tensors: Mapping[str, SavedTensor]) -> State:
 
 
 def serialize(plain: Mapping[str, Any]) -> bytes:
-    """Return plain data as torch writes it.
+    """Serialize plain data with `torch.save`.
 
     Raises:
-        TypeError: Something in it could not be loaded again, such as a path in the state of a callback.
+        TypeError: A value could not be loaded again, such as a path in the state of a callback.
     """
     content, reason = _round_trip(dict(plain))
     if reason is not None:
@@ -128,7 +128,7 @@ def serialize(plain: Mapping[str, Any]) -> bytes:
 
 
 def _round_trip(value: Any) -> tuple[bytes, str | None]:
-    """Return the bytes, and why they could not be loaded; None if they can."""
+    """Return the bytes, and the error when loading them; None if they load."""
     file = io.BytesIO()
     try:
         torch.save(value, file)
@@ -142,7 +142,7 @@ def _round_trip(value: Any) -> tuple[bytes, str | None]:
 
 
 def _find_key(plain: Mapping[str, Any]) -> str:
-    """Return the key of what cannot be loaded, and the key in it."""
+    """Return the key of the value that cannot be loaded, and the key within it."""
     for key, value in plain.items():
         if _round_trip(value)[1] is None:
             continue

@@ -1,6 +1,6 @@
-"""manifest.json: step, ranks, versions, and the size and hash of every file of a checkpoint. Imports no torch.
+"""Read and write manifest.json: step, ranks, versions, file sizes and hashes of a checkpoint. Imports no torch.
 
-The hash is XXH3 of 128 bits: faster than any disk, and it sees every flipped bit. The manifest holds its own.
+The hash is XXH3-128: faster than any disk, and it detects any flipped bit. The manifest includes its own hash.
 """
 
 import json
@@ -23,8 +23,8 @@ class FileRecord:
     """One file of a checkpoint.
 
     Attributes:
-        bytes: Its size.
-        xxh3_128: Its hash, in hexadecimal.
+        bytes: Size of the file.
+        xxh3_128: Hash of the file, in hexadecimal.
     """
 
     bytes: int
@@ -33,15 +33,15 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint is and which files it consists of.
+    """Description of a checkpoint and its files.
 
     Attributes:
         step: Optimizer steps completed.
-        world_size: Ranks that wrote it.
+        world_size: Number of ranks that wrote it.
         strategy: Class of the strategy that wrote it.
-        versions: Of the libraries that wrote it.
-        metrics: Latest metrics of the run by name; `best` is chosen by one of them.
-        files: By name within the folder.
+        versions: Versions of the libraries that wrote it.
+        metrics: Latest metrics of the run by name; one of them selects `best`.
+        files: File records by name within the folder.
     """
 
     step: int
@@ -53,11 +53,11 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """Size of all files together."""
+        """Total size of all files."""
         return sum(record.bytes for record in self.files.values())
 
     def text(self) -> str:
-        """Return the content of the file."""
+        """Return the content of manifest.json."""
         fields = {"format": FORMAT} | asdict(self)
         return _dump(fields | {_OWN_HASH: _hash(_dump(fields))})
 
@@ -69,7 +69,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         fields = json.loads(text)
         own_hash = fields.pop(_OWN_HASH)
         as_written = _dump(fields | {_OWN_HASH: own_hash})
-        # the text too: a flipped bit in white space would leave the fields, and so the hash, unchanged
+        # compare the text too: a flipped bit in whitespace would leave the fields, and so the hash, unchanged
         if text != as_written or own_hash != _hash(_dump(fields)):
             return None
         if fields.pop("format") != FORMAT:
@@ -83,12 +83,12 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def _is_file_name(name: str) -> bool:
-    """Return whether a name stays within its folder: a forged manifest could name any file of this machine."""
+    """Return whether a name stays within its folder: a forged manifest could name any file on this machine."""
     return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
 
 
 def find_fault(folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint by names and sizes; None if nothing is."""
+    """Check a checkpoint by file names and sizes; return the fault, None if there is none."""
     if not folder.is_dir():
         return "there is no such folder"
     manifest = read_manifest(folder)
@@ -106,11 +106,11 @@ def find_fault(folder: Path) -> str | None:
 
 
 def find_content_fault(folder: Path, manifest: Manifest, names: Iterable[str]) -> str | None:
-    """Return what is wrong with the content of some files by their hashes; None if nothing is. Reads all of them."""
+    """Check the content of files against their hashes; return the fault, None if there is none. Reads all of them."""
     for name in names:
         try:
             if hash_file(folder / name) != manifest.files[name].xxh3_128:
-                return f"{name} is not what was written: another hash"
+                return f"{name} is corrupt: hash mismatch"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
     return None
@@ -126,7 +126,7 @@ def hash_file(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's names, are on the disk."""
+    """Wait until the content of a file, or the entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Finds where a run resumes from: the newest valid checkpoint of a run folder, or a named one. Imports no torch."""
+"""Find the checkpoint to resume from: the newest valid one of a run folder, or a named one. Imports no torch."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from recipes.run_folder import CHECKPOINTS
 
 
 def find_checkpoint(resume: str | None, run_folder: Path) -> Path | None:
-    """Find the checkpoint that `resume=` means, by names and sizes; its content is verified when it is loaded.
+    """Find the checkpoint that `resume=` selects, by names and sizes; its content is verified on loading.
 
     Args:
         resume: None, `auto` (this run folder, if it holds a checkpoint), a run folder, or a checkpoint folder.
@@ -42,7 +42,7 @@ def find_checkpoint(resume: str | None, run_folder: Path) -> Path | None:
 
 
 def names_checkpoint(resume: str | None) -> bool:
-    """Return whether `resume=` means one particular checkpoint."""
+    """Return whether `resume=` names a specific checkpoint."""
     return resume not in (None, "auto") and not (Path(str(resume)) / CHECKPOINTS).is_dir()
 
 
@@ -61,14 +61,14 @@ def _find_named(checkpoint: Path) -> Path:
 def newest_checkpoint(run_folder: Path) -> Path | None:
     """Return the newest checkpoint that is valid by names and sizes; None if there is none.
 
-    A run that resumes from an older one renames those after it, so the highest step is always the newest.
+    A run that resumes from an older checkpoint renames the later ones, so the highest step is always the newest.
     """
     folder = run_folder / CHECKPOINTS
     return next((path for path in reversed(_all(folder)) if find_fault(path) is None), None)
 
 
 def get_fallbacks(checkpoint: Path) -> list[Path]:
-    """Return the other checkpoints of its run, newest first: those before it, then those after it."""
+    """Return the other checkpoints of the same run: earlier ones, then later ones, each newest first."""
     folder, step = checkpoint.parent, _step_in_name(checkpoint)
     others = [path for path in reversed(_all(folder)) if path != checkpoint]
     return sorted(others, key=lambda path: _step_in_name(path) > step)

@@ -1,4 +1,4 @@
-"""Which checkpoints stay on the disk: the newest, every N steps, the best. Names, links and deletion."""
+"""Checkpoint retention: keep the newest, every N steps and the best; naming, links and deletion."""
 
 import math
 import re
@@ -12,14 +12,14 @@ from recipes.checkpoint.manifest import Manifest, find_fault, read_manifest
 
 LAST, BEST = "last", "best"
 UNFINISHED = ".tmp"
-ROLLED_BACK = "rolled_back_{step:07d}"  # saved after the step to which the run was rolled back
+ROLLED_BACK = "rolled_back_{step:07d}"  # for checkpoints after the step to which the run was rolled back
 _TRASH = ".trash"
 _NAME = re.compile(r"step_(\d+)\.ckpt")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which checkpoints to keep.
+    """Retention policy.
 
     Attributes:
         keep_last: Number of newest checkpoints.
@@ -36,7 +36,7 @@ class Retention:
     mode: Literal["min", "max"]
 
     def get_kept(self, metrics_by_step: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """Return the steps to keep, of those on the disk."""
+        """Return which of the steps on disk to keep."""
         steps = sorted(metrics_by_step)
         kept = set(steps[-self.keep_last :]) | set(self.get_best(metrics_by_step))
         if self.keep_every is not None:
@@ -44,7 +44,7 @@ class Retention:
         return kept
 
     def get_best(self, metrics_by_step: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """Return the steps with the best metric, best first; of equal ones the earlier."""
+        """Return the steps with the best metric, best first; ties go to the earlier step."""
         sign = 1 if self.mode == "min" else -1
         measured = [
             (sign * metrics[self.metric], step)
@@ -60,19 +60,19 @@ def checkpoint_name(step: int) -> str:
 
 
 def steps_on_disk(folder: Path) -> dict[int, Path]:
-    """Return the folders named as checkpoints by step, valid or not, in order."""
+    """Return the folders with checkpoint names, valid or not, by step in ascending order."""
     found = {int(match[1]): path for path in folder.glob("step_*.ckpt") if (match := _NAME.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
 
 def get_manifests(folder: Path) -> dict[int, Manifest]:
-    """Return the manifests of the checkpoints on the disk by step; folders without one are ignored."""
+    """Return the manifests of the checkpoints on disk by step; folders without one are ignored."""
     read = {step: read_manifest(path) for step, path in steps_on_disk(folder).items()}
     return {step: manifest for step, manifest in read.items() if manifest is not None}
 
 
 def apply(retention: Retention, folder: Path) -> None:
-    """Remove the checkpoints that are not kept, and point `best` to the best one.
+    """Remove the checkpoints not to keep, and point `best` to the best one.
 
     Folders without a readable manifest stay: this run did not finish them, so it does not delete them.
     """
@@ -94,7 +94,7 @@ def rename_after(folder: Path, step: int, name: str) -> None:
     Args:
         folder: Folder of checkpoints.
         step: Optimizer steps completed.
-        name: New name with a `{step}` field; what already has that name is removed.
+        name: New name with a `{step}` field; an existing folder of that name is removed.
     """
     on_disk = steps_on_disk(folder)
     for later in (saved_step for saved_step in on_disk if saved_step > step):
@@ -108,7 +108,7 @@ def rename_after(folder: Path, step: int, name: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, renamed first, so that a half-deleted folder never has a checkpoint's name."""
+    """Rename, then delete a checkpoint, so that a half-deleted folder never has a checkpoint's name."""
     shutil.rmtree(set_aside(path))
 
 
@@ -121,9 +121,9 @@ def set_aside(path: Path) -> Path:
 
 
 def recover_interrupted(folder: Path) -> None:
-    """Restore the names of valid checkpoints that were set aside when the run was killed.
+    """Restore the names of valid checkpoints that were set aside when a run was killed.
 
-    That happens while a step is saved again, between setting the old one aside and renaming the new one.
+    This happens when a step is saved again, between setting the old checkpoint aside and renaming the new one.
     """
     for path in folder.glob(f"*{_TRASH}"):
         original = path.with_name(path.name.removesuffix(_TRASH))
@@ -132,7 +132,7 @@ def recover_interrupted(folder: Path) -> None:
 
 
 def clean_up(folder: Path) -> None:
-    """Remove what a killed run left half written or half deleted."""
+    """Remove half-written or half-deleted checkpoints of a killed run."""
     for pattern in (f"*{UNFINISHED}", f"*{_TRASH}"):
         leftovers: Iterable[Path] = folder.glob(pattern)
         for path in leftovers:
@@ -143,14 +143,14 @@ def clean_up(folder: Path) -> None:
 
 
 def update_symlink(link: Path, name: str) -> None:
-    """Point a link to a checkpoint, by one rename; where the file system has no links, write a small file."""
+    """Atomically point a link to a checkpoint; on file systems without links, write a small file instead."""
     unfinished = link.with_name(link.name + UNFINISHED)
     unfinished.unlink(missing_ok=True)
     try:
         unfinished.symlink_to(name)
     except OSError:
         unfinished.write_text(name + "\n", encoding="utf-8")
-    # replaces the old link in one step: a reader always finds one
+    # replaces the old link atomically: a reader always finds one
     unfinished.replace(link)
 
 

@@ -1,4 +1,4 @@
-"""Saves and restores a rank's random number generators: torch's, numpy's and Python's."""
+"""Save and restore a rank's random number generators: torch's, numpy's and Python's."""
 
 import hashlib
 import random
@@ -41,13 +41,13 @@ def restore(
     world_size: int,
     step: int,
 ) -> None:
-    """Restore this rank's generators; if the number of ranks has changed, seed them again.
+    """Restore this rank's generators, or reseed them if the number of ranks has changed.
 
     Args:
-        states: Saved states by source, one entry per rank that saved.
-        seed: The run's.
-        rank: This process's.
-        world_size: Number of ranks now.
+        states: Saved states by source, one entry per saving rank.
+        seed: Seed of the run.
+        rank: Rank of this process.
+        world_size: Current number of ranks.
         step: Optimizer steps completed.
     """
     if len(states) != world_size:

@@ -1,4 +1,4 @@
-"""Reports every save that has ended, and warns before the first one if the disk is too small."""
+"""Report the outcome of every save, and warn before the first one if the disk is too small."""
 
 import logging
 import shutil
@@ -20,13 +20,13 @@ class SaveError(RuntimeError):
 
 
 class SaveLog:
-    """Reports each save once: an event, a line if it failed, an error if the config asks for one.
+    """Reports each save once: an event, a log line if it failed, an error if the config requests one.
 
     Args:
-        on_save_error: Whether training continues after a checkpoint could not be written.
+        on_save_error: Whether to continue or stop training after a failed save.
 
     Attributes:
-        newest: How the newest save ended; None before the first has.
+        newest: Outcome of the latest save; None before the first one ends.
     """
 
     def __init__(self, *, on_save_error: Literal["continue", "stop"]) -> None:
@@ -35,7 +35,7 @@ class SaveLog:
         self._stops = on_save_error == "stop"
 
     def report(self, trainer: lightning.Trainer, outcome: Outcome | None) -> None:
-        """Record how a save ended. Call where all ranks do, since it may raise on all of them.
+        """Record the outcome of a save. Call on all ranks at the same point, since it may raise on all of them.
 
         Raises:
             SaveError: This save or an earlier one failed, and `on_save_error=stop`.
@@ -48,11 +48,11 @@ class SaveLog:
             )
 
     def record(self, trainer: lightning.Trainer, outcome: Outcome | None) -> bool:
-        """Log how a save ended; return whether the run must stop because of it.
+        """Log the outcome of a save; return whether the run must stop because of it.
 
         Args:
-            trainer: The run's.
-            outcome: None if no save has ended.
+            trainer: Trainer of the run.
+            outcome: Outcome of the save; None if no save has ended.
         """
         if outcome is None:
             return False
@@ -89,13 +89,13 @@ def _log_event(trainer: lightning.Trainer, event: str, step: int, **fields: Any)
 
 
 def warn_if_short(trainer: lightning.Trainer, folder: Path, retention: Retention) -> None:
-    """Warn if the free disk space is less than what the kept checkpoints and one being written need. A collective."""
+    """Warn if the disk lacks space for the retained checkpoints plus one being written. A collective."""
     size = get_checkpoint_bytes(trainer)
     if not trainer.is_global_zero:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:  # each save will fail and report it too
+    except OSError as error:  # each save will fail and report this too
         LOGGER.warning(f"Nothing can be saved in {folder}: {error.strerror}")
         return
     most = retention.keep_last + retention.keep_best + 1
@@ -111,7 +111,7 @@ def warn_if_short(trainer: lightning.Trainer, folder: Path, retention: Retention
 
 
 def get_checkpoint_bytes(trainer: lightning.Trainer) -> int:
-    """Return the size of the tensors of one checkpoint over all ranks. A collective."""
+    """Return the total size of one checkpoint's tensors over all ranks. A collective."""
     checkpoint: dict[str, Any] = {
         "state_dict": trainer.strategy.lightning_module_state_dict(),
         "optimizer_states": [trainer.strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers],

@@ -1,6 +1,6 @@
-"""Tensors in the files of a checkpoint: any box or range of one is put together from the parts that ranks have written.
+"""Checkpoint tensors on disk: reads any box or flat range of a tensor from the shards that the ranks wrote.
 
-The rank that reads need not hold what a rank has written: strategies, numbers of ranks and meshes may have changed.
+Shards need not match those of the reading rank: strategy, number of ranks and mesh may have changed.
 """
 
 import json
@@ -22,14 +22,14 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class SavedPart:
-    """What one file holds of a tensor.
+    """Shard of a tensor in one file.
 
     Attributes:
-        offsets: Position of its first element in the unsharded tensor; one number in the flattened one.
-        shape: Of the part, with as many numbers.
-        file: Open.
-        name: Of the tensor in it.
-        first_row: Of the part, among the rows that the file holds under the name.
+        offsets: Position of its first element in the unsharded tensor; a single index for a flattened tensor.
+        shape: Shape of the shard, as long as `offsets`.
+        file: Open file.
+        name: Name of the tensor in the file.
+        first_row: First row of the shard among the rows that the file holds under this name.
     """
 
     offsets: Sizes
@@ -39,12 +39,12 @@ class SavedPart:
     first_row: int = 0
 
     def load(self) -> Tensor:
-        """Return the part, mapped and not read."""
+        """Return the shard, memory-mapped."""
         tensor: Tensor = self.file.get_tensor(self.name)
         return tensor.narrow(0, self.first_row, self.shape[0]) if self.shape else tensor
 
     def find_range(self, unsharded_shape: Sizes) -> tuple[int, int] | None:
-        """Return first and last element (exclusive) in the flattened tensor; None: the part is no range of it."""
+        """Return start and end (exclusive) in the flattened tensor; None if the shard is not contiguous in it."""
         if len(self.offsets) != len(unsharded_shape):
             [start] = self.offsets
         elif self.shape[1:] == unsharded_shape[1:]:
@@ -59,14 +59,14 @@ class SavedTensor:
     """A tensor on disk.
 
     Attributes:
-        shape: Of the unsharded tensor.
+        shape: Shape of the unsharded tensor.
     """
 
     shape: torch.Size
     _parts: list[SavedPart] = field(default_factory=list)
 
     def read(self) -> Tensor:
-        """Read the unsharded tensor into memory of its own.
+        """Read the unsharded tensor into newly allocated memory.
 
         Raises:
             ValueError: The checkpoint does not hold all of it.
@@ -74,7 +74,7 @@ class SavedTensor:
         return self.read_range(0, math.prod(self.shape)).view(self.shape)
 
     def read_range(self, start: int, stop: int) -> Tensor:
-        """Read elements `start` to `stop` of the flattened tensor, and no others, into memory of their own.
+        """Read only elements `start` to `stop` of the flattened tensor into newly allocated memory.
 
         Raises:
             ValueError: The checkpoint does not hold all of them.
@@ -83,14 +83,14 @@ class SavedTensor:
             return self._parts[0].load().reshape(-1)[:0].clone()
         if self._consists_of_ranges():
             return self._join_ranges(start, stop)
-        # parts are cut along columns: the rows around the range
+        # shards split columns: read the rows that enclose the range
         row_size = math.prod(self.shape[1:])
         first, last = start // row_size, -(-stop // row_size)
         rows = self._join_boxes((first, *[0] * (len(self.shape) - 1)), (last - first, *self.shape[1:]))
         return rows.reshape(-1)[start - first * row_size : stop - first * row_size].clone()
 
     def read_box(self, offsets: Sizes, shape: Sizes) -> Tensor:
-        """Read a box of the tensor into memory of its own.
+        """Read a box of the tensor into newly allocated memory.
 
         Raises:
             ValueError: The checkpoint does not hold all of it.
@@ -139,7 +139,7 @@ class SavedTensor:
             within, held = (tuple(a - b for a, b in zip(begin, base, strict=True)) for base in (offsets, part.offsets))
             cut_box(out, within, sizes).copy_(cut_box(loaded, held, sizes))
             num_found += math.prod(sizes)
-        if out is None or num_found != math.prod(shape):  # parts do not overlap: each element has one writer
+        if out is None or num_found != math.prod(shape):  # shards do not overlap: each element has one writer
             missing = math.prod(shape) - num_found
             raise ValueError(f"{missing} elements of a tensor {list(self.shape)} are not in the checkpoint")
         return out
@@ -148,7 +148,7 @@ class SavedTensor:
 def _intersect(
     offsets: Sequence[int], shape: Sequence[int], other: Sequence[int], other_shape: Sequence[int]
 ) -> tuple[Sizes, Sizes] | None:
-    """Return offsets and shape of what two boxes have in common; None: nothing."""
+    """Return offsets and shape of the intersection of two boxes; None if it is empty."""
     begin = tuple(max(a, b) for a, b in zip(offsets, other, strict=True))
     ends = (min(a + n, b + m) for a, n, b, m in zip(offsets, shape, other, other_shape, strict=True))
     sizes = tuple(end - start for start, end in zip(begin, ends, strict=True))

@@ -1,4 +1,4 @@
-"""When checkpoints are written: every N steps or minutes, at the end of training, after a rollback, on a signal."""
+"""Schedule checkpoints: every N steps or minutes, at the end of training, after a rollback, on a signal."""
 
 import logging
 import time
@@ -33,10 +33,10 @@ _STOP, _SAVE, _GIVE_UP = "stop", "save", "give up"
 
 
 class CheckpointSaver(Checkpoint):
-    """Saves in the background and keeps what `Retention` says.
+    """Saves in the background and applies `Retention`.
 
     A step that is validated is saved after its validation, so that its metrics are in the checkpoint. A signal does
-    not wait for that: the resumed run makes up for the validation first.
+    not wait for that: the resumed run first runs the missed validation.
 
     Args:
         save_every: Save every N optimizer steps; None disables step-based saving.
@@ -48,8 +48,8 @@ class CheckpointSaver(Checkpoint):
         best_metric: Metric that ranks checkpoints.
         best_mode: Whether the lowest or the highest metric is best.
         asynchronous: Whether training continues while a checkpoint is written.
-        verify_hashes: Whether every file is hashed before it is loaded.
-        on_save_error: Whether training continues after a checkpoint could not be written.
+        verify_hashes: Whether to hash every file before loading it.
+        on_save_error: Whether to continue or stop training after a failed save.
     """
 
     _agreement: StepAgreement
@@ -89,8 +89,8 @@ class CheckpointSaver(Checkpoint):
         self._validation_due = False
         self._save_requested = False  # by the clock
         self._space_checked = False
-        self._rolled_back = False  # in the step under way
-        # steps undone by rollbacks: ranks agree on a count of executed steps, which must never decrease
+        self._rolled_back = False  # during the current step
+        # steps rolled back: ranks agree on a count of executed steps, which must never decrease
         self._num_rolled_back = 0
 
     @property
@@ -129,12 +129,12 @@ class CheckpointSaver(Checkpoint):
         if step == self._seen_step:
             return  # inside an accumulation window
         if self.saves and not self._space_checked:
-            # after the first step, which creates the optimizer state that counts most
+            # after the first step, which creates the optimizer state, most of the size
             warn_if_short(trainer, self._folder(trainer), self._retention)
             self._space_checked = True
         self._seen_step = step
         if self.save_log.record(trainer, self._writer.poll()):
-            # the threads of other ranks end a moment later: raised here, they would hang in the next collective
+            # the threads of other ranks end slightly later: an exception here would leave them in the next collective
             self._agreement.ask(_GIVE_UP)
         validates = trainer.should_stop or step % self._eval_every == 0
         total_steps = step + self._num_rolled_back
@@ -148,15 +148,15 @@ class CheckpointSaver(Checkpoint):
         self._watch_clock(trainer)
 
     def on_rollback(self, trainer: lightning.Trainer, pl_module: Any, from_step: int, to_step: int) -> None:
-        """Rename the checkpoints after `to_step`, which are no longer of this run, and save the restored state.
+        """Rename the now obsolete checkpoints after `to_step`, and save the restored state.
 
         Args:
-            trainer: The run's.
+            trainer: Trainer of the run.
             pl_module: The task.
             from_step: Optimizer steps completed before the rollback.
             to_step: Optimizer steps completed after it.
         """
-        # a save under way would otherwise appear under its name after the renaming
+        # a running save would otherwise appear under its name after the renaming
         if self.save_log.record(trainer, self._writer.poll(wait=True)):
             self._agreement.ask(_GIVE_UP)
         if trainer.is_global_zero:
@@ -165,7 +165,7 @@ class CheckpointSaver(Checkpoint):
             except OSError as error:  # reported: the other ranks wait at the barrier
                 LOGGER.error(f"Checkpoints after step {to_step} keep their names: {error.strerror}")
         trainer.strategy.barrier()
-        self._seen_step = to_step - 1  # so that `on_train_batch_end` handles the step under way
+        self._seen_step = to_step - 1  # so that `on_train_batch_end` handles the current step
         self._saved_step = self._validated_step = -1
         self._rolled_back = True
         self._num_rolled_back += from_step - to_step
@@ -176,7 +176,7 @@ class CheckpointSaver(Checkpoint):
 
     @override
     def on_validation_epoch_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        # the last chance: what follows are collectives, in which a rank that left would be missing
+        # the last chance to stop: collectives follow, which would hang without this rank
         self._may_stop_in_validation(trainer, in_validation=False)
 
     @override
@@ -194,7 +194,7 @@ class CheckpointSaver(Checkpoint):
 
     @override
     def on_exception(self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Finish a save under way, which fails if a rank that it needs is gone."""
+        """Finish a running save, which fails if a required rank is gone."""
         if self._seen_step >= 0:  # training had started
             self._agreement.close()
         self.save_log.record(trainer, self._writer.poll(wait=True))
@@ -215,7 +215,7 @@ class CheckpointSaver(Checkpoint):
         self._act_on(trainer, due, validates=True)
 
     def _act_on(self, trainer: lightning.Trainer, due: set[str], *, validates: bool) -> None:
-        """Do what all ranks have agreed on; each of these holds collectives, so all ranks must do it together."""
+        """Act on the requests that all ranks agreed on; each involves collectives, so all ranks must call this."""
         self._save_requested |= _SAVE in due
         if _GIVE_UP in due:
             self.save_log.report(trainer, self._writer.poll(wait=True))
@@ -223,7 +223,7 @@ class CheckpointSaver(Checkpoint):
             self._stop(trainer, validation_due=validates)
 
     def _watch_clock(self, trainer: lightning.Trainer) -> None:
-        """Request a save by rank 0's clock: by clocks of their own, ranks would save at different steps."""
+        """Request a save by rank 0's clock: with separate clocks, ranks would save at different steps."""
         minutes = self._save_every_minutes
         waited_minutes = (time.monotonic() - self._saved_at) / 60
         if minutes is not None and trainer.is_global_zero and waited_minutes >= minutes:
@@ -250,17 +250,17 @@ class CheckpointSaver(Checkpoint):
         raise Preempted(requested_by(), step=step, saved=saved)
 
     def _save(self, trainer: lightning.Trainer, step: int) -> None:
-        # also raises on all ranks, before the collectives of the next save, if the one before has failed on one
+        # also raises on all ranks, before the collectives of the next save, if the previous one failed on any
         self.save_log.report(trainer, self._writer.poll(wait=True))
-        # a checkpoint must not carry the validation of an earlier step: `best` would rank it by foreign metrics
+        # a checkpoint must not include the validation of an earlier step: `best` would rank it by the wrong metrics
         self.checkpoint_io.metrics = {
             name: float(value)
             for name, value in trainer.callback_metrics.items()
             if self._validated_step == step or not name.startswith("val/")
         }
-        # rank 0 alone writes batch-norm statistics: those of the other ranks would be lost
+        # only rank 0 writes batch norm statistics: those of the other ranks would be lost
         trainer.lightning_module.share_statistics()  # type: ignore[operator]
-        # a run that is stopped in a validation may hold an average in place of its weights
+        # a run stopped during validation may have averaged weights swapped in
         hold_averages(trainer.optimizers, trainer.lightning_module, held=False)
         path = self._folder(trainer) / checkpoint_name(step)
         trainer.save_checkpoint(path, weights_only=False)
@@ -268,7 +268,7 @@ class CheckpointSaver(Checkpoint):
         self._save_requested = False
 
     def _check_metric(self, trainer: lightning.Trainer) -> None:
-        """Reject a metric of validation that the run does not have; for tasks that do not declare theirs."""
+        """Reject a validation metric that the run does not log; for tasks that do not declare their metrics."""
         metric, known = self._retention.metric, trainer.callback_metrics
         is_of_validation = metric.startswith("val/") or "/" not in metric
         if self._retention.keep_best and is_of_validation and metric not in known:
@@ -285,6 +285,6 @@ class CheckpointSaver(Checkpoint):
 
 
 def _clear(folder: Path, step: int) -> None:
-    """Remove what a killed run left half done, and rename checkpoints after the step that this run resumes from."""
+    """Remove leftovers of a killed run, and rename checkpoints after the step that this run resumes from."""
     clean_up(folder)
     rename_after(folder, step, f"abandoned_{{step:07d}}_{int(time.time())}")

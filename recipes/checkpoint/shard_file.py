@@ -1,8 +1,8 @@
-"""One rank's tensors in one safetensors file, written in a single pass that also hashes and looks for NaN and inf.
+"""Write one rank's tensors to a safetensors file in a single pass that also hashes and checks for NaN and inf.
 
-The layout is that of torch's own distributed checkpoints in safetensors (`HuggingFaceStorageWriter`): what a file
-holds of a tensor starts at its `saved_offsets`. ZeRO's parts are ranges of the flattened tensor, so theirs are one
-number. The rows of a part may be from several places (`recipes.parallel.placement`), which the file then lists.
+The layout is that of torch's distributed checkpoints in safetensors (`HuggingFaceStorageWriter`): a shard starts at
+its `saved_offsets`. ZeRO shards are ranges of the flattened tensor, so theirs is a single index. The rows of a shard
+may come from several places (`recipes.parallel.placement`), which the file then lists.
 """
 
 import errno
@@ -23,7 +23,7 @@ from torch import Tensor
 from recipes.checkpoint.manifest import FileRecord, sync
 
 UNSHARDED_SHAPES = "whole_shapes"  # key in the header's metadata
-ROWS = "rows"  # another one, in files with such parts
+ROWS = "rows"  # metadata key for shards with rows from several places
 SHARDING_INFO = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint._hf_utils, torch 2.13
 _CHUNK_BYTES = 4 << 20  # stays in the cache while it is checked, hashed and written
 _DTYPES = {
@@ -38,7 +38,7 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-# bits of the exponent: all set in inf and NaN, in no other value (IEEE 754)
+# exponent bits: all set only in inf and NaN (IEEE 754)
 _EXPONENTS: dict[torch.dtype, tuple[Any, int]] = {
     torch.float64: (np.int64, 0x7FF0_0000_0000_0000),
     torch.float32: (np.int32, 0x7F80_0000),
@@ -49,14 +49,14 @@ _EXPONENTS: dict[torch.dtype, tuple[Any, int]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one rank holds of a tensor, and writes.
+    """Shard of a tensor that one rank holds and writes.
 
     Attributes:
         tensor: A box of the tensor, a range of the flattened tensor, or all of it; on any device.
-        offsets: Position of its first element in the unsharded tensor, one number per dimension of `tensor`.
+        offsets: Position of its first element in the unsharded tensor, one index per dimension of `tensor`.
         unsharded_shape: Shape of the unsharded tensor.
-        constant: Whether its values stay the same until the next optimizer step.
-        rows: First row in the unsharded tensor, and number, of each group of rows; None: they follow each other.
+        constant: Whether its values do not change before the next optimizer step.
+        rows: First row in the unsharded tensor and length of each group of rows; None if they are contiguous.
     """
 
     tensor: Tensor
@@ -70,10 +70,10 @@ class Part:
 
 
 def write_shard(path: Path, parts: Mapping[str, Part]) -> tuple[FileRecord, str | None]:
-    """Write tensors in host memory to a new file and wait until they are on the disk.
+    """Write tensors in host memory to a new file and wait until they are on disk.
 
     Returns:
-        Size and hash of the file; and the name of the first tensor with a NaN or inf, None if there is none.
+        Size and hash of the file, and the name of the first tensor with NaN or inf, None if there is none.
 
     Raises:
         OSError: The disk is full, failing or not writable.
@@ -93,7 +93,7 @@ def write_shard(path: Path, parts: Mapping[str, Part]) -> tuple[FileRecord, str 
 
 
 def _check_free_space(path: Path, num_bytes: int) -> None:
-    """Fail before the file takes the last byte of a disk that others write to as well."""
+    """Fail before the file fills a disk that others write to as well."""
     if shutil.disk_usage(path.parent).free < num_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
@@ -101,7 +101,7 @@ def _check_free_space(path: Path, num_bytes: int) -> None:
 def _get_chunks(
     ordered: list[tuple[str, Part]],
 ) -> Iterator[tuple[str | None, memoryview, torch.dtype | None]]:
-    """Yield the file's content in order: the header, then each tensor in chunks, with name and dtype."""
+    """Yield the content of the file in order: the header, then each tensor in chunks, with name and dtype."""
     yield None, memoryview(_header(ordered)), None
     for name, part in ordered:
         if part.tensor.numel() == 0:
@@ -112,7 +112,7 @@ def _get_chunks(
 
 
 def _header(ordered: list[tuple[str, Part]]) -> bytes:
-    """Return length and JSON, padded so that the first tensor starts at a multiple of 8."""
+    """Return header length and JSON, padded so that the first tensor starts at a multiple of 8."""
     header: dict[str, Any] = {
         "__metadata__": {
             SHARDING_INFO: json.dumps({name: {"saved_offsets": list(part.offsets)} for name, part in ordered}),
@@ -136,7 +136,7 @@ def _header(ordered: list[tuple[str, Part]]) -> bytes:
 
 
 def _write(file: Any, chunk: memoryview) -> int:
-    """Write a whole chunk: one unbuffered write may accept fewer bytes than it was given."""
+    """Write a whole chunk: a single unbuffered write may be partial."""
     done = 0
     while done < len(chunk):
         done += file.write(chunk[done:])
@@ -144,7 +144,7 @@ def _write(file: Any, chunk: memoryview) -> int:
 
 
 def _is_finite(chunk: memoryview, dtype: torch.dtype | None) -> bool:
-    """Check with numpy: torch would start its thread pool next to the threads that train."""
+    """Check with numpy: torch would start its thread pool alongside the training threads."""
     if dtype not in _EXPONENTS:
         return True
     kind, exponent = _EXPONENTS[dtype]

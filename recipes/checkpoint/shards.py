@@ -1,4 +1,4 @@
-"""Which parts of a state this rank writes, and how it loads its part of a saved one: views and copies, no collectives.
+"""Collect the shards that this rank writes, and load its shards of a saved state, without collectives.
 
 `DTensor` is FSDP2's sharded tensor; every other tensor is held unsharded by every rank.
 """
@@ -22,16 +22,16 @@ from recipes.precision.float8 import unwrap
 
 
 class PerRankSavingMixin:
-    """Makes a strategy save and load on every rank, each its own part."""
+    """Makes every rank of a strategy save and load its own shards."""
 
     checkpoint_io: CheckpointIO
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save from every rank, where Lightning's own writes on rank 0 alone."""
+        """Save from every rank; Lightning's own method writes only on rank 0."""
         self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return the state with its tensors still on disk."""
+        """Return the state with tensors still on disk."""
         checkpoint: dict[str, Any] = self.checkpoint_io.load_checkpoint(checkpoint_path)
         return checkpoint
 
@@ -42,13 +42,13 @@ class PerRankSavingMixin:
 
 
 class ShardSavingMixin(PerRankSavingMixin):
-    """For strategies whose weights and optimizer state are torch's own tensors, unsharded or sharded by rows."""
+    """Saving for strategies with torch's own tensors and optimizers, unsharded or sharded by rows."""
 
     lightning_module: Any
     optimizers: list[torch.optim.Optimizer]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return this rank's parts of the module."""
+        """Return this rank's shards of the module."""
         # buffers, such as batch-norm statistics, change in the next forward pass: they are not constant
         constant = {name for name, _ in self.lightning_module.named_parameters()}
         state: Mapping[str, Tensor] = self.lightning_module.state_dict(keep_vars=True)
@@ -61,7 +61,7 @@ class ShardSavingMixin(PerRankSavingMixin):
         )
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return this rank's parts of the optimizer state, keyed as torch's `state_dict`."""
+        """Return this rank's shards of the optimizer state, keyed as torch's `state_dict`."""
         saved = unwrap_optimizer(optimizer).state_dict()
         orders = find_row_orders(self.lightning_module)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -81,10 +81,10 @@ class ShardSavingMixin(PerRankSavingMixin):
 
     @property
     def _ranks(self) -> Any:
-        return self  # as the strategy, whose `MeshRanksMixin` knows what its ranks hold
+        return self  # typed as the strategy, whose `MeshRanksMixin` knows the placement of tensors
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Load the module, or this rank's shards of it."""
+        """Load the module, or this rank's shards."""
         load_module(self.lightning_module, checkpoint["state_dict"])
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
@@ -102,13 +102,13 @@ def get_shards(
     writes_unsharded: bool,
     row_orders: Mapping[str, RowOrder],
 ) -> dict[str, Part]:
-    """Return the parts of some tensors that this rank writes, by name.
+    """Return the shards that this rank writes, by name.
 
     Args:
         state: Tensors by name.
-        constant: Names of those that only an optimizer step changes.
+        constant: Names of tensors that only an optimizer step changes.
         writes_unsharded: Whether this rank writes tensors that every rank holds unsharded.
-        row_orders: Of those whose rows ranks hold in another order than files.
+        row_orders: Row orders of tensors whose rows ranks hold in a different order than files.
     """
     parts = {}
     for name, tensor in state.items():
@@ -124,18 +124,18 @@ def get_shards(
 
 
 def unsharded_part(tensor: Tensor, *, constant: bool = True) -> Part:
-    """Return the part that is all of a tensor."""
+    """Return a shard that covers a whole tensor."""
     offsets = (0,) * tensor.ndim
     tensor = tensor.detach()
     return Part(tensor=tensor, offsets=offsets, unsharded_shape=tensor.shape, constant=constant)
 
 
 def _shard(tensor: DTensor, row_order: RowOrder | None) -> Part | None:
-    """Return this rank's part; None if it has none, or if another replica writes it."""
+    """Return this rank's shard; None if it is empty or another replica writes it."""
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None, "every rank is in the mesh"
     local = unwrap(tensor.to_local().detach())  # [rows of this rank, ...]
-    # of ranks that hold the same only the first writes
+    # of ranks with the same shard only the first writes it
     places = zip(coordinates, tensor.placements, strict=True)
     if any(coordinate and placement.is_replicate() for coordinate, placement in places) or local.numel() == 0:
         return None
@@ -146,7 +146,7 @@ def _shard(tensor: DTensor, row_order: RowOrder | None) -> Part | None:
 
 @torch.no_grad()
 def load_module(module: nn.Module, saved: Mapping[str, SavedTensor]) -> None:
-    """Copy saved tensors into a module, or into this rank's shards of it; what is frozen may have been left out."""
+    """Copy saved tensors into a module or this rank's shards; the checkpoint may omit frozen parameters."""
     frozen = {
         name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad
     }
@@ -160,12 +160,12 @@ def load_module(module: nn.Module, saved: Mapping[str, SavedTensor]) -> None:
 
 @torch.no_grad()
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], row_orders: Mapping[int, RowOrder]) -> None:
-    """Load saved optimizer state in the dtype of the weights; hyper-parameters stay those of this run.
+    """Load saved optimizer state in the dtype of the weights; keeps this run's hyper-parameters.
 
     Args:
-        optimizer: Of unsharded parameters or of shards.
-        saved: Keyed as torch's `state_dict`, with `SavedTensor` for tensors.
-        row_orders: Of parameters whose rows ranks hold in another order than files, by `id`.
+        optimizer: Optimizer of unsharded parameters or of shards.
+        saved: Saved state, keyed as torch's `state_dict`, with `SavedTensor` for tensors.
+        row_orders: Row orders, by `id`, of parameters whose rows ranks hold in a different order than files.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
@@ -175,7 +175,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], row_
         }
         for index, values in saved["state"].items()
     }
-    # this run's hyper-parameters: `fused` decides on which device torch puts a saved step
+    # use this run's hyper-parameters: `fused` determines on which device torch puts a saved step
     inner: Any = unwrap_optimizer(optimizer)
     groups = inner.state_dict()["param_groups"]
     in_float32 = {EMA_KEY, *getattr(inner, "float32_state", ())}
@@ -183,20 +183,20 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], row_
     for index, values in state.items():
         loaded = inner.state[parameters[index]]
         for key, value in values.items():
-            # torch casts all state to the parameter's dtype, which a run resumed in another precision needs: but a
-            # float32 average of bfloat16 weights would be rounded, and so would what an optimizer keeps in float32
+            # torch casts all state to the parameter's dtype, as needed to resume in another precision; but this would
+            # round a float32 average of bfloat16 weights, and any state that an optimizer keeps in float32
             if key in in_float32 and isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(loaded[key].device)
 
 
 def _read_like(parameter: Tensor, saved: Any, row_order: RowOrder | None) -> Any:
-    """Read optimizer state sharded and placed as its parameter, in its own dtype; return other values unchanged."""
+    """Read optimizer state in its own dtype, sharded like its parameter; return other values unchanged."""
     if not isinstance(saved, SavedTensor):
         return saved
     if not (isinstance(parameter, DTensor) and saved.shape == parameter.shape):
         return saved.read()
     values = _read_local(parameter, saved, row_order)  # [elements of this rank], in host memory
-    # placed as the parameter's own shard: `DTensor.from_local` would move it to the device of the mesh, and a run with
+    # on the device of the parameter's shard: `DTensor.from_local` would move it to the mesh's device, and a run with
     # offloaded weights would fill its GPU with optimizer state
     state: Any = torch.empty_like(parameter.detach(), dtype=values.dtype)
     local = state.to_local()
@@ -205,7 +205,7 @@ def _read_like(parameter: Tensor, saved: Any, row_order: RowOrder | None) -> Any
 
 
 def _read_local(tensor: Tensor, saved: SavedTensor, row_order: RowOrder | None) -> Tensor:
-    """Read the elements of a tensor that this rank holds, flat."""
+    """Read this rank's elements of a tensor, flat."""
     if not isinstance(tensor, DTensor):
         return saved.read().reshape(-1)
     offsets, shape = find_box(tensor)

@@ -1,7 +1,7 @@
-"""Copies tensors to host memory during the next forward and backward pass: only the optimizer step waits for it.
+"""Copy tensors to host memory during the next forward and backward pass; only the optimizer step waits for it.
 
-Costs host memory of the size of what is copied, reused from one copy to the next. For tensors on a GPU it is pinned,
-and torch rounds each pinned tensor up to a power of two: up to twice the size.
+Needs host memory for the copied tensors, reused between copies. For tensors on a GPU it is pinned, and torch rounds
+each pinned tensor up to a power of two: up to twice the size.
 """
 
 import threading
@@ -17,7 +17,7 @@ from recipes.checkpoint.shard_file import Part
 
 
 class HostStaging:
-    """Copies of parts in host memory.
+    """Copies of shards in host memory.
 
     Call `begin` on the training thread, `fill` on any other, and `wait` on the training thread before tensors change.
     """
@@ -25,14 +25,14 @@ class HostStaging:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
         self._sources: dict[str, Part] = {}
-        self._host_copied = threading.Event()  # tensors in host memory
+        self._host_copied = threading.Event()  # set once host tensors are copied
         self._host_copied.set()
-        self._device_copied: torch.cuda.Event | None = None  # tensors on the GPU
-        self._device: torch.device | None = None  # of that event
-        self._stream: torch.cuda.Stream | None = None  # one for all copies: torch has a pool of 32 that others use
+        self._device_copied: torch.cuda.Event | None = None  # for tensors on the GPU
+        self._device: torch.device | None = None  # device of that event
+        self._stream: torch.cuda.Stream | None = None  # one for all copies: torch's pool of 32 streams is shared
 
     def begin(self, parts: Mapping[str, Part]) -> None:
-        """Note what to copy, and clone at once what may change before the next optimizer step."""
+        """Register the tensors to copy; clone at once those that may change before the next optimizer step."""
         self._sources = {
             name: part if part.constant else replace(part, tensor=part.tensor.clone()) for name, part in parts.items()
         }
@@ -42,7 +42,7 @@ class HostStaging:
         self._host_copied.clear()
 
     def _enqueue(self, names: list[str]) -> torch.cuda.Event:
-        """Start copies on a stream of their own, which follows what the training stream has been given so far."""
+        """Start copies on a separate stream, after all work queued so far on the training stream."""
         self._device = self._sources[names[0]].tensor.device
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -52,14 +52,14 @@ class HostStaging:
             for name in names:
                 tensor = self._sources[name].tensor
                 self._buffer(name).copy_(tensor, non_blocking=True)
-                # else the allocator may hand a cloned buffer's memory out while it is still being copied
+                # else the allocator may reuse a cloned buffer's memory while it is still being copied
                 tensor.record_stream(stream)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record(stream)
         return copied
 
     def fill(self) -> dict[str, Part]:
-        """Finish the copy; return the parts in host memory, valid until the next copy overwrites them."""
+        """Finish the copy; return the shards in host memory, valid until the next copy overwrites them."""
         try:
             for name, part in self._sources.items():
                 if not part.tensor.is_cuda:
@@ -67,14 +67,14 @@ class HostStaging:
         finally:
             self._host_copied.set()  # also after an error, or the training thread would wait forever
         if self._device_copied is not None:
-            with torch.cuda.device(self._device):  # a new thread starts on the first GPU
+            with torch.cuda.device(self._device):  # a new thread defaults to the first GPU
                 self._device_copied.synchronize()
         parts = {name: replace(part, tensor=self._buffers[name]) for name, part in self._sources.items()}
         self._sources = {}
         return parts
 
     def wait(self) -> None:
-        """Return once tensors may change; for those on a GPU the stream waits, not the host."""
+        """Return once tensors may change; for tensors on a GPU the stream waits, not the host."""
         if self._device_copied is not None:
             torch.cuda.current_stream().wait_event(self._device_copied)
         self._host_copied.wait()
@@ -89,7 +89,7 @@ class HostStaging:
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy with numpy: torch would start its thread pool next to the threads that train."""
+    """Copy with numpy: torch would start its thread pool alongside the training threads."""
     if not source.is_contiguous():
         target.copy_(source)
     elif source.numel():

@@ -1,6 +1,6 @@
-"""Writes checkpoints in the background, one at a time: one file per rank, the manifest last, then one rename.
+"""Write checkpoints in the background, one at a time: one file per rank, then the manifest, then one rename.
 
-Costs what `HostStaging` costs, a thread while it writes, and two small messages between the ranks' threads.
+In addition to `HostStaging` this needs a thread while writing, and two small messages between the ranks' threads.
 """
 
 import logging
@@ -30,16 +30,16 @@ _DISK_FIX = "make room or fix the disk, or checkpoint.keep_last=1"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How one save ended.
+    """Outcome of one save.
 
     Attributes:
-        path: The checkpoint's folder.
-        step: Optimizer steps completed in it.
-        bytes: Size of all its files.
-        seconds: From the request until it was complete, hashed, on the disk and under its name.
-        stall_seconds: Part of these during which training waited.
-        rejected: Why it was discarded although it could be written: a value in it is NaN or inf. None otherwise.
-        error: Why it could not be written; None if it could.
+        path: Folder of the checkpoint.
+        step: Optimizer steps completed.
+        bytes: Total size of its files.
+        seconds: Time from the request until the checkpoint was hashed, on disk and renamed.
+        stall_seconds: Part of this time during which training waited.
+        rejected: Why it was discarded after writing: it contains NaN or inf. None otherwise.
+        error: Why it could not be written; None on success.
     """
 
     path: Path
@@ -58,12 +58,12 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What one rank's thread reports to the others.
+    """Message from one rank's thread to the others.
 
     Attributes:
-        files: The files it wrote, by name.
-        not_finite: Name of its first tensor with a NaN or inf; None if there is none.
-        error: Why it could not write; None if it could.
+        files: Files that it wrote, by name.
+        not_finite: Name of its first tensor with NaN or inf; None if there is none.
+        error: Why it could not write; None on success.
     """
 
     files: dict[str, FileRecord] = field(default_factory=dict)
@@ -72,14 +72,14 @@ class RankReport:
 
 
 class CheckpointWriter:
-    """Saves on every rank at once.
+    """Saves on all ranks together.
 
     Args:
         asynchronous: Whether training continues while the checkpoint is written.
-        after: Called on rank 0 with the folder of checkpoints once a new one is complete; removes old ones.
+        after: Called on rank 0 with the checkpoints folder once a new checkpoint is complete; removes old ones.
 
     Attributes:
-        is_copying: Whether tensors of a save may still be read: `wait_until_copied` must come before they change.
+        is_copying: Whether a save may still be reading tensors: call `wait_until_copied` before they change.
     """
 
     def __init__(self, *, asynchronous: bool, after: Callable[[Path], None]) -> None:
@@ -95,20 +95,20 @@ class CheckpointWriter:
     def connect(self) -> None:
         """Create a process group for the ranks' threads. A collective, once, before the first save.
 
-        On the group of the training threads their messages would interleave with those of the training, in an order
-        that differs between ranks: a deadlock. Without a long timeout a slow disk on one rank would end the run.
+        In the training process group their messages would interleave with training's in an order that differs between
+        ranks: a deadlock. Without a long timeout a slow disk on one rank would end the run.
         """
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._group = connect_hosts()
 
     def begin(self, path: Path, plain: Mapping[str, Any], parts: Mapping[str, Part], manifest: Manifest) -> None:
-        """Start to save; waits for the save before this one.
+        """Start a save, after waiting for the previous one.
 
         Args:
             path: Folder of the new checkpoint.
-            plain: The run's state without tensors; rank 0's is written.
+            plain: State of the run without tensors; only rank 0's is written.
             parts: Tensors that this rank writes.
-            manifest: Complete but for its files.
+            manifest: Manifest, complete except for its files.
         """
         began = time.perf_counter()
         if self._thread is not None:
@@ -118,13 +118,13 @@ class CheckpointWriter:
         self.is_copying = True
         content, problem = None, None
         try:
-            # here and not in the thread: training changes the state as soon as this returns
+            # not in the thread: training changes the state as soon as this returns
             content = serialize(plain) if rank == 0 else None
             self._staging.begin(parts)
-        except Exception as error:  # the thread reports it: the other ranks' threads wait for this one's
+        except Exception as error:  # reported by the thread: the other ranks' threads wait for it
             problem = _describe(error)
         arguments = (path, content, problem, manifest, rank, began)
-        # daemon: a process that must end now does not wait for a disk that hangs
+        # daemon: a process that must exit now does not wait for a hung disk
         self._thread = threading.Thread(target=self._save, args=arguments, name="save", daemon=True)
         self._thread.start()
         if not self._asynchronous:
@@ -139,10 +139,10 @@ class CheckpointWriter:
         self._stall_seconds += time.perf_counter() - began
 
     def poll(self, *, wait: bool = False) -> Outcome | None:
-        """Return how the newest save ended, once; None if it still runs, was returned before or never began.
+        """Return the outcome of the latest save once; None if it is still running, already returned or never started.
 
         Args:
-            wait: Whether to wait for it to end.
+            wait: Whether to wait for it to finish.
         """
         if self._thread is None:
             return None
@@ -154,7 +154,7 @@ class CheckpointWriter:
             return None
         self._thread, outcome = None, self._outcome
         assert outcome is not None, "the thread sets one in every case"
-        # waiting for the thread, here or in `begin`, is a stall that it could not count itself
+        # waiting for the thread, here or in `begin`, is a stall that the thread could not count itself
         return replace(outcome, stall_seconds=self._stall_seconds)
 
     def _save(
@@ -168,7 +168,7 @@ class CheckpointWriter:
     ) -> None:
         """Run in the thread; never raises.
 
-        Both messages are exchanged whatever has failed: a rank that left early would leave the others waiting for it.
+        Both messages are exchanged even after a failure: if a rank left early, the others would wait for it.
         """
         unfinished = path.with_name(path.name + UNFINISHED)
         outcome = Outcome(path=path, step=manifest.step, error="the thread that writes it ended")
@@ -180,7 +180,7 @@ class CheckpointWriter:
             outcome = _judge(path, manifest, reports)
             if rank == 0:
                 outcome = self._finish(unfinished, outcome, manifest, reports)
-            # rank 0's, the only one that knows whether the rename succeeded
+            # from rank 0, the only rank that knows whether the rename succeeded
             outcome = gather_objects(outcome, self._group)[0]
             if rank == 0 and outcome.is_valid:
                 self._clean(path.parent)
@@ -203,10 +203,10 @@ class CheckpointWriter:
         return RankReport(files=files, not_finite=not_finite)
 
     def _finish(self, unfinished: Path, outcome: Outcome, manifest: Manifest, reports: list[RankReport]) -> Outcome:
-        """Write the manifest, rename the folder and update the link, on rank 0; or remove everything.
+        """On rank 0, write the manifest, rename the folder and update the link, or remove everything.
 
-        The order is what makes a kill at any moment harmless: every file is on the disk before the manifest, the
-        manifest before the name, the name before the link.
+        The order makes a kill at any point harmless: every file is on disk before the manifest, the manifest before the
+        name, the name before the link.
         """
         path = outcome.path
         try:
@@ -214,9 +214,9 @@ class CheckpointWriter:
                 files = {name: record for report in reports for name, record in report.files.items()}
                 complete = replace(manifest, files=files)
                 _write(unfinished / MANIFEST_FILE, complete.text().encode())
-                # a rename may reach the disk before the names in the folder: after a power cut it would be empty
+                # a rename may reach the disk before the folder's entries: after a power cut it would be empty
                 sync(unfinished)
-                # rank 0 must see the files of all ranks: on a disk of their own they could never be loaded
+                # rank 0 must see the files of all ranks: on separate local disks they could never be loaded
                 if (reason := find_fault(unfinished)) is not None:
                     raise FileNotFoundError(f"{reason}; hydra.run.dir=<a folder that all nodes share>")
                 replaced = set_aside(path) if path.exists() else None

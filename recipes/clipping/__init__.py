@@ -1,6 +1,6 @@
-"""Adaptive limits of the gradient norm, computed from the norms so far; one file per option of clipping=.
+"""Adaptive gradient clipping thresholds from the history of the gradient norm; one file per option of clipping=.
 
-All arithmetic is on the norm's device: no host synchronization.
+All computation is on the device of the norm, without host synchronization.
 """
 
 from typing import Any, Protocol
@@ -9,17 +9,17 @@ from torch import Tensor
 
 
 class Clipping(Protocol):
-    """Sees the global norm of every step, which is the same on every rank under every engine."""
+    """Computes a clipping threshold from the global norm of every step, which is the same on every rank."""
 
     def limit(self, norm: Tensor) -> Tensor:
-        """Return the largest norm allowed for this step, a 0-dim tensor; inf: gradients stay as they are.
+        """Return the maximum gradient norm for this step, a 0-dim tensor; inf: no clipping.
 
         Args:
-            norm: Of all gradients before clipping, a 0-dim tensor; NaN and inf do not enter the history.
+            norm: Global gradient norm before clipping, a 0-dim tensor; NaN and inf are not added to the history.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data; waits for the device."""
+        """Return plain Python data; synchronizes with the device."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the result of `state_dict`."""

@@ -1,4 +1,4 @@
-"""No adaptive limit: only `trainer.gradient_clip_val`, the same for every step."""
+"""No adaptive threshold: only the fixed `trainer.gradient_clip_val`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Clip at a quantile of recent norms: AutoClip (Seetharaman et al. 2020, arXiv 2007.14469), in a sliding window."""
+"""Clip at a quantile of recent norms: AutoClip (Seetharaman et al. 2020, arXiv 2007.14469) over a sliding window."""
 
 from typing import Annotated, Any
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 class Quantile:
-    """Scales gradients down to a quantile of the last norms.
+    """Clips the gradient norm to a quantile of recent norms.
 
     Args:
-        quantile: Fraction of recent norms below the limit: 0.1 clips nine steps of ten, as in the paper; 0.99 clips
-            one of a hundred.
-        window: Number of recent norms, before clipping, that the quantile is taken of, in optimizer steps.
-        warmup_steps: Optimizer steps before anything is clipped.
+        quantile: Fraction of recent norms below the threshold: 0.1 clips nine of ten steps, as in the paper; 0.99
+            clips one in a hundred.
+        window: Number of recent norms, before clipping, over which the quantile is computed.
+        warmup_steps: Optimizer steps without clipping.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class Quantile:
         self._quantile = quantile
         self._warmup_steps = warmup_steps
         self._num_seen = 0
-        self._norms = torch.full((window,), torch.nan)  # [window], a ring; NaN: not set
+        self._norms = torch.full((window,), torch.nan)  # [window], ring buffer; NaN: unset
 
     def limit(self, norm: Tensor) -> Tensor:
         norm = norm.detach()

@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class ZClip:
-    """Scales down a norm more than `z_score` deviations above the average; the further above, the stronger.
+    """Clips norms more than `z_score` standard deviations above the average, more strongly for larger outliers.
 
-    The reciprocal form of the paper: a score of z becomes z_score^2 / z. The averages see the norm after clipping, so
-    that an outlier does not raise the limit of the next step.
+    Reciprocal variant of the paper: a score of z becomes z_score^2 / z. The averages use the norm after clipping, so
+    that an outlier does not raise the next threshold.
 
     Args:
         decay: EMA decay of the mean and variance of the norm, per optimizer step.

@@ -15,16 +15,16 @@ from recipes.errors import ConfigError
 def compose_and_check(
     overrides: Sequence[str], *, config_folder: Path = CONF, config_name: str = "config", continues: bool = False
 ) -> tuple[Composed | None, list[ConfigError]]:
-    """Compose a run and collect every mistake in it; builds nothing and creates no folder.
+    """Compose a run and collect all of its errors; builds nothing and creates no folder.
 
     Args:
         overrides: Overrides typed on this command line.
-        config_folder: Folder that the run is composed from.
+        config_folder: Config folder.
         config_name: Primary config, without its suffix.
-        continues: Whether what the run folder contains is an earlier start of this very run, as in a resumed sweep.
+        continues: Whether the run folder holds an earlier start of this same run, as in a resumed sweep.
 
     Returns:
-        The run, None if it cannot be composed; and the mistakes.
+        The run, None if it cannot be composed; and the errors.
     """
     composed, mistakes = compose_overrides(overrides, config_folder=config_folder, config_name=config_name)
     if composed is not None:
@@ -34,6 +34,6 @@ def compose_and_check(
         composed = replace(composed, continues=continues)
         rejected = {f"no {mistake.setting.partition('=')[0]}" for mistake in mistakes}
         found = check_config(composed.config, composed.choices, overrides, composed.run_folder, continues=continues)
-        # without a rejected override, its setting may be missing: a consequence
+        # a setting may be missing only because its override was rejected
         mistakes = [*mistakes, *(mistake for mistake in found if mistake.setting not in rejected)]
     return composed, mistakes

@@ -1,4 +1,4 @@
-"""Hydra's composition with its slow parts cached per process: parsed files, and the result for a set of options."""
+"""Hydra composition with per-process caches of parsed files and of the result for a set of options."""
 
 import functools
 import pickle
@@ -26,7 +26,7 @@ def compose_overrides(overrides: Sequence[str], folder: Path, name: str | None) 
     Args:
         overrides: Group options and values.
         folder: Folder of the YAML files.
-        name: Primary config, without its suffix; None: Hydra's own section alone.
+        name: Primary config, without its suffix; None composes only Hydra's own section.
 
     Returns:
         The unresolved config with Hydra's own node; the caller may change it.
@@ -50,16 +50,16 @@ def compose_overrides(overrides: Sequence[str], folder: Path, name: str | None) 
 
 
 def select_options(overrides: Sequence[str], folder: Path, name: str | None) -> list[str]:
-    """Return the overrides that are options of groups, which choose the files that are read; the others are values."""
+    """Return the overrides that select group options, and so the files to read; all others set values."""
     options, _ = _split(OverridesParser.create().parse_overrides(list(overrides)), folder, name)
     return options
 
 
 def compose_options(options: Sequence[str], folder: Path, name: str | None) -> DictConfig:
-    """Compose the given group options without any value.
+    """Compose the given group options without any values.
 
-    Reading and merging some fifty YAML files is nine tenths of a composition. The jobs of a sweep, and the attempts to
-    explain a wrong command line, differ in values and seldom in options: the result is cached until a YAML file of
+    Reading and merging some fifty YAML files takes nine tenths of a composition. The jobs of a sweep, and the attempts
+    to explain a wrong command line, differ in values and rarely in options: the result is cached until a YAML file in
     the folder changes.
 
     Raises:
@@ -73,19 +73,19 @@ def compose_options(options: Sequence[str], folder: Path, name: str | None) -> D
 
 @functools.lru_cache(maxsize=32)
 def _compose_cached(options: tuple[str, ...], folder: Path, name: str | None, stamp: object, cwd: Path) -> bytes:
-    """Return a pickle: each caller unpickles a node of its own, in a third of the time of a deep copy."""
+    """Return a pickle: each caller unpickles its own copy, in a third of the time of a deep copy."""
     GlobalHydra.instance().clear()
     Plugins.instance()  # registers Hydra's own source of files, if nobody has done that yet
     SourcesRegistry.instance().types[_FilesParsedOnce.scheme()] = _FilesParsedOnce
     with initialize_config_dir(str(folder), version_base="1.3"):
         try:
             return pickle.dumps(compose(name, list(options), return_hydra_config=True))
-        except (AttributeError, TypeError, ValueError) as error:  # Hydra's own, about an option that is no text
+        except (AttributeError, TypeError, ValueError) as error:  # raised by Hydra for an option that is not text
             raise ConfigCompositionException(f"not an option: {error}") from error
 
 
 class _FilesParsedOnce(FileConfigSource):
-    """Parses a file again only when it has changed: sets of options differ in few of their fifty files."""
+    """Reparses a file only when it has changed: sets of options differ in few of their fifty files."""
 
     _parsed: ClassVar[dict[tuple[object, ...], bytes]] = {}
 
@@ -117,8 +117,8 @@ def _split(parsed: Sequence[Override], folder: Path, name: str | None) -> tuple[
 def _is_value(override: Override, folder: Path, name: str | None) -> bool:
     """Return whether an override sets a value of the composed config rather than choosing what is composed.
 
-    In doubt it does not, which is slower and never wrong: Hydra then decides. A sweep is left to Hydra as well, which
-    rejects it.
+    If in doubt, return False, which is slower but never wrong: Hydra then decides. Sweeps are also left to Hydra, which
+    rejects them.
     """
     key = override.key_or_group
     may_be_group = "/" in key or override.package is not None or key == "hydra"

@@ -47,13 +47,13 @@ class Composed:
         config: Plain values, every interpolation resolved; without Hydra's own node.
         run_folder: Folder for the files of the run.
         overrides: Command-line overrides, for the record; those of the resumed run come first.
-        dropped_overrides: Those of the resumed run that no longer apply, because another option was chosen.
+        dropped_overrides: Overrides of the resumed run that no longer apply, because another option was chosen.
         choices: Option chosen for each group, to name it in messages.
         sweep_overrides: Overrides that a sweep varies: `hydra.sweeper.params`, then those typed with
             `mode=wandb_sweep`.
-        config_folder: Folder that the run was composed from.
+        config_folder: Config folder.
         config_name: Primary config, without its suffix.
-        continues: Whether what the run folder contains is an earlier start of this very run.
+        continues: Whether the run folder holds an earlier start of this same run.
     """
 
     config: Config
@@ -73,7 +73,7 @@ class Composed:
 
 
 def register_resolvers(read_variable: Callable[..., str | None] = oc.env) -> None:
-    """Register `${run_folder:…}`, `${published_size:…}` and the others of conf/, and Hydra's; may be called again.
+    """Register the resolvers of conf/, such as `${run_folder:…}`, and Hydra's; may be called repeatedly.
 
     Args:
         read_variable: Resolves `${oc.env:…}`.
@@ -89,7 +89,7 @@ def register_resolvers(read_variable: Callable[..., str | None] = oc.env) -> Non
 def quote_options(overrides: Sequence[str]) -> list[str]:
     """Quote option names that Hydra's grammar would not read as text: `debug=nan`, `precision=16`.
 
-    Text with blanks around it is quoted as well: `mode.prompt='    return x'`.
+    Text with surrounding spaces is also quoted: `mode.prompt='    return x'`.
     """
     return [_quote_option(override) for override in overrides]
 
@@ -98,7 +98,7 @@ def _quote_option(override: str) -> str:
     group, equals, names = override.partition("=")
     if names != names.strip() and _is_plain_text(
         f"{group}={names.strip()}"
-    ):  # Hydra's grammar drops blanks around a value
+    ):  # Hydra's grammar strips spaces around a value
         return f"{group}={QuotedString(text=names, quote=Quote.single).with_quotes()}"
     if not equals or not group or not (CONF / group).is_dir():
         return override
@@ -109,7 +109,7 @@ def _quote_option(override: str) -> str:
 
 
 def _is_plain_text(override: str) -> bool:
-    """Return whether an override sets a text that is not quoted."""
+    """Return whether an override sets unquoted text."""
     try:
         parsed = parse_override(override)
     except HydraException:
@@ -138,9 +138,9 @@ def run_folder(name: str, resume: str | None) -> str:
 
 
 def claim_folder(composed: Composed) -> Composed:
-    """Create the folder of a new run if the clock has named it, under a name that no other start has taken.
+    """Create the folder of a new run, under an unused name if it is named by timestamp.
 
-    Starts of the same second compose the same name: the first to create the folder has it, the next ones get a number.
+    Runs started in the same second compose the same name: the first one gets it, later ones append a number.
     """
     folder = composed.run_folder
     is_named_by_clock = re.fullmatch(_CLOCK_NAME, folder.name) and composed.config["resume"] is None
@@ -151,7 +151,7 @@ def claim_folder(composed: Composed) -> Composed:
 
 
 def cluster_job_name() -> str | None:
-    """Return a name for a job of a W&B agent, SLURM or torchrun that stays the same when it is restarted; else None."""
+    """Return a name that a W&B agent, SLURM or torchrun job keeps across restarts; None for other runs."""
     sweep, trial = os.environ.get("WANDB_SWEEP_ID"), os.environ.get("WANDB_RUN_ID")
     if sweep and trial:  # an agent runs many trials within a single SLURM job
         return f"wandb_{sweep}/{trial}"
@@ -165,7 +165,7 @@ def cluster_job_name() -> str | None:
 def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_name: str = "config") -> Composed:
     """Compose a run from command-line overrides.
 
-    With `resume=<run>` the frozen config of that run is the base; only overrides typed now change it.
+    With `resume=<run>` that run's frozen config is the base; only newly typed overrides change it.
 
     Raises:
         hydra.errors.HydraException: A group, option or key does not exist.
@@ -198,7 +198,7 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
 
 
 def _use_cache_of(now: Config, resumed: Config) -> Config:
-    """Return a resumed config with the cache folder of this start: it belongs to the machine, not to the run."""
+    """Set a resumed config's cache folder to the current one, which belongs to the machine, not to the run."""
     data, cache_dir = resumed.get("data"), (now.get("data") or {}).get("cache_dir")
     if not isinstance(data, dict) or "cache_dir" not in data or cache_dir is None:
         return resumed
@@ -206,7 +206,7 @@ def _use_cache_of(now: Config, resumed: Config) -> Config:
 
 
 def freeze(composed: Composed) -> None:
-    """Write the config into the run folder, in a form that starts the same run again from its first step."""
+    """Write the config into the run folder, in a form that can start the same run from scratch."""
     again = {"run": {"dir": "${run_folder:${name},${resume}}"}, "output_subdir": None}
     config = escape_interpolations(composed.config | {"resume": None}) | {"hydra": again}
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
@@ -231,7 +231,7 @@ def _get_run_folder(node: DictConfig) -> Path:
     try:
         if node.hydra.run.dir == "":
             raise ConfigError("hydra.run.dir=", "a run needs a folder", "hydra.run.dir=<folder>")
-        return Path(os.path.expanduser(node.hydra.run.dir))  # a shell leaves the ~ of key=~/x to us
+        return Path(os.path.expanduser(node.hydra.run.dir))  # a shell does not expand the ~ in key=~/x
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         raise ConfigError("hydra.run.dir=…", reason, "hydra.run.dir=<folder>") from error
@@ -253,7 +253,7 @@ def _to_plain(node: DictConfig) -> Config:
                 str(error).splitlines()[0],
                 f"{full_key}=<value> on the command line",
             ) from error
-    config.setdefault("callbacks", {})  # `callbacks=[]` and `~callbacks` leave none
+    config.setdefault("callbacks", {})  # missing after `callbacks=[]` and `~callbacks`
     return config
 
 

@@ -1,4 +1,4 @@
-"""Call the constructors that a checked config names. Values are taken as they are: `${…}` in them is text by now."""
+"""Call the constructors in a checked config. Values are already resolved: any `${…}` in them is text."""
 
 import functools
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ TARGET, PARTIAL = "_target_", "_partial_"
 
 
 def make(node: Mapping[str, Any]) -> Any:
-    """Call `_target_` of a node with its other values, nodes among them made first.
+    """Call a node's `_target_` with its other values, building nested nodes first.
 
-    Hydra's own `instantiate` would resolve interpolations once more. In a resolved value `${…}` is text that the user
-    has escaped, or that the config of somebody else's run holds to read an environment variable.
+    Hydra's `instantiate` would resolve interpolations again. In a resolved value `${…}` is text that the user escaped,
+    or that somebody else's config contains to read an environment variable.
 
     Args:
         node: Plain values; with `_partial_: true` the constructor is returned with its arguments bound.
@@ -24,7 +24,7 @@ def make(node: Mapping[str, Any]) -> Any:
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
-    constructor = instantiate({TARGET: node[TARGET], PARTIAL: True})  # refuses those that run commands
+    constructor = instantiate({TARGET: node[TARGET], PARTIAL: True})  # rejects those that run commands
     arguments = {key: _make_within(value) for key, value in node.items() if key not in (TARGET, PARTIAL)}
     bound = functools.partial(constructor, **arguments)
     if node.get(PARTIAL):

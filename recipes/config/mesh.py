@@ -9,22 +9,22 @@ from recipes.errors import ConfigError
 from recipes.mesh import Mesh
 from recipes.runtime.world import Ranks
 
-# of ranks that work on the same samples
+# ranks that work on the same samples
 MODEL_SIZES = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
-# only FSDP2 divides them
+# supported by FSDP2 only
 _BY_FSDP = {
-    "tensor_parallel_size": "matrices",
-    "pipeline_parallel_size": "layers",
-    "expert_parallel_size": "experts",
+    "tensor_parallel_size": "tensor parallelism",
+    "pipeline_parallel_size": "pipeline parallelism",
+    "expert_parallel_size": "expert parallelism",
 }
 
 
 def get_mesh(config: Mapping[str, Any], ranks: Ranks) -> Mesh:
-    """Return the mesh of a run; of one rank for a mode that takes no steps.
+    """Return the mesh of a run; a mode without training steps has one rank.
 
     Args:
-        config: Composed.
-        ranks: Of the run.
+        config: Composed config.
+        ranks: Ranks of the run.
 
     Raises:
         ConfigError: The sizes do not divide the ranks, or the strategy has no such dimension.
@@ -35,14 +35,14 @@ def get_mesh(config: Mapping[str, Any], ranks: Ranks) -> Mesh:
 
 
 def count_data_ranks(config: Mapping[str, Any], world_size: int) -> int:
-    """Return how many of a run's ranks have different samples, whether the sizes divide them or not."""
+    """Return the number of data-parallel ranks, even if the sizes do not divide the ranks."""
     model_size: int = math.prod(config.get(name) or 1 for name in MODEL_SIZES)
     return max(1, world_size // model_size)
 
 
 def make_mesh(config: Mapping[str, Any], ranks: Ranks) -> Mesh:
-    """Return the mesh of a config's run on some ranks. Errors: as `get_mesh`."""
-    # an older run's config has none of these settings, and its ranks divided samples alone
+    """Return the mesh of a config on the given ranks. Raises the same errors as `get_mesh`."""
+    # the config of an older, purely data-parallel run has none of these settings
     sizes = {name: config.get(name) or 1 for name in MODEL_SIZES}
     traits = get_traits(config["strategy"])
     for name, what in _BY_FSDP.items():
@@ -50,7 +50,7 @@ def make_mesh(config: Mapping[str, Any], ranks: Ranks) -> Mesh:
         if size > 1 and traits.state_layout != "fsdp":
             raise ConfigError(
                 f"{name}={size} {traits.typed}",
-                f"{what} are divided under strategy=fsdp and hsdp only",
+                f"{what} needs strategy=fsdp or hsdp",
                 f"strategy=fsdp, which shards over the other ranks, or {name}=1",
             )
     model_size = math.prod(sizes.values())
@@ -58,7 +58,7 @@ def make_mesh(config: Mapping[str, Any], ranks: Ranks) -> Mesh:
     if rest or not data_size:
         raise ConfigError(
             " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1),
-            f"{_count(ranks.world_size)} not divide into groups of {model_size}",
+            f"{_count(ranks.world_size)} not divisible by {model_size}",
             _suggest_sizes(ranks.world_size, sizes),
         )
     tensor, context, pipeline = (sizes[name] for name in MODEL_SIZES)
@@ -76,19 +76,19 @@ def make_mesh(config: Mapping[str, Any], ranks: Ranks) -> Mesh:
 
 
 def _divide_experts(config: Mapping[str, Any], num_ranks: int) -> int:
-    """Return the ranks that divide the experts, of those that share a copy of the model."""
+    """Return the expert-parallel size within the ranks that share a copy of the model."""
     size: int = config.get("expert_parallel_size") or 1
     if num_ranks % size:
         raise ConfigError(
             f"expert_parallel_size={size}",
-            f"{_count(num_ranks)} not divide into groups of {size}",
+            f"{_count(num_ranks)} not divisible by {size}",
             f"expert_parallel_size={largest_divisor(num_ranks, most=size)}, or another trainer.devices",
         )
     return size
 
 
 def _divide_data(config: Mapping[str, Any], data_size: int, *, per_node: int) -> tuple[int, int]:
-    """Return copies of the model, and ranks that share one, which have `data_size` samples together."""
+    """Split `data_size` ranks into model replicas and shards; return both numbers."""
     traits = get_traits(config["strategy"])
     replicate, shard = (config.get(f"data_parallel_{name}") for name in ("replicate", "shard"))
     typed = [f"data_parallel_{n}={s}" for n, s in (("replicate", replicate), ("shard", shard)) if s is not None]
@@ -96,7 +96,7 @@ def _divide_data(config: Mapping[str, Any], data_size: int, *, per_node: int) ->
         if (replicate or 1) * (shard or 1) > 1:
             raise ConfigError(
                 f"{' '.join(typed)} {traits.typed}",
-                "only strategy=fsdp and hsdp have a number of copies and of ranks that share one",
+                "only strategy=fsdp and hsdp set the number of replicas and of ranks per replica",
                 f"strategy=fsdp, or {' '.join(text.partition('=')[0] + '=null' for text in typed)}",
             )
         return (data_size, 1) if traits.replicates_state else (1, data_size)
@@ -108,22 +108,20 @@ def _divide_data(config: Mapping[str, Any], data_size: int, *, per_node: int) ->
     if replicate * shard != data_size and has_copies_alone:
         raise ConfigError(
             typed[0],
-            f"{_count(data_size)} not divide over {replicate} copies",
+            f"{_count(data_size)} not divisible by {replicate}",
             f"data_parallel_replicate={largest_divisor(data_size, most=replicate)}",
         )
     if replicate * shard != data_size:
         raise ConfigError(
             " ".join(typed) or f"strategy={traits.option}",
-            f"{_count(data_size)} not divide into groups of {shard}"
-            if len(typed) < 2
-            else f"{data_size} ranks have samples",
+            f"{_count(data_size)} not divisible by {shard}" if len(typed) < 2 else f"{data_size} ranks have samples",
             f"data_parallel_shard={largest_divisor(data_size, most=shard)} data_parallel_replicate=null",
         )
     return replicate, shard
 
 
 def _suggest_sizes(world_size: int, sizes: Mapping[str, int]) -> str:
-    """Return sizes that divide the ranks: the wanted ones or the next smaller."""
+    """Return sizes that divide the ranks: the requested ones or the next smaller."""
     left, fits = world_size, []
     for name, size in sizes.items():
         if size > 1:
@@ -133,9 +131,9 @@ def _suggest_sizes(world_size: int, sizes: Mapping[str, int]) -> str:
 
 
 def largest_divisor(number: int, *, most: int) -> int:
-    """Return the largest divisor of a number that is at most another."""
+    """Return the largest divisor of `number` that is at most `most`."""
     return next(size for size in range(min(most, number), 0, -1) if number % size == 0)
 
 
 def _count(number: int) -> str:
-    return "1 rank does" if number == 1 else f"{number} ranks do"
+    return "1 rank is" if number == 1 else f"{number} ranks are"

@@ -1,4 +1,4 @@
-"""Read overrides, and write values as overrides, `key=value`, that Hydra reads back exactly; about 1 ms each."""
+"""Parse overrides, and write values as `key=value` overrides that Hydra reads back exactly; about 1 ms each."""
 
 import re
 import shlex
@@ -28,12 +28,12 @@ def parse_override(override: str) -> Override:
 
 
 def quote(text: str) -> str:
-    """Quote a text, so that Hydra's grammar reads it as it is."""
+    """Quote text so that Hydra's grammar reads it literally."""
     return QuotedString(text=text, quote=Quote.single).with_quotes()
 
 
 def for_shell(override: str) -> str:
-    """Quote an override for a shell, if it needs it."""
+    """Quote an override for a shell if necessary."""
     return shlex.quote(override) if _SPECIAL.search(override) else override
 
 
@@ -83,7 +83,7 @@ def to_plain(key: str, value: object) -> Any:
         value: Number, text, None, or lists and dicts of them.
 
     Raises:
-        ConfigError: An override cannot hold it.
+        ConfigError: An override cannot represent it.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -101,7 +101,7 @@ def to_plain(key: str, value: object) -> Any:
 
 
 def escape_interpolations(value: Any) -> Any:
-    """Return plain values in which OmegaConf reads every `${` as text: a config that is resolved already."""
+    """Escape every `${` in plain values of a resolved config, so that OmegaConf reads it as text."""
     if isinstance(value, str):
         # the backslashes before a `${` are halved when it is read, and one more makes it text
         return _REFERENCE.sub(r"\1\1\\${", value)
@@ -111,7 +111,7 @@ def escape_interpolations(value: Any) -> Any:
 
 
 def unescape_interpolations(value: Any) -> Any:
-    """Return what `escape_interpolations` was given; a `${` that is not escaped stays as it is."""
+    """Undo `escape_interpolations`; an unescaped `${` is left unchanged."""
     if isinstance(value, str):
         return _ESCAPED.sub(lambda found: found[1][: len(found[1]) // 2] + "${", value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Sizes of a published model, from its config.json: composed, checked and frozen with the run."""
+"""Read the sizes of a published model from its config.json, to be frozen with the run."""
 
 import functools
 import json
@@ -11,19 +11,19 @@ from urllib.request import getproxies
 from recipes.errors import ConfigError
 
 _FILE = "config.json"
-_NESTED = "text_config"  # of models that read images, too
+_NESTED = "text_config"  # in multimodal models
 _FIX = f"model.name=<folder with {_FILE}, or hub id>"
 
 
 def published_size(name: str | None, key: str) -> int | None:
-    """Return a number of config.json, such as `vocab_size`; `${published_size:…}` in conf/.
+    """Return an integer from config.json, such as `vocab_size`; `${published_size:…}` in conf/.
 
     Args:
-        name: Folder, or name of a repository of the Hugging Face hub, whose file is downloaded once.
-        key: In the file, or in its `text_config`.
+        name: Folder, or repository on the Hugging Face hub, whose file is downloaded once.
+        key: Key in the file, or in its `text_config`.
 
     Returns:
-        None where there is no such file or number, for which the check of the config has the reason.
+        None if the file or key does not exist; the config check reports the reason.
     """
     try:
         return None if name is None else read_size(name, key)
@@ -32,10 +32,10 @@ def published_size(name: str | None, key: str) -> int | None:
 
 
 def read_size(name: str, key: str) -> int:
-    """Return the same number.
+    """Return the same size, or raise the reason why it is missing.
 
     Raises:
-        ConfigError: There is no such file, or it has no such number.
+        ConfigError: There is no such file, or it lacks the key.
     """
     path = Path(name).expanduser()
     file = path / _FILE if path.is_dir() else _find_on_hub(name)
@@ -59,22 +59,22 @@ def _find_on_hub(name: str) -> Path | ConfigError:
     try:
         from huggingface_hub import constants, hf_hub_download
     except ImportError:
-        reason = "it is no folder here, and the hub needs huggingface-hub, which is not installed"
+        reason = "not a local folder, and the hub needs huggingface-hub, which is not installed"
         return ConfigError(f"model.name={name}", reason, "pip install -e '.[huggingface]'")
     host = str(urlsplit(constants.ENDPOINT).hostname)
-    is_found = _is_found(host)  # else the hub's library tries for half a minute
+    is_found = _is_found(host)  # else the hub library retries for half a minute
     try:
         return Path(hf_hub_download(name, _FILE, local_files_only=not is_found))
-    except (OSError, ValueError) as error:  # offline, unknown, gated, or no name of a repository
+    except (OSError, ValueError) as error:  # offline, unknown, gated, or not a repository name
         if not is_found:
-            reason = f"it is no folder here, not downloaded yet, and {host} is not found: is this machine offline?"
+            reason = f"not a local folder, not downloaded yet, and {host} is not found: is this machine offline?"
             return ConfigError(f"model.name={name}", reason, _FIX)
         reason = str(error).strip().partition("\n")[0]
-        return ConfigError(f"model.name={name}", f"it is no folder here, and the hub says: {reason}", _FIX)
+        return ConfigError(f"model.name={name}", f"not a local folder, and the hub says: {reason}", _FIX)
 
 
 def _is_found(host: str) -> bool:
-    """Return whether the host's name is known here, or a proxy may know it."""
+    """Return whether the host name resolves, or a proxy may resolve it."""
     if getproxies():
         return True
     try:

@@ -1,4 +1,4 @@
-"""Reconcile the ranks that a config requests with the ranks that exist and the GPUs of this machine."""
+"""Reconcile requested ranks with existing ranks and the GPUs of this machine."""
 
 import os
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from recipes.runtime.world import (
 
 
 def get_ranks(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Ranks:
-    """Return the ranks of a composed run: those that exist, else those that it requests.
+    """Return the existing ranks of a composed run, else the requested ones.
 
     Args:
         config: Plain values, every interpolation resolved.
@@ -51,7 +51,7 @@ def get_ranks(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ
         _reject_more_ranks_than_gpus(config["trainer"], found, environ)
         return found
     num_nodes = int(config["trainer"]["num_nodes"])
-    if runs_elsewhere(config):  # on a login node: the cluster has the nodes and the GPUs
+    if runs_elsewhere(config):  # on a login node: the GPUs are elsewhere in the cluster
         per_node = 1 if single else requested_devices(config["trainer"]) or 1
         return Ranks(per_node=per_node, num_nodes=num_nodes, started_by=None)
     per_node = 1 if single else _per_node(config["trainer"])
@@ -96,7 +96,7 @@ def _reject_contradiction(trainer: Mapping[str, Any], found: Ranks) -> None:
 
 
 def _reject_more_ranks_than_gpus(trainer: Mapping[str, Any], found: Ranks, environ: Mapping[str, str]) -> None:
-    """Reject more ranks on a node than it has GPUs: each rank needs one of its own."""
+    """Reject more ranks per node than GPUs: each rank needs its own."""
     gpus = 0 if trainer["accelerator"] == "cpu" or found.started_by == "spawn" else num_gpus()
     if not 0 < gpus < found.per_node or (gpus == 1 and has_own_gpu(environ)):
         return

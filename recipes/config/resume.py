@@ -1,4 +1,4 @@
-"""The run that `resume=` names: its frozen config, and which of its overrides still apply. Imports no torch."""
+"""Read the run that `resume=` names: its frozen config and the overrides that still apply. Imports no torch."""
 
 import os
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from recipes.run_folder import (
 )
 
 Config = dict[str, Any]
-_SINGLE_START = ("hydra.", "mode.", "evaluator.")  # sections that hold for one start of a run, not for the run
+_SINGLE_START = ("hydra.", "mode.", "evaluator.")  # sections that apply to a single start of a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class ResumedRun:
 
     Attributes:
         config: Its frozen config, every interpolation resolved.
-        overrides: Those it was started with, without those that hold for a single start.
+        overrides: Overrides it was started with, except those that apply to a single start.
     """
 
     config: Config
@@ -57,17 +57,17 @@ def select_inherited(
 ) -> tuple[list[str], list[str]]:
     """Split the overrides of a resumed run into those that still apply and those that do not.
 
-    One that is typed again is replaced. One of a section whose `_target_` another option has replaced would set an
+    An override that is typed again is replaced. An override in a section whose `_target_` has changed would set an
     argument of something else: `strategy.gradient_sync` after `strategy=single`.
 
     Args:
         resumed: The run.
-        typed: The overrides of this start.
+        typed: Overrides of this start.
         folder: Folder of the YAML files.
         name: Primary config, without its suffix.
 
     Returns:
-        The inherited ones, in their order; and those that no longer apply because of another option.
+        The inherited overrides in order, and those that no longer apply because of another option.
 
     Raises:
         hydra.errors.HydraException: A group or option does not exist.
@@ -89,8 +89,8 @@ def select_inherited(
 def apply_changes(frozen: Config, *, before: Config, now: Config) -> Config:
     """Return the frozen config with every value that the new overrides change, directly or by interpolation.
 
-    Defaults of conf/ that have changed since the run was frozen are the same in `before` and `now`, and so do not
-    reach it.
+    Defaults in conf/ that have changed since the run was frozen are the same in `before` and `now`, so they do not
+    affect it.
     """
     if before.get("_target_") != now.get("_target_"):
         return now  # another option replaces the node
@@ -106,7 +106,7 @@ def apply_changes(frozen: Config, *, before: Config, now: Config) -> Config:
 
 
 def _read_overrides(folder: Path) -> list[str]:
-    """Return the overrides that a run was started with, without those that hold for a single start."""
+    """Return the overrides that a run was started with, except those that apply to a single start."""
     if not os.path.isfile(folder / ENVIRONMENT_FILE):
         return []
     typed = read_environment(folder).get("overrides")
@@ -118,14 +118,14 @@ def _read_overrides(folder: Path) -> list[str]:
         try:
             key = parse_override(override).key_or_group
         except (HydraException, TypeError, AttributeError) as error:
-            raise ConfigError(str(folder / ENVIRONMENT_FILE), f"{override!r} is no override", fix) from error
+            raise ConfigError(str(folder / ENVIRONMENT_FILE), f"{override!r} is not an override", fix) from error
         if key not in ("mode", "resume", "evaluator") and not key.startswith(_SINGLE_START):
             kept.append(override)
     return kept
 
 
 def _still_applies(override: str, others: Sequence[str], before: DictConfig, now: DictConfig) -> bool:
-    """Return whether the section that an override belongs to is still of the same kind, or what it deletes is there."""
+    """Return whether an override's section still has the same target, or the deleted key still exists."""
     parsed = parse_override(override)
     parts = _get_place(parsed).split(".")
     if parsed.is_delete():
@@ -136,13 +136,13 @@ def _still_applies(override: str, others: Sequence[str], before: DictConfig, now
 
 
 def _get_place(override: Override) -> str:
-    """Return the key that an override sets; of an option in a place of its own, `data@eval_data.mine`, that place."""
+    """Return the key that an override sets; for an option with a package, `data@eval_data.mine`, the package."""
     place: str = override.package or override.key_or_group
     return place
 
 
 def find_deepest(config: Any, parts: list[str]) -> tuple[Any, list[str], list[str]]:
-    """Return the deepest section on the way to a key, the parts that lead to it, and those that do not exist."""
+    """Return the deepest existing section on the path to a key, and the existing and missing parts of the key."""
     node = config
     for index, part in enumerate(parts):
         if part not in node:
@@ -155,7 +155,7 @@ def find_deepest(config: Any, parts: list[str]) -> tuple[Any, list[str], list[st
 
 
 def _nearest_target(config: DictConfig, parts: Sequence[str]) -> object:
-    """Return the `_target_` of the deepest section on the way to a key; None if no section has one."""
+    """Return the `_target_` of the deepest section on the path to a key; None if no section has one."""
     node: Any = config
     target: object = None
     for part in parts:
@@ -166,9 +166,9 @@ def _nearest_target(config: DictConfig, parts: Sequence[str]) -> object:
 
 
 def with_saved_parts(config: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Return the config of a resumed run: weights from the checkpoint, not a hub; the tokenizer it was trained with.
+    """Return the config of a resumed run with weights from the checkpoint and the run's own tokenizer.
 
-    The checkpoint of an adapter holds it alone: what it stands beside is loaded as before.
+    An adapter checkpoint holds only the adapter: the base weights are loaded as before.
     """
     model, data = config["model"], config["data"]
     has_adapter = "adapter" in config and not config["adapter"]["_target_"].endswith(".NoAdapter")

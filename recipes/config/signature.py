@@ -1,4 +1,4 @@
-"""Read constructor signatures from source, without importing: what a config node may set. A few ms per file, once."""
+"""Read constructor signatures from source without importing: the arguments a config node may set. Cached per file."""
 
 import ast
 import contextlib
@@ -13,7 +13,7 @@ Scope = list[ast.stmt]
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """An argument: its annotation as an expression, None without one; whether it is required."""
+    """An argument: its annotation as an expression (None without one), and whether it is required."""
 
     annotation: ast.expr | None
     required: bool
@@ -35,7 +35,7 @@ class Signature:
 
 
 class TargetNotFoundError(LookupError):
-    """A dotted path does not name a class or function whose source can be read."""
+    """A dotted path does not name a class or function with readable source."""
 
 
 @cache
@@ -49,7 +49,7 @@ def read_signature(target: str) -> Signature:
     """
     module, _, name = target.rpartition(".")
     if not module or not name:
-        raise TargetNotFoundError(f"{target!r} is no dotted path of a class or function")
+        raise TargetNotFoundError(f"{target!r} is not the dotted path of a class or function")
     path = module_file(module)
     node = find(name, parse(path).body)
     if isinstance(node, ast.ImportFrom):
@@ -62,7 +62,7 @@ def read_signature(target: str) -> Signature:
 
 
 def find_signature(target: object) -> Signature:
-    """Return the signature of a dotted path; an empty one if it names nothing, which the check of nodes reports."""
+    """Return the signature of a dotted path; empty if it does not exist, which the node check reports."""
     try:
         return read_signature(str(target))
     except TargetNotFoundError:
@@ -92,7 +92,7 @@ def parse(path: Path) -> ast.Module:
 
 
 def list_names(module: str) -> list[str]:
-    """Return the classes and functions that a module defines or re-exports at its top.
+    """Return the classes and functions that a module defines or re-exports at module level.
 
     Raises:
         TargetNotFoundError: There is no such module.
@@ -167,7 +167,7 @@ def _base_signature(node: ast.ClassDef, module: str, path: Path) -> Signature:
 
 
 def _passed_to_base(init: ast.FunctionDef, base: Signature) -> set[str]:
-    """Return the arguments of the base class that a constructor passes itself; a node that sets one sets it twice."""
+    """Return the base class arguments that a constructor passes itself; a node must not set these as well."""
     passed: set[str] = set()
     for call in ast.walk(init):
         if isinstance(call, ast.Call) and re.fullmatch(r"super\(.*\)\.__init__", ast.unparse(call.func)):

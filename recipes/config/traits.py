@@ -1,4 +1,4 @@
-"""Read what the chosen mode and strategy can do from constants in their source, without importing them."""
+"""Read the traits of the chosen mode and strategy from constants in their source, without importing them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from recipes.runtime.world import num_gpus
 
 _FIT = "recipes.mode.fit.fit"
 _PLAN = "recipes.mode.plan.plan"
-# they train as the run would, on its ranks and under its strategy, and leave no run behind
+# modes that train as the run would, on its ranks and under its strategy, but create no run
 _TRIALS = frozenset(
     {
         "recipes.mode.batch_find.try_size",
@@ -28,15 +28,15 @@ class StrategyTraits:
     """What a strategy declares on its class; the defaults suit a strategy that declares nothing.
 
     Attributes:
-        option: Its name on the command line, `strategy=<option>`.
+        option: Name on the command line, `strategy=<option>`.
         needs_process_group: Whether it runs on several ranks.
         shards_weights: Whether each rank keeps a shard of the weights, block by block.
         replicates_state: Whether every rank keeps all weights and optimizer state.
-        state_layout: How weights, gradients and optimizer state lie on the ranks: `whole`, `fsdp` or `zero`.
+        state_layout: Layout of weights, gradients and optimizer state over ranks: `whole`, `fsdp` or `zero`.
         clips_by_value: Whether it can clip each gradient value, not only the global norm.
         accepts_device_list: Whether `trainer.devices` may list GPUs whose indices do not start at 0.
         syncs_batch_norm: Whether Lightning can synchronize batch norm statistics over its ranks.
-        shards_within_node: Whether the ranks of a node share a copy of the model, and every node has one.
+        shards_within_node: Whether every node has a copy of the model, sharded over its ranks.
     """
 
     option: str
@@ -51,7 +51,7 @@ class StrategyTraits:
 
     @property
     def typed(self) -> str:
-        """Return the override that chooses it."""
+        """Return the override that selects the strategy."""
         return f"strategy={self.option}"
 
 
@@ -68,13 +68,13 @@ def get_traits(strategy: Mapping[str, Any]) -> StrategyTraits:
 
 
 def get_compile_mode(config: Mapping[str, Any], *, on_gpu: bool | None = None) -> str | None:
-    """Return the mode of torch.compile that a run uses; None: eager.
+    """Return the torch.compile mode of a run; None is eager.
 
-    `auto` compiles on a GPU, except under ZeRO-3, whose hooks split every graph.
+    `auto` compiles on a GPU, except under ZeRO-3, whose hooks break every graph.
 
     Args:
-        config: Composed.
-        on_gpu: Whether the run has a GPU; None: if this machine has one and the Trainer may use it.
+        config: Composed config.
+        on_gpu: Whether the run has a GPU; None detects whether this machine has one that the Trainer may use.
     """
     setting = config["compile"]
     if setting == "auto":
@@ -87,13 +87,13 @@ def get_compile_mode(config: Mapping[str, Any], *, on_gpu: bool | None = None) -
 
 
 def get_eval_samples(config: Mapping[str, Any]) -> int | None:
-    """Return the samples of a validation; None: all.
+    """Return the number of validation samples; None is all.
 
-    `auto`: as many as take 2 % of a run's time. A sample without its backward pass takes a third of the time, so these
-    are 6 % of the samples that are trained between two validations, and at least one global batch.
+    `auto` limits validation to 2 % of a run's time. Without its backward pass a sample takes a third of the time, so
+    this is 6 % of the samples trained on between two validations, and at least one global batch.
 
     Args:
-        config: Composed.
+        config: Composed config.
     """
     chosen: int | str | None = config["eval_samples"]
     if not isinstance(chosen, str):
@@ -103,7 +103,7 @@ def get_eval_samples(config: Mapping[str, Any]) -> int | None:
 
 
 def tries_convolutions(config: Mapping[str, Any]) -> bool:
-    """Return whether cuDNN tries its algorithms: as typed, else for images, which have one size, unless bits matter."""
+    """Return whether to enable cuDNN benchmarking: as set, else for images (fixed size), unless deterministic."""
     typed: bool | None = config["trainer"].get("benchmark")
     if typed is not None:
         return typed
@@ -126,7 +126,7 @@ def is_place_of_data(place: str) -> bool:
 
 
 def list_data(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield every node of a data source with its section: of the run, of a mixture, and of further validations."""
+    """Yield every data source node with its section: of the run, of a mixture, and of additional validations."""
     yield "data", config["data"]
     for group in DATA_GROUPS:
         nodes = select(config, group)
@@ -151,7 +151,7 @@ def list_nodes(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str,
 
 
 def runs_elsewhere(config: Mapping[str, Any]) -> bool:
-    """Return whether the launcher gives the run to other machines, whose GPUs this one does not know."""
+    """Return whether the launcher runs on other machines, whose GPUs are unknown here."""
     return find_signature(select(config, "launcher._target_")).constants.get("runs_elsewhere") is True
 
 

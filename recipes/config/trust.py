@@ -1,4 +1,4 @@
-"""Which configs the user has written or typed, and which may be somebody else's: a run folder, `--config-path`."""
+"""Distinguish trusted configs (conf/, the command line) from untrusted ones (a run folder, `--config-path`)."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -51,10 +51,10 @@ def _unquote(override: str, value: str) -> str:
 
 
 def find_origin(config_folder: Path, typed: Sequence[str]) -> Path | None:
-    """Return the folder or file that a config comes from, None if that is what this user has written or typed.
+    """Return the untrusted folder or file that a config comes from; None if it is trusted.
 
     Args:
-        config_folder: Folder that the run is composed from.
+        config_folder: Config folder.
         typed: Overrides of this command line.
     """
     if config_folder.resolve() not in find_trusted_folders(typed):
@@ -70,10 +70,10 @@ def read_yaml_files(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def restrict_variables(typed: Sequence[str]) -> Callable[..., str | None]:
-    """Return an `${oc.env:…}` that answers only for variables that trusted files or the command line name.
+    """Return an `${oc.env:…}` resolver restricted to variables that trusted files or the command line name.
 
-    A resolved config is written to the disk, and by a logger to a server: with any other variable, a config from
-    somebody else would carry the secrets of this user there.
+    A resolved config is written to disk, and a logger may upload it: with any other variable, somebody else's config
+    could leak this user's secrets.
     """
     texts = [text for folder in find_trusted_folders(typed) for _, text in read_yaml_files(folder)]
     readable: Collection[str] = {name for text in [*texts, *typed] for name in _VARIABLE.findall(text)}
@@ -89,7 +89,7 @@ def restrict_variables(typed: Sequence[str]) -> Callable[..., str | None]:
 
 
 def parse_values(typed: Sequence[str]) -> list[Override]:
-    """Parse the overrides that set a single value or choose an option; what cannot be parsed is reported elsewhere."""
+    """Parse the overrides that set a single value or choose an option; parse errors are reported elsewhere."""
     parsed: list[Override] = []
     for text in typed:
         try:

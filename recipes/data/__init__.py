@@ -1,6 +1,6 @@
-"""The contract of a data source: where samples come from; one file per option of conf/data.
+"""Data sources, one file per option of conf/data, and the protocols they implement.
 
-A source is prepared once, then gives a training and a validation dataset. This package imports no torch, so that
+A source is prepared once, then returns a training and a validation dataset. This module does not import torch, so
 processes that only tokenize start in a fraction of a second.
 """
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 class SampleDataset(Protocol):
     """Samples by index, equal in every process: dicts of `inputs` [T] or [C, H, W] and `targets` [T] or [].
 
-    Where several documents are packed into a sample, also `positions` [T], of each token in its own: 0 begins one.
-    A dataset with an order of its own has a method `make_order`, of a seed; one that is not to be thinned out evenly
-    for validation, a method `spread`, of a number of samples.
+    Samples of packed documents also have `positions` [T], the position of each token in its document, 0 at its start.
+    Optional methods: `make_order(seed)` for a custom sample order; `spread(num_samples)` to choose a subset for
+    validation other than evenly spaced samples.
 
     Attributes:
-        targets_per_sample: Targets that carry loss in one sample; None if it varies.
-        tokens_per_sample: Tokens the model reads in one sample; 0 if the samples are no text.
+        targets_per_sample: Targets with a loss in one sample; None if the number varies.
+        tokens_per_sample: Input tokens in one sample; 0 if the samples are not text.
     """
 
     @property
@@ -42,13 +42,13 @@ class SampleDataset(Protocol):
 class DataSource(Protocol):
     """One option of conf/data.
 
-    One whose samples differ in length has a method `collate` that makes a batch of them; one that knows questions and
-    their answers, a method `questions` that returns both as tokens. One that reads text has a method `corpus`, and its
-    `prepare` takes a tokenizer, to be used in place of its own.
+    Optional members: `collate`, which batches samples of different lengths; `questions`, which returns questions and
+    answers as tokens; and for text sources `corpus`, in which case `prepare` accepts a tokenizer to use instead of the
+    source's own.
 
     Attributes:
         sample_kind: "tokens" or "images"; a plain literal, because the config check reads it from source.
-        tokenizer: Of the text; None if the samples are no text or the tokenizer is unknown.
+        tokenizer: Tokenizer of the text; None if the samples are not text or the tokenizer is unknown.
     """
 
     sample_kind: ClassVar[str]
@@ -60,17 +60,17 @@ class DataSource(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal samples, whatever the seed; after `prepare`."""
+        """String that is equal for equal samples, independent of the seed; after `prepare`."""
 
     def describe(self) -> str:
-        """Return the amount of data as one line of the log; after `prepare`."""
+        """Return the amount of data as one log line; after `prepare`."""
 
     def train(self) -> SampleDataset: ...
     def val(self) -> SampleDataset: ...
 
 
 def prepare_with(source: Any, tokenizer: Tokenizer | None) -> None:
-    """Prepare a data source, with this tokenizer if there is one and the source reads text."""
+    """Prepare a data source, with this tokenizer if one is given and the source reads text."""
     if tokenizer is not None and hasattr(source, "corpus"):
         source.prepare(tokenizer)
     else:
@@ -79,7 +79,7 @@ def prepare_with(source: Any, tokenizer: Tokenizer | None) -> None:
 
 @contextmanager
 def in_section(section: str) -> Iterator[None]:
-    """Name the section of a data source in its mistakes, which it takes for `data`."""
+    """Replace `data` in the errors of a data source by the config section it is in."""
     try:
         yield
     except ConfigError as error:

@@ -25,13 +25,13 @@ class PositionSampler(Sampler[list[int]]):
     """Micro-batches of one rank, as lists of sample indices, from one stream shared by all ranks.
 
     Micro-batch m covers B * world_size consecutive positions, of which this rank has B. The stream itself does not
-    depend on ranks, micro-batches or workers, so a run may resume with other numbers of them at the next sample.
+    depend on ranks, micro-batches or workers, so a run can resume at the next sample with different numbers of them.
 
     Args:
         order: Position -> sample index.
-        start_position: Samples that all ranks together have already consumed.
+        start_position: Samples already consumed over all ranks.
         micro_batch_size: B.
-        rank: Of this process, from 0.
+        rank: Index of this process, from 0.
         world_size: Number of ranks that share the stream.
         num_micro_batches: Micro-batches to yield; None: endless, without a length.
     """
@@ -73,7 +73,7 @@ class PositionSampler(Sampler[list[int]]):
         """Return the number of micro-batches.
 
         Raises:
-            TypeError: The stream is endless; `len` reports an unknown length by this exception.
+            TypeError: The stream is endless, so it has no length.
         """
         if self.num_micro_batches is None:
             raise TypeError("an endless stream has no length")
@@ -81,20 +81,20 @@ class PositionSampler(Sampler[list[int]]):
 
 
 class TrainingStream:
-    """This rank's micro-batches from `position` on, without end: no epoch ends, so no window is ever partial.
+    """Endless stream of this rank's micro-batches; without epoch ends, no accumulation window is partial.
 
     Args:
         accumulation: Global batch and micro-batches.
         order: Position in the stream -> sample.
         make_loader: Batch sampler -> loader of its micro-batches.
-        targets_per_sample: Targets that carry loss in every sample; None if the number varies.
-        rank: Of this process, from 0.
+        targets_per_sample: Targets with a loss in every sample; None if the number varies.
+        rank: Index of this process, from 0.
         world_size: Number of ranks that share the stream.
         sum_over_ranks: Adds a tensor over all ranks.
-        position: Samples that all ranks together have already consumed.
+        position: Samples already consumed over all ranks.
 
     Attributes:
-        position: Advances by a global batch when the last micro-batch of a window is handed out.
+        position: As above; advances by a global batch when the last micro-batch of a window is yielded.
     """
 
     def __init__(
@@ -131,11 +131,11 @@ class TrainingStream:
                     break
 
     def __len__(self) -> int:
-        # any length, however large, keeps Lightning from reading one batch ahead
+        # any length keeps Lightning from prefetching one batch
         return sys.maxsize
 
     def move_to(self, position: int) -> None:
-        """Continue at another position, called between two optimizer steps; loader processes start again."""
+        """Continue at another position; call between two optimizer steps. Loader processes are restarted."""
         self.position = position
         self._has_moved = True
 
@@ -165,14 +165,14 @@ def with_num_targets(
 ) -> Iterator[Batch]:
     """Add `num_targets`, the number of targets in the global batch, to each of its micro-batches.
 
-    A sum of losses divided by it has the exact gradient of one large batch under every engine, including those that
-    do not expose gradients before they are reduced. If every sample has the same number of targets, it is plain
-    arithmetic and nothing is read ahead; otherwise one window of micro-batches is read ahead, on the host.
+    Dividing the summed loss by it gives the exact gradient of one large batch under every engine, including those that
+    do not expose gradients before reduction. If every sample has the same number of targets, nothing is read ahead;
+    otherwise one window of micro-batches is read ahead, on the host.
 
     Args:
         micro_batches: This rank's micro-batches, in order.
         num_micro_batches: Micro-batches per window, that is, per optimizer step.
-        targets_per_window: Targets of a global batch if constant, else None.
+        targets_per_window: Targets in a global batch; None if the number varies.
         sum_over_ranks: Adds a 0-dim tensor over all ranks; called once per window if the number varies.
 
     Yields:
@@ -185,7 +185,7 @@ def with_num_targets(
         return
     while len(window := list(islice(stream, num_micro_batches))) == num_micro_batches:
         counts = [count_targets(batch["targets"]) for batch in window]
-        # clamp: a global batch without any target has loss 0 and gradient 0, not 0 / 0
+        # clamp: a global batch without targets has loss 0 and gradient 0, not 0 / 0
         num_targets = sum_over_ranks(sum(counts[1:], start=counts[0])).clamp(min=1)  # []
         for batch in window:
             yield batch | {"num_targets": num_targets}
@@ -194,12 +194,12 @@ def with_num_targets(
 class RankShare(Dataset[dict[str, Tensor]]):
     """Samples rank, rank + N, rank + 2 N … of N ranks.
 
-    If the samples do not divide evenly, the last ranks get one padding sample whose targets carry no loss: forward
-    passes of sharded models are collectives, so every rank must run the same number of them.
+    If the samples do not divide evenly, the last ranks get one padding sample without a loss: forward passes of
+    sharded models are collective, so every rank must run the same number of them.
 
     Args:
         dataset: The whole split.
-        rank: Of this process, from 0.
+        rank: Index of this process, from 0.
         world_size: N.
     """
 

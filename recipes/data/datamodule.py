@@ -1,4 +1,4 @@
-"""The training stream and the validation split as loaders; the position in the stream is one counter of samples."""
+"""Lightning data module: loaders for the training stream and the validation splits."""
 
 import functools
 import itertools
@@ -21,22 +21,22 @@ from recipes.numerics.accumulation import Accumulation
 from recipes.runtime.world import num_cores
 
 LOGGER = logging.getLogger("lightning_recipes")
-# loader processes per device: enough to hide a memory map or small images behind a 50 ms step
+# loader processes per device: enough to hide reading a memory map or small images behind a 50 ms step
 GPU_WORKERS = 4
 
 
 class StreamDataModule(lightning.LightningDataModule):
-    """An endless stream of training samples, ordered by (seed, position) alone, and fixed validation splits.
+    """An endless stream of training samples, ordered only by (seed, position), and fixed validation splits.
 
     Args:
-        source: Where samples come from.
-        eval_sources: Where samples of further validations come from, by name: their validation splits.
+        source: Data source.
+        eval_sources: Sources of additional validation sets by name; their validation splits are used.
         accumulation: Global batch and micro-batches.
-        seed: Of the order of training samples.
+        seed: Seed of the order of training samples.
         eval_samples: Validation samples per evaluation, spread evenly over the split; None: all.
         num_workers: Loader processes per device; None: up to 4 for a GPU, none for a CPU.
-        overfit_batches: Repeat the first N global batches of the stream and validate on the same samples: a model
-            that memorizes them in training but not in evaluation has a bug. None: use all data.
+        overfit_batches: Repeat the first N global batches of the stream and validate on the same samples: if the
+            training loss reaches zero but the validation loss does not, there is a bug. None: use all data.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class StreamDataModule(lightning.LightningDataModule):
     def position(self) -> int:
         """Training samples consumed so far over all ranks.
 
-        Checkpoints save it as it is, so that it survives another number of ranks, workers or micro-batches.
+        It is independent of the number of ranks, workers and micro-batches, so a resumed run may change them.
         """
         return self._start_position if self._stream is None else self._stream.position
 
@@ -80,7 +80,7 @@ class StreamDataModule(lightning.LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        self.prepare_data()  # cached by now: every rank opens what one rank prepared
+        self.prepare_data()  # cached by now: every rank opens the files that one rank prepared
         max_steps = self._trainer().max_steps
         if stage == "fit" and max_steps > 0 and hasattr(self.source, "check_run"):
             self.source.check_run(max_steps * self._accumulation.global_batch_size)
@@ -107,7 +107,7 @@ class StreamDataModule(lightning.LightningDataModule):
 
     @override
     def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
-        """Return the loader of the validation split; with further validations, a list of it and theirs."""
+        """Return the loader of the validation split, or a list that also has those of additional validation sets."""
         if self._period is not None:
             dataset = self.source.train()
             first = self._order(dataset).indices(np.arange(self._period))  # [period]
@@ -120,28 +120,28 @@ class StreamDataModule(lightning.LightningDataModule):
 
     @property
     def eval_names(self) -> list[str]:
-        """Names of the further validations, in the order of the loaders."""
+        """Names of the additional validation sets, in the order of their loaders."""
         return [] if self._period is not None else list(self.eval_sources)
 
     def split_dataloaders(self, split: str) -> list[DataLoader[Batch]]:
-        """Return loaders of whole splits in order, for `mode=evaluate`; of "val", the further validations as well."""
+        """Return loaders of complete splits, for `mode=evaluate`; for "val", including additional validation sets."""
         if split == "train":
             return [self._loader(self._rank_share(self.source.train()), self.source)]
         sources = (self.source, *self.eval_sources.values())
         return [self._loader(self._rank_share(source.val()), source) for source in sources]
 
     def count_source_tokens(self) -> dict[str, int]:
-        """Return the tokens of each source of a mixture up to the position of the stream; none if it is no mixture."""
+        """Return the tokens consumed so far from each source of a mixture; empty for other data."""
         dataset: Any = self.source.train()
         return dataset.count_tokens(self.position) if hasattr(dataset, "count_tokens") else {}
 
     def count_new_samples(self) -> int:
-        """Return how many samples the stream brings before any of them comes again."""
+        """Return the number of samples that the stream yields before the first repetition."""
         dataset: Any = self.source.train()
         return dataset.count_new() if hasattr(dataset, "count_new") else len(dataset)
 
     def describe_epochs(self, num_samples: int) -> str:
-        """Return how often the first samples of the stream go through the data, for the log."""
+        """Describe the number of epochs in the first `num_samples` samples of the stream, for the log."""
         dataset: Any = self.source.train()
         if not hasattr(dataset, "count_epochs"):
             return f"{num_samples / len(dataset):.3g} epochs"
@@ -160,13 +160,14 @@ class StreamDataModule(lightning.LightningDataModule):
         changed = [f"{key} {saved[key]} -> {current[key]}" for key in current if current[key] != saved[key]]
         if changed:
             LOGGER.warning(
-                "The training data is not that of the checkpoint (%s): position %d now means other samples",
+                "The training data differs from that of the checkpoint (%s): position %d now refers to different"
+                " samples",
                 ", ".join(changed),
                 self.position,
             )
 
     def samples_of_step(self, position: int) -> list[dict[str, Any]]:
-        """Return the samples of one optimizer step: their place in the step, in the stream and in the data.
+        """Return the samples of one optimizer step, with their index in the step, the stream and the data.
 
         Args:
             position: Samples consumed at the end of the step.
@@ -188,17 +189,17 @@ class StreamDataModule(lightning.LightningDataModule):
         return samples
 
     def skip_batches(self, num_steps: int) -> None:
-        """Skip the samples of N optimizer steps; call it between two steps."""
+        """Skip the samples of N optimizer steps; call between two steps."""
         self.move_to(self.position + num_steps * self._accumulation.global_batch_size)
 
     def move_to(self, position: int) -> None:
-        """Continue with another sample of the stream; call it between two steps. Loader processes start again."""
+        """Continue at another position of the stream; call between two steps. Loader processes are restarted."""
         self._start_position = position
         if self._stream is not None:
             self._stream.move_to(position)
 
     def _stream_identity(self) -> dict[str, Any]:
-        """Return everything that must be equal for a position to mean the same sample."""
+        """Return the settings that determine which sample is at each position."""
         return {
             "seed": self._seed,
             "num_samples": len(self.source.train()),
@@ -225,12 +226,12 @@ class StreamDataModule(lightning.LightningDataModule):
         return SignalProofLoader(
             dataset,
             **order,
-            collate_fn=getattr(source, "collate", None),  # None: samples of one shape are stacked
+            collate_fn=getattr(source, "collate", None),  # None: the default collate stacks samples
             num_workers=workers,
             pin_memory=on_gpu,
             persistent_workers=workers > 0,
             prefetch_factor=4 if workers else None,
-            # its own generator: a loader draws a base seed, which must not come from the global RNG
+            # separate generator: the loader draws a base seed, which must not come from the global RNG
             generator=torch.Generator().manual_seed(self._seed),
         )
 
@@ -239,9 +240,9 @@ class StreamDataModule(lightning.LightningDataModule):
         return self.trainer
 
 
-@functools.cache  # one line, however many loaders
+@functools.cache  # log once, however many loaders there are
 def _choose_workers() -> int:
-    """Return the loader processes of a rank on a GPU."""
+    """Return the number of loader processes per GPU rank."""
     cores = num_cores()
     if cores < GPU_WORKERS:
         LOGGER.info(
@@ -253,7 +254,7 @@ def _choose_workers() -> int:
 
 
 def _spread_evenly(dataset: SampleDataset, num_samples: int | None) -> Any:
-    """Return `num_samples` samples spread evenly over a dataset; all if it has no more."""
+    """Return `num_samples` evenly spaced samples of a dataset, or all if it has fewer."""
     if num_samples is None or num_samples >= len(dataset):
         return dataset
     if hasattr(dataset, "spread"):

@@ -14,7 +14,7 @@ from recipes.data.order import mix64
 from recipes.errors import ConfigError
 from recipes.tokenizer import Tokenizer
 
-_MAX_INK = 16.0  # a pixel counts the dark points of a 4 x 4 field of the scan
+_MAX_INK = 16.0  # each pixel counts the dark pixels in a 4 x 4 cell of the scan
 _VAL_EVERY = 5  # one image in five, chosen by a hash of its index, is for validation
 
 
@@ -30,7 +30,7 @@ class LabeledImages(Dataset[dict[str, Tensor]]):
         self.labels = labels
 
     def __len__(self) -> int:
-        """N."""
+        """Return the number of images, N."""
         return len(self.labels)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -43,7 +43,7 @@ class Digits:
 
     sample_kind: ClassVar[str] = "images"
     fingerprint: str = "digits"
-    tokenizer: Tokenizer | None = None  # the samples are no text
+    tokenizer: Tokenizer | None = None  # the samples are not text
 
     def describe(self) -> str:
         """Return the number of images."""

@@ -1,4 +1,4 @@
-"""Samples of one length in which every token has a target: windows of text, of files, of noise."""
+"""Base class of fixed-length samples in which every token has a target."""
 
 from torch import Tensor
 from torch.utils.data import Dataset

@@ -1,4 +1,4 @@
-"""Files that match a pattern with `**`, each once: as in a folder, links to folders below are not entered."""
+"""Glob with `**` that yields each file once and does not follow symlinks to folders."""
 
 import glob
 import re
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def expand_glob(pattern: str) -> Iterator[Path]:
-    """Yield the paths that match, hidden ones only where the pattern has a leading dot.
+    """Yield matching paths, hidden ones only where the pattern has a leading dot.
 
-    `glob.glob` follows links to folders under `**`: one link to a folder above gives every file forty times, and two
-    never end.
+    `glob.glob` follows symlinks to folders under `**`: one link to a parent folder yields every file forty times, and
+    two never finish.
 
     Args:
         pattern: `*`, `?`, `[a-c]`, and `**` for any number of folders; an absolute or a relative path.
@@ -18,7 +18,7 @@ def expand_glob(pattern: str) -> Iterator[Path]:
     parts = Path(pattern).parts
     first = next((index for index, part in enumerate(parts) if glob.has_magic(part)), len(parts))
     root = Path(*parts[:first])
-    # `**` within a name is `*`; at the end it means the files as well
+    # `**` within a name is `*`; at the end it also matches files
     rest = [part if part == "**" else re.sub(r"\*{2,}", "*", part) for part in parts[first:]]
     rest += ["*"] if rest[-1:] == ["**"] else []
     if not rest:

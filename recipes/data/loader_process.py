@@ -1,4 +1,4 @@
-"""Loader processes that outlive a signal to the whole process group, so that their rank can still save."""
+"""DataLoader whose processes survive a signal to the process group, so that their rank can still save."""
 
 import os
 import signal
@@ -12,14 +12,14 @@ Batch = TypeVar("Batch", covariant=True)
 
 
 class SignalProofLoader(DataLoader[Batch]):
-    """A DataLoader whose processes ignore SIGUSR1, and SIGTERM unless it comes from the rank itself.
+    """A DataLoader whose processes ignore SIGUSR1, and SIGTERM unless sent by their own rank.
 
-    torchrun, `timeout` and systemd signal the whole process group. torch treats a loader process that ends as a crash
-    of the run, which could then not save its last checkpoint.
+    torchrun, `timeout` and systemd signal the whole process group. torch raises an error in the rank if a loader
+    process exits, and the rank could then not save its last checkpoint.
 
     Args:
-        dataset: As of DataLoader.
-        **arguments: As of DataLoader, without `worker_init_fn`.
+        dataset: As for `DataLoader`.
+        **arguments: As for `DataLoader`, without `worker_init_fn`.
     """
 
     def __init__(self, dataset: Any, **arguments: Any) -> None:
@@ -29,8 +29,8 @@ class SignalProofLoader(DataLoader[Batch]):
     def _get_iterator(self) -> Any:
         """Start the processes with SIGTERM blocked (torch 2.13).
 
-        `worker_init_fn` is too late: OpenTelemetry, which W&B runs in the rank, starts its threads again in a forked
-        process. SIGTERM is delivered to any thread that does not block it, and then ends the process.
+        `worker_init_fn` is too late: OpenTelemetry, which W&B runs in the rank, restarts its threads in a forked
+        process, and SIGTERM kills the process if any thread does not block it.
         """
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
@@ -46,7 +46,7 @@ def _ignore_group_signals(worker: int) -> None:
 
 
 def _exit_on_parents_sigterm() -> None:
-    # sigwaitinfo names the sender, which a signal handler does not
+    # unlike a signal handler, sigwaitinfo reports the sender
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)

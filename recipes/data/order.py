@@ -1,4 +1,4 @@
-"""Sample order as a pure function of (seed, position): no state, ~1 us per sample in blocks."""
+"""Sample order as a pure function of (seed, position): stateless, ~1 us per sample when vectorized."""
 
 from abc import ABC, abstractmethod
 
@@ -12,18 +12,18 @@ Positions = NDArray[np.int64]
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the increment of SplitMix64
 _WORD = (1 << 64) - 1
 _NUM_ROUNDS = 8  # four suffice for large domains (Luby and Rackoff, 1988); small ones need more
-_MIN_HALF_BITS = 4  # 16 values per half: with fewer, eight rounds reach too few permutations
+_MIN_HALF_BITS = 4  # 16 values per half: with fewer, eight rounds generate too few permutations
 
 
 def mix64(values: UInt64s) -> UInt64s:
-    """Spread every bit over 64 bits (finalizer of SplitMix64, doi 10.1145/2660193.2660195)."""
+    """Mix every bit into all 64 bits (finalizer of SplitMix64, doi 10.1145/2660193.2660195)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def _seed_value(seed: int) -> UInt64s:
-    """Return [1], not a scalar: arithmetic on arrays wraps silently, on numpy scalars it warns."""
+    """Return the seed as an array [1]: arithmetic on arrays wraps silently, on numpy scalars it warns."""
     return mix64(np.array([(seed + _GOLDEN) & _WORD], dtype=np.uint64))
 
 
@@ -36,15 +36,15 @@ class Order(ABC):
 
     @abstractmethod
     def indices(self, positions: Positions) -> Positions:
-        """Return the samples at many positions, in an array of the same shape."""
+        """Return the samples at an array of positions, in the same shape."""
 
 
 class ShuffledOrder(Order):
-    """Every epoch is another permutation of all samples.
+    """A different permutation of all samples in every epoch.
 
-    A Feistel network permutes the smallest even power of two that holds N; a value outside of N is permuted again
-    until it falls inside, which keeps the result a permutation (cycle walking: Black and Rogaway, "Ciphers with
-    Arbitrary Finite Domains", 2002).
+    A Feistel network permutes [0, 4^k), the smallest such range with at least N values; a value of N or more is
+    permuted again until it is below N, which keeps the result a permutation (cycle walking: Black and Rogaway,
+    "Ciphers with Arbitrary Finite Domains", 2002).
 
     Args:
         num_samples: N, samples in one epoch.
@@ -89,7 +89,7 @@ class RepeatedOrder(Order):
     """The beginning of a stream, repeated: position -> the sample at position modulo `period`.
 
     Args:
-        order: Of the stream.
+        order: Order of the stream.
         period: Positions after which the samples repeat.
     """
 

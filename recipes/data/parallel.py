@@ -1,6 +1,6 @@
-"""One function over many tasks in several processes: results in the order of the tasks, in bounded memory.
+"""Ordered parallel map over processes with bounded memory.
 
-A worker dies with the process that started it.
+Workers exit when their parent process dies.
 """
 
 import multiprocessing
@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 
 class Sized(Protocol):
-    """What knows its size in bytes, roughly."""
+    """An object with an approximate size in bytes."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -31,18 +31,18 @@ _function: Callable[[Any], Any] | None = None  # set once in each worker process
 def map_in_order(
     function: Callable[[Task], Result], tasks: Iterable[Task], *, workers: int
 ) -> Iterator[tuple[Task, Result]]:
-    """Yield each task and its result, in the order of the tasks, with a bounded number of them pending.
+    """Yield each task and its result, in the order of the tasks, with a bounded number of pending tasks.
 
     Args:
-        function: Picklable; sent to each worker once.
-        tasks: Picklable.
+        function: Picklable function; sent to each worker once.
+        tasks: Picklable tasks.
         workers: Number of processes; 1: this one.
     """
     if workers == 1:
         for task in tasks:
             yield task, function(task)
         return
-    # spawn: a fork of a process with threads may hang
+    # spawn: forking a process with threads may hang
     pool = ProcessPoolExecutor(
         workers,
         mp_context=multiprocessing.get_context("spawn"),
@@ -64,12 +64,12 @@ def map_in_order(
 
 
 def group_by_bytes(items: Iterable[Item], *, max_bytes: int, max_items: int | None = None) -> Iterator[list[Item]]:
-    """Yield consecutive items as tasks of about `max_bytes`; where they end depends on the items alone.
+    """Group consecutive items into tasks of about `max_bytes`; boundaries depend only on the items.
 
     Args:
-        items: To be grouped.
-        max_bytes: Bytes that end a task once it has them.
-        max_items: Largest number of items in a task; None: any number.
+        items: Items to group.
+        max_bytes: Size at which a task is complete.
+        max_items: Maximum number of items in a task; None: unlimited.
     """
     task: list[Item] = []
     num_bytes = 0

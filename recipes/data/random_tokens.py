@@ -1,4 +1,4 @@
-"""Reproducible random tokens in place of text, to measure speed and memory: ~10 ns per token, no file."""
+"""Reproducible random tokens instead of text, to measure speed and memory: ~10 ns per token, no files."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -16,14 +16,14 @@ _VAL_STREAM = 1 << 62  # validation counts its tokens from here, training from 0
 
 
 class NoiseWindows(FullWindows):
-    """Sample i has L inputs and L targets cut from L + 1 uniform tokens, which depend on (seed, i) alone.
+    """Sample i has L inputs and L targets from L + 1 uniform random tokens that depend only on (seed, i).
 
     Args:
-        num_samples: Samples before they repeat.
+        num_samples: Number of distinct samples.
         vocab_size: Tokens are in [0, vocab_size).
         seq_len: L, tokens per sample.
-        seed: Of the noise.
-        first_token: Offset in the noise, which keeps two sets with the same seed apart.
+        seed: Seed of the random tokens.
+        first_token: Offset in the random stream, which keeps two datasets with the same seed distinct.
     """
 
     def __init__(self, *, num_samples: int, vocab_size: int, seq_len: int, seed: int, first_token: int) -> None:
@@ -34,7 +34,7 @@ class NoiseWindows(FullWindows):
         self.first_token = first_token
 
     def __len__(self) -> int:
-        """Return the number of samples before they repeat."""
+        """Return the number of distinct samples."""
         return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -51,14 +51,14 @@ class NoiseWindows(FullWindows):
 
 @dataclass(kw_only=True)
 class RandomTokens:
-    """Uniform noise over the vocabulary; the loss stays at log(vocab_size), by construction.
+    """Uniform random tokens; by construction, the loss cannot fall below log(vocab_size).
 
     Args:
         vocab_size: Tokens are in [0, vocab_size).
         seq_len: Tokens per sample.
         num_samples: Training samples in one epoch.
         num_val_samples: Validation samples, which differ from the training samples.
-        seed: Of the noise; the order of samples depends on the seed of the run.
+        seed: Seed of the random tokens; the order of samples depends on the seed of the run.
 
     Raises:
         ConfigError: A setting is not positive.
@@ -80,11 +80,11 @@ class RandomTokens:
                 raise ConfigError(f"{name}={value}", "random tokens need at least 1", f"{name}=256")
 
     def prepare(self) -> None:
-        """Do nothing: there is no file."""
+        """Do nothing: there are no files."""
 
     @property
     def fingerprint(self) -> str:
-        """Everything the noise depends on."""
+        """All settings that the tokens depend on."""
         return f"noise/{self.vocab_size}/{self.seq_len}/{self.seed}"
 
     def describe(self) -> str:
@@ -92,11 +92,11 @@ class RandomTokens:
         return f"{self.num_samples:,} samples of {self.seq_len} random tokens, which teach nothing"
 
     def train(self) -> NoiseWindows:
-        """Return the training noise."""
+        """Return the training samples."""
         return self._windows(num_samples=self.num_samples, first_token=0)
 
     def val(self) -> NoiseWindows:
-        """Return the validation noise."""
+        """Return the validation samples."""
         return self._windows(num_samples=self.num_val_samples, first_token=_VAL_STREAM)
 
     def _windows(self, *, num_samples: int, first_token: int) -> NoiseWindows:

@@ -1,4 +1,4 @@
-"""Rows of JSON, JSONL, parquet and text files and of Hugging Face data sets, each with its place for errors."""
+"""Read rows of JSON, JSONL, Parquet and text files and of Hugging Face datasets, with their location for errors."""
 
 import glob
 import gzip
@@ -18,16 +18,16 @@ from recipes.errors import ConfigError
 HUB = "hf://"
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".txt.gz")
-_PARQUET_BATCH = 1024  # rows that are in memory at a time
+_PARQUET_BATCH = 1024  # rows in memory at a time
 _SHOWN_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row, not parsed yet.
+    """One unparsed row.
 
     Attributes:
-        place: File and line, or data set and index.
+        place: File and line, or dataset and index.
         content: A line of JSON, or the fields.
     """
 
@@ -36,14 +36,14 @@ class Row:
 
     @property
     def num_bytes(self) -> int:
-        """Size, roughly."""
+        """Approximate size."""
         return len(self.content) if isinstance(self.content, bytes) else len(str(self.content))
 
     def parse(self) -> dict[str, Any]:
         """Return the fields.
 
         Raises:
-            ConfigError: The line is no JSON, or no object.
+            ConfigError: The line is not JSON, or not an object.
         """
         fields: Any = self.content
         if isinstance(fields, bytes):
@@ -58,17 +58,17 @@ class Row:
 
 
 class Rows(Protocol):
-    """Where rows come from.
+    """A source of rows.
 
     Attributes:
-        name: For the log.
+        name: Name in the log.
     """
 
     @property
     def name(self) -> str: ...
     @property
     def num_bytes(self) -> int:
-        """Size on disk or in memory, roughly."""
+        """Approximate size on disk or in memory."""
 
     def content_hash(self, cache_dir: Path) -> str:
         """Return a hash of all rows."""
@@ -80,13 +80,13 @@ def open_rows(path: str, *, setting: str, hub_split: str, text_field: str | None
     """Return the rows of a path.
 
     Args:
-        path: A file, a folder, a glob, or `hf://` and the id of a data set.
-        setting: Where the path was typed, for errors: "data.path".
-        hub_split: Split of a data set of the hub.
-        text_field: Files of plain text are read as well, each as a row with this field; None: they are not.
+        path: A file, a folder, a glob, or `hf://` and a dataset id.
+        setting: Config key of the path, for errors, such as "data.path".
+        hub_split: Split of a hub dataset.
+        text_field: Read plain text files too, each as a row with this field; None: do not read them.
 
     Raises:
-        ConfigError: There is nothing.
+        ConfigError: No rows were found.
     """
     if path.startswith(HUB):
         return HubRows(path.removeprefix(HUB), setting=setting, split=hub_split)
@@ -94,12 +94,12 @@ def open_rows(path: str, *, setting: str, hub_split: str, text_field: str | None
 
 
 class FileRows:
-    """Files of rows, in the order of their names.
+    """Rows of files, in the order of their names.
 
     Args:
-        path: A file; a folder, whose files are read by suffix; or a glob.
-        setting: Where the path was typed.
-        text_field: Of the row that a file of plain text becomes; None: there are none.
+        path: A file; a folder, whose files are selected by suffix; or a glob.
+        setting: Config key of the path.
+        text_field: Field that holds the content of a plain text file; None: do not read such files.
     """
 
     def __init__(self, path: str, *, setting: str, text_field: str | None = None) -> None:
@@ -125,7 +125,7 @@ class FileRows:
         """Yield all rows.
 
         Raises:
-            ConfigError: A file cannot be read, or changed meanwhile.
+            ConfigError: A file cannot be read, or has changed since it was listed.
         """
         for document in self._documents:
             try:
@@ -136,7 +136,7 @@ class FileRows:
 
     @property
     def files(self) -> list[Path]:
-        """The files, in the order in which they are read."""
+        """Files in reading order."""
         return [document.path for document in self._documents]
 
     def _rows_of(self, document: Document) -> Iterator[Row]:
@@ -164,12 +164,12 @@ class FileRows:
 
 
 class HubRows:
-    """A data set of the Hugging Face hub, or a folder that `datasets` has saved: read in order, never shuffled.
+    """A dataset from the Hugging Face hub, or a folder saved by `datasets`, read in order.
 
     Args:
-        name: Its id, and `:` and a configuration where it has several.
-        setting: Where the path was typed.
-        split: To read.
+        name: Dataset id, optionally followed by `:` and a configuration.
+        setting: Config key of the path.
+        split: Split to read.
 
     Raises:
         ConfigError: `datasets` is not installed, or cannot load it.
@@ -192,14 +192,14 @@ class HubRows:
                 self._rows: Any = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
             else:
                 self._rows = datasets.load_dataset(name, configuration or None, split=split)
-        except Exception as error:  # the library documents no class of its own
+        except Exception as error:  # the library documents no narrower class
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             fix = f"{setting}={HUB}<id or id:configuration>, or data.hub_split=<split>"
             raise ConfigError(typed, f"datasets says: {reason}", fix) from error
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tables that the rows are in."""
+        """Size of the underlying tables."""
         return int(self._rows.data.nbytes)
 
     def content_hash(self, cache_dir: Path) -> str:
@@ -223,7 +223,7 @@ def _text_row(document: Document, field: str) -> Iterator[Row]:
 
 
 def _json_rows(document: Document) -> Iterator[Row]:
-    """Yield the lines of a file, or the items of the list that it holds."""
+    """Yield the lines of a file, or the items if it holds a JSON list."""
     with _open(document.path) as file:
         first = file.readline()
         while first and not first.strip():
@@ -254,7 +254,7 @@ def _items(text: bytes, name: str) -> Iterator[Row]:
 def _bad_json(place: str, error: ValueError | RecursionError) -> ConfigError:
     reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
     column = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-    return ConfigError(place, f"it is no valid JSON: {reason}{column}", "one JSON object a line there")
+    return ConfigError(place, f"invalid JSON: {reason}{column}", "one JSON object a line there")
 
 
 def _parquet_rows(document: Document) -> Iterator[Row]:
@@ -268,8 +268,8 @@ def _parquet_rows(document: Document) -> Iterator[Row]:
         rows = chain.from_iterable(batch.to_pylist() for batch in batches)
         for number, fields in enumerate(rows, start=1):
             yield Row(f"{document.name} row {number}", fields)
-    except ValueError as error:  # ArrowInvalid is one
+    except ValueError as error:  # base class of ArrowInvalid
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            f"data.path={document.path}", f"it is no valid parquet file ({reason})", "another copy"
+            f"data.path={document.path}", f"it is not a valid parquet file ({reason})", "another copy"
         ) from error

@@ -11,11 +11,11 @@ from recipes.errors import ConfigError
 _INSTALLED = {"site-packages", "dist-packages", "lib-dynload", "__pycache__"}
 _MOSTLY_DATA = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
 _SKIPPED_FOLDERS = frozenset(_INSTALLED | _MOSTLY_DATA)
-_GENERATED_PREFIX = "_sysconfigdata"  # generated at build time, contains paths of the machine
+_GENERATED_PREFIX = "_sysconfigdata"  # generated at build time, contains machine-specific paths
 
 
 class StdlibText(FileSource):
-    """One document per module. Its content, and so its token cache, depends on the Python version.
+    """One document per module; the content, and so the token cache, depends on the Python version.
 
     Args: See `TextSource`.
     """

@@ -1,4 +1,4 @@
-"""Questions that a program answers: letters to reverse or to sort, for first runs of fine-tuning."""
+"""Synthetic questions for first fine-tuning runs: reverse or sort letters."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -33,10 +33,10 @@ class StringTasks(Instructions):
         """Store the settings.
 
         Args:
-            tasks: Of the examples, in turn.
-            num_examples: Training and validation together.
-            shuffles_answers: Each question gets the answer of another: a control, on which nothing can be learned.
-            **settings: As of `Instructions`.
+            tasks: Tasks, which the examples cycle through.
+            num_examples: Number of examples, training and validation together.
+            shuffles_answers: Give each question the answer to another one: a control from which nothing can be learned.
+            **settings: As for `Instructions`.
 
         Raises:
             ConfigError: A task is unknown.

@@ -1,4 +1,4 @@
-"""Your own text: a file, a folder or a glob of UTF-8 files; bounded memory, one document per file."""
+"""Custom text: a file, a folder or a glob of UTF-8 files; bounded memory, one document per file."""
 
 import glob
 import os
@@ -11,8 +11,8 @@ from recipes.data.text.corpus import Document
 from recipes.data.text.source import FileSource, list_files
 from recipes.errors import ConfigError
 
-# files of a folder that are read: prose and source code. Tables and markup dumps are more often data than text; a glob
-# reads every file that it matches.
+# suffixes read from a folder: prose and source code. Tables and markup are more often data than text; a glob reads
+# every file that it matches.
 _PROSE = ".txt .text .md .markdown .rst .org .tex .adoc"
 _CODE = ".py .pyi .c .h .cc .cpp .hpp .cu .cuh .java .kt .js .ts .tsx .go .rs .rb .jl .lua .sh .sql"
 TEXT_SUFFIXES = frozenset(f"{_PROSE} {_CODE}".split())
@@ -26,7 +26,7 @@ class TextFiles(FileSource):
 
         Args:
             path: File, folder or glob; `~` stands for the home folder.
-            **settings: As of `TextSource`.
+            **settings: As for `TextSource`.
         """
         super().__init__(**settings)
         self.path = path
@@ -35,7 +35,7 @@ class TextFiles(FileSource):
         """Return the files in the order of their relative paths.
 
         Raises:
-            ConfigError: There is no file, no file with a suffix of text, or no text in them.
+            ConfigError: There are no files, none has a known text suffix, or all are empty.
         """
         path = Path(self.path).expanduser()
         if path.is_file():
@@ -64,7 +64,7 @@ class TextFiles(FileSource):
         return files, Path(os.path.commonpath([file.parent for file in files]))
 
     def suggest_more_text(self) -> str:
-        """Return the setting for more files."""
+        """Return the override that reads more files."""
         return "data.path=<more text>"
 
     def _error(self, reason: str, fix: str | None = None) -> ConfigError:

@@ -1,4 +1,4 @@
-"""A file of tokens: raw uint16 or uint32, or .npy; memory-mapped, and read in full once to check it."""
+"""Memory-mapped token file, raw uint16 or uint32, or .npy; read in full once to check it."""
 
 import hashlib
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from recipes.errors import ConfigError
 from recipes.tokenizer import Tokenizer
 
 _CHUNK_TOKENS = 4 * 1024 * 1024
-_PERIOD = 4  # tokens of 16 bits in the widest type that a file may have been written with
+_PERIOD = 4  # 16-bit tokens per number of the widest type that a file may have been written with
 _LARGEST = "largest_tokens"
 _NPY_MAGIC = b"\x93NUMPY"
 _DTYPES = ("uint16", "uint32")
@@ -22,7 +22,7 @@ _DTYPES = ("uint16", "uint32")
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the tokens are in a file, and their type."""
+    """Location and type of the tokens in a file."""
 
     path: Path
     dtype: str
@@ -36,7 +36,7 @@ class TokenFile:
 
     Args:
         path: File of tokens; `~` stands for the home folder.
-        dtype: Of a raw file, little-endian; a .npy file has its own.
+        dtype: Dtype of a raw file, little-endian; a .npy file records its own.
         val_path: File of validation tokens; None: the tail of `path`.
         val_fraction: Length of that tail, as a fraction of all tokens.
         vocab_size: Every token must be below it.
@@ -48,7 +48,7 @@ class TokenFile:
     """
 
     sample_kind: ClassVar[str] = "tokens"
-    tokenizer: ClassVar[Tokenizer | None] = None  # the file does not contain it
+    tokenizer: ClassVar[Tokenizer | None] = None  # not stored in the file
 
     path: str
     dtype: Literal["uint16", "uint32"]
@@ -69,10 +69,10 @@ class TokenFile:
         self._prepared: tuple[TokenWindows, TokenWindows] | None = None
 
     def prepare(self) -> None:
-        """Check the files; the tokens themselves only if the file is new or has changed.
+        """Check the files; their tokens are read only if a file is new or has changed.
 
         Raises:
-            ConfigError: A file is missing, empty, truncated, too short, of another type, or has tokens beyond the
+            ConfigError: A file is missing, empty, truncated, too short, of the wrong type, or has tokens beyond the
                 vocabulary.
         """
         if self._prepared is not None:
@@ -94,13 +94,13 @@ class TokenFile:
 
     @property
     def fingerprint(self) -> str:
-        """Names and sizes of the files; their content is not hashed, because they may have hundreds of GB."""
+        """Names and sizes of the files; their content is not hashed, because they may be hundreds of GB."""
         files = [self.path] if self.val_path is None else [self.path, self.val_path]
         sizes = [f"{Path(file).name}:{Path(file).expanduser().stat().st_size}" for file in files]
         return f"{'+'.join(sizes)}/{self.dtype}/{self.val_fraction}"
 
     def describe(self) -> str:
-        """Return the number of samples and of tokens per sample."""
+        """Return the number of samples and the tokens per sample."""
         counts = f"{len(self.train()):,} training and {len(self.val()):,} validation samples"
         return f"{counts} of {self.seq_len} tokens in {self.path}"
 
@@ -140,7 +140,7 @@ class TokenFile:
         if largest >= self.vocab_size:
             raise ConfigError(
                 f"data.{key}={value}",
-                f"it has token {largest} and the vocabulary ends at {self.vocab_size - 1}",
+                f"token id {largest} is outside the vocabulary (maximum {self.vocab_size - 1})",
                 f"model.vocab_size={largest + 1} or more, or the right data.dtype",
             )
         return layout
@@ -174,14 +174,14 @@ def _layout(key: str, value: str, *, dtype: str) -> _Layout:
 
 
 def _npy_layout(key: str, path: Path) -> tuple[str, int, int]:
-    """Return type, first byte and number of bytes of the tokens in a .npy file."""
+    """Return the dtype, offset in bytes and size in bytes of the tokens in a .npy file."""
     fix = f"data.{key}=<one-dimensional .npy of uint16 or uint32>"
     try:
         array = np.load(path, mmap_mode="r")
         if not isinstance(array, np.ndarray):  # an .npz archive under another name
             raise ValueError("an archive of several arrays")
     except (ValueError, EOFError, OSError) as error:
-        raise ConfigError(f"data.{key}={path}", f"it is no valid .npy file ({error})", fix) from error
+        raise ConfigError(f"data.{key}={path}", f"it is not a valid .npy file ({error})", fix) from error
     if not isinstance(array, np.memmap) or array.ndim != 1 or array.dtype.str[1:] not in ("u2", "u4"):
         raise ConfigError(f"data.{key}={path}", f"it holds {array.dtype} {array.shape}", fix)
     if array.dtype.byteorder == ">":
@@ -190,9 +190,9 @@ def _npy_layout(key: str, path: Path) -> tuple[str, int, int]:
 
 
 def largest_tokens(layout: _Layout, *, cache_dir: Path) -> list[int]:
-    """Return the largest token at the positions 0, 1, 2 and 3 of every four.
+    """Return the largest token at each position modulo four.
 
-    The file is read in full once per (path, size, time of change).
+    The file is read in full once per (path, size, modification time).
     """
     status = layout.path.stat()
     state = f"{layout.path.resolve()} {status.st_size} {status.st_mtime_ns} {layout.dtype}"
@@ -214,15 +214,15 @@ def largest_tokens(layout: _Layout, *, cache_dir: Path) -> list[int]:
 
 
 def find_wider_type(layout: _Layout, largest: list[int], *, vocab_size: int) -> int | None:
-    """Return the bits of the numbers in a raw file, if each of them has been read as several tokens; else None.
+    """Return the bit width of the numbers in a raw file that was read with too narrow a type; None if it fits.
 
-    A raw file does not say its type. But tokens of uint32 read as uint16 are 1017, 0, 5, 0, …: every second one is the
-    upper half of a token, which is at most that of the largest one in the vocabulary. Of int64, three in four are 0.
+    A raw file does not record its type. But uint32 tokens read as uint16 are 1017, 0, 5, 0, …: every second one is the
+    upper half of a token, at most that of the largest token in the vocabulary. With int64, three of four are 0.
 
     Args:
-        layout: The file, as it is read.
+        layout: Layout with which the file is read.
         largest: Largest token by position, see `largest_tokens`.
-        vocab_size: Every token is below it.
+        vocab_size: Every token must be below it.
     """
     bits = 8 * np.dtype(layout.dtype).itemsize
     highest_upper_half = (vocab_size - 1) >> bits

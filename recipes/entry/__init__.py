@@ -1,1 +1,1 @@
-"""From a checked config to running processes."""
+"""Start the processes of a run from a checked config."""

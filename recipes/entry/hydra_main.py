@@ -1,4 +1,4 @@
-"""Command lines that Hydra handles itself: `--help`, `--cfg`, and `-m` with its sweepers and launchers."""
+"""Handle command lines for Hydra itself: `--help`, `--cfg`, and `-m` with its sweepers and launchers."""
 
 import os
 import sys
@@ -14,12 +14,12 @@ _FLAGS = ("help", "hydra_help", "cfg", "info", "shell_completion")
 
 
 def is_for_hydra(args: Namespace) -> bool:
-    """Return whether the command line has one of Hydra's own flags, which start no run."""
+    """Return whether the command line has one of Hydra's own flags, which do not start a run."""
     return any(getattr(args, flag) for flag in _FLAGS)
 
 
 def find_wrong_flags(args: Namespace) -> list[ConfigError]:
-    """Return the mistakes in Hydra's flags that name a folder or a file."""
+    """Return the errors in Hydra's flags that name a folder or a file."""
     mistakes = []
     if args.config_dir and not is_for_hydra(args):
         fix = f"'hydra.searchpath=[file://{Path(args.config_dir).absolute()}]'"
@@ -40,9 +40,9 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int], override
 
     Args:
         folder: Config folder.
-        name: Name of the config file that composition starts from.
+        name: Name of the primary config.
         run: Runs one job and returns its exit code; for launchers that run their jobs in this process, one by one.
-        overrides: Those of the command line, to name the wrong one.
+        overrides: Command-line overrides, to name the wrong one.
 
     Returns:
         The worst exit code of all jobs.

@@ -1,4 +1,4 @@
-"""The command `lightning-recipes`: train.py of an installed wheel, run as `python train.py` runs it from a clone."""
+"""Console script `lightning-recipes`: runs train.py of an installed wheel like `python train.py` in a clone."""
 
 import runpy
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Put the installed folder first on the path, as Python does for a script, and run its train.py."""
-    root = Path(__file__).parents[2]  # recipes/ and callbacks/ lie in it, under those names
+    """Put the installed folder first on `sys.path`, as Python does for a script, and run its train.py."""
+    root = Path(__file__).parents[2]  # contains recipes/ and callbacks/
     sys.path.insert(0, str(root))
     runpy.run_path(str(root / "train.py"), run_name="__main__")

@@ -1,7 +1,7 @@
-"""Import Lightning without the three large packages that torchmetrics imports on the way for metrics nobody named.
+"""Import Lightning without three large packages that torchmetrics imports for unused metrics.
 
-`import lightning` imports torchmetrics (1.9), which imports scipy, transformers and matplotlib where it finds them:
-a third of the time in which a run starts. They serve its metrics of sound and generated text, and plots of metrics.
+`import lightning` imports torchmetrics (1.9), which imports scipy, transformers and matplotlib if installed: a third
+of a run's startup time. They serve its audio and text generation metrics, and plots of metrics.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from typing import Any
 from recipes.config.traits import list_nodes
 
 _HIDDEN = frozenset({"scipy", "transformers", "matplotlib"})
-# constructors that need none of them from torchmetrics; whatever else a config names may
+# constructors that need none of them from torchmetrics; any other in a config may
 _NEED_NONE = (
     "recipes.",
     "callbacks.",
@@ -24,9 +24,9 @@ _NEED_NONE = (
 
 @contextlib.contextmanager
 def without_unused_packages(config: Mapping[str, Any]) -> Iterator[None]:
-    """Hide the packages from torchmetrics within the context, if no part of the config can need them.
+    """Hide the packages from torchmetrics within the context, unless part of the config may need them.
 
-    They stay importable for everybody else, and afterwards for torchmetrics too.
+    They stay importable elsewhere, and afterwards in torchmetrics too.
 
     Args:
         config: Plain values.

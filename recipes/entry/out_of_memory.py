@@ -1,4 +1,4 @@
-"""Out of memory: the three cheapest overrides that reduce memory use, and what a plan says would fit."""
+"""Advice after running out of memory: the cheapest overrides that reduce memory use, and settings that would fit."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ _NEXT_STRATEGY = {
 
 
 def describe_out_of_memory(error: BaseException, composed: Composed, *, world_size: int) -> str:
-    """Return the message that is shown instead of a traceback."""
+    """Return the message to show instead of a traceback."""
     first_line = str(error).partition("\n")[0][:200]
     lines = [f"Out of memory: {first_line}"]
     options: list[tuple[str, str]] = []
@@ -46,18 +46,18 @@ def describe_out_of_memory(error: BaseException, composed: Composed, *, world_si
     else:
         lines.append("No override is left: use a smaller model, shorter samples, or a device with more memory.")
     if any((composed.run_folder / OOM_FOLDER).glob("rank_*")):
-        lines.append(f"What filled the memory is in {composed.run_folder / OOM_FOLDER}")
+        lines.append(f"Memory dump: {composed.run_folder / OOM_FOLDER}")
     if has_checkpoint(composed.run_folder):
         lines.append(f"To resume from the last checkpoint, also add: resume={composed.run_folder}")
     return "\n".join(lines)
 
 
 def advise(composed: Composed, ranks: Ranks) -> list[str]:
-    """Return what a plan of the run says about its memory, and about settings that fit. Takes seconds, and no GPU.
+    """Plan the run; return its memory estimate and settings that fit. Takes seconds and no GPU.
 
     Args:
-        composed: The run that was out of memory.
-        ranks: Its ranks.
+        composed: The run that ran out of memory.
+        ranks: Ranks of the run.
     """
     if not takes_steps(composed.config):
         return []
@@ -80,28 +80,28 @@ def advise(composed: Composed, ranks: Ranks) -> list[str]:
         )
         planned = planner.plan(composed.config)
         moment, limit = planned.peak, planned.limit_bytes
-        needed = f"{gib(moment.total):.2f} GiB ({describe_place(moment)}) and has {gib(limit):.2f}"
+        needed = f"{gib(moment.total):.2f} GiB ({describe_place(moment)}) of {gib(limit):.2f} GiB"
         if planned.fits:
             return [
-                f"By plan a rank needs {needed}: it fits, so something else fills the memory. With less of it:"
+                f"Plan: a rank needs {needed}: it fits, so something else fills the memory. To plan with less memory:"
                 f" mode=plan plan.memory_gib={gib(moment.total) * 0.8:.2f}"
             ]
-        return [f"By plan a rank needs {needed}; {command}", *advise_settings(composed, planner)]
-    except Exception as error:  # what is known about the failure must not be lost to a second one
+        return [f"Plan: a rank needs {needed}; {command}", *advise_settings(composed, planner)]
+    except Exception as error:  # a second failure must not hide the first
         reason = str(error).partition("\n")[0][:200]
         return [f"No plan could be made ({type(error).__name__}: {reason}); {command}"]
 
 
 def remedies(composed: Composed, *, world_size: int, of_host: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield the overrides that reduce memory use and that the run does not use yet, the cheapest first.
+    """Yield overrides that reduce memory use and that the run does not use yet, cheapest first.
 
     Args:
         composed: The run.
-        world_size: Its ranks.
-        of_host: Whether host memory is full, so that nothing can be offloaded to it.
+        world_size: Number of ranks.
+        of_host: Whether host memory is full, which rules out offloading to it.
 
     Yields:
-        What to type, and its effect and cost.
+        The override, and its effect and cost.
     """
     config = composed.config
     plan = divide(
@@ -135,7 +135,7 @@ def remedies(composed: Composed, *, world_size: int, of_host: bool = False) -> I
 
 
 def _strategy_option(composed: Composed) -> str:
-    """Return the option of the config group strategy/; a frozen config does not name it, so derive it from the node."""
+    """Return the option of the group strategy/, derived from the node since a frozen config does not name it."""
     if "strategy" in composed.choices:
         return composed.choices["strategy"]
     node = composed.config["strategy"]
@@ -156,7 +156,7 @@ def _next_strategy(strategy: str, node: dict[str, Any], *, of_host: bool) -> Ite
 
 
 def write_error_report(run_folder: Path, *, rank: int, step: int, error: str) -> None:
-    """Write this rank's out-of-memory event to a file of its own: only rank 0 writes events.jsonl.
+    """Write this rank's out-of-memory event to a separate file: only rank 0 writes events.jsonl.
 
     Raises:
         OSError: The disk is full or the folder cannot be written to.
@@ -169,9 +169,9 @@ def write_error_report(run_folder: Path, *, rank: int, step: int, error: str) ->
 
 
 def log_exit(run_folder: Path, events_file: Path) -> None:
-    """Add the out-of-memory event of another rank than 0, once all ranks have ended.
+    """Log the out-of-memory event of a rank other than 0 once all ranks have exited.
 
-    Rank 0 may have been killed by that rank's failure before it could write the event. Adding it twice is avoided.
+    That rank's failure may have killed rank 0 before it could write the event. The event is never logged twice.
     """
     event = read_oom_of_other_rank(run_folder)
     if event is None or not events_file.exists():

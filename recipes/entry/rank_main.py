@@ -1,4 +1,4 @@
-"""Main program of one spawned rank: it reads the composed run from a file and dies with its parent."""
+"""Main program of a spawned rank, which reads the composed run from a file and dies with its parent."""
 
 import faulthandler
 import os
@@ -13,7 +13,7 @@ from recipes.runtime.world import RANK_FILE
 
 
 def main() -> int:
-    """Run the composed run that the parent has written; return the exit code."""
+    """Execute the composed run that the parent has written; return the exit code."""
     # before the slow imports: the parent has blocked the signals until now
     listen(second_ends=False)
     from recipes.entry.run import run_composed

@@ -1,4 +1,4 @@
-"""Start one run from its composed config: folder, log, ranks, build, mode; turn how it ends into an exit code."""
+"""Execute one run from its composed config: folder, log, ranks, build, mode, and finally an exit code."""
 
 import contextlib
 import os
@@ -39,11 +39,11 @@ _PEER_SECONDS = 2.0
 
 
 def run_composed(composed: Composed, *, in_sweep: bool = False) -> int:
-    """Execute one checked run: in this process, or in one process per rank if it needs several and none exist yet.
+    """Execute one checked run in this process, or in one process per rank if it needs several and none exist yet.
 
     Args:
         composed: The run.
-        in_sweep: Whether other runs follow in this process; each then gets a process of its own.
+        in_sweep: Whether other runs follow in this process; each then gets a separate process.
 
     Returns:
         The exit code, see `ExitCode`; after a crash the traceback of the rank that failed first has been logged.
@@ -61,17 +61,18 @@ def _launch(composed: Composed, *, in_sweep: bool) -> int:
     except ConfigError as mistake:
         return _report_mistake(mistake)
     if composed.dropped_overrides and global_rank() == 0:
-        LOGGER.info(f"Of the resumed run, replaced by another option: {' '.join(composed.dropped_overrides)}")
+        dropped = " ".join(composed.dropped_overrides)
+        LOGGER.info(f"Overrides of the resumed run dropped because their option was replaced: {dropped}")
     is_single = ranks.world_size == 1 and not in_sweep
     if is_single or ranks.started_by is not None:
         return _execute(composed, ranks)
     try:
-        # every rank looks for the newest checkpoint: an earlier run must have written its last one by then
+        # every rank looks for the newest checkpoint: an earlier run must have written its last one by now
         with _locked_folder(composed):
             pass
     except ConfigError as mistake:
         return _report_mistake(mistake)
-    # until all ranks have ended, rank 0 alone writes train.log
+    # until all ranks have exited, only rank 0 writes train.log
     result = spawn_ranks(composed, ranks)
     if result.exit_code == ExitCode.OUT_OF_MEMORY:
         log_exit(composed.run_folder, composed.run_folder / EVENTS_FILE)
@@ -79,9 +80,9 @@ def _launch(composed: Composed, *, in_sweep: bool) -> int:
         _open_log(composed)
         LOGGER.error(result.report)
         if result.crashed:
-            LOGGER.error(f"The run crashed; its folder is {_describe_folder(composed)}")
+            LOGGER.error(f"The run crashed; run folder: {_describe_folder(composed)}")
         elif result.exit_code != ExitCode.INVALID_CONFIG:
-            LOGGER.error(f"The run ended early; its folder is {_describe_folder(composed)}")
+            LOGGER.error(f"The run ended early; run folder: {_describe_folder(composed)}")
     if result.exit_code == ExitCode.OUT_OF_MEMORY:
         _log_advice(composed, ranks)
     return result.exit_code
@@ -93,14 +94,14 @@ def _log_advice(composed: Composed, ranks: Ranks) -> None:
 
 
 def _open_log(composed: Composed, *, is_new: bool = False) -> Composed:
-    """Create the run's folder and open its log. Only rank 0 logs progress, and only rank 0 writes the file.
+    """Create the run folder and open its log. Only rank 0 logs progress and writes the file.
 
     Args:
         composed: The run.
-        is_new: Whether nothing has been started yet, so that a folder named by the clock may still get another name.
+        is_new: Whether nothing has started yet, so that a timestamped folder may still be renamed.
 
     Returns:
-        The run, with the folder that it has got.
+        The run, with its final folder.
 
     Raises:
         ConfigError: The folder cannot be written to.
@@ -122,7 +123,7 @@ def _open_log(composed: Composed, *, is_new: bool = False) -> Composed:
 
 @contextlib.contextmanager
 def _locked_folder(composed: Composed) -> Iterator[None]:
-    """Lock the folder of a run that trains, on rank 0, and repair what a kill may have left of a checkpoint's renames.
+    """On rank 0, lock the folder of a training run and repair interrupted checkpoint renames.
 
     Raises:
         ConfigError: Another process holds the lock, or has run in the folder since the config was checked.
@@ -131,7 +132,7 @@ def _locked_folder(composed: Composed) -> Iterator[None]:
         yield
         return
     with lock_run_folder(composed.run_folder):
-        # what the check saw may have changed since: another start may have had the lock until now
+        # the folder may have changed since the check: another start may have held the lock until now
         for mistake in check_run_folder(composed.config, composed.run_folder, continues=composed.continues):
             raise mistake
         recover_interrupted(composed.run_folder / CHECKPOINTS)
@@ -139,7 +140,7 @@ def _locked_folder(composed: Composed) -> Iterator[None]:
 
 
 def _report_mistake(mistake: ConfigError) -> int:
-    """Report a mistake found before there is a log; once, even if every rank finds it."""
+    """Report a config error found before the log exists; once, even if every rank finds it."""
     if (file := get_error_file()) is not None and started_by() is not None:
         write_failure(_failure_from_mistake(mistake), file)
     elif global_rank() == 0:
@@ -152,7 +153,7 @@ def _failure_from_mistake(mistake: ConfigError) -> Failure:
 
 
 def _execute(composed: Composed, ranks: Ranks) -> int:
-    """Execute the run, or this rank of it, in this process; return the exit code."""
+    """Execute the run, or its part on this rank, in this process; return the exit code."""
     try:
         with _locked_folder(composed):
             with without_unused_packages(composed.config):
@@ -161,16 +162,16 @@ def _execute(composed: Composed, ranks: Ranks) -> int:
             return execute(composed)
     except KeyboardInterrupt:
         if global_rank() == 0:
-            LOGGER.error(f"Interrupted; the run's folder is {_describe_folder(composed)}")
+            LOGGER.error(f"Interrupted; run folder: {_describe_folder(composed)}")
             if has_checkpoint(composed.run_folder):
                 LOGGER.error(f"To resume: python train.py resume={composed.run_folder}")
         return ExitCode.INTERRUPTED
     except Exception as error:
-        last_line: str | None = f"The run crashed; its folder is {_describe_folder(composed)}"
+        last_line: str | None = f"The run crashed; run folder: {_describe_folder(composed)}"
         if is_out_of_memory(error):
             text = describe_out_of_memory(error, composed, world_size=ranks.world_size)
             failure = failure_from_exception(error, exit_code=ExitCode.OUT_OF_MEMORY, report=text)
-            last_line = f"The run ended early; its folder is {_describe_folder(composed)}"
+            last_line = f"The run ended early; run folder: {_describe_folder(composed)}"
         elif (mistake := _find_mistake(error, composed)) is not None:
             failure = _failure_from_mistake(mistake)
             last_line = None
@@ -183,10 +184,10 @@ def _execute(composed: Composed, ranks: Ranks) -> int:
 
 
 def _report_failure(failure: Failure, last_line: str | None, ranks: Ranks) -> None:
-    """Report a failure once for all ranks: in the error file for whatever started them, else on the console."""
+    """Report a failure once for all ranks: in the error file if a launcher reads it, else on the console."""
     if failure.caused_by_peer and ranks.started_by == "torchrun":
-        # torchrun blames the error file with the earliest timestamp, in whole seconds: too coarse to tell a cause from
-        # its consequence. Wait before writing: once it sees the rank that failed first, it ends this one by SIGTERM.
+        # torchrun blames the error file with the earliest timestamp, in whole seconds: too coarse to separate cause and
+        # consequence. Wait before writing: once it sees the rank that failed first, it ends this one by SIGTERM.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if was_requested():  # the SIGTERM came before this rank noticed the lost peer
             os.kill(os.getpid(), signal.SIGTERM)
@@ -194,7 +195,7 @@ def _report_failure(failure: Failure, last_line: str | None, ranks: Ranks) -> No
     file = get_error_file() if ranks.started_by is not None else None
     full_report = failure.report if last_line is None else f"{failure.report}\n{last_line}"
     if file is not None:
-        # our own parent process adds the last line itself; torchrun prints the report as it is
+        # our own parent process adds the last line itself; torchrun prints the report unchanged
         is_spawned = ranks.started_by == "spawn"
         write_failure(replace(failure, report=failure.report if is_spawned else full_report), file)
         if not is_spawned and global_rank() == 0:
@@ -208,12 +209,12 @@ def _report_failure(failure: Failure, last_line: str | None, ranks: Ranks) -> No
 
 
 def _find_mistake(error: BaseException, composed: Composed) -> ConfigError | None:
-    """Return the mistake that an error is or wraps, or that a constructor has found in its arguments."""
+    """Return the config error that an exception is or wraps, or that a constructor raised about its arguments."""
     if (mistake := find_mistake(error)) is not None:
         return mistake
     if isinstance(error, OSError) and (mistake := _find_unwritable_path(error, composed.config["mode"])) is not None:
         return mistake
-    # Hydra's, by name: it is not imported here
+    # Hydra's exception, by name: Hydra is not imported here
     if type(error).__name__ != "InstantiationException" or not isinstance(error.__cause__, TypeError | ValueError):
         return None
     target = re.search(r"call to target '([^']+)'", str(error))
@@ -225,12 +226,12 @@ def _find_mistake(error: BaseException, composed: Composed) -> ConfigError | Non
 
 
 def _find_unwritable_path(error: OSError, mode: Mapping[str, Any]) -> ConfigError | None:
-    """Return the mistake if the error is about the file or folder that `mode.path` names, or a folder above it."""
+    """Return a config error if the exception is about the path that `mode.path` names, or a folder above it."""
     path = mode.get("path")
     if not isinstance(path, str) or not isinstance(error.filename, str):
         return None
     wanted, failed = Path(path).expanduser().absolute(), Path(error.filename).absolute()
-    # the path, a file below it, a folder above it, or a temporary file beside it
+    # the path, a file below it, a folder above it, or a temporary file next to it
     is_beside = failed.parent == wanted.parent and wanted.name in failed.name
     if wanted not in (failed, *failed.parents) and failed not in wanted.parents and not is_beside:
         return None
@@ -238,7 +239,7 @@ def _find_unwritable_path(error: OSError, mode: Mapping[str, Any]) -> ConfigErro
 
 
 def _find_section(config: Mapping[str, Any], target: str) -> str | None:
-    """Return the key of the section whose target is built; a re-exported name ends alike."""
+    """Return the key of the section whose target is built; a re-exported name has the same ending."""
     name = target.rpartition(".")[2]
     return next((path for path, node in list_nodes(config) if node["_target_"].rpartition(".")[2] == name), None)
 
@@ -247,5 +248,5 @@ def _describe_folder(composed: Composed) -> str:
     from recipes.checkpoint.resume import newest_checkpoint
 
     checkpoint = newest_checkpoint(composed.run_folder)
-    suffix = f", its last valid checkpoint {checkpoint.name}" if checkpoint else ""
+    suffix = f", last valid checkpoint: {checkpoint.name}" if checkpoint else ""
     return f"{composed.run_folder}{suffix}"

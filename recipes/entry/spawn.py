@@ -1,4 +1,4 @@
-"""Start one fresh process per rank on this machine, watch them, and report how they ended. Imports no torch."""
+"""Start one new process per rank on this machine, monitor them, and report how they exited. Imports no torch."""
 
 import contextlib
 import os
@@ -22,11 +22,11 @@ from recipes.runtime.world import RANK_FILE, Ranks, num_cores
 
 # -P: a folder named `recipes` in the working directory must not be imported instead of this project
 _RANK_COMMAND = (sys.executable, "-P", "-m", "recipes.entry.rank_main")
-# exit codes of ranks that have reported themselves what happened
+# exit codes of ranks that have already reported what happened
 _REPORTED_CODES = frozenset(ExitCode) - {ExitCode.FINISHED, ExitCode.CRASHED}
-_FAILURE_GRACE_SECONDS = 5.0  # for the other ranks to end once one has failed
-_STOP_GRACE_SECONDS = 10.0  # for ranks to end by themselves after a Ctrl-C or with a reported code
-_CAUSE_SECONDS = 2.0  # for the rank that failed first to be seen, after its peers
+_FAILURE_GRACE_SECONDS = 5.0  # for the other ranks to exit once one has failed
+_STOP_GRACE_SECONDS = 10.0  # for ranks to exit by themselves after Ctrl-C or with a reported code
+_CAUSE_SECONDS = 2.0  # for the rank that failed first to be detected, after its peers
 _POLL_SECONDS = 0.05
 _LOG_TAIL_LINES = 20
 _COMPOSED_FILE = "composed.json"
@@ -34,12 +34,12 @@ _COMPOSED_FILE = "composed.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessExit:
-    """How a run of several ranks ended.
+    """Exit status of a run with several ranks.
 
     Attributes:
         exit_code: Exit code of the run.
-        report: What no rank has printed yet; None if nothing is left to print.
-        crashed: Whether a rank failed in another way than by a reported exit code.
+        report: Text that no rank has printed yet; None if nothing is left to print.
+        crashed: Whether a rank failed without a reported exit code.
     """
 
     exit_code: int
@@ -62,11 +62,11 @@ class _RankProcess:
         return False
 
     def has_failed(self) -> bool:
-        """Return whether it exited with an error or has written one: a rank may hang in the exit after a failure."""
+        """Return whether it exited with an error or has written one: a failed rank may hang while exiting."""
         return self.process.poll() not in (None, 0) or self.error_file.exists()
 
     def failure(self) -> Failure:
-        """Return the failure that it wrote; else how it exited, at the time it was last seen running."""
+        """Return the failure that it wrote, else its exit status with the time it was last seen running."""
         if (written := read_failure(self.error_file)) is not None:
             return written
         code = self.process.returncode
@@ -76,7 +76,7 @@ class _RankProcess:
         return Failure(exit_code=code, message=message, report=self._tail(), time=self.alive_at)
 
     def _tail(self) -> str:
-        """Return the stack of a segmentation fault; else the last lines that the rank printed."""
+        """Return the stack trace of a segmentation fault, else the last lines that the rank printed."""
         stack_file = self.error_file.with_suffix(STACK_SUFFIX)
         if stack_file.is_file() and (stack := stack_file.read_text(errors="replace", encoding="utf-8")):
             return stack.partition("\nExtension modules:")[0]
@@ -86,7 +86,7 @@ class _RankProcess:
         return "\n".join(lines[-_LOG_TAIL_LINES:])
 
     def forward(self, number: int) -> None:
-        """Pass a signal's number on through the pipe that `die_with_parent` reads."""
+        """Forward a signal number through the pipe that `die_with_parent` reads."""
         assert self.process.stdin is not None, "opened as a pipe"
         with contextlib.suppress(OSError):  # it has exited
             self.process.stdin.write(bytes([number]))
@@ -94,10 +94,10 @@ class _RankProcess:
 
 
 def spawn_ranks(composed: Composed, ranks: Ranks) -> ProcessExit:
-    """Execute a run with one process per rank, all from this one composed config; none is left on return.
+    """Execute a run with one process per rank, all with this composed config; all have exited on return.
 
-    The first SIGTERM or SIGUSR1 is forwarded to the ranks, which save and stop; a second one ends them at once, as does
-    a second Ctrl-C.
+    The first SIGTERM or SIGUSR1 is forwarded to the ranks, which save and stop; a second one ends them at once, as
+    does a second Ctrl-C.
     """
     processes: list[_RankProcess] = []
     received: list[int] = []
@@ -112,7 +112,7 @@ def spawn_ranks(composed: Composed, ranks: Ranks) -> ProcessExit:
         (folder / _COMPOSED_FILE).write_text(to_json(composed), encoding="utf-8")
         port = _free_port()
         try:
-            # blocked here until every rank can be reached, and in each rank, which inherits the mask, until it listens
+            # signals stay blocked until every rank can be reached, and in each rank (mask inherited) until it listens
             with signals_blocked():
                 for rank in range(ranks.world_size):
                     processes.append(_start(rank, ranks.world_size, port, folder))
@@ -128,10 +128,10 @@ def spawn_ranks(composed: Composed, ranks: Ranks) -> ProcessExit:
 
 
 def rank_environ(rank: int, world_size: int, port: int, composed: Path) -> dict[str, str]:
-    """Return the variables that make a process one of the ranks of this machine.
+    """Return the environment variables that make a process one of this machine's ranks.
 
     Args:
-        rank: Its rank.
+        rank: Rank of the process.
         world_size: Number of ranks.
         port: Port on which rank 0 serves the rendezvous.
         composed: File with the composed run; each rank writes its error file next to it.
@@ -150,10 +150,10 @@ def rank_environ(rank: int, world_size: int, port: int, composed: Path) -> dict[
 
 
 def _start(rank: int, world_size: int, port: int, folder: Path) -> _RankProcess:
-    """Start a rank in a process group of its own: a Ctrl-C in the terminal reaches it once, through this process."""
+    """Start a rank in a separate process group, so that Ctrl-C reaches it only once, through this process."""
     environ = os.environ | rank_environ(rank, world_size, port, folder / _COMPOSED_FILE)
     environ |= {"PYTHONPATH": python_path()}
-    environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")  # nobody else may connect
+    environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")  # no other machine may connect
     environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // world_size)))
     log_file = folder / f"rank_{rank}.log" if rank else None
     with contextlib.ExitStack() as files:
@@ -165,14 +165,14 @@ def _start(rank: int, world_size: int, port: int, folder: Path) -> _RankProcess:
             stdout=log,
             stderr=log,
             process_group=0,
-            bufsize=0,  # nothing may be left to flush when the rank is gone
+            bufsize=0,  # unbuffered: nothing is left to flush when the rank is gone
         )
     return _RankProcess(rank=rank, process=process, error_file=Path(environ[ERROR_FILE]), log_file=log_file)
 
 
 def _watch(processes: Sequence[_RankProcess]) -> ProcessExit:
     while True:
-        # every process is polled, to note when it was last seen running
+        # poll every process, to record when it was last seen running
         running = [process for process in processes if process.is_running()]
         failed = [process for process in processes if process.has_failed()]
         if failed:
@@ -183,16 +183,16 @@ def _watch(processes: Sequence[_RankProcess]) -> ProcessExit:
 
 
 def _end_after_failure(processes: Sequence[_RankProcess], failed: Sequence[_RankProcess]) -> ProcessExit:
-    """End the other ranks and report the failure that came first, not those that it has caused."""
+    """End the other ranks and report the first failure, not its consequences."""
     failed = _wait_for_cause(processes, failed)
     others = [process for process in processes if process not in failed]
     if all(process.process.returncode in _REPORTED_CODES for process in failed):
-        # such an end (preempted, diverged, …) is common to all ranks: let the others complete theirs
+        # all ranks exit this way (preempted, diverged, …): let the others finish
         _wait(others, _STOP_GRACE_SECONDS)
     _signal(others, signal.SIGTERM)
     _wait(processes, _FAILURE_GRACE_SECONDS)
     _kill(processes)
-    # a rank that only died by the SIGTERM above is no candidate; one that wrote an error before it is
+    # exclude ranks that only died from the SIGTERM above, but not those that wrote an error before
     candidates = [process for process in processes if process in failed or process.error_file.exists()]
     failures = [(process, process.failure()) for process in candidates]
     first, failure = min(failures, key=lambda pair: (pair[1].caused_by_peer, pair[1].time))
@@ -206,9 +206,9 @@ def _end_after_failure(processes: Sequence[_RankProcess], failed: Sequence[_Rank
 
 
 def _wait_for_cause(processes: Sequence[_RankProcess], failed: Sequence[_RankProcess]) -> Sequence[_RankProcess]:
-    """Return the ranks that have failed, after a short wait if so far all of them have only lost a peer.
+    """Return the failed ranks, after a short wait if so far all of them have only lost a peer.
 
-    A rank that loses its connection is often seen before the rank that failed: that one may still be writing its error.
+    A rank that lost its connection is often detected before the rank that failed, which may still be writing its error.
     """
     deadline = time.monotonic() + _CAUSE_SECONDS
     while all(process.failure().caused_by_peer for process in failed) and time.monotonic() < deadline:
@@ -218,7 +218,7 @@ def _wait_for_cause(processes: Sequence[_RankProcess], failed: Sequence[_RankPro
 
 
 def _interrupt(processes: Sequence[_RankProcess]) -> ProcessExit:
-    """Pass Ctrl-C on to the ranks and give them time; a second one ends the wait, and they are killed."""
+    """Forward Ctrl-C to the ranks and give them time to exit; a second Ctrl-C kills them."""
     with contextlib.suppress(KeyboardInterrupt, SecondSignalError):
         _signal(processes, signal.SIGINT)
         _wait(processes, _STOP_GRACE_SECONDS)
@@ -228,7 +228,7 @@ def _interrupt(processes: Sequence[_RankProcess]) -> ProcessExit:
 
 def _signal(processes: Sequence[_RankProcess], number: signal.Signals) -> None:
     for process in processes:
-        process.process.send_signal(number)  # does nothing if it has exited
+        process.process.send_signal(number)  # no effect if it has exited
 
 
 def _wait(processes: Sequence[_RankProcess], seconds: float) -> None:
@@ -238,7 +238,7 @@ def _wait(processes: Sequence[_RankProcess], seconds: float) -> None:
 
 
 def _kill(processes: Sequence[_RankProcess]) -> None:
-    """Kill the ranks that still run with their process groups: loader workers are in them."""
+    """Kill the process groups of ranks that still run, which include their loader workers."""
     for process in processes:
         if process.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):

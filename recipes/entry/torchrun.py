@@ -1,6 +1,6 @@
-"""Ranks started by torchrun: rank 0 composes the run for all of them, once for all restarts. A few messages.
+"""Ranks started by torchrun: rank 0 composes the run once, for all ranks and all restarts.
 
-The messages go through torchrun's TCP store, in which an earlier start may have left keys.
+The result is sent through torchrun's TCP store, in which an earlier start may have left keys.
 """
 
 import json
@@ -16,31 +16,31 @@ from recipes.errors import ConfigError
 from recipes.runtime.local_store import bind_to_loopback
 from recipes.runtime.world import global_rank, started_by
 
-# torch takes a second to import, which runs without torchrun must not wait for: only `_open_store` imports it
+# importing torch takes a second, which runs without torchrun must not pay: only `_open_store` imports it
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _WAIT = timedelta(minutes=10)
 _POLL_SECONDS = 0.05
-_REPORT_SECONDS = 1.0  # for rank 0 to print the mistakes
+_REPORT_SECONDS = 1.0  # for rank 0 to print the errors
 _COMPOSED = "recipes_composed"  # key in the agent's store: the run as first composed, for restarts
 _REQUEST = "recipes_rank_{rank}_request"
-_OPEN_STORES: list["TCPStore"] = []  # a store must outlive the function that opens it
+_OPEN_STORES: list["TCPStore"] = []  # keeps stores alive after the function that opens them
 
 
 def compose_on_rank_zero(
     compose: Callable[[], tuple[Composed | None, Sequence[ConfigError]]],
 ) -> tuple[Composed | None, Sequence[ConfigError]]:
-    """Compose once for all ranks of torchrun and for all of its restarts.
+    """Compose once for all ranks of torchrun and for all restarts.
 
-    A run folder named by the clock is then the same on every rank, and a restart resumes in it, from its newest valid
+    A timestamped run folder is then the same on every rank, and a restart resumes in it from its newest valid
     checkpoint. Without torchrun every process composes by itself: under SLURM the job id names the folder.
 
     Args:
-        compose: Composes and checks the run; returns it with the mistakes found.
+        compose: Composes and checks the run; returns it with the errors found.
 
     Returns:
-        The result of `compose`; on ranks other than 0, None and no mistakes if rank 0 found some.
+        The result of `compose`; on ranks other than 0, None and no errors if rank 0 found some.
     """
     has_peers = os.environ.get("WORLD_SIZE") != "1"
     may_be_restarted = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
@@ -50,7 +50,7 @@ def compose_on_rank_zero(
     if (rank := global_rank()) > 0:
         message = json.loads(receive_from_rank_zero(store, rank=rank))
         if message["composed"] is None:
-            time.sleep(_REPORT_SECONDS)  # torchrun ends rank 0 as soon as another rank has ended
+            time.sleep(_REPORT_SECONDS)  # torchrun ends rank 0 as soon as another rank exits
             return None, []
         rendezvous_at(message["port"])
         return from_json(message["composed"]), []
@@ -59,14 +59,14 @@ def compose_on_rank_zero(
     port = open_start_store()
     message = json.dumps({"composed": text, "port": port})
     send_to_ranks(store, message, world_size=int(os.environ["WORLD_SIZE"]))
-    if text is not None and port is not None:  # the agent's store is still there at a restart
+    if text is not None and port is not None:  # the agent's store persists across restarts
         store.set(_COMPOSED, text)
     rendezvous_at(port)
     return composed, mistakes
 
 
 def _resume_composed(store: "TCPStore") -> tuple[Composed | None, Sequence[ConfigError]]:
-    """Return the run of an earlier start; it resumes, where a second start from nothing would be rejected."""
+    """Return the run of an earlier start, set to resume, since a second start from scratch would be rejected."""
     composed = from_json(store.get(_COMPOSED).decode())
     if composed.config["resume"] is None:
         composed.config["resume"] = "auto"
@@ -84,16 +84,16 @@ def open_start_store() -> int | None:
     """Serve, on rank 0, an empty store for this start.
 
     torch's rendezvous uses the agent's store with the same keys at every start (pytorch #135712, torch 2.13): after a
-    restart a rank would read the address of a dead one. Delete this and `rendezvous_at` when that is fixed.
+    restart a rank would read a dead rank's address. Delete this and `rendezvous_at` once that is fixed.
 
     Returns:
-        Its port; None if torchrun's own store is new at every start.
+        Port of the store; None if torchrun's own store is new at every start.
     """
     return _open_store(0, is_server=True).port if _has_agent_store() else None
 
 
 def rendezvous_at(port: int | None) -> None:
-    """Make torch rendezvous in the store that rank 0 serves at this port; None leaves torchrun's."""
+    """Make torch rendezvous through the store that rank 0 serves at this port; None keeps torchrun's."""
     if port is not None:
         os.environ["MASTER_PORT"] = str(port)
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(False)
@@ -122,9 +122,8 @@ def _open_store(port: int, *, is_server: bool) -> "TCPStore":
 def send_to_ranks(store: "TCPStore", text: str, *, world_size: int) -> None:
     """Send a text from rank 0 to every other rank of this start, and wait until each has received it.
 
-    The store may hold keys of ranks that have died since. Each rank therefore requests the text under a random id that
-    nobody has used before, and the answer to a dead rank's id is never read. The number of restarts that torchrun
-    passes on cannot serve as an id: every agent counts its own.
+    The store may hold keys of dead ranks. Each rank therefore requests the text under a new random id, and replies to a
+    dead rank's id are never read. torchrun's restart count cannot serve as an id: every agent counts its own restarts.
 
     Args:
         store: Store with the requests.
@@ -155,7 +154,7 @@ def send_to_ranks(store: "TCPStore", text: str, *, world_size: int) -> None:
 
 
 def receive_from_rank_zero(store: "TCPStore", *, rank: int) -> str:
-    """Receive, on any other rank, what rank 0 of this start sends."""
+    """Receive, on any other rank, the text that rank 0 of this start sends."""
     request = uuid.uuid4().hex
     store.set(_REQUEST.format(rank=rank), request)
     start = store.get(request).decode()

@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint by something other than a split of its data: what `mode=evaluate` calls."""
+"""Evaluators for `mode=evaluate` other than a split of the data."""
 
 from typing import Any, Protocol
 
@@ -10,13 +10,13 @@ class Evaluator(Protocol):
     """One option of conf/evaluator.
 
     Attributes:
-        name: Of its file in the run folder, `evaluate_<name>.json`.
+        name: Name in its result file in the run folder, `evaluate_<name>.json`.
     """
 
     name: str
 
     def prepare(self) -> None:
-        """Check its settings, and read what it asks; before any weights are loaded.
+        """Check settings and load tasks, before any weights are loaded.
 
         Raises:
             ConfigError: A setting is wrong, or something cannot be read.

@@ -1,4 +1,4 @@
-"""How a task wants text to be generated, and where it ends: the settings of lm-evaluation-harness, and their text."""
+"""Generation settings and stop strings of lm-evaluation-harness tasks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ class Generation:
     """Settings of a request, hashable.
 
     Attributes:
-        until: Texts that end an answer, and are not part of it.
-        num_tokens: Largest number of tokens to generate.
-        temperature: 0: always the likeliest token.
-        top_k: Sample among so many tokens; None: all.
-        top_p: Sample among tokens of this probability; None: all.
+        until: Stop strings, which are not part of the answer.
+        num_tokens: Maximum number of tokens to generate.
+        temperature: 0 always picks the most likely token.
+        top_k: Sample from this many tokens; None samples from all.
+        top_p: Sample from tokens with this total probability; None samples from all.
     """
 
     until: tuple[str, ...]
@@ -60,11 +60,11 @@ class Generation:
 
 
 class StopStrings:
-    """Finds where an answer ends.
+    """Finds the end of an answer.
 
     Args:
-        until: Texts that end it.
-        tokenizer: Of the answer.
+        until: Stop strings.
+        tokenizer: Tokenizer of the answer.
     """
 
     def __init__(self, until: Sequence[str], tokenizer: Tokenizer) -> None:

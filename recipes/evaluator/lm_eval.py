@@ -219,7 +219,7 @@ def _make_harness_model(scorer: Scorer, tokenizer: Tokenizer) -> Any:
 
 def _find_end_of_turn(tokenizer: Tokenizer) -> list[int]:
     if tokenizer.chat_template is None:
-        reason = "the run has learned from no conversations, and has no template for them"
+        reason = "the run was not trained on conversations and has no template for them"
         raise ConfigError("evaluator.chat=true", reason, "evaluator.chat=false")
     _, end = prompt_for_answer("?", tokenizer)
     return [] if end is None else [end]

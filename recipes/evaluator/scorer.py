@@ -1,4 +1,4 @@
-"""Answer the requests of lm-evaluation-harness with a model of this project: scores of texts, and generated texts.
+"""Score and generate text with a model of this project for lm-evaluation-harness.
 
 The numbers are those of the harness's own class for transformers on the exported model. Rows are sorted by length,
 requests with the same input share a row, and the head computes the logits of scored positions alone.
@@ -36,14 +36,14 @@ class Scorer:
     """Scores and continues texts, without gradients and without compilation.
 
     Args:
-        model: In evaluation mode, on any device.
-        tokenizer: That it was trained with.
-        batch_size: Rows of a forward pass.
+        model: Model in evaluation mode, on any device.
+        tokenizer: Tokenizer that it was trained with.
+        batch_size: Rows per forward pass.
         forward_context: Sets the precision of a forward pass.
         ends: Tokens that end a generated text, in addition to end-of-text.
 
     Attributes:
-        num_truncated: Contexts that were longer than the window of the model, and lost their beginning.
+        num_truncated: Number of contexts truncated at the start to fit the model's window.
     """
 
     def __init__(

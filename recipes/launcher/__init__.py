@@ -1,4 +1,4 @@
-"""Where the jobs of a sweep run: on this machine or on a cluster. One file per option of conf/launcher/."""
+"""Launchers: run the jobs of a sweep on this machine or on a cluster. One file per option of conf/launcher/."""
 
 from collections.abc import Sequence
 from pathlib import Path

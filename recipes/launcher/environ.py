@@ -1,4 +1,4 @@
-"""Remove from the environment what would make a new run a rank or a job of another one."""
+"""Remove environment variables that would make a new run a rank or a job of another one."""
 
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -24,7 +24,7 @@ _RANK_VARIABLES = (
     RANK_FILE,
 )
 _SLURM_PREFIX = "SLURM"
-_SLURM_KEPT = ("SLURM_CONF",)  # where the cluster's configuration is, not what this process is to it
+_SLURM_KEPT = ("SLURM_CONF",)  # location of the cluster's configuration, independent of this process
 
 
 def clean_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

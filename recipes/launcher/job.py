@@ -46,7 +46,7 @@ class State(StrEnum):
 
     @property
     def is_cut(self) -> bool:
-        """Whether the job was ended from outside and can resume; jobs that ran when their sweep was killed included."""
+        """Whether the job was ended from outside and can resume, including jobs running when their sweep was killed."""
         return self in (
             State.QUEUED,
             State.RUNNING,
@@ -83,13 +83,13 @@ class Job:
     """One run of a sweep.
 
     Attributes:
-        number: Its number in the sweep.
-        folder: Its run folder.
-        overrides: Overrides that reproduce it, without those that say how the sweep itself is executed.
-        state: Its last known state.
+        number: Index in the sweep.
+        folder: Run folder.
+        overrides: Overrides that reproduce it, without those about how the sweep itself is executed.
+        state: Last known state.
         exit_code: Exit code of its last start; None while it has not ended.
         seconds: Duration of its last start; None while it has not ended.
-        cluster_job: Its id on a cluster; None if it is not a cluster's job.
+        cluster_job: Id on a cluster; None if it does not run on one.
         composed: The run; None for a job of an earlier start that the sweep no longer contains.
     """
 
@@ -130,7 +130,7 @@ def read_job(file: Path) -> Job:
         fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         composed = fields.pop("composed")
         if not (fields["cluster_job"] is None or _CLUSTER_JOB.fullmatch(fields["cluster_job"])):
-            raise ValueError(f"{fields['cluster_job']!r} is no id of a job")  # it is a part of a file's name
+            raise ValueError(f"{fields['cluster_job']!r} is not a job id")  # it is a part of a file's name
         job = Job(**fields | {"folder": file.parent, "state": State(fields["state"])})
         job.composed = None if composed is None else from_json(json.dumps(composed))
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:  # no JSON, or of other fields

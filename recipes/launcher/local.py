@@ -1,4 +1,4 @@
-"""Jobs of a sweep as processes of this machine, each with devices or cores of its own."""
+"""Run the jobs of a sweep as processes on this machine, each with its own devices or cores."""
 
 import contextlib
 import os

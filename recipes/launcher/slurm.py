@@ -199,7 +199,7 @@ def _num_nodes_and_ranks(job: Job) -> tuple[int, int]:
     if devices in ("auto", -1):
         raise ConfigError(
             f"launcher=slurm trainer.devices={devices}",
-            "how many GPUs a node of the cluster has cannot be seen from here",
+            "the number of GPUs per node cannot be detected on the login node",
             "trainer.devices=<GPUs per node>",
         )
     per_node = len(devices) if isinstance(devices, list) else int(devices)

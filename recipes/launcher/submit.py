@@ -50,6 +50,6 @@ def submit(composed: Composed) -> int:
         return ExitCode.INVALID_CONFIG
     job_id = job.cluster_job
     status = "Submitted as" if job_id != earlier_id else "Already in the queue as"
-    LOGGER.info(f"{status} job {job_id}; the run's folder is {folder}")
+    LOGGER.info(f"{status} job {job_id}; run folder: {folder}")
     LOGGER.info(f"squeue --jobs={job_id}; tail -F {launcher.log_path(job)}; scancel {job_id}")
     return ExitCode.FINISHED

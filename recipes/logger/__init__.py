@@ -1,1 +1,1 @@
-"""The loggers of a run: one row per logged optimizer step, one line per event."""
+"""Loggers: one row per logged optimizer step, one line per event."""

@@ -1,6 +1,6 @@
-"""The row of each logged optimizer step, handed to every logger in one call; metrics.csv and events.jsonl.
+"""Log one row per logged optimizer step to all loggers in a single call; write metrics.csv and events.jsonl.
 
-A row costs about 0.2 ms; Lightning's `log` takes that for every metric. Rows and events are on disk as soon as logged.
+A row costs about 0.2 ms; Lightning's `log` takes that per metric. Rows and events are on disk as soon as logged.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ PROCESS_EVENTS = ("start", "resume", "checkpoint_rejected", "checkpoint_failed",
 
 
 class RowWriter(Callback):
-    """Hands the row that the task and the earlier callbacks have gathered to every logger.
+    """Passes the row collected by the task and the earlier callbacks to every logger.
 
     It comes before the checkpoint saver, so that no checkpoint is ahead of its own row. A callback with an
     `after_row(trainer, pl_module)` method is called once the row of a step is written and before the step is saved.
@@ -58,7 +58,7 @@ class RowWriter(Callback):
     ) -> None:
         row, pl_module.recipes_row = pl_module.recipes_row, {}
         if row:
-            scalars = {name: float(value) for name, value in row.items()}  # waits for the device
+            scalars = {name: float(value) for name, value in row.items()}  # synchronizes with the device
             for logger in trainer.loggers:
                 logger.log_metrics(scalars, step=trainer.global_step - 1)  # Lightning counts from 0
             tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
@@ -69,9 +69,9 @@ class RowWriter(Callback):
 
 
 class CsvLogger(Logger):
-    """Writes metrics.csv, everything that is logged for an optimizer step in one row, and events.jsonl.
+    """Writes metrics.csv, with one row per logged optimizer step, and events.jsonl.
 
-    What a full disk rejects stays in memory and is written with the next row or event.
+    Data that a full disk rejects stays in memory and is written with the next row or event.
 
     Args:
         run_folder: The run folder.
@@ -140,7 +140,7 @@ class CsvLogger(Logger):
     @override
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Try once more to write the rows that a full disk rejected."""
+        """Retry writing the rows that a full disk rejected."""
         if not self._is_written:
             self._write_rows()
 
@@ -157,7 +157,7 @@ class CsvLogger(Logger):
 
     @rank_zero_only
     def on_rollback(self, trainer: Any, pl_module: Any, from_step: int, to_step: int) -> None:
-        """Move the rows after the step that was rolled back to into a file of their own."""
+        """Move the rows after the step that was rolled back to into a separate file."""
         with self._retried_later():
             dropped = [row for row in read_cells(self._path) if int(row["step"]) > to_step]
             if dropped:
@@ -168,7 +168,7 @@ class CsvLogger(Logger):
         self._drop_rows_after(to_step)
 
     def _drop_rows_after(self, step: int) -> None:
-        """Cut rows off the end of the file: that needs no space, so it succeeds on a full disk."""
+        """Truncate rows at the end of the file, which needs no space and so succeeds on a full disk."""
         check_metrics(self._path)
         unwritten = [] if self._is_written else [row for row in self._rows if row["step"] <= step]
         content = self._path.read_bytes() if self._path.is_file() else b""
@@ -187,7 +187,7 @@ class CsvLogger(Logger):
             self._write_rows()
 
     def _write_rows(self) -> None:
-        """Write the newest row, over itself if it is on disk already, after the unwritten ones."""
+        """Write the unwritten rows and the newest row, replacing it if it is already on disk."""
         self._is_written = False
         with self._retried_later():
             columns = list(dict.fromkeys(["step", *self._columns, *(n for r in self._rows for n in r)]))
@@ -207,7 +207,7 @@ class CsvLogger(Logger):
 
     @contextlib.contextmanager
     def _retried_later(self) -> Iterator[None]:
-        """Log the first write error in one line; what was not written is kept and written with what follows."""
+        """Log the first write error in one line; keep the unwritten data for the next write."""
         try:
             yield
         except OSError as error:
@@ -271,7 +271,7 @@ class EventFile:
 
 
 def replace_end(path: Path, text: str, offset: int) -> int:
-    """Replace everything from a byte on with a text, by one write.
+    """Replace everything from a byte offset on with text, in one write.
 
     Returns:
         The new size of the file in bytes.
@@ -296,5 +296,5 @@ def _csv_text(columns: list[str], rows: Iterable[Mapping[str, str]], *, header: 
 
 
 def _format(value: float) -> str:
-    """Return integers in full; other numbers in 9 digits, which hold every float32 exactly."""
+    """Format integers in full and other values with 9 digits, which represent every float32 exactly."""
     return str(int(value)) if float(value).is_integer() else f"{value:.9g}"

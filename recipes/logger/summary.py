@@ -1,4 +1,4 @@
-"""summary.json: how a run ended, by its own fields and those that callbacks declare."""
+"""Write summary.json, the outcome of a run, with fields declared by callbacks."""
 
 import json
 import logging
@@ -23,15 +23,15 @@ LOGGER = logging.getLogger("lightning_recipes")
 class SummaryWriter(Callback):
     """Writes summary.json when the run ends: its own fields, then those that other callbacks declare.
 
-    A callback declares `summary_fields`, a dict from field to its value before anything is known, and returns values
-    from a method `summary()`. Fields in its `summed_fields` add up over all callbacks that report them, such as the
-    steps skipped by a loss scaler and as loss spikes; any other field has one owner.
+    A callback declares `summary_fields`, a dict from field to initial value, and returns values from a method
+    `summary()`. Fields in its `summed_fields` add up over all callbacks that report them, such as the steps skipped by
+    a loss scaler and as loss spikes; any other field has one owner.
 
     Args:
-        run_folder: Where to write summary.json.
+        run_folder: Folder for summary.json.
 
     Attributes:
-        newest: What was written last, on rank 0; None before.
+        newest: Last written summary, on rank 0; None before the first.
     """
 
     def __init__(self, *, run_folder: Path) -> None:
@@ -39,7 +39,7 @@ class SummaryWriter(Callback):
         self._began = time.perf_counter()
         self._has_begun = False
         self.newest: dict[str, Any] | None = None
-        self._earlier_seconds = 0.0  # of the processes that this run resumes
+        self._earlier_seconds = 0.0  # of earlier processes of this run
         self._best_val_loss: float | None = None
 
     @override
@@ -83,7 +83,7 @@ class SummaryWriter(Callback):
         return self._earlier_seconds + time.perf_counter() - self._began
 
     def _write(self, trainer: lightning.Trainer, pl_module: Any, status: str) -> None:
-        # a resume that fails before it trains leaves the summary of the run it would have continued
+        # a resume that fails before it trains keeps the summary of the earlier start
         is_failed_resume = not self._has_begun and (self._folder / SUMMARY_FILE).exists()
         if is_failed_resume or not trainer.is_global_zero:
             return
@@ -107,16 +107,16 @@ class SummaryWriter(Callback):
             LOGGER.error(f"{SUMMARY_FILE} could not be written: {error.strerror}")
 
     def _read_evaluations(self) -> dict[str, Any]:
-        """Return the field of summary.json that `mode=evaluate` has written: each names the checkpoint it is of."""
+        """Return the evaluations in summary.json written by `mode=evaluate`; each names its checkpoint."""
         try:
             earlier = read_summary(self._folder) or {}
-        except ConfigError:  # damaged, and written again as a whole
+        except ConfigError:  # damaged: it is rewritten completely
             earlier = {}
         return {EVALUATIONS: earlier[EVALUATIONS]} if EVALUATIONS in earlier else {}
 
 
 def collect_summary_fields(callbacks: list[Callback]) -> dict[str, Any]:
-    """Return the summary fields that callbacks declare, with their present values."""
+    """Return the summary fields that callbacks declare, with their current values."""
     fields: dict[str, Any] = {}
     for callback in callbacks:
         declared: dict[str, Any] = getattr(callback, "summary_fields", {})

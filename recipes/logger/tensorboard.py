@@ -1,4 +1,4 @@
-"""The rows of metrics.csv as TensorBoard event files; events, samples and the config as text. About 0.2 ms per row."""
+"""Write metrics rows as TensorBoard event files; events, samples and the config as text. About 0.2 ms per row."""
 
 import logging
 import textwrap
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("lightning_recipes")
 FOLDER = "tensorboard"
-FLUSH_SECONDS = 30  # a killed process loses at most what it logged within them
-MAX_QUEUE = 1000  # records that may wait for the disk before training waits too
+FLUSH_SECONDS = 30  # a killed process loses at most the records of this interval
+MAX_QUEUE = 1000  # queued records before training waits for the disk
 _SHOWN_WITH_HYPERPARAMETERS = ("train/loss", "val/loss")
 _NO_HYPERPARAMETERS = ("mode", "dashboard", "callbacks", "logger", "hydra", "resume", "tags")
 
 
 class TensorBoardLogger(Logger):
-    """Writes to `tensorboard/` in the run folder, on a thread of its own.
+    """Writes to `tensorboard/` in the run folder, in a background thread.
 
     Comes after the CsvLogger, whose files it reads. All metrics of an optimizer step form one record, written when
     the next step is logged, at a checkpoint or at the end of the run. A resume or a rollback opens a new file
@@ -80,7 +80,7 @@ class TensorBoardLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> "SummaryWriter | None":
-        """Return the writer; None before the first record, so that a resume that fails leaves no file."""
+        """Return the writer; None before the first record, so that a failed resume leaves no file."""
         return self._writer
 
     @override
@@ -100,7 +100,7 @@ class TensorBoardLogger(Logger):
 
     @rank_zero_only
     def log_event(self, event: str, step: int, **fields: Any) -> None:
-        """Write an event as text; with a start also the config, with an end the summary."""
+        """Write an event as text; also the config at the start, and the summary at the end."""
         self._write_event({"time": time.time(), "step": step, "event": event} | fields)
         if event in ("start", "resume"):
             self._write_file("config", CONFIG_FILE, step)
@@ -113,11 +113,11 @@ class TensorBoardLogger(Logger):
 
     @rank_zero_only
     def resume_at(self, step: int, *, num_rollbacks: int = 0) -> None:
-        """Continue after a step; rows that a kill kept from the disk are written again from metrics.csv.
+        """Continue after a step; rows lost in a kill are rewritten from metrics.csv.
 
         Args:
             step: Completed optimizer steps.
-            num_rollbacks: Not used: metrics.csv and events.jsonl have already dropped what was rolled back.
+            num_rollbacks: Not used: metrics.csv and events.jsonl have already dropped rolled-back rows.
         """
         events = read_json_lines(self._run_folder / EVENTS_FILE)
         # everything up to the checkpoint before this one was flushed; later rows may be missing
@@ -127,7 +127,7 @@ class TensorBoardLogger(Logger):
 
     @rank_zero_only
     def on_rollback(self, trainer: Any, pl_module: Any, from_step: int, to_step: int) -> None:
-        """Drop what was logged after the step that was rolled back to."""
+        """Drop everything logged after the step that was rolled back to."""
         self._write_samples()
         self._restart(to_step, purge_step=to_step)
 
@@ -138,12 +138,12 @@ class TensorBoardLogger(Logger):
         if self._writer is not None or self._row:
             self._flush()
 
-    def _get_writer(self) -> Any:  # torch's types leave out `file_writer`
-        # TensorBoard does not purge at the first restart marker that it reads, so the first file has one too
+    def _get_writer(self) -> Any:  # torch's type stubs lack `file_writer`
+        # TensorBoard ignores the first restart marker that it reads, so the first file needs one too
         return self._writer or self._open(purge_step=0)
 
     def _open(self, *, purge_step: int) -> "SummaryWriter":
-        """Open a new file. TensorBoard drops what it has read of `purge_step` and later steps."""
+        """Open a new file. TensorBoard drops data from `purge_step` on."""
         from torch.utils.tensorboard import SummaryWriter
 
         if self._writer is not None:
@@ -154,7 +154,7 @@ class TensorBoardLogger(Logger):
         return self._writer
 
     def _restart(self, step: int, *, purge_step: int) -> None:
-        """Open a file that purges from `purge_step` on, and write again what is valid between it and `step`."""
+        """Open a file that purges from `purge_step` on, and rewrite the valid data between it and `step`."""
         purge_step = max(purge_step, 1)  # the config and the start are at step 0
         self._row = {}
         self._try(lambda: self._open(purge_step=purge_step))
@@ -164,7 +164,7 @@ class TensorBoardLogger(Logger):
                 self._write_row()
                 self._step, self._row = row_step, row
         if self._step < step:
-            self._write_row()  # else it stays pending: a validation at that step may still follow
+            self._write_row()  # else keep it pending: a validation at that step may still follow
         for event in read_json_lines(self._run_folder / EVENTS_FILE):
             if event["step"] >= purge_step:
                 self._write_event(event)
@@ -202,7 +202,7 @@ class TensorBoardLogger(Logger):
     def _write_hyperparameters(self) -> None:
         """Write the values of config.yaml, so that TensorBoard can compare runs by them.
 
-        `add_hparams` would make a run of its own out of them.
+        `add_hparams` would create a separate run.
         """
         from torch.utils.tensorboard.summary import hparams
 
@@ -232,7 +232,7 @@ class TensorBoardLogger(Logger):
         self._try(lambda: self._get_writer().file_writer.add_summary(summary, step))
 
     def _try(self, call: Callable[[], object]) -> None:
-        """Make a call on the writer; a write error (full disk) ends these files with one log line, not the run."""
+        """Call the writer; a write error (full disk) stops TensorBoard logging with one log line, not the run."""
         if self._has_failed:
             return
         try:
@@ -245,7 +245,7 @@ class TensorBoardLogger(Logger):
 
 
 def _verbatim(text: str) -> str:
-    """Return Markdown that shows a text as it is."""
+    """Return Markdown that shows text verbatim."""
     return textwrap.indent(text, "    ")
 
 

@@ -1,1 +1,1 @@
-"""What `mode=` does with a composed run: one file per mode, each a function that returns an exit code."""
+"""Modes of a composed run (`mode=`): one file per mode, each with a function that returns an exit code."""

@@ -1,4 +1,4 @@
-"""Find the largest micro-batch that fits, at the same global batch: steps in processes that may run out of memory."""
+"""Find the largest micro-batch that fits at the same global batch, by trial steps in separate processes."""
 
 import json
 import tempfile
@@ -28,19 +28,19 @@ from recipes.trial.steps import reject_resume, sized, take_steps
 
 _TRY = "recipes.mode.batch_find.try_size"
 _STEPS = 3  # the first creates the optimizer's state, the second is the first at full memory, the third is measured
-_MICRO_BATCHES = 2  # in a trial's step: from the second on, gradients are there while activations are made
+_MICRO_BATCHES = 2  # per trial step: from the second on, gradients exist while activations are created
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One size, tried.
+    """Result of trying one size.
 
     Attributes:
         size: Samples per device per forward pass.
-        peak_bytes: Of the fullest rank; None: it ran out of memory.
-        samples_per_second: Of all ranks; None: it ran out of memory.
-        fits: Within the limit, less the margin.
-        failure: How it ended for another reason than memory.
+        peak_bytes: Peak memory of the fullest rank; None if it ran out of memory.
+        samples_per_second: Throughput of all ranks; None if it ran out of memory.
+        fits: Whether the peak is within the limit minus the margin.
+        failure: Error other than out of memory.
     """
 
     size: int
@@ -53,12 +53,12 @@ class Trial:
 def batch_find(
     composed: Composed, *, margin: Annotated[float, ">= 0, < 1"], path: str | None, write_page: Callable[..., None]
 ) -> int:
-    """Try sizes, from the plan's estimate on, and print the largest that fits.
+    """Try sizes, starting from the plan's estimate, and print the largest that fits.
 
     Args:
         composed: The run.
-        margin: Share of the memory to leave free.
-        path: Folder for `batch_find.json` and `batch_find.html`; None: print only.
+        margin: Fraction of memory to leave free.
+        path: Folder for `batch_find.json` and `batch_find.html`; None only prints.
         write_page: (file, title, lines, figures) -> writes the page.
 
     Returns:
@@ -77,7 +77,7 @@ def batch_find(
     )
     limit = cluster.memory_bytes * (1 - margin)
     LOGGER.info(
-        f"batch_find: {config['global_batch_size']} samples a step on {ranks.world_size}"
+        f"batch_find: {config['global_batch_size']} samples per step on {ranks.world_size}"
         f" rank{'s' if ranks.world_size > 1 else ''}, {limit / GIB:.2f} GiB of memory each"
     )
     first = _estimate(config, sizes, Planner(cluster), limit)
@@ -86,7 +86,7 @@ def batch_find(
         if trial.failure is not None:
             if trial.failure.report is not None:
                 LOGGER.error(trial.failure.report)
-            LOGGER.error(f"The trial of micro_batch_size={trial.size} failed for another reason than memory")
+            LOGGER.error(f"The trial of micro_batch_size={trial.size} failed for a reason other than memory")
             return trial.failure.exit_code
         trials.append(trial)
         LOGGER.info(_line(trial, limit))
@@ -99,11 +99,11 @@ def batch_find(
 
 
 def try_size(composed: Composed, *, path: str) -> int:
-    """Take a few steps as one rank of a trial; rank 0 writes the peak over all ranks and the time of a step.
+    """Take a few steps as one rank of a trial; rank 0 writes the peak memory over all ranks and the step time.
 
     Args:
-        composed: The run, with the size to try.
-        path: The JSON file to write.
+        composed: The run with the size to try.
+        path: JSON file to write.
 
     Returns:
         The exit code, 0.
@@ -124,9 +124,9 @@ def search(sizes: Sequence[int], first: int, run_trial: Callable[[int], Trial]) 
     """Yield trials until a size fits and the next larger one does not.
 
     Args:
-        sizes: In rising order.
-        first: Index of the size to begin with.
-        run_trial: Tries a size.
+        sizes: Sizes in ascending order.
+        first: Index of the first size to try.
+        run_trial: Runs a trial of one size.
     """
     trial = run_trial(sizes[first])
     yield trial
@@ -148,14 +148,14 @@ def _find_sizes(config: Config, ranks: Ranks) -> list[int]:
     if rest or per_rank == 0:
         raise ConfigError(
             f"global_batch_size={config['global_batch_size']}",
-            f"it does not divide over {num_ranks} ranks",
+            f"it is not divisible by {num_ranks} ranks",
             f"global_batch_size={max(per_rank, 1) * num_ranks}",
         )
     return [size for size in range(1, per_rank + 1) if per_rank % size == 0]
 
 
 def _estimate(config: Config, sizes: Sequence[int], planner: Planner, limit: float) -> int:
-    """Return the index of the largest size that the plan finds to fit; 0 where it finds none."""
+    """Return the index of the largest size that fits according to the plan; 0 if none does."""
     low, high = 0, len(sizes)
     while high - low > 1:  # sizes[low] may fit, sizes[high] does not
         middle = (low + high) // 2
@@ -169,7 +169,7 @@ def _estimate(config: Config, sizes: Sequence[int], planner: Planner, limit: flo
 
 
 def _run_trial(composed: Composed, config: Config, ranks: Ranks, size: int, limit: float) -> Trial:
-    """Try a size in fresh processes."""
+    """Try a size in new processes."""
     num_ranks = count_data_ranks(config, ranks.world_size)
     per_rank = int(config["global_batch_size"]) // num_ranks
     with tempfile.TemporaryDirectory(prefix="recipes_trial_") as folder:
@@ -178,7 +178,7 @@ def _run_trial(composed: Composed, config: Config, ranks: Ranks, size: int, limi
         changed = sized(config, micro_batch_size=size, num_micro_batches=count, num_ranks=num_ranks)
         changed |= {"mode": config["mode"] | {"path": str(file)}}
         result = spawn_ranks(replace(composed, config=changed), ranks)
-        # a host that is out of memory kills without a word
+        # when host memory runs out, the kernel kills silently
         if result.exit_code == ExitCode.OUT_OF_MEMORY or "SIGKILL" in (result.report or ""):
             return Trial(size=size)
         if result.exit_code != ExitCode.FINISHED:
@@ -201,16 +201,17 @@ def _line(trial: Trial, limit: float) -> str:
 
 
 def describe(trials: Sequence[Trial], *, global_batch_size: int, limit: float) -> list[str]:
-    """Return what the trials say, as lines.
+    """Summarize the trials as lines of text.
 
     Args:
-        trials: In any order.
-        global_batch_size: Of the run.
-        limit: Bytes that a rank may fill.
+        trials: Trials in any order.
+        global_batch_size: Global batch size of the run.
+        limit: Bytes that a rank may use.
     """
     fitting = sorted((trial for trial in trials if trial.fits), key=lambda trial: trial.size)
     if not fitting:
-        return [f"not even one sample fits into {limit / GIB:.2f} GiB: the same command with mode=plan says what saves"]
+        advice = "the same command with mode=plan shows what saves memory"
+        return [f"not even one sample fits into {limit / GIB:.2f} GiB: {advice}"]
     best = fitting[-1]
     assert best.peak_bytes is not None, "it fits"
     lines = [
@@ -242,7 +243,7 @@ def _write(folder: Path, trials: Sequence[Trial], lines: list[str], write_page: 
     record = {"micro_batch_size": fitting[-1] if fitting else None, "tried": tried}
     write_atomically(folder / "batch_find.json", json.dumps(record, indent=2) + "\n")
     points = [(trial.size, trial.peak_bytes / GIB) for trial in ordered if trial.peak_bytes is not None]
-    figure = {"title": "peak memory of a rank in GiB, by micro-batch size", "lines": {"peak": points}, "marks": {}}
+    figure = {"title": "peak memory per rank in GiB, by micro-batch size", "lines": {"peak": points}, "marks": {}}
     page = folder / "batch_find.html"
     write_page(page, "Largest micro-batch", lines, [figure])
     LOGGER.info(str(page))

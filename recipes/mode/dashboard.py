@@ -13,7 +13,7 @@ from recipes.mode.wandb_workspace import as_json, make_workspace
 from recipes.runtime.console import LOGGER
 
 DASHBOARD_FILE = "dashboard.json"
-TIMEOUT_SECONDS = 10  # without an answer by then the server counts as unreachable
+TIMEOUT_SECONDS = 10  # without a response by then the server counts as unreachable
 
 
 def dashboard(
@@ -50,7 +50,7 @@ def dashboard(
         return 0
     api, reason = _connect()
     if api is None:
-        folder = composed.run_folder  # which this command may not have created
+        folder = composed.run_folder  # may not exist yet
         file = (folder if folder.is_dir() else folder.parent) / DASHBOARD_FILE
         _write(make(entity or ""), file)
         LOGGER.info(
@@ -75,7 +75,7 @@ def _check_packages() -> None:
 
 
 def _connect() -> tuple[Any, str]:
-    """Return W&B's API; or None, and the reason. Never prompts and never waits longer than the timeout."""
+    """Return W&B's API, or None, and the reason. Never prompts and never waits longer than the timeout."""
     import wandb
 
     mode = os.environ.get("WANDB_MODE", "online")

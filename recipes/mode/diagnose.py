@@ -1,4 +1,4 @@
-"""Print what is wrong with runs, from their curves. Reads files and builds nothing: a fraction of a second per run."""
+"""Diagnose problems of runs from their curves. Reads files and builds nothing: a fraction of a second per run."""
 
 import glob
 import json
@@ -26,14 +26,14 @@ def diagnose(
     """Log the findings of each run, and write them as JSON.
 
     Args:
-        composed: Unused: the runs have configs of their own.
+        composed: Unused; each run has its own config.
         runs: Run folders, globs, folders that contain run folders, or files with a column of steps.
-        path: A JSON file for the findings of all runs; None: write nothing.
-        steps_per_epoch: Optimizer steps of an epoch; None: as the column `epoch` says, if there is one.
+        path: JSON file for the findings of all runs; None writes no file.
+        steps_per_epoch: Optimizer steps per epoch; None derives it from the column `epoch`, if there is one.
         diagnose_run: `(path, steps_per_epoch=)` -> a diagnosis, with `lines()` and `as_dict()`.
 
     Returns:
-        The exit code, 0, whatever was found.
+        The exit code, always 0.
 
     Raises:
         ConfigError: One of `runs` names no run or no table of metrics.
@@ -60,7 +60,7 @@ def diagnose(
 
 
 def _find_tables(patterns: Sequence[str]) -> list[Path]:
-    """Return the folders and files that the patterns name, each once; log which runs have logged nothing yet.
+    """Return the unique folders and files that match the patterns; log which runs have no metrics yet.
 
     Raises:
         ConfigError: There is no pattern, one names no run, or no run has metrics.
@@ -78,7 +78,7 @@ def _find_tables(patterns: Sequence[str]) -> list[Path]:
 
 
 def _expand(pattern: str) -> list[Path]:
-    """Return the files and run folders that one path or glob names."""
+    """Return the files and run folders that match one path or glob."""
     expanded = str(Path(pattern).expanduser())
     matches = [Path(expanded)] if Path(expanded).exists() else sorted(map(Path, glob.glob(expanded)))
     files = [match for match in matches if match.is_file()]

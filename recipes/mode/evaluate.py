@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint on a split, in one forward pass over the whole of it, or by an evaluator on other tasks."""
+"""Evaluate a checkpoint once on a whole split, or with an evaluator on its own tasks."""
 
 import json
 from collections.abc import Mapping
@@ -24,20 +24,20 @@ def evaluate(
     answers: Callback | None,
     evaluator: Evaluator | Mapping[str, Any] | None,
 ) -> int:
-    """Print the metrics of a checkpoint, write them to `evaluate_….json` in the run folder, and into summary.json.
+    """Print the metrics of a checkpoint, and write them to `evaluate_….json` and summary.json in the run folder.
 
     Args:
         run: A run with a checkpoint.
-        split: The part of the data to evaluate on.
+        split: Split of the data to evaluate on.
         weights: `trained`, or `ema` for their moving average.
-        answers: Checks answers to validation questions, where the data has some; None: they are not asked.
-        evaluator: Evaluates on its own tasks, instead of the split; empty: the split.
+        answers: Checks answers to validation questions, if the data has any; None skips them.
+        evaluator: Evaluates on its own tasks instead of the split; empty evaluates the split.
 
     Returns:
         The exit code, 0.
 
     Raises:
-        ConfigError: There is no checkpoint, or no average in it, or the evaluator cannot do what it was set to.
+        ConfigError: There is no checkpoint, or no average in it, or the evaluator does not support its settings.
     """
     if evaluator:
         _evaluate_tasks(run, evaluator, weights)  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def _write(run: Run, name: str, record: Mapping[str, Any]) -> None:
 
 
 def _list_metrics(metrics: Mapping[str, float | None], errors: Mapping[str, float | None] | None = None) -> str:
-    """Return metrics as text, with the standard errors that are known."""
+    """Format metrics as text, with standard errors where known."""
     shown = {name: "unknown" if value is None else f"{value:.4f}" for name, value in metrics.items()}
     known = {name: f" ± {error:.4f}" for name, error in (errors or {}).items() if error is not None}
     return ", ".join(f"{name} {value}{known.get(name, '')}" for name, value in shown.items())

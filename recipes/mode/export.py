@@ -1,4 +1,4 @@
-"""Export weights in Hugging Face's format, and read them back to compare. Writes and reads every tensor once."""
+"""Export weights in Hugging Face format and verify them. Writes and reads every tensor once."""
 
 from pathlib import Path
 from typing import Literal
@@ -20,9 +20,9 @@ def export(
 
     Args:
         run: A run with a checkpoint of a language model.
-        path: The folder to write; None: `export` in the run folder.
+        path: Folder to write; None is `export` in the run folder.
         weights: `trained`, or `ema` for their moving average.
-        adapter: Of a run with one: `merged` into the weights that it stands beside, or `separate`, as peft loads it.
+        adapter: How to export an adapter: `merged` into the base weights, or `separate` in peft's format.
 
     Returns:
         The exit code, 0.
@@ -46,7 +46,7 @@ def export(
 
 
 def _restore_base(task: TrainingTask) -> None:
-    """Go back to the weights that the base was quantized from: what is merged into NF4 would be rounded once more."""
+    """Restore the unquantized base weights: merging into NF4 weights would round once more."""
     difference = restore_precision(task.model, task.seed)  # type: ignore[arg-type]
     if difference is not None:
         LOGGER.info(

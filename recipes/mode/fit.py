@@ -1,4 +1,4 @@
-"""Train a run to its last step and turn the way it ended into events, a last line and an exit code."""
+"""Train a run, and report how it ended as events, a final log line and an exit code."""
 
 import contextlib
 from dataclasses import replace
@@ -21,7 +21,7 @@ def fit(run: Run) -> int:
     """Train from the beginning or from a checkpoint, to `trainer.max_steps`.
 
     Returns:
-        The exit code: 0, or the code of how the run ended, see `ExitCode`.
+        The exit code, see `ExitCode`.
 
     Raises:
         Exception: The run crashed; the summary is written and the `end` event logged.
@@ -33,7 +33,7 @@ def fit(run: Run) -> int:
         if (step := read_step(checkpoint)) >= run.trainer.max_steps:
             LOGGER.info(f"Nothing to do: {checkpoint} is at step {step} of {run.trainer.max_steps}")
             return ExitCode.FINISHED
-    LOGGER.info(f"{run.name}: the run's folder is {run.folder}")
+    LOGGER.info(f"{run.name}: run folder {run.folder}")
     run.data.prepare_data()
     LOGGER.info(f"data: {run.data.source.describe()}")
     run.trainer.callbacks.insert(0, RunStartCallback(run))  # type: ignore[attr-defined]
@@ -56,14 +56,14 @@ def fit(run: Run) -> int:
     summary = run.trainer.strategy.broadcast(writer.newest)
     assert summary is not None, "a summary is written when training ends"
     if summary["train_loss"] is None:
-        LOGGER.error(f"Diverged: the training loss is NaN or inf; the run's folder is {run.folder}")
+        LOGGER.error(f"Diverged: the training loss is NaN or inf; run folder: {run.folder}")
         return ExitCode.DIVERGED
     LOGGER.info(_last_line(summary, run.folder))
     return _exit_code_of_last_save(run)
 
 
 def _fit(run: Run) -> None:
-    """Train, and let Ctrl-C be what it is."""
+    """Train, and raise KeyboardInterrupt on Ctrl-C."""
     try:
         run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
     except SystemExit as exit_request:
@@ -75,7 +75,7 @@ def _fit(run: Run) -> None:
 
 
 def _log_crash(run: Run, error: Exception) -> None:
-    """Log why training crashed: on this rank, or on the peer that failed first."""
+    """Log why training crashed on this rank, or on the peer that failed first."""
     step = run.trainer.global_step
     if is_out_of_memory(error):
         first_line = str(error).partition("\n")[0]
@@ -110,22 +110,22 @@ def _end_preempted(run: Run, stop: Preempted) -> int:
         LOGGER.error(f"{where}, not saved; the newest checkpoint is {newest.name}; {to_resume}")
     else:
         LOGGER.error(f"{where}; nothing was saved")
-    run.trainer.strategy.barrier()  # the launcher kills all ranks as soon as one has ended
+    run.trainer.strategy.barrier()  # the launcher kills all ranks as soon as one has exited
     return ExitCode.PREEMPTED if stop.saved else ExitCode.TERMINATED
 
 
 def _end_given_up(run: Run, error: Exception, exit_code: int) -> int:
-    """Report that a callback ended the run on purpose; every rank decided so from the same all-reduced values."""
+    """Report that a callback ended the run; every rank decided this from the same all-reduced values."""
     log_event(run, "end", run.trainer.global_step, status="diverged", error=str(error))
     newest = newest_checkpoint(run.folder)
     good = "nothing was saved" if newest is None else f"the last good checkpoint is {newest}"
     LOGGER.error(f"{error}; {good}")
-    run.trainer.strategy.barrier()  # the launcher kills all ranks as soon as one has ended
+    run.trainer.strategy.barrier()  # the launcher kills all ranks as soon as one has exited
     return exit_code
 
 
 def _exit_code_of_last_save(run: Run) -> int:
-    """Return 0 if the last state of the run is on disk, else the code that says why it is not."""
+    """Return 0 if the last state of the run is on disk, else the exit code for the reason."""
     [saver] = [callback for callback in run.trainer.checkpoint_callbacks if isinstance(callback, CheckpointSaver)]
     newest = saver.save_log.newest
     if newest is None or newest.is_valid:

@@ -41,7 +41,7 @@ def load_task(run: Run, weights: Literal["trained", "ema"]) -> tuple[TrainingTas
     state_dict = state["state_dict"] if weights == "trained" else _averaged_state_dict(state)
     task.on_load_checkpoint(state)
     load_module(task, state_dict)
-    loaded_path = get_checkpoint_io(run).loaded  # may be an older one: a damaged checkpoint is passed over
+    loaded_path = get_checkpoint_io(run).loaded  # may be an older one: damaged checkpoints are skipped
     assert loaded_path is not None
     return task.eval(), loaded_path
 
@@ -52,7 +52,7 @@ def _averaged_state_dict(state: dict[str, Any]) -> dict[str, Any]:
     average = {
         name: optimizer_state[index][key]
         for index, name in enumerate(state["parameters"])
-        for key in (OPTIMIZER_AVERAGE, EMA_KEY)  # the last one wins: that of ema_decay
+        for key in (OPTIMIZER_AVERAGE, EMA_KEY)  # the last one wins: the average of ema_decay
         if key in optimizer_state.get(index, {})
     }
     if not average:
@@ -71,10 +71,10 @@ def load_tokenizer(run: Run, typed: str) -> Tokenizer:
 
     Args:
         run: A run with a checkpoint.
-        typed: What needs it, `mode=sample`, to name it in the message.
+        typed: Override that needs it, such as `mode=sample`, for the error message.
 
     Raises:
-        ConfigError: Its data is not text.
+        ConfigError: The run's data is not text.
     """
     if not run.tokenizer_folder.is_dir():
         reason = "the data of that run is not text: it has no tokenizer"

@@ -1,4 +1,4 @@
-"""Find a learning rate by a range test, under the run's own strategy; nothing of it is left but what it prints."""
+"""Find a learning rate with a range test under the run's own strategy; creates no run."""
 
 import json
 import math
@@ -26,14 +26,14 @@ def lr_find(
     path: str | None,
     write_page: Callable[..., None],
 ) -> int:
-    """Raise the learning rate step by step and print where the loss falls fastest.
+    """Increase the learning rate step by step and print where the loss falls fastest.
 
     Args:
         composed: The run.
         min_lr: Learning rate of the first step.
-        max_lr: Of the last step, if the loss is not lost before.
+        max_lr: Learning rate of the last step, unless the loss diverges before.
         num_steps: Optimizer steps between them.
-        path: Folder for `lr_find.json` and `lr_find.html`; None: print only.
+        path: Folder for `lr_find.json` and `lr_find.html`; None only prints.
         write_page: (file, title, lines, figures) -> writes the page.
 
     Returns:
@@ -67,10 +67,10 @@ def lr_find(
 
 
 def describe(found: RangeTest, *, own_lr: float) -> list[str]:
-    """Return what a range test says, as lines.
+    """Summarize a range test as lines of text.
 
     Args:
-        found: The test.
+        found: Result of the range test.
         own_lr: Learning rate of the config.
     """
     steps = len(found.losses)
@@ -87,8 +87,8 @@ def describe(found: RangeTest, *, own_lr: float) -> list[str]:
     if found.diverges is None:
         lines.append("it does not diverge within the range: mode.max_lr=<higher> shows where it does")
     else:
-        lines.append(f"from {found.diverges:.2g} on it stays above its start")
-    lines.append(f"suggestion: optimizer.lr={found.lowest:.2g} (the config has {own_lr:g}); a sweep around it decides:")
+        lines.append(f"above {found.diverges:.2g} the loss stays higher than at the start")
+    lines.append(f"suggestion: optimizer.lr={found.lowest:.2g} (the config has {own_lr:g}); confirm with a sweep:")
     lines.append(f"  -m optimizer.lr={found.steepest:.2g},{found.lowest:.2g},{2 * found.lowest:.2g}")
     return lines
 
@@ -111,7 +111,7 @@ def _write(folder: Path, found: RangeTest, lines: list[str], write_page: Callabl
     figure = {
         "title": "training loss by learning rate",
         "lines": {
-            # what is far above the start would flatten the rest
+            # values far above the start would flatten the rest of the plot
             name: [(lr, loss) for lr, loss in zip(found.learning_rates, values, strict=False) if loss <= highest]
             for name, values in each.items()
         },

@@ -1,4 +1,4 @@
-"""Measure the gradient noise scale over a short run, and say what it means for the global batch."""
+"""Measure the gradient noise scale over a short run, and advise on the global batch size."""
 
 import json
 import math
@@ -19,31 +19,31 @@ from recipes.trial.noise_scale import NoiseMeter, NoiseScale, StepNorms, estimat
 from recipes.trial.steps import take_steps
 
 _NUM_WINDOWS = 5
-_FEWEST_MICRO_BATCHES = 4  # where the micro-batch is not typed: smaller ones tell noise from signal in fewer steps
+_FEWEST_MICRO_BATCHES = 4  # unless the micro-batch is set: smaller ones separate noise from signal in fewer steps
 
 
 def noise_scale(
     composed: Composed, *, num_steps: Annotated[int, ">= 10"], path: str | None, write_page: Callable[..., None]
 ) -> int:
-    """Train some steps, from the first weights or from a checkpoint, and print the noise scale on the way.
+    """Train some steps, from initial weights or a checkpoint, and print the noise scale along the way.
 
     Args:
         composed: The run.
-        num_steps: Optimizer steps.
-        path: Folder for `noise_scale.json` and `noise_scale.html`; None: print only.
+        num_steps: Optimizer steps to take.
+        path: Folder for `noise_scale.json` and `noise_scale.html`; None only prints.
         write_page: (file, title, lines, figures) -> writes the page.
 
     Returns:
         The exit code, 0.
 
     Raises:
-        ConfigError: The strategy does not show gradients, or there is no micro-batch smaller than the step.
+        ConfigError: The strategy does not expose gradients, or no micro-batch is smaller than the global batch.
     """
     config = _with_micro_batches(composed.config)
     if get_traits(config["strategy"]).state_layout == "zero":
         raise ConfigError(
             f"{get_traits(config['strategy']).typed} mode=noise_scale",
-            "DeepSpeed keeps the gradients of micro-batches to itself; the noise scale is one of model and data",
+            "DeepSpeed does not expose per-micro-batch gradients; the noise scale depends only on model and data",
             "strategy=fsdp, or strategy=ddp",
         )
     meter = NoiseMeter()
@@ -60,7 +60,7 @@ def noise_scale(
 
 
 def _with_micro_batches(config: Config) -> Config:
-    """Return the config with at least two micro-batches per step; those that are typed stay."""
+    """Return the config with at least two micro-batches per step, unless they are set explicitly."""
     batch, num_ranks = int(config["global_batch_size"]), count_data_ranks(config, get_ranks(config).world_size)
     size = config["micro_batch_size"]
     accumulated = config["trainer"]["accumulate_grad_batches"]
@@ -70,7 +70,7 @@ def _with_micro_batches(config: Config) -> Config:
     if per_rank < 2 or batch % num_ranks:
         raise ConfigError(
             f"global_batch_size={batch} mode=noise_scale",
-            f"{num_ranks} rank{'s' if num_ranks > 1 else ''} can split it into no smaller batches to compare it with",
+            f"{num_ranks} rank{'s' if num_ranks > 1 else ''} cannot split it into smaller batches to compare it with",
             f"global_batch_size={4 * num_ranks}, or more",
         )
     divisors = [d for d in range(1, per_rank) if per_rank % d == 0]
@@ -82,7 +82,7 @@ def _with_micro_batches(config: Config) -> Config:
 
 
 def _windows(steps: Sequence[StepNorms], *, small: int, large: int) -> list[tuple[int, NoiseScale]]:
-    """Return the last step and the noise scale of each of a few equal parts of the run."""
+    """Return the last step and the noise scale of each of a few equal windows of the run."""
     length = max(len(steps) // _NUM_WINDOWS, 1)
     ends = range(len(steps), 0, -length)
     found = [
@@ -95,12 +95,12 @@ def _windows(steps: Sequence[StepNorms], *, small: int, large: int) -> list[tupl
 def describe(
     windows: Sequence[tuple[int, NoiseScale]], *, global_batch_size: int, num_steps: int, small: int
 ) -> list[str]:
-    """Return what the noise scale says, as lines.
+    """Summarize the noise scale as lines of text.
 
     Args:
-        windows: Last step and estimate of each part of the run.
-        global_batch_size: Of the run.
-        num_steps: That were taken.
+        windows: Last step and estimate of each window of the run.
+        global_batch_size: Global batch size of the run.
+        num_steps: Optimizer steps taken.
         small: Samples of a micro-batch over all ranks.
     """
     if not windows:
@@ -113,17 +113,17 @@ def describe(
     last = windows[-1][1].samples
     if not math.isfinite(last) or last <= 0:
         lines.append(
-            "more steps or a larger global batch are needed to see the gradient above its noise: mode.num_steps="
+            "more steps or a larger global batch are needed to distinguish the gradient from its noise: mode.num_steps="
         )
         return lines
-    lines.append(f"what a global batch costs, by the last of them ({last:,.0f} samples):")
-    lines.append("  samples a step   steps needed   samples needed   (1 = the fewest possible)")
+    lines.append(f"what a global batch costs, based on the last estimate ({last:,.0f} samples):")
+    lines.append("  samples per step   steps needed   samples needed   (1 = the fewest possible)")
     for factor in (0.25, 0.5, 1, 2, 4):
         batch = max(round(global_batch_size * factor), 1)
         mark = "  this run" if factor == 1 else ""
-        lines.append(f"  {batch:>14,} {1 + last / batch:>14.2f} {1 + batch / last:>16.2f}{mark}")
+        lines.append(f"  {batch:>16,} {1 + last / batch:>14.2f} {1 + batch / last:>16.2f}{mark}")
     if windows[-1][1].standard_error > last / 2:
-        lines.append("the last estimate is rough: more steps make it sharper, mode.num_steps=<more>")
+        lines.append("the last estimate is rough: use more steps for a better one, mode.num_steps=<more>")
     else:
         lines.append(_advice(last, global_batch_size))
     return lines
@@ -131,7 +131,7 @@ def describe(
 
 def _samples(found: NoiseScale) -> str:
     if not math.isfinite(found.samples):
-        return "the gradient is not seen above its noise"
+        return "the gradient is indistinguishable from its noise"
     error = f" ± {found.standard_error:,.0f}" if math.isfinite(found.standard_error) else ""
     return f"{found.samples:,.0f}{error} samples"
 

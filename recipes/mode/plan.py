@@ -1,4 +1,4 @@
-"""Plan a run: its memory, time and disk, before anything is paid for. No GPU, seconds for any model."""
+"""Plan a run's memory, time and disk usage in advance. Needs no GPU; takes seconds for any model."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -39,15 +39,15 @@ def plan(
     find_peak: Callable[[str, str], Any],
     write_page: Callable[..., None],
 ) -> int:
-    """Print what a run will need, and write it as JSON and as a page.
+    """Print the resources that a run will need, and write them as JSON and as a page.
 
     Args:
         composed: The run to plan.
-        path: Folder for `plan.json` and `plan.html`; None: print only.
-        advise: Try other strategies and micro-batch sizes.
-        max_ranks: Also plan the run on more and more ranks, up to so many; None: do not.
-        find_peak: (device, kind of arithmetic) -> its dense peak.
-        write_page: (file, plan as JSON, lines that were printed) -> writes the page.
+        path: Folder for `plan.json` and `plan.html`; None only prints.
+        advise: Also try other strategies and micro-batch sizes.
+        max_ranks: Also plan the run on increasing numbers of ranks, up to this many; None skips this.
+        find_peak: (device, kind of arithmetic) -> dense peak.
+        write_page: (file, plan as JSON, printed lines) -> writes the page.
 
     Returns:
         The exit code, 0, whether the run fits or not.
@@ -83,7 +83,7 @@ def plan(
         *describe_time(planned, length, None if timer is not None else rates),
     ]
     _show(shown, lines)
-    if advise and not found and planned.not_recorded is None:  # takes longer than all of the above
+    if advise and not found and planned.not_recorded is None:  # slower than everything above
         _show(advise_settings(composed, Planner(cluster)), lines)
     record = as_json(planned, length, planned.flops)
     if found:
@@ -98,7 +98,7 @@ def plan(
 def _find_cluster(config: Config, assumed: Assumptions) -> Cluster:
     return find_cluster(
         assumed.hardware,
-        per_node=requested_devices(config["trainer"]),  # None: as many as a node has
+        per_node=requested_devices(config["trainer"]),  # None: all devices of a node
         num_nodes=int(config["trainer"]["num_nodes"]),
         interconnect=assumed.interconnect,
         memory_gib=assumed.memory_gib,
@@ -124,7 +124,7 @@ def _search(
 
 
 def _show(shown: Iterable[str], lines: list[str]) -> None:
-    """Print lines, and keep them for the page."""
+    """Print lines, and append them to `lines` for the page."""
     for line in shown:
         lines.append(line)
         LOGGER.info(line)
@@ -133,7 +133,7 @@ def _show(shown: Iterable[str], lines: list[str]) -> None:
 def _scale(
     composed: Composed, cluster: Cluster, rates: Rates | None, max_ranks: int, lines: list[str]
 ) -> dict[str, Any]:
-    """Print and return the run on more and more ranks."""
+    """Print and return the plan for increasing numbers of ranks."""
     config = composed.config
     if rates is None:
         raise ConfigError(
@@ -155,13 +155,13 @@ def _scale(
 
 
 def _describe(precision: Precision) -> str:
-    """Return the name of a precision, and what the plan takes its products for if it has no model of them."""
+    """Return the name of a precision, and its stand-in if the plan has no model of its matrix products."""
     is_float8 = precision.name == "fp8-mixed"
     return f"{precision.name}, its products planned as bfloat16" if is_float8 else precision.name
 
 
 def _find_rates(cluster: Cluster, find_peak: Callable[[str, str], Any], precision: Precision) -> Rates | None:
-    """Return what a device reaches; None for a CPU and for a device without a published peak or bandwidth."""
+    """Return the achievable rates of a device; None for a CPU or without a published peak or bandwidth."""
     device = cluster.device
     if device.full_name is None or device.bandwidth is None:
         return None

@@ -1,4 +1,4 @@
-"""Run the checklist before a long run: about a minute of trials on the recipe itself, a line for each check."""
+"""Run a checklist before a long run: about a minute of trials of the recipe itself, one line per check."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -32,8 +32,8 @@ from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.world import global_rank
 from recipes.trial.steps import reject_resume, take_steps
 
-_SAMPLES = 512  # that the checks of data look at
-_DRAWN = 32  # micro-batches of a rank
+_SAMPLES = 512  # inspected by the data checks
+_DRAWN = 32  # micro-batches per rank
 
 
 def preflight(
@@ -44,14 +44,14 @@ def preflight(
     Args:
         composed: The run.
         overfit_steps: Optimizer steps on one micro-batch.
-        path: Folder for `preflight.json` and `preflight.html`; None: print only.
+        path: Folder for `preflight.json` and `preflight.html`; None only prints.
         write_page: (file, results as JSON, images) -> writes the page.
 
     Returns:
         The exit code: 0, or 4 if a check failed.
 
     Raises:
-        ConfigError: The machine or the data does not allow what the config demands, or the run resumes.
+        ConfigError: The machine or the data does not support the config, or the run resumes.
     """
     reject_resume(composed)
     results: list[Result] = []
@@ -61,18 +61,18 @@ def preflight(
         for line in result.lines():
             LOGGER.info(line)
     counts = {status: sum(result.status == status for result in results) for status in ("pass", "warn", "fail")}
-    LOGGER.info(f"preflight: {counts['pass']} passed, {counts['warn']} to look into, {counts['fail']} failed")
+    LOGGER.info(f"preflight: {counts['pass']} passed, {counts['warn']} warnings, {counts['fail']} failed")
     if path is not None and global_rank() == 0:
         _write(Path(path).expanduser(), results, checklist, write_page)
     return ExitCode.CHECK_FAILED if counts["fail"] else ExitCode.FINISHED
 
 
 class Checklist:
-    """All checks of one config, in the order in which they explain each other.
+    """All checks of one config; failures of earlier checks explain those of later ones.
 
     Args:
-        config: Composed and checked, not compiled: a minute is too short for it.
-        folder: Of the run; nothing is written into it.
+        config: Composed and checked config, without compilation, which would take too long.
+        folder: Run folder; nothing is written to it.
         overfit_steps: Optimizer steps on one micro-batch.
 
     Attributes:
@@ -96,16 +96,16 @@ class Checklist:
             in_data.append(result)
             yield result
         if any(result.check == data_checks.RANGE and result.status == "fail" for result in in_data):
-            return  # a loss over such targets ends the process, on a GPU without a word
+            return  # a loss over such targets kills the process, on a GPU without a message
         gradients, probe = GradientProbe(), _FirstBatch(self._expected())
-        # three steps: a residual branch whose last factor starts at 0 has its first gradient in the second
+        # three steps: a residual branch whose last factor starts at 0 gets its first gradient in the second step
         run = take_steps(self._config, folder=self._folder, num_steps=3, callbacks=[gradients, probe])
         yield from probe.results
         yield check_frozen(gradients)
         yield check_gradients(gradients)
         yield check_optimizer(gradients, run.task.optimized_parameters)
         size, num_ranks = run.accumulation.micro_batch_size, run.trainer.strategy.data_size  # type: ignore[attr-defined]
-        num_new, position = run.data.count_new_samples(), run.data.position  # the three steps have taken the first
+        num_new, position = run.data.count_new_samples(), run.data.position  # after the three steps above
         loader_seconds, digests = draw(run, num_batches=_DRAWN)
         yield data_checks.check_repeats(digests, num_new - position % num_new)
         num_workers = self._config["loader"]["num_workers"]
@@ -148,7 +148,7 @@ class Checklist:
 
 
 class _FirstBatch(Callback):
-    """Runs the checks of the model on the first micro-batch, before the first step."""
+    """Runs the model checks on the first micro-batch, before the first step."""
 
     def __init__(self, expected: Expected) -> None:
         self.results: list[Result] = []

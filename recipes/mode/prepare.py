@@ -1,4 +1,4 @@
-"""Prepare documents for training: drop poor ones, copies, and what evaluation sets hold. Needs no GPU and no model."""
+"""Prepare documents for training: filter by quality, deduplicate, decontaminate. Needs no GPU and no model."""
 
 import hashlib
 import time
@@ -38,29 +38,29 @@ def prepare(
     num_processes: Annotated[int, ">= 1"] | None,
     write_page: Callable[..., None],
 ) -> int:
-    """Write the documents that stay as JSONL, and a page that shows what was dropped and why.
+    """Write the remaining documents as JSONL, and a page that shows what was dropped and why.
 
     Args:
-        composed: The composed command; its `data` says where the documents are.
-        output: Folder of the documents and of the report; a second start there goes on with what the first has begun.
-        exact_copies: Drop documents that are equal to an earlier one.
-        near_copies: Least Jaccard similarity, of sequences of five words, at which a document is a copy of an earlier
-            one; None: they stay.
-        max_compared: Documents that each one is compared with, of those that may be near copies.
-        rules_off: Rules of `quality` that do not hold for a kind of documents: a list of them, or `all`.
-        evaluation: Files or data sets by name; documents that repeat what is in them are dropped.
-        evaluation_split: Split of data sets of the hub in `evaluation`.
-        evaluation_words: Words of the sequences by which repetitions are found.
-        min_coverage: Share of an item of an evaluation set that a document must repeat.
-        shard_mb: Largest size of a file of documents, in MB.
-        num_processes: Processes; None: one per core.
+        composed: The composed command; its `data` locates the documents.
+        output: Folder for documents and report; a second start in the same folder resumes the first.
+        exact_copies: Drop exact duplicates of earlier documents.
+        near_copies: Minimum Jaccard similarity of 5-word shingles at which a document counts as a near duplicate of an
+            earlier one; None keeps near duplicates.
+        max_compared: Maximum number of near-duplicate candidates that each document is compared with.
+        rules_off: `quality` rules to disable per kind of documents: a list of them, or `all`.
+        evaluation: Evaluation files or datasets by name; documents that contain their text are dropped.
+        evaluation_split: Split of the Hugging Face datasets in `evaluation`.
+        evaluation_words: Length in words of the n-grams to match.
+        min_coverage: Minimum fraction of an evaluation item that a document must contain.
+        shard_mb: Maximum size of an output file, in MB.
+        num_processes: Number of processes; None is one per core.
         write_page: Writes the page: `(path, report)`.
 
     Returns:
         The exit code, 0.
 
     Raises:
-        ConfigError: A setting is wrong, or the documents cannot be read.
+        ConfigError: A setting is invalid, or the documents cannot be read.
     """
     rules = composed.config.get("quality", {})
     check_rules(rules)
@@ -117,8 +117,8 @@ def _check_output(folder: Path, rows: Rows) -> None:
     inside = [file for file in getattr(rows, "files", []) if file.resolve().is_relative_to(folder.resolve())]
     parent = Path(rows.name).expanduser()
     if inside or (parent.is_dir() and folder.resolve().is_relative_to(parent.resolve())):
-        reason = f"it is within what is read, {rows.name}, or the other way round"
-        raise ConfigError(f"mode.output={folder}", reason, "mode.output=<a folder beside it>")
+        reason = f"it is inside the input, {rows.name}, or contains it"
+        raise ConfigError(f"mode.output={folder}", reason, "mode.output=<a folder next to it>")
 
 
 def _open_documents(data: Mapping[str, Any]) -> tuple[Any, Rows]:
@@ -137,7 +137,7 @@ def _make_evaluation(sets: Mapping[str, Rows], *, min_coverage: float, num_words
 
 
 def _hash_content(read: Sequence[Rows], cache_dir: str) -> str:
-    """Return a hash of everything that is read."""
+    """Return a hash of all input."""
     folder = open_cache_dir(cache_dir)
     joined = "\0".join(rows.content_hash(folder) for rows in read)
     return hashlib.blake2b(joined.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
@@ -155,7 +155,7 @@ def _check_rules_off(rules_off: Mapping[str, Any], rules: Mapping[str, Any]) -> 
 
 
 def _read_items(sets: Mapping[str, Rows]) -> Iterator[tuple[str, str]]:
-    """Yield every item: all text of a row, or a line of a text file."""
+    """Yield every evaluation item: all text of a row, or a line of a text file."""
     for name, rows in sets.items():
         for row in rows:
             fields = row.parse()
@@ -177,7 +177,7 @@ def _texts(value: Any) -> Iterator[str]:
 def _summarize(report: Mapping[str, Any], folder: Path, *, seconds: float) -> Iterator[str]:
     rate = report["bytes"] / 1e6 / max(seconds, 1e-3)
     yield (
-        f"{report['kept']:,} of {report['documents']:,} documents stay,"
+        f"{report['kept']:,} of {report['documents']:,} documents kept,"
         f" {report['kept_bytes'] / 1e6:,.1f} of {report['bytes'] / 1e6:,.1f} MB ({rate:.1f} MB/s)"
     )
     for reason, count in report["dropped"].items():
@@ -186,7 +186,7 @@ def _summarize(report: Mapping[str, Any], folder: Path, *, seconds: float) -> It
         yield f"{near['not_compared']:,} pairs that may be near copies were not compared: mode.max_compared"
     if evaluation := report["evaluation"]:
         yield (
-            f"of {evaluation['items']:,} items of evaluation sets {evaluation['found']:,} were in documents,"
-            f" {evaluation['found_in_part']:,} in part; {evaluation['too_short']:,} are too short to look for"
+            f"of {evaluation['items']:,} evaluation items, {evaluation['found']:,} were found in documents,"
+            f" {evaluation['found_in_part']:,} in part; {evaluation['too_short']:,} are too short to search for"
         )
     yield f"{folder / PAGE}; train on them: data=documents data.path={folder / DOCUMENTS}"

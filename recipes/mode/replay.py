@@ -1,4 +1,4 @@
-"""Recompute a spike from its dump: the same batch, weights and random state, with the gradient norm of every block."""
+"""Recompute a spike from its dump with the same batch, weights and RNG state, and per-block gradient norms."""
 
 import json
 import math
@@ -23,11 +23,11 @@ SHOWN_SAMPLES = 5
 
 
 def replay(run: Run, *, step: int | None) -> int:
-    """Recompute a step, print it next to what was recorded, and write `replay.json` into the dump.
+    """Recompute a step, print it next to the recorded values, and write `replay.json` into the dump.
 
     Args:
         run: A run with a checkpoint; the dump is in the folder of the run that wrote it.
-        step: The optimizer step, counted from 1; None: the newest dump.
+        step: Optimizer step, counted from 1; None is the newest dump.
 
     Returns:
         The exit code, 0.
@@ -52,7 +52,7 @@ def replay(run: Run, *, step: int | None) -> int:
         )
     else:
         LOGGER.info(
-            "The dump holds no weights, because they had changed before it was written;"
+            "The dump contains no weights: they had already changed when it was written;"
             f" using those of {checkpoint.name}"
         )
     rank_states = [torch.load(path, map_location="cpu", weights_only=True) for path in sorted(dump.glob("rank_*.pt"))]
@@ -72,10 +72,10 @@ def _find_dump(parent: Path, step: int | None) -> Path:
     steps = [str(int(path.name.removeprefix("step_"))) for path in dumps]
     setting = f"mode.step={'null' if step is None else step}"
     if not steps:
-        raise ConfigError(setting, f"{parent} holds no dump of a spike", "resume=<a run that had a spike>")
+        raise ConfigError(setting, f"{parent} contains no dump of a spike", "resume=<a run that had a spike>")
     raise ConfigError(
         setting,
-        f"{parent} holds no dump of that step, only of {', '.join(steps)}",
+        f"{parent} contains no dump of that step, only of {', '.join(steps)}",
         f"mode.step={steps[-1]}",
     )
 

@@ -28,10 +28,10 @@ def report(
     """Compare runs on one page and log its path.
 
     Args:
-        composed: Unused: the runs have configs of their own.
+        composed: Unused; each run has its own config.
         runs: Run folders, globs, or folders that contain run folders.
-        sort: What the runs are ranked by: a key of `summary.json` or a metric.
-        path: Where to write the page; None: `report.html` in the folder that contains all runs.
+        sort: Key of `summary.json` or metric to rank the runs by.
+        path: File to write; None is `report.html` in the folder that contains all runs.
         dashboard: Sections of panels.
         write: Writes the page: `(folders, path, sort=, dashboard=)`.
 
@@ -56,7 +56,7 @@ def report(
 
 
 def find_runs(patterns: Sequence[str]) -> list[Path]:
-    """Return the run folders that paths and globs name, each once.
+    """Return the unique run folders that match paths and globs.
 
     Args:
         patterns: Run folders, globs, or folders that contain run folders up to two levels below.
@@ -71,7 +71,7 @@ def find_runs(patterns: Sequence[str]) -> list[Path]:
 
 
 def _expand(pattern: str) -> list[Path]:
-    """Return the run folders that one path or glob names."""
+    """Return the run folders that match one path or glob."""
     expanded = str(Path(pattern).expanduser())
     matches = [Path(expanded)] if Path(expanded).exists() else list(map(Path, glob.glob(expanded)))
     fix = "mode.runs=[<run folders, globs or a sweep's folder>]"
@@ -94,7 +94,7 @@ def _runs_below(folder: Path, *, depth: int) -> list[Path]:
 
 def _is_run(folder: Path) -> bool:
     config = folder / CONFIG_FILE
-    # a config with a defaults list, as conf/ has it, is not yet composed and belongs to no run
+    # a config with a defaults list, as in conf/, is not composed and belongs to no run
     is_frozen = config.is_file() and "\ndefaults:" not in config.read_text(errors="replace", encoding="utf-8")
     return is_frozen or any((folder / name).is_file() for name in _RUN_FILES)
 

@@ -29,13 +29,13 @@ def sample(
     Args:
         run: A run with a checkpoint of a language model.
         prompt: Text to continue.
-        chat: The prompt is a user's message, to be answered: by the chat template that the run has learned from.
-        num_tokens: Maximum number of tokens to generate; a text ends earlier at an end-of-text token.
+        chat: Treat the prompt as a user message, formatted with the chat template that the run was trained with.
+        num_tokens: Maximum number of tokens to generate; generation stops earlier at an end-of-text token.
         num_samples: Number of texts; text i is sampled with `seed + i`.
         temperature: 0 always picks the most likely token; 1 samples from the model's distribution.
-        top_k: Sample from the k most likely tokens only; None: from all.
-        top_p: Sample from the smallest set of tokens with at least this total probability; None: from all.
-        seed: Seed of the sampling.
+        top_k: Sample only from the k most likely tokens; None samples from all.
+        top_p: Sample from the smallest set of tokens with at least this total probability; None samples from all.
+        seed: Sampling seed.
         weights: `trained`, or `ema` for their moving average.
 
     Returns:
@@ -66,7 +66,7 @@ def sample(
 
 def _ask(message: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     if tokenizer.chat_template is None:
-        reason = "the run has learned from no conversations, and has no template for them"
-        raise ConfigError("mode.chat=true", reason, "mode.chat=false, and the prompt as it was learned")
+        reason = "the run was not trained on conversations and has no template for them"
+        raise ConfigError("mode.chat=true", reason, "mode.chat=false, and a prompt in the format of the training data")
     tokens, end = prompt_for_answer(message, tokenizer)
     return tokens, [] if end is None else [end]

@@ -1,4 +1,4 @@
-"""The start of a fit: the files written and the lines printed once everything is built and restored. One broadcast."""
+"""Start of a fit: writes files and prints the header once everything is built and restored. One broadcast."""
 
 import json
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ from recipes.runtime.environment import describe_environment
 
 
 class RunStartCallback(Callback):
-    """Writes the config and logs what is trained, once everything is built and every state is restored.
+    """Writes the config and logs the header once everything is built and all state is restored.
 
-    Until then nothing in the run folder changes, so a resume that fails leaves the run as it was.
+    Until then nothing in the run folder changes, so a failed resume leaves the run unchanged.
 
     Args:
         run: The run that starts.
@@ -40,7 +40,7 @@ class RunStartCallback(Callback):
         """Check that all ranks resume from the same checkpoint.
 
         Raises:
-            RuntimeError: This rank found another one than rank 0.
+            RuntimeError: This rank found a different checkpoint than rank 0.
         """
         # a shared file system may briefly list different files on different nodes
         own = str(self._run.checkpoint)
@@ -92,7 +92,7 @@ class RunStartCallback(Callback):
 
 
 def log_event(run: Run, event: str, step: int, **fields: Any) -> None:
-    """Log an event to every logger that takes events; a resume that failed before its first step logs none."""
+    """Log an event to every logger that accepts events; a resume that failed before its first step logs none."""
     [start] = [
         callback
         for callback in run.trainer.callbacks  # type: ignore[attr-defined]
@@ -113,7 +113,7 @@ def get_checkpoint_io(run: Run) -> FolderCheckpointIO:
 
 
 def _num_rollbacks(trainer: lightning.Trainer) -> int:
-    """Return how often the run has rolled back so far, as its callbacks report it."""
+    """Return the number of rollbacks of the run so far, as reported by its callbacks."""
     summaries = [
         callback.summary()
         for callback in trainer.callbacks  # type: ignore[attr-defined]
@@ -126,8 +126,8 @@ def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
     """Yield the lines printed before the first step: the model and its devices, the batch, the checkpoint.
 
     Args:
-        run: The run, its model built.
-        resumed_from: The checkpoint it was restored from; None if it starts from the beginning.
+        run: The run, with its model built.
+        resumed_from: Checkpoint it was restored from; None if it starts from scratch.
     """
     trainer, plan = run.trainer, run.accumulation
     every = list((run.task.whole_model or run.task).parameters())
@@ -173,7 +173,7 @@ def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
 
 
 def _describe_mesh(trainer: lightning.Trainer) -> str:
-    """Return how the ranks divide the work, where not by samples alone."""
+    """Describe the mesh if it is not purely data-parallel."""
     mesh: Mesh = trainer.strategy.mesh  # type: ignore[attr-defined]
     if mesh.model_size == 1:
         return ""

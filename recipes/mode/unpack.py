@@ -1,4 +1,4 @@
-"""Turn a GGUF file, as llama.cpp and its tools read it, into a folder that `model=huggingface` trains."""
+"""Convert a GGUF file (llama.cpp) to a folder that `model=huggingface` can train."""
 
 import shutil
 from pathlib import Path
@@ -15,21 +15,21 @@ _MAGIC = b"GGUF"
 
 
 def unpack(composed: Composed, *, path: str, output: str, dtype: Literal["float32", "bfloat16", "float16"]) -> int:
-    """Write weights, settings and tokenizer of a GGUF file as `transformers` stores them.
+    """Write the weights, config and tokenizer of a GGUF file in `transformers` format.
 
-    Quantized weights become numbers again: those that the file stands for, not those it was once made from.
+    Quantized weights are dequantized, which does not restore the original weights.
 
     Args:
-        composed: Unused: the file says what model it is.
-        path: The file.
+        composed: Unused; the file describes its model.
+        path: GGUF file.
         output: Folder to write.
-        dtype: Of the weights; float32 holds what the file stands for exactly.
+        dtype: Dtype of the weights; float32 represents the dequantized values exactly.
 
     Returns:
         The exit code, 0.
 
     Raises:
-        ConfigError: It is no such file, or of a model that transformers does not read from one.
+        ConfigError: It is not a GGUF file, or transformers cannot read its model from GGUF.
     """
     del composed
     file, folder = Path(path).expanduser().absolute(), Path(output).expanduser()
@@ -55,13 +55,13 @@ def _check(file: Path, folder: Path) -> None:
         raise ConfigError(f"mode.path={file}", "there is no such file", "mode.path=<a .gguf file>")
     with file.open("rb") as opened:
         if opened.read(len(_MAGIC)) != _MAGIC:
-            raise ConfigError(f"mode.path={file}", "it is no GGUF file", "mode.path=<a .gguf file>")
+            raise ConfigError(f"mode.path={file}", "it is not a GGUF file", "mode.path=<a .gguf file>")
     if folder.exists():
-        raise ConfigError(f"mode.output={folder}", "it exists already", "mode.output=<a new folder>")
+        raise ConfigError(f"mode.output={folder}", "it already exists", "mode.output=<a new folder>")
 
 
 def _load(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Return model and tokenizer of a file."""
+    """Load model and tokenizer from a file."""
     try:
         import gguf  # noqa: F401  transformers reads the file with it
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -73,10 +73,10 @@ def _load(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         with without_warnings_of_torchao():
             model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=dtype, **where)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
-    except Exception as error:  # of many kinds: an unknown model, a missing key, a damaged file
+    except Exception as error:  # many types: an unknown model, a missing key, a damaged file
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(f"mode.path={file}", f"transformers says: {reason}", "mode.path=<another file>") from error
-    # transformers 5.23 takes the model for quantized, and saves none that is; its weights are numbers by now
+    # transformers 5.23 considers the model quantized and refuses to save it, but its weights are dequantized by now
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -1,4 +1,4 @@
-"""Write the YAML of a W&B sweep from the same overrides and conf/sweep/ options as `-m`. Seconds; builds no run."""
+"""Write a W&B sweep YAML from the same overrides and conf/sweep/ options as `-m`. Seconds; builds no run."""
 
 import os
 import shlex
@@ -43,16 +43,16 @@ def wandb_sweep(
     """Write the YAML and log the next commands; return the exit code.
 
     Args:
-        composed: The swept overrides, and those of every trial.
-        objective: What trials are ranked by: a number of `summary.json` or a column of `metrics.csv`.
+        composed: Composed command with the swept overrides and those of every trial.
+        objective: Value that ranks trials: a key of `summary.json` or a column of `metrics.csv`.
         direction: Whether the objective is minimized or maximized.
-        method: How W&B searches; None: `grid` if all values can be listed, else `bayes`.
+        method: W&B search method; None is `grid` if all values can be listed, else `bayes`.
         early_terminate: Validations before W&B's Hyperband may stop a trial; None disables early stopping.
-        num_trials: Trials of all agents together; None: the whole grid, or no limit.
-        path: The file to write.
+        num_trials: Total trials of all agents; None is the whole grid, or no limit.
+        path: File to write.
 
     Raises:
-        ConfigError: W&B cannot search this space in this way, or the file cannot be written.
+        ConfigError: W&B cannot search this space with this method, or the file cannot be written.
     """
     check_objective(objective)
     space, fixed, mistakes = _parse(composed)
@@ -73,7 +73,7 @@ def wandb_sweep(
 
 
 def _parse(composed: Composed) -> tuple[SearchSpace, list[str], list[ConfigError]]:
-    """Return the search space, the overrides of every trial, and all mistakes."""
+    """Return the search space, the overrides of every trial, and all errors."""
     overrides = [*composed.sweep_overrides, *fixed_overrides(composed.overrides)]
     space, mistakes = read_space(overrides, config_loader=_config_loader(composed))
     if not mistakes and not space.parameters:
@@ -116,7 +116,7 @@ def _trial_overrides(composed: Composed, fixed: list[str]) -> list[str]:
 
 
 def _check_values(composed: Composed, space: SearchSpace, fixed: list[str]) -> list[ConfigError]:
-    """Compose a trial with each option alone, and with the lower end of each interval; return the mistakes."""
+    """Compose a trial with each option alone, and with the lower end of each interval; return the errors."""
     mistakes: dict[str, ConfigError] = {}
     for key, parameter in space.parameters.items():
         name = parameter_name(key)

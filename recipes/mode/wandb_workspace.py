@@ -1,4 +1,4 @@
-"""Build a W&B workspace from plain lists of sections and panels, with the package wandb-workspaces. No network."""
+"""Build a W&B workspace from plain lists of sections and panels with wandb-workspaces. No network access."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -54,15 +54,15 @@ def make_workspace(sections: Sequence[dict[str, Any]], *, entity: str, project: 
 
 
 def as_json(workspace: Any) -> str:
-    """Return what `workspace.save()` would send: entity, project, title, and the `spec` that W&B's page reads."""
+    """Return the JSON that `workspace.save()` would send: entity, project, title, and W&B's `spec`."""
     view: str = workspace._model.model_dump_json(by_alias=True, exclude_none=True, indent=2)
     return view
 
 
 def names_pattern(metrics: Sequence[str]) -> str:
-    """Return a regular expression that matches exactly these names, where `*` matches any characters.
+    """Return a regular expression that matches exactly these names, with `*` as a wildcard.
 
-    It uses only syntax that means the same in JavaScript, Go and Python.
+    It uses only syntax with the same meaning in JavaScript, Go and Python.
     """
     names = [".*".join(re.escape(part) for part in name.split("*")) for name in metrics]
     return f"^({'|'.join(names)})$"

@@ -1,6 +1,6 @@
-"""What every decoder shares: its forward pass, causal attention in one fused kernel, and the padded vocabulary.
+"""Base class of decoders: forward pass, fused causal attention, and vocabulary padding.
 
-Shapes: B sequences, H query heads, G key-value heads (G divides H), T new tokens, L tokens held in the cache after
+Shapes: B sequences, H query heads, G key-value heads (G divides H), T new tokens, L tokens in the cache including
 them, Q head size, W hidden size, V padded vocabulary.
 """
 
@@ -24,15 +24,15 @@ from recipes.parallel.tensor import TensorRanks
 
 
 class Head(Linear):
-    """Hidden states -> logits of the vocabulary; the rows that pad it are -inf.
+    """Output projection, hidden states -> logits; logits of padding rows are -inf.
 
     Args:
         hidden_size: W.
-        num_rows: V', padding included.
+        num_rows: V', including padding.
         vocab_size: V.
 
     Attributes:
-        ranks: That divide the vocabulary; None: this rank has all of it.
+        ranks: Ranks that shard the vocabulary; None: not sharded.
     """
 
     ranks: TensorRanks | None = None
@@ -43,11 +43,10 @@ class Head(Linear):
 
     @override
     def forward(self, x: Tensor, reduce: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
-        """Return logits [..., V'] of x [..., W], or what `reduce` makes of x and the weight [V', W].
+        """Return logits [..., V'] of x [..., W], or the result of `reduce` for x and the weight [V', W].
 
-        A loss that needs no more than some logits at a time is computed in here and not by the caller: engines that
-        shard weights gather this one while the module runs. Where ranks divide the vocabulary, the weight is this
-        rank's rows.
+        A chunked loss is computed here rather than by the caller because engines that shard weights gather this
+        module's weight only during its forward pass. If the vocabulary is sharded, the weight is this rank's rows.
         """
         if self.ranks is None:
             weight: Tensor = self.weight
@@ -62,12 +61,12 @@ class Head(Linear):
 
 
 class Decoder(nn.Module):
-    """Tokens -> logits, through the blocks that a subclass builds between `embedding` and `head`, which may be tied.
+    """Tokens -> logits through `embedding`, the blocks of a subclass, and `head`; embedding and head may be tied.
 
     Attributes:
-        attention_dropout: Probability that an attention weight is dropped in training.
-        context: Ranks that divide the sequence; None: this rank has all of it.
-        ranks: That divide the matrices; None: this rank has all of them.
+        attention_dropout: Dropout probability of attention weights in training.
+        context: Context-parallel ranks; None: the sequence is not sharded.
+        ranks: Tensor-parallel ranks; None: matrices are not sharded.
     """
 
     vocab_size: int
@@ -84,7 +83,7 @@ class Decoder(nn.Module):
     ranks: TensorRanks | None = None
 
     def _tie(self) -> None:
-        if self.tie_embeddings and None not in (self.embedding, self.head):  # two stages of a pipeline have copies
+        if self.tie_embeddings and None not in (self.embedding, self.head):  # first and last pipeline stage hold copies
             self.head.weight = self.embedding.weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -100,19 +99,19 @@ class Decoder(nn.Module):
         reduce: Callable[[Tensor, Tensor], Any] | None = None,
         positions: Tensor | None = None,
     ) -> Any:
-        """Return the logits of the next token.
+        """Return next-token logits.
 
         Args:
-            tokens: [B, T] int64; hidden states [B, T, W] for a later stage of a pipeline, which has no embedding.
+            tokens: [B, T] int64; hidden states [B, T, W] for a later pipeline stage, which has no embedding.
             cache: Earlier tokens of the same sequences, extended by this call; None: no earlier tokens.
-            reduce: Called with the last hidden states [B, T, W] and the weight of the head [V, W] instead of computing
-                logits; what it returns is returned.
-            positions: [B, T] of each token in its document, 0 begins one; None: a row is one document. Of all tokens
-                also where ranks divide the sequence and `tokens` are a part of it.
+            reduce: Called with the final hidden states [B, T, W] and the head weight [V, W] instead of computing
+                logits; its result is returned.
+            positions: [B, T] position of each token in its document, 0 at its start; None: a row is one document.
+                Under context parallelism, positions of all tokens, although `tokens` holds this rank's shard.
 
         Returns:
             [B, T, V] in the compute dtype, -inf in padded columns; with a cache only the last position, [B, 1, V].
-            Hidden states [B, T, W] for an earlier stage of a pipeline, which has no head.
+            Hidden states [B, T, W] for an earlier pipeline stage, which has no head.
         """
         num_tokens = tokens.shape[1] if self.ranks is None else self.ranks.count_tokens(tokens)
         first = 0 if self.context is None or cache is not None else self.context.rank * num_tokens
@@ -135,19 +134,19 @@ class Decoder(nn.Module):
     def _compute_hidden(
         self, tokens: Tensor, rows: Tensor | slice, cache: KeyValueCache | None, documents: Documents | None
     ) -> Tensor:
-        """Return what the blocks make of tokens at positions `rows`, [B, T, W]; tokens as for `forward`."""
+        """Run the blocks on tokens at positions `rows` and return [B, T, W]; tokens as for `forward`."""
 
     def init_weights(self, seed: int) -> None:
-        """Set every parameter and buffer in place, from (seed, name, shape); see `init_decoder`."""
+        """Initialize every parameter and buffer in place, from (seed, name, shape); see `init_decoder`."""
         init_decoder(self, seed=seed, num_layers=self.num_layers, vocab_size=self.vocab_size)
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Set every buffer in place: here there are none."""
+        """Do nothing: this class has no buffers."""
 
     @property
     def attention_width(self) -> int:
-        """Query heads times head size."""
+        """Number of query heads times head size."""
         return self.hidden_size
 
     def flops_per_token(self, seq_len: int) -> Flops:
@@ -161,7 +160,7 @@ class Decoder(nn.Module):
 
 
 def check_heads(num_heads: int, *, hidden_size: int) -> None:
-    """Raise a ConfigError unless heads divide the hidden size."""
+    """Raise a ConfigError unless the number of heads divides the hidden size."""
     if hidden_size % num_heads != 0:
         raise ConfigError(
             f"model.num_heads={num_heads}",
@@ -170,14 +169,14 @@ def check_heads(num_heads: int, *, hidden_size: int) -> None:
         )
 
 
-_flash_is_allowed = True  # as `torch.backends.cuda` knows, which the compiler (torch 2.13) cannot ask
+_flash_is_allowed = True  # mirrors `torch.backends.cuda`, which torch.compile (2.13) cannot trace
 
 
 def choose_attention_kernel(name: str) -> None:
-    """Let torch's attention use one kernel on GPUs, or any of them, for the whole process.
+    """Select the kernel of scaled dot-product attention on GPUs, for the whole process.
 
     Args:
-        name: `flash`, `cudnn`, `memory_efficient`, `math`, or `auto` for torch's choice among all four.
+        name: `flash`, `cudnn`, `memory_efficient`, `math`, or `auto` to let torch choose among all four.
     """
     global _flash_is_allowed
     _flash_is_allowed = name in ("auto", "flash")
@@ -206,8 +205,8 @@ def attend(
         values: [B, G, T, Q].
         dropout: Probability that an attention weight is dropped; 0.0 outside training.
         cache: Keys and values of earlier tokens, extended by this call; None: no earlier tokens.
-        documents: Of the rows, where they are packed; None: a row is one document.
-        context: Ranks that divide the sequence, of which T tokens are this rank's; None: it has all of them. With a
+        documents: Documents of packed rows; None: a row is one document.
+        context: Context-parallel ranks, T being the tokens of this rank; None: the sequence is not sharded. With a
             cache every rank has all tokens.
 
     Returns:
@@ -236,7 +235,7 @@ def _attend_in_parts(
     documents: Documents | None,
     context: ContextRanks,
 ) -> Tensor:
-    """Return attention of this rank's part of the tokens, or of its share of the heads. Arguments: as above."""
+    """Return attention for this rank's shard of the tokens, computed by tokens or heads; arguments as for `attend`."""
 
     def attend_whole(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return attend(queries, keys, values, dropout=dropout, cache=None, documents=documents)
@@ -253,12 +252,12 @@ def _attend_in_parts(
 
 
 def _attend_masked(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *, dropout: float) -> Tensor:
-    """Return attention under a mask; None: causal, or to all of a cache."""
-    causal = mask is None and queries.shape[2] == keys.shape[2]  # a cache that was empty: the plain causal case
+    """Return masked attention; mask None: causal, or all tokens in the cache."""
+    causal = mask is None and queries.shape[2] == keys.shape[2]  # also true for a cache that was empty
     grouped = keys.shape[1] != queries.shape[1]
     if grouped and (queries.dtype == torch.float32 or not _flash_is_allowed or mask is not None):
-        # CUDA has no flash kernel for float32 or with a mask, and the memory-efficient kernel takes no groups (torch
-        # 2.13): the math kernel that remains would store all T x T scores. Copying the heads costs less.
+        # CUDA has no flash kernel for float32 or with a mask, and the memory-efficient kernel does not support GQA
+        # (torch 2.13): the math fallback would store all T x T scores. Repeating the heads costs less.
         repeats = queries.shape[1] // keys.shape[1]
         keys = keys.repeat_interleave(repeats, dim=1)  # [B, H, T or L, Q]
         values = values.repeat_interleave(repeats, dim=1)
@@ -275,19 +274,19 @@ def _attend_masked(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor |
 
 
 def padded_vocab_size(vocab_size: int, *, multiple: int) -> int:
-    """Return `vocab_size` rounded up to a multiple, which tensor cores need.
+    """Return `vocab_size` rounded up to a multiple, for tensor cores.
 
     50257 -> 50304 rows took build-nanogpt's GPT-2 step from 96 to 93 ms (A100). Padded rows start at zero and their
-    gradient is exactly zero, so a padded model trains like the unpadded one.
+    gradient is exactly zero, so padding does not change training.
     """
     return -(-vocab_size // multiple) * multiple
 
 
 def hide_padding(logits: Tensor, *, vocab_size: int) -> Tensor:
-    """Set the padded columns to -inf, in place, so that they get no probability; costs one fill of a few columns.
+    """Set the padded columns to -inf in place, so that they have zero probability; fills only those columns.
 
     Deliberately outside autograd: the softmax of such a column is 0, and so is the gradient of its logit. Recording
-    the fill would add a backward pass over all logits that multiplies zeros by zero. Losses that sum
+    the fill would add a useless backward pass over all logits. Losses that sum
     log-probabilities over the whole vocabulary (label smoothing) must use `logits[..., :vocab_size]`.
 
     Args:

@@ -1,6 +1,6 @@
-"""Documents packed into one row: a token attends to the tokens before it in its own document, and to no other.
+"""Attention masks for documents packed into one row: a token attends only to earlier tokens of its own document.
 
-On a GPU, compiled blocks use FlexAttention, which skips what the mask leaves out; elsewhere the mask is a bool tensor.
+On a GPU, compiled blocks use FlexAttention, which skips fully masked blocks; elsewhere the mask is a bool tensor.
 
 Shapes: B rows, H query heads, G key-value heads, T tokens, Q head size.
 """
@@ -17,26 +17,26 @@ _uses_flex_attention = False
 
 
 def choose_document_kernel(*, flex_attention: bool) -> None:
-    """Let GPUs compute attention within documents by FlexAttention, for the whole process.
+    """Choose whether GPUs use FlexAttention for packed documents, for the whole process.
 
     Args:
-        flex_attention: Only for compiled blocks: eager, it stores all T x T scores.
+        flex_attention: True only for compiled blocks: in eager mode, FlexAttention stores all T x T scores.
     """
     global _uses_flex_attention
     _uses_flex_attention = flex_attention
 
 
 class Documents:
-    """Which tokens of packed rows attend to each other.
+    """Attention mask of packed rows.
 
-    Deliberately a plain class, as `rope.Rotation` is: FSDP2 converts what it finds in others.
+    Deliberately a plain class, like `rope.Rotation`: FSDP2 would cast the tensors in a dataclass, tuple or dict.
 
     Args:
-        positions: [B, T] of each token in its document; 0 begins one.
-        dropout: Probability that an attention weight is dropped, which FlexAttention cannot do.
+        positions: [B, T] position of each token in its document, 0 at its start.
+        dropout: Dropout probability of attention weights; not supported by FlexAttention.
 
     Attributes:
-        mask: Where a token may attend: [B, 1, T, T] bool, or blocks of that.
+        mask: [B, 1, T, T] bool, True where a token may attend, or the equivalent `BlockMask`.
     """
 
     def __init__(self, positions: Tensor, *, dropout: float) -> None:
@@ -48,23 +48,23 @@ class Documents:
             self.mask = dense_mask(numbers)
 
     def dense(self) -> Tensor:
-        """Return the mask as [B, 1, T, T] bool, whatever kernel uses it."""
+        """Return the mask as [B, 1, T, T] bool for any kernel."""
         return self.mask if isinstance(self.mask, Tensor) else dense_mask(self._numbers)
 
 
 def number_documents(positions: Tensor) -> Tensor:
-    """Return which document of its row each token belongs to, from 1: [B, T] int32."""
+    """Return the index of each token's document in its row, from 1: [B, T] int32."""
     return (positions == 0).cumsum(dim=1, dtype=torch.int32)
 
 
 def dense_mask(numbers: Tensor) -> Tensor:
-    """Return [B, 1, T, T] bool, True where a token (third axis) may attend, for documents numbered [B, T]."""
+    """Return [B, 1, T, T] bool, True where a token (third axis) may attend, given document indices [B, T]."""
     same = numbers[:, :, None] == numbers[:, None, :]  # [B, T, T]
     return same.tril()[:, None]
 
 
 def block_mask(numbers: Tensor) -> BlockMask:
-    """Return the same as blocks of 128 x 128, of which empty ones are skipped and full ones are not masked."""
+    """Return the mask in blocks of 128 x 128: empty blocks are skipped and full blocks need no masking."""
     batch, num_tokens = numbers.shape
 
     def same_document(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -76,12 +76,12 @@ def block_mask(numbers: Tensor) -> BlockMask:
 
 @functools.cache
 def _compiled_create_block_mask() -> Callable[..., BlockMask]:
-    """Compile it once: eager, it writes B T T numbers."""
+    """Return `create_block_mask`, compiled once: in eager mode it materializes B T T elements."""
     return cast(Callable[..., BlockMask], torch.compile(create_block_mask, dynamic=False))
 
 
 def attend_blocks(queries: Tensor, keys: Tensor, values: Tensor, mask: BlockMask) -> Tensor:
-    """Return attention [B, H, T, Q] of queries [B, H, T, Q] to keys and values [B, G, T, Q], masked by blocks."""
+    """Return attention [B, H, T, Q] of queries [B, H, T, Q] to keys and values [B, G, T, Q] under a block mask."""
     grouped = keys.shape[1] != queries.shape[1]
     attention: Any = flex_attention(queries, keys, values, block_mask=mask, enable_gqa=grouped)
     return cast(Tensor, attention)

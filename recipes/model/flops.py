@@ -1,10 +1,10 @@
-"""FLOPs per token or image, forward and backward, computed from shapes; nothing is run.
+"""FLOPs per token or image, forward and backward, computed from shapes without running the model.
 
 PaLM convention (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): 6 N + 12 L H Q T, where N parameters cost two
-FLOPs each in the forward pass and four in the backward pass, and L layers of H heads of size Q score every one of the
-T positions. In the paper N is all parameters; here it is all that multiply: an untied input embedding is a look-up and
-is excluded, a tied one is counted once, as the head. Everything small stays in N as in the paper (norms, biases and
-GPT-2's positional table: 0.5 % of N at 124M), so the figures compare with llm.c, llm-foundry and torchtitan.
+FLOPs each in the forward pass and four in the backward pass, and L layers of H heads of size Q attend to all T
+positions. In the paper N is all parameters; here it excludes an untied input embedding, which is a lookup; a tied one
+is counted once, as the head. Small parameters stay in N as in the paper (norms, biases and GPT-2's positional table:
+0.5 % of N at 124M), so the numbers are comparable with llm.c, llm-foundry and torchtitan.
 
 Causal convention: 6 N + 6 L H Q T, because a causal mask leaves half of the scores to compute (llm.c, Megatron-LM).
 """
@@ -22,8 +22,8 @@ class Flops:
     """FLOPs of the forward and backward pass, without recomputation, in both conventions.
 
     Attributes:
-        palm: Attention counted in full.
-        causal: Attention counted at half.
+        palm: All attention scores counted.
+        causal: Half of the attention scores counted.
     """
 
     palm: float
@@ -31,11 +31,11 @@ class Flops:
 
 
 def flops_per_sample(model: nn.Module, shape: Sequence[int]) -> Flops | None:
-    """Return the FLOPs per trained sample by the model's own count; None if it has none.
+    """Return the FLOPs per trained sample as counted by the model; None if it does not count them.
 
     Args:
-        model: Unsharded, on any device, meta included.
-        shape: Of one sample: [T] tokens, or [C, H, W] of a square image.
+        model: Unsharded model on any device, including meta.
+        shape: Shape of one sample: [T] tokens, or [C, H, W] of a square image.
     """
     if hasattr(model, "flops_per_token"):
         per_token: Flops | None = model.flops_per_token(shape[0])  # type: ignore[operator]
@@ -54,9 +54,9 @@ def decoder_flops_per_token(
     """Return the FLOPs per trained token of a decoder.
 
     Args:
-        model: The unsharded decoder, on any device, meta included.
-        embedding: Its input embedding, excluded from N; None: it is the head as well.
-        attention_width: L H Q, query heads times head size, of all layers; H Q is hidden_size in most models.
+        model: Unsharded decoder on any device, including meta.
+        embedding: Input embedding, excluded from N; None: tied to the head.
+        attention_width: L H Q, query heads times head size, summed over layers; H Q is hidden_size in most models.
         seq_len: T, tokens per sample.
     """
     products = flops_of_products(model)
@@ -67,7 +67,7 @@ def decoder_flops_per_token(
 
 
 def flops_of_products(model: nn.Module) -> float:
-    """Return the FLOPs per token of all weights: 6 each, and 4 of frozen ones, which have no gradient of their own."""
+    """Return the FLOPs per token of all weights: 6 each, or 4 if frozen, because they have no weight gradient."""
     return sum((6.0 if parameter.requires_grad else 4.0) * parameter.numel() for parameter in model.parameters())
 
 
@@ -79,7 +79,7 @@ class CountsFlops:
         """Return an unsharded model without storage."""
 
     def recipes_flops(self, batch: dict[str, Any]) -> Flops | None:
-        """Return the FLOPs of a micro-batch, forward and backward; None if the model has no count of its own."""
+        """Return the FLOPs of a micro-batch, forward and backward; None if the model does not count them."""
         num_samples, *shape = batch["inputs"].shape
         per_sample = flops_per_sample(self.meta_model(), shape)
         if per_sample is None:
@@ -87,6 +87,6 @@ class CountsFlops:
         return Flops(palm=num_samples * per_sample.palm, causal=num_samples * per_sample.causal)
 
     def recipes_forward_on_meta(self, batch: dict[str, Any]) -> Tensor:
-        """Return the outputs of a micro-batch on the meta device, for a FLOP counter that watches the operators."""
+        """Return the outputs of a micro-batch on the meta device, for a FLOP counter that intercepts operators."""
         outputs: Tensor = self.meta_model()(batch["inputs"])
         return outputs

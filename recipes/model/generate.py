@@ -1,7 +1,7 @@
-"""Generate text: with a key-value cache, one forward pass of one token per new token.
+"""Generate text with a key-value cache: one single-token forward pass per new token.
 
 A full window slides by half. Positions are absolute (learned, or rotated keys in the cache), so the newest half of
-`max_seq_len` is read again from position 0: one forward pass of max_seq_len / 2 tokens every max_seq_len / 2 tokens.
+the window is recomputed from position 0: one forward pass of max_seq_len / 2 tokens every max_seq_len / 2 tokens.
 """
 
 import inspect
@@ -19,9 +19,9 @@ from recipes.errors import ConfigError
 from recipes.model import KeyValueCache, LanguageModel
 
 log = logging.getLogger("lightning_recipes")
-# without cuDNN's, which would plan for every number of keys, and that grows with each token
+# without cuDNN's kernel, which builds a plan for every key length, and the length grows with each token
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-_GREEDY_BELOW = 1e-6  # float32 cannot hold logits divided by less; the likeliest token has all the probability anyway
+_GREEDY_BELOW = 1e-6  # logits divided by less overflow in float32; sampling is greedy at this temperature anyway
 
 
 @torch.no_grad()
@@ -41,22 +41,22 @@ def generate(
     """Continue `prompt_tokens` in evaluation mode, without compilation; the model's mode is restored.
 
     Args:
-        model: On any device. Under a strategy with collectives, call on every rank with the same arguments.
+        model: Model on any device. Under a strategy with collectives, call on every rank with the same arguments.
         prompt_tokens: At least one token.
-        num_tokens: Largest number of tokens to add.
-        temperature: 0: always the likeliest token; below 1: sharper; above 1: flatter.
-        top_k: Sample among the k likeliest tokens; None: all.
-        top_p: Sample among the fewest tokens that have this probability together; None: all.
-        seed: The same seed and logits give the same tokens, on any device.
-        ends: Stop when one of these tokens is sampled; it is not returned.
-        use_cache: False reads the whole window for every token: slower, the same tokens; a model whose `forward` has
-            no `cache` argument always does.
-        agree: Returns rank 0's token on every rank. On different GPUs the last bits of logits differ, and so may the
-            sampled tokens: where weights are sharded, a rank that ended earlier would leave the others waiting in a
-            collective. None: this process generates alone.
+        num_tokens: Maximum number of tokens to generate.
+        temperature: 0: greedy; below 1: sharper; above 1: flatter.
+        top_k: Sample from the k most likely tokens; None: all.
+        top_p: Sample from the smallest set of tokens with this total probability; None: all.
+        seed: Sampling seed; the same seed and logits give the same tokens, on any device.
+        ends: Stop tokens, which are not returned.
+        use_cache: False recomputes the whole window for every token: slower, same tokens; always the case for a model
+            whose `forward` has no `cache` argument.
+        agree: Returns rank 0's token on every rank. The last bits of logits differ between GPUs, so sampled tokens may
+            too: with sharded weights, a rank that stopped earlier would leave the others waiting in a collective.
+            None: only this process generates.
 
     Returns:
-        Only the new tokens; fewer if the logits of a diverged model are NaN or inf.
+        New tokens only; fewer if the logits of a diverged model are NaN or inf.
 
     Raises:
         ValueError: A setting is out of range.
@@ -84,11 +84,11 @@ def generate(
 
 @dataclass
 class Answer:
-    """What a model has generated.
+    """Generated answer.
 
     Attributes:
-        tokens: New ones.
-        has_ended: Whether the model has ended it; else there was no more room.
+        tokens: New tokens.
+        has_ended: Whether the model ended the answer; False: it reached the maximum length.
     """
 
     tokens: list[int]
@@ -109,23 +109,23 @@ def generate_batch(
     all_ended: Callable[[bool], bool] | None = None,
     is_complete: Callable[[list[int]], bool] | None = None,
 ) -> list[Answer]:
-    """Continue many prompts of different lengths together: the tokens of each are those it would get alone.
+    """Continue prompts of different lengths in one batch, each with the tokens it would get alone.
 
-    A forward pass reads one token of every prompt. Prompt and answer must fit into `max_seq_len`; the window does not
-    slide.
+    Each forward pass processes one token per sequence. Prompt and answer must fit into `max_seq_len`; the window does
+    not slide.
 
     Args:
-        model: On any device, with `cache` among the arguments of its `forward`.
+        model: Model on any device whose `forward` accepts `cache`.
         prompts: At least one token each.
-        num_tokens: Largest number of tokens to add to each; an answer also ends where `max_seq_len` does.
+        num_tokens: Maximum number of tokens to generate per prompt; an answer also ends at `max_seq_len`.
         temperature: As for `generate`.
         top_k: As for `generate`.
         top_p: As for `generate`.
-        seeds: Of the sampling, one a prompt.
-        ends: Tokens that end an answer; they are not returned.
-        all_ended: Returns whether this rank's answers and those of all other ranks have ended: where weights are
-            sharded, every rank must run as many forward passes as the others. None: this process generates alone.
-        is_complete: Returns whether the tokens of an answer complete it, called after each one; None: `ends` decide.
+        seeds: Sampling seeds, one per prompt.
+        ends: Stop tokens, which are not returned.
+        all_ended: Returns whether the answers on all ranks have ended: with sharded weights, all ranks must run the
+            same number of forward passes. None: only this process generates.
+        is_complete: Called after each token; returns whether the answer is complete; None: only `ends` end it.
 
     Returns:
         The answer to each prompt.
@@ -147,7 +147,7 @@ def generate_batch(
     cache = _make_cache(model, capacity=unread.shape[1] + num_tokens, padding=padding)
     is_over = [False] * len(prompts)
     with _evaluating(model), torch.compiler.set_stance("force_eager"), sdpa_kernel(_KERNELS):
-        for step in range(num_tokens):  # not fewer where all windows are full: other ranks would wait for this one
+        for step in range(num_tokens):  # no early exit when all windows are full: other ranks would hang
             logits = model(unread, cache=cache)[:, -1]  # [B, V]
             probabilities = sampling_probabilities(logits, temperature=temperature, top_k=top_k, top_p=top_p)
             chosen = [_draw(row, rng) for row, rng in zip(probabilities, rngs, strict=True)]
@@ -164,28 +164,28 @@ def generate_batch(
             if all_ended(ended) if all_ended is not None else ended:
                 break
             unread = torch.tensor([[token or 0] for token in chosen], device=unread.device)  # [B, 1]
-            padding += torch.tensor(is_over, device=padding.device)  # the next one replaces their last
+            padding += torch.tensor(is_over, device=padding.device)  # the next token replaces their last one
     return answers
 
 
 def _pad_right(prompts: Sequence[list[int]], *, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the prompts as one tensor [B, T], and how many tokens at the end of each row are padding, [B]."""
+    """Return the prompts as one tensor [B, T], and the number of padding tokens at the end of each row, [B]."""
     width = max(map(len, prompts))
     tokens = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=device)
     return tokens, torch.tensor([width - len(prompt) for prompt in prompts], device=device)
 
 
 def _draw(probabilities: Tensor, rng: torch.Generator) -> int | None:
-    """Return a token; None where the logits of a diverged model are NaN or inf."""
+    """Sample a token; return None if the logits of a diverged model are NaN or inf."""
     if not probabilities.isfinite().all():
         return None
     return int(torch.multinomial(probabilities, 1, generator=rng))
 
 
 def sampling_probabilities(logits: Tensor, *, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
-    """Return probabilities [..., V], float32 on the CPU, of logits [..., V]: temperature, then top-k, then top-p.
+    """Return sampling probabilities [..., V], float32 on the CPU: temperature, then top-k, then top-p.
 
-    All tokens tied with the k-th likeliest stay, and so does the token that crosses `top_p`.
+    All tokens tied with the k-th most likely one stay, and so does the token that crosses `top_p`.
     """
     logits = logits.float().cpu()
     if temperature < _GREEDY_BELOW:
@@ -197,14 +197,14 @@ def sampling_probabilities(logits: Tensor, *, temperature: float, top_k: int | N
     probabilities = logits.softmax(dim=-1)
     if top_p is not None:
         ordered, order = probabilities.sort(descending=True)
-        before = ordered.cumsum(dim=-1) - ordered  # probability of all likelier tokens
+        before = ordered.cumsum(dim=-1) - ordered  # total probability of more likely tokens
         probabilities = torch.zeros_like(ordered).scatter_(-1, order, ordered.masked_fill(before >= top_p, 0.0))
         probabilities /= probabilities.sum(dim=-1, keepdim=True)
     return probabilities
 
 
 class _Window:
-    """The newest tokens, at most `max_seq_len`, and the logits after them."""
+    """Sliding window over the newest `max_seq_len` tokens."""
 
     def __init__(self, model: LanguageModel, *, use_cache: bool) -> None:
         self.model = model
@@ -212,7 +212,7 @@ class _Window:
         self.cache = _make_cache(model, capacity=model.max_seq_len) if use_cache else None
 
     def read(self, new_tokens: list[int]) -> Tensor:
-        """Return the logits [V] after `new_tokens`."""
+        """Append `new_tokens` and return the next-token logits [V]."""
         self.tokens.extend(new_tokens)
         unread = new_tokens
         if len(self.tokens) > self.model.max_seq_len:
@@ -229,10 +229,10 @@ class _Window:
 
 
 def _make_cache(model: LanguageModel, *, capacity: int, padding: Tensor | None = None) -> Any:
-    """Return an empty cache: the model's own, or keys and values by layer."""
+    """Return an empty cache: from the model's `make_cache` if it has one, otherwise a `KeyValueCache`."""
     if hasattr(model, "make_cache"):
         return model.make_cache(capacity=capacity, padding=padding)
-    num_layers = int(getattr(model, "num_layers", len(model.blocks)))  # a rank of a pipeline has some of the blocks
+    num_layers = int(getattr(model, "num_layers", len(model.blocks)))  # a pipeline rank has only some of the blocks
     return KeyValueCache(num_layers=num_layers, capacity=capacity, padding=padding)
 
 

@@ -22,7 +22,7 @@ class Attention(nn.Module):
     """Multi-head causal self-attention; one matrix projects to queries, keys and values.
 
     Attributes:
-        context: Ranks that divide the sequence; None: this rank has all of it.
+        context: Context-parallel ranks; None: the sequence is not sharded.
     """
 
     tensor_parallel: ClassVar[dict[str, ParallelStyle]] = {"qkv": "columns", "out": "rows"}
@@ -37,18 +37,18 @@ class Attention(nn.Module):
         self.out = Linear(hidden_size, hidden_size)
 
     def stacked_rows(self) -> dict[str, tuple[int, ...]]:
-        """Return the rows of queries, keys and values, which an optimizer of matrices must not treat as one matrix."""
+        """Return the row counts of queries, keys and values, which optimizers such as Muon must treat separately."""
         return {"qkv.weight": (self.qkv.in_features,) * 3}
 
     def split_heads(self, num_ranks: int) -> None:
-        """Keep the share of the heads of one of several ranks, which divide `qkv` and `out`."""
+        """Set the number of heads to that of one of `num_ranks` tensor-parallel ranks, which shard `qkv` and `out`."""
         self.num_heads //= num_ranks
 
     def forward(self, x: Tensor, cache: LayerCache | None, documents: Documents | None) -> Tensor:
         """[B, T, W] -> [B, T, W]"""
         batch, num_tokens, _ = x.shape
         heads = self.qkv(x).view(batch, num_tokens, 3, self.num_heads, self.head_dim)
-        # split along the axis of three: the backward pass then writes the gradient of `heads` once
+        # unbind along the axis of size three: the backward pass then writes the gradient of `heads` once
         queries, keys, values = (part.transpose(1, 2) for part in heads.unbind(2))  # [B, H, T, Q] each, views
         dropout = self.dropout if self.training else 0.0
         mixed = attend(
@@ -59,7 +59,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two linear layers with 4 W units between them."""
+    """Two linear layers with 4 W hidden units."""
 
     tensor_parallel: ClassVar[dict[str, ParallelStyle]] = {"up": "columns", "out": "rows"}
 
@@ -75,7 +75,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each on a normalized copy of the residual stream."""
+    """Pre-norm transformer block: attention, then the MLP."""
 
     tensor_parallel: ClassVar[dict[str, ParallelStyle]] = {"attention_norm": "norm", "mlp_norm": "norm"}
 
@@ -95,17 +95,17 @@ class Block(nn.Module):
 
 
 class GPT2(Decoder):
-    """Decoder-only transformer with learned positions; weights interchange with `GPT2LMHeadModel`.
+    """Decoder-only transformer with learned positions; weights are interchangeable with `GPT2LMHeadModel`.
 
     Args:
         vocab_size: Number of tokens, without padding.
         max_seq_len: Number of learned positions; longer inputs are rejected.
         num_layers: Number of blocks.
-        num_heads: Attention heads; divides `hidden_size`.
+        num_heads: Number of attention heads; divides `hidden_size`.
         hidden_size: W, width of the residual stream.
-        dropout: Probability, on the embedding, attention weights and residual branches.
+        dropout: Dropout probability on the embedding, attention weights and residual branches.
         vocab_pad_multiple: Embedding rows are rounded up to a multiple of this; 1: no padding.
-        tie_embeddings: The head uses the weight of the token embedding.
+        tie_embeddings: Whether the head shares the weight of the token embedding.
         pretrained: Folder or hub name of weights to start from; None: `init_weights`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Any causal language model of `transformers`, by the name of its folder or repository.
+"""Wrapper for any causal language model of `transformers`, by folder or hub name.
 
 Shapes: B sequences, T new tokens, W hidden size, V vocabulary.
 """
@@ -23,7 +23,7 @@ from recipes.model.transformers_models import (
 )
 from recipes.numerics.linear import Linear
 
-# settings of models that change the logits after the head, or the hidden states before it
+# config keys of models that change the logits after the head, or the hidden states before it
 _CHANGE_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
 _HAVE_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config")
 
@@ -31,17 +31,17 @@ _HAVE_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 class HuggingFace(nn.Module):
     """Wraps an `AutoModelForCausalLM`.
 
-    Its blocks are those that the model itself says not to split. Documents that share a row are kept apart by the
-    masks that the model makes of positions.
+    Its blocks are the modules that the model declares unsplittable (`_no_split_modules`). Packed documents are
+    separated by the masks that the model builds from positions.
 
     Args:
-        name: Folder with config.json, or name of a repository of the hub.
-        pretrained: Folder or repository of the weights to start from; None: drawn from the seed, each by its own rule.
-        max_seq_len: Longest row; the model must have as many positions.
+        name: Folder with config.json, or hub name.
+        pretrained: Folder or hub name of weights to start from; None: random weights by the rules of the model.
+        max_seq_len: Longest row; the model must have at least this many positions.
         vocab_size: V; as in config.json.
 
     Raises:
-        ConfigError: There is no such model, transformers is not installed, the model has fewer positions, or no blocks.
+        ConfigError: The model does not exist, has too few positions or no blocks, or transformers is not installed.
     """
 
     input_kind: ClassVar[str] = "tokens"
@@ -59,7 +59,7 @@ class HuggingFace(nn.Module):
         self.inner: Any = make_model(config)
         self.title = type(self.inner).__name__
         self._where_blocks_are = find_blocks(self.inner, name=name)
-        # a loss in chunks computes logits by itself, from the weight alone
+        # a chunked loss computes logits itself, from the head weight only
         changed = any(getattr(config, key, None) not in (None, 1, 1.0) for key in _CHANGE_LOGITS)
         head = self.inner.get_output_embeddings()
         is_compared = config.model_type in COMPARED
@@ -74,13 +74,13 @@ class HuggingFace(nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The units that are compiled, recomputed in the backward pass, and sharded; part of `inner`."""
+        """Units of compilation, activation recomputation and sharding; part of `inner`."""
         parent, name = self._where_blocks_are
         blocks: nn.ModuleList = getattr(self.inner.get_submodule(parent), name)
         return blocks
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; `blocks` in the model that has them."""
+        """Set an attribute; `blocks` is set on the module inside `inner` that holds them."""
         if name == "blocks":
             parent, own = self._where_blocks_are
             setattr(self.inner.get_submodule(parent), own, value)
@@ -92,7 +92,7 @@ class HuggingFace(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.inner.tie_weights()
         changed = [name for name, buffer in self.inner.named_buffers() if buffer.dtype != self._dtypes[name]]
-        for name in changed:  # bfloat16 cannot distinguish the positions of rotary frequencies above 256
+        for name in changed:  # in bfloat16, rotary positions above 256 would not be distinct
             parent, _, own = name.rpartition(".")
             module = self.inner.get_submodule(parent)
             module._buffers[own] = module._buffers[own].to(self._dtypes[name])
@@ -107,14 +107,14 @@ class HuggingFace(nn.Module):
         reduce: Callable[[Tensor, Tensor], Any] | None = None,
         positions: Tensor | None = None,
     ) -> Any:
-        """Return the logits of the next token.
+        """Return next-token logits.
 
         Args:
             tokens: [B, T] int64.
             cache: Earlier tokens of the same sequences, extended by this call; None: no earlier tokens.
-            reduce: Called with the last hidden states [B, T, W] and the weight of the head [V, W] instead of computing
-                logits; what it returns is returned.
-            positions: [B, T] of each token in its document, 0 begins one; None: a row is one document.
+            reduce: Called with the final hidden states [B, T, W] and the head weight [V, W] instead of computing
+                logits; its result is returned.
+            positions: [B, T] position of each token in its document, 0 at its start; None: a row is one document.
 
         Returns:
             [B, T, V]; with a cache only the last position, [B, 1, V].
@@ -129,11 +129,11 @@ class HuggingFace(nn.Module):
         return self.inner.get_output_embeddings()(hidden, reduce)
 
     def make_cache(self, *, capacity: int, padding: Tensor | None = None) -> "TransformersCache":
-        """Return an empty cache for `forward`; arguments as those of `KeyValueCache`."""
+        """Return an empty cache for `forward`; arguments as for `KeyValueCache`."""
         return TransformersCache(self.inner.config, gives_hidden=self.computes_loss_in_chunks, padding=padding)
 
     def init_weights(self, seed: int) -> None:
-        """Set every parameter and buffer in place, by the rules of the model, from (seed, name)."""
+        """Initialize every parameter and buffer in place by the rules of the model, from (seed, name)."""
         parameters, buffers = dict(named_parameters(self.inner)), dict(self.inner.named_buffers())
         for name, value in self._drawn(seed):
             if name in parameters:
@@ -144,7 +144,7 @@ class HuggingFace(nn.Module):
 
     @torch.no_grad()
     def init_buffers(self) -> None:
-        """Set in place what no file holds, such as rotary frequencies; nothing on the meta device."""
+        """Initialize non-persistent buffers in place, such as rotary frequencies; does nothing on the meta device."""
         saved = self.inner.state_dict()
         buffers = {name: buffer for name, buffer in self.inner.named_buffers() if name not in saved}
         if not buffers or next(iter(buffers.values())).is_meta:
@@ -155,7 +155,7 @@ class HuggingFace(nn.Module):
                 buffers[name].copy_(value)
 
     def flops_per_token(self, seq_len: int) -> Flops | None:
-        """Return the FLOPs per trained token, forward and backward; None for experts, which are not all used."""
+        """Return the FLOPs per trained token, forward and backward; None for mixture-of-experts models."""
         config = self.inner.config.get_text_config()
         if any(getattr(config, key, None) for key in _HAVE_EXPERTS):
             return None
@@ -170,9 +170,9 @@ class HuggingFace(nn.Module):
         )
 
     def _drawn(self, seed: int, *, only: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield first values of parameters and buffers by name, drawn on the CPU unit by unit.
+        """Yield initial values of parameters and buffers by name, drawn on the CPU one unit at a time.
 
-        A unit is a block, as models scale what ends a branch there, or a module outside of blocks.
+        A unit is a block, because models scale the end of a residual branch there, or a module outside blocks.
         """
         fresh = make_model_on_meta(self.inner.config)
         parent, own = find_blocks(fresh, name=self.name)
@@ -191,21 +191,21 @@ class HuggingFace(nn.Module):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(generator_for(name, seed=seed).initial_seed())
                 for part in reversed(list(module.modules())) if is_block else [module]:
-                    fresh._init_weights(part)  # transformers calls it itself for models that are not on the meta device
+                    fresh._init_weights(part)  # transformers does this only for models not on the meta device
             found = [*module.named_parameters(recurse=is_block), *module.named_buffers(recurse=is_block)]
             yield from ((f"{name}.{own_name}" if name else own_name, value.detach()) for own_name, value in found)
             module.to_empty(device="meta", recurse=is_block)
 
 
 class TransformersCache:
-    """Keys and values of sequences that a model of `transformers` has read; as `kv_cache.KeyValueCache`.
+    """Key-value cache of a `transformers` model; counterpart of `kv_cache.KeyValueCache`.
 
-    What pads the end of a prompt is moved to its beginning and masked.
+    Padding at the end of a prompt is moved to its start and masked.
 
     Args:
-        config: Of the model, whose layers may keep other things than keys and values.
-        gives_hidden: Whether `run` returns hidden states, for a head, or logits.
-        padding: Tokens [B] at the end of each row of the first forward pass that are no part of it; None: none.
+        config: Config of the model, whose layers may cache state other than keys and values.
+        gives_hidden: Whether `run` returns hidden states for a head (True) or logits (False).
+        padding: [B] number of padding tokens at the end of each row of the first forward pass; None: none.
     """
 
     def __init__(self, config: Any, *, gives_hidden: bool, padding: Tensor | None) -> None:
@@ -215,27 +215,27 @@ class TransformersCache:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         from transformers import DynamicCache
 
         self.length = 0
         self._cache = DynamicCache(config=self._config)
-        self._mask: Tensor | None = None  # [B, tokens held]
+        self._mask: Tensor | None = None  # [B, cached tokens]
 
     def run(self, inner: Any, tokens: Tensor) -> Tensor:
-        """Return hidden states [B, 1, W] or logits [B, 1, V] of the last token of each sequence."""
+        """Run `inner` and return hidden states [B, 1, W] or logits [B, 1, V] of the last token of each sequence."""
         num_new = tokens.shape[1]
         positions = torch.arange(self.length, self.length + num_new, device=tokens.device)[None]  # [1, T]
         is_read = torch.ones_like(tokens)  # [B, T]
         if self.padding is not None:
             positions = positions - self.padding[:, None]  # [B, T]
-            if self.length == 0:  # to the front, so that neighbours in a window of attention are neighbours here
+            if self.length == 0:  # to the front, so that sliding-window attention sees adjacent tokens
                 is_read = (positions >= 0).long()
                 tokens = tokens.gather(1, positions.clamp(min=0))
             positions = positions.clamp(min=0)
         self._mask = is_read if self._mask is None else torch.cat([self._mask, is_read], dim=1)
         model = inner.base_model if self._gives_hidden else inner
-        # of a prompt only the last logits are needed
+        # only the last logits of a prompt are needed
         last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         out = model(
             input_ids=tokens,
@@ -251,10 +251,10 @@ class TransformersCache:
 
 
 class _Head(Linear):
-    """Hidden states -> logits, or what a loss in chunks makes of them; see `decoder.Head`."""
+    """Output projection with support for a chunked loss; see `decoder.Head`."""
 
     def forward(self, input: Tensor, reduce: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
-        """Return logits [..., V] of hidden states [..., W], or what `reduce` makes of both."""
+        """Return logits [..., V] of hidden states [..., W], or the result of `reduce` for hidden states and weight."""
         return super().forward(input) if reduce is None else reduce(input, self.weight)
 
 

@@ -1,9 +1,9 @@
-"""Initial weights from (seed, parameter name, shape) alone, drawn on the CPU: 2 s for 124M parameters.
+"""Weight initialization from (seed, parameter name, shape) only, drawn on the CPU: 2 s for 124M parameters.
 
 The values of a parameter do not depend on the number of ranks, the device, the order of modules, or other parameters.
 A sharded parameter (DTensor) is drawn unsharded on every rank, one parameter at a time, and the rank keeps its shard:
-no collective, at the price of drawing the other shards needlessly. A parameter with a `fill_whole` method is set
-through it (ZeRO-3).
+no collectives, but every rank also draws the other shards. A parameter with a `fill_whole` method is set through it
+(ZeRO-3).
 """
 
 import hashlib
@@ -20,14 +20,14 @@ from recipes.parallel.placement import cut_box, find_box
 
 INIT_STD = 0.02  # Radford et al. 2019 (GPT-2)
 
-# parts that wrappers add to a name; a wrapped parameter has the same values
+# parts that wrappers add to a name; wrapping must not change the values of a parameter
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "base_layer.")
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield `model.named_parameters()`, tied parameters once, under the names they have without wrappers.
+    """Yield `model.named_parameters()` with names as without wrappers, tied parameters once.
 
-    Those of an adapter are left out. A copy of a parameter of another stage of a pipeline has the name of that.
+    Adapter parameters are excluded. A copy of a parameter from another pipeline stage has the original's name.
     """
     # a list: filling a parameter may replace it in the model
     for name, parameter in list(model.named_parameters()):
@@ -36,7 +36,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield `model.named_buffers()` under the names they have without wrappers."""
+    """Yield `model.named_buffers()` with names as without wrappers."""
     for name, buffer in model.named_buffers():
         yield _without_wrappers(name), buffer
 
@@ -48,15 +48,15 @@ def _without_wrappers(name: str) -> str:
 
 
 def init_decoder(model: nn.Module, *, seed: int, num_layers: int, vocab_size: int) -> None:
-    """Set every parameter of a decoder in place, by its name.
+    """Initialize every parameter of a decoder in place, by its name.
 
-    `*bias` 0; `*norm.weight` 1; `*.out.weight`, which end the 2 L residual branches, normal 0.02 / sqrt(2 L), so that
-    the residual stream does not grow with depth (Radford et al. 2019, section 2.3); all else normal 0.02; rows of
-    padded tokens 0.
+    `*bias` 0; `*norm.weight` 1; `*.out.weight`, at the end of the 2 L residual branches, normal with standard deviation
+    0.02 / sqrt(2 L), so that the residual stream does not grow with depth (Radford et al. 2019, section 2.3); all
+    others normal with 0.02; vocabulary padding rows 0.
 
     Args:
-        model: On any device, sharded or not.
-        seed: Of the run.
+        model: Model on any device, sharded or not.
+        seed: Seed of the run.
         num_layers: L, number of blocks.
         vocab_size: Rows of `embedding.weight` and `head.weight` that are not padding.
     """
@@ -75,7 +75,7 @@ def init_decoder(model: nn.Module, *, seed: int, num_layers: int, vocab_size: in
 def generator_for(name: str, *, seed: int) -> torch.Generator:
     """Return a CPU generator for the parameter `name`, seeded by sha256("seed/name").
 
-    Only the first 32 bits are used: torch's Mersenne Twister drops the others.
+    Only the first 32 bits are used: torch's Mersenne Twister ignores the rest.
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
@@ -83,9 +83,9 @@ def generator_for(name: str, *, seed: int) -> torch.Generator:
 
 @torch.no_grad()
 def fill(parameter: Tensor, values: Tensor) -> None:
-    """Copy `values`, the unsharded tensor, into `parameter` or into this rank's shard of it; quantize for NF4."""
+    """Copy unsharded `values` into `parameter` or this rank's shard of it, quantizing for NF4."""
     assert parameter.shape == values.shape, f"{tuple(parameter.shape)} != {tuple(values.shape)}"
-    if hasattr(parameter, "row_order"):  # tensor parallelism holds stacked rows in an order of its own
+    if hasattr(parameter, "row_order"):  # tensor parallelism reorders stacked rows
         values = parameter.row_order.to_ranks(values)
     if hasattr(parameter, "fill_whole"):
         parameter.fill_whole(values)
@@ -99,17 +99,18 @@ def fill(parameter: Tensor, values: Tensor) -> None:
 
 @torch.no_grad()
 def normal_(parameter: Tensor, *, name: str, seed: int, std: float, num_rows: int | None = None) -> None:
-    """Fill with samples of a normal distribution of mean zero.
+    """Fill with samples from a normal distribution with mean zero.
 
     Args:
-        parameter: Any device, dtype, sharding.
-        name: The parameter's name in its model.
-        seed: Of the run.
+        parameter: Parameter on any device, in any dtype, sharded or not.
+        name: Name of the parameter in its model.
+        seed: Seed of the run.
         std: Standard deviation.
-        num_rows: Rows that are sampled, so that padding changes no other row; the rest is zero. None: all rows.
+        num_rows: Number of rows to sample, so that padding does not change the values of other rows; the rest are
+            zero. None: all rows.
     """
     rows = parameter.shape[0] if num_rows is None else num_rows
-    values = torch.randn(  # float32 whatever the default dtype is: the same values for every precision
+    values = torch.randn(  # always float32: the same values for every precision
         rows,
         *parameter.shape[1:],
         dtype=torch.float32,
@@ -135,7 +136,7 @@ def unsharded_shape(parameter: Tensor) -> torch.Size:
 
 
 def pad_rows(values: Tensor, *, num_rows: int) -> Tensor:
-    """Return `values` with rows of zeros appended up to `num_rows`; the same tensor if none are missing."""
+    """Return `values` padded with zero rows to `num_rows`; the same tensor if it already has that many."""
     if len(values) == num_rows:
         return values
     padding = values.new_zeros(num_rows - len(values), *values.shape[1:])

@@ -1,6 +1,6 @@
-"""Keys and values of the tokens that a decoder has read: each new token costs one forward pass of one token.
+"""Key-value cache of a decoder, which reduces generation to one single-token forward pass per new token.
 
-Shapes: B sequences, G key-value heads, T new tokens, L tokens held in the cache after them, Q head size.
+Shapes: B sequences, G key-value heads, T new tokens, L tokens in the cache including them, Q head size.
 """
 
 import torch
@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 class LayerCache:
-    """Keys and values of one layer; the first `append` allocates the memory, in its dtype.
+    """Keys and values of one layer; the first `append` allocates the memory, in the dtype of its arguments.
 
     Args:
-        capacity: Largest number of tokens.
+        capacity: Maximum number of tokens.
         padding: As for `KeyValueCache`.
 
     Attributes:
-        length: Tokens held, padding included.
+        length: Tokens in the cache, including padding.
     """
 
     def __init__(self, *, capacity: int, padding: Tensor | None = None) -> None:
@@ -26,10 +26,10 @@ class LayerCache:
         self._values: Tensor | None = None
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values of T new tokens, [B, G, T, Q] each; return views of all held, [B, G, L, Q] each."""
+        """Append keys and values of T new tokens, [B, G, T, Q]; return views of all L tokens, [B, G, L, Q]."""
         batch, heads, num_new, size = keys.shape
         if self._keys is None or self._values is None:
-            # zeros: a slot that no token has filled is masked, and 0 times NaN would be NaN
+            # zeros, not empty: unfilled slots are masked, but 0 times NaN would be NaN
             self._keys = keys.new_zeros(batch, heads, self.capacity, size)  # [B, G, capacity, Q]
             self._values = values.new_zeros(batch, heads, self.capacity, size)
         end = self.length + num_new
@@ -40,15 +40,15 @@ class LayerCache:
             self._values[:, :, self.length : end] = values
         else:
             rows = torch.arange(batch, device=keys.device)[:, None]  # [B, 1]
-            self._keys[rows, :, slots] = keys.transpose(1, 2)  # [B, T, G, Q], as two index tensors around a slice give
+            self._keys[rows, :, slots] = keys.transpose(1, 2)  # [B, T, G, Q] by the rules of advanced indexing
             self._values[rows, :, slots] = values.transpose(1, 2)
         self.length = end
         return self._keys[:, :, :end], self._values[:, :, :end]
 
     def mask(self, num_new: int, *, device: torch.device) -> Tensor | None:
-        """Return where the T tokens appended last may attend: bool [T, L] or [B, 1, T, L]; None: everywhere.
+        """Return where the last T tokens may attend: bool [T, L] or [B, 1, T, L]; None: everywhere.
 
-        Also None for the first tokens of a cache, whose attention is plainly causal.
+        Also None for the first tokens of a cache, whose attention is causal.
         """
         start = self.length - num_new
         if start == 0:
@@ -61,16 +61,16 @@ class LayerCache:
 
 
 class KeyValueCache:
-    """One `LayerCache` per layer. It holds no positions: token i of a sequence is at position i.
+    """One `LayerCache` per layer; positions are implicit: token i of a sequence is at position i.
 
     Args:
         num_layers: Number of blocks of the model.
-        capacity: Largest number of tokens, padding included.
-        padding: Sequences of different lengths: tokens [B] at the end of each row of the first forward pass that are
-            no part of it. What is read later takes their places. None: there are none.
+        capacity: Maximum number of tokens, including padding.
+        padding: For sequences of different lengths: [B] number of padding tokens at the end of each row of the first
+            forward pass, which later tokens overwrite. None: no padding.
 
     Attributes:
-        padding: May grow by 1 before a forward pass, for a sequence that has ended: its last token is replaced.
+        padding: May be increased by 1 before a forward pass for a finished sequence: its last token is replaced.
     """
 
     def __init__(self, *, num_layers: int, capacity: int, padding: Tensor | None = None) -> None:
@@ -79,19 +79,19 @@ class KeyValueCache:
 
     @property
     def length(self) -> int:
-        """Tokens held, padding included, before the forward pass that appends more."""
-        return max(layer.length for layer in self.layers)  # a stage of a pipeline fills those of its own layers
+        """Tokens in the cache, including padding, before the next forward pass."""
+        return max(layer.length for layer in self.layers)  # a pipeline stage fills only its own layers
 
     def end(self, num_new: int) -> int:
-        """Return the positions in use with T more tokens; with padding, only of the first tokens: then 0."""
+        """Return the number of positions in use after T more tokens; with padding, 0 after the first forward pass."""
         return 0 if self.padding is not None and self.length else self.length + num_new
 
     def positions(self, num_new: int, *, device: torch.device) -> Tensor:
-        """Return the positions of the next T tokens: [T], or [B, T] where they differ."""
+        """Return the positions of the next T tokens: [T], or [B, T] if they differ between sequences."""
         return new_positions(self.length, num_new, padding=self.padding, device=device)
 
     def last(self, hidden: Tensor) -> Tensor:
-        """Return the hidden state [B, 1, W] of the last token of each sequence, of those [B, T, W] just appended."""
+        """Return the hidden state [B, 1, W] of the last token of each sequence, given those of new tokens [B, T, W]."""
         num_new = hidden.shape[1]
         if self.padding is None or num_new < self.length:
             return hidden[:, -1:]
@@ -99,12 +99,12 @@ class KeyValueCache:
         return hidden[torch.arange(len(hidden), device=hidden.device), index][:, None]
 
     def clear(self) -> None:
-        """Forget all tokens and keep the memory."""
+        """Remove all tokens but keep the memory."""
         for layer in self.layers:
             layer.length = 0
 
 
 def new_positions(held: int, num_new: int, *, padding: Tensor | None, device: torch.device) -> Tensor:
-    """Return the positions of T tokens after `held` ones: [T], or [B, T] if some of those were padding."""
+    """Return the positions of T tokens after `held` tokens: [T], or [B, T] if some of those were padding."""
     positions = torch.arange(held, held + num_new, device=device)  # [T]
     return positions if padding is None or held == 0 else positions - padding[:, None]

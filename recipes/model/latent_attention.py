@@ -1,7 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads from one short vector.
+"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434).
 
-Shapes: B sequences, T tokens, W hidden size, H heads, D channels of a head without position, R channels with, V
-channels of a value, Lq and Lk channels of the latent vectors of queries, and of keys and values.
+Shapes: B sequences, T tokens, W hidden size, H heads, D and R channels per head without and with RoPE, V channels per
+value head, Lq and Lk latent sizes of queries, and of keys and values.
 """
 
 import torch
@@ -16,26 +16,26 @@ from recipes.numerics.linear import Linear
 from recipes.numerics.rms_norm import RMSNorm
 from recipes.parallel.context import ContextRanks
 
-_LATENT_EPS = 1e-6  # of the norms of latent vectors: transformers has no setting for it, whatever `rms_norm_eps` is
+_LATENT_EPS = 1e-6  # epsilon of the latent norms: fixed in transformers, independent of `rms_norm_eps`
 
 
 class LatentAttention(nn.Module):
-    """Causal self-attention whose keys and values are made of a latent vector of each token.
+    """Causal self-attention whose keys and values are projected from one latent vector per token.
 
-    The channels with a position are apart from those without: of the keys, all heads share them. They are rotated with
-    their neighbors, as in the published weights.
+    RoPE applies to separate channels; those of the keys are shared by all heads. Neighboring channels form the rotated
+    pairs, as in the published weights.
 
     Args:
         hidden_size: W.
         num_heads: H.
-        query_rank: Lq; None: queries are made of the hidden state itself.
+        query_rank: Lq; None: queries are projected from the hidden state.
         key_value_rank: Lk.
         head_dim: D.
         rope_dim: R.
         value_dim: V, at most D + R.
 
     Attributes:
-        context: Ranks that divide the sequence; None: this rank has all of it.
+        context: Context-parallel ranks; None: the sequence is not sharded.
     """
 
     context: ContextRanks | None = None
@@ -80,7 +80,7 @@ class LatentAttention(nn.Module):
         queries = torch.cat((queries[..., : self.head_dim], rotated[:, :, :-1]), dim=-1)  # [B, T, H, D + R]
         shared = rotated[:, :, -1:].expand(-1, -1, self.num_heads, -1)
         keys = torch.cat((heads[..., : self.head_dim], shared), dim=-1)  # [B, T, H, D + R]
-        # torch's flash kernels (2.13) take one head size: without one, all T x T scores would be stored
+        # torch's flash kernels (2.13) need equal head sizes; the math fallback would store all T x T scores
         values = F.pad(heads[..., self.head_dim :], (0, self.head_dim + self.rope_dim - self.value_dim))
         mixed = attend(
             queries.transpose(1, 2),  # [B, H, T, D + R]

@@ -23,27 +23,27 @@ from recipes.parallel.tensor import ParallelStyle
 
 
 class Llama(Decoder):
-    """Decoder-only transformer; weights interchange with `LlamaForCausalLM` (`qk_norm`: Qwen3's).
+    """Decoder-only transformer; weights are interchangeable with `LlamaForCausalLM` (`qk_norm`: `Qwen3ForCausalLM`).
 
     Args:
         vocab_size: Number of tokens, without padding.
         max_seq_len: Positions in the rotary tables; longer inputs are rejected.
         num_layers: Number of blocks.
-        num_heads: H, query heads.
-        num_kv_heads: Key-value heads; divides `num_heads`.
+        num_heads: H, number of query heads.
+        num_kv_heads: Number of key-value heads; divides `num_heads`.
         hidden_size: W, width of the residual stream.
-        ffn_hidden_size: Width between the linear layers of the MLP.
-        rope_theta: Base of the rotary wavelengths, in positions.
+        ffn_hidden_size: Hidden width of the MLP.
+        rope_theta: Base of the rotary wavelengths.
         rope_scaling_factor: Factor by which Llama 3.1 stretches long wavelengths (8; Llama 3.2: 32); None disables it.
-        rms_eps: Added to the mean square.
+        rms_eps: Epsilon of RMSNorm, added to the mean square.
         head_dim: Q, channels per head; None: `hidden_size / num_heads`.
-        tie_embeddings: The head uses the weight of the token embedding.
-        qk_norm: RMSNorm on each query and key head before its rotation, as in Qwen3.
+        tie_embeddings: Whether the head shares the weight of the token embedding.
+        qk_norm: Whether to apply RMSNorm to each query and key head before RoPE, as in Qwen3.
         vocab_pad_multiple: Embedding rows are rounded up to a multiple of this; 1: no padding.
         pretrained: Folder or hub name of weights to start from; None: `init_weights`.
 
     Raises:
-        ConfigError: Heads do not divide what they split.
+        ConfigError: The number of heads does not divide the hidden size, or key-value heads do not divide query heads.
     """
 
     input_kind: ClassVar[str] = "tokens"
@@ -116,13 +116,13 @@ class Llama(Decoder):
 
     @property
     def rotated_dim(self) -> int:
-        """Channels of a head that have a position."""
+        """Number of channels per head with RoPE."""
         return self.head_dim
 
     @property
     @override
     def attention_width(self) -> int:
-        """Mean of the query-key width and the value width, summed over heads."""
+        """Mean of query-key width and value width, summed over heads."""
         return self.num_heads * self.head_dim
 
     def _build_attention(self) -> nn.Module:
@@ -141,11 +141,11 @@ class Llama(Decoder):
             self.register_buffer(name, table, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or convert the parameters; rotary tables stay float32: bfloat16 has no distinct positions above 256."""
+        """Move or convert the parameters; rotary tables stay float32: in bfloat16, positions above 256 coincide."""
         super()._apply(fn, recurse)
         if self.rope_cos.dtype != torch.float32:
             self._allocate_tables(device=self.rope_cos.device)
-            Llama.init_buffers(self)  # what a subclass has beside the tables keeps its values
+            Llama.init_buffers(self)  # not `self.init_buffers`: other buffers of a subclass keep their values
         return self
 
     @override
@@ -169,7 +169,7 @@ class Llama(Decoder):
     @override
     @torch.no_grad()
     def init_buffers(self) -> None:
-        """Fill the rotary tables in place; do nothing on the meta device."""
+        """Fill the rotary tables in place; does nothing on the meta device."""
         if self.rope_cos.is_meta:
             return
         cos, sin = rope_tables(

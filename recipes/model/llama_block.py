@@ -1,4 +1,4 @@
-"""A Llama block: grouped-query attention and SwiGLU, each behind an RMSNorm.
+"""Llama block: grouped-query attention and SwiGLU, each preceded by an RMSNorm.
 
 Shapes: B sequences, T tokens, W hidden_size, H query heads, G key-value heads, Q head size.
 """
@@ -24,14 +24,14 @@ class Attention(nn.Module):
 
     Args:
         hidden_size: W.
-        num_heads: H, query heads.
-        num_kv_heads: G, key-value heads; divides H.
+        num_heads: H, number of query heads.
+        num_kv_heads: G, number of key-value heads; divides H.
         head_dim: Q.
-        rms_eps: Added to the mean square, where `qk_norm` is on.
-        qk_norm: RMSNorm on each query and key head before its rotation.
+        rms_eps: Epsilon of the `qk_norm` RMSNorm.
+        qk_norm: Whether to apply RMSNorm to each query and key head before RoPE.
 
     Attributes:
-        context: Ranks that divide the sequence; None: this rank has all of it.
+        context: Context-parallel ranks; None: the sequence is not sharded.
     """
 
     tensor_parallel: ClassVar[dict[str, ParallelStyle]] = {
@@ -62,12 +62,12 @@ class Attention(nn.Module):
         self.key_norm = RMSNorm(head_dim, eps=rms_eps) if qk_norm else None
 
     def stacked_rows(self) -> dict[str, tuple[int, ...]]:
-        """Return the rows of queries, keys and values, which an optimizer of matrices must not treat as one matrix."""
+        """Return the row counts of queries, keys and values, which optimizers such as Muon must treat separately."""
         keys = self.num_kv_heads * self.head_dim
         return {"qkv.weight": (self.num_heads * self.head_dim, keys, keys)}
 
     def split_heads(self, num_ranks: int) -> None:
-        """Keep the share of the heads of one of several ranks, which divide `qkv` and `out`."""
+        """Set the number of heads to that of one of `num_ranks` tensor-parallel ranks, which shard `qkv` and `out`."""
         self.num_heads //= num_ranks
         self.num_kv_heads //= num_ranks
 
@@ -75,7 +75,7 @@ class Attention(nn.Module):
         """[B, T, W] -> [B, T, W]"""
         batch, num_tokens, _ = x.shape
         heads = self.qkv(x).view(batch, num_tokens, -1, self.head_dim)  # [B, T, H + 2 G, Q]
-        num_rotated = self.num_heads + self.num_kv_heads  # values have no position
+        num_rotated = self.num_heads + self.num_kv_heads  # values are not rotated
         unrotated, values = heads[:, :, :num_rotated], heads[:, :, num_rotated:]
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys = unrotated[:, :, : self.num_heads], unrotated[:, :, self.num_heads :]
@@ -113,7 +113,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each on a normalized copy of the residual stream."""
+    """Pre-norm transformer block: attention, then the MLP."""
 
     tensor_parallel: ClassVar[dict[str, ParallelStyle]] = {"attention_norm": "norm", "mlp_norm": "norm"}
 

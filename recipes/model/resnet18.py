@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from recipes.model.flops import Flops
 from recipes.model.init import constant_, named_parameters, normal_
 
-STAGE_CHANNELS = (64, 128, 256, 512)  # two blocks each; every stage but the first halves the image
+STAGE_CHANNELS = (64, 128, 256, 512)  # two blocks per stage; every stage but the first halves the resolution
 HEAD_STD = 0.01  # Goyal et al. 2017, arXiv:1706.02677, section 5.1
 
 
 class ResidualBlock(nn.Module):
-    """Two 3 x 3 convolutions and a shortcut, which is a 1 x 1 convolution if the shape changes."""
+    """Two 3 x 3 convolutions with a shortcut, which is a 1 x 1 convolution if the shape changes."""
 
     def __init__(self, *, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
@@ -83,16 +83,16 @@ class ResNet18(nn.Module):
         if not self.small_images:
             x = F.max_pool2d(x, 3, stride=2, padding=1)
         for block in self.blocks:
-            x = block(x)  # at last [B, 512, H', W']
+            x = block(x)  # finally [B, 512, H', W']
         logits: Tensor = self.head(x.mean(dim=(2, 3)))  # [B, V]
         return logits
 
     def init_weights(self, seed: int) -> None:
-        """Set every parameter and buffer in place, from (seed, name, shape).
+        """Initialize every parameter and buffer in place, from (seed, name, shape).
 
-        Convolutions normal sqrt(2 / fan_out) (He et al. 2015, arXiv:1502.01852); the last norm of
-        each block 0, so that blocks begin as identities (Goyal et al. 2017), other norms 1; head
-        normal 0.01; biases 0.
+        Convolutions normal with standard deviation sqrt(2 / fan_out) (He et al. 2015, arXiv:1502.01852); the last norm
+        of each block 0, so that blocks start as identities (Goyal et al. 2017), other norms 1; head normal with 0.01;
+        biases 0.
         """
         for name, parameter in named_parameters(self):
             if parameter.dim() == 4:
@@ -115,7 +115,7 @@ class ResNet18(nn.Module):
     def flops_per_sample(self, image_size: int) -> Flops:
         """Return the FLOPs per trained image of `image_size` squared pixels: six per multiply-add of the forward pass.
 
-        Convolutions and head only; there is no attention, so both conventions agree.
+        Counts convolutions and head only; without attention, both conventions agree.
         """
         size = image_size if self.small_images else -(-image_size // 2)
         num_multiply_adds = self.stem_conv.weight.numel() * size**2

@@ -1,7 +1,8 @@
-"""Rotary positions (Su et al. 2021, arXiv:2104.09864) in float32: two tables [positions, Q / 2].
+"""Rotary position embeddings (RoPE; Su et al. 2021, arXiv:2104.09864) in float32: two tables [positions, Q / 2].
 
-Channel i is rotated with channel i + Q / 2, not with its neighbor, as in the published Llama and Qwen weights; those of
-DeepSeek pair neighbors.
+Channel i is paired with channel i + Q / 2, as in the published Llama and Qwen weights; DeepSeek pairs neighboring
+channels.
+
 Shapes: B sequences, T tokens, H heads, Q head size.
 """
 
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 # Llama 3.1 to 3.3 (config.json of the released weights): wavelengths that fit fewer than LOW times into the original
-# training context are stretched by the factor, those that fit more than HIGH times stay, in between is interpolated.
+# training context are stretched by the factor, those that fit more than HIGH times are unchanged, and those in between
+# are interpolated.
 LOW_FREQ_FACTOR = 1.0
 HIGH_FREQ_FACTOR = 4.0
 ORIGINAL_CONTEXT = 8192
@@ -20,8 +22,8 @@ ORIGINAL_CONTEXT = 8192
 class Rotation:
     """Cosines and sines of T positions, [T, 1, Q / 2] float32 each.
 
-    Deliberately a plain class, not a dataclass, tuple or dict: FSDP2's mixed precision casts every tensor that it
-    finds in those, among the arguments of a block, to bfloat16, which cannot distinguish positions above 256
+    Deliberately a plain class: FSDP2's mixed precision casts every tensor inside a dataclass, tuple or dict among the
+    arguments of a block to bfloat16, in which positions above 256 coincide
     (`torch.distributed.utils._apply_to_tensors`).
     """
 
@@ -31,7 +33,7 @@ class Rotation:
 
 
 def frequencies(head_size: int, *, theta: float, scaling_factor: float | None) -> Tensor:
-    """Return the radians per position of each pair of channels: [Q / 2] float32, on the CPU."""
+    """Return the frequency of each channel pair in radians per position: [Q / 2] float32, on the CPU."""
     exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device="cpu") / head_size
     plain = 1.0 / theta**exponents
     if scaling_factor is None:
@@ -45,7 +47,7 @@ def frequencies(head_size: int, *, theta: float, scaling_factor: float | None) -
 def rope_tables(
     num_positions: int, *, head_size: int, theta: float, scaling_factor: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of positions 0, 1, ...: [num_positions, Q / 2] float32 each, on the CPU."""
+    """Return cosine and sine tables for positions 0, 1, ...: [num_positions, Q / 2] float32 each, on the CPU."""
     radians = frequencies(head_size, theta=theta, scaling_factor=scaling_factor)  # [Q / 2]
     positions = torch.arange(num_positions, dtype=torch.float32, device="cpu")
     angles = torch.outer(positions, radians)  # [num_positions, Q / 2]
@@ -53,12 +55,12 @@ def rope_tables(
 
 
 def rotate(heads: Tensor, rotation: Rotation, *, pairs_neighbors: bool = False) -> Tensor:
-    """Rotate each pair of channels by its angle: [B, T, H, Q] -> [B, T, H, Q], the first of all pairs first.
+    """Rotate each channel pair by its angle, [B, T, H, Q] -> [B, T, H, Q]; output pairs are (i, i + Q / 2).
 
     Args:
         heads: Queries and keys.
-        rotation: Of the tokens.
-        pairs_neighbors: Pairs are (2 i, 2 i + 1), not (i, i + Q / 2).
+        rotation: Rotation of the tokens.
+        pairs_neighbors: Whether input pairs are (2 i, 2 i + 1) instead of (i, i + Q / 2).
     """
     if pairs_neighbors:
         first, second = heads.float().view(*heads.shape[:-1], -1, 2).unbind(dim=-1)  # [B, T, H, Q / 2] each

@@ -1,4 +1,4 @@
-"""Causal language models of `transformers`: which can be trained here, and where their blocks are."""
+"""Check which causal language models of `transformers` are supported, and find their blocks."""
 
 import copy
 import logging
@@ -13,7 +13,7 @@ from recipes.numerics.torchao_import import without_warnings_of_torchao
 
 log = logging.getLogger("lightning_recipes")
 
-# architectures whose logits, packed documents and files were compared with transformers 5.23 (test_huggingface.py)
+# architectures tested against transformers 5.23: logits, packed documents and saved files (test_huggingface.py)
 COMPARED = frozenset(
     {
         *(
@@ -45,17 +45,17 @@ COMPARED = frozenset(
         *("stablelm", "starcoder2"),
     }
 )
-# that read a whole text at once, also where transformers lists them as causal models
+# bidirectional encoders, even if transformers lists them as causal models
 _ENCODERS = ("bert", "electra", "ernie", "data2vec", "big_bird", "roformer", "xlm", "xlnet", "reformer", "xmod")
 _configs: dict[str, Any] = {}
 _said: set[str] = set()
 
 
 def load_config(name: str) -> Any:
-    """Return the configuration of a published model, read once in a process.
+    """Return the configuration of a published model, cached per process.
 
     Raises:
-        ConfigError: There is none, or transformers is not installed.
+        ConfigError: The model does not exist, or transformers is not installed.
     """
     try:
         from transformers import AutoConfig
@@ -77,7 +77,7 @@ def load_config(name: str) -> Any:
 
 
 def make_model(config: Any) -> Any:
-    """Return a causal language model of a configuration, on the current device in the default dtype."""
+    """Build a causal language model from a configuration, on the current device in the default dtype."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -91,16 +91,16 @@ def make_model(config: Any) -> Any:
 
 
 def make_model_on_meta(config: Any) -> Any:
-    """Return the same without storage."""
+    """Build the model on the meta device, without storage."""
     with torch.device("meta"):
         return make_model(config)
 
 
 def find_blocks(inner: Any, *, name: str) -> tuple[str, str]:
-    """Return the name of the module that has the blocks, and their name in it.
+    """Return the name of the module that holds the blocks, and the name of the block list in it.
 
     Raises:
-        ConfigError: There are none.
+        ConfigError: The model has no blocks.
     """
     whole = set(inner._no_split_modules or ())
     number = getattr(inner.config, "num_hidden_layers", None)
@@ -115,10 +115,10 @@ def find_blocks(inner: Any, *, name: str) -> tuple[str, str]:
 
 
 def check_kind(config: Any, *, name: str) -> None:
-    """Refuse what is no causal language model in full precision, and say so where an architecture was not compared.
+    """Reject models that are not causal or are quantized, and warn about untested architectures.
 
     Raises:
-        ConfigError: It would be trained as something that it is not.
+        ConfigError: The model is not a causal language model, or is quantized.
     """
     typed, kind = f"model.name={name}", config.model_type
     if getattr(config, "quantization_config", None):

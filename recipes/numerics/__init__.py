@@ -1,1 +1,1 @@
-"""Arithmetic that every strategy shares: gradient accumulation, collectives, losses, averaged weights."""
+"""Arithmetic shared by all strategies: gradient accumulation, collectives, losses and EMA."""

@@ -1,4 +1,4 @@
-"""Splits a global batch into equal micro-batches, exactly or not at all; pure arithmetic, imports no torch."""
+"""Split a global batch into equal micro-batches; pure arithmetic, does not import torch."""
 
 from dataclasses import dataclass, replace
 
@@ -7,10 +7,10 @@ from recipes.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulation:
-    """How one global batch is computed.
+    """How a global batch is split into micro-batches.
 
     Attributes:
-        global_batch_size: Samples per optimizer step over all devices; what the experiment is about.
+        global_batch_size: Samples per optimizer step over all devices.
         micro_batch_size: Samples per device per forward pass.
         num_micro_batches: Micro-batches per device per optimizer step.
     """
@@ -20,7 +20,7 @@ class Accumulation:
     num_micro_batches: int
 
     def in_one(self) -> "Accumulation":
-        """Return the same global batch in one micro-batch, which a pipeline's schedule divides itself."""
+        """Return the same global batch as one micro-batch, which a pipeline schedule splits itself."""
         size = self.micro_batch_size * self.num_micro_batches
         return replace(self, micro_batch_size=size, num_micro_batches=1)
 
@@ -41,7 +41,7 @@ def divide(
         accumulate_grad_batches: Micro-batches per optimizer step; None derives it from the others.
 
     Raises:
-        ConfigError: The global batch does not divide, or the settings contradict each other.
+        ConfigError: The global batch does not divide evenly, or the settings contradict each other.
     """
     if micro_batch_size is None:
         num_micro_batches = 1 if accumulate_grad_batches is None else accumulate_grad_batches
@@ -56,7 +56,7 @@ def divide(
     if global_batch_size % unit:
         raise ConfigError(
             f"global_batch_size={global_batch_size}",
-            f"{global_batch_size} samples do not divide into {parts}",
+            f"{global_batch_size} samples do not divide evenly into {parts}",
             f"global_batch_size={_multiples_around(global_batch_size, unit)}",
         )
     if accumulate_grad_batches not in (None, num_micro_batches):
@@ -87,10 +87,10 @@ def steps_of(num_samples: int, global_batch_size: int, parts: int = 1) -> int:
     Args:
         num_samples: Samples to consume.
         global_batch_size: Samples per optimizer step.
-        parts: Return the steps of one of this many equal parts.
+        parts: Divide the steps by this number.
 
     Raises:
-        ValueError: The samples do not make a whole number of steps.
+        ValueError: The number of steps is not an integer.
     """
     steps, rest = divmod(num_samples, global_batch_size * parts)
     if rest or steps < 1:

@@ -1,8 +1,8 @@
-"""The collectives of this project in addition to those of the engines, some of them with a gradient.
+"""Collectives used in addition to those of the engines, some of them differentiable.
 
-Those with a gradient take part in the forward and backward pass of ranks that share an activation. They are operators
-of torch that its compiler traces, and wait at once: a compiled block loses the gradient of an input that is still on
-its way (torch 2.13: `AsyncCollectiveTensor`).
+The differentiable ones are used in the forward pass of ranks that share an activation. They are torch operators that
+torch.compile can trace, and wait immediately: a compiled block loses the gradient of an input that is still in flight
+(torch 2.13: `AsyncCollectiveTensor`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,9 +22,9 @@ def sum_over_ranks(value: Tensor, device: torch.device, group: dist.ProcessGroup
     """Return the sum of a tensor over ranks.
 
     Args:
-        value: Of the same shape on every rank; stays unchanged.
-        device: Device that the process group works on; with several ranks the sum lies there.
-        group: The ranks; None: all.
+        value: Tensor of the same shape on every rank; not modified.
+        device: Device of the process group; with several ranks, also of the result.
+        group: Process group; None: all ranks.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return value
@@ -35,7 +35,7 @@ def sum_over_ranks(value: Tensor, device: torch.device, group: dist.ProcessGroup
 
 @torch.no_grad()
 def average_over_ranks(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Replace each tensor by its mean over the ranks of a group, in place; None: over all ranks."""
+    """Average each tensor over the ranks of a group in place; None: all ranks."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     for tensor in tensors:
@@ -44,7 +44,7 @@ def average_over_ranks(tensors: Iterable[Tensor], group: dist.ProcessGroup | Non
 
 
 def gather_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return what each rank of a group has, anything that can be pickled, in the order of ranks; None: of all."""
+    """Gather a picklable object from each rank of a group, in rank order; None: all ranks."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [own]
     gathered = [own] * dist.get_world_size(group)
@@ -53,13 +53,13 @@ def gather_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def reduce_parts(value: Tensor, group: dist.ProcessGroup, *, reduction: Reduction = "sum") -> Tensor:
-    """Return the sum, or the largest, of a tensor over the ranks of a group; without a gradient."""
+    """Return the sum or maximum of a tensor over the ranks of a group; not differentiable."""
     out: Tensor = _OPS.wait_tensor(_OPS.all_reduce(value.contiguous(), reduction, group.group_name))
     return out
 
 
 def gather_parts(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
-    """Return the parts of all ranks, concatenated along a dimension in the order of the ranks; without a gradient."""
+    """All-gather shards and concatenate them along a dimension in rank order; not differentiable."""
     size = group.size()
     gathered: Tensor = _OPS.wait_tensor(_OPS.all_gather_into_tensor(x.contiguous(), size, group.group_name))
     # [N B, t, ...] -> [B, N t, ...]
@@ -67,7 +67,7 @@ def gather_parts(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
 
 
 def scatter_sum(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
-    """Return this rank's part, along a dimension, of the sum over the ranks of a group; without a gradient."""
+    """Reduce-scatter: return this rank's shard, along a dimension, of the sum over a group; not differentiable."""
     size = group.size()
     # [B, N t, ...] -> [N B, t, ...]
     parts = _split(x, size, dim=dim).flatten(0, 1)
@@ -76,7 +76,7 @@ def scatter_sum(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
 
 
 def exchange_parts(x: Tensor, group: dist.ProcessGroup, *, split: int, concat: int) -> Tensor:
-    """Give each rank of a group its part along one dimension, and join what all send along another; no gradient."""
+    """All-to-all: split along one dimension and concatenate along another; not differentiable."""
     size = group.size()
     parts = _split(x, size, dim=split)  # [N, ...]
     shape = parts.shape
@@ -90,13 +90,13 @@ def exchange_parts(x: Tensor, group: dist.ProcessGroup, *, split: int, concat: i
 def exchange_rows(
     rows: Tensor, group: dist.ProcessGroup, *, num_sent: Sequence[int], num_received: Sequence[int]
 ) -> Tensor:
-    """Send each rank of a group some rows, and return what all have sent here in their order; without a gradient.
+    """All-to-all of rows with sizes per rank; received rows are in rank order; not differentiable.
 
     Args:
-        rows: [R, ...], those for the first rank first.
-        group: The ranks.
-        num_sent: Rows for each rank; they sum to R.
-        num_received: Rows from each.
+        rows: [R, ...], sorted by destination rank.
+        group: Process group.
+        num_sent: Number of rows for each rank, summing to R.
+        num_received: Number of rows from each rank.
     """
     out: Tensor = _OPS.wait_tensor(
         _OPS.all_to_all_single(rows.contiguous(), list(num_received), list(num_sent), group.group_name)
@@ -105,14 +105,14 @@ def exchange_rows(
 
 
 def _split(x: Tensor, size: int, *, dim: int) -> Tensor:
-    """Return equal parts along a dimension as a new first one."""
+    """Split a dimension into equal parts, stacked along a new first dimension."""
     return x.reshape(*x.shape[:dim], size, x.shape[dim] // size, *x.shape[dim + 1 :]).movedim(dim, 0)
 
 
 class GatherParts(torch.autograd.Function):
-    """Every rank uses all parts: the gradient of a part is summed over ranks. `apply(x, group, dim, dtype)`.
+    """All-gather forward, reduce-scatter backward. `apply(x, group, dim, dtype)`.
 
-    Parts are sent in a dtype, and are in that of x again afterwards; their gradients are sent as they are.
+    Shards are sent in `dtype` and converted back to that of x; gradients are sent unconverted.
     """
 
     @staticmethod
@@ -128,7 +128,7 @@ class GatherParts(torch.autograd.Function):
 
 
 class ScatterSum(torch.autograd.Function):
-    """Every rank keeps a part of the sum: the gradient of the addends is gathered. `apply(x, group, dim)`."""
+    """Reduce-scatter forward, all-gather backward. `apply(x, group, dim)`."""
 
     @staticmethod
     @override
@@ -143,7 +143,7 @@ class ScatterSum(torch.autograd.Function):
 
 
 class CopyToRanks(torch.autograd.Function):
-    """Every rank uses the same tensor for another part of the result: its gradient is summed. `apply(x, group)`."""
+    """Identity forward, all-reduce backward. `apply(x, group)`."""
 
     @staticmethod
     @override
@@ -158,7 +158,7 @@ class CopyToRanks(torch.autograd.Function):
 
 
 class ReduceFromRanks(torch.autograd.Function):
-    """Every rank uses the same sum in the same way: each addend has its gradient. `apply(x, group)`."""
+    """All-reduce forward, identity backward. `apply(x, group)`."""
 
     @staticmethod
     @override
@@ -172,7 +172,7 @@ class ReduceFromRanks(torch.autograd.Function):
 
 
 class JoinColumns(torch.autograd.Function):
-    """Every rank uses all columns in the same way: its own have their part of the gradient. `apply(x, group)`."""
+    """All-gather of columns forward; backward keeps this rank's columns of the gradient. `apply(x, group)`."""
 
     @staticmethod
     @override
@@ -187,7 +187,7 @@ class JoinColumns(torch.autograd.Function):
 
 
 class ExchangeParts(torch.autograd.Function):
-    """Each rank gives up one dimension for another; backward the other way. `apply(x, group, split, concat)`."""
+    """All-to-all between two dimensions forward, the reverse backward. `apply(x, group, split, concat)`."""
 
     @staticmethod
     @override
@@ -202,10 +202,10 @@ class ExchangeParts(torch.autograd.Function):
 
 
 class ExchangeRows(torch.autograd.Function):
-    """Rows go to other ranks, their gradients come back. `apply(rows, group, num_sent, num_received, dtype)`.
+    """All-to-all of rows; gradients are sent back. `apply(rows, group, num_sent, num_received, dtype)`.
 
-    What is sent is rounded to a dtype, as a product would round it; the gradients are not: on one device, too, those of
-    several products are added before they are rounded.
+    Rows are sent in `dtype`, to which the following matmul would round them anyway. Gradients are not rounded: on one
+    device too, those of several matmuls are summed before rounding.
     """
 
     @staticmethod

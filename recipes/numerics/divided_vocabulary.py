@@ -1,6 +1,6 @@
-"""The loss of some tokens where several ranks divide the vocabulary: three numbers a token are added, no logits move.
+"""Cross-entropy with a vocabulary sharded over ranks: reduces a few scalars per token instead of logits.
 
-Shapes: n tokens, N ranks, W hidden size, V tokens of the vocabulary, v = V' / N columns of a rank, V' with padding.
+Shapes: n tokens, N ranks, W hidden size, V tokens of the vocabulary, v = V' / N columns per rank, V' with padding.
 """
 
 import torch
@@ -27,31 +27,31 @@ def loss_and_gradients_of_columns(
     trains_weight: bool,
     group: dist.ProcessGroup,
 ) -> Gradients:
-    """Return objective, loss by target [n], and gradients of x [n, W] and weight [v, W], as `HeadLoss` on one device.
+    """Return objective, loss per target [n], and gradients of x [n, W] and weight [v, W], as `HeadLoss` on one device.
 
-    Objective and losses are equal on all ranks; the gradient of x is this rank's addend of it.
+    Objective and losses are equal on all ranks; the gradient of x is this rank's contribution to the sum.
 
     Args:
         x: [n, W], compute dtype, equal on all ranks.
-        weight: [v, W], compute dtype: rows of this rank.
+        weight: [v, W], compute dtype, rows of this rank.
         targets: [n].
         scale: Factor of the gradients, 0-dim; None: 1.
         vocab_size: V.
         label_smoothing: s; a target has the probability 1 - s + s / V, all others s / V.
-        z_loss: Weight of the squared log of the normalizer.
-        differentiate: Without it, the gradients are empty.
-        trains_weight: Without it, that of the weight is: it is frozen.
-        group: The ranks, in the order of their columns.
+        z_loss: Weight of the squared log-sum-exp of the logits.
+        differentiate: Whether to compute gradients; if False, they are empty.
+        trains_weight: Whether the weight is trained; if False, its gradient is empty.
+        group: Process group, in the order of the columns.
     """
     first = group.rank() * len(weight)
-    num_real = min(max(vocab_size - first, 0), len(weight))  # columns of this rank that are no padding
+    num_real = min(max(vocab_size - first, 0), len(weight))  # columns of this rank that are not padding
     carries_loss = targets != IGNORE_INDEX  # [n]
     is_own = (targets >= first) & (targets < first + len(weight))  # [n]
     columns = torch.where(is_own, targets - first, 0)[:, None]  # [n, 1]
     logits = linear(x, weight).float()  # [n, v]
     logits[:, num_real:] = float("-inf")
     largest = reduce_parts(logits.amax(dim=1), group, reduction="max")  # [n]
-    logits.sub_(largest[:, None])  # from here on: the log of a sum has the digits that a large logit would take
+    logits.sub_(largest[:, None])  # shifted from here on, so that the log-sum-exp keeps its precision for large logits
     own_target = torch.where(is_own, logits.gather(1, columns).squeeze(1), 0.0)  # [n]
     own_sum = logits[:, :num_real].sum(dim=1)  # [n], for label smoothing
     own_normalizer = logits.exp().sum(dim=1)  # [n]
@@ -76,7 +76,7 @@ def loss_and_gradients_of_columns(
     if scale is not None:
         gradient *= scale
     gradient = gradient.to(x.dtype)
-    # of width W and not v: rows without a target are cleared on the narrow side of both products
+    # mask rows without a target on tensors of width W instead of v, the narrow side of both matmuls
     mask = carries_loss[:, None].to(x.dtype)  # [n, 1]
     for_weight = weight_gradient(gradient, x * mask) if trains_weight else x.new_empty(0)  # [v, W]
     return objective, losses, linear(gradient, weight.T) * mask, for_weight

@@ -1,6 +1,6 @@
-"""An exponential moving average of the weights, stored as optimizer state: 4 bytes a parameter.
+"""Exponential moving average of the weights, stored as optimizer state: 4 bytes per parameter.
 
-So it is sharded, saved, resumed under another strategy and rolled back as all optimizer state is.
+It is therefore sharded, saved, resumed under another strategy and rolled back like all optimizer state.
 """
 
 from collections.abc import Callable
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 NAME = "ema"
-OPTIMIZER_AVERAGE = "average"  # state of an optimizer that averages by itself
+OPTIMIZER_AVERAGE = "average"  # state key of optimizers that average the weights themselves
 
 
 def average_weights(optimizer: torch.optim.Optimizer, *, decay: float, step: Callable[[], int]) -> None:
     """Update the average after every optimizer step; a skipped step leaves it unchanged.
 
     Args:
-        optimizer: torch's own, or the one inside an engine's.
-        decay: Weight of the old average in the new one. It is limited to (1 + step) / (10 + step), as in TensorFlow's
+        optimizer: torch optimizer, unwrapped from that of an engine.
+        decay: Weight of the old average in the new one, limited to (1 + step) / (10 + step) as in TensorFlow's
             ExponentialMovingAverage, so that the initial weights are forgotten.
-        step: Returns the optimizer steps completed before the one under way.
+        step: Returns the optimizer steps completed before the current one.
     """
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -39,14 +39,14 @@ def _average(optimizer: torch.optim.Optimizer, new_weight: float) -> None:
                 continue  # the step was skipped
             state = optimizer.state[parameter]
             if NAME not in state:
-                # shape of the parameter, float32: in bfloat16 a step's small change would be rounded away
+                # shape of the parameter, float32: in bfloat16 the small change of a step would be rounded away
                 state[NAME] = parameter.detach().float().clone()
                 continue
             averages.append(_local(state[NAME]))
             weights.append(_local(parameter.detach()).float())
     if not averages:
         return
-    skipped = getattr(optimizer, "found_inf", None)  # on a GPU only the device knows, as 0.0 or 1.0
+    skipped = getattr(optimizer, "found_inf", None)  # 0.0 or 1.0, on a GPU known only to the device
     if skipped is None:
         torch._foreach_lerp_(averages, weights, new_weight)
     else:

@@ -1,7 +1,7 @@
-"""One matrix product for each group of rows, in one call: what the experts of a layer compute.
+"""Grouped matmul for mixture-of-experts layers: one matrix product per group of rows, in one call.
 
-torch 2.13 has the product (`torch._grouped_mm`, which on a CPU and for float32 is a loop), but describes it for
-bfloat16 alone: neither its compiler nor fake tensors would take float32. Here it is an operator of its own.
+torch 2.13 has the kernel (`torch._grouped_mm`, a loop on a CPU and for float32), but its fake implementation supports
+only bfloat16, so neither torch.compile nor fake tensors accept float32. This module registers a custom operator.
 
 Shapes: E groups, R rows of all groups, K inputs, M outputs.
 """
@@ -16,18 +16,18 @@ from typing_extensions import override
 
 from recipes.numerics.linear import get_product_dtype
 
-ALIGNMENT = 8  # elements: rows begin at multiples of 16 bytes, which the kernels ask for, in bfloat16
+ALIGNMENT = 8  # elements: the kernels require rows aligned to 16 bytes, 8 elements in bfloat16
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return x @ weight[e].T for the rows of each group e, [R, M], as autocast would compute a linear layer.
+    """Return x @ weight[e].T for the rows of each group e, [R, M], in the dtype of autocast.
 
-    Waits for no device. The gradient of a weight without rows is zero.
+    Does not synchronize with the device. The gradient of a weight without rows is zero.
 
     Args:
-        x: [R, K], the rows of the first group, then those of the second, and so on; K a multiple of `ALIGNMENT`.
+        x: [R, K], rows sorted by group; K a multiple of `ALIGNMENT`.
         weight: [E, M, K]; M a multiple of `ALIGNMENT`.
-        ends: [E] int32, the row after the last one of each group. Groups may be empty; the last ends at R.
+        ends: [E] int32, one past the last row of each group. Groups may be empty; the last ends at R.
     """
     dtype = get_product_dtype(x)
     out: Tensor = _GroupedLinear.apply(x.to(dtype), weight.to(dtype), ends)  # type: ignore[no-untyped-call]
@@ -60,7 +60,7 @@ class GroupedLinear(nn.Module):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Keeps its factors, and differentiates with the same product."""
+    """Grouped matmul whose backward pass uses the same operator."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class _GroupedLinear(torch.autograd.Function):
     @once_differentiable  # type: ignore[misc, untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, ends = ctx.saved_tensors
-        grad = grad.contiguous()  # that of a sum is expanded, which the product refuses
+        grad = grad.contiguous()  # the gradient of a sum is an expanded view, which the kernel rejects
         return (
             None if weight is None else _multiply(grad, weight, ends),  # [R, K]
             None if x is None else _multiply(grad.T, x, ends),  # [E, M, K]
@@ -96,12 +96,12 @@ def _describe_product(x: Tensor, other: Tensor, ends: Tensor) -> Tensor:
 
 
 def _count_flops(x_shape: Any, other_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Return the FLOPs of all rows, each of which is in one group."""
+    """Return the FLOPs of all rows; each row is in one group."""
     return 2 * int(x_shape[0]) * int(x_shape[1]) * int(other_shape[-1])
 
 
 def _register_operator() -> None:
-    """Register the product and its FLOPs, once a process, as `recipes.numerics.linear` does."""
+    """Register the operator and its FLOP formula once per process, as in `recipes.numerics.linear`."""
     if hasattr(torch.ops.recipes, "grouped_mm"):
         return
     torch.library.define("recipes::grouped_mm", "(Tensor x, Tensor other, Tensor ends) -> Tensor")
@@ -111,4 +111,4 @@ def _register_operator() -> None:
 
 
 _register_operator()
-PRODUCT = torch.ops.recipes.grouped_mm.default  # its operator, for who looks for matrix products
+PRODUCT = torch.ops.recipes.grouped_mm.default  # for code that searches for matmul operators

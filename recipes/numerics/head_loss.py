@@ -1,6 +1,6 @@
-"""The loss of a language model from its last hidden states: logits exist for a chunk of tokens at a time.
+"""Chunked cross-entropy of a language model head: computes the logits of one chunk of tokens at a time.
 
-Shapes: N tokens, n of them in a chunk, W hidden size, V tokens of the vocabulary, V' with padding.
+Shapes: N tokens, n tokens per chunk, W hidden size, V vocabulary size, V' with padding.
 """
 
 import functools
@@ -20,21 +20,21 @@ from recipes.numerics.loss import IGNORE_INDEX, token_losses
 
 
 class HeadLoss:
-    """Cross-entropy of the head, with z-loss and label smoothing: [B, T, V] logits and their gradient never exist.
+    """Cross-entropy with z-loss and label smoothing that never materializes [B, T, V] logits or their gradient.
 
     The gradients of hidden states and weight are computed with the loss, chunk by chunk, and scaled in the backward
-    pass: three matrix products in all, as many as with all logits, and no chunk is computed twice. The roundings are
-    those of autocast: products in its dtype, everything of size V in float32. The gradient of the weight is summed
-    over chunks in the dtype of the weight.
+    pass: three matmuls in total, as many as without chunks, and no recomputation. Rounding is as under autocast:
+    matmuls in its dtype, everything of size V in float32. The gradient of the weight is summed over chunks in the
+    dtype of the weight.
 
     Args:
         vocab_size: V; columns beyond it are padding.
-        chunk_tokens: n; larger is faster until the device is full, 8 V' n bytes in bfloat16.
+        chunk_tokens: n; larger is faster until the device is saturated; needs 8 V' n bytes in bfloat16.
         label_smoothing: As in `regularizer_sum`.
         z_loss: As in `regularizer_sum`.
-        vocabulary_group: Ranks that divide the vocabulary; weights are those of this rank's tokens, and gradients of
-            hidden states their part. None: this rank has all of it.
-        retains_graph: Whether the graph is differentiated twice, for inputs and for weights.
+        vocabulary_group: Process group over which the vocabulary is sharded: the weight is this rank's rows, and the
+            gradient of hidden states its contribution. None: not sharded.
+        retains_graph: Whether the backward pass runs twice, for inputs and for weights.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class HeadLoss:
             self._chunk = functools.partial(loss_and_gradients_of_columns, group=vocabulary_group)
 
     def compile(self, **options: Any) -> None:
-        """Compile what a chunk does: one kernel reads its logits and writes their gradient."""
+        """Compile the computation of a chunk: one kernel reads its logits and writes their gradient."""
         self._chunk = torch.compile(self._chunk, dynamic=False, **options)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Return the logits [n, V] of some tokens, without padding and without a gradient."""
+        """Return the logits [n, V] of a chunk, without padding; not differentiable."""
         logits = linear(hidden.to(weight.dtype), weight)
         if self._group is not None:
             logits = gather_parts(logits, self._group, dim=1)
@@ -71,22 +71,22 @@ class HeadLoss:
     def __call__(
         self, hidden: Tensor, weight: Tensor, *, targets: Tensor, scale: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the training objective and the plain loss, both summed over targets, 0-dim float32 in nats.
+        """Return the training objective and the loss, both summed over targets, 0-dim float32 in nats.
 
-        The third is the plain loss of each target, [B, T], 0 where there is none. Only the objective has a gradient.
+        The third value is the loss of each target, [B, T], 0 if ignored. Only the objective is differentiable.
 
         Args:
             hidden: [B, T, W], input of the head.
-            weight: [V', W] of the head.
-            targets: [B, T]; `IGNORE_INDEX` carries no loss.
-            scale: 0-dim; roughly the factor that the gradient of the objective will have in the backward pass. Only
-                float16 needs it: small gradients of the logits would be rounded to zero before they are scaled.
+            weight: [V', W], weight of the head.
+            targets: [B, T]; `IGNORE_INDEX` has no loss.
+            scale: 0-dim, approximate gradient of the objective in the backward pass. Only float16 needs it: small
+                gradients of the logits would otherwise be rounded to zero before they are scaled.
         """
         objective, loss, by_token = _HeadLoss.apply(hidden, weight, targets, scale, self)  # type: ignore[no-untyped-call]
         return objective, loss, by_token
 
     def token_losses(self, hidden: Tensor, weight: Tensor, *, targets: Tensor) -> Tensor:
-        """Return the plain loss of each target, [B, T] float32; 0 where there is none. Arguments: as above."""
+        """Return the loss of each target, [B, T] float32, 0 if ignored; arguments as for `__call__`."""
         flat, flat_targets = hidden.flatten(0, -2), targets.flatten()  # [N, W], [N]
         weight = cast_weight(weight)
         parts = split(len(flat), self.chunk_tokens)
@@ -103,9 +103,9 @@ class HeadLoss:
         differentiate: bool,
         trains_weight: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return objective, loss, loss by target, and gradients of hidden states [N, W] and weight [V', W].
+        """Return objective, loss, loss per target, and gradients of hidden states [N, W] and weight [V', W].
 
-        The gradients are times `scale`; None where they are not needed: outside of training, or of a frozen weight.
+        The gradients are multiplied by `scale`; None if not needed: outside training, or for a frozen weight.
         """
         flat, flat_targets = hidden.flatten(0, -2), targets.flatten()  # [N, W], [N]
         weight_grad: Tensor | None = None  # [V', W], dtype of the weight
@@ -131,14 +131,14 @@ class HeadLoss:
             if differentiate:
                 hidden_grads.append(for_hidden.to(flat.dtype))
             if differentiate and trains_weight:
-                # the first is not added to zeros: a pass over all V' W numbers
+                # no zero initialization, which would cost a pass over all V' W elements
                 weight_grad = for_weight.to(weight.dtype) if weight_grad is None else weight_grad.add_(for_weight)
         hidden_grad = torch.cat(hidden_grads) if len(hidden_grads) > 1 else hidden_grads[0] if differentiate else None
         return objective, loss, torch.cat(by_token).view_as(targets), hidden_grad, weight_grad
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Computes the gradients with the loss and keeps them instead of the logits."""
+    """Computes the gradients in the forward pass and saves them instead of the logits."""
 
     @staticmethod
     def forward(
@@ -162,7 +162,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_objective: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         factor = grad_objective if ctx.scale is None else grad_objective / ctx.scale  # 0-dim
-        # in place: a second backward pass through the same graph is not possible, as after any other
+        # in place: without retain_graph, there is no second backward pass through the same graph
         scale = torch.mul if ctx.retains_graph else Tensor.mul_
         of_weight = None if weight_grad is None else scale(weight_grad, factor)
         of_hidden = None if hidden_grad is None else scale(hidden_grad, factor).view(ctx.shape)
@@ -181,7 +181,7 @@ def _loss_and_gradients(
     differentiate: bool,
     trains_weight: bool,
 ) -> Gradients:
-    """Return the objective of a chunk, 0-dim, its loss by target, [n], and the gradients of x [n, W], weight [V', W].
+    """Return the objective of a chunk, 0-dim, its loss per target, [n], and gradients of x [n, W], weight [V', W].
 
     Args:
         x: [n, W], compute dtype.
@@ -190,9 +190,9 @@ def _loss_and_gradients(
         scale: Factor of the gradients, 0-dim; None: 1.
         vocab_size: V.
         label_smoothing: s; a target has the probability 1 - s + s / V, all others s / V.
-        z_loss: Weight of the squared log of the normalizer.
-        differentiate: Without it, the gradients are empty.
-        trains_weight: Without it, that of the weight is: it is frozen.
+        z_loss: Weight of the squared log-sum-exp of the logits.
+        differentiate: Whether to compute gradients; if False, they are empty.
+        trains_weight: Whether the weight is trained; if False, its gradient is empty.
     """
     logits = linear(x, weight)  # [n, V'], compute dtype
     if len(weight) > vocab_size:
@@ -222,19 +222,19 @@ def _loss_and_gradients(
     if scale is not None:
         gradient *= scale
     gradient = gradient.to(x.dtype)
-    # of width W and not V: rows without a target are cleared on the narrow side of both products
+    # mask rows without a target on tensors of width W instead of V, the narrow side of both matmuls
     mask = carries_loss[:, None].to(x.dtype)  # [n, 1]
     for_weight = weight_gradient(gradient, x * mask) if trains_weight else x.new_empty(0)  # [V', W]
     return objective, losses, linear(gradient, weight.T) * mask, for_weight
 
 
 def split(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
-    """Yield equal parts of at most `chunk_tokens`, the last one smaller: another size is compiled by itself."""
+    """Yield chunks of `chunk_tokens`; only the last may be smaller, because every size is compiled separately."""
     size = -(-num_tokens // -(-num_tokens // chunk_tokens))
     for start in range(0, num_tokens, size):
         yield slice(start, min(start + size, num_tokens))
 
 
 def cast_weight(weight: Tensor) -> Tensor:
-    """Return the weight in the dtype that autocast computes products in."""
+    """Return the weight in the matmul dtype of autocast."""
     return weight.to(get_product_dtype(weight))

@@ -1,8 +1,8 @@
-"""Matrix products in float32 on a CPU: by oneDNN on processors whose vector units MKL leaves half idle.
+"""Linear layer that uses oneDNN for float32 matmuls on AMD CPUs with AVX-512, where MKL is slower.
 
-MKL takes its AVX-512 kernels on Intel's processors alone. On AMD's that have them (Zen 4 and later) it computes with
-AVX2: 102 instead of 234 GFLOP/s in one thread of a Zen 5. torch 2.13 leaves float32 products of training to MKL and
-asks oneDNN for lower precisions only; `benchmarks/linear.py` measures both.
+MKL uses its AVX-512 kernels only on Intel processors. On AMD processors with AVX-512 (Zen 4 and later) it uses AVX2:
+102 instead of 234 GFLOP/s in one thread of a Zen 5. torch 2.13 runs float32 matmuls in training with MKL and uses
+oneDNN only for lower precisions; `benchmarks/linear.py` measures both.
 
 Shapes: N rows, K inputs, M outputs.
 """
@@ -16,12 +16,12 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 from typing_extensions import override
 
-_ONEDNN = torch.ops.mkldnn._linear_pointwise  # what torch's compiler calls for a linear layer of constant weights
-_LEAST_WEIGHTS = 2**14  # of a layer; below, the call costs more than the product saves
+_ONEDNN = torch.ops.mkldnn._linear_pointwise  # used by torch.compile for linear layers with constant weights
+_LEAST_WEIGHTS = 2**14  # weights of a layer, below which the call overhead exceeds the savings
 
 
 def _mkl_takes_half() -> bool:
-    """Return whether MKL computes with half the width of this processor's vector units, and oneDNN is there."""
+    """Return whether MKL would use only half the vector width of this processor, and oneDNN is available."""
     backends: Any = torch.backends
     if not (backends.mkl.is_available() and backends.mkldnn.is_available()):
         return False
@@ -33,7 +33,7 @@ ONEDNN_IS_FASTER = _mkl_takes_half()
 
 
 def get_product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which a linear layer would multiply a tensor: autocast's, or its own."""
+    """Return the dtype in which a linear layer would multiply a tensor: that of autocast, or its own."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return x.dtype
@@ -43,8 +43,8 @@ def get_product_dtype(x: Tensor) -> torch.dtype:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias, [..., M], as `F.linear` does.
 
-    The factors are those of float32 whichever library multiplies them; sums may be added up in another order.
-    `torch.backends.mkldnn.flags(enabled=False)` keeps to MKL, which a second derivative needs.
+    Both libraries compute in float32, but may sum in a different order. `torch.backends.mkldnn.flags(enabled=False)`
+    forces MKL, which second derivatives need.
 
     Args:
         x: [..., K], any strides.
@@ -54,28 +54,28 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _goes_to_onednn(x, weight, num_weights=weight.numel()):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled():
-        # as a matrix: oneDNN returns a view of one, and autograd lets no one write into a view made by a Function. Nor
-        # is the result a view for autograd, as that of `F.linear` is none: FSDP2 warns of outputs that are
+        # as a matrix: oneDNN would return a view, and autograd forbids in-place changes of a view made by a Function.
+        # `_unsafe_view`, because FSDP2 warns about outputs that are views; that of `F.linear` is not
         out: Tensor = _Linear.apply(x.flatten(0, -2), weight, bias)  # type: ignore[no-untyped-call]
         return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], len(weight)])  # type: ignore[no-any-return]
     return _multiply(x, weight, bias)
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Return grad.T @ x, [M, K]: the gradient of the weight of a linear layer.
+    """Return the weight gradient of a linear layer, grad.T @ x, [M, K].
 
     Args:
-        grad: Of the layer's output, [N, M].
-        x: Its input, [N, K].
+        grad: Gradient of the output, [N, M].
+        x: Input, [N, K].
     """
     if not _goes_to_onednn(grad, x, num_weights=grad.shape[1] * x.shape[1]):
         return grad.T @ x
-    # oneDNN copies the first factor where its rows are not contiguous: the smaller one
+    # oneDNN copies the first factor if its rows are not contiguous, so make it the smaller one
     return _multiply(grad.T, x.T) if grad.shape[1] <= x.shape[1] else _multiply(x.T, grad.T).T
 
 
 class Linear(nn.Linear):
-    """torch's linear layer, whose product is that of `linear`."""
+    """torch's linear layer, computed by `linear`."""
 
     @override
     def forward(self, input: Tensor) -> Tensor:
@@ -107,13 +107,13 @@ def _describe_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.compiler.is_compiling():
         out: Tensor = torch.ops.recipes.linear(x, weight, bias)
-    else:  # oneDNN would copy, where no one counts it
+    else:  # explicit copy: oneDNN would make it internally, where it is not counted
         out = _ONEDNN(x.contiguous(), weight, bias, "none", [], "")
     return out
 
 
 class _Linear(torch.autograd.Function):
-    """Keeps what `F.linear` keeps, and differentiates with the same two products."""
+    """Saves the same tensors as `F.linear` and has the same backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -138,12 +138,12 @@ def _count_flops(x_shape: Any, weight_shape: Any, *args: Any, out_shape: Any = N
 
 
 def _register_operator() -> None:
-    """Register the product as an operator of its own, and the FLOPs of both.
+    """Register a custom operator, because torch.compile (2.13) accepts that of oneDNN only for constant weights.
 
-    torch's compiler (2.13) takes oneDNN's for constant weights only.
+    Also register the FLOP formula of both.
     """
     if hasattr(torch.ops.recipes, "linear"):
-        return  # a process may import this package as `lightning_recipes.recipes`, too
+        return  # a process may also import this package as `lightning_recipes.recipes`
     torch.library.define("recipes::linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
     torch.library.impl("recipes::linear", "CPU", _run_product)
     torch.library.register_fake("recipes::linear", _describe_product)
@@ -151,4 +151,4 @@ def _register_operator() -> None:
 
 
 _register_operator()
-PRODUCTS = (_ONEDNN.default, torch.ops.recipes.linear.default)  # their operators, for who looks for matrix products
+PRODUCTS = (_ONEDNN.default, torch.ops.recipes.linear.default)  # for code that searches for matmul operators

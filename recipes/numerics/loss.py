@@ -1,4 +1,4 @@
-"""Losses as a sum and a number of targets: the only form that adds up over micro-batches and ranks.
+"""Losses as a sum and a number of targets, both of which can be added over micro-batches and ranks.
 
 Shapes: B samples, V classes or tokens, N all targets of a batch.
 """
@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORE_INDEX = -100  # a target with this value carries no loss; the default of F.cross_entropy
+IGNORE_INDEX = -100  # target without a loss; the default of F.cross_entropy
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of the cross-entropies of all targets that carry loss.
+    """Return the cross-entropy summed over all targets that are not ignored.
 
     Args:
         logits: [..., V] scores in any float dtype.
@@ -20,7 +20,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     Returns:
         A 0-dim float32 tensor, in nats.
     """
-    # float32 first: bfloat16 stops growing at 256 terms of 1
+    # convert to float32 first: a bfloat16 sum of ones stops growing at 256
     return F.cross_entropy(
         logits.float().flatten(0, -2),  # [N, V]
         targets.flatten(),  # [N]
@@ -30,11 +30,11 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def regularizer_sum(logits: Tensor, targets: Tensor, *, label_smoothing: float, z_loss: float) -> Tensor:
-    """Return what training adds to `cross_entropy_sum`, summed over all targets that carry loss.
+    """Return the label smoothing and z-loss terms to add to `cross_entropy_sum`, summed over targets.
 
     Label smoothing (Szegedy et al. 2015, arXiv 1512.00567) as in `F.cross_entropy`: the target has probability
-    1 - s + s / V, every other class s / V. The z-loss (PaLM, arXiv 2204.02311) is the weighted square of the log of
-    the normalizer, which keeps logits from drifting.
+    1 - s + s / V, every other class s / V. The z-loss (PaLM, arXiv 2204.02311) is the weighted square of the
+    log-sum-exp of the logits, which keeps them from drifting.
 
     Args:
         logits: [..., V] scores in any float dtype.
@@ -49,7 +49,7 @@ def regularizer_sum(logits: Tensor, targets: Tensor, *, label_smoothing: float, 
     carries_loss = flat_targets != IGNORE_INDEX  # [N]
     terms = torch.zeros_like(flat_targets, dtype=torch.float32)  # [N]
     if label_smoothing:
-        # clamped, since IGNORE_INDEX is no index; those terms are dropped below
+        # clamped, because IGNORE_INDEX is not a valid index; those terms are dropped below
         target_logits = flat_logits.gather(1, flat_targets.clamp(min=0)[:, None]).squeeze(1)  # [N]
         terms = terms + label_smoothing * (target_logits - flat_logits.mean(dim=1))
     if z_loss:
@@ -58,7 +58,7 @@ def regularizer_sum(logits: Tensor, targets: Tensor, *, label_smoothing: float, 
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy of each target, [...] float32; 0 where there is none. Arguments: as above."""
+    """Return the cross-entropy of each target, [...] float32, 0 if ignored; arguments as for `cross_entropy_sum`."""
     losses = F.cross_entropy(
         logits.float().flatten(0, -2),
         targets.flatten(),
@@ -69,35 +69,35 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def sum_by_source(losses: Tensor, targets: Tensor, sources: Tensor, *, num_sources: int) -> Tensor:
-    """Return loss and number of targets of each source, [2, K] float64.
+    """Return the summed loss and number of targets of each source, [2, K] float64.
 
     Args:
-        losses: [B, T], 0 where there is no target.
-        targets: [B, T]; `IGNORE_INDEX` is none.
-        sources: [B], of each sample, from 0.
+        losses: [B, T], 0 for ignored targets.
+        targets: [B, T]; `IGNORE_INDEX` is not counted.
+        sources: [B], source of each sample, from 0.
         num_sources: K.
     """
     counts = (targets != IGNORE_INDEX).sum(dim=1)  # [B]
     per_sample = torch.stack([losses.double().sum(dim=1), counts.double()])  # [2, B]
     is_of = sources[:, None] == torch.arange(num_sources, device=sources.device)  # [B, K]
-    # a product and not `index_add`, which adds in any order on a GPU
+    # a matmul rather than `index_add`, which is nondeterministic on a GPU
     return per_sample @ is_of.double()
 
 
 def mean_per_sample(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy of each sample over its targets that carry loss.
+    """Return the mean cross-entropy of each sample over its targets.
 
     Args:
         logits: [B, ..., V] scores in any float dtype.
         targets: [B, ...]; `IGNORE_INDEX` carries no loss.
 
     Returns:
-        [B] in float32, in nats; NaN for a sample without a target.
+        [B] float32, in nats; NaN for a sample without targets.
     """
     num_targets = (targets.reshape(len(targets), -1) != IGNORE_INDEX).sum(dim=1)  # [B]
     return token_losses(logits, targets).view(len(targets), -1).sum(dim=1) / num_targets
 
 
 def count_targets(targets: Tensor) -> Tensor:
-    """Return the number of targets that carry loss, as a 0-dim int64 tensor on the device of `targets`."""
+    """Return the number of targets that are not ignored, as a 0-dim int64 tensor on the device of `targets`."""
     return (targets != IGNORE_INDEX).sum()

@@ -1,10 +1,10 @@
-"""4-bit NormalFloat (Dettmers et al. 2023, arXiv 2305.14314): 64 weights share a scale, each is one of 16 values.
+"""4-bit NormalFloat (Dettmers et al. 2023, arXiv 2305.14314): 16 values, one scale per 64 weights.
 
-Codes, scales and dequantized weights are those of bitsandbytes without double quantization, bit for bit. torchao's
-`NF4Tensor` holds them, because FSDP2 can shard it; what it holds is computed here. torchao's own `to_nf4` (0.18) has
-values of 4 decimals, and rounds the scales to 8 bits, which saves 0.05 bytes a weight and cannot be turned off.
+Codes, scales and dequantized weights equal those of bitsandbytes without double quantization, bit for bit. They are
+stored in torchao's `NF4Tensor`, because FSDP2 can shard it, but computed here: torchao's `to_nf4` (0.18) has values
+with 4 decimals, and always rounds the scales to 8 bits, which saves 0.05 bytes per weight.
 
-Shapes: M outputs, K inputs, a multiple of 64, of a linear layer.
+Shapes: M outputs and K inputs of a linear layer, K a multiple of 64.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,15 +21,15 @@ from recipes.numerics.linear import get_product_dtype, linear
 from recipes.numerics.torchao_import import without_warnings_of_torchao
 
 BLOCK = 64  # weights that share a scale
-# means of 16 slices of a normal distribution with equal shares, over the largest; zero is one of them (appendix E)
+# means of 16 equally probable slices of a normal distribution, divided by the largest, including zero (appendix E)
 VALUES = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-_LEAST_SCALE = 1e-38  # a block of zeros has the scale 0, by which nothing can be divided
-# the tensors of torchao's NF4Tensor
+_LEAST_SCALE = 1e-38  # avoids division by the scale 0 of an all-zero block
+# inner tensors of torchao's NF4Tensor
 _CODES, _SCALES, _FACTORS, _MEAN, _VALUES = _PARTS = (
     "quantized_data",  # [M K / 2] uint8, two codes a byte, the first in its upper half
     "quantized_scalers",  # [M K / 64] float32; 8 bits in torchao's own, which divides them by
@@ -40,29 +40,29 @@ _CODES, _SCALES, _FACTORS, _MEAN, _VALUES = _PARTS = (
 
 
 def is_nf4(tensor: Tensor) -> bool:
-    """Return whether a tensor is held in NF4, or is a shard of one that is."""
+    """Return whether a tensor is in NF4, or is a shard of an NF4 tensor."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return type(local).__name__ == "NF4Tensor"  # by name: torchao takes a second to import
 
 
 def get_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors that this process holds of a tensor: five in NF4, else one."""
+    """Return the local plain tensors behind a tensor: five in NF4, otherwise one."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return [getattr(local, name) for name in _PARTS] if is_nf4(local) else [local]
 
 
 def num_bytes(num_rows: int, num_columns: int) -> int:
-    """Return the bytes of a weight in NF4: 0.5625 a weight, and 4 a row."""
+    """Return the size of an NF4 matrix in bytes: 0.5625 per weight, plus 4 per row."""
     return num_rows * num_columns // 2 + num_rows * num_columns // BLOCK * 4 + num_rows * 4
 
 
 def empty_nf4(weight: Tensor) -> Tensor:
     """Return an NF4Tensor of the shape, dtype and device of `weight`, with undefined values.
 
-    The dtype is what the tensor says of itself. What it holds does not depend on it.
+    The dtype is nominal: the stored data does not depend on it.
 
     Args:
-        weight: [M, K], any device, meta included.
+        weight: [M, K], any device, including meta.
     """
     num_rows, num_columns = weight.shape
     num_blocks = num_rows * num_columns // BLOCK
@@ -75,7 +75,7 @@ def empty_nf4(weight: Tensor) -> Tensor:
 
 
 def _assemble(like: Tensor, parts: dict[str, Tensor]) -> Tensor:
-    """Return an NF4Tensor of these parts, with the shape and dtype of `like`."""
+    """Return an NF4Tensor from its inner tensors, with the shape and dtype of `like`."""
     with without_warnings_of_torchao():
         from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor, SubclassTensorArgs
     num_rows, num_columns = like.shape
@@ -84,7 +84,7 @@ def _assemble(like: Tensor, parts: dict[str, Tensor]) -> Tensor:
         described,
         block_size=BLOCK,
         n_blocks=num_rows * num_columns // BLOCK,
-        scaler_block_size=num_columns // BLOCK,  # those of a row: a shard of whole rows has whole blocks
+        scaler_block_size=num_columns // BLOCK,  # scales per row, so that a shard of whole rows has whole blocks
         **parts,
     )
     return tensor
@@ -92,10 +92,10 @@ def _assemble(like: Tensor, parts: dict[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def fill_nf4(parameter: Tensor, values: Tensor) -> None:
-    """Quantize `values` into `parameter`, or this rank's rows of them into its shard; no collectives.
+    """Quantize `values` into `parameter`, or this rank's rows into its shard; no collectives.
 
     Args:
-        parameter: In NF4, [M, K], sharded by rows or not.
+        parameter: NF4 parameter, [M, K], sharded by rows or not.
         values: [M, K], unsharded, any floating dtype, on any device.
     """
     if isinstance(parameter, DTensor):
@@ -122,7 +122,7 @@ def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
     scales = blocks.abs().amax(dim=1)  # [M K / 64]
     table = torch.tensor(VALUES, device=values.device)  # [16] float32
     middles = (table[:-1] + table[1:]) / 2  # [15]
-    # times the reciprocal, which rounds as bitsandbytes does, not divided
+    # multiply by the reciprocal instead of dividing, to round as bitsandbytes does
     fractions = blocks * (1.0 / scales.clamp(min=_LEAST_SCALE))[:, None]  # [M K / 64, 64]
     indices = torch.bucketize(fractions, middles, out_int32=True).to(torch.uint8).view(-1, 2)  # [M K / 2, 2]
     return indices[:, 0] << 4 | indices[:, 1], scales
@@ -138,20 +138,20 @@ def _get_operands(weight: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _look_up(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
-    """Return [M K / 64, 64] float32."""
+    """Dequantize to [M K / 64, 64] float32."""
     pairs = torch.cartesian_prod(table, table)  # [256, 2]: both values of each byte, in one look-up
     return F.embedding(codes.int(), pairs).view(-1, BLOCK) * scales[:, None]
 
 
 class NF4Linear(nn.Linear):
-    """A linear layer with a frozen weight in NF4, which is dequantized for each product and not kept.
+    """A linear layer with a frozen weight in NF4, dequantized for each matmul.
 
-    torch's own `F.linear` calls torchao's (0.18), which ignores autocast: inputs of float32 would be multiplied so.
+    `F.linear` dispatches to torchao (0.18), which ignores autocast: float32 inputs would be multiplied in float32.
     """
 
     @staticmethod
     def convert(layer: nn.Linear) -> None:
-        """Let a layer without trainable parameters hold its weight in NF4, with undefined values; in place."""
+        """Convert a frozen layer to an NF4 weight in place, with undefined values."""
         assert not any(parameter.requires_grad for parameter in layer.parameters(recurse=False)), layer
         layer.weight = nn.Parameter(empty_nf4(layer.weight), requires_grad=False)
         layer.__class__ = NF4Linear
@@ -164,9 +164,9 @@ class NF4Linear(nn.Linear):
         return out
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "NF4Linear":
-        """Move the weight's parts, and convert the rest: torchao (0.18) dequantizes a weight whose dtype is set."""
+        """Move the weight without converting it; torchao (0.18) would dequantize it if its dtype is set."""
         weight = self.weight
-        self._parameters["weight"] = None  # torch's passes over it, and it keeps its place
+        self._parameters["weight"] = None  # torch skips None, and the key keeps its place
         try:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         finally:
@@ -175,7 +175,7 @@ class NF4Linear(nn.Linear):
 
 
 def _move(weight: Tensor, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
-    """Apply what `Module.to` or `to_empty` does to each part, as bytes, whose dtype is never converted."""
+    """Apply the function of `Module.to` or `to_empty` to each inner tensor, viewed as bytes to keep its dtype."""
     local: Any = weight._local_tensor if isinstance(weight, DTensor) else weight
     with torch.no_grad():
         if fn(local.quantized_data) is local.quantized_data:
@@ -190,7 +190,7 @@ def _move(weight: Tensor, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
 
 
 class _Product(torch.autograd.Function):
-    """Keeps codes and scales for the backward pass, not the dequantized weight."""
+    """Saves codes and scales for the backward pass instead of the dequantized weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, table: Tensor, bias: Tensor | None) -> Tensor:
@@ -205,5 +205,5 @@ class _Product(torch.autograd.Function):
 
 
 def list_nf4(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters in NF4 with their names."""
+    """Yield the NF4 parameters with their names."""
     yield from ((name, parameter) for name, parameter in model.named_parameters() if is_nf4(parameter))

@@ -1,4 +1,4 @@
-"""Rows in another order. Nothing here adds in an order of the device's own: gradients take the opposite way."""
+"""Deterministic row permutation: the backward pass applies the inverse permutation instead of an atomic scatter."""
 
 from typing import Any, NamedTuple
 
@@ -8,11 +8,11 @@ from torch.autograd.function import once_differentiable
 
 
 class Order(NamedTuple):
-    """An order of rows and what undoes it.
+    """A permutation of rows and its inverse.
 
     Attributes:
-        forward: [R] int64, which row comes where.
-        backward: [R] int64, where each row has gone.
+        forward: [R] int64, source row at each position.
+        backward: [R] int64, position of each source row.
     """
 
     forward: Tensor
@@ -20,7 +20,7 @@ class Order(NamedTuple):
 
 
 def sort_rows(keys: Tensor) -> Order:
-    """Return the order of rows by their keys, [R] whole numbers; rows of one key stay as they are."""
+    """Return the permutation that stably sorts rows by integer keys [R]."""
     forward = keys.argsort(stable=True)
     backward = torch.empty_like(forward)
     backward[forward] = torch.arange(len(forward), device=forward.device)
@@ -28,13 +28,13 @@ def sort_rows(keys: Tensor) -> Order:
 
 
 def permute_rows(rows: Tensor, order: Tensor, opposite: Tensor) -> Tensor:
-    """Return rows in another order, [R, W].
+    """Return permuted rows, [R, W].
 
     Args:
-        rows: [R / K, W]; with K > 1, K copies of the first come before those of the second, and so on. The gradient of
-            a row is the sum over its copies.
-        order: [R] int64, which copy comes where.
-        opposite: [R] int64, what undoes it.
+        rows: [R / K, W]; with K > 1, each row is first repeated K times in place. The gradient of a row is the sum
+            over its copies.
+        order: [R] int64, source copy at each position.
+        opposite: [R] int64, inverse of `order`.
     """
     permuted: Tensor = _Permute.apply(rows, order, opposite)  # type: ignore[no-untyped-call]
     return permuted

@@ -19,7 +19,7 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """Return x [..., W], normalized over its last dimension and times the weight [W], in the dtype of x."""
+    """Normalize x [..., W] over its last dimension and multiply by the weight [W], in the dtype of x."""
     if x.is_cuda and x.dtype == weight.dtype:
         return F.rms_norm(x, weight.shape, weight, eps)
     # torch's kernel for CPUs takes 1.3 to 2 times as long, backward included (torch 2.13, [2, 1024, 768])

@@ -1,4 +1,4 @@
-"""The first import of torchao, without what it says about kernels for other machines."""
+"""Import torchao without its warnings about kernels for other machines."""
 
 import logging
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_warnings_of_torchao() -> Iterator[None]:
-    """Keep quiet what torchao (0.18) says when it is imported: its kernels for GPUs that are not here."""
+    """Suppress the import warnings of torchao (0.18) about kernels for GPUs that are absent."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]
     try:

@@ -1,4 +1,4 @@
-"""Optimizers, one per file: model -> torch optimizer with its weight-decay groups."""
+"""Optimizers, one per file: model -> torch optimizer with weight-decay groups."""
 
 import itertools
 from collections.abc import Iterable
@@ -12,30 +12,30 @@ from torch.distributed.fsdp import FSDPModule
 
 @runtime_checkable
 class AveragesWeights(Protocol):
-    """An optimizer whose result is an average of the weights, which the model holds while it is validated."""
+    """An optimizer that averages the weights; the model holds the average during validation."""
 
     def hold_average(self, held: bool) -> None:
-        """Let the model hold the average, or its weights again; twice is as good as once."""
+        """Swap the average or the training weights into the model; idempotent."""
 
 
 def hold_averages(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module, *, held: bool) -> None:
-    """Let a model hold the averages of optimizers that keep them, or its weights again; nothing for any others."""
+    """Swap averaged or training weights into a model; does nothing for optimizers without averages."""
     averaging = [optimizer for optimizer in optimizers if isinstance(optimizer, AveragesWeights)]
     for optimizer in averaging:
         optimizer.hold_average(held)
-    stages = getattr(model, "parts", {}).values()  # of a pipeline: their own parameters are no module's of `model`
+    stages = getattr(model, "parts", {}).values()  # pipeline stages, which are not submodules of `model`
     for module in itertools.chain(model.modules(), stages) if averaging else ():
         if isinstance(module, FSDPModule):
-            module.reshard()  # what the last forward pass has left gathered is out of date
+            module.reshard()  # weights left gathered by the last forward pass are stale
 
 
 @runtime_checkable
 class DividesWork(Protocol):
-    """An optimizer whose arithmetic is worth dividing over the ranks that hold the same weights and gradients.
+    """An optimizer that distributes its computation over ranks with the same weights and gradients.
 
     Attributes:
-        replicas: These ranks; None: each does all. Where the parameters are DTensors, their mesh says which they are.
-        product_dtype: Of its matrix products; None is bfloat16 on a GPU and float32 elsewhere.
+        replicas: Process group of these ranks; None: every rank computes everything. For DTensors, taken from the mesh.
+        product_dtype: Dtype of matmuls; None: bfloat16 on a GPU, float32 elsewhere.
     """
 
     replicas: dist.ProcessGroup | None

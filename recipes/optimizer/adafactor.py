@@ -1,8 +1,8 @@
-"""Adafactor (arXiv 1804.04235): a second moment of each row and column instead of each element, no first moment.
+"""Adafactor (arXiv 1804.04235): second moments per row and column instead of per element, no first moment.
 
 4 bytes of state per row and per column, nothing per element of a matrix. `torch.optim.Adafactor` (2.13) computes
-the same on one device; on shards it raises for matrices, and takes norms of this rank's part alone for vectors. Here
-the statistics of many parameters are summed over ranks in one all-reduce, and the norms of their updates in another.
+the same on one device; with sharded parameters it raises for matrices and uses local norms for vectors. Here the
+statistics of many parameters are summed over ranks in one all-reduce, and the norms of their updates in another.
 """
 
 import math
@@ -19,19 +19,17 @@ from recipes.optimizer.shards import Layout, get_layout, local
 
 
 class Adafactor(GroupwiseOptimizer):
-    """Adafactor with decoupled weight decay and steps relative to the size of a parameter.
+    """Adafactor with decoupled weight decay and steps relative to the scale of a parameter.
 
-    A convolution kernel counts as a matrix with one row per output channel; every element of a vector has a second
-    moment of its own.
+    A convolution kernel counts as a matrix with one row per output channel; vectors have a second moment per element.
 
     Args:
-        model: Its trainable parameters are optimized; vectors are not decayed.
-        lr: Peak length of a step relative to the root mean square of the parameter, at most 1 / sqrt(step); the
-            scheduler multiplies it.
-        beta2_decay: The second moment of step t forgets at the rate t^beta2_decay.
-        eps: Root of the least second moment, and least root mean square of a parameter that a step is relative to.
-        clip_threshold: Largest root mean square of an update before it is multiplied by the length.
-        weight_decay: Of matrices, multiplied by the learning rate.
+        model: Model whose trainable parameters are optimized; vectors are not decayed.
+        lr: Peak step size relative to the RMS of the parameter, at most 1 / sqrt(step); the scheduler multiplies it.
+        beta2_decay: At step t, the second moment is updated with weight t^beta2_decay.
+        eps: Square root of the minimum second moment, and minimum parameter RMS for relative steps.
+        clip_threshold: Maximum RMS of an update before it is multiplied by the step size.
+        weight_decay: Weight decay of matrices, multiplied by the learning rate.
     """
 
     accepts_flat_partitions: ClassVar[bool] = False
@@ -86,7 +84,7 @@ class Adafactor(GroupwiseOptimizer):
                 # shape of the parameter, and its sharding
                 state["variance"] = torch.zeros_like(parameter, dtype=torch.float32)
             else:
-                # whole on every rank: they are small, and each step needs all of them
+                # unsharded on every rank: they are small, and each step needs all of them
                 device, num_columns = local(parameter).device, math.prod(parameter.shape[1:])
                 state["row_var"] = torch.zeros(len(parameter), dtype=torch.float32, device=device)  # [R]
                 state["col_var"] = torch.zeros(num_columns, dtype=torch.float32, device=device)  # [C]
@@ -95,7 +93,7 @@ class Adafactor(GroupwiseOptimizer):
 
 
 def _moments(state: dict[str, Any]) -> list[Tensor]:
-    """Return the second moments that are kept: of rows, [R], and columns, [C]; or of this rank's part of a vector."""
+    """Return the stored second moments: of rows, [R], and columns, [C]; or of this rank's shard of a vector."""
     return [local(state["variance"])] if "variance" in state else [state["row_var"], state["col_var"]]
 
 
@@ -113,10 +111,10 @@ def _second_moments(states: list[dict[str, Any]], layout: Layout, eps1: float) -
 
 
 def _measure(parameters: list[nn.Parameter], grads: list[Tensor], layout: Layout) -> tuple[Tensor, list[Tensor]]:
-    """Return the root mean square of each parameter, [parameters], and the mean squares of their gradients.
+    """Return the RMS of each parameter, [parameters], and the mean squares of their gradients.
 
-    The mean squares are, of a matrix, those of the rows, [R], and then those of the columns, [C]; of a vector the
-    square of each element of this rank.
+    The latter are, for a matrix, those of the rows, [R], then those of the columns, [C]; for a vector, the square of
+    each element of this rank.
     """
     counts = [parameter.numel() for parameter in parameters]
     pieces = [_root_mean_squares([_as_matrix(parameter) for parameter in parameters], counts)]
@@ -141,7 +139,7 @@ def _measure(parameters: list[nn.Parameter], grads: list[Tensor], layout: Layout
 
 
 def _as_matrix(tensor: Tensor) -> Tensor:
-    """Return this rank's rows of a tensor in float32, [rows, C], or [rows] of a vector."""
+    """Return this rank's rows of a tensor in float32, [rows, C], or [rows] for a vector."""
     rows = local(tensor).float()
     return rows if rows.ndim == 1 else rows.flatten(1)
 

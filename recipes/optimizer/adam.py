@@ -19,11 +19,11 @@ def adam(
     """Return the optimizer of a model.
 
     Args:
-        model: Its trainable parameters are optimized; vectors are not decayed.
+        model: Model whose trainable parameters are optimized; vectors are not decayed.
         lr: Peak learning rate; the scheduler multiplies it.
         betas: Decay rates of the first and second moment, per optimizer step.
         eps: Added to the square root of the second moment.
-        weight_decay: Of matrices.
+        weight_decay: Weight decay of matrices.
     """
     groups = decay_groups(model, weight_decay=weight_decay)
     return torch.optim.Adam(groups, lr=lr, betas=(float(betas[0]), float(betas[1])), eps=eps, fused=True)

@@ -1,9 +1,9 @@
-"""AdamW with moments of 8 bits (arXiv 2110.02861): 2 bytes of state a parameter instead of 8.
+"""AdamW with 8-bit moments (arXiv 2110.02861): 2 bytes of state per parameter instead of 8.
 
-Every 256 elements share a scale, and a code stands for one of 256 values between -1 and 1 that lie closer together near
-zero, over seven decades. The arithmetic is AdamW's in float32; between steps the moments are rounded.
+Every 256 elements share a scale, and a code is one of 256 values between -1 and 1, denser near zero, spanning seven
+decades. Updates are computed in float32; between steps the moments are quantized.
 
-Shapes: E elements of a rank's part of a parameter, B = ceil(E / 256) blocks.
+Shapes: E elements of a rank's shard of a parameter, B = ceil(E / 256) blocks.
 """
 
 from typing import Annotated, Any, ClassVar
@@ -18,23 +18,23 @@ from recipes.optimizer.param_groups import decay_groups
 from recipes.optimizer.shards import local
 
 BLOCK = 256
-_MIN_ELEMENTS = 4096  # of a parameter; below, moments stay float32: norms and biases weigh little and matter much
-_AT_ONCE = 2**22  # elements that are updated together, which bounds temporaries to 100 MiB
+_MIN_ELEMENTS = 4096  # below, moments stay float32: norms and biases are small but sensitive
+_AT_ONCE = 2**22  # elements updated together, which bounds temporaries to 100 MiB
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW8bit(GroupwiseOptimizer):
-    """AdamW whose moments are rounded to 8 bits between steps.
+    """AdamW whose moments are quantized to 8 bits between steps.
 
-    `state_dict` has them in float32, shaped as their parameters, so that checkpoints are those of AdamW: either resumes
-    the other's. Resumed on as many ranks, the codes are the same.
+    `state_dict` returns them in float32, shaped like their parameters, so checkpoints are interchangeable with AdamW.
+    Resuming on the same number of ranks restores the same codes.
 
     Args:
-        model: Its trainable parameters are optimized; vectors are not decayed.
+        model: Model whose trainable parameters are optimized; vectors are not decayed.
         lr: Peak learning rate; the scheduler multiplies it.
         betas: Decay rates of the first and second moment, per optimizer step.
         eps: Added to the square root of the second moment.
-        weight_decay: Of matrices.
+        weight_decay: Weight decay of matrices.
     """
 
     accepts_flat_partitions: ClassVar[bool] = False
@@ -75,7 +75,7 @@ class AdamW8bit(GroupwiseOptimizer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict, with moments in float32 and shaped as their parameters."""
+        """Return torch's state dict, with moments in float32 and shaped like their parameters."""
         saved: dict[str, Any] = super().state_dict()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         saved["state"] = {
@@ -104,7 +104,7 @@ class AdamW8bit(GroupwiseOptimizer):
             self.state[parameter] = state
 
     def _keep(self, name: str, values: Tensor, parameter: Tensor) -> dict[str, Tensor]:
-        """Return what the state holds of a moment [E]: codes and scales, or the float32 values of a small parameter."""
+        """Return the state entries of a moment [E]: codes and scales, or float32 values for a small parameter."""
         if parameter.numel() < _MIN_ELEMENTS:
             return {name: values}
         num_blocks = -(-len(values) // BLOCK)
@@ -118,7 +118,7 @@ class AdamW8bit(GroupwiseOptimizer):
         return state
 
     def _read(self, state: dict[str, Any], name: str, part: slice = slice(None)) -> Tensor:
-        """Return elements of a moment in float32, [e]; `part` begins at a block."""
+        """Return elements of a moment in float32, [e]; `part` starts at a block boundary."""
         if f"{name}_codes" not in state:
             kept: Tensor = state[name][part]
             return kept
@@ -129,25 +129,25 @@ class AdamW8bit(GroupwiseOptimizer):
         return table[codes.int()].mul_(of_elements)
 
     def _write(self, state: dict[str, Any], name: str, part: slice, values: Tensor) -> None:
-        """Round elements of a moment [e] to their codes; small parameters were updated in place."""
+        """Quantize elements of a moment [e]; those of small parameters were updated in place."""
         if f"{name}_codes" not in state:
             return
         padded = torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)  # [b, 256]
-        # of the largest magnitude, with its sign: its code is 1.0, and reading and writing again gives the same codes
+        # the value of largest magnitude, with its sign: its code is 1.0, so that requantizing gives the same codes
         scales = padded.gather(1, padded.abs().argmax(dim=1, keepdim=True))  # [b, 1]
         _, middles = self._get_table(name, values.device)
         relative = padded / torch.where(scales == 0, 1.0, scales)  # [b, 256], from -1 to 1
         codes = torch.bucketize(relative, middles, out_int32=True)  # [b, 256], the nearest
         if name == "exp_avg_sq":
-            # a small second moment stays one: divided by the root of 0, its first moment would move a weight far
+            # round small second moments up, not to 0: dividing by the root of 0 would make a huge update
             codes = torch.where(relative > 0, codes.clamp(min=1), 0)
         state[f"{name}_codes"][part] = codes.view(-1)[: len(values)].to(torch.uint8)
         state[f"{name}_scales"][_blocks(part)] = scales.squeeze(1)
 
     def _get_table(self, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the values of the 256 codes of a moment, ascending, and the 255 middles between them.
+        """Return the values of the 256 codes of a moment, ascending, and the 255 midpoints between them.
 
-        They are made once for a device, so that no later step waits for a copy.
+        They are created once per device, so that later steps do not wait for a copy.
         """
         tables: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = self.__dict__.setdefault("_tables", {})
         if (name, device) not in tables:
@@ -157,7 +157,7 @@ class AdamW8bit(GroupwiseOptimizer):
 
 
 def _step(weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, *, step: float, group: dict[str, Any]) -> None:
-    """Take AdamW's step in place; all tensors [e], moments and gradient in float32."""
+    """Apply an AdamW step in place; all tensors [e], moments and gradient in float32."""
     lr, (beta1, beta2) = group["lr"], group["betas"]
     first.lerp_(grad, 1 - beta1)
     second.lerp_(grad.square(), 1 - beta2)
@@ -185,7 +185,7 @@ def _make_codes(*, is_signed: bool) -> Tensor:
 
 
 def _shape_as(values: Tensor, parameter: Tensor) -> Tensor:
-    """Return this rank's elements [E] shaped and sharded as their parameter."""
+    """Return this rank's elements [E], shaped and sharded like their parameter."""
     shaped = torch.empty_like(parameter.detach(), dtype=values.dtype)
     part = local(shaped)
     part.copy_(values.view(part.shape))

@@ -1,4 +1,4 @@
-"""What the optimizers of this package share: a step is that of its groups, one after the other."""
+"""Base class of optimizers that update one parameter group at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ class GroupwiseOptimizer(torch.optim.Optimizer):
     @override
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; all ranks have gradients of the same parameters."""
+        """Update every parameter that has a gradient; all ranks must have gradients for the same parameters."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -31,5 +31,5 @@ class GroupwiseOptimizer(torch.optim.Optimizer):
             self.step_chunk(chunk, group)
 
     def step_chunk(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Update some parameters of a group at once, for a subclass that does not replace `step_group`."""
+        """Update some parameters of a group at once, for subclasses that do not override `step_group`."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
-"""Lion (arXiv 2302.06675): the sign of a momentum, 4 bytes of state a parameter; element by element, so on any shard.
+"""Lion (arXiv 2302.06675): sign of momentum, 4 bytes of state per parameter; elementwise, so it works on any shard.
 
-Every weight moves by the learning rate in every step, about 3 to 10 times as far as under AdamW, so the learning rate
-is smaller by that factor and the weight decay, which is multiplied by it, larger.
+Every weight moves by the learning rate in every step, about 3 to 10 times as far as with AdamW, so use a learning rate
+smaller by that factor and a weight decay larger by it.
 """
 
 from typing import Annotated, Any
@@ -19,10 +19,10 @@ class Lion(GroupwiseOptimizer):
     """Lion with decoupled weight decay.
 
     Args:
-        model: Its trainable parameters are optimized; vectors are not decayed.
+        model: Model whose trainable parameters are optimized; vectors are not decayed.
         lr: Peak learning rate, the distance that a weight moves in a step; the scheduler multiplies it.
-        betas: Share of the momentum in the direction of a step, then in the momentum of the next one.
-        weight_decay: Of matrices, multiplied by the learning rate.
+        betas: Weight of the momentum in the update, and in the next momentum.
+        weight_decay: Weight decay of matrices, multiplied by the learning rate.
     """
 
     def __init__(

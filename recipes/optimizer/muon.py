@@ -1,7 +1,7 @@
-"""Muon (Jordan et al. 2024; arXiv 2502.16982): orthogonalized momentum for hidden matrices, AdamW for all the rest.
+"""Muon (Jordan et al. 2024; arXiv 2502.16982): orthogonalized momentum for hidden matrices, AdamW for the rest.
 
-4 bytes of state for an element of a hidden matrix, 8 for any other. Orthogonalizing a matrix takes 15 matrix products
-a step, which do not depend on the batch; each rank does its share of the matrices.
+4 bytes of state per element of a hidden matrix, 8 for other parameters. Orthogonalizing a matrix takes 15 matmuls per
+step, independent of the batch size; the matrices are distributed over ranks.
 """
 
 import math
@@ -22,19 +22,19 @@ from recipes.optimizer.param_groups import decay_groups
 from recipes.optimizer.shards import get_layout, in_chunks, local
 from recipes.optimizer.whole_matrices import WholeMatrices
 
-# Root mean square of an AdamW update in units of the learning rate (arXiv 2502.16982, section 2.2): with it, learning
-# rate and weight decay of AdamW fit.
+# RMS of an AdamW update in units of the learning rate (arXiv 2502.16982, section 2.2): matching it allows the learning
+# rate and weight decay of AdamW to be reused.
 _ADAMW_RMS = 0.2
-# The quintic a x + b x^3 + c x^5 moves every singular value towards 1. These coefficients, Jordan's, trade exactness
-# for the slope at 0: after five iterations a singular value of 0.01 is above 0.6, and all lie within 0.65 and 1.25.
+# The quintic a x + b x^3 + c x^5 moves every singular value toward 1. Jordan's coefficients trade accuracy for slope at
+# 0: after five iterations a singular value of 0.01 is above 0.6, and all lie within 0.65 and 1.25.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _NUM_ITERATIONS = 5
-_EPS = 1e-7  # of the norm: a matrix of zeros stays one
+_EPS = 1e-7  # added to the norm, so that a zero matrix stays zero
 
 
 @runtime_checkable
 class StacksMatrices(Protocol):
-    """A module with a parameter that is several matrices, one below the other, each orthogonalized by itself."""
+    """A module with a parameter that stacks several matrices by rows, each to be orthogonalized separately."""
 
     def stacked_rows(self) -> dict[str, tuple[int, ...]]:
         """Return the rows of each matrix in a stack, by the name of the parameter in the module."""
@@ -46,19 +46,19 @@ class Muon(GroupwiseOptimizer):
     A convolution kernel counts as a matrix with one row per output channel.
 
     Args:
-        model: Its trainable parameters are optimized; vectors are not decayed. Modules that stack matrices in one
-            parameter, such as queries, keys and values, say so (`StacksMatrices`).
-        lr: Peak learning rate, that of AdamW; the scheduler multiplies it.
-        adamw_lr: Peak learning rate of what AdamW steps; None is `lr`.
-        momentum: Decay rate of the momentum of hidden matrices, per optimizer step; Nesterov's.
+        model: Model whose trainable parameters are optimized; vectors are not decayed. Modules that stack matrices in
+            one parameter, such as queries, keys and values, implement `StacksMatrices`.
+        lr: Peak learning rate, on the scale of AdamW; the scheduler multiplies it.
+        adamw_lr: Peak learning rate of parameters updated by AdamW; None: `lr`.
+        momentum: Decay rate of the Nesterov momentum of hidden matrices, per optimizer step.
         betas: Decay rates of AdamW's first and second moment, per optimizer step.
         eps: Added to the square root of AdamW's second moment.
-        weight_decay: Of matrices, by either.
+        weight_decay: Weight decay of all matrices.
 
     Attributes:
-        replicas: Ranks that hold the same weights and gradients as this one, and divide the work; None: each does all.
-            Where the parameters are DTensors of a mesh that replicates, the mesh names them.
-        product_dtype: Of the products; None is bfloat16 on a GPU and float32 elsewhere.
+        replicas: Process group of ranks with the same weights and gradients, which share the work; None: every rank
+            computes everything. For DTensors on a mesh with replication, taken from the mesh.
+        product_dtype: Dtype of the matmuls; None: bfloat16 on a GPU, float32 elsewhere.
 
     Raises:
         ConfigError: There is no matrix in `model.blocks`.
@@ -97,7 +97,7 @@ class Muon(GroupwiseOptimizer):
     @override
     def step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         if group is not self.param_groups[0]:
-            # a loaded state comes in new objects
+            # loading a state dict replaces these objects
             self._adamw.param_groups, self._adamw.state = [group], self.state
             self._adamw.step()
         elif parameters:
@@ -126,7 +126,7 @@ class Muon(GroupwiseOptimizer):
 
         def read(index: int) -> Tensor:
             momenta = local(self.state[parameters[index]]["momentum_buffer"])
-            # Nesterov's look ahead
+            # Nesterov lookahead
             return _local_grad(parameters[index]).lerp(momenta, momentum)  # [rows of this rank, ...]
 
         def direction(index: int, matrix: Tensor) -> Tensor:
@@ -149,14 +149,14 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     Costs 5 (4 k^2 n + 2 k^3) FLOPs for k rows and n columns, k the smaller of the two.
 
     Args:
-        matrix: [R, C]; its dtype is that of the products.
+        matrix: [R, C]; its dtype is that of the matmuls.
 
     Returns:
         [R, C], the same dtype.
     """
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.mT if is_tall else matrix  # [k, n], k <= n
-    # the Frobenius norm bounds the largest singular value: the iteration diverges from 1.27 on
+    # the Frobenius norm bounds the largest singular value; the iteration diverges above 1.27
     x = x / torch.linalg.vector_norm(x, dtype=torch.float32).clamp(min=_EPS).to(x.dtype)
     for _ in range(_NUM_ITERATIONS):
         gram = x @ x.mT  # [k, k]
@@ -166,7 +166,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 def _hidden_matrices(model: nn.Module) -> dict[nn.Parameter, None]:
-    """Return the trained parameters of two axes or more in the blocks of a model, in order."""
+    """Return the trainable parameters with two or more dimensions in the blocks of a model, in order."""
     blocks = getattr(model, "blocks", None)
     named = [] if blocks is None else blocks.named_parameters()
     trained = [parameter for name, parameter in named if parameter.requires_grad and not is_factor(name)]
@@ -198,7 +198,7 @@ def _local_grad(parameter: nn.Parameter) -> Tensor:
 
 
 def _product_device(parameter: nn.Parameter) -> torch.device:
-    """Return the device that computes: under FSDP with offload not the one on which the shards lie."""
+    """Return the compute device, which under FSDP with CPU offload differs from that of the shards."""
     if isinstance(parameter, DTensor) and parameter.device_mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return parameter.device

@@ -9,21 +9,20 @@ from recipes.model.init import unsharded_shape
 
 
 def decay_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """Split trainable parameters into those with weight decay and those without.
+    """Split trainable parameters into groups with and without weight decay.
 
-    Matrices, embeddings and convolution kernels (two axes or more) are decayed; biases, norm gains and other
-    vectors are not: shrinking them towards zero changes a function's shape, not its complexity. A tied
-    parameter is listed once.
+    Matrices, embeddings and convolution kernels (two or more dimensions) are decayed; biases, norm gains and other
+    vectors are not, because shrinking them toward zero does not reduce complexity. A tied parameter is listed once.
 
     Args:
-        model: May be sharded: the number of axes is that of the unsharded parameter.
-        weight_decay: Of the matrices.
+        model: Model, may be sharded: dimensions are counted on unsharded parameters.
+        weight_decay: Weight decay of the matrices.
 
     Returns:
         One or two groups with `params`, `weight_decay` and `group_name` (`decay`, `no_decay`).
     """
     trainable = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    # shrunk towards zero, factors of an adapter would switch off what they multiply
+    # decaying the scaling factors of an adapter toward zero would switch off the activations they multiply
     matrices = [p for p, name in trainable.items() if len(unsharded_shape(p)) >= 2 and not is_factor(name)]
     vectors = [p for p, name in trainable.items() if len(unsharded_shape(p)) < 2 or is_factor(name)]
     groups = [

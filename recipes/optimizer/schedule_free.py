@@ -1,7 +1,7 @@
-"""Schedule-Free AdamW (arXiv 2405.15682): an average of the iterates in place of a falling learning rate.
+"""Schedule-Free AdamW (arXiv 2405.15682): averages the iterates instead of decaying the learning rate.
 
-Gradients are computed at y, between the iterate z and its average x. The model holds y while it trains and x in a
-validation; x is what a run is for. 12 bytes of state a parameter; element by element, so on any shard.
+Gradients are computed at y, between the iterate z and its average x. The model holds y in training and x, the result
+of a run, in validation. 12 bytes of state per parameter; elementwise, so it works on any shard.
 """
 
 from typing import Annotated, Any, ClassVar
@@ -17,21 +17,21 @@ from recipes.optimizer.shards import in_chunks, local
 
 
 class ScheduleFreeAdamW(GroupwiseOptimizer):
-    """AdamW without a schedule: any step may be the last one.
+    """AdamW without a decay schedule: training can stop at any step.
 
     Args:
-        model: Its trainable parameters are optimized; vectors are not decayed.
-        lr: Learning rate after warm-up; the scheduler multiplies it. A step's weight in the average is its square.
-        betas: Share of the average in the point where gradients are computed, then the decay rate of the second moment.
+        model: Model whose trainable parameters are optimized; vectors are not decayed.
+        lr: Learning rate after warm-up; the scheduler multiplies it. Its square weights a step in the average.
+        betas: Weight of the average x in y, and decay rate of the second moment.
         eps: Added to the square root of the second moment.
-        weight_decay: Of matrices.
+        weight_decay: Weight decay of matrices.
     """
 
     accepts_flat_partitions: ClassVar[bool] = False
     why_no_partitions: ClassVar[str] = (
         "a validation exchanges the weights for their average, and DeepSpeed computes with weights of its own"
     )
-    state_of: ClassVar[str] = "schedule_free"  # as messages name it: what is typed
+    state_of: ClassVar[str] = "schedule_free"  # name in messages, the one to type
     float32_state: ClassVar[tuple[str, ...]] = (AVERAGE, "iterate")
 
     def __init__(
@@ -48,7 +48,7 @@ class ScheduleFreeAdamW(GroupwiseOptimizer):
 
     @override
     def step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-        by_steps: dict[int, list[nn.Parameter]] = {}  # one that had no gradient in every step has taken fewer
+        by_steps: dict[int, list[nn.Parameter]] = {}  # parameters without a gradient in some steps have taken fewer
         for parameter in parameters:
             by_steps.setdefault(self._state(parameter)["step"], []).append(parameter)
         for of_equal_steps in by_steps.values():
@@ -90,7 +90,7 @@ class ScheduleFreeAdamW(GroupwiseOptimizer):
 
     @torch.no_grad()
     def hold_average(self, held: bool) -> None:
-        """Let the model hold the average, or the point where gradients are computed, with the bits of the last step."""
+        """Swap the average x, or exactly the point y of the last step, into the model."""
         for group in self.param_groups:
             stepped = [parameter for parameter in group["params"] if AVERAGE in self.state.get(parameter, {})]
             for chunk in in_chunks(stepped):

@@ -1,4 +1,4 @@
-"""SGD with momentum, fused into one kernel per group, but for shards, where torch 2.13 has none."""
+"""SGD with momentum, fused into one kernel per group, except for shards, which torch 2.13 does not support."""
 
 from typing import Annotated
 
@@ -19,11 +19,11 @@ def sgd(
     """Return the optimizer of a model.
 
     Args:
-        model: Its trainable parameters are optimized; vectors are not decayed.
+        model: Model whose trainable parameters are optimized; vectors are not decayed.
         lr: Peak learning rate; the scheduler multiplies it.
-        momentum: Fraction of the last update that is added to the next.
-        nesterov: Use the gradient after one more momentum step.
-        weight_decay: Of matrices.
+        momentum: Momentum factor.
+        nesterov: Whether to use Nesterov momentum.
+        weight_decay: Weight decay of matrices.
     """
     groups = decay_groups(model, weight_decay=weight_decay)
     return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=True)

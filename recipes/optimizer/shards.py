@@ -1,4 +1,4 @@
-"""What a rank holds of a parameter, all of it or some of its rows, and which ranks hold the rest."""
+"""Layout of sharded and replicated parameters over ranks, for optimizers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-_MAX_ELEMENTS = 2**26  # of the parameters that are updated together: temporaries of 256 MiB in float32
+_MAX_ELEMENTS = 2**26  # elements of parameters updated together: temporaries of 256 MiB in float32
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's rows of a DTensor, which share its memory; any other tensor as it is."""
+    """Return this rank's rows of a DTensor, sharing its memory; other tensors are returned unchanged."""
     tensor = tensor.detach()
     rows: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return rows
 
 
 def in_chunks(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield parameters in lists that bound the temporary memory of an update, the same lists on every rank."""
+    """Yield parameters in chunks that bound the temporary memory of an update, the same on every rank."""
     chunk: list[nn.Parameter] = []
     num_elements = 0
     for parameter in parameters:
@@ -33,12 +33,12 @@ def in_chunks(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the ranks hold a model.
+    """How a model is sharded and replicated over ranks.
 
     Attributes:
-        shards: Ranks that hold one copy together, each some rows of every parameter; None: a rank holds all rows.
-        replicas: Ranks that hold the same rows, one of each copy; None: there is one copy, or the copies are updated
-            independently of each other.
+        shards: Process group that shards one replica by rows; None: not sharded.
+        replicas: Process group of ranks with the same rows; None: there is one replica, or replicas are updated
+            independently.
     """
 
     shards: dist.ProcessGroup | None = None
@@ -46,42 +46,42 @@ class Layout:
 
     @property
     def num_shards(self) -> int:
-        """Ranks of one copy."""
+        """Number of ranks that shard one replica."""
         return 1 if self.shards is None else self.shards.size()
 
     @property
     def shard(self) -> int:
-        """Number of this rank among those of its copy."""
+        """Index of this rank's shard."""
         return 0 if self.shards is None else self.shards.rank()
 
     @property
     def num_replicas(self) -> int:
-        """Copies."""
+        """Number of replicas."""
         return 1 if self.replicas is None else self.replicas.size()
 
     @property
     def replica(self) -> int:
-        """Number of this rank's copy."""
+        """Index of this rank's replica."""
         return 0 if self.replicas is None else self.replicas.rank()
 
     def num_rows(self, shard: int, *, of: int) -> int:
-        """Return how many of a parameter's rows a rank of a copy holds, as torch.chunk splits them; possibly none."""
+        """Return the number of rows of a parameter in a shard, split as by torch.chunk; may be 0."""
         size = -(-of // self.num_shards)
         return max(min(size, of - shard * size), 0)
 
     def rows(self, *, of: int) -> slice:
-        """Return which of a parameter's rows this rank holds."""
+        """Return the slice of a parameter's rows that this rank holds."""
         first = min(-(-of // self.num_shards) * self.shard, of)
         return slice(first, first + self.num_rows(self.shard, of=of))
 
 
 def get_layout(parameter: Tensor, *, replicas: dist.ProcessGroup | None = None) -> Layout:
-    """Return how the ranks hold a parameter, and so all others of its model.
+    """Return the layout of a parameter, which all parameters of its model share.
 
     Args:
-        parameter: A DTensor of a mesh whose last axis shards rows and whose axis before it replicates, as FSDP2 makes
-            it; or a plain tensor.
-        replicas: Of a plain tensor: the ranks that hold it too.
+        parameter: A DTensor on a mesh whose last dimension shards rows and whose preceding dimension replicates, as in
+            FSDP2; or a plain tensor.
+        replicas: Process group of ranks that hold the same plain tensor.
     """
     if not isinstance(parameter, DTensor):
         return Layout(replicas=replicas)

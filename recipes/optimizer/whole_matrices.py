@@ -1,8 +1,8 @@
-"""Work on whole matrices of which each rank holds some rows, or which every rank holds: each does its share of them.
+"""Distribute computations on unsharded matrices over ranks, for sharded or replicated parameters.
 
-A rank that has not computed a result gets it from the one that has, so all copies of a model get the same bits. For
-matrices of P elements, a rank of N sends and receives 2 P / N elements where they are sharded, and P where they are
-replicated. A round at a time, N matrices of about the same size, so that few of them are held at once.
+Each result is computed by one rank and sent to the others, so all replicas get the same bits. For matrices with P
+elements in total, each of N ranks sends and receives 2 P / N elements if they are sharded, and P if they are
+replicated. Matrices are processed in rounds of N of about the same size to limit memory.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,18 +14,18 @@ from torch import Tensor
 
 from recipes.optimizer.shards import Layout
 
-Shape = tuple[int, int]  # rows R and columns C of a whole matrix
+Shape = tuple[int, int]  # rows R and columns C of an unsharded matrix
 
 
 @dataclass(frozen=True, kw_only=True)
 class WholeMatrices:
-    """Matrices, and how the ranks hold them.
+    """Matrices and their layout over ranks.
 
     Attributes:
-        shapes: Of the whole matrices, the same on every rank.
+        shapes: Shapes of the unsharded matrices, the same on every rank.
         layout: Which ranks hold which rows.
-        device: Where functions of whole matrices run, and where the ranks exchange rows.
-        dtype: In which they do.
+        device: Device for computation and communication.
+        dtype: Dtype for computation and communication.
     """
 
     shapes: Sequence[Shape]
@@ -36,17 +36,17 @@ class WholeMatrices:
     def map(
         self, function: Callable[[int, Tensor], Tensor], *, read: Callable[[int], Tensor]
     ) -> Iterator[tuple[int, Tensor]]:
-        """Apply a function to every matrix; all ranks call this together.
+        """Apply a function to every matrix; collective, call on every rank.
 
         Args:
             function: index, matrix [R, C] -> result [R, C], the same dtype.
-            read: index -> the rows that this rank holds, [rows, ...], of any dtype and device.
+            read: index -> this rank's rows, [rows, ...], in any dtype and on any device.
 
         Yields:
             Index and this rank's rows of the result, [rows, C], each matrix once.
         """
         layout = self.layout
-        # the largest first: those of a round take about equally long
+        # largest first, so that the matrices of a round take about equally long
         order = sorted(range(len(self.shapes)), key=lambda index: -self.shapes[index][0] * self.shapes[index][1])
         num_ranks = layout.num_shards * layout.num_replicas
         for start in range(0, len(order), num_ranks):
@@ -82,7 +82,7 @@ class WholeMatrices:
         return self._exchange(whole, gathered, held)
 
     def _num_held(self, indices: list[int]) -> list[int]:
-        """Return how many elements of each matrix this rank holds."""
+        """Return the number of elements of each matrix on this rank."""
         shapes = [self.shapes[index] for index in indices]
         return [self.layout.num_rows(self.layout.shard, of=num_rows) * columns for num_rows, columns in shapes]
 

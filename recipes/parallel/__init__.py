@@ -1,1 +1,1 @@
-"""Models whose tensors, sequences or layers several ranks divide: what each rank computes, and what ranks exchange."""
+"""Tensor, context, expert and pipeline parallelism."""

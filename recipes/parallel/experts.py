@@ -1,9 +1,9 @@
-"""Expert parallelism: N ranks divide the experts of every layer, and send each other the rows that these compute.
+"""Expert parallelism: N ranks split the experts of every layer and exchange tokens by all-to-all.
 
-The ranks have samples of their own, too: the router and everything else of a block see a rank's own tokens. Only the
-rows of an expert go to the rank that has it, and what it makes of them comes back (GShard, arXiv 2006.16668). Dropless:
-a rank gets as many rows as there are for its experts. So the host waits for their number once a layer and forward pass,
-as every dropless exchange between ranks does; the backward pass knows it.
+The ranks are also data-parallel: the router and the rest of a block see only a rank's own tokens. Rows for an expert
+are sent to its rank and the results are sent back (GShard, arXiv 2006.16668). Dropless: a rank receives all rows for
+its experts. So the host synchronizes on the row counts once per layer in the forward pass, as every dropless exchange
+does; the backward pass reuses them.
 
 Shapes: E experts, N ranks, e = E / N experts of a rank, R rows of this rank's tokens, S rows for its experts, W hidden
 size.
@@ -26,29 +26,29 @@ from recipes.numerics.permutation import Order, permute_rows, sort_rows
 
 
 class ExpertRanks:
-    """The ranks that divide the experts; one object for all layers of a model.
+    """Expert-parallel ranks; one object for all layers of a model.
 
     Args:
-        group: The ranks; the first has the first experts.
+        group: Process group of the ranks; the first rank has the first experts.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.size = group.size()
 
-    # there are as many rows as tokens go to a rank: the compiler would compile each number of them
+    # the number of rows varies with routing: the compiler would recompile for each number
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def compute(self, rows: Tensor, counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Return what the experts of all ranks make of this rank's rows, [R, W].
+        """Compute this rank's rows with the experts of all ranks; return [R, W].
 
         Args:
-            rows: [R, W], by expert.
-            counts: [E] int64, rows of each expert.
-            experts: Computes rows [S, W], by expert, of which there are as many as counts [e] say.
+            rows: [R, W], sorted by expert.
+            counts: [E] int64, rows per expert.
+            experts: Computes rows [S, W], sorted by expert, given counts [e].
         """
         per_rank = [len(counts) // self.size] * self.size
         theirs = exchange_rows(counts, self.group, num_sent=per_rank, num_received=per_rank)
-        theirs = theirs.view(self.size, -1)  # [N, e], of each rank for the experts of this one
+        theirs = theirs.view(self.size, -1)  # [N, e], from each rank for this rank's experts
         sizes = torch.stack([counts.view(self.size, -1).sum(dim=1), theirs.sum(dim=1)])  # [2, N]
         num_sent, num_received = self.read_sizes(sizes, num_rows=len(rows))
         received = self._exchange(rows, num_sent, num_received)  # [S, W], by rank and then by expert
@@ -57,7 +57,7 @@ class ExpertRanks:
         return self._exchange(permute_rows(out, order.backward, order.forward), num_received, num_sent)
 
     def read_sizes(self, sizes: Tensor, *, num_rows: int) -> tuple[list[int], list[int]]:
-        """Return rows for each rank, and from each rank, on the host, which waits for them.
+        """Return the rows sent to and received from each rank on the host, which synchronizes.
 
         Args:
             sizes: [2, N] int64.
@@ -75,18 +75,18 @@ class ExpertRanks:
 
 
 def _sort_by_expert(counts: Tensor, *, num_rows: int) -> Order:
-    """Return the order by expert, and within an expert by rank, of rows by rank and expert.
+    """Return the permutation of rows from rank-major to expert-major order.
 
     Args:
-        counts: [N, e], rows of each rank for each expert.
-        num_rows: S, their sum.
+        counts: [N, e], rows from each rank for each expert.
+        num_rows: S, the sum of counts.
     """
     experts = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))  # [N e]
     return sort_rows(experts.repeat_interleave(counts.flatten(), output_size=num_rows))  # [S]
 
 
 class DividedGroupedLinear(GroupedLinear):
-    """A linear layer for each group of rows, of which each rank has some groups."""
+    """Grouped linear layer whose groups are split over ranks."""
 
     @override
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
@@ -95,16 +95,16 @@ class DividedGroupedLinear(GroupedLinear):
 
 
 def make_expert_mesh(mesh: Mesh, device_type: str) -> DeviceMesh | None:
-    """Return the ranks by the experts that they have: other layers, replicas, shards of the same, and other experts.
+    """Create the mesh for expert weights: pipeline stages, replicas, shards of the same experts, other experts.
 
-    A collective. It is not the mesh of the other weights, whose shards are all of these ranks.
+    A collective. The other weights use a different mesh, in which they are sharded over all of these ranks.
 
     Args:
-        mesh: Of all ranks.
-        device_type: Of torch.
+        mesh: Mesh of all ranks.
+        device_type: torch device type.
 
     Returns:
-        None where no ranks divide experts.
+        The mesh; None without expert parallelism.
     """
     if mesh.expert == 1:
         return None
@@ -115,11 +115,11 @@ def make_expert_mesh(mesh: Mesh, device_type: str) -> DeviceMesh | None:
 
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide the experts of a model over the ranks of a mesh, in place.
+    """Split the experts of a model over the ranks of a mesh, in place.
 
     Args:
-        model: Not yet sharded, on the meta device.
-        mesh: One-dimensional; its size divides the number of experts.
+        model: Unsharded model on the meta device.
+        mesh: One-dimensional mesh; its size divides the number of experts.
     """
     ranks = ExpertRanks(mesh.get_group())
     for module in model.modules():

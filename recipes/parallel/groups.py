@@ -1,4 +1,4 @@
-"""The process groups of a mesh: which ranks add up what."""
+"""Create the process groups of a mesh."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,15 @@ from recipes.mesh import Mesh
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """The groups that this rank is in.
+    """Process groups that this rank belongs to.
 
     Attributes:
-        pipeline: Ranks that divide the layers of this one's model; None: it is alone.
-        tensor: Ranks that divide every matrix of this one; None: it is alone.
-        context: Ranks that divide every sequence of this one; None: it is alone.
-        data: Ranks that have the other samples; None: all ranks.
-        tokens: Ranks that have the other tokens, and other layers for these; None: all ranks.
-        stage: Ranks that have the same layers; None: all ranks.
+        pipeline: Pipeline-parallel ranks; None if there is only this one.
+        tensor: Tensor-parallel ranks; None if there is only this one.
+        context: Context-parallel ranks; None if there is only this one.
+        data: Ranks with different samples; None means all ranks.
+        tokens: Ranks with different tokens, including other pipeline stages; None means all ranks.
+        stage: Ranks with the same layers; None means all ranks.
     """
 
     pipeline: dist.ProcessGroup | None = None

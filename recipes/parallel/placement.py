@@ -1,8 +1,8 @@
-"""Where in an unsharded tensor the elements are that a rank holds: a box, whose rows may be in an order of their own.
+"""Map a rank's shard to the unsharded tensor: a box, whose rows may be permuted.
 
-That order is the one of a matrix of stacked parts, such as queries, keys and values. On one device, and in every file,
-its rows are those of the first part, then those of the second, and so on. Cut into N pieces, the first rank would have
-queries alone. So the N ranks hold the rows in another order: each its share of the first part, then of the second.
+Rows are permuted in a matrix of stacked parts, such as queries, keys and values. On one device, and in every file, the
+parts follow each other. Split evenly over N ranks, the first rank would get only queries. So each of the N ranks holds
+its fraction of the first part, then of the second, and so on.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def find_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return offsets and shape of this rank's part; a rank without a part has a size of 0."""
+    """Return offsets and shape of this rank's shard; an empty shard has a size of 0."""
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offsets), tuple(shape)
 
@@ -30,18 +30,18 @@ def cut_box(values: Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) ->
 
 @dataclass(frozen=True, kw_only=True)
 class RowOrder:
-    """In which order N ranks hold the rows of a matrix of stacked parts.
+    """Row order of a matrix of stacked parts on N ranks.
 
     Attributes:
-        sizes: Rows of each part.
-        num_ranks: N, which divides each of them.
+        sizes: Rows per part.
+        num_ranks: N, which divides each size.
     """
 
     sizes: tuple[int, ...]
     num_ranks: int
 
     def _pieces(self) -> Iterator[tuple[int, int]]:
-        """Yield first row in files, and number of rows, of each contiguous piece in the order of the ranks."""
+        """Yield first row in files and number of rows of each contiguous piece, in rank order."""
         firsts = [0, *itertools.accumulate(self.sizes)]
         for rank in range(self.num_ranks):
             for first, size in zip(firsts, self.sizes, strict=False):
@@ -49,11 +49,11 @@ class RowOrder:
                 yield first + rank * share, share
 
     def to_ranks(self, values: Tensor) -> Tensor:
-        """Return rows [R, ...] as in files in the order of the ranks."""
+        """Permute rows [R, ...] from file order to rank order."""
         return torch.cat([values[first : first + share] for first, share in self._pieces()])
 
     def find(self, start: int, num_rows: int) -> Iterator[tuple[int, int]]:
-        """Yield where in files some rows of the ranks' order are: first row and number of rows of each piece."""
+        """Map rows in rank order to file order; yield first row and number of rows of each contiguous piece."""
         position, stop = 0, start + num_rows
         for first, share in self._pieces():
             begin, end = max(start, position), min(stop, position + share)
@@ -63,9 +63,9 @@ class RowOrder:
 
 
 def find_row_orders(module: nn.Module) -> dict[int, RowOrder]:
-    """Return the orders of rows of a module's layers, by the `id` of a parameter.
+    """Return the row orders of a module's parameters by `id`.
 
-    A layer keeps its order: engines replace parameters, and what is set on one is lost with it.
+    The order is stored on the layer: engines replace parameters, and attributes of a parameter would be lost.
     """
     return {
         id(parameter): layer.row_order  # type: ignore[misc]

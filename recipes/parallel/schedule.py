@@ -1,7 +1,7 @@
-"""The order in which the stages of a pipeline compute the micro-batches of a step: torch's schedules.
+"""Run training steps of a pipeline through torch's schedules.
 
-One step of a schedule is one accumulation window: it runs every forward and backward pass, after which the gradients
-are those of the step. Shapes: B sequences of a micro-batch, t tokens of a rank, W hidden size.
+One step of a schedule is one accumulation window: it runs all forward and backward passes of an optimizer step.
+Shapes: B sequences of a micro-batch, t tokens of a rank, W hidden size.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,16 +16,16 @@ from torch.distributed.tensor import DTensor
 from recipes.mesh import STAGES_PER_RANK
 from recipes.parallel.stages import PipelineRanks, StagedModel
 
-_MAX_SHAPES = 4  # of rows that are padded: each has buffers for the hidden states of all micro-batches
+_MAX_SHAPES = 4  # of padded rows: each shape has buffers for the hidden states of all micro-batches
 
 
 class PipelineSchedule:
-    """Computes the gradients of a step.
+    """Computes the gradients of an optimizer step.
 
     Args:
-        model: The stages of this rank.
-        num_micro_batches: Of a step.
-        dtype: Of hidden states between stages.
+        model: Stages of this rank.
+        num_micro_batches: Micro-batches per step.
+        dtype: Dtype of hidden states between stages.
 
     Attributes:
         has_last: Whether this rank has the last stage, which computes the loss.
@@ -48,15 +48,15 @@ class PipelineSchedule:
         compute: Callable[[Callable[..., Any], Tensor, Mapping[str, Tensor]], Tensor],
         leave: Callable[[nn.Module, Tensor, Mapping[str, Tensor]], Tensor] | None = None,
     ) -> None:
-        """Run all forward and backward passes of a step; gradients are added to those there are.
+        """Run all forward and backward passes of a step; gradients accumulate.
 
         Args:
-            tokens: [M B, t] of this rank and all M micro-batches.
-            batch: The rest: `targets` [M B, t], and what else has a first axis of samples.
-            compute: Called on the last stage for each micro-batch, in any order: (forward pass, hidden states
-                [B, t, W], rest of the micro-batch) -> what to differentiate, [1].
-            leave: Called on every other stage for each: (stage, its hidden states, rest of the micro-batch) -> what it
-                sends on, [B, t, W].
+            tokens: [M B, t], tokens of this rank for all M micro-batches.
+            batch: Other inputs: `targets` [M B, t], and any tensors with samples as first axis.
+            compute: Called on the last stage for each micro-batch, in any order: (forward pass, hidden states [B, t,
+                W], rest of the micro-batch) -> objective, [1].
+            leave: Called on every other stage for each micro-batch: (stage, its hidden states, rest of the micro-batch)
+                -> output for the next stage, [B, t, W].
         """
         schedule = self._get_schedule(tokens.shape)
         for part in self._parts.values():
@@ -70,21 +70,21 @@ class PipelineSchedule:
         self._add_up_copies()
 
     def describe(self) -> str:
-        """Return stages, schedule, and the share of a step in which a rank waits if all stages took the same time."""
+        """Describe stages, schedule and bubble fraction, assuming that all stages take the same time."""
         plan, number = self._ranks.plan, self.num_micro_batches
         layers = " + ".join(str(count) for _, count in plan.layers)
         waits = f"{idle_fraction(plan.schedule, plan.num_ranks, number):.0%}"
         return f"stages of {layers} layers, {plan.schedule}, {number} micro-batches: each rank waits {waits} of a step"
 
     def _add_up_copies(self) -> None:
-        """Give a tied embedding and head, of the first and the last stage, the gradient of both."""
+        """Sum the gradients of a tied embedding (first stage) and head (last stage)."""
         if not getattr(self._model, "tie_embeddings", False):
             return
         embedding, head = (getattr(self._model, name, None) for name in ("embedding", "head"))
         self._ranks.add_up(_local_grad(embedding), _local_grad(head))
 
     def _get_schedule(self, shape: torch.Size) -> Any:
-        """Return the schedule for tokens of a shape: torch's stages keep the shapes of what they send (2.13)."""
+        """Return the schedule for a token shape: torch's stages fix the shapes that they send (2.13)."""
         if tuple(shape) in self._by_shape:
             return self._by_shape[tuple(shape)]
         if len(self._by_shape) >= _MAX_SHAPES:
@@ -94,7 +94,7 @@ class PipelineSchedule:
         made = kind(
             stages[0] if self._ranks.plan.num_stages == self._ranks.plan.num_ranks else stages,
             n_microbatches=self.num_micro_batches,
-            # the objective is a sum over targets, divided by those of the whole step
+            # the objective is already normalized by the targets of the whole step
             loss_fn=lambda objective, _: objective.sum(),
             scale_grads=False,
         )
@@ -109,7 +109,7 @@ class PipelineSchedule:
             num_tokens = num_tokens // ranks.size if ranks.sequence_parallel else num_tokens
         tokens = torch.empty(batch, shape[1], dtype=torch.int64, device="meta")
         size = (batch, num_tokens, self._hidden_size)
-        # stages send and receive a gradient of what requires one
+        # stages exchange gradients only for tensors that require them
         hidden = torch.empty(size, dtype=self._dtype, device="meta", requires_grad=True)
         objective = torch.empty(1, dtype=torch.float32, device="meta", requires_grad=True)
         return PipelineStage(
@@ -132,15 +132,15 @@ def _local_grad(layer: nn.Module | None) -> Tensor | None:
 
 
 def idle_fraction(schedule: str, num_ranks: int, num_micro_batches: int) -> float:
-    """Return the share of a step in which a rank waits for others, where all stages take the same time.
+    """Return the bubble fraction of a step, assuming that all stages take the same time.
 
-    1F1B and interleaved stages: arXiv 2104.04473, equations 1 and 3. The V-shaped schedule without bubbles (arXiv
-    2401.10241) fills them all where forward, backward and weights take the same time, once there are 2 P micro-batches.
+    1F1B and interleaved stages: arXiv 2104.04473, equations 1 and 3. The V-shaped zero-bubble schedule (arXiv
+    2401.10241) has none from 2 P micro-batches on, if forward, input and weight gradients take the same time.
 
     Args:
-        schedule: torch's name of it.
-        num_ranks: P.
-        num_micro_batches: M.
+        schedule: Name of the schedule in torch.
+        num_ranks: P, pipeline ranks.
+        num_micro_batches: M, micro-batches per step.
     """
     waits = float(num_ranks - 1)
     if schedule == "ZBVZeroBubble":

@@ -1,4 +1,4 @@
-"""Which layers of a model are a stage of a pipeline, and which rank has which stages; a torch model, no ranks."""
+"""Plan the split of a model's layers into pipeline stages, and of stages over ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from recipes.numerics.grouped_linear import GroupedLinear
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """Which rank of a pipeline has which stages, and a stage which layers.
+    """Assignment of layers to stages and of stages to pipeline ranks.
 
     Attributes:
-        num_ranks: Of the pipeline.
-        schedule: torch's name of it.
-        layers: First layer, and number, of each stage.
+        num_ranks: Pipeline ranks.
+        schedule: Name of the schedule in torch.
+        layers: First layer and number of layers of each stage.
     """
 
     num_ranks: int
@@ -26,30 +26,29 @@ class StagePlan:
 
     @property
     def num_stages(self) -> int:
-        """Of all ranks."""
+        """Number of stages on all ranks."""
         return len(self.layers)
 
     def rank_of(self, stage: int) -> int:
-        """Return the rank that has a stage; in a V, the last stages go back through the ranks."""
+        """Return the rank of a stage; in a V schedule, the later stages return through the ranks."""
         turn, rank = divmod(stage, self.num_ranks)
         return self.num_ranks - 1 - rank if self.schedule == "ZBVZeroBubble" and turn % 2 else rank
 
     def stages_of(self, rank: int) -> list[int]:
-        """Return the stages of a rank, in their order."""
+        """Return the stages of a rank in order."""
         return [stage for stage in range(self.num_stages) if self.rank_of(stage) == rank]
 
 
 def plan_stages(model: nn.Module, *, num_ranks: int, schedule: str) -> StagePlan:
-    """Divide the layers of a model into stages whose largest matrix products are as small as can be.
+    """Split the layers of a model into stages so that the largest stage is as small as possible.
 
-    Work is counted by the weights of matrices that each token is multiplied with: those of the blocks, of experts the
-    share that computes a token, and the head, which takes as much as several blocks of a small model. An embedding is a
-    lookup.
+    Work is the number of matrix weights that each token is multiplied with: blocks (only the active experts) and the
+    head, which costs as much as several blocks of a small model. The embedding is a lookup and does not count.
 
     Args:
-        model: Whole, on any device.
-        num_ranks: Of the pipeline.
-        schedule: torch's name of it.
+        model: Whole model, on any device.
+        num_ranks: Pipeline ranks.
+        schedule: Name of the schedule in torch.
     """
     num_stages = num_ranks * STAGES_PER_RANK.get(schedule, 1)
     blocks: Any = model.blocks
@@ -61,7 +60,7 @@ def plan_stages(model: nn.Module, *, num_ranks: int, schedule: str) -> StagePlan
 
 
 def _count(module: nn.Module, model: Any) -> int:
-    """Return the weights of a module that a token is multiplied with."""
+    """Return the number of a module's weights that a token is multiplied with."""
     idle = 0
     for part in module.modules():
         if isinstance(part, GroupedLinear):
@@ -70,11 +69,11 @@ def _count(module: nn.Module, model: Any) -> int:
 
 
 def divide_evenly(work: Sequence[int], num_stages: int, *, last: int) -> list[int]:
-    """Return how many layers each stage has, one or more, so that the stage with the most work has the least.
+    """Return the number of layers of each stage, at least one, that minimizes the largest stage's work.
 
     Args:
-        work: Of each layer.
-        num_stages: At most as many as layers.
+        work: Work of each layer.
+        num_stages: Number of stages, at most the number of layers.
         last: Work of the last stage in addition to its layers.
     """
     num_layers = len(work)
@@ -82,7 +81,7 @@ def divide_evenly(work: Sequence[int], num_stages: int, *, last: int) -> list[in
     sums = [0]
     for amount in work:
         sums.append(sums[-1] + amount)
-    # best[n]: the least possible maximum of the stages so far that have n layers together, and where the last begins
+    # best[n]: the smallest possible maximum over the stages so far with n layers in total, and the last one's start
     best: list[tuple[int, list[int]]] = [(sums[n], [n]) for n in range(num_layers + 1)]
     for stage in range(1, num_stages):
         extra = last if stage == num_stages - 1 else 0
@@ -98,6 +97,6 @@ def divide_evenly(work: Sequence[int], num_stages: int, *, last: int) -> list[in
 
 
 def list_ends(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the modules of the first stage alone, and those of the last."""
+    """Return the names of the modules that only the first stage has, and those that only the last has."""
     ends: Any = model.pipeline_ends
     return ends[0], ends[1]

@@ -1,7 +1,7 @@
-"""Pipeline parallelism: ranks divide the layers of a model into stages, which pass hidden states on.
+"""Pipeline parallelism: the layers of a model are split into stages that pass on hidden states.
 
-Training goes through torch's schedules (`recipes.parallel.schedule`). Everything else, validation, losses of single
-samples and generated text, goes through the stages one after the other, here.
+Training uses torch's schedules (`recipes.parallel.schedule`). Validation, per-sample losses and text generation run the
+stages one after another, here.
 
 Shapes: B sequences, T tokens, W hidden size, V padded vocabulary.
 """
@@ -21,11 +21,11 @@ _MAX_DIMS = 4
 
 
 class StageForward(nn.Module):
-    """Stands before the class of a model that is one stage: its last stage computes the objective of a micro-batch.
+    """Mixed in before the class of a stage's model; the last stage computes the objective of a micro-batch.
 
     Attributes:
         compute: (forward pass, hidden states, rest of the micro-batch) -> objective; set on the last stage.
-        leave: (this stage, hidden states, rest of the micro-batch) -> what it sends on; set on the others.
+        leave: (this stage, hidden states, rest of the micro-batch) -> output for the next stage; set on the others.
     """
 
     compute: Callable[[Callable[..., Any], Tensor, Mapping[str, Tensor]], Tensor] | None = None
@@ -39,7 +39,7 @@ class StageForward(nn.Module):
         positions: Tensor | None = None,
         **targets: Tensor,
     ) -> Any:
-        """Return hidden states or logits; with targets, what `compute` or `leave` returns."""
+        """Return hidden states or logits; with targets, the result of `compute` or `leave`."""
         run: Callable[..., Any] = super().forward  # type: ignore[assignment]
         if self.compute is None or not targets:
             out = run(x, cache=cache, reduce=reduce, positions=positions)
@@ -49,18 +49,18 @@ class StageForward(nn.Module):
 
 
 def cut_stage(model: nn.Module, plan: StagePlan, stage: int, *, whole: nn.Module | None = None) -> nn.Module:
-    """Return a model of the same class that is one stage: it shares the modules that it has with the whole.
+    """Return one stage as a model of the same class, which shares its modules with the whole model.
 
     Args:
-        model: Whole, on any device.
-        plan: Which layers the stage has.
-        stage: Its number.
-        whole: Another model like it, which stays as it is, for what reads the weights of a published one.
+        model: Whole model, on any device.
+        plan: Assignment of layers to stages.
+        stage: Index of the stage.
+        whole: Unmodified copy of the model, needed to load published weights.
     """
     part = copy.copy(model)
-    object.__setattr__(part, "whole", whole)  # no module of the stage
+    object.__setattr__(part, "whole", whole)  # not registered as a submodule
     for name, value in vars(model).items():
-        if isinstance(value, (dict, set)):  # modules, parameters, buffers and hooks are those of one stage
+        if isinstance(value, (dict, set)):  # modules, parameters, buffers and hooks are per stage
             object.__setattr__(part, name, copy.copy(value))
     first, count = plan.layers[stage]
     blocks: Any = model.blocks
@@ -76,31 +76,31 @@ def cut_stage(model: nn.Module, plan: StagePlan, stage: int, *, whole: nn.Module
 
 
 def _untie(part: Any) -> None:
-    """Give the head a copy of the embedding, which another stage has; the gradients of both are added."""
+    """Give the head a copy of the tied embedding of another stage; their gradients are summed."""
     part.head = copy.copy(part.head)
     part.head._parameters = {"weight": nn.Parameter(part.head.weight.detach().clone())}
     part.head.copies = {"weight": "embedding.weight"}
 
 
 def mark_copies(model: nn.Module) -> None:
-    """Set on each parameter that is a copy of one of another stage the name of that, as `copy_of`."""
+    """Set `copy_of`, the name of the original, on each parameter that is a copy from another stage."""
     for layer in model.modules():
         for name, original in getattr(layer, "copies", {}).items():
             getattr(layer, name).copy_of = original
 
 
 def is_copy(parameter: Tensor) -> bool:
-    """Return whether another stage has the same parameter, with which it is counted and saved."""
+    """Return whether a parameter is a copy of another stage's, which alone is counted and saved."""
     return hasattr(parameter, "copy_of")
 
 
 class PipelineRanks:
-    """The ranks that divide the layers of a model.
+    """Pipeline-parallel ranks.
 
     Args:
-        group: The ranks.
-        plan: Which of them has which stages.
-        device: Of this rank.
+        group: Process group of the ranks.
+        plan: Assignment of stages to ranks.
+        device: Device of this rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, plan: StagePlan, device: torch.device) -> None:
@@ -116,13 +116,13 @@ class PipelineRanks:
         return self.plan.num_stages - 1 in self.own_stages
 
     def send(self, tensor: Tensor, stage: int) -> None:
-        """Send a tensor to the rank of a stage, its shape first."""
+        """Send a tensor to the rank of a stage, preceded by its shape."""
         target = dist.get_global_rank(self.group, self.plan.rank_of(stage))
         dist.send(self._describe(tensor), target, self.group)
         dist.send(tensor.contiguous(), target, self.group)
 
     def receive(self, stage: int) -> Tensor:
-        """Return a tensor from the rank of a stage."""
+        """Receive a tensor from the rank of a stage."""
         source = dist.get_global_rank(self.group, self.plan.rank_of(stage))
         header = torch.empty(_MAX_DIMS + 2, dtype=torch.int64, device=self.device)
         dist.recv(header, source, self.group)
@@ -131,7 +131,7 @@ class PipelineRanks:
         return tensor
 
     def share_last(self, tensor: Tensor | None) -> Tensor:
-        """Return on every rank a tensor of the last stage's."""
+        """Broadcast a tensor from the last stage to every rank."""
         source = dist.get_global_rank(self.group, self.plan.rank_of(self.plan.num_stages - 1))
         header = torch.empty(_MAX_DIMS + 2, dtype=torch.int64, device=self.device)
         if tensor is not None:
@@ -142,11 +142,11 @@ class PipelineRanks:
         return shared
 
     def add_up(self, first: Tensor | None, last: Tensor | None) -> None:
-        """Replace a tensor of the first stage and one of the last by their sum, in place; both ranks add it alike.
+        """Replace a tensor of the first stage and one of the last with their sum, in place and in the same order.
 
         Args:
-            first: On the rank of the first stage.
-            last: On the rank of the last stage.
+            first: Tensor on the rank of the first stage.
+            last: Tensor on the rank of the last stage.
         """
         if first is not None and last is not None:
             last.copy_(first.add_(last))
@@ -171,7 +171,7 @@ class PipelineRanks:
 
 
 def list_stages(model: nn.Module) -> list[nn.Module]:
-    """Return the stages of a rank, each with the attributes of a whole model; of one without stages itself."""
+    """Return the stages of a rank, each with the attributes of a whole model; a model without stages itself."""
     parts: dict[int, nn.Module] = getattr(model, "parts", {0: model})
     return list(parts.values())
 
@@ -179,12 +179,12 @@ def list_stages(model: nn.Module) -> list[nn.Module]:
 class StagedModel(nn.Module):
     """The stages of one rank under the names that their modules have in the whole model.
 
-    Its forward pass goes through the stages of all ranks, outside of training: every rank of the pipeline calls it with
+    Outside of training its forward pass runs through the stages of all ranks: every rank of the pipeline calls it with
     the same arguments and gets the same result.
 
     Args:
-        parts: Stage -> its model.
-        ranks: Of the pipeline.
+        parts: Models by stage.
+        ranks: Ranks of the pipeline.
     """
 
     def __init__(self, parts: Mapping[int, nn.Module], ranks: PipelineRanks) -> None:
@@ -193,16 +193,16 @@ class StagedModel(nn.Module):
             for name, child in part.named_children():
                 if name != "blocks":
                     self.add_module(name, child)
-                elif "blocks" not in self._modules:  # between embedding and head, as in the whole
+                elif "blocks" not in self._modules:  # between embedding and head, as in the whole model
                     self.blocks = nn.ModuleDict(dict(child.named_children()))
                 else:
                     self.blocks.update(dict(child.named_children()))
-        # not as modules: the names of their parameters would appear twice
+        # not registered as modules: their parameter names would appear twice
         object.__setattr__(self, "parts", dict(parts))
         object.__setattr__(self, "pipeline", ranks)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the model of a stage has: sizes, and whether ranks divide its sequences."""
+        """Return attributes of the stages' models, such as sizes and the context-parallel setting."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -212,7 +212,7 @@ class StagedModel(nn.Module):
             return getattr(parts[max(parts)], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the mode of the stages with this one's, however it is set: they are no modules of it."""
+        """Forward the training mode to the stages, which are not registered as modules."""
         super().__setattr__(name, value)
         if name == "training":
             for part in self.__dict__.get("parts", {}).values():
@@ -225,10 +225,10 @@ class StagedModel(nn.Module):
         reduce: Callable[[Tensor, Tensor], Any] | None = None,
         positions: Tensor | None = None,
     ) -> Any:
-        """Return the logits, or what `reduce` makes of the last hidden states where it runs. Arguments: as the model's.
+        """Return the logits, or the result of `reduce` on the last hidden states. Takes the model's arguments.
 
         Raises:
-            RuntimeError: With gradients; training goes through a schedule.
+            RuntimeError: Gradients are enabled; training must use a schedule.
         """
         if torch.is_grad_enabled():
             raise RuntimeError("a pipeline computes gradients in its schedule only; wrap this call in torch.no_grad()")

@@ -29,7 +29,7 @@ ParallelStyle = Literal["columns", "rows", "vocabulary", "positions", "norm", "h
 
 
 class TensorRanks:
-    """The tensor-parallel ranks of a model, one object shared by all of its layers.
+    """Tensor-parallel ranks of a model; one object shared by all of its layers.
 
     Args:
         mesh: One-dimensional.
@@ -38,7 +38,7 @@ class TensorRanks:
     Attributes:
         sequence_parallel: As given.
         group: The ranks.
-        splits_sequence: Whether the forward pass under way shards the sequence; generation, token by token, does not.
+        splits_sequence: Whether the current forward pass shards the sequence; token-by-token generation does not.
     """
 
     def __init__(self, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
@@ -49,12 +49,12 @@ class TensorRanks:
         self.splits_sequence = self.sequence_parallel = sequence_parallel
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Decide before a forward pass of a model, as its hook, whether it shards the sequence.
+        """Decide, as a pre-forward hook of the model, whether the pass shards the sequence.
 
         Args:
-            model: Whose forward pass it is.
-            args: Tokens [B, T], or hidden states [B, t, W] in a later stage, sharded already; then a cache.
-            kwargs: `cache`, if it is not among these; with one, the model generates text.
+            model: Model of the forward pass.
+            args: Tokens [B, T], or already sharded hidden states [B, t, W] in a later stage; optionally a cache.
+            kwargs: `cache`, if not in `args`; with a cache the model generates text.
         """
         x, cache = args[0], kwargs.get("cache", args[1] if len(args) > 1 else None)
         divides = x.ndim != 2 or x.shape[1] % self.size == 0
@@ -99,14 +99,14 @@ class TensorRanks:
         return shard
 
     def local(self, parameter: Tensor | None, *, of_heads: bool = False) -> Any:
-        """Return this rank's part of a parameter.
+        """Return this rank's shard of a parameter.
 
         The gradient of a replicated parameter is partial on each rank wherever ranks process different tokens or
         heads; it is then summed over the ranks.
 
         Args:
-            parameter: A layer's parameter; None, such as a missing bias, is returned as it is.
-            of_heads: Whether it is applied to each head; ranks hold different heads in any case.
+            parameter: Parameter of a layer; None, for a missing bias, is returned unchanged.
+            of_heads: Whether it is applied per head; ranks always hold different heads.
         """
         if not isinstance(parameter, DTensor):
             return parameter
@@ -216,8 +216,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence_parall
     """Shard the matrices of a model over the ranks of a mesh, in place.
 
     Args:
-        model: Not yet sharded, on the meta device.
-        mesh: One-dimensional.
+        model: Unsharded model on the meta device.
+        mesh: One-dimensional mesh.
         sequence_parallel: Also shard activations along the sequence outside attention and MLP.
 
     Raises:
@@ -241,7 +241,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence_parall
         if hasattr(module, "split_heads"):
             _shard_heads(module, ranks)
     sharded: Any = model
-    sharded._tie()  # the weight of an embedding is another object now
+    sharded._tie()  # the embedding weight is a new object now
     sharded.ranks = ranks
     model.register_forward_pre_hook(ranks.begin, with_kwargs=True)
 
@@ -261,7 +261,7 @@ def _shard_layer(module: nn.Module, style: ParallelStyle, ranks: TensorRanks) ->
 
 
 def _shard_heads(module: Any, ranks: TensorRanks) -> None:
-    """Make an attention block compute only this rank's heads, whose queries, keys and values it holds."""
+    """Make an attention block compute only this rank's heads."""
     for name, sizes in module.stacked_rows().items():
         layer = module.get_submodule(name.rpartition(".")[0])
         layer.row_order = RowOrder(sizes=sizes, num_ranks=ranks.size)
@@ -269,7 +269,7 @@ def _shard_heads(module: Any, ranks: TensorRanks) -> None:
 
 
 def mark_row_orders(model: nn.Module) -> None:
-    """Let `recipes.model.init.fill` know in which order a parameter holds its rows."""
+    """Record the row orders of parameters for `recipes.model.init.fill`."""
     for layer in model.modules():
         if hasattr(layer, "row_order"):
             for parameter in layer.parameters(recurse=False):

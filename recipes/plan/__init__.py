@@ -1,4 +1,4 @@
-"""What a run will need, before it starts: a training step on tensors without storage, its memory, time and cost.
+"""Plan the memory, time and cost of a run in advance by tracing a training step on tensors without storage.
 
 `trace` records the operators of a step, `step` runs the step of a config, `memory` and `roofline` turn the record into
 bytes and seconds.

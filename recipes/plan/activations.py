@@ -1,4 +1,4 @@
-"""What `activation_checkpoint` adds to a recorded step: time on the link to the host, and a memory budget."""
+"""Model activation offloading (transfer time) and memory budgets on top of a recorded step."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -12,12 +12,12 @@ from recipes.activation_checkpoint import host_offload
 from recipes.plan.roofline import StepSeconds
 from recipes.plan.trace import ACTIVATIONS, KEPT, OFFLOADED, TEMPORARY, Op, StepTracer
 
-PCIE_BYTES_PER_SECOND = 20e9  # each way, page-locked memory: fourth generation with 16 lanes; depends on the host
+PCIE_BYTES_PER_SECOND = 20e9  # each way, pinned memory: PCIe 4.0 x16; depends on the host
 
 
 @contextlib.contextmanager
 def mark_host_copies(tracer: StepTracer) -> Iterator[None]:
-    """Let the tracer know what is in host memory: fake tensors all lie on the CPU."""
+    """Mark tensors in host memory for the tracer: all fake tensors are on the CPU."""
     allocate = host_offload.allocate_host
 
     def marked(num_bytes: int, *, pinned: bool) -> Tensor:
@@ -31,12 +31,12 @@ def mark_host_copies(tracer: StepTracer) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """What blocks send to host memory and fetch back.
+    """Activation offloading to host memory and back.
 
     Attributes:
-        num_bytes: There and back, of a micro-batch.
-        seconds: On the link, of a micro-batch.
-        exposed_seconds: Of these, in which the device waits.
+        num_bytes: Bytes in both directions per micro-batch.
+        seconds: Transfer time per micro-batch.
+        exposed_seconds: Part of `seconds` during which the device waits.
     """
 
     num_bytes: float
@@ -45,14 +45,14 @@ class Transfer:
 
 
 def time_transfers(ops: Sequence[Op], step: StepSeconds) -> Transfer | None:
-    """Return what is sent in a micro-batch; None: nothing.
+    """Return the transfers of a micro-batch; None without offloading.
 
-    What a block saves leaves while the next one computes, and comes back while the next one computes backward. So all
-    blocks but the first hide it.
+    Saved activations of a block are sent during the next block's forward pass, and fetched during its backward pass. So
+    all blocks but the first hide the transfers.
 
     Args:
-        ops: Of one micro-batch.
-        step: Seconds of its sections.
+        ops: Operators of one micro-batch.
+        step: Time per section.
     """
     transfers = [op for op in ops if op.cost.kind == "transfer"]
     sent = {
@@ -74,20 +74,20 @@ def time_transfers(ops: Sequence[Op], step: StepSeconds) -> Transfer | None:
 
 
 def keep_budget(ops: Sequence[Op], fraction: float) -> list[Op]:
-    """Return a step whose blocks keep a fraction of their activations, from one that keeps all.
+    """Model a memory budget: return a step whose blocks keep only a fraction of their activations.
 
-    A plan does not run torch's partitioner, so two things are assumed. Each block keeps its output and the fraction of
-    everything else. The same share of its forward pass, by time, is computed again: at most, because the partitioner
-    recomputes what costs least for its bytes first.
+    A plan does not run torch's partitioner, so it assumes that each block keeps its output and the given fraction of
+    everything else, and recomputes the rest of its forward pass by time. This is an upper bound, because the
+    partitioner first recomputes what is cheapest per byte.
 
     Args:
-        ops: Of a step that recomputes nothing.
-        fraction: The budget.
+        ops: Operators of a step without recomputation.
+        fraction: Memory budget.
     """
     recomputed = 1.0 - fraction
     if not recomputed:
         return list(ops)
-    forward: dict[str, tuple[list[Op], int]] = {}  # place -> its operators, bytes to recompute
+    forward: dict[str, tuple[list[Op], int]] = {}  # place -> operators, bytes to recompute
     result: list[Op] = []
     for section, group in groupby(ops, key=lambda op: op.section):
         direction, _, place = section.partition("/")
@@ -107,7 +107,7 @@ def keep_budget(ops: Sequence[Op], fraction: float) -> list[Op]:
 
 
 def _drop(part: list[Op], share: float) -> tuple[list[Op], int]:
-    """Return the forward pass of a block that drops a share of what it keeps when it ends; and its bytes."""
+    """Return a block's forward pass that frees a fraction of its activations at the end, and the bytes freed."""
     makers = [number for number, op in enumerate(part) if any(op.allocated.get(name, 0) for name in KEPT)]
     total = 0
     kept = list(part)
@@ -126,7 +126,7 @@ def _drop(part: list[Op], share: float) -> tuple[list[Op], int]:
 
 
 def _repeat(op: Op, section: str, share: float) -> Op:
-    """Return an operator of the forward pass again, in the backward pass and as much of it as is recomputed."""
+    """Repeat a forward operator in the backward pass, scaled to the recomputed fraction."""
     cost = replace(op.cost, flops=share * op.cost.flops, num_bytes=share * op.cost.num_bytes)
     return replace(
         op,

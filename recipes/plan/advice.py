@@ -1,4 +1,4 @@
-"""Which settings fit: the least sharding, then the largest micro-batch, and what each measure saves."""
+"""Find settings that fit: the least sharding, then the largest micro-batch, and the savings of each measure."""
 
 import json
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ from recipes.plan.hardware import Cluster
 from recipes.plan.plan import Plan, gib, make_plan
 
 _HSDP = ("strategy=hsdp",)
-# what a rank holds less of, one after the other; the first is the fastest. ZeRO 2 and 3 are not in it: FSDP2 sends as
-# much and holds less
+# in order of decreasing memory per rank; the first is the fastest. ZeRO 2 and 3 are excluded: FSDP2 has the same
+# traffic and uses less memory
 _LADDER = (
     ("strategy=single",),
     ("strategy=ddp",),
@@ -31,8 +31,8 @@ class Advice:
     """Settings that fit.
 
     Attributes:
-        overrides: To add to the command.
-        plan: Of the run with them.
+        overrides: Overrides to add to the command.
+        plan: Plan with these overrides.
     """
 
     overrides: list[str]
@@ -40,7 +40,7 @@ class Advice:
 
 
 class Planner:
-    """Plans configs for some devices, each once.
+    """Plans configs for a cluster, with a cache.
 
     Args:
         cluster: The devices.
@@ -60,16 +60,16 @@ class Planner:
 
 
 def advise_settings(composed: Composed, planner: Planner) -> Iterator[str]:
-    """Yield lines: settings that fit with the least sharding and the largest micro-batch, and what measures save.
+    """Yield lines of advice: settings that fit, and the savings of each measure.
 
     Args:
         composed: The run.
-        planner: For its devices.
+        planner: Planner for the run's devices.
     """
     planned = planner.plan(composed.config)
     advice = find_settings(composed, planner)
     if advice is None:
-        yield "advice: nothing fits on these devices; what each measure alone saves, in GiB at the fullest moment:"
+        yield "advice: nothing fits on these devices; savings of each measure on its own, in GiB at peak:"
         yield from (f"  {line}" for line in measures(composed, planner))
         return
     total = advice.plan.peak.total
@@ -77,16 +77,16 @@ def advise_settings(composed: Composed, planner: Planner) -> Iterator[str]:
     yield f"advice: {shown}"
     yield f"  fills {gib(total):.2f} of {gib(advice.plan.limit_bytes):.2f} GiB, the least sharding that fits"
     if not planned.fits:
-        yield "what each measure alone saves, in GiB at the fullest moment:"
+        yield "savings of each measure on its own, in GiB at peak:"
         yield from (f"  {line}" for line in measures(composed, planner))
 
 
 def find_settings(composed: Composed, planner: Planner) -> Advice | None:
-    """Return the least sharding that fits, with the least recomputation that fits, and its largest micro-batch.
+    """Return the least sharding that fits, then the least recomputation, then the largest micro-batch.
 
     Args:
-        composed: The run; its global batch stays as it is.
-        planner: For its devices.
+        composed: The run; its global batch does not change.
+        planner: Planner for the run's devices.
     """
     planned, cluster = planner.plan(composed.config), planner.cluster
     for strategy in _ladder(cluster):
@@ -94,7 +94,7 @@ def find_settings(composed: Composed, planner: Planner) -> Advice | None:
         if is_for_one != (cluster.num_devices == 1) and "strategy.cpu_offload=true" not in strategy:
             continue
         if _least_bytes(strategy, planned, cluster) > planned.limit_bytes:
-            continue  # not even without any activations
+            continue  # does not fit even without activations
         for recompute in ("activation_checkpoint=none", _SELECTIVE, _RECOMPUTE):
             overrides = [*strategy, recompute]
             config = with_overrides(composed, overrides)
@@ -108,12 +108,12 @@ def find_settings(composed: Composed, planner: Planner) -> Advice | None:
 
 
 def _ladder(cluster: Cluster) -> list[tuple[str, ...]]:
-    """Return the strategies that differ on these devices: within one node, shards of a node are shards of all."""
+    """Return the distinct strategies for a cluster: on a single node, hsdp equals fsdp."""
     return [strategy for strategy in _LADDER if strategy != _HSDP or cluster.num_nodes > 1]
 
 
 def _least_bytes(strategy: tuple[str, ...], planned: Plan, cluster: Cluster) -> float:
-    """Return the bytes of weights, gradients and optimizer state on a rank at least, in float32."""
+    """Return a lower bound on a rank's bytes of weights, gradients and optimizer state, in float32."""
     divided = planned.mesh.tensor * planned.pipeline.num_stages
     whole, optimizer = 4.0 * planned.num_parameters / divided, planned.optimizer_bytes / divided
     num_ranks = cluster.num_devices
@@ -130,7 +130,7 @@ def _largest_micro_batch(config: Config, planner: Planner) -> tuple[int, Plan] |
     """Return the largest micro-batch that fits and divides the global batch; None if one sample does not fit."""
     try:
         _, mesh = divide_ranks(config, planner.cluster)
-    except ConfigError:  # the strategy has no such dimension of the mesh
+    except ConfigError:  # the strategy does not support this mesh dimension
         return None
     per_rank, rest = divmod(int(config["global_batch_size"]), mesh.data_size)
     if rest or per_rank == 0:
@@ -146,7 +146,7 @@ def _largest_micro_batch(config: Config, planner: Planner) -> tuple[int, Plan] |
         return None
     if len(sizes) == 1:
         return 1, smallest
-    # memory grows by the same amount with each sample, once the peak is where the activations are
+    # memory grows linearly with samples once activations determine the peak
     second = plan_with(sizes[1])
     growth = max((second.peak.total - smallest.peak.total) / (sizes[1] - 1), 1.0)
     room = 1 + (smallest.limit_bytes - smallest.peak.total) / growth
@@ -158,7 +158,7 @@ def _largest_micro_batch(config: Config, planner: Planner) -> tuple[int, Plan] |
 
 
 def measures(composed: Composed, planner: Planner) -> Iterator[str]:
-    """Yield what each measure alone saves, the cheapest first."""
+    """Yield the savings of each measure alone, cheapest first."""
     planned = planner.plan(composed.config)
     config, before = composed.config, planned.peak.total
     size, seq_len = planned.accumulation.micro_batch_size, config["seq_len"]
@@ -180,14 +180,14 @@ def measures(composed: Composed, planner: Planner) -> Iterator[str]:
             continue
         try:
             total = planner.plan(changed).peak.total
-        except ConfigError:  # the batch does not divide: no measure
+        except ConfigError:  # the batch does not divide evenly
             continue
         if total < before:
             yield f"{' '.join(overrides):<58} {gib(before - total):8.2f}  leaves {gib(total):.2f}"
 
 
 def with_overrides(composed: Composed, overrides: list[str]) -> Config | None:
-    """Return the config of the same command with more overrides; None if they contradict it."""
+    """Return the config of the same command with added overrides; None if they conflict."""
     changed, mistakes = compose_and_check(
         [*_without(composed.overrides, overrides), *overrides],
         config_folder=Path(composed.config_folder),
@@ -197,6 +197,6 @@ def with_overrides(composed: Composed, overrides: list[str]) -> Config | None:
 
 
 def _without(typed: list[str], added: list[str]) -> list[str]:
-    """Return the typed overrides without those of sections that another option replaces."""
+    """Return the typed overrides without those in sections that a new option replaces."""
     groups = {override.partition("=")[0] for override in added if "." not in override.partition("=")[0]}
     return [override for override in typed if override.lstrip("+~").partition("=")[0].partition(".")[0] not in groups]

@@ -1,4 +1,4 @@
-"""What a person says about the machines that a run will get: `plan.…=`."""
+"""User-provided assumptions about the hardware of a planned run: `plan.…=`."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -6,17 +6,17 @@ from typing import Annotated
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """What a plan assumes.
+    """Assumptions of a plan.
 
     Attributes:
-        hardware: `auto` for this machine, `measured` to time the operators on it, else a device and how many of them a
-            node has: `h100x8`.
-        interconnect: Link between the devices of one node, or, with several nodes, between these; None: the usual one.
-        memory_gib: Memory of a device; None: what the table says.
-        expect_mfu: Model FLOPs utilization by PaLM's count; None: estimated from the operators.
-        dollars_per_hour: Price of one device; None: no price.
-        search: Plan the fastest mesh, micro-batch and recomputation that fit, instead of those of the config; None, in
-            the config of an older run: no.
+        hardware: `auto` for this machine, `measured` to also time its operators, else a device and the number per node:
+            `h100x8`.
+        interconnect: Link between the devices of one node or, with several nodes, between nodes; None is the usual one.
+        memory_gib: Memory of a device; None uses the table.
+        expect_mfu: Model FLOPs utilization by PaLM's definition; None estimates it from the operators.
+        dollars_per_hour: Price of one device; None omits prices.
+        search: Plan the fastest mesh, micro-batch and recomputation that fit, instead of the config's; None, in configs
+            of older runs, means no.
     """
 
     hardware: str

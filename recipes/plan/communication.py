@@ -1,4 +1,4 @@
-"""What ranks send each other in a step, how long it takes, and how much of that the computation hides."""
+"""Estimate communication per step: bytes, time, and the time not overlapped by computation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ from recipes.plan.trace import Op
 
 _BUCKET_BYTES = 25 * 2**20  # DDP's: the last one has no computation left to hide behind
 _FLOAT32 = 4
-WAITED_FOR = ("tensor", "context", "expert")  # what their ranks send is the input of the next operator
+WAITED_FOR = ("tensor", "context", "expert")  # blocking: the next operator needs the result
 _SHARDS = ("shard", "expert_shard")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What a rank sends along one dimension of the mesh in one optimizer step.
+    """Traffic of a rank along one mesh dimension in one optimizer step.
 
     Attributes:
-        dimension: Of the mesh.
-        num_ranks: Along it.
-        num_bytes: Sent by a rank.
-        seconds: If nothing else used the links.
-        exposed_seconds: Of these, while no computation runs.
+        dimension: Mesh dimension.
+        num_ranks: Ranks along the dimension.
+        num_bytes: Bytes sent by a rank.
+        seconds: Time on otherwise idle links.
+        exposed_seconds: Part of `seconds` not overlapped by computation.
     """
 
     dimension: str = "replicate"
@@ -36,39 +36,39 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """What a rank sends in one optimizer step, by dimension."""
+    """Traffic of a rank in one optimizer step, by dimension."""
 
     traffic: tuple[Traffic, ...] = ()
 
     @property
     def num_bytes(self) -> float:
-        """Sent along all dimensions."""
+        """Bytes sent along all dimensions."""
         return sum(part.num_bytes for part in self.traffic)
 
     @property
     def seconds(self) -> float:
-        """If the dimensions did not wait for each other."""
+        """Total time if dimensions did not share links."""
         return sum(part.seconds for part in self.traffic)
 
     @property
     def exposed_seconds(self) -> float:
-        """Of these, while no computation runs."""
+        """Part of the time not overlapped by computation."""
         return sum(part.exposed_seconds for part in self.traffic)
 
 
 def of_replicas(
     cluster: Cluster, *, num_ranks: int, gradient_bytes: float, backward_seconds: float, ops: Sequence[Op] = ()
 ) -> Traffic:
-    """Return DDP's: one all-reduce of the gradients, bucket by bucket during the last backward pass.
+    """Return DDP's traffic: one all-reduce of the gradients, bucket by bucket during the last backward pass.
 
-    An optimizer that divides its work sends its results in addition, which nothing hides.
+    An optimizer that distributes its work also sends its results, without overlap.
 
     Args:
         cluster: The devices.
-        num_ranks: That average gradients.
-        gradient_bytes: Of the model.
-        backward_seconds: Of the last micro-batch.
-        ops: Of one step; the collectives among them of all ranks are the optimizer's.
+        num_ranks: Ranks that average gradients.
+        gradient_bytes: Gradient bytes of the model.
+        backward_seconds: Backward time of the last micro-batch.
+        ops: Operators of one step; collectives over all ranks belong to the optimizer.
     """
     if num_ranks == 1:
         return Traffic()
@@ -96,18 +96,18 @@ def of_shards(
     num_micro_batches: int,
     syncs_each_micro_batch: bool = True,
 ) -> list[Traffic]:
-    """Return FSDP2's, from the collectives that were recorded.
+    """Return FSDP2's traffic from the recorded collectives.
 
-    What one section sends, the next gathers among it, is sent while the section before computes: FSDP2 gathers ahead,
-    and reduces the gradients of a block while those of the next are computed. Replicas add up what a shard has reduced.
+    FSDP2 overlaps communication with the neighboring block's computation: it prefetches weights, and reduces gradients
+    of a block while the next one computes. Replicas then all-reduce the reduced shards.
 
     Args:
-        ops: Of one step.
-        step: Seconds of its sections.
+        ops: Operators of one step.
+        step: Time per section.
         cluster: The devices.
-        mesh: Of the ranks.
-        num_micro_batches: Per optimizer step.
-        syncs_each_micro_batch: Whether gradients are reduced after each, not once a step.
+        mesh: Mesh of the ranks.
+        num_micro_batches: Micro-batches per optimizer step.
+        syncs_each_micro_batch: Whether gradients are reduced after each micro-batch, not once per step.
     """
     sizes, strides = measure_shards(mesh)
     num_reductions = num_micro_batches if syncs_each_micro_batch else 1
@@ -125,7 +125,7 @@ def of_shards(
     late = dict.fromkeys(_SHARDS, 0.0)
     hidden_behind = 0.0
     for section, part in step.sections.items():
-        for name in _SHARDS:  # one after the other, behind the same computation
+        for name in _SHARDS:  # sequentially, overlapped by the same computation
             of_step, at_once = needed[name].get(section, (0.0, 0.0))
             if at_once:
                 late[name] += max(at_once - hidden_behind, 0.0) * of_step / at_once
@@ -135,7 +135,7 @@ def of_shards(
     for name, num_ranks in sizes.items():
         exposed = late.get(name, 0.0)
         seconds, at_a_time = (sum(part) for part in zip(*needed[name].values(), strict=True))
-        if at_a_time and name == "replicate":  # what is late may catch up while later blocks are computed
+        if at_a_time and name == "replicate":  # delayed communication may catch up during later blocks
             exposed = max(at_a_time - step.of("backward/").total, 0.0) * seconds / at_a_time
         if num_ranks > 1 and (name != "expert_shard" or mesh.expert > 1):
             traffic = Traffic(
@@ -146,21 +146,21 @@ def of_shards(
 
 
 def measure_shards(mesh: Mesh) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the ranks along each dimension that shards or replicates, and how far apart they are."""
+    """Return sizes and strides of the mesh dimensions that shard or replicate."""
     sizes = {"shard": mesh.shard * mesh.context, "expert_shard": mesh.expert_shard, "replicate": mesh.replicate}
     return sizes, {"shard": mesh.tensor, "expert_shard": mesh.expert, "replicate": mesh.tensor * sizes["shard"]}
 
 
 def of_model_ranks(ops: Sequence[Op], cluster: Cluster, mesh: Mesh, *, num_micro_batches: int) -> list[Traffic]:
-    """Return what ranks send that divide matrices, sequences or experts, from the collectives that were recorded.
+    """Return tensor-, context- and expert-parallel traffic from the recorded collectives.
 
-    None of it is hidden: what is sent is the input of the next operator.
+    None of it overlaps: the next operator needs the result.
 
     Args:
-        ops: Of one step.
+        ops: Operators of one step.
         cluster: The devices.
-        mesh: Of the ranks.
-        num_micro_batches: Per optimizer step.
+        mesh: Mesh of the ranks.
+        num_micro_batches: Micro-batches per optimizer step.
     """
     result = []
     for name in WAITED_FOR:
@@ -182,13 +182,13 @@ def of_model_ranks(ops: Sequence[Op], cluster: Cluster, mesh: Mesh, *, num_micro
 
 
 def cost_of_collective(op: Op, cluster: Cluster, *, num_ranks: int, stride: int) -> tuple[float, float]:
-    """Return the bytes that a rank sends in a recorded collective, and its seconds: of a ring, or of direct sends.
+    """Return bytes sent by a rank and seconds of a recorded collective, as a ring or as direct sends.
 
     Args:
-        op: Its bytes are those of its larger side: what is gathered, or what is reduced.
+        op: Collective; its bytes are those of the larger side (gathered output or reduced input).
         cluster: The devices.
-        num_ranks: That take part.
-        stride: From one of them to the next.
+        num_ranks: Participating ranks.
+        stride: Distance between consecutive ranks.
     """
     if num_ranks == 1:
         return 0.0, 0.0
@@ -202,15 +202,15 @@ def cost_of_collective(op: Op, cluster: Cluster, *, num_ranks: int, stride: int)
 def of_partitions(
     zero: Zero, step: StepSeconds, cluster: Cluster, *, num_parameters: int, num_micro_batches: int, gathers_once: bool
 ) -> Traffic:
-    """Return ZeRO's: gradients to their owners, weights back to everybody.
+    """Return ZeRO's traffic: reduce gradients to their owners, then gather weights.
 
     Args:
         zero: Stage and ranks.
         step: Seconds of the sections.
         cluster: The devices.
-        num_parameters: Of the unsharded model.
-        num_micro_batches: Per optimizer step.
-        gathers_once: At stage 3, whether the gathered weights live until the backward pass.
+        num_parameters: Parameters of the unsharded model.
+        num_micro_batches: Micro-batches per optimizer step.
+        gathers_once: At stage 3, whether gathered weights are kept until the backward pass.
     """
     if zero.num_ranks == 1:
         return Traffic(dimension="shard")
@@ -228,7 +228,7 @@ def of_partitions(
         reductions = 1 if zero.stage == 1 else num_micro_batches
         sent = size * (reductions + 1)
         exposed = max(size / bandwidth - backward, 0.0) * reductions + size / bandwidth  # the weights come back after
-    # one collective for each bucket; those of a stage follow each other, so that their latency shows
+    # one collective per bucket; they run sequentially, so their latencies add up
     waited = sent / (zero.bucket * (2 if zero.is_half else _FLOAT32)) * latency
     return Traffic(
         dimension="shard",

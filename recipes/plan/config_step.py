@@ -1,4 +1,4 @@
-"""What a config means for one step: what its strategy does to it, and everything that the step depends on."""
+"""Derive a step to record, and the strategy's effect on it, from a config."""
 
 import math
 from dataclasses import dataclass, field
@@ -27,13 +27,13 @@ from recipes.strategy.deepspeed.partition import ALIGNMENT, BUCKET_ELEMENTS, lis
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """What the strategy of a config does to a step.
+    """Effect of a config's strategy on a step.
 
     Attributes:
-        mesh: Of the ranks of the run, or of one stage of its pipeline.
-        pipeline: Its stages.
-        sharding: Of FSDP2; None: another.
-        zero: Of DeepSpeed; None: another.
+        mesh: Mesh of the run, or of one pipeline stage.
+        pipeline: Pipeline stages.
+        sharding: FSDP2 sharding; None under other strategies.
+        zero: DeepSpeed partitioning; None under other strategies.
         offloads: Whether the optimizer steps in host memory.
     """
 
@@ -45,18 +45,18 @@ class Engine:
 
     @property
     def num_ranks(self) -> int:
-        """All ranks of the run."""
+        """Number of ranks of the run."""
         return self.mesh.world_size * self.pipeline.num_stages
 
 
 def find_engine(config: Config, precision: Precision, cluster: Cluster, *, model: nn.Module) -> Engine:
-    """Return what the strategy of a config does on these devices.
+    """Return the effect of a config's strategy on a cluster.
 
     Args:
-        config: Composed and checked.
-        precision: Of the run.
+        config: Composed and checked config.
+        precision: Precision of the run.
         cluster: The devices.
-        model: Unsharded, on any device.
+        model: Unsharded model, on any device.
 
     Raises:
         ConfigError: The sizes of the mesh do not divide the ranks.
@@ -91,7 +91,7 @@ def find_engine(config: Config, precision: Precision, cluster: Cluster, *, model
 
 
 def divide_ranks(config: Config, cluster: Cluster) -> tuple[Pipeline, Mesh]:
-    """Return the stages of a config's pipeline, and the mesh of the ranks of one.
+    """Return the pipeline of a config, and the mesh of one stage.
 
     Raises:
         ConfigError: The sizes do not divide the ranks.
@@ -103,13 +103,13 @@ def divide_ranks(config: Config, cluster: Cluster) -> tuple[Pipeline, Mesh]:
     if stages > 1 and traits.state_layout != "fsdp":
         raise ConfigError(
             f"pipeline_parallel_size={stages} {traits.typed}",
-            "a plan divides layers under strategy=fsdp and hsdp only",
+            "a plan splits layers into stages under strategy=fsdp and hsdp only",
             "strategy=fsdp, or pipeline_parallel_size=1",
         )
     if world_size % stages:
         raise ConfigError(
             f"pipeline_parallel_size={stages}",
-            f"{world_size} ranks do not divide into so many stages",
+            f"{world_size} ranks are not divisible by {stages} stages",
             f"pipeline_parallel_size={math.gcd(world_size, stages)}",
         )
     per_node = math.gcd(cluster.per_node, world_size // stages)  # stages are the outermost dimension
@@ -129,18 +129,18 @@ def describe_step(
     """Return everything that a step of a config depends on.
 
     Args:
-        config: Composed and checked.
-        precision: Of the run.
+        config: Composed and checked config.
+        precision: Precision of the run.
         accumulation: Global batch and micro-batches.
-        engine: What its strategy does.
-        shape: Of one sample.
-        on_gpu: Whether the operators are those of a GPU.
+        engine: Effect of its strategy.
+        shape: Shape of one sample.
+        on_gpu: Whether to record GPU operators.
     """
     task = build_task(config | {"metrics": {}, "compile": False}, precision)
-    task.scales_loss = False  # the factor is one number, which the strategy of a run has
+    task.scales_loss = False  # the loss scale is a scalar of the run's strategy
 
     def objective(model: nn.Module, batch: Batch) -> Tensor:
-        vars(task).pop("_head_loss", None)  # it knows the ranks of the first model that it has seen
+        vars(task).pop("_head_loss", None)  # it caches the ranks of the first model
         task.model = model
         objective_sum, _ = task.objective_sum(batch)
         loss: Tensor = objective_sum * (1.0 / batch["num_targets"])
@@ -166,7 +166,7 @@ def describe_step(
 
 
 def find_sample_shape(config: Config) -> tuple[int, ...]:
-    """Return the shape of one sample: [T] of text, which need not be read; else that of the first sample."""
+    """Return the shape of one sample: [T] for text, without reading data; else that of the first sample."""
     if config["seq_len"] is not None:
         return (int(config["seq_len"]),)
     source = make(config["data"])

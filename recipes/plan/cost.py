@@ -28,16 +28,16 @@ _FILLS = {
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one operator takes.
+    """Cost of one operator.
 
     Attributes:
-        kind: Which limit applies.
+        kind: Limiting resource.
         flops: Floating-point operations of matrix products; elementwise arithmetic is not counted.
         num_bytes: Bytes read and written; of a collective, bytes of its result; of a transfer to or from host memory,
             those moved.
-        dtype: Of the result.
-        num_launches: Kernels started.
-        num_keys: Of attention, the keys of a sequence.
+        dtype: Dtype of the result.
+        num_launches: Kernel launches.
+        num_keys: Keys per sequence, for attention.
     """
 
     kind: Kind = "view"
@@ -53,9 +53,9 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) ->
 
     Args:
         func: The operator, an overload of `torch.ops`.
-        args: As it was called.
-        kwargs: As it was called.
-        out: What it returned.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        out: Result of the call.
     """
     name = func._schema.name.partition("::")[2]
     if name in _FREE:
@@ -88,7 +88,7 @@ def bytes_of(tensor: Tensor) -> float:
 
 
 def distinct_bytes(tensor: Tensor) -> float:
-    """Return the bytes of a tensor, where an expanded axis is read once."""
+    """Return the bytes of a tensor, counting expanded axes once."""
     counted = math.prod(size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return float(counted * tensor.element_size())
 

@@ -1,7 +1,7 @@
-"""Memory and seconds of a step on any mesh, by arithmetic: places of a model that were recorded on one, scaled.
+"""Estimate memory and time of a step on any mesh by scaling recorded places of a model.
 
-What a place takes is the sum of a part that belongs to weights, one that every rank of the tensor dimension has of its
-tokens, and one that these divide. Three recordings tell them apart: one rank with one sample, with two, and two ranks.
+The cost of a place is the sum of a per-weight term, a per-token term that is replicated over tensor ranks, and one that
+is sharded over them. Three recordings separate them: one rank with one sample, one with two samples, and two ranks.
 """
 
 from dataclasses import dataclass
@@ -19,21 +19,21 @@ from recipes.plan.stages import send_boundaries
 class _Scaled:
     """A place on a rank, in a micro-batch."""
 
-    num_parameters: float  # of this rank, before it is sharded
+    num_parameters: float  # on this rank, before sharding
     forward: float
     backward: float
-    weights: float  # of the backward pass, for the gradients of weights
+    weights: float  # part of the backward pass for weight gradients
     kept: float
     extra: float
     sent: dict[bool, tuple[float, int]]  # over tensor ranks: is a sum -> bytes, calls
 
 
 class Estimator:
-    """Estimates layouts of one model and one way to recompute.
+    """Estimates layouts of one model with one recomputation setting.
 
     Args:
-        recordings: Of its places.
-        shape: Of the model.
+        recordings: Recordings of its places.
+        shape: Shape of the model.
         cluster: The devices.
     """
 
@@ -44,10 +44,10 @@ class Estimator:
         self._scaled: dict[tuple[int, float], dict[str, _Scaled]] = {}
         self._counts: dict[Pipeline, list[int]] = {}
         self._num_blocks = recordings.one.num_blocks
-        self._whole = Pipeline().parts([self._num_blocks], 0)  # how often the model has each place
+        self._whole = Pipeline().parts([self._num_blocks], 0)  # number of occurrences of each place
 
     def estimate(self, layout: Layout) -> Estimate:
-        """Return what a layout needs."""
+        """Return the estimate for a layout."""
         mesh, pipeline, num_micro = layout.mesh, layout.pipeline, layout.num_micro_batches
         samples = layout.micro_batch_size / mesh.context
         places = self._places(mesh.tensor, samples)
@@ -135,7 +135,7 @@ class Estimator:
         )
 
     def _wait(self, place: _Scaled, name: str, mesh: Mesh, samples: float) -> tuple[float, float]:
-        """Return for how long a place waits for tensor and context ranks, forward and backward."""
+        """Return the exposed tensor- and context-parallel communication of a place, forward and backward."""
         cluster, size = self._cluster, mesh.tensor
         seconds = 0.0
         for is_sum, (num_bytes, calls) in place.sent.items():
@@ -158,7 +158,7 @@ class Estimator:
         num_parameters: float,
         rank: int,
     ) -> float:
-        """Return the most bytes of a rank of the pipeline, which has so many parameters before they are sharded."""
+        """Return the peak bytes of a pipeline rank, given its number of parameters before sharding."""
         shape, mesh = self._shape, layout.mesh
         shards = mesh.shard * mesh.context
         in_flight = layout.pipeline.in_flight(rank, layout.num_micro_batches)
@@ -171,14 +171,14 @@ class Estimator:
         gathered = (block + max(block, places["last"].num_parameters)) * shape.compute_itemsize if shards > 1 else 0.0
         if layout.num_micro_batches > 1:
             return state + kept + extra + gathered
-        # the gradients of a single micro-batch are there when its activations are gone
+        # with a single micro-batch, gradients exist only when its activations are gone
         gradients = num_parameters / shards * shape.gradient_bytes
         return max(state - gradients + kept + extra + gathered, state + extra + gathered)
 
     def _wait_for_shards(
         self, layout: Layout, places: dict[str, _Scaled], num_parameters: float, forward: float
     ) -> float:
-        """Return for how long a step waits for gathered weights and summed gradients."""
+        """Return the exposed time of weight gathers and gradient reductions in a step."""
         shape, mesh, cluster = self._shape, layout.mesh, self._cluster
         shards = mesh.shard * mesh.context
 
@@ -212,7 +212,7 @@ class Estimator:
 
 
 def _interpolate(one: float, two_samples: float, two_ranks: float, *, tensor: int, samples: float) -> float:
-    """Return a quantity for ranks and samples, from that of one rank and sample, of two samples, and of two ranks."""
+    """Extrapolate to a number of ranks and samples from one rank and sample, two samples, and two ranks."""
     of_weights = min(max(2 * one - two_samples, 0.0), one)
     of_sample = one - of_weights
     undivided = min(max(2 * (two_ranks - of_weights / 2) - of_sample, 0.0), of_sample)

@@ -1,4 +1,4 @@
-"""Be rank 0 of any number of ranks in this one process: a group whose collectives do nothing, and what torch needs."""
+"""Simulate rank 0 of any number of ranks in one process, with no-op collectives."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ from recipes.precision import Precision
 
 @dataclass(frozen=True, kw_only=True)
 class MeshGroups:
-    """The process groups that the recorded rank is in.
+    """Process groups of the recorded rank.
 
     Attributes:
-        device_mesh: Of FSDP2, as `FSDP2Strategy` lays it out; None: another engine.
-        expert_mesh: Likewise; None: no ranks divide experts.
-        context: Ranks that divide every sequence; None: none do.
+        device_mesh: Mesh of FSDP2, as created by `FSDP2Strategy`; None under other strategies.
+        expert_mesh: Mesh of expert weights; None without expert parallelism.
+        context: Context-parallel ranks; None without context parallelism.
     """
 
     device_mesh: DeviceMesh | None = None
@@ -32,9 +32,9 @@ class MeshGroups:
     context: dist.ProcessGroup | None = None
 
     def dimensions(self) -> dict[str, str]:
-        """Return the dimensions of the mesh by the names of their groups.
+        """Return the mesh dimension of each group name.
 
-        Where the same ranks shard and divide experts torch (2.13) has one group: it is that of the shards.
+        If the same ranks shard weights and split experts, torch (2.13) has one group, which counts as shards.
         """
         names: dict[str, str] = {} if self.context is None else {self.context.group_name: "context"}
         for mesh in (self.device_mesh, self.expert_mesh):
@@ -47,8 +47,8 @@ def make_groups(mesh: Mesh, *, shards: bool) -> MeshGroups:
     """Create the process groups of a rank.
 
     Args:
-        mesh: Of all ranks.
-        shards: Whether FSDP2 does.
+        mesh: Mesh of all ranks.
+        shards: Whether FSDP2 is used.
     """
     context = dist.new_group(next(mesh.groups("context"))) if mesh.context > 1 else None
     if not shards:
@@ -61,7 +61,7 @@ def make_groups(mesh: Mesh, *, shards: bool) -> MeshGroups:
 
 @contextlib.contextmanager
 def even_loads() -> Iterator[None]:
-    """Let ranks that divide experts get as many rows as they send: fake tensors have no values to count."""
+    """Make expert-parallel ranks receive as many rows as they send: fake tensors have no values to count."""
 
     def read_sizes(self: ExpertRanks, sizes: Tensor, *, num_rows: int) -> tuple[list[int], list[int]]:
         share, rest = divmod(num_rows, self.size)
@@ -74,7 +74,7 @@ def even_loads() -> Iterator[None]:
 
 @contextlib.contextmanager
 def real_meshes() -> Iterator[None]:
-    """Let FSDP2 join the mesh of a divided matrix with its own: it reads values, which fake tensors have not."""
+    """Let FSDP2 combine its mesh with a tensor-parallel one, which reads values that fake tensors lack."""
     before = DeviceMesh._concatenate
 
     def concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:
@@ -87,7 +87,7 @@ def real_meshes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Create tensors in a dtype."""
+    """Set the default dtype within the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -97,7 +97,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def autocast(precision: Precision, device_type: str = "cpu") -> contextlib.AbstractContextManager[Any]:
-    """Return autocast as Lightning's plugin enters it; fake tensors lie on the CPU."""
+    """Return autocast as Lightning's plugin enters it; fake tensors are on the CPU."""
     if not precision.is_mixed:
         return contextlib.nullcontext()
     return torch.autocast(device_type, precision.compute_dtype, cache_enabled=False)
@@ -105,7 +105,7 @@ def autocast(precision: Precision, device_type: str = "cpu") -> contextlib.Abstr
 
 @contextlib.contextmanager
 def fake_ranks(world_size: int) -> Iterator[None]:
-    """Be rank 0 of a process group whose collectives do nothing; 0: none is needed."""
+    """Simulate rank 0 of a process group with no-op collectives; 0 means that none is needed."""
     if world_size == 0:
         yield
         return
@@ -120,7 +120,7 @@ def fake_ranks(world_size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gpu_operators(on_gpu: bool) -> Iterator[None]:
-    """Replace what torch does otherwise on a GPU: dropout keeps a mask of one byte an element there."""
+    """Emulate operators that differ on a GPU: dropout keeps a mask of one byte per element there."""
     if not on_gpu:
         yield
         return

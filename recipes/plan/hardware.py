@@ -1,4 +1,4 @@
-"""Devices that a plan can be made for: memory, bandwidth, links. Peak FLOP/s are the table of the throughput callback.
+"""Devices known to the planner: memory, bandwidth, links. Peak FLOP/s are in the throughput callback's table.
 
 Memory is what the driver reports (nvidia-smi; thundergolfer.com/blog/nvidia-gpu-memory-capacity lists most), bandwidth
 and links are those of the vendor's data sheets, in one direction.
@@ -15,7 +15,7 @@ from recipes.errors import ConfigError
 
 GIB = 2**30
 AUTO, MEASURED = "auto", "measured"  # this machine; the second also times its operators
-# the CUDA context, cuBLAS and NCCL workspaces: between half a GiB and one lies beside the allocator's memory
+# the CUDA context, cuBLAS and NCCL workspaces take 0.5 to 1 GiB outside the allocator
 CONTEXT_BYTES = int(0.8 * GIB)
 
 
@@ -24,10 +24,10 @@ class Device:
     """One kind of device.
 
     Attributes:
-        name: In `plan.hardware=`.
-        full_name: As torch reports it, the key of the table of peaks; None: a CPU.
-        memory_bytes: That the driver reports.
-        bandwidth: Of its memory, bytes per second.
+        name: Name in `plan.hardware=`.
+        full_name: Name reported by torch, the key of the table of peaks; None for a CPU.
+        memory_bytes: Memory reported by the driver.
+        bandwidth: Memory bandwidth, bytes per second.
         link: Name of the link to the other devices of a node.
     """
 
@@ -70,22 +70,22 @@ LINKS = {
 }
 # seconds of one step of a ring within a node and between nodes, of NCCL's model of itself (tuning.cc, protocol Simple)
 _HOP_SECONDS, _PCIE_HOP_SECONDS, _NETWORK_HOP_SECONDS = 3.4e-6, 5.7e-6, 14e-6
-# what of a link or a memory a kernel gets: nccl-tests on NVLink and stream benchmarks on HBM reach 75 to 90 %
+# achievable fraction of link and memory bandwidth: nccl-tests on NVLink and stream benchmarks on HBM reach 75 to 90 %
 LINK_EFFICIENCY = 0.75
 LARGEST_NODE = 8  # more devices than this in `plan.hardware=` are several nodes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Devices of one kind.
+    """A cluster with one kind of device.
 
     Attributes:
-        device: Each of them.
-        per_node: Devices in a node.
-        num_nodes: Nodes.
-        link: Between the devices of a node.
-        network: Between nodes, per device.
-        memory_bytes: Of one device that a run can have.
+        device: Kind of device.
+        per_node: Devices per node.
+        num_nodes: Number of nodes.
+        link: Link between the devices of a node.
+        network: Link between nodes, per device.
+        memory_bytes: Usable memory of one device.
     """
 
     device: Device
@@ -97,18 +97,18 @@ class Cluster:
 
     @property
     def num_devices(self) -> int:
-        """Devices in all nodes."""
+        """Number of devices in all nodes."""
         return self.per_node * self.num_nodes
 
     def bandwidth_between(self, num_ranks: int, *, stride: int = 1) -> float:
-        """Return bytes per second and direction that a rank of a group gets, all groups like it sending at once.
+        """Return a rank's bandwidth per direction when all groups of this kind communicate at once.
 
-        The ranks of a group in one node send through a network link each (rails), as NCCL's rings do: across nodes a
-        group of whole nodes is nearly as fast as within one, and one with a rank in each node is not.
+        Each rank of a group in a node uses its own network link (rails), as NCCL's rings do: groups of whole nodes are
+        nearly as fast as within a node, groups with one rank per node are not.
 
         Args:
-            num_ranks: Of the group.
-            stride: From one of its ranks to the next: 1, neighbours.
+            num_ranks: Ranks in the group.
+            stride: Distance between consecutive ranks; 1 for neighbors.
         """
         if (num_ranks - 1) * stride < self.per_node:
             return LINKS[self.link] * LINK_EFFICIENCY
@@ -116,12 +116,12 @@ class Cluster:
         return min(LINKS[self.link], rails * LINKS[self.network]) * LINK_EFFICIENCY
 
     def latency_between(self, num_ranks: int, *, stride: int = 1) -> float:
-        """Return the seconds in which nothing goes once around a ring of the ranks of a group."""
+        """Return the latency of one trip around the ring of a group, in seconds."""
         nodes = self._nodes_of(num_ranks, stride)
         return max(num_ranks - nodes, 0) * self._hop + (nodes - 1) * _NETWORK_HOP_SECONDS
 
     def reduction_latency(self, num_ranks: int, *, stride: int = 1) -> float:
-        """Return the seconds in which all ranks of a group have added nothing: twice a ring, or up and down a tree."""
+        """Return the latency of an all-reduce in seconds: twice around a ring, or up and down a tree."""
         nodes = self._nodes_of(num_ranks, stride)
         tree = (-(-num_ranks // nodes) - 1) * self._hop + math.log2(nodes) * _NETWORK_HOP_SECONDS
         return 2 * min(self.latency_between(num_ranks, stride=stride), tree)
@@ -137,15 +137,15 @@ class Cluster:
 def find_cluster(
     hardware: str, *, per_node: int | None, num_nodes: int, interconnect: str | None, memory_gib: float | None
 ) -> Cluster:
-    """Return what `plan.hardware=` names.
+    """Return the cluster named by `plan.hardware=`.
 
     Args:
-        hardware: `h100x8`: a device and how many of them there are, in nodes of 8 if they are more; `auto` and
-            `measured`: this machine.
-        per_node: Ranks per node that the run asks for; None: all devices of a node.
-        num_nodes: Nodes that the run asks for.
-        interconnect: Link between devices, of a node or, with several nodes, between them; None: the usual one.
-        memory_gib: Memory of a device, instead of the table's; None: the table's.
+        hardware: A device and the number of devices, `h100x8`, in nodes of 8 if there are more; `auto` and `measured`
+            are this machine.
+        per_node: Requested ranks per node; None is all devices of a node.
+        num_nodes: Requested nodes.
+        interconnect: Link between devices of a node or, with several nodes, between nodes; None is the usual one.
+        memory_gib: Memory of a device; None uses the table.
 
     Raises:
         ConfigError: There is no such device or link.

@@ -1,4 +1,4 @@
-"""Ways to divide a run over ranks, what must be known of a model to estimate one, and what an estimate says."""
+"""Data classes of the layout search: layouts, model shapes, recordings and estimates."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,13 @@ from recipes.plan.places import Places
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A way to divide a run.
+    """A way to parallelize a run.
 
     Attributes:
-        mesh: Of one stage of the pipeline.
-        pipeline: Its stages.
-        micro_batch_size: Samples of a data rank per forward pass.
-        num_micro_batches: Per optimizer step.
+        mesh: Mesh of one pipeline stage.
+        pipeline: Pipeline stages.
+        micro_batch_size: Samples per forward pass of a data-parallel rank.
+        num_micro_batches: Micro-batches per optimizer step.
     """
 
     mesh: Mesh
@@ -26,18 +26,18 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What an estimate needs to know of a model.
+    """Properties of a model needed for estimates.
 
     Attributes:
-        seq_len: Tokens of a sample.
-        hidden_size: Of the residual stream.
-        context_elements: Of queries, keys, values and results of a token in a block, which context ranks exchange.
+        seq_len: Tokens per sample.
+        hidden_size: Width of the residual stream.
+        context_elements: Elements of queries, keys, values and outputs per token and block that context ranks exchange.
         residual_itemsize: Bytes of an element between blocks.
-        compute_itemsize: Of a gathered weight, and of queries.
-        reduce_itemsize: Of a gradient that is summed over ranks.
-        state_bytes: Of weight, gradient and optimizer state, a parameter.
-        gradient_bytes: Of the gradient alone.
-        buffer_bytes: Of what is no parameter, on every rank.
+        compute_itemsize: Bytes of an element of gathered weights and of queries.
+        reduce_itemsize: Bytes of an element of reduced gradients.
+        state_bytes: Bytes of weight, gradient and optimizer state per parameter.
+        gradient_bytes: Bytes of the gradient per parameter.
+        buffer_bytes: Bytes of buffers on every rank.
     """
 
     seq_len: int
@@ -53,15 +53,15 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Recordings:
-    """The places of a model with one way to recompute.
+    """Recorded places of a model with one recomputation setting.
 
     Attributes:
-        one: Of a rank that divides nothing but state, with one sample.
-        two_samples: With two.
-        two_ranks: With one, of two ranks that divide matrices; None: they cannot be divided.
-        num_context_passes: How often queries go through context ranks: forward, backward, and again if recomputed.
-        launch_seconds: In which the host starts a kernel.
-        num_shards: That divide the optimizer state in the recordings.
+        one: Places without tensor parallelism, with one sample.
+        two_samples: Places with two samples.
+        two_ranks: Places with one sample and two tensor-parallel ranks; None if unsupported.
+        num_context_passes: Number of context-parallel exchanges: forward, backward, and again if recomputed.
+        launch_seconds: Time to launch a kernel.
+        num_shards: Shards of the optimizer state in the recordings.
     """
 
     one: Places
@@ -74,14 +74,14 @@ class Recordings:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a layout needs.
+    """Estimated memory and time of a layout.
 
     Attributes:
-        layout: It.
-        peak_bytes: Of a rank, at most.
-        step_seconds: Of an optimizer step.
-        exposed_seconds: Of these, waiting for communication.
-        bubble: Share of a step in which a rank of the pipeline has no work.
+        layout: The layout.
+        peak_bytes: Peak memory of the fullest rank.
+        step_seconds: Time of an optimizer step.
+        exposed_seconds: Part of it spent waiting for communication.
+        bubble: Fraction of a step in which a pipeline rank is idle.
     """
 
     layout: Layout

@@ -1,4 +1,4 @@
-"""Seconds of a step on this machine: each distinct operator of it is run alone, on real tensors of its shapes.
+"""Time a step on this machine by running each distinct operator alone, on real tensors of its shapes.
 
 Serves CPUs, and GPUs that no table knows. Seconds to a minute, and the memory of one operator at a time. Alone an
 operator finds its inputs in a cache, and nothing runs between it and the next one: the sum is too small by a factor
@@ -38,7 +38,7 @@ class OperatorTimer:
         self._timings: dict[str, tuple[float, float]] = {}  # seconds of an operator, and the bytes that it then moves
 
     def seconds_of(self, op: Op) -> float:
-        """Return the seconds of a recorded operator.
+        """Return the time of a recorded operator in seconds.
 
         Args:
             op: Recorded with its call. Where more repeats of a block have made its lists longer since then, its time
@@ -90,7 +90,7 @@ class OperatorTimer:
 
 
 def calibrate(step: Step, kinds: Sequence[object], timer: OperatorTimer) -> float:
-    """Return how many times as long a step takes as its operators alone; 1 if a shallow copy does not fit into memory.
+    """Return the ratio of a step's time to the sum of its operators; 1 if a shallow copy does not fit into memory.
 
     Args:
         step: Of one device.
@@ -172,7 +172,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _describe_call(call: Any) -> str:
-    """Return a text that is equal for calls that take equally long."""
+    """Return a string that is equal for calls that take equally long."""
     func, args, kwargs = call
     leaves, tree = tree_flatten((args, kwargs))
     shown = [

@@ -1,4 +1,4 @@
-"""Bytes on a rank over one step, by what they hold: the recorded operators, and what an engine adds to them."""
+"""Memory of a rank over one step by category: recorded operators plus the strategy's own buffers."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,15 +15,15 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Zero:
-    """How DeepSpeed partitions.
+    """DeepSpeed's partitioning.
 
     Attributes:
         stage: 1: optimizer state; 2: also gradients; 3: also weights.
-        num_ranks: That share a copy.
-        bucket: Elements that are reduced at once.
-        num_buckets: 2 where communication overlaps with the backward pass.
+        num_ranks: Ranks that share a copy.
+        bucket: Elements per reduction.
+        num_buckets: 2 if communication overlaps with the backward pass.
         offloads_optimizer: Master weights, optimizer state and gradients are in host memory.
-        offloads_weights: The partitions of the weights are, too.
+        offloads_weights: Weight partitions are in host memory, too.
         is_half: The weights are bfloat16, with a float32 master copy.
         num_cast: Elements of float32 weights that stage 3 gathers in 2 bytes each.
     """
@@ -40,7 +40,7 @@ class Zero:
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """What is live while one operator runs.
+    """Live memory while one operator runs.
 
     Attributes:
         section: Part of the step.
@@ -59,7 +59,7 @@ class Moment:
 
 
 def timeline(ops: Iterable[Op]) -> Iterator[Moment]:
-    """Yield what is live during each operator, in order."""
+    """Yield the live memory during each operator, in order."""
     held: Counter[str] = Counter()
     for op in ops:
         held.update(op.allocated)
@@ -68,7 +68,7 @@ def timeline(ops: Iterable[Op]) -> Iterator[Moment]:
 
 
 def with_zero(moments: Iterable[Moment], zero: Zero, *, num_parameters: int, accumulates: bool) -> Iterator[Moment]:
-    """Yield the moments of a step under ZeRO, from those of one device whose optimizer does not step.
+    """Yield the memory timeline of a step under ZeRO, from that of one device whose optimizer does not step.
 
     What DeepSpeed 0.19.8 allocates was read off profiles of its steps: benchmarks/plan_accuracy.py compares.
 
@@ -116,7 +116,7 @@ def with_zero(moments: Iterable[Moment], zero: Zero, *, num_parameters: int, acc
 
 
 def with_unsharded_gradients(moments: Sequence[Moment], *, num_bytes: int) -> Iterator[Moment]:
-    """Yield the moments of FSDP2 that reduces once a step: those of the last micro-batch.
+    """Yield the memory timeline of the last micro-batch under FSDP2 with one reduction per step.
 
     Until its backward pass a rank has the gradients of the full model and none of its shards. Then each block's become
     a shard when its backward pass is over; those of head and embedding, which are one group, at the end.
@@ -145,5 +145,5 @@ def with_unsharded_gradients(moments: Sequence[Moment], *, num_bytes: int) -> It
 
 
 def find_peak(moments: Iterable[Moment]) -> Moment:
-    """Return the moment with the most bytes, the first of several."""
+    """Return the first moment with the most bytes."""
     return max(moments, key=lambda moment: moment.total)

@@ -1,4 +1,4 @@
-"""A pipeline on paper: which layers each rank has, what is in flight, and how long ranks have nothing to do.
+"""Analytical pipeline model: layers per rank, micro-batches in flight, and idle time.
 
 P ranks each have a share of the layers, of v stages, and m micro-batches of a step pass through them. Formulas: 1F1B
 and interleaved stages, arXiv 2104.04473; zero bubbles and the V-shaped schedule (ZBV), arXiv 2401.10241.
@@ -17,7 +17,7 @@ _SCHEDULES = ("1F1B", *STAGES_PER_RANK)
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Stages that divide the layers.
+    """Pipeline configuration.
 
     Attributes:
         num_stages: P.
@@ -33,7 +33,7 @@ class Pipeline:
         return STAGES_PER_RANK.get(self.schedule, 1)
 
     def in_flight(self, stage: int, num_micro_batches: int) -> float:
-        """Return the micro-batches whose activations a stage keeps at most, of all its layers.
+        """Return the maximum number of micro-batches whose activations a stage keeps, over all its layers.
 
         1F1B: those that are ahead of it in the pipeline. Interleaved: on the first stage P (1 + (P - 1) / (P v)).
         ZBV: as 1F1B's first stage, on every one.
@@ -47,12 +47,12 @@ class Pipeline:
         return min(most, float(num_micro_batches))
 
     def idle_seconds(self, forward: float, backward: float, *, weights: float) -> float:
-        """Return how long a stage has nothing to do in a step.
+        """Return the idle time of a stage per step.
 
         Args:
-            forward: Seconds of a micro-batch in a stage.
-            backward: Likewise, of which
-            weights: are for the gradients of weights, which ZBV computes where a stage would wait.
+            forward: Forward seconds of a micro-batch in a stage.
+            backward: Backward seconds of a micro-batch in a stage.
+            weights: Part of `backward` for weight gradients, which ZBV computes while a stage would be idle.
         """
         waits = self.num_stages - 1
         if self.schedule == "ZBVZeroBubble":
@@ -60,7 +60,7 @@ class Pipeline:
         return waits * (forward + backward) / self.num_chunks
 
     def parts(self, counts: Sequence[int], rank: int) -> list[tuple[int, str]]:
-        """Return how often a rank has each place that it has: `first`, `block`, `last`.
+        """Return the number of occurrences of each place on a rank: `first`, `block`, `last`.
 
         Args:
             counts: Blocks of each rank.
@@ -70,7 +70,7 @@ class Pipeline:
         return [*([(1, "first")] if rank == 0 else []), (counts[rank], "block"), *([(1, "last")] if has_last else [])]
 
     def split(self, num_blocks: int, *, last: float) -> list[int]:
-        """Return the blocks of each rank, as `recipes.parallel.stages` divides them.
+        """Return the number of blocks of each rank, split as in `recipes.parallel.stages`.
 
         Args:
             num_blocks: Of the model, all alike.
@@ -87,7 +87,7 @@ class Pipeline:
 
 
 def read_pipeline(config: Mapping[str, Any]) -> Pipeline:
-    """Return the stages of a config, which may be of a time without them.
+    """Return the pipeline of a config; older configs have none.
 
     Raises:
         ConfigError: The schedule is unknown, or there are more stages than blocks.

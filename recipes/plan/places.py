@@ -1,4 +1,4 @@
-"""What each place of a model takes on a rank, from a recorded step: before the blocks, a block, after them.
+"""Cost of each place of a model on a rank, from a recorded step: before the blocks, a block, after the blocks.
 
 With this a step need not be recorded again to know it with other ranks: `stages` and `search` add up places.
 """
@@ -22,16 +22,16 @@ _STATE = (WEIGHTS, GRADIENTS, OPTIMIZER, GATHERED)
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One place of a model, on a rank and in a micro-batch.
+    """Cost of one place of a model, per rank and micro-batch.
 
     Attributes:
-        num_parameters: Of the undivided model.
+        num_parameters: Parameters in the unsharded model.
         forward: Seconds of its forward pass.
-        backward: Of its backward pass.
-        kept_bytes: From the forward to the backward pass.
-        extra_bytes: The most that it holds beside these while it is computed.
-        collectives: Of the ranks that divide matrices, sequences and experts.
-        num_copies: Of the place, that these are of.
+        backward: Seconds of its backward pass.
+        kept_bytes: Bytes kept from the forward to the backward pass.
+        extra_bytes: Peak of additional bytes while it computes.
+        collectives: Tensor-, context- and expert-parallel collectives.
+        num_copies: Copies of the place that `collectives` cover.
     """
 
     num_parameters: float = 0.0
@@ -58,11 +58,11 @@ class Places:
     """The places of a model.
 
     Attributes:
-        first: What precedes the blocks.
-        block: The mean block.
-        last: What follows the blocks.
-        num_blocks: Of the model.
-        optimizer: Seconds to clip and to step all that a rank has.
+        first: Everything before the blocks.
+        block: Average block.
+        last: Everything after the blocks.
+        num_blocks: Number of blocks of the model.
+        optimizer: Seconds to clip and step a rank's parameters.
     """
 
     first: Place
@@ -108,7 +108,7 @@ def describe_places(ops: Sequence[Op], model: nn.Module) -> Places:
 
 
 def with_seconds(places: Places, step: StepSeconds) -> Places:
-    """Return places with the seconds of the sections that they were recorded in."""
+    """Return places with the times of their recorded sections."""
     timed = {}
     for key, name in _NAMES.items():
         place: Place = getattr(places, key)

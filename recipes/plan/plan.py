@@ -1,4 +1,4 @@
-"""Plan a run from its config: memory of a rank, seconds of a step, sizes on the disk. Nothing of the run is built."""
+"""Plan a run from its config without building it: memory per rank, time per step, disk usage."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -29,25 +29,25 @@ FRAGMENTATION = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run needs.
+    """Memory, time and disk requirements of a run.
 
     Attributes:
-        cluster: What it is planned for.
-        num_ranks: Of the run.
-        mesh: Of them, or of those of one stage of a pipeline.
-        pipeline: Its stages.
+        cluster: Hardware of the plan.
+        num_ranks: Ranks of the run.
+        mesh: Mesh of the ranks, or of one pipeline stage.
+        pipeline: Pipeline stages.
         accumulation: Global batch and micro-batches.
-        num_parameters: Of the unsharded model.
+        num_parameters: Parameters of the unsharded model.
         moments: Memory of a rank over one step.
-        peak: The fullest of them.
+        peak: Moment with the most memory.
         optimizer_bytes: Optimizer state of the unsharded model.
-        host: Bytes in host memory per rank, by what they hold.
-        checkpoint_bytes: Of one checkpoint.
-        disk_bytes: Of all that are kept.
-        flops: Of one sample by the model's own count; None: it has none.
-        not_recorded: Why the forward pass could not be recorded, so that activations are missing; None: it was.
-        memory_budget: Of the activations; None: torch's own choice.
-        times: Where the time of a step goes; None: no rates are known.
+        host: Bytes in host memory per rank, by category.
+        checkpoint_bytes: Size of one checkpoint.
+        disk_bytes: Size of all retained checkpoints.
+        flops: FLOPs of one sample by the model's own count; None if it has none.
+        not_recorded: Why the forward pass, and so activations, could not be recorded; None if it was.
+        memory_budget: Activation memory budget; None leaves it to torch.
+        times: Time breakdown of a step; None without known rates.
     """
 
     cluster: Cluster
@@ -175,7 +175,7 @@ def _find_moments(recorded: Recorded, stages: Stages | None) -> list[Moment]:
 
 
 def _saved_share(model: nn.Module) -> float:
-    """Return the share of the bytes of all weights that checkpoints hold: of an adapter, it alone."""
+    """Return the fraction of weight bytes that checkpoints hold: for an adapter run, only the adapter."""
     if not has_adapter(model):
         return 1.0
     of_all, of_trained = (
@@ -214,7 +214,7 @@ def _without_offloaded(moments: list[Moment], engine: Engine, *, is_gpu: bool) -
 
 
 def _num_sharing(engine: Engine, cluster: Cluster) -> int:
-    """Return how many ranks of a node keep one snapshot together: those that hold the same state."""
+    """Return the number of ranks of a node that share one snapshot because they hold the same state."""
     return min(engine.num_ranks, cluster.per_node) if engine.sharding is None and engine.zero is None else 1
 
 

@@ -1,4 +1,4 @@
-"""Record the step of a config: the operators of a rank, and what they belong to."""
+"""Record the step of a config: the operators of a rank and their sections."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""Seconds of a step: each operator takes as long as its arithmetic or its memory traffic, whichever is more.
+"""Roofline estimate of step time: each operator takes the longer of its arithmetic and its memory traffic.
 
-What is assumed stands in `Rates` and is shown with every plan. Left out: power limits, congested networks, stragglers,
-loading of data, the allocator.
+Assumptions are in `Rates` and shown with every plan. Not modeled: power limits, congested networks, stragglers, data
+loading, the allocator.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ _FUSES_NOT = ("embedding", "_fused_", "_foreach_", "index", "nll_loss", "storage
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a device reaches.
+    """Achievable rates of a device.
 
     Attributes:
         tflops: Dense peak by kind of arithmetic: `bf16`, `fp16`, `fp32`.
@@ -55,7 +55,7 @@ _OTHER = (0.70, (0.45, 0.38))
 
 
 def get_rates(full_name: str, *, tflops: dict[str, float], bandwidth: float) -> Rates:
-    """Return what a device is assumed to reach.
+    """Return the assumed achievable rates of a device.
 
     Args:
         full_name: As torch reports it.
@@ -68,7 +68,7 @@ def get_rates(full_name: str, *, tflops: dict[str, float], bandwidth: float) -> 
 
 @dataclass
 class Seconds:
-    """Where the time of a part of a step goes.
+    """Time breakdown of part of a step.
 
     Attributes:
         matmul: Matrix products.
@@ -86,7 +86,7 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Total time."""
         return self.matmul + self.attention + self.memory + self.waiting
 
     def add(self, other: "Seconds", *, times: float = 1.0) -> None:
@@ -102,7 +102,7 @@ class StepSeconds:
     sections: dict[str, Seconds] = field(default_factory=dict)
 
     def of(self, start: str) -> Seconds:
-        """Return the sum over all sections that begin with a word."""
+        """Return the sum over all sections that start with a prefix."""
         total = Seconds()
         for name, part in self.sections.items():
             if name.startswith(start):

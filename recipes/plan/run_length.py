@@ -1,4 +1,4 @@
-"""How long a planned run takes: training, validation and price."""
+"""Duration and price of a planned run, including validation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -47,7 +47,7 @@ def measure_run(
     expect_mfu: float | None,
     dollars_per_hour: float | None,
 ) -> RunLength:
-    """Return how long a run takes.
+    """Return the duration and price of a run.
 
     Args:
         plan: Of the run.

@@ -1,4 +1,4 @@
-"""Memory, time and price of the same run on more and more ranks, under every strategy: on paper, up to thousands."""
+"""Estimate memory, time and price of a run under every strategy on up to thousands of ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -127,24 +127,24 @@ def describe_scaling(
         price: Dollars per device and hour; None: unknown.
     """
     unit, factor = ("samples/s", 1) if seq_len is None else ("tokens/s", seq_len)
-    yield f"scaling at {batch:,} samples a step:"
-    yield f"  {'strategy':<18} {'ranks':>6} {'GiB a rank':>11} {unit:>14} {'waiting':>8} {'hours':>9} {'dollars':>11}"
+    yield f"scaling at {batch:,} samples per step:"
+    yield f"  {'strategy':<18} {'ranks':>6} {'GiB per rank':>12} {unit:>14} {'waiting':>8} {'hours':>9} {'dollars':>11}"
     for strategy, points in curves.items():
         if points and not any(point.fits for point in points):
             smallest = min(point.peak_bytes for point in points) / GIB
-            yield f"  {strategy:<18} fits on none of them: at least {smallest:.1f} GiB a rank"
+            yield f"  {strategy:<18} does not fit: needs at least {smallest:.1f} GiB per rank"
         for point in points:
             if not point.fits:
                 continue
             hours = steps * batch / point.samples_per_second / 3600
             cost = "" if price is None else f"{hours * point.num_ranks * price:11,.0f}"
             yield (
-                f"  {strategy:<18} {point.num_ranks:>6,} {point.peak_bytes / GIB:>11.1f}"
+                f"  {strategy:<18} {point.num_ranks:>6,} {point.peak_bytes / GIB:>12.1f}"
                 f" {point.samples_per_second * factor:>14,.0f} {point.exposed_fraction:>8.0%} {hours:>9,.1f} {cost:>11}"
             )
         limit = find_limit(points)
         if limit is not None:
-            yield f"  {'':<18} beyond {limit:,} ranks twice as many bring less than half of what they could"
+            yield f"  {'':<18} beyond {limit:,} ranks, doubling them brings less than half of the ideal gain"
 
 
 def as_json(curves: Mapping[str, Sequence[ScalePoint]], seq_len: int | None) -> dict[str, Any]:

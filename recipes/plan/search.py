@@ -1,4 +1,4 @@
-"""The fastest meshes for a run on some devices: sizes of every dimension, micro-batch and recomputation, by arithmetic.
+"""Search the fastest meshes for a run on a cluster: dimension sizes, micro-batch and recomputation.
 
 A few recordings of two ranks give the places of the model, from which thousands of layouts are estimated in seconds
 (`recipes.plan.estimate`). The first of them can then be recorded and planned as any other run.
@@ -86,7 +86,7 @@ def search_layouts(
     if (composed.config.get("expert_parallel_size") or 1) > 1:
         raise ConfigError(
             f"plan.search=true expert_parallel_size={composed.config['expert_parallel_size']}",
-            "a search divides everything but experts",
+            "a search covers every dimension except experts",
             "plan.search=false, or expert_parallel_size=1",
         )
     best: dict[tuple[object, ...], Found] = {}
@@ -158,7 +158,7 @@ def describe_search(found: Sequence[Found], smallest: Found, *, limit_bytes: flo
     """Yield a table of the fastest layouts, and what to type for the first."""
     if not found:
         gib = smallest.estimate.peak_bytes / 2**30
-        yield f"search: nothing fits into {limit_bytes / 2**30:.1f} GiB; least of all, {gib:.1f} GiB:"
+        yield f"search: nothing fits into {limit_bytes / 2**30:.1f} GiB; the smallest needs {gib:.1f} GiB:"
         yield f"  {' '.join(smallest.overrides())}"
         return
     yield f"search: the fastest of {len(found)} meshes that fit, estimated from a few recorded blocks:"

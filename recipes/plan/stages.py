@@ -1,4 +1,4 @@
-"""What a pipeline adds to a recorded step, on paper: memory and seconds of its stages, and what they send each other.
+"""Model a pipeline on top of a recorded step: memory and time of its stages, and their communication.
 
 A stage keeps its weights gathered over a step and reduces its gradients once, as FSDP2 under a pipeline does.
 """
@@ -22,7 +22,7 @@ from recipes.plan.trace import GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS, Op
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """How the layers of a model are divided.
+    """Split of a model's layers into pipeline stages.
 
     Attributes:
         pipeline: Stages and schedule.
@@ -37,16 +37,16 @@ class Stages:
     boundary_bytes: float
 
     def parts(self, stage: int) -> list[tuple[int, str]]:
-        """Return how often a stage has each place that it has."""
+        """Return the number of occurrences of each place in a stage."""
         return self.pipeline.parts(self.counts, stage)
 
     def num_parameters(self, stage: int) -> float:
-        """Return those of a stage."""
+        """Return the number of parameters of a stage."""
         return sum(times * float(getattr(self.places, name).num_parameters) for times, name in self.parts(stage))
 
     @property
     def largest_share(self) -> float:
-        """Of all parameters, that a stage has at most."""
+        """Largest fraction of all parameters in one stage."""
         total = sum(times * place.num_parameters for times, place in self.places.parts())
         return max(self.num_parameters(stage) for stage in range(len(self.counts))) / total
 
@@ -153,7 +153,7 @@ def _is_before(place: str, other: str, kept: dict[str, Counter[str]]) -> bool:
 def time_stages(
     ops: Sequence[Op], step: StepSeconds, cluster: Cluster, mesh: Mesh, stages: Stages, *, num_micro_batches: int
 ) -> tuple[float, float, Communication]:
-    """Return the seconds of a step whose layers are divided.
+    """Return the time of a pipelined step.
 
     Args:
         ops: Of a step of the whole model.

@@ -28,7 +28,7 @@ def describe_memory(plan: Plan) -> Iterator[str]:
     )
     yield from _describe_mesh(plan)
     unit, unit_bytes = ("GiB", GIB) if moment.total >= GIB else ("MiB", 2**20)
-    yield f"memory of a rank in {unit}, when it is fullest ({describe_place(moment)}):"
+    yield f"peak memory per rank in {unit} ({describe_place(moment)}):"
     shown = {name: moment.held[name] for name in sorted(moment.held, key=_order) if moment.held[name] > 0}
     for name, num_bytes in shown.items():
         yield f"  {name:<17} {num_bytes / unit_bytes:9.2f}"
@@ -37,7 +37,7 @@ def describe_memory(plan: Plan) -> Iterator[str]:
     yield f"  {'total':<17} {total:9.2f}  of {limit:,.2f} usable: {verdict}"
     if plan.not_recorded is not None:
         yield (
-            "  without activations and loss: the forward pass needs values, which a plan has not"
+            "  without activations and loss: the forward pass needs values, which a plan does not have"
             f" ({plan.not_recorded[:120]})"
         )
     if plan.memory_budget is not None:
@@ -47,9 +47,12 @@ def describe_memory(plan: Plan) -> Iterator[str]:
         )
     if plan.host:
         parts = ", ".join(f"{name} {gib(num_bytes):.2f}" for name, num_bytes in plan.host.items())
-        yield f"host memory of a rank in GiB: {parts}"
+        yield f"host memory per rank in GiB: {parts}"
     if plan.disk_bytes:
-        yield f"disk: {gib(plan.checkpoint_bytes):.2f} GiB a checkpoint, {gib(plan.disk_bytes):.2f} GiB for all kept"
+        yield (
+            f"disk: {gib(plan.checkpoint_bytes):.2f} GiB per checkpoint,"
+            f" {gib(plan.disk_bytes):.2f} GiB for all retained checkpoints"
+        )
 
 
 def _name_data_ranks(plan: Plan) -> str:
@@ -84,9 +87,9 @@ def describe_time(plan: Plan, length: RunLength, rates: Rates | None) -> Iterato
         return
     speed = "" if length.tokens_per_second is None else f", {length.tokens_per_second:,.0f} tokens/s"
     mfu = "" if length.mfu is None else f", MFU {length.mfu:.2f}"
-    yield f"time: {length.step_seconds:.3g} s a step{speed}{mfu}; {length.hours:.3g} h in all"
+    yield f"time: {length.step_seconds:.3g} s per step{speed}{mfu}; {length.hours:.3g} h in total"
     if length.eval_fraction is not None:
-        yield f"  of it at most {length.eval_fraction:.0%} in validations of {length.eval_seconds:.3g} s each"
+        yield f"  including at most {length.eval_fraction:.0%} for validations of {length.eval_seconds:.3g} s each"
     else:
         yield "  and validation: eval_samples=null reads the whole split, whose size is known once it is prepared"
     if length.dollars is not None:
@@ -113,39 +116,39 @@ def _describe_parts(plan: Plan, times: Times, rates: Rates | None) -> Iterator[s
         yield from _describe_communication(times.communication)
     if times.bubble is not None:
         yield (
-            f"  pipeline: {times.bubble:.1%} of a step in which a rank has no work"
+            f"  pipeline: a rank is idle for {times.bubble:.1%} of a step"
             f" ({plan.pipeline.schedule}, {plan.pipeline.num_stages} ranks)"
         )
     if times.transfer is not None:
         moved = times.transfer
         yield (
-            f"  offload: {gib(moved.num_bytes):.2f} GiB of activations to host memory and back in a micro-batch,"
+            f"  offload: {gib(moved.num_bytes):.2f} GiB of activations to host memory and back per micro-batch,"
             f" {moved.seconds:.3g} s at {PCIE_BYTES_PER_SECOND / 1e9:.0f} GB/s, of which {moved.exposed_seconds:.3g} s"
             " not hidden by computation"
         )
     if rates is None:
-        yield "  each operator was timed on this machine; what lies between them, and waiting for data, come on top"
+        yield "  each operator was timed on this machine; the time between operators and waiting for data come on top"
         return
     yield (
         f"  assumed: matrix products at {rates.matmul:.0%} of the peak, attention {rates.attention[0]:.0%} and"
         f" {rates.attention[1]:.0%} over long sequences (half at {rates.attention_keys[0]} and"
         f" {rates.attention_keys[1]} tokens), memory traffic {rates.memory:.0%}; data ready in time;"
-        " plan.expect_mfu= overrules"
+        " plan.expect_mfu= overrides this"
     )
 
 
 def _describe_communication(sent: Communication) -> Iterator[str]:
     """Yield a table: a row for each dimension of the mesh along which a rank sends."""
     yield (
-        f"  communication: {gib(sent.num_bytes):.2f} GiB sent by a rank in a step, {sent.seconds:.3g} s,"
+        f"  communication: {gib(sent.num_bytes):.2f} GiB sent per rank and step, {sent.seconds:.3g} s,"
         f" of which {sent.exposed_seconds:.3g} s not hidden by computation"
     )
     if len(sent.traffic) == 1:
         return
-    yield f"    {'dimension':<12} {'ranks':>6} {'GiB a step':>11} {'seconds':>9} {'not hidden':>11}"
+    yield f"    {'dimension':<12} {'ranks':>6} {'GiB per step':>12} {'seconds':>9} {'not hidden':>11}"
     for part in sent.traffic:
         yield (
-            f"    {part.dimension:<12} {part.num_ranks:>6,} {gib(part.num_bytes):>11.2f} {part.seconds:>9.3g}"
+            f"    {part.dimension:<12} {part.num_ranks:>6,} {gib(part.num_bytes):>12.2f} {part.seconds:>9.3g}"
             f" {part.exposed_seconds:>11.3g}"
         )
 
@@ -155,13 +158,13 @@ def describe_rules(plan: Plan, config: Mapping[str, Any]) -> Iterator[str]:
     held = plan.peak.held
     state = sum(held.get(name, 0) for name in ("weights", "gradients", "optimizer", "master weights"))
     rule = gib(16 * plan.num_parameters)
-    yield f"rule of thumb: 16 bytes a parameter are {rule:.2f} GiB a copy; here {gib(state):.2f} on a rank"
+    yield f"rule of thumb: 16 bytes per parameter are {rule:.2f} GiB per copy; here {gib(state):.2f} per rank"
     model, seq_len = config["model"], config["seq_len"]
     if seq_len is not None and "hidden_size" in model and "num_layers" in model:
         tokens = plan.accumulation.micro_batch_size * int(seq_len)
         rule = gib(34 * tokens * model["hidden_size"] * model["num_layers"])
         yield (
-            f"rule of thumb: 34 bytes a token, layer and channel (arXiv 2205.05198, 16 bits) are {rule:.2f} GiB of"
+            f"rule of thumb: 34 bytes per token, layer and channel (arXiv 2205.05198, 16 bits) are {rule:.2f} GiB of"
             f" activations; here {gib(held.get('activations', 0)):.2f}"
         )
 

@@ -1,4 +1,4 @@
-"""Seconds of an optimizer step of a plan: what a rank computes, what it waits for, and stages without work."""
+"""Time of an optimizer step: computation, exposed communication, transfers and pipeline bubbles."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ _HOST_ADAM_BYTES_PER_SECOND = 20e9  # of one rank, weights and state in host mem
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Where the time of a step goes.
+    """Time breakdown of a step.
 
     Attributes:
         step: Seconds of the sections.
@@ -51,7 +51,7 @@ def measure_times(recorded: Recorded, timer: OperatorTimer) -> Times:
     if recorded.engine.num_ranks > 1:
         raise ConfigError(
             f"plan.hardware=measured with {recorded.engine.num_ranks} ranks",
-            "operators are timed on one device, and what ranks send each other is not",
+            "operators are timed on one device, and communication between ranks is not",
             "strategy=single trainer.devices=1, or plan.hardware=<a device of the table>",
         )
     times = time_operators(recorded.ops, timer, factor=calibrate(recorded.step, recorded.kinds, timer))

@@ -1,4 +1,4 @@
-"""Record the operators of a step and the bytes that are live after each; the tensors may be fakes without storage."""
+"""Record the operators of a step and the live bytes after each; tensors may be fake."""
 
 import weakref
 from collections import defaultdict
@@ -92,8 +92,8 @@ class _Record:
 class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every operator that runs while it is active.
 
-    A storage counts from the operator that creates it to the moment when nothing refers to it any more, as with
-    torch's allocators. What an operator allocates and frees within itself is not seen.
+    A storage counts from the operator that creates it until its last reference is gone, as with torch's allocators.
+    Temporary allocations within an operator are not seen.
 
     Args:
         keep_calls: Keep the arguments of each operator.
@@ -218,12 +218,12 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize_storage  # type: ignore[method-assign]
 
     def end_forward(self) -> None:
-        """Note that what is live now and was created in the forward pass is kept for the backward pass."""
+        """Mark live storages created in the forward pass as kept for the backward pass."""
         for _, block in self._refs.values():
             block.outlives_forward = True
 
     def ops(self) -> list[Op]:
-        """Return what was recorded, with every storage's category; views, which cost nothing, are left out."""
+        """Return the recorded operators with every storage's category; excludes views, which cost nothing."""
         ops: list[Op] = []
         numbers: dict[_Block, int] = {}
 

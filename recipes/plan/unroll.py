@@ -1,7 +1,7 @@
-"""The operators of a deep model from two shallow copies of it: blocks of the same kind repeat, all else is linear.
+"""Extrapolate the operators of a deep model from two shallow copies: blocks repeat, everything else is linear.
 
 A copy of a few blocks takes a fraction of a second to record, whatever the depth of the model, so that dozens of
-settings can be compared. What the shallow copies do not confirm is recorded in full.
+settings can be compared. If the shallow copies are not consistent, the full model is recorded.
 """
 
 import itertools

@@ -1,6 +1,6 @@
-"""What each `precision=` option means: the dtypes of weights, products and gradient reduction, for every engine.
+"""Precision options: dtypes of weights, matmuls and gradient reduction, for every engine.
 
-This half needs torch alone: the dtypes and DeepSpeed's config block. The Lightning plugins are built in
+This module needs only torch: the dtypes and DeepSpeed's config block. The Lightning plugins are built in
 `recipes.strategy.precision_plugin`, because this module must not import Lightning; FSDP2's policy in `sharding`.
 """
 
@@ -16,7 +16,7 @@ class Precision:
     """One `precision=` option.
 
     Attributes:
-        name: Lightning's name of it; it knows `tf32` as `32-true` and `fp8-mixed` as `bf16-mixed`.
+        name: Name in Lightning, where `tf32` is `32-true` and `fp8-mixed` is `bf16-mixed`.
     """
 
     name: Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true", "fp8-mixed"]
@@ -38,11 +38,11 @@ class Precision:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether autocast computes products in a lower precision than the weights have."""
+        """Whether autocast runs matmuls in a lower precision than that of the weights."""
         return self.compute_dtype != self.param_dtype
 
     def convert(self, model: nn.Module, *, shards_weights: bool) -> None:
-        """Replace modules of a model on the meta device by those that this precision computes with: none."""
+        """Replace modules of a model on the meta device as this precision requires; none by default."""
 
     @property
     def scales_loss(self) -> bool:
@@ -50,22 +50,22 @@ class Precision:
         return self.compute_dtype == torch.float16
 
 
-# weights, products, gradient reduction
+# weights, matmuls, gradient reduction
 _DTYPES: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype]] = {
     "32-true": (torch.float32, torch.float32, torch.float32),
     "tf32": (torch.float32, torch.float32, torch.float32),
     "bf16-mixed": (torch.float32, torch.bfloat16, torch.float32),
     "16-mixed": (torch.float32, torch.float16, torch.float32),
     "bf16-true": (torch.bfloat16, torch.bfloat16, torch.bfloat16),
-    "fp8-mixed": (torch.float32, torch.bfloat16, torch.float32),  # of products outside of blocks
+    "fp8-mixed": (torch.float32, torch.bfloat16, torch.float32),  # matmuls outside blocks
 }
 
 
 def set_float32_products(precision: Precision) -> None:
-    """Let the GPU compute products of float32 numbers in TF32, or not, for the whole process.
+    """Enable or disable TF32 for float32 matmuls and convolutions on GPUs, for the whole process.
 
-    TF32 rounds the factors to 10 bits of mantissa, as many as float16, and adds up in float32. torch 2.13 by default
-    allows it for convolutions and not for matrices; `32-true` means neither.
+    TF32 rounds inputs to 10 mantissa bits, like float16, and accumulates in float32. By default, torch 2.13 allows it
+    for convolutions but not for matmuls; `32-true` disables both.
     """
     kind = "tf32" if precision.name == "tf32" else "ieee"
     torch.backends.cuda.matmul.fp32_precision = kind
@@ -73,7 +73,7 @@ def set_float32_products(precision: Precision) -> None:
 
 
 def to_deepspeed_config(precision: Precision) -> dict[str, Any]:
-    """Return what DeepSpeed's config says about the precision, to be merged into it.
+    """Return the precision settings to merge into the DeepSpeed config.
 
     Mixed precisions are torch's autocast over float32 weights. `bf16-true` is DeepSpeed's own bfloat16 engine, whose
     `bf16` block Lightning adds from the name of the precision plugin; `32-true` needs nothing.
@@ -84,6 +84,6 @@ def to_deepspeed_config(precision: Precision) -> dict[str, Any]:
         "torch_autocast": {
             "enabled": True,
             "dtype": str(precision.compute_dtype).removeprefix("torch."),
-            "lower_precision_safe_modules": [],  # none: it would reduce their gradients in low precision, too
+            "lower_precision_safe_modules": [],  # none: DeepSpeed would also reduce their gradients in low precision
         }
     }

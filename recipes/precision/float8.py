@@ -1,7 +1,7 @@
-"""Matrix products of the blocks in float8, by torchao's `Float8Linear`: for Hopper, Ada and Blackwell GPUs.
+"""Float8 matmuls in the blocks with torchao's `Float8Linear`, for Ada, Hopper and Blackwell GPUs.
 
-The weights stay float32 and everything else is as under `bf16-mixed`. Each product casts its factors with a scale of
-its own, from their largest value at that moment, so there is no state to save.
+The weights stay float32 and everything else is as under `bf16-mixed`. Scaling is dynamic, so there is no state to
+save.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from recipes.errors import ConfigError
 from recipes.precision import Precision
 
-_MULTIPLE = 16  # of both sides of a matrix, which the float8 units need
+_MULTIPLE = 16  # both dimensions of a matrix must be multiples of this for float8 tensor cores
 _LEAST_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
 
 
@@ -24,8 +24,8 @@ class Float8Precision(Precision):
 
     Attributes:
         name: As for `Precision`.
-        scaling: One scale a tensor, or one a row, which is more exact and slower.
-        emulate: Compute in float32 what the float8 units would: slow, on any device.
+        scaling: One scale per tensor, or one per row, which is more accurate but slower.
+        emulate: Emulate float8 in float32: slow, but works on any device.
     """
 
     name: Literal["fp8-mixed"]
@@ -33,15 +33,15 @@ class Float8Precision(Precision):
     emulate: bool
 
     def convert(self, model: nn.Module, *, shards_weights: bool) -> None:
-        """Let the matrices of all blocks compute in float8, in place; names and values stay the same.
+        """Convert the linear layers of all blocks to float8 matmuls in place, keeping names and values.
 
         Args:
-            model: On the meta device, with `blocks`; one without is left as it is.
-            shards_weights: Whether FSDP2 will gather the weights: those with one scale a tensor are then gathered in
-                float8, which sends half as much as bfloat16, and rounds once, as on one device.
+            model: Model on the meta device; unchanged if it has no `blocks`.
+            shards_weights: Whether FSDP2 gathers the weights: with tensorwise scaling they are then gathered in float8,
+                which sends half as much as bfloat16, and rounds once, as on one device.
 
         Raises:
-            ConfigError: The GPU has no float8 units.
+            ConfigError: The GPU does not support float8.
         """
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -66,6 +66,6 @@ def _fits(module: nn.Module, name: str) -> bool:
 
 
 def unwrap(local: Tensor) -> Tensor:
-    """Return a plain tensor of the same storage for a shard that torchao casts when FSDP2 gathers it."""
+    """Return the plain tensor inside a shard that torchao casts when FSDP2 gathers it, sharing its storage."""
     inner = getattr(local, "_tensor", None)
     return inner if isinstance(inner, Tensor) else local

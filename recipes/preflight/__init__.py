@@ -1,1 +1,1 @@
-"""The checks that experienced people make before a long run, executed on the recipe itself."""
+"""Sanity checks before a long run, executed on the recipe itself."""

@@ -1,4 +1,4 @@
-"""Checks of the samples alone: shifted, in range, distinct, split, and worth learning from. No model is built.
+"""Checks of the data without a model: shift, range, repeats, splits, and dependence of targets on inputs.
 
 Letters: N samples, T tokens.
 """
@@ -92,9 +92,9 @@ def check_range(samples: Sequence[Sample], num_classes: int) -> Result:
 
 
 def check_dependence(samples: Sequence[Sample], *, is_text: bool) -> Result:
-    """Check that inputs say something about targets, without a model: else no model can learn it."""
-    name = "inputs say something of targets"
-    remedy = "targets and inputs do not belong together: look where the data source pairs, shuffles or sorts them"
+    """Check, without a model, that inputs are informative about targets: otherwise no model can learn."""
+    name = "inputs are predictive of targets"
+    remedy = "inputs and targets do not match: check where the data source pairs, shuffles or sorts them"
     if is_text:
         alone, given = _pair_entropies(samples)
         found = f"{alone:.2f} nats per target from frequencies alone, {given:.2f} from the input before it"
@@ -108,14 +108,14 @@ def check_dependence(samples: Sequence[Sample], *, is_text: bool) -> Result:
 
 
 def _pair_entropies(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Return cross-entropies of held-out targets in nats: by their frequency, and by it given the input before."""
-    # in turn, not in halves: packed rows come in the order of their lengths
+    """Return held-out cross-entropies in nats of a unigram and a bigram model."""
+    # alternating, not in halves: packed rows are sorted by length
     counted, held_out = _pairs(samples[::2]), _pairs(samples[1::2])
     targets, inputs, pairs = Counter(y for _, y in counted), Counter(x for x, _ in counted), Counter(counted)
     total, kinds = len(counted), len(targets) + 1
     alone = given = 0.0
     for x, y in held_out:
-        # one more of each kind: what has not been counted is rare, not impossible
+        # add-one smoothing: unseen pairs are rare, not impossible
         frequency = (targets[y] + 1) / (total + kinds)
         alone -= math.log(frequency)
         given -= math.log((pairs[x, y] + _PRIOR * frequency) / (inputs[x] + _PRIOR))
@@ -136,7 +136,7 @@ def _pairs(samples: Iterable[Sample]) -> list[tuple[int, int]]:
 
 
 def _nearest_neighbour(samples: Sequence[Sample]) -> tuple[float, float, float]:
-    """Return how often the nearest other image has the same class, how often by chance, and the error of that."""
+    """Return the accuracy of the nearest other image's class, the chance level, and its standard error."""
     images = torch.stack([sample["inputs"].float() for sample in samples[:_MAX_IMAGES]])  # [N, C, H, W]
     labels = torch.stack([sample["targets"] for sample in samples[:_MAX_IMAGES]])  # [N]
     side = max(int(math.sqrt(_MAX_PIXELS / images.shape[1])), 1)
@@ -161,32 +161,34 @@ def check_splits(train: Sequence[Sample], val: Sequence[Sample], *, is_complete:
     """
     known = {digest(sample["inputs"]) for sample in train}
     common = sum(digest(sample["inputs"]) in known for sample in val)
-    found = f"{common} of {len(val):,} are among {len(train):,} training samples{'' if is_complete else ' looked at'}"
+    found = f"{common} of {len(val):,} are among {len(train):,} training samples{'' if is_complete else ' checked'}"
     remedy = "the validation loss will look better than it is: split by document or by source"
     return judge("validation samples are new", found, passes=common == 0, fails=common > 0.1 * len(val), remedy=remedy)
 
 
 def check_repeats(digests: Sequence[bytes], num_samples: int) -> Result:
-    """Check that the training stream brings new samples until it has brought all.
+    """Check that the training stream does not repeat samples within an epoch.
 
     Args:
-        digests: Of the inputs of consecutive samples over all ranks.
-        num_samples: Left of the epoch in which they begin.
+        digests: Input hashes of consecutive samples over all ranks.
+        num_samples: Samples left in the epoch in which they begin.
     """
     drawn = digests[:num_samples]
     repeated = len(drawn) - len(set(drawn))
-    found = f"{repeated} of {len(drawn):,} samples are repeats, before the {num_samples:,} left of an epoch are through"
+    found = (
+        f"{repeated} of {len(drawn):,} samples are repeats, before the remaining {num_samples:,} of the epoch are used"
+    )
     passes, fails = repeated <= 0.01 * len(drawn), repeated > 0.1 * len(drawn)
     remedy = "the loader gives the same samples again, or several ranks the same ones; or the data holds duplicates"
     return judge("the stream brings new samples", found, passes=passes, fails=fails, remedy=remedy)
 
 
 def show_samples(samples: Sequence[Sample], decode: Any) -> list[str]:
-    """Return what the model reads, and what it has to say: for a person to look at.
+    """Format inputs and targets of samples for visual inspection.
 
     Args:
-        samples: A few.
-        decode: Token ids -> text; None: show numbers.
+        samples: A few samples.
+        decode: Token ids -> text; None shows ids.
     """
     shown = []
     for sample in samples:

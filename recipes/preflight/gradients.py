@@ -1,4 +1,4 @@
-"""Checks of one backward pass: every parameter trained, has a gradient, and belongs to the optimizer."""
+"""Check that every parameter is trained, gets a gradient, and belongs to the optimizer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,12 +18,12 @@ _SHOWN = 4
 
 
 class GradientProbe(Callback):
-    """Notes which parameters get a gradient other than zero in the first steps, under any strategy.
+    """Records which parameters get a nonzero gradient in the first steps, under any strategy.
 
     Attributes:
-        names: Of all parameters.
-        frozen: Names of those that require no gradient.
-        reached: Names of those with a gradient on any rank; known when training ends.
+        names: Names of all parameters.
+        frozen: Names of parameters that do not require a gradient.
+        reached: Names of parameters with a nonzero gradient on any rank; available when training ends.
     """
 
     def __init__(self) -> None:
@@ -36,11 +36,11 @@ class GradientProbe(Callback):
     @override
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         parameters = dict(pl_module.named_parameters())
-        if any(map(is_adapter, parameters)):  # then all else is frozen on purpose
+        if any(map(is_adapter, parameters)):  # then everything else is frozen on purpose
             parameters = {name: parameter for name, parameter in parameters.items() if is_adapter(name)}
         self.names = list(parameters)
         self.frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
-        # DeepSpeed takes gradients away as they come; FSDP2 computes them for another tensor, see below
+        # DeepSpeed consumes gradients as they arrive; FSDP2 computes them for another tensor, see below
         self._handles = [
             parameter.register_hook(lambda grad, name=name: self._note(name, grad))
             for name, parameter in parameters.items()
@@ -80,11 +80,11 @@ def check_frozen(probe: GradientProbe) -> Result:
 
 
 def check_gradients(probe: GradientProbe) -> Result:
-    """Check that every trained parameter has a gradient other than zero."""
+    """Check that every trained parameter has a nonzero gradient."""
     trained = [each for each in probe.names if each not in probe.frozen]
     missing = [each for each in trained if each not in probe.reached]
     found = f"none, or zero throughout: {_shorten(missing)}" if missing else f"all of {len(trained)} tensors"
-    remedy = "the forward pass does not use them, or detaches what they made"
+    remedy = "the forward pass does not use them, or detaches their output"
     return judge("every parameter has a gradient", found, passes=not missing, remedy=remedy)
 
 
@@ -92,7 +92,7 @@ def check_optimizer(probe: GradientProbe, optimized: Sequence[str]) -> Result:
     """Check that the optimizer steps every trained parameter once.
 
     Args:
-        probe: After training.
+        probe: Probe after training.
         optimized: Names of the parameters in the optimizer's groups.
     """
     name = "the optimizer has all parameters"
@@ -102,7 +102,7 @@ def check_optimizer(probe: GradientProbe, optimized: Sequence[str]) -> Result:
     if not missing and not twice:
         return Result(check=name, status="pass", found=f"all of {len(trained)} tensors, each once")
     found = f"not in it: {_shorten(missing)}" if missing else f"in it twice: {_shorten(twice)}"
-    return Result(check=name, status="fail", found=found, remedy="the function that makes its groups leaves them out")
+    return Result(check=name, status="fail", found=found, remedy="the function that makes its groups omits them")
 
 
 def _shorten(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Checks of the model as it starts: forward passes on one micro-batch, on every rank, under the run's strategy.
+"""Check the model at initialization by forward passes on one micro-batch, on every rank, under the run's strategy.
 
 Letters: B samples, T tokens, V classes.
 """
@@ -26,14 +26,14 @@ _SILENT = 0.8  # of the units: half of them are in a ReLU after a small batch
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What the config says about the model.
+    """Expected properties of the model according to the config.
 
     Attributes:
         num_classes: V without padding.
-        starts_trained: Whether its first weights are trained ones.
-        label_smoothing: Of the objective.
-        z_loss: Of the objective.
-        in_float8: Whether its matmuls are in float8, whose scales are those of whole tensors.
+        starts_trained: Whether it starts from pretrained weights.
+        label_smoothing: Label smoothing of the objective.
+        z_loss: Weight of the z-loss in the objective.
+        in_float8: Whether its matmuls use float8 with tensor-wise scales.
     """
 
     num_classes: int
@@ -49,11 +49,11 @@ def check_model(
     """Yield the results of all checks of a model. Collective: call it on every rank.
 
     Args:
-        task: With its model built and on the device; in training mode before and after.
+        task: Task with its model built and on the device; in training mode before and after.
         batch: A micro-batch on the device.
-        expected: What the config says.
-        context: Of a forward pass in the run's precision.
-        mean_over_ranks: Averages a number over all ranks.
+        expected: Expected properties.
+        context: Context of a forward pass in the run's precision.
+        mean_over_ranks: Averages a scalar over all ranks.
     """
 
     def forward(part: Batch) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ def check_model(
         yield _check_future(batch, forward, expected)
     yield _check_neighbours(batch, forward)
     yield _check_repeatable(batch, forward)
-    task.model.train()  # batch norm has no statistics yet to evaluate with
+    task.model.train()  # batch norm has no running statistics yet
     yield _check_activations(task.model, lambda: forward(batch), mean_over_ranks)
     yield _check_dropout(task.model, batch, forward)
 
@@ -90,7 +90,7 @@ def _check_first_loss(loss: float, expected: Expected) -> Result:
         return Result(check=name, status="fail", found=found, remedy=remedy)
     excess = loss - uniform
     passes, fails = excess <= 0.1 * uniform + 0.3, excess > 0.5 * uniform + 0.5
-    remedy = "the first weights are too large: the model is sure of wrong answers, and unlearns that first"
+    remedy = "the initial weights are too large: the model is confident in wrong answers and must unlearn them first"
     return judge(name, found, passes=passes, fails=fails, remedy=remedy)
 
 
@@ -100,7 +100,7 @@ def _check_loss(loss: Tensor, logits: Tensor, batch: Batch, expected: Expected) 
     own = float(F.cross_entropy(real, batch["targets"].flatten(), ignore_index=IGNORE_INDEX))
     found = f"{float(loss):.5f}; of the logits over {expected.num_classes} classes {own:.5f}"
     passes = math.isclose(float(loss), own, rel_tol=1e-3, abs_tol=1e-5)
-    remedy = "the loss is divided by something else than its targets, or counts classes that do not exist"
+    remedy = "the loss is divided by something other than its number of targets, or counts classes that do not exist"
     return judge("loss is the cross-entropy", found, passes=passes, remedy=remedy)
 
 
@@ -128,7 +128,7 @@ def _check_objective(
 
 
 def _check_future(batch: Batch, forward: Forward, expected: Expected) -> Result:
-    """Change one token of the first sample: earlier logits must stay, later ones must not."""
+    """Change one token of the first sample: only later logits may change, and must."""
     name = "no leak from the future"
     first = _first_samples(batch, 1)
     inputs = first["inputs"]  # [1, T]
@@ -152,8 +152,8 @@ def _check_future(batch: Batch, forward: Forward, expected: Expected) -> Result:
 
 
 def _check_neighbours(batch: Batch, forward: Forward) -> Result:
-    """Leave out the second half of the batch: the logits of the first must stay."""
-    name = "samples do not see each other"
+    """Drop the second half of the batch: the logits of the first half must not change."""
+    name = "samples are independent"
     size = len(batch["targets"])
     if size < 2:
         return Result(check=name, status="skip", found="the micro-batch is one sample")
@@ -161,7 +161,7 @@ def _check_neighbours(batch: Batch, forward: Forward) -> Result:
     whole, part = forward(batch)[1][: size // 2], forward(half)[1]
     finite = whole.isfinite() & part.isfinite()  # padding columns are -inf
     if not finite.any():
-        return Result(check=name, status="fail", found="no logit is finite", remedy="look at the first weights")
+        return Result(check=name, status="fail", found="no logit is finite", remedy="look at the initial weights")
     moved, largest = float((whole - part)[finite].abs().max()), float(whole[finite].abs().max())
     found = f"without the other half of the batch, logits of up to {largest:.3g} move by {moved:.2g}"
     remedy = "evaluation depends on what else is in the batch: batch norm in training mode, or a mixed-up dimension"
@@ -187,11 +187,11 @@ def _check_dropout(model: nn.Module, batch: Batch, forward: Forward) -> Result:
     if rates and first == second:
         return Result(check=name, status="fail", found=found, remedy="dropout is set and has no effect in training")
     passes = bool(rates) or math.isclose(first, second, rel_tol=1e-3)
-    return judge(name, found, passes=passes, fails=False, remedy="something else than dropout makes training noisy")
+    return judge(name, found, passes=passes, fails=False, remedy="something other than dropout makes training noisy")
 
 
 def _check_activations(model: nn.Module, run: Callable[[], Any], mean_over_ranks: Callable[[float], float]) -> Result:
-    """Look at what every weight reads: units that are silent for the whole batch, and the scale over depth."""
+    """Check the inputs of every weight: units that are silent for the whole batch, and the scale over depth."""
     name = "activations are alive"
     silent: dict[str, float] = {}
     scales: list[float] = []
@@ -227,4 +227,4 @@ def _check_activations(model: nn.Module, run: Callable[[], Any], mean_over_ranks
         return Result(check=name, status="fail", found=found, remedy="activations overflow before the first step")
     passes = not (silent[worst] > _SILENT or high > 1e3 * max(low, 1e-12))
     remedy = "units that nothing reaches do not learn; a scale that grows with depth saturates what follows"
-    return judge(name, found, passes=passes, fails=False, remedy=f"{remedy}: look at the first weights")
+    return judge(name, found, passes=passes, fails=False, remedy=f"{remedy}: look at the initial weights")

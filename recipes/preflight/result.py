@@ -1,4 +1,4 @@
-"""What a check found, and how a line of the console says it."""
+"""Result of a check, and its console output."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,10 +11,10 @@ class Result:
     """The outcome of one check.
 
     Attributes:
-        check: Its name.
-        status: `look` shows something that only a person can judge; `skip`: it does not apply.
-        found: What was measured, against what was expected.
-        remedy: What to do about it; None: nothing is to be done.
+        check: Name of the check.
+        status: `look` needs human judgment; `skip` means that it does not apply.
+        found: Measured and expected values.
+        remedy: What to do about it; None if nothing.
     """
 
     check: str
@@ -33,11 +33,11 @@ def judge(check: str, found: str, *, passes: bool, fails: bool = True, remedy: s
     """Return the outcome of a check that passes, or has a remedy.
 
     Args:
-        check: Its name.
-        found: What was measured, against what was expected.
-        passes: Whether it is as it should be.
-        fails: Whether it has failed if not; else it is to be looked into.
-        remedy: What to do about it then.
+        check: Name of the check.
+        found: Measured and expected values.
+        passes: Whether the check passes.
+        fails: Whether not passing is a failure; False asks for a look.
+        remedy: What to do if it does not pass.
     """
     if passes:
         return Result(check=check, status="pass", found=found)

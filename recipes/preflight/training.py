@@ -1,4 +1,4 @@
-"""Checks of short trainings: accumulation, low precision, one batch overfitted, the loader's speed, a checkpoint."""
+"""Checks by short training runs: accumulation, precision, overfitting one batch, loader speed, a checkpoint."""
 
 import math
 import tempfile
@@ -23,7 +23,7 @@ from recipes.preflight.data import digest
 from recipes.preflight.result import Result, judge
 from recipes.trial.steps import LossRecorder, sized, take_steps
 
-# relative differences that rounding explains: sums in another order, products of 4, 8 and 11 bits; emulated float8
+# relative differences explained by rounding: order of summation, products with 4, 8 and 11 bits; emulated float8
 # differs by 0.004 in the first step of gpt2_nano
 _SAME = {"32-true": 1e-3, "tf32": 0.02, "16-mixed": 0.02, "bf16-mixed": 0.03, "bf16-true": 0.06, "fp8-mixed": 0.06}
 _CONSTANT = {"_target_": "recipes.scheduler.constant", "_partial_": True, "warmup_steps": 0}
@@ -34,8 +34,8 @@ class FirstStep:
     """The first step of a trial.
 
     Attributes:
-        loss: Over all ranks.
-        norm: Of its gradient; inf where float16 overflowed.
+        loss: Loss over all ranks.
+        norm: Gradient norm; inf if float16 overflowed.
     """
 
     loss: float
@@ -43,7 +43,7 @@ class FirstStep:
 
 
 class InEvaluationMode(Callback):
-    """Trains with dropout and batch statistics off, so that equal samples give equal gradients however they are cut."""
+    """Disables dropout and batch statistics, so that gradients do not depend on the split into micro-batches."""
 
     @override
     def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -122,7 +122,7 @@ def overfit(
 
 
 class _Clock(Callback):
-    """Takes the median time of a step, without loading its samples and without the first ones."""
+    """Measures the median step time, without data loading and the first steps."""
 
     def __init__(self) -> None:
         self._began = 0.0
@@ -174,12 +174,12 @@ def check_loader(seconds: float, *, step_seconds: float, num_workers: int | None
     """Compare the time of a micro-batch from the loader with that of training on it.
 
     Args:
-        seconds: Of a micro-batch from the loader.
-        step_seconds: Of a step in one micro-batch.
-        num_workers: As set.
+        seconds: Loading time of a micro-batch.
+        step_seconds: Time of a step with one micro-batch.
+        num_workers: Configured number of workers.
     """
     name = "loading is faster than training"
-    found = f"{1e3 * seconds:.2f} ms a micro-batch, and {1e3 * step_seconds:.2f} ms to train on it"
+    found = f"{1e3 * seconds:.2f} ms per micro-batch, and {1e3 * step_seconds:.2f} ms to train on it"
     if math.isnan(step_seconds):
         return Result(check=name, status="skip", found=found)
     passes = seconds <= 0.5 * step_seconds or (seconds <= step_seconds and num_workers != 0)
@@ -191,8 +191,8 @@ class LossAfterStep(Callback):
     """Evaluates a micro-batch: the first one, after the first step, or a given one before it.
 
     Args:
-        batch: To evaluate before the first step; None: the first micro-batch, after it.
-        save_to: Folder for a checkpoint after that step; None: none.
+        batch: Micro-batch to evaluate before the first step; None evaluates the first one after the step.
+        save_to: Folder for a checkpoint after that step; None saves none.
 
     Attributes:
         batch: The micro-batch, on the host.
@@ -246,7 +246,7 @@ def _get_writer(trainer: lightning.Trainer) -> CheckpointWriter:
 
 
 def check_checkpoint(config: Config, folder: Path, *, micro_batch_size: int, num_ranks: int) -> Result:
-    """Save after a step, build everything from the checkpoint once more, and compare the loss of the same samples."""
+    """Save after a step, rebuild everything from the checkpoint, and compare the loss on the same samples."""
     name = "a checkpoint restores the loss"
     small = sized(config, micro_batch_size=micro_batch_size, num_micro_batches=1, num_ranks=num_ranks)
     with tempfile.TemporaryDirectory(prefix="recipes_preflight_") as own:

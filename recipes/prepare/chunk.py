@@ -1,4 +1,4 @@
-"""The first pass over documents, chunk by chunk in any process: clean, judge, and write down what stays.
+"""First pass over documents, by chunk in any process: clean, filter, and write the remaining documents.
 
 What a chunk leaves depends on its rows alone: three files, the last of which says that it is complete.
 """

@@ -1,4 +1,4 @@
-"""Contamination: documents that repeat items of an evaluation set, found by exact n-grams, with the evidence.
+"""Find documents contaminated with evaluation items by exact n-gram matches, and report the matches.
 
 A hit names the item, the share of it that the document has and the longest passage. No Bloom filter: a hash that is
 found is looked up and the words are compared, so a hit is never an accident of hashing.
@@ -218,7 +218,7 @@ def _check_ids(ids: list[str]) -> None:
 def _check(min_coverage: float, num_words: int, min_words: int, max_item_share: float) -> None:
     for name, share in (("min_coverage", min_coverage), ("max_item_share", max_item_share)):
         if not 0.0 < share <= 1.0:
-            raise ConfigError(f"{name}={share}", "it is a share, above 0 and at most 1", f"{name}=0.5, for example")
+            raise ConfigError(f"{name}={share}", "it is a fraction, above 0 and at most 1", f"{name}=0.5, for example")
     if not 1 <= min_words <= num_words:
         raise ConfigError(
             f"min_words={min_words}",

@@ -1,4 +1,4 @@
-"""What the quality rules measure of one text.
+"""Text measures used by the quality rules.
 
 Words are split at white space, so punctuation belongs to the word it touches. Lines and paragraphs are those that are
 not blank, without the white space around them.

@@ -1,4 +1,4 @@
-"""Shingles of a document and its MinHash band keys: two documents that share a key may be near copies.
+"""Compute shingles and MinHash band keys of documents; documents that share a key may be near duplicates.
 
 Letters: W words of a document, S shingles, B bands, R rows a band.
 """
@@ -95,7 +95,7 @@ class BandHasher:
         try:
             from datasketch import MinHash
         except ImportError as error:
-            reason = "datasketch, which makes the permutations, is not installed"
+            reason = "datasketch (needed for near copies) is not installed"
             fix = "pip install -e '.[prepare]', or mode.near_copies=null"
             raise ConfigError("mode.near_copies", reason, fix) from error
         self.num_bands = num_bands

@@ -1,7 +1,7 @@
-"""Documents in, documents out: one parallel pass that judges each, then copies among those that stay, then files.
+"""Document pipeline: one parallel filtering pass, then deduplication, then output files.
 
-Every file appears whole or not at all, and depends on input and settings alone: a pipeline that was killed goes on
-where it was, and any number of processes writes the same bytes.
+Every file is written atomically and depends only on input and settings: a killed pipeline resumes where it stopped,
+and any number of processes writes the same bytes.
 """
 
 import functools
@@ -73,7 +73,7 @@ class Pipeline:
         key = json.dumps([_VERSION, content_hash, dict(self.settings)], sort_keys=True)
         digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
         if (finished := self._open_folder(digest)) is not None:
-            LOGGER.info("%s holds these documents already", self.output)
+            LOGGER.info("%s already holds these documents", self.output)
             return finished
         with lock_run_folder(self._work, setting="mode.output"):
             return self._prepare(rows, digest, num_processes)
@@ -113,13 +113,13 @@ class Pipeline:
         if report.is_file():
             found: Facts = json.loads(report.read_text(encoding="utf-8"))
             if found.get("input") != digest:
-                raise ConfigError(typed, "it holds documents of another input or other settings", fix)
+                raise ConfigError(typed, "it contains documents from a different input or settings", fix)
             return found
         if state.is_file():
             if json.loads(state.read_text(encoding="utf-8")) != digest:
-                reason = "a preparation of another input or with other settings was begun there"
+                reason = "an unfinished preparation with a different input or settings is there"
                 raise ConfigError(typed, reason, f"{fix}, or rm -r {self.output}")
-            LOGGER.info("%s: goes on with what was begun", self.output)
+            LOGGER.info("%s: resuming", self.output)
             return None
         if self.output.is_dir() and any(self.output.iterdir()) and not self._work.is_dir():
             raise ConfigError(typed, "the folder is not empty", fix)
@@ -167,7 +167,7 @@ class Pipeline:
         first = f"; the first: {facts['unreadable'][0]['reason']}" if facts["unreadable"] else ""
         fix = "data.path=<documents>, data.text_field=<the field of the text>, or other rules in quality="
         shutil.rmtree(self._work)
-        raise ConfigError(typed, f"none of {num_documents:,} documents stays: {reasons}{first}", fix)
+        raise ConfigError(typed, f"all {num_documents:,} documents were dropped: {reasons}{first}", fix)
 
     def _find_near(self, survivors: Survivors, is_first: Bools) -> Copies | None:
         if self.near_threshold is None:

@@ -1,4 +1,4 @@
-"""Rules that find poor documents: those of Gopher, C4 and FineWeb, each with a limit of its own.
+"""Document quality rules of Gopher, C4 and FineWeb, each with its own limit.
 
 Line rules change a text (`clean`), document rules reject it (`find_failures`); a value at the limit passes. Made for
 English web pages: code and languages without spaces fail. document.py defines words, lines and what is measured.

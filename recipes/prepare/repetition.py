@@ -1,4 +1,4 @@
-"""How much of a text repeats itself: Gopher's measures (arXiv 2112.11446, appendix A.1.1), about 0.05 s a MB.
+"""Measure repetition in a text as Gopher does (arXiv 2112.11446, appendix A.1.1), about 0.05 s per MB.
 
 Words are split at white space. Letters: W words, V distinct words, P places (indices of words) where an n-gram starts.
 """

@@ -1,4 +1,4 @@
-"""What was read, dropped and kept, as one record: counts by reason, rule and domain, with examples."""
+"""Build the report of a preparation: counts by reason, rule and domain, with examples."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping

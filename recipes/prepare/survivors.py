@@ -1,4 +1,4 @@
-"""The documents that passed the first pass, over all chunks: which of them are copies, and their lines.
+"""Documents that passed the first pass, over all chunks: find duplicates and read their lines.
 
 Letters: N documents, B bands.
 """

@@ -1,1 +1,1 @@
-"""One process: world size and rank, signals, run-folder lock, console, failures, exit codes. Independent of recipes."""
+"""Process-level services: ranks, signals, run folder lock, console, failures, exit codes."""

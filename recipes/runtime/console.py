@@ -1,4 +1,4 @@
-"""The log of a run: one logger that writes to the console and to train.log, with known noise filtered out."""
+"""Logging of a run to the console and to train.log, with known noise filtered out."""
 
 import io
 import logging
@@ -14,7 +14,7 @@ from recipes.errors import escape_controls
 
 LOGGER = logging.getLogger("lightning_recipes")
 
-# Messages of no use to a user of these recipes, each with its origin.
+# Messages that do not help users of these recipes, each with its origin.
 _NOISY_LOGGERS = (
     "lightning.pytorch.utilities.rank_zero",  # device and accelerator banners, tips
     "lightning.pytorch.accelerators.cuda",
@@ -45,45 +45,45 @@ _NOISY_WARNINGS = (
 
 
 class _PlainFormatter(logging.Formatter):
-    """Escapes control characters: what a model samples, and what a file is named, may be anything."""
+    """Escapes control characters, which sampled text and file names may contain."""
 
     def format(self, record: logging.LogRecord) -> str:
         return escape_controls(super().format(record))
 
 
 class _ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Stops writing once nobody reads: after `| head` the run goes on, and its file has the lines."""
+    """Stops writing on a closed pipe: after `| head` the run continues, and its log file is complete."""
 
     @override
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], BrokenPipeError):
             super().handleError(record)
             return
-        self.setLevel(logging.CRITICAL + 1)  # not removed: the logger is going through its handlers
-        # what is buffered would fail again when the interpreter ends
+        self.setLevel(logging.CRITICAL + 1)  # not removed: the logger is iterating over its handlers
+        # buffered output would fail again at interpreter exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
         LOGGER.warning("Nobody reads the console any more: further lines are in the file alone")
 
 
 class _ConsoleFilter(logging.Filter):
-    """Drops records meant for the file alone (`extra={"console": False}`)."""
+    """Drops records meant only for the file (`extra={"console": False}`)."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return getattr(record, "console", True)
 
 
 def accept_any_text() -> None:
-    """Print what the locale's encoding cannot express, ASCII for one, as an escape instead of an error."""
+    """Print characters outside the locale's encoding (such as ASCII) as escapes instead of raising."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def open_console(log_file: Path | None = None, *, speaks: bool = True) -> None:
-    """Send the run's log to the console and, if given, to a file as well; silence known noise.
+    """Log to the console and, if given, also to a file; silence known noise.
 
     Args:
-        log_file: File that gets a copy of every line; None logs to the console only.
-        speaks: False on all ranks but one, whose messages are the same: only warnings are shown then.
+        log_file: File for a copy of every line; None logs only to the console.
+        speaks: False on all ranks but one, as their messages are the same: shows only warnings.
     """
     LOGGER.setLevel(logging.INFO if speaks else logging.WARNING)
     LOGGER.propagate = False

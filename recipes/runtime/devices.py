@@ -1,4 +1,4 @@
-"""The devices of this node, one for each of its ranks."""
+"""Devices of this node, one per rank."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The environment of a run: versions, devices, git state, command line. A few milliseconds, two git calls."""
+"""Record the environment of a run: versions, devices, git state, command line. A few ms, two git calls."""
 
 import os
 import platform
@@ -24,7 +24,7 @@ _PACKAGES = (
 
 
 def describe_environment(overrides: list[str]) -> dict[str, Any]:
-    """Return what is needed later to know how the results of a run came about, as plain values for JSON."""
+    """Return the information needed to trace a run's results, as plain values for JSON."""
     return {
         "command": shlex.join(["python", *sys.argv]),
         "overrides": overrides,

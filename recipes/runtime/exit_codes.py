@@ -1,17 +1,17 @@
-"""Exit codes of a run. 71, 74 and 75 are the codes of sysexits.h with the nearest meaning."""
+"""Exit codes of a run. 71, 74 and 75 follow sysexits.h."""
 
 from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """How a run ended; a sweep returns the worst code of its jobs."""
+    """Exit code of a run; a sweep returns the worst code of its jobs."""
 
     FINISHED = 0
     CRASHED = 1
     INVALID_CONFIG = 2
     DIVERGED = 3
     CHECK_FAILED = 4  # of mode=preflight
-    OUT_OF_MEMORY = 71  # EX_OSERR: what the operating system could not provide
+    OUT_OF_MEMORY = 71  # EX_OSERR: the operating system could not provide a resource
     UNSAVED = 74  # EX_IOERR: finished, but the last checkpoint could not be written
     PREEMPTED = 75  # EX_TEMPFAIL: stopped by a signal after saving; resume=auto continues
     INTERRUPTED = 130  # 128 + SIGINT, as a shell reports Ctrl-C

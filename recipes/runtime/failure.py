@@ -29,7 +29,7 @@ _ERRORS_OF_LOST_PEERS = ("RuntimeError", "DistBackendError", "DistNetworkError",
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a rank failed.
+    """Failure of a rank.
 
     Attributes:
         exit_code: Exit code of the rank.
@@ -47,7 +47,7 @@ class Failure:
 
 
 def get_error_file(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return where this process writes its failure; None if no launcher reads it."""
+    """Return the file to write this process's failure to; None if no launcher reads it."""
     path = environ.get(ERROR_FILE)
     return Path(path) if path else None
 
@@ -78,7 +78,7 @@ def is_host_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and what it was raised from, or while handling."""
+    """Yield an exception and its chain of causes and contexts."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -95,7 +95,7 @@ def read_oom_of_other_rank(run_folder: Path) -> dict[str, Any] | None:
 
 
 def failure_from_exception(error: BaseException, *, exit_code: int, report: str) -> Failure:
-    """Build a failure from an exception, with the present time."""
+    """Build a failure from an exception, with the current time."""
     return Failure(
         exit_code=exit_code,
         message=f"{type(error).__name__}: {error}",
@@ -106,7 +106,7 @@ def failure_from_exception(error: BaseException, *, exit_code: int, report: str)
 
 
 def write_failure(failure: Failure, path: Path) -> None:
-    """Write a failure atomically: a reader sees the complete file or none."""
+    """Write a failure atomically: readers see the complete file or none."""
     fields = {
         "message": {
             "message": failure.message,
@@ -120,7 +120,7 @@ def write_failure(failure: Failure, path: Path) -> None:
 
 
 def read_failure(path: Path) -> Failure | None:
-    """Read what `write_failure` wrote; None if there is no such file."""
+    """Read a failure written by `write_failure`; None if there is no such file."""
     if not path.is_file():
         return None
     fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

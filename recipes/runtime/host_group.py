@@ -1,7 +1,7 @@
-"""A process group of the ranks' hosts, for threads that talk beside the training: gloo, whatever trains.
+"""Create a gloo process group for background threads, independent of the training backend.
 
-Its messages may take as long as a slow disk does, but connecting may not: where a host name resolves to the loopback
-address, as on many clusters, gloo on other nodes would otherwise try to connect for as long.
+Messages have a long timeout, for slow disks, but connecting has a short one: where a host name resolves to the
+loopback address, as on many clusters, gloo on other nodes would otherwise retry just as long.
 """
 
 from datetime import timedelta
@@ -18,7 +18,7 @@ def connect_hosts() -> Any:
     """Return a new process group of all ranks. A collective, on the training thread.
 
     Raises:
-        RuntimeError: The ranks' hosts do not reach each other.
+        RuntimeError: The ranks' hosts cannot reach each other.
     """
     try:
         group = dist.new_group(backend="gloo", timeout=CONNECT_TIMEOUT)

@@ -1,26 +1,26 @@
-"""torch's rendezvous on the loopback interface, for runs whose ranks are all on this machine."""
+"""Restrict torch's rendezvous to the loopback interface, for runs whose ranks are all on this machine."""
 
 import os
 import socket
 from typing import TYPE_CHECKING, Any
 
-# torch takes a second to import
+# importing torch takes a second
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _LOOPBACK = ("127.0.0.1", "localhost")
-_OPEN_STORES: list["TCPStore"] = []  # a store must outlive the function that opens it
+_OPEN_STORES: list["TCPStore"] = []  # keeps stores alive after the function that opens them
 
 
 def bind_to_loopback(address: str, port: int) -> dict[str, Any]:
-    """Return the arguments of a `TCPStore` server that listen for this machine alone, if all its clients are here.
+    """Return `TCPStore` server arguments to listen only on loopback, if all clients are on this machine.
 
-    By itself the server listens on every interface, and whoever reaches it may read and write without a password
-    (torch 2.13): the ranks' own addresses among them.
+    By default the server listens on every interface, and anyone who can reach it may read and write without a
+    password (torch 2.13), including the ranks' own addresses.
 
     Args:
-        address: Address that the ranks connect to; none is changed unless it is that of the loopback interface.
-        port: Port to listen on; 0 takes a free one.
+        address: Address that the ranks connect to; arguments change only for a loopback address.
+        port: Port to listen on; 0 picks a free one.
     """
     if address not in _LOOPBACK:
         return {"port": port}
@@ -32,9 +32,9 @@ def bind_to_loopback(address: str, port: int) -> dict[str, Any]:
 
 
 def serve_local_ranks() -> None:
-    """Serve, on rank 0, the store of ranks that were started on this machine.
+    """On rank 0, serve the store for ranks that were started on this machine.
 
-    torch opens a store at this address when it sets up the ranks, and finds in its own process the one that is open.
+    When torch later opens a store at this address, it finds the one already open in this process.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

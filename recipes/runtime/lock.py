@@ -1,4 +1,4 @@
-"""A lock on a run folder: one run at a time. The kernel releases it when its holder dies, however it dies."""
+"""Lock a run folder for one run at a time. The kernel releases the lock when its holder dies."""
 
 import contextlib
 import fcntl
@@ -14,7 +14,7 @@ from recipes.errors import ConfigError
 
 LOGGER = logging.getLogger("lightning_recipes")
 LOCK_FILE = ".lock"
-_WAIT_SECONDS = 10.0  # for the last processes of a run that has just been killed
+_WAIT_SECONDS = 10.0  # for the remaining processes of a run that has just been killed
 _POLL_SECONDS = 0.1
 
 
@@ -23,8 +23,8 @@ def lock_run_folder(folder: Path, *, setting: str = "hydra.run.dir") -> Iterator
     """Hold the lock of a run's or a sweep's folder.
 
     Args:
-        folder: Folder to lock; it exists.
-        setting: Config key of that folder, for the error.
+        folder: Existing folder to lock.
+        setting: Config key of that folder, for the error message.
 
     Raises:
         ConfigError: Another process holds the lock, or the folder cannot be written to.
@@ -38,7 +38,7 @@ def lock_run_folder(folder: Path, *, setting: str = "hydra.run.dir") -> Iterator
                 file.seek(0)
                 raise ConfigError(
                     f"{setting}={folder}",
-                    f"another process is at work in it: {file.read().decode().strip()}",
+                    f"another process is using this folder: {file.read().decode().strip()}",
                     f"{setting}=<another folder>, or end that process",
                 )
             time.sleep(_POLL_SECONDS)
@@ -52,7 +52,7 @@ def lock_run_folder(folder: Path, *, setting: str = "hydra.run.dir") -> Iterator
 
 def _open_lock(folder: Path, setting: str) -> FileIO:
     try:
-        return FileIO(folder / LOCK_FILE, "a+")  # without a buffer, which a full disk would reject a second time
+        return FileIO(folder / LOCK_FILE, "a+")  # unbuffered: on a full disk a buffer would fail a second time
     except OSError as error:
         raise _unwritable(folder, setting, error) from error
 
@@ -67,6 +67,6 @@ def _try_lock(descriptor: int) -> bool:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
-    except OSError as error:  # a file system without locks: better to train than to give up
+    except OSError as error:  # a file system without locks: train anyway
         LOGGER.warning("The run's folder is not locked: %s", error.strerror)
     return True

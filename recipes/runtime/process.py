@@ -1,4 +1,4 @@
-"""How a child process of a run finds this project, dies with its parent, and exits."""
+"""Child processes of a run: their PYTHONPATH, dying with the parent, and exiting."""
 
 import atexit
 import os
@@ -7,24 +7,24 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
-_EXIT_SECONDS = 60.0  # for the exit functions of a rank that has failed, such as the upload of its last metrics
+_EXIT_SECONDS = 60.0  # for the exit functions of a failed rank, such as the upload of its last metrics
 
 
 def python_path() -> str:
-    """Return PYTHONPATH for a child process: this project, then what the user has set."""
+    """Return PYTHONPATH for a child process: this project, then the user's own value."""
     paths = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))
     return os.pathsep.join(path for path in paths if path)
 
 
 def die_with_parent() -> None:
-    """End this process when its parent dies, however the parent dies.
+    """End this process when its parent dies for any reason.
 
-    The parent holds the write end of this process's standard input, which the kernel closes with it. Through the same
-    pipe the parent forwards signals, one byte with the signal's number each: when a cluster signals both processes,
-    they count as one request.
+    The parent holds the write end of this process's standard input, which the kernel closes when the parent dies. The
+    parent forwards signals through the same pipe, one byte per signal number: if a cluster signals both processes, it
+    counts as one request.
     """
     pipe = os.dup(0)
-    # whatever reads standard input from here on must not swallow these bytes
+    # later readers of standard input must not consume these bytes
     devnull = os.open(os.devnull, os.O_RDONLY)
     os.dup2(devnull, 0)
     os.close(devnull)
@@ -42,8 +42,8 @@ def exit_process(exit_code: int) -> NoReturn:
 
     Gloo's threads release tensors after a collective has ended and need the interpreter for it: a rank whose
     interpreter is being finalized aborts then (pytorch #190489 and #179291, torch 2.13). `atexit` functions still run.
-    A rank that has failed does not wait for its peers: they may wait for it in a collective, and torchrun ends them
-    once it sees this process end.
+    A failed rank does not wait for its peers: they may be waiting for it in a collective, and torchrun ends them once
+    this process exits.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
@@ -54,7 +54,7 @@ def exit_process(exit_code: int) -> NoReturn:
         timer.start()
         if distributed.get_backend() == "nccl":
             # Lightning destroys the group at exit (2.6.6, `_init_dist_connection`), which for NCCL is a collective;
-            # once aborted there is none left to destroy
+            # after an abort there is no group left to destroy
             distributed.distributed_c10d._abort_process_group()
     atexit._run_exitfuncs()
     sys.stdout.flush()

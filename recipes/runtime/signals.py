@@ -12,7 +12,7 @@ from recipes.runtime.exit_codes import ExitCode
 
 LOGGER = logging.getLogger("lightning_recipes")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-# a cluster may signal a process directly and again through its parent: within this time it is one request
+# a cluster may signal a process directly and again through its parent: within this time both count as one request
 _SAME_REQUEST_SECONDS = 1.0
 
 
@@ -33,7 +33,7 @@ class Preempted(BaseException):
 
 
 class SecondSignalError(BaseException):
-    """A second request to stop, as an exception in the main thread.
+    """A second stop request, raised in the main thread.
 
     Args:
         number: Number of the signal.
@@ -45,10 +45,10 @@ class SecondSignalError(BaseException):
 
 
 class _StopRequest:
-    """State of this process: signal handlers are global, so is the request they record."""
+    """Stop request of this process, global like the signal handlers that record it."""
 
     def __init__(self) -> None:
-        self.by: str | None = None  # name of the signal; None if there was none yet
+        self.by: str | None = None  # name of the signal; None if none was received yet
         self.time = 0.0
         self.handler: Callable[[], None] | None = None  # None before training
         self.exits_on_second = True
@@ -58,7 +58,7 @@ _REQUEST = _StopRequest()
 
 
 def listen(*, second_ends: bool) -> None:
-    """Handle the signals from now on. Until training sets a handler, the first one ends the process: nothing is lost.
+    """Handle the signals from now on. Until training sets a handler, the first signal ends the process.
 
     Args:
         second_ends: Whether a second signal ends this process; False if its parent does that.
@@ -66,13 +66,13 @@ def listen(*, second_ends: bool) -> None:
     _REQUEST.by, _REQUEST.handler, _REQUEST.exits_on_second = None, None, second_ends
     for number in SIGNALS:
         signal.signal(number, _on_signal)
-    # the parent blocks them while it starts this process, which inherits the mask
+    # the parent blocks the signals while it starts this process, which inherits the mask
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """Listen while a run is built, executed and ended in this process; restore the handlers afterwards."""
+    """Listen while a run is built, executed and finished in this process; restore the handlers afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may handle signals
         return
@@ -86,10 +86,10 @@ def listening() -> Iterator[None]:
 
 
 def set_handler(handler: Callable[[], None] | None) -> None:
-    """Set what a request calls; it is called at once if there has been a request already.
+    """Set the handler of a stop request; call it at once if there has already been a request.
 
     Args:
-        handler: Called in the main thread; None ignores requests, because the run is ending by itself.
+        handler: Called in the main thread; None ignores requests, because the run is already ending.
     """
     _REQUEST.handler = handler if handler is not None else _ignore
     if handler is not None and _REQUEST.by is not None:
@@ -108,7 +108,7 @@ def requested_by() -> str:
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block the signals: in this process until the end, in those started here until they `listen`."""
+    """Block the signals within the context; processes started here block them until they `listen`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -118,7 +118,7 @@ def signals_blocked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def forward_signals_to(forward: Callable[[int], None]) -> Iterator[None]:
-    """Pass the first signal's number to `forward`; the worker processes then have all the time they need.
+    """Pass the first signal's number to `forward`, without a time limit for the worker processes.
 
     Raises:
         SecondSignalError: A second signal has arrived.

@@ -1,7 +1,7 @@
-"""All ranks agree to do something after the same optimizer step, whichever rank asks. Adds no cost to a training step.
+"""Make all ranks act after the same optimizer step, whichever rank requests it, at no cost per training step.
 
-A thread on each rank polls the ranks' store four times a second. Only when a rank has made a request do the threads
-exchange how far each rank is, and a rank that completes its step meanwhile waits for the result.
+A thread on each rank polls the ranks' store four times a second. Only after a request do the threads exchange each
+rank's progress, and a rank that completes its step in the meantime waits for the result.
 """
 
 import math
@@ -16,8 +16,8 @@ from recipes.runtime.host_group import connect_hosts
 
 _POLL_SECONDS = 0.25
 _CLOSE_SECONDS = 2.0  # join timeout: an exchange that a peer never joins would block
-# a step and the index of the check within its validation: where weights are sharded, validation batches run
-# collectives too, so that all ranks must leave a validation after the same batch
+# a step and the index of the check within its validation: with sharded weights, validation batches also run
+# collectives, so all ranks must leave a validation after the same batch
 _Point = tuple[int, float]
 
 
@@ -30,7 +30,7 @@ class StepAgreement:
 
     def __init__(self, *, step: int) -> None:
         self._checked: _Point = (step, math.inf)  # the newest point at which this rank has checked
-        self._requests: set[str] = set()  # of this rank, not exchanged yet
+        self._requests: set[str] = set()  # of this rank, not yet exchanged
         self._due: dict[str, _Point] = {}  # request -> due at the first point after this one
         self._agreed: dict[str, _Point] = {}  # like `_due`, but kept once the request is done; equal on all ranks
         self._is_exchanging = False
@@ -46,16 +46,16 @@ class StepAgreement:
             self._thread.start()
 
     def ask(self, what: str) -> None:
-        """Ask all ranks to do this as soon as they can. Safe to call from a signal handler."""
-        # no lock here: the handler may have interrupted the very thread that holds it
+        """Request an action on all ranks as soon as possible. Safe to call from a signal handler."""
+        # no lock here: the handler may have interrupted the thread that holds it
         self._requests.add(what)
 
     def take_due(self, step: int, *, in_validation: bool = False, wait: bool = True) -> set[str]:
-        """Return what is to be done now that a step is completed.
+        """Return the actions due now that a step is completed.
 
         Args:
             step: Optimizer steps completed.
-            in_validation: Whether this rank validates, so that the step does not advance; all ranks will.
+            in_validation: Whether this rank is in a validation, so that the step does not advance.
             wait: Whether to wait for a running exchange; False after the last step, when nothing is left to agree on.
         """
         if self._alone:
@@ -64,7 +64,7 @@ class StepAgreement:
         with self._changed:
             last_step, num_checks = self._checked
             point = (step, (num_checks + 1 if last_step == step else 0) if in_validation else math.inf)
-            # a rank that went on during an exchange could pass the very point that is being agreed on
+            # a rank that continued during an exchange could pass the point being agreed on
             while wait and self._is_exchanging:
                 self._changed.wait()
             due = {what for what, after in self._due.items() if after < point}
@@ -88,14 +88,14 @@ class StepAgreement:
                 if self._store.check([key]):
                     self._exchange()
                     num_exchanges += 1
-            except RuntimeError:  # the ranks are ending, and their store with them
+            except RuntimeError:  # the ranks are exiting, and their store with them
                 with self._changed:
                     self._is_exchanging = False
                     self._changed.notify_all()
                 return
 
     def _exchange(self) -> None:
-        """Gather where every rank has checked last; requests are due after the latest of these points."""
+        """Gather the last check of every rank; requests are due after the latest of these points."""
         with self._changed:
             self._is_exchanging, checked = True, self._checked
             requests = set(self._requests)
@@ -108,10 +108,10 @@ class StepAgreement:
             self._changed.notify_all()
 
     def _agree(self, gathered: Sequence[tuple[_Point, Sequence[str]]]) -> None:
-        """Set when the requests of all ranks are due, from the gathered data alone, so that all ranks decide alike.
+        """Decide when the requests of all ranks are due, from gathered data only, so that all ranks agree.
 
-        A rank that asks again before it has come to the agreed point means the same request. A rank that has passed
-        the point and has nothing left due must see it the same way; otherwise it would act a second time, alone.
+        A repeated request before the agreed point is the same request. A rank that has passed the point with nothing
+        left due must treat it the same way; otherwise it would act a second time, alone.
         """
         earliest, latest = (pick(point for point, _ in gathered) for pick in (min, max))
         for what in {what for _, names in gathered for what in names}:

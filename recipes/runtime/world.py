@@ -1,4 +1,4 @@
-"""The processes of a run and what started them, read from the environment. No torch without a GPU driver."""
+"""Read the processes of a run and their launcher from the environment. No torch without a GPU driver."""
 
 import os
 import re
@@ -34,8 +34,8 @@ class Ranks:
 
     Attributes:
         per_node: Processes on each node, one per device.
-        num_nodes: Nodes.
-        started_by: What started them; None if nothing has yet.
+        num_nodes: Number of nodes.
+        started_by: Launcher that started them; None if they have not been started yet.
     """
 
     per_node: int
@@ -48,7 +48,7 @@ class Ranks:
 
 
 def started_by(environ: Mapping[str, str] = os.environ) -> Starter | None:
-    """Return what started this process as a rank of a run; None if it is not a rank."""
+    """Return the launcher that started this process as a rank; None if it is not a rank."""
     if environ.get(RANK_FILE):
         return "spawn"
     if all(name in environ for name in TORCHRUN_VARIABLES):
@@ -60,9 +60,9 @@ def started_by(environ: Mapping[str, str] = os.environ) -> Starter | None:
 
 
 def find_wrong_variables(environ: Mapping[str, str] = os.environ) -> list[ConfigError]:
-    """Return the variables of ranks that cannot be what torchrun or SLURM has set: they are left from something else.
+    """Return errors for rank variables that torchrun or SLURM cannot have set, such as leftovers.
 
-    Everything below reads them as numbers; the entry point calls this first.
+    The functions below parse them as integers; the entry point calls this first.
     """
     if environ.get(RANK_FILE):  # ranks of this project start in recipes/entry/rank_main.py
         reason = "it marks a process that a run has started, and this one was not"
@@ -89,7 +89,7 @@ def find_wrong_variables(environ: Mapping[str, str] = os.environ) -> list[Config
 
 
 def describe_starter(starter: Starter) -> str:
-    """Return the beginning of an error text, as in `torchrun started 4 ranks`."""
+    """Return the start of an error message, as in `torchrun started 4 ranks`."""
     descriptions = {
         "torchrun": "torchrun started",
         "slurm": "srun started",
@@ -116,30 +116,30 @@ def num_gpus() -> int:
 
 
 def num_cores() -> int:
-    """Return the cores that this process may use: in a container or a SLURM task, fewer than the machine has."""
+    """Return the cores that this process may use; in a container or SLURM task fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def has_own_gpu(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether SLURM gives each task a GPU of its own and hides the others, as by `--gpus-per-task=1`.
+    """Return whether SLURM gives each task one GPU and hides the others, as with `--gpus-per-task=1`.
 
     Each task then sees one GPU, with the index 0.
     """
     if started_by(environ) != "slurm":
         return False
-    # set by srun where the options of these names are used; SLURM 24.05 writes the first as gres/gpu
+    # set by srun if the options of these names are used; SLURM 24.05 writes the first as gres/gpu
     per_task = environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # a number, or type:number
     tres = re.search(r"gres/gpu(?::[\w.-]+)?[:=](\d+)", environ.get("SLURM_TRES_PER_TASK", ""))
     return "1" in (per_task, tres[1] if tres else None, environ.get("SLURM_NTASKS_PER_GPU"))
 
 
 def existing_ranks(environ: Mapping[str, str]) -> Ranks | None:
-    """Return the ranks that this process is one of; None if it is not a rank.
+    """Return the ranks that this process belongs to; None if it is not a rank.
 
     Raises:
-        ConfigError: Their number differs from node to node.
+        ConfigError: The number of ranks differs between nodes.
     """
     starter = started_by(environ)
     if starter is None:
@@ -150,7 +150,7 @@ def existing_ranks(environ: Mapping[str, str]) -> Ranks | None:
         world_size, per_node = int(environ["WORLD_SIZE"]), int(environ["LOCAL_WORLD_SIZE"])
         # torchrun's agents, one per node
         num_nodes = int(environ.get("GROUP_WORLD_SIZE", world_size // per_node))
-        # this node's number is known, and the total: any difference shows up in the last node
+        # this node's count and the total are known: any difference shows up in the last node
         rest = world_size - per_node * (num_nodes - 1)
         ranks_by_node = [per_node] * (num_nodes - 1) + [rest]
     if len(set(ranks_by_node)) > 1:
@@ -163,7 +163,7 @@ def existing_ranks(environ: Mapping[str, str]) -> Ranks | None:
 
 
 def _slurm_tasks_by_node(environ: Mapping[str, str]) -> list[int]:
-    """Return SLURM's tasks of this step on each node: `2(x3),1` is 2, 2, 2 and 1."""
+    """Return the number of SLURM tasks of this step on each node: `2(x3),1` is 2, 2, 2 and 1."""
     num_tasks = int(environ["SLURM_STEP_NUM_TASKS"])
     tasks_per_node = environ.get("SLURM_STEP_TASKS_PER_NODE")
     if tasks_per_node is None:  # older SLURM: the same number on each node

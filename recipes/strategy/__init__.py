@@ -1,4 +1,4 @@
-"""How a step runs on the devices: each strategy is a small subclass of Lightning's that implements `Engine`."""
+"""Strategies: small subclasses of Lightning's strategies that implement `Engine`."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -15,10 +15,10 @@ from recipes.parallel.groups import Groups
 
 
 class StepGuard(Protocol):
-    """Decides before each optimizer step whether to skip it; implemented by whoever watches for spikes.
+    """Decides before each optimizer step whether to skip it; implemented by the loss spike callback.
 
     Attributes:
-        loss: Loss of the step under way over all ranks, a 0-dim tensor; set before the backward pass ends.
+        loss: Loss of the current step over all ranks, a 0-dim tensor; set before the backward pass ends.
     """
 
     loss: Tensor | None
@@ -32,19 +32,19 @@ class StepGuard(Protocol):
 
 
 class Engine(Protocol):
-    """What tasks and modes need of a strategy; no other code depends on which one it runs under.
+    """Interface of a strategy to tasks and modes, which never depend on a particular strategy.
 
     Attributes:
-        grad_norm: Global L2 norm before clipping of the last optimizer step, a 0-dim tensor; None before the first.
-        clip_threshold: Norm to which the gradients of that step were limited, a 0-dim tensor; inf without a limit.
+        grad_norm: Global L2 norm before clipping at the last optimizer step, a 0-dim tensor; None before the first.
+        clip_threshold: Norm limit applied at that step, a 0-dim tensor; inf without a limit.
         guard: Skips optimizer steps; None executes every step.
-        clipping: Adaptive limit of the norm in addition to the fixed one; None disables it.
-        current_loss_scale: Factor on the loss, read from the device; None without a loss scaler.
+        clipping: Adaptive norm limit in addition to the fixed one; None disables it.
+        current_loss_scale: Loss scale, read from the device; None without a loss scaler.
         num_overflows: Optimizer steps that this process skipped because a gradient was not finite.
         mesh: Sizes of the device mesh.
         groups: The process groups that this rank is in.
-        data_rank: Which samples this rank has, of `data_size`.
-        data_size: Ranks, or groups of ranks, that have different samples.
+        data_rank: Data-parallel rank, below `data_size`.
+        data_size: Number of ranks, or groups of ranks, with different samples.
         frees_gradients: Whether gradients are freed after the step; False zeroes them in place.
     """
 
@@ -74,9 +74,9 @@ class Engine(Protocol):
     def num_overflows(self) -> int: ...
 
     def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> nn.Module:
-        """Distribute a model described on the meta device, and give it storage and initial weights.
+        """Distribute a model from the meta device, and give it storage and initial weights.
 
-        Returns the model, or what this rank has of it: the same names, fewer layers.
+        Returns the model, or this rank's pipeline stage: the same names, fewer layers.
 
         Args:
             model: On the meta device.
@@ -84,35 +84,35 @@ class Engine(Protocol):
         """
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer to step instead: the same one, or another form of the same arithmetic."""
+        """Return the optimizer to step: the same one, or an equivalent implementation."""
 
     def clip_gradients(
         self, parameters: Iterable[nn.Parameter], *, max_norm: float | None, max_value: float | None
     ) -> None:
-        """Clip in place before the optimizer steps; None disables a limit. `grad_norm` is known after the step."""
+        """Clip in place before the optimizer steps; None disables a limit. `grad_norm` is available after the step."""
 
     def scale_loss(self, value: Tensor) -> Tensor:
         """Return a tensor times the current loss scale; unchanged without a loss scaler."""
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """Return the sum of a tensor over all ranks; with several ranks it lies on their device."""
+        """Return the sum of a tensor over all ranks; with several ranks the result is on the communication device."""
 
     def sum_over_data_ranks(self, value: Tensor) -> Tensor:
-        """Return the sum of what belongs to samples, over the ranks with other samples."""
+        """Return the sum of a per-sample quantity over the data-parallel ranks."""
 
     def sum_over_token_ranks(self, value: Tensor) -> Tensor:
-        """Return the sum of what belongs to tokens, such as a loss, over the ranks with other tokens."""
+        """Return the sum of a per-token quantity, such as a loss, over the ranks with different tokens."""
 
 
 def get_blocks(model: nn.Module, option: str) -> Iterable[nn.Module]:
-    """Return the blocks that a strategy shards one by one.
+    """Return the blocks of a model, which a strategy shards one by one.
 
     Args:
         model: Any model.
-        option: Option of the strategy, to name it in the message.
+        option: Name of the strategy's option, for the error message.
 
     Raises:
-        ConfigError: The model has no `blocks`: sharded as one unit, it would be gathered at once on every rank.
+        ConfigError: The model has no `blocks`: sharded as one unit, every rank would gather all of it at once.
     """
     blocks = getattr(model, "blocks", None)
     if blocks is None:
@@ -127,27 +127,27 @@ def get_blocks(model: nn.Module, option: str) -> Iterable[nn.Module]:
 def skip_step(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], skips: Tensor) -> None:
     """Make the next step of an optimizer a no-op where a 0-dim bool tensor is true.
 
-    A fused optimizer of parameters on a GPU reads the flag there. For any other the gradients are dropped: the flag is
-    read on the host, which is free on a CPU and waits once for a GPU.
+    A fused optimizer with parameters on a GPU reads the flag on the device. For any other optimizer the flag is read on
+    the host and the gradients are dropped; the read is free on a CPU and synchronizes once with a GPU.
     """
     # `found_inf` must be set on torch's optimizer: on Lightning's wrapper the fused kernel would not see it
     inner: Any = unwrap_optimizer(optimizer)
     parameters = list(parameters)
     is_fused = all(group.get("fused") for group in inner.param_groups)
-    # where the kernel runs: under FSDP with offload the norm, and so the flag, lies on the GPU and the weights on the
-    # host, to which torch's optimizers copy the flag without waiting for it
+    # where the kernel runs: under FSDP with offload the norm, and so the flag, is on the GPU and the weights are on the
+    # host, to which torch's optimizers copy the flag without synchronizing
     device = get_local_device(parameters)
     # without state the first step creates it even when skipped, so it must not run at all
     if device.type == "cuda" and is_fused and inner.state:
         inner.found_inf = skips.to(device, torch.float32)
         return
-    inner.found_inf = None  # that of an earlier step: a rollback to before the first step leaves no state
+    inner.found_inf = None  # may be left from an earlier step: a rollback to before the first step leaves no state
     if bool(skips):
         for parameter in parameters:
             parameter.grad = None
 
 
 def get_local_device(parameters: Iterable[nn.Parameter]) -> torch.device:
-    """Return where this rank holds parameters, or its shards of them: the host under FSDP with offload."""
+    """Return the device of this rank's parameters or shards: the host under FSDP with offload."""
     parameter = next(iter(parameters))
     return parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device

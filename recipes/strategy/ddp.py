@@ -25,16 +25,16 @@ from recipes.strategy.torch_native import TorchNativeMixin
 class DDP(TorchNativeMixin, ShardSavingMixin, DDPStrategy):
     """Lightning's DDP strategy as a `recipes.strategy.Engine`.
 
-    Gradients are views of the communication buckets, zeroed in place, which saves a copy of 4 bytes a parameter.
+    Gradients are views of the communication buckets, zeroed in place, which saves a copy of 4 bytes per parameter.
     Inside an accumulation window Lightning suppresses the all-reduce. `static_graph` stays off: it serves reentrant
-    activation checkpoints and unused parameters, and this project has neither. Running statistics are not broadcast
+    activation checkpoints and unused parameters, and this project has neither. Batch norm statistics are not broadcast
     at every forward pass; the task averages them over ranks where they are read.
 
     Args:
         devices: Devices of this node, one per rank.
-        precision: Dtypes of weights and products.
+        precision: Dtypes of weights and matrix products.
         checkpoint_io: Writes and reads checkpoints; None uses Lightning's.
-        mesh: Of replicas, and of ranks that divide their sequences; None: every rank has samples of its own.
+        mesh: Mesh of replicas and context-parallel ranks; None makes every rank data-parallel.
     """
 
     option: ClassVar[str] = "ddp"
@@ -73,23 +73,23 @@ class DDP(TorchNativeMixin, ShardSavingMixin, DDPStrategy):
 
     @override
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer; let one that can divide its work over the replicas do so."""
+        """Return the optimizer; distribute its work over the replicas if it supports that."""
         if isinstance(optimizer, DividesWork):
             optimizer.replicas = dist.group.WORLD
         return super().prepare_optimizer(optimizer)
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        """Wrap the model on the stream that trains.
+        """Wrap the model on the training stream.
 
         Lightning 2.6.6 wraps it on a stream of its own, for CUDA graphs of the whole network (#21567, fixed after
         2.6.6 by #21746). The nodes that accumulate gradients then belong to that stream: torch 2.13 warns on every
-        rank, and synchronizes the streams for every parameter of every backward pass.
+        rank and synchronizes the streams for every parameter in every backward pass.
         """
         in_nf4 = [name for name, _ in list_nf4(model)]
         if in_nf4:
-            # it would broadcast them from rank 0, for which NF4Tensor (torchao 0.18) has no operator; seed or files
-            # alone decide what they are, so all ranks have the same
+            # DDP would broadcast them from rank 0, for which NF4Tensor (torchao 0.18) has no operator; they depend only
+            # on the seed or on files, so all ranks have the same
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, in_nf4)  # type: ignore[no-untyped-call]
         return DistributedDataParallel(module=model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
@@ -97,16 +97,16 @@ class DDP(TorchNativeMixin, ShardSavingMixin, DDPStrategy):
     def setup(self, trainer: lightning.Trainer) -> None:
         """Start DDP and settle its bucket layout before the first real backward pass.
 
-        torch 2.13 rebuilds its buckets after the first backward pass of a process. With three ranks or more that
-        adds the gradients in another order, so a resumed run would differ in the last bits from one that was never
-        interrupted. A backward pass of zeros, in the order of a real one, triggers the rebuild here.
+        torch 2.13 rebuilds its buckets after the first backward pass of a process. With three ranks or more this
+        changes the order of summation, so a resumed run would differ in the last bits from an uninterrupted one.
+        A backward pass with zero gradients, in the order of a real one, triggers the rebuild here.
         """
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
         assert isinstance(self.model, DistributedDataParallel)
         reducer = self.model.reducer
-        # what a forward pass through DDP does; the model itself need not run
+        # as a forward pass through DDP does; the model itself need not run
         reducer.prepare_for_forward()
         reducer.prepare_for_backward([])
         trained = [p for p in self.model.parameters() if p.requires_grad]

@@ -1,4 +1,4 @@
-"""FSDP2: each rank holds 1/N of weights, gradients and optimizer state; a block is gathered only while it computes."""
+"""FSDP2: each rank holds 1/N of weights, gradients and optimizer state; blocks are gathered only while in use."""
 
 import copy
 from collections.abc import Callable, Generator, Sequence
@@ -31,25 +31,25 @@ from recipes.strategy.torch_native import TorchNativeMixin
 
 
 class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
-    """Lightning's model-parallel strategy as plain FSDP2 and as a `recipes.strategy.Engine`.
+    """FSDP2 on top of Lightning's model-parallel strategy, as a `recipes.strategy.Engine`.
 
-    Under a mixed precision the matrices of a block are gathered in the low precision and everything else in
-    float32; autocast decides as it does on one device, so the roundings do not depend on the number of ranks.
+    Under mixed precision the matrices of a block are gathered in the low precision and everything else in float32;
+    autocast works as on one device, so rounding does not depend on the number of ranks.
 
     Args:
         devices: Devices of this node, one per rank.
-        precision: Dtypes of weights and products.
+        precision: Dtypes of weights and matrix products.
         checkpoint_io: Writes and reads checkpoints; None uses Lightning's.
-        mesh: Of replicas, shards, and ranks that divide sequences and matrices; None: every rank has a shard and
-            samples of its own.
+        mesh: Mesh of replicas, shards, and context-, tensor- and pipeline-parallel ranks; None gives every rank its own
+            shard and samples.
         cpu_offload: Keep shards, gradients and optimizer state in host memory; the optimizer steps there.
         gradient_sync: `per_micro_batch` reduce-scatters after every backward pass. `per_step` does so once per
-            optimizer step; until then each rank holds the gradients of the full model, 4 bytes a parameter.
+            optimizer step; until then each rank holds the gradients of the full model, 4 bytes per parameter.
         reshard_after_forward: Free the weights of a block after its forward pass and gather them again for the
-            backward pass. False gathers once a micro-batch; each rank then holds the full model meanwhile. Stages of a
-            pipeline are gathered once a step in either case.
-        reduce_dtype: In which gradients are summed over ranks; `bfloat16` halves the traffic of a mixed precision
-            and rounds each rank's part before the sum, which one device does not do. bf16-true has no other.
+            backward pass. False gathers once per micro-batch; each rank then holds the full model in between. Pipeline
+            stages are gathered once per step in either case.
+        reduce_dtype: Dtype in which gradients are summed over ranks; `bfloat16` halves the traffic under mixed
+            precision but rounds each rank's gradients before the sum, unlike one device. bf16-true always uses it.
     """
 
     option: ClassVar[str] = "fsdp"
@@ -90,9 +90,9 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         self._gradient_sync = gradient_sync
 
     def mesh_shape(self) -> dict[str, int]:
-        """Return the ranks along each axis of the device mesh: stages, replicas, shards, and parts of a matrix.
+        """Return the size of each device mesh axis: pipeline stages, replicas, shards, tensor parallelism.
 
-        Ranks that divide a sequence have other tokens, and shards of the weights, as those with other samples do.
+        Context-parallel ranks shard the weights as data-parallel ranks do, so they count as shards.
         """
         mesh = self.mesh
         sizes = {"pipeline": mesh.pipeline, "replicate": mesh.replicate}
@@ -106,8 +106,8 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         self._expert_mesh = make_expert_mesh(self.mesh, self.root_device.type)
 
     def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> nn.Module:
-        """Shard block by block, then give each shard storage and weights: no rank ever holds the full model."""
-        get_blocks(model, self.option)  # a model without blocks is rejected before there need be a mesh
+        """Shard block by block, then allocate and initialize each shard: no rank ever holds the full model."""
+        get_blocks(model, self.option)  # reject a model without blocks before the mesh is needed
         if self.groups.pipeline is None:
             self._materialize_part(model, initialize)
             return model
@@ -124,7 +124,7 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         return staged
 
     def _materialize_part(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
-        """Do so with a whole model, or with one stage of it."""
+        """Materialize a whole model, or one pipeline stage."""
         if self.mesh.tensor > 1:
             apply_tensor_parallel(model, self.device_mesh["tensor"], sequence_parallel=self.mesh.sequence_parallel)
         if self.groups.context is not None:
@@ -139,7 +139,7 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         offloaded = isinstance(self._policy.offload, CPUOffloadPolicy)
         model.to_empty(device="cpu" if offloaded else self.root_device)
         if offloaded:
-            # FSDP2 moves parameters to the device for a computation, buffers it does not
+            # FSDP2 moves parameters to the device for a computation, but not buffers
             for module in model.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, buffer.to(self.root_device))
@@ -150,21 +150,21 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         self._root = model
 
     def _get_policy(self) -> ShardPolicy:
-        """Return the policy: the stages of a pipeline stay gathered for a whole step.
+        """Return the sharding policy; pipeline stages stay gathered for a whole step.
 
-        Their schedule gathers and frees them (torch 2.13). One that splits the backward pass looks for weights by the
-        parameters of the module: it would find shards, and silently leave their gradients out.
+        Their schedule gathers and frees them (torch 2.13). A schedule that splits the backward pass finds weights
+        through the module's parameters: it would find shards, and silently omit their gradients.
         """
         return self._policy if self.groups.pipeline is None else replace(self._policy, reshard_after_forward=False)
 
     @override
     def model_to_device(self) -> None:
-        """Do nothing: `materialize` has put every tensor on its device."""
+        """Do nothing: `materialize` has already put every tensor on its device."""
 
     @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate without communication; Lightning enters this for every micro-batch of a window but the last."""
+        """Accumulate without communication; Lightning enters this for every micro-batch but the last of a window."""
         if self._gradient_sync == "per_micro_batch":
             yield
             return
@@ -172,12 +172,12 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         try:
             yield
         finally:
-            # also after an error: a later backward pass would otherwise never reduce
+            # also after an error, or a later backward pass would never reduce
             self._root.set_requires_gradient_sync(True)
 
     @override
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer, which steps this rank's shards; SGD loses `fused`, which torch 2.13 lacks for them."""
+        """Return the optimizer for this rank's shards; disables `fused` in SGD, which torch 2.13 lacks for DTensors."""
         if isinstance(optimizer, torch.optim.SGD):
             for group in optimizer.param_groups:
                 group["fused"] = False
@@ -187,7 +187,7 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
 class HSDPStrategy(FSDP2Strategy):
     """FSDP2 within groups of ranks, replicas across them: gradients are reduced inside a group, then between groups.
 
-    A mesh without a number of shards has those of one node (`recipes.config.mesh`).
+    Without a configured number of shards, each node is one group (`recipes.config.mesh`).
     """
 
     option: ClassVar[str] = "hsdp"

@@ -1,4 +1,4 @@
-"""What every strategy knows of its ranks: which samples they have, and which of them add up what."""
+"""Mesh and process groups of a strategy: which samples each rank has, and sums over subsets of ranks."""
 
 from typing import Any
 
@@ -12,20 +12,20 @@ from recipes.parallel.schedule import PipelineSchedule
 
 
 class MeshRanksMixin:
-    """Implements the part of `recipes.strategy.Engine` about ranks.
+    """Implements the rank-related members of `recipes.strategy.Engine`.
 
     Attributes:
-        mesh: Sizes of the device mesh; set once the ranks have found each other.
+        mesh: Sizes of the device mesh; set once the process group exists.
         groups: The process groups that this rank is in.
-        data_size: Ranks, or groups of ranks, that have different samples.
-        averaged_size: Ranks over which gradients are averaged.
-        pipeline: Computes the gradients of a step where ranks divide the layers; None: they do not.
-        num_micro_batches: Of a step, for a pipeline.
+        data_size: Number of ranks, or groups of ranks, with different samples.
+        averaged_size: Number of ranks over which gradients are averaged.
+        pipeline: Computes the gradients of a step under pipeline parallelism; None without it.
+        num_micro_batches: Micro-batches per step, for a pipeline.
     """
 
     mesh = Mesh()
     groups = Groups()
-    # plain numbers, not properties of the mesh: every micro-batch reads them
+    # plain integers, not properties of the mesh: every micro-batch reads them
     data_size = 1
     averaged_size = 1
     pipeline: PipelineSchedule | None = None
@@ -33,9 +33,9 @@ class MeshRanksMixin:
     _configured_mesh: Mesh | None = None
 
     def connect_ranks(self) -> None:
-        """Lay out the mesh. A collective, called once the process group exists.
+        """Create the mesh and its groups. A collective, called once the process group exists.
 
-        Without a configured mesh every rank has samples of its own.
+        Without a configured mesh every rank is data-parallel.
         """
         world_size = self._strategy.world_size
         self.mesh = self._configured_mesh or Mesh(shard=world_size)
@@ -45,12 +45,12 @@ class MeshRanksMixin:
 
     @property
     def data_rank(self) -> int:
-        """Which samples this rank has, of `data_size`."""
+        """Data-parallel rank, below `data_size`."""
         return self.mesh.data_rank(self._strategy.global_rank)
 
     @property
     def writes_unsharded(self) -> bool:
-        """Whether this rank writes what every rank that has the same layers holds unsharded."""
+        """Whether this rank writes the unsharded tensors that all ranks with the same layers hold."""
         place = self.mesh.place(self._strategy.global_rank)
         return not any(place._replace(pipeline=0))
 
@@ -59,19 +59,19 @@ class MeshRanksMixin:
         return sum_over_ranks(value, self._communication_device)
 
     def sum_over_data_ranks(self, value: Tensor) -> Tensor:
-        """Return the sum of what belongs to samples, such as a number of targets, over ranks with other samples."""
+        """Return the sum of a per-sample quantity, such as the number of targets, over the data-parallel ranks."""
         return sum_over_ranks(value, self._communication_device, self.groups.data)
 
     def sum_over_token_ranks(self, value: Tensor) -> Tensor:
-        """Return the sum of what belongs to tokens, such as a loss, over ranks with other tokens."""
+        """Return the sum of a per-token quantity, such as a loss, over the ranks with different tokens."""
         return sum_over_ranks(value, self._communication_device, self.groups.tokens)
 
     @property
     def _communication_device(self) -> torch.device:
-        # the tensors of a CPU with an index lie on `cpu`, whatever the rank
+        # CPU tensors are on `cpu` without an index, whatever the rank
         device: torch.device = self._strategy.root_device
         return device if device.type == "cuda" else torch.device("cpu")
 
     @property
     def _strategy(self) -> Any:
-        return self  # as what it is mixed into
+        return self  # typed as the strategy it is mixed into

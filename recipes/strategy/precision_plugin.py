@@ -1,6 +1,6 @@
-"""A precision as Lightning's plugin: autocast with a loss scaler that counts overflows, half weights, or nothing.
+"""Lightning precision plugins: autocast with an overflow-counting loss scaler, half weights, or plain float32.
 
-The other half, dtypes and the FSDP2 and DeepSpeed forms, is `recipes.precision`: it needs no Lightning.
+Dtypes and the FSDP2 and DeepSpeed settings are in `recipes.precision`, which does not need Lightning.
 """
 
 from collections.abc import Generator
@@ -20,10 +20,10 @@ from recipes.strategy import get_local_device
 
 
 class CountingScaler(torch.amp.GradScaler):
-    """A dynamic loss scaler that counts the optimizer steps it skips.
+    """Dynamic loss scaler that counts the optimizer steps it skips.
 
-    Correct on shards, whatever mix of placements their gradients have. torch 2.13 reduces the overflow flag as if all
-    of them were placed as the first is, so that some ranks would step and others not.
+    Correct for gradients with any mix of placements. torch 2.13 reduces the overflow flag as if all gradients were
+    placed like the first, so that some ranks would step and others not.
 
     Attributes:
         num_overflows: Optimizer steps skipped because a gradient was not finite.
@@ -39,8 +39,8 @@ class CountingScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        # torch 2.13 copies both to the gradients' device without waiting. Offloaded gradients are on the host, where
-        # the kernel would read the copies before they have arrived
+        # torch 2.13 copies both to the gradients' device asynchronously. Offloaded gradients are on the host, where
+        # the kernel would read the copies before they arrive
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         device = get_local_device(parameters)
         inv_scale, found_inf = inv_scale.to(device), found_inf.to(device)
@@ -48,7 +48,7 @@ class CountingScaler(torch.amp.GradScaler):
         shards = [grad for grad in grads if isinstance(grad, DTensor)]
         if not shards:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        # of this rank's parts; then the flag of all ranks, which step together or not at all
+        # first for this rank's shards, then over all ranks, which step together or not at all
         parts = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
         torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inv_scale)
         flag = found_inf.to(shards[0].device_mesh.device_type)
@@ -64,14 +64,14 @@ class CountingScaler(torch.amp.GradScaler):
         **kwargs: Any,
     ) -> float | None:
         result = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-        # the call above has just read the flags on the host, so this waits for nothing
+        # the call above has just read the flags on the host, so this does not synchronize
         flags = optimizer_state["found_inf_per_device"].values()
         self.num_overflows += any(flag.item() for flag in flags)
         return result
 
 
 class ZeroPrecision(DeepSpeedPrecision):
-    """Autocast for the mixed precisions; hooks before the optimizer step run once a step, not once a micro-batch.
+    """Autocast for mixed precision; runs the hooks before the optimizer step once per step, not per micro-batch.
 
     Lightning calls them for every micro-batch (#19350, 2.6.6).
     """

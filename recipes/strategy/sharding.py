@@ -1,4 +1,4 @@
-"""Which weights of a model FSDP2 gathers and reduces together, and in which dtype."""
+"""FSDP2 sharding units: which weights are gathered and reduced together, and in which dtype."""
 
 import functools
 import itertools
@@ -26,14 +26,14 @@ _LOW_PRECISION = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, GroupedLinear)
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPolicy:
-    """How the parameters of a model are sharded.
+    """Sharding policy for the parameters of a model.
 
     Attributes:
-        precision: Dtypes of weights and products.
-        offload: Where the shards live.
+        precision: Dtypes of weights and matrix products.
+        offload: Offload policy for the shards.
         reshard_after_forward: Free a block's weights after its forward pass and gather them again for the backward
             pass; False keeps the gathered model, in the compute dtype, from the forward to the backward pass.
-        reduce_dtype: In which gradients are summed over ranks.
+        reduce_dtype: Dtype in which gradients are summed over ranks.
     """
 
     precision: Precision
@@ -45,23 +45,23 @@ class ShardPolicy:
         """Return FSDP2's policy for one group of parameters.
 
         Args:
-            low: Whether to all-gather the weights in the compute dtype. Right only for weights that autocast casts
-                anyway (matrices): a norm or an embedding would be rounded, which one device does not do.
+            low: Whether to all-gather the weights in the compute dtype. Only correct for weights that autocast casts
+                anyway (matrices): norms and embeddings would be rounded, unlike on one device.
         """
         return MixedPrecisionPolicy(
             param_dtype=self.precision.compute_dtype if low else self.precision.param_dtype,
             reduce_dtype=self.reduce_dtype,
-            cast_forward_inputs=False,  # autocast decides; FSDP2 would also cast inputs of float32 modules
+            cast_forward_inputs=False,  # left to autocast; FSDP2 would also cast inputs of float32 modules
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSharding:
-    """How the weights of experts are sharded that ranks divide: over the ranks that have the same experts.
+    """Sharding of expert weights under expert parallelism: over the ranks that hold the same experts.
 
     Attributes:
-        mesh: These ranks; the last axis shards, one before it replicates.
-        num_averaged: Ranks over whose tokens gradients are averaged. An expert has had those of all of them.
+        mesh: Mesh of these ranks; the last axis shards, an axis before it replicates.
+        num_averaged: Number of ranks over whose tokens gradients are averaged; an expert sees tokens of all of them.
     """
 
     mesh: DeviceMesh
@@ -69,7 +69,7 @@ class ExpertSharding:
 
 
 def get_data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axes that replicate or shard what a rank has."""
+    """Return the submesh of the axes that replicate or shard the weights."""
     names = [name for name in mesh.mesh_dim_names or () if name in ("replicate", "shard", "expert_shard")]
     return mesh[tuple(names)]
 
@@ -79,14 +79,14 @@ def shard_model(
 ) -> None:
     """Shard a model in units that are gathered and reduced one by one.
 
-    They are each block, an embedding and a head as large as a block if they are not tied, and all the rest.
+    The units are each block, an untied embedding or head that is as large as a block, and everything else.
 
     Args:
         model: Not yet sharded, on any device.
-        mesh: The ranks; the last axis shards, one before it replicates.
+        mesh: Mesh of the ranks; the last axis shards, an axis before it replicates.
         policy: Dtypes, offload and resharding.
-        option: Of the strategy, to name it in messages.
-        experts: Of the weights of experts that ranks divide; None: they divide none.
+        option: Name of the strategy's option, for error messages.
+        experts: Sharding of expert weights; None without expert parallelism.
 
     Raises:
         ConfigError: The model has no `blocks`, or the rows of a weight in NF4 do not divide over the ranks.
@@ -97,16 +97,16 @@ def shard_model(
     units: list[FSDPModule] = []  # in the order of the forward pass
     for child in _list_units(model, model.blocks):  # type: ignore[arg-type]
         if child is model.blocks:
-            # the backward pass starts with the last block: freed, it would be gathered again at once
+            # the backward pass starts with the last block: if freed, it would be gathered again at once
             units += [_shard_unit(b, mesh, policy, reshard=b is not blocks[-1], experts=experts) for b in blocks]
         elif child in alone and isinstance(child, nn.Embedding):
             units.append(_shard_unit(child, mesh, policy, reshard=True))
-            units[-1].set_unshard_in_backward(False)  # its gradient needs the tokens alone
+            units[-1].set_unshard_in_backward(False)  # its gradient needs only the tokens
         elif child in alone and isinstance(child, _LOW_PRECISION):
             units.append(_shard_unit(child, mesh, policy, reshard=False))
     for unit, ahead in itertools.pairwise(units):
         unit.set_modules_to_forward_prefetch([ahead])
-    # last: FSDP2 assigns to a module what no module below it has claimed, here norm, positions and tied embeddings
+    # last: FSDP2 assigns to a module what no submodule has claimed, here norm, positions and tied embeddings
     fully_shard(
         model,
         mesh=mesh,
@@ -117,18 +117,18 @@ def shard_model(
 
 
 def _check_rows_in_nf4(model: nn.Module, *, num_shards: int) -> None:
-    """Reject rows that FSDP2 would fill up: torchao's NF4Tensor (0.18) can only be split evenly."""
+    """Reject row counts that FSDP2 would have to pad: torchao's NF4Tensor (0.18) can only be split evenly."""
     for name, weight in list_nf4(model):
         if len(weight) % num_shards:
             raise ConfigError(
                 f"adapter.base=nf4 with {num_shards} shards",
-                f"{name} has {len(weight)} rows, which do not divide over them",
+                f"{name} has {len(weight)} rows, which are not divisible by {num_shards}",
                 "strategy=ddp, adapter=lora, or another number of devices",
             )
 
 
 def _list_units(model: nn.Module, blocks: nn.Module) -> Iterable[nn.Module]:
-    """Yield the list of blocks and what stands beside it, in the model and in the modules that it lies in."""
+    """Yield the block list and its siblings, in the model and in the modules that contain the list."""
     for child in model.children():
         if child is not blocks and any(part is blocks for part in child.modules()):
             yield from _list_units(child, blocks)
@@ -144,13 +144,13 @@ def _shard_unit(
     reshard: bool,
     experts: ExpertSharding | None = None,
 ) -> FSDPModule:
-    """Shard one module: matrices in a group of the low precision, all other parameters in one of full precision.
+    """Shard one module: matrices in a low-precision group, all other parameters in a full-precision group.
 
-    Both groups are gathered before the module and freed after it. FSDP2 has one policy a module, and a module per
-    policy would put its hooks inside the block: torch.compile would split the block there, and the next block would be
+    Both groups are gathered before the module and freed after it. FSDP2 has one policy per module, and a module per
+    policy would put its hooks inside the block: torch.compile would break the graph there, and the next block would be
     gathered only when the last norm of this one is reached. So the second group joins the state of the first, which is
     how FSDP2 keeps the parameters of a module on two meshes (torch 2.13; private names, this is their only use).
-    Experts that ranks divide are a third group.
+    Expert weights under expert parallelism form a third group.
     """
     divided = [] if experts is None else _list_weights_of_experts(module)
     low, full = _split_by_precision(module) if policy.precision.is_mixed else (list(module.parameters()), [])
@@ -189,7 +189,7 @@ def _shard_unit(
 def _make_group_of_experts(
     weights: list[nn.Parameter], beside: FSDPParamGroup, experts: ExpertSharding, policy: ShardPolicy
 ) -> FSDPParamGroup:
-    """Return a group of parameters on the mesh of experts that is gathered and freed with another one."""
+    """Return a parameter group on the expert mesh that is gathered and freed with another group."""
     info = _get_mesh_info(experts.mesh)
     assert isinstance(info, FSDPMeshInfo)
     group = FSDPParamGroup(
@@ -203,7 +203,7 @@ def _make_group_of_experts(
         policy.offload,
     )
     group.gradient_divide_factor = experts.num_averaged
-    # gloo cannot scale while it adds; a single shard would be divided twice (torch 2.13)
+    # gloo cannot scale while it reduces; a single shard would be scaled twice (torch 2.13)
     group.force_sum_reduction_for_comms = info.shard_mesh_size > 1
     return group
 
@@ -213,17 +213,17 @@ def _list_weights_of_experts(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _choose_placement(parameter: nn.Parameter, *, num_shards: int) -> Shard | None:
-    """Return how the shards divide a parameter; None: by its first axis.
+    """Return the shard placement of a parameter; None shards its first axis.
 
-    Matrices of experts, [E, M, K], are divided by rows where the ranks do not divide the experts: some ranks would
-    hold nothing, and all of them gather as much padding.
+    Expert weights, [E, M, K], are sharded by rows if the experts do not divide evenly over the ranks: some ranks would
+    hold nothing, and all of them would gather as much padding.
     """
     divides_rows = parameter.ndim == 3 and parameter.shape[0] % num_shards and not parameter.shape[1] % num_shards
     return Shard(1) if divides_rows else None
 
 
 def _split_by_precision(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the parameters that autocast casts to the low precision, and all others: norms, embeddings, own ones."""
+    """Return the parameters that autocast casts, and all others: norms, embeddings, direct parameters."""
     matrices = (part for part in module.modules() if isinstance(part, _LOW_PRECISION))
     low = {parameter for part in matrices for parameter in part.parameters(recurse=False)}
     everything = list(dict.fromkeys(module.parameters()))
@@ -231,7 +231,7 @@ def _split_by_precision(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.
 
 
 def _large_children(model: nn.Module, *, num_elements: int) -> Iterable[nn.Module]:
-    """Return the modules that are as large as a block, in elements, and whose weights no other module uses."""
+    """Return the children with at least as many elements as a block whose weights no other module shares."""
     uses: dict[nn.Parameter, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""One process, one device: no communication; the norm before clipping costs one read of the gradients."""
+"""Single-device strategy: no communication; the norm before clipping costs one read of the gradients."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -18,10 +18,10 @@ class SingleDevice(TorchNativeMixin, ShardSavingMixin, SingleDeviceStrategy):
     """Lightning's single-device strategy as a `recipes.strategy.Engine`.
 
     Args:
-        devices: The device the model lives on, alone in the list.
-        precision: Dtypes of weights and products.
+        devices: List with the single device to train on.
+        precision: Dtypes of weights and matrix products.
         checkpoint_io: Writes and reads checkpoints; None uses Lightning's.
-        mesh: Of one rank.
+        mesh: Mesh of one rank.
     """
 
     option: ClassVar[str] = "single"

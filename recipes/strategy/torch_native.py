@@ -1,4 +1,4 @@
-"""The `Engine` of single device, DDP and FSDP2: gradient norm and clipping where torch holds the gradients itself.
+"""Gradient norm, clipping and step skipping for the single-device, DDP and FSDP2 strategies.
 
 The norm costs one read of the gradients, and one all-reduce where they are sharded; it stays on the device.
 """
@@ -19,18 +19,18 @@ from recipes.strategy import StepGuard, skip_step
 from recipes.strategy.mesh_ranks import MeshRanksMixin
 from recipes.strategy.precision_plugin import get_loss_scale, get_num_overflows
 
-# torch 2.13 adds float32 squares on a CPU one after the other: the sum of 38 million comes out 0.26 % too small
+# torch 2.13 adds float32 squares sequentially on a CPU: the sum of 38 million comes out 0.26 % too small
 _CHUNK = 4096
 
 
 class TorchNativeMixin(MeshRanksMixin):
-    """Implements `recipes.strategy.Engine`; stands before Lightning's strategy among the base classes.
+    """Implements `recipes.strategy.Engine`; must precede Lightning's strategy among the base classes.
 
     Attributes:
-        grad_norm: Global L2 norm before clipping of the last optimizer step, a 0-dim tensor; None before the first.
-        clip_threshold: Norm to which the gradients of that step were limited, a 0-dim tensor; inf without a limit.
-        guard: Skips steps; None executes every step.
-        clipping: Adaptive limit of the norm in addition to the fixed one; None disables it.
+        grad_norm: Global L2 norm before clipping at the last optimizer step, a 0-dim tensor; None before the first.
+        clip_threshold: Norm limit applied at that step, a 0-dim tensor; inf without a limit.
+        guard: Decides which steps to skip; None executes every step.
+        clipping: Adaptive norm limit in addition to the fixed one; None disables it.
         frees_gradients: Whether gradients are freed after the step; False zeroes them in place.
     """
 
@@ -43,26 +43,26 @@ class TorchNativeMixin(MeshRanksMixin):
     precision_plugin: Plugin
 
     def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> nn.Module:
-        """Put the full model on the device; weights depend on seed and name alone, so all ranks have the same."""
+        """Put the full model on the device; weights depend only on seed and name, so all ranks have the same."""
         model.to_empty(device=self._strategy.root_device)
         initialize(model)
         return model
 
     def teardown(self) -> None:
-        """End the run without a copy of its state to the host."""
+        """Tear down without copying the state to the host."""
         strategy: Any = self
         with state_left_on_device(strategy):
             super().teardown()  # type: ignore[misc]
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer; a loss scaler then unscales before gradients are clipped, not in a fused kernel."""
+        """Return the optimizer; makes a loss scaler unscale before clipping instead of inside a fused kernel."""
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         return optimizer
 
     def clip_gradients(
         self, parameters: Iterable[nn.Parameter], *, max_norm: float | None, max_value: float | None
     ) -> None:
-        """Clip in place, record the global norm from before, and let the guard skip the step."""
+        """Clip in place, record the global norm before clipping, and let the guard skip the step."""
         parameters = list(parameters)
         norm, self.clip_threshold = clip_gradients(
             parameters, max_norm=max_norm, max_value=max_value, clipping=self.clipping
@@ -72,10 +72,9 @@ class TorchNativeMixin(MeshRanksMixin):
             skip_step(self.optimizers[0], parameters, self._agree(self.guard.judge(norm)))
 
     def _agree(self, skips: Tensor) -> Tensor:
-        """Return whether any rank skips the step, where ranks hold parts of one model and must all do the same.
+        """Return whether any rank skips the step, as ranks that hold parts of one model must all agree.
 
-        They judge the same loss and norm; but sums of the same numbers, in groups of ranks of their own, need not have
-        the same last bit.
+        They judge the same loss and norm, but reductions in different process groups may differ in the last bit.
         """
         if self.mesh.model_size == 1:
             return skips
@@ -90,7 +89,7 @@ class TorchNativeMixin(MeshRanksMixin):
 
     @property
     def current_loss_scale(self) -> float | None:
-        """Factor on the loss; None without a loss scaler."""
+        """Current loss scale; None without a loss scaler."""
         return get_loss_scale(self.precision_plugin)
 
     @property
@@ -106,29 +105,29 @@ def clip_gradients(
     max_value: float | None,
     clipping: Clipping | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Measure the global gradient norm and clip in place. Waits for no device.
+    """Measure the global gradient norm and clip in place, without synchronizing the device.
 
     Args:
         parameters: Plain tensors or DTensors, in any mix of placements; those without a gradient are ignored.
         max_norm: Largest global L2 norm; None disables clipping by norm.
         max_value: Largest absolute value of an element; None disables clipping by value.
-        clipping: Adaptive limit of the norm, in addition to `max_norm`; None disables it.
+        clipping: Adaptive norm limit in addition to `max_norm`; None disables it.
 
     Returns:
-        The global L2 norm before clipping over all shards, a 0-dim tensor, inf where a gradient is NaN or inf (as
-        DeepSpeed reports it); and the limit of the norm, a 0-dim tensor, inf where there was none.
+        The global L2 norm before clipping over all shards, a 0-dim tensor, inf if a gradient is NaN or inf (as
+        DeepSpeed reports it); and the norm limit, a 0-dim tensor, inf if there was none.
     """
     with_grad = [parameter for parameter in parameters if parameter.grad is not None]
     grads = [parameter.grad for parameter in with_grad if parameter.grad is not None]
-    # a copy of another stage's parameter has the same gradient, which counts once
+    # a copy of another stage's parameter has the same gradient, which must count once
     norm = global_norm([grad for grad, p in zip(grads, with_grad, strict=True) if not is_copy(p)])  # 0-dim, float32
     limit = torch.full_like(norm, torch.inf if max_norm is None else max_norm)  # 0-dim
     if clipping is not None:
         limit = torch.minimum(limit, clipping.limit(norm))
-    # this rank's parts: torch 2.13 multiplies no list of DTensors on several meshes or beside plain tensors
+    # local shards: torch 2.13 cannot multiply a list of DTensors on several meshes or mixed with plain tensors
     parts = [_local(grad) for grad in grads]
     if parts and (max_norm is not None or clipping is not None):
-        # the formula of torch's `clip_grads_with_norm_`, which accepts no limit on the device: reading it would wait
+        # the formula of torch's `clip_grads_with_norm_`, which accepts no limit on the device: reading it would sync
         scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # 0-dim
         torch._foreach_mul_(parts, scale.to(parts[0].device))
     if parts and max_value is not None:
@@ -143,14 +142,14 @@ def global_norm(grads: list[Tensor]) -> Tensor:
         return torch.zeros(())
     squares = _own_squares(grads)  # 0-dim float64
     if meshes := {grad.device_mesh for grad in grads if isinstance(grad, DTensor)}:
-        # over all ranks, whatever mesh a gradient is on: each element has been counted once
+        # over all ranks, whatever mesh a gradient is on: each element is counted once
         squares = squares.to(next(iter(meshes)).device_type)  # offloaded gradients are in host memory
         dist.all_reduce(squares)
     return squares.sqrt().float()
 
 
 def _own_squares(grads: list[Tensor]) -> Tensor:
-    """Return the sum of squares of what this rank is the first to hold, 0-dim float64."""
+    """Return the sum of squares of the elements for which this rank is the first holder, 0-dim float64."""
     parts = [_local(grad) for grad in grads if _holds_first(grad)]
     device = _local(grads[0]).device
     squares = torch.zeros((), dtype=torch.float64, device=device)
@@ -168,12 +167,12 @@ def _own_squares(grads: list[Tensor]) -> Tensor:
 
 
 def _holds_first(grad: Tensor) -> bool:
-    """Return whether no rank before this one holds the same elements: of a plain tensor, each rank counts its own."""
+    """Return whether no earlier rank holds the same elements; plain tensors always count."""
     if not isinstance(grad, DTensor):
         return True
     coordinates = grad.device_mesh.get_coordinate()
     assert coordinates is not None, "every rank is in the mesh"
-    # of placements only `is_replicate` is right for all of torch 2.13: a strided shard is no `Shard`
+    # only `is_replicate` is right for all placements of torch 2.13: a strided shard is not a `Shard`
     held = zip(coordinates, grad.placements, strict=True)
     return not any(coordinate and placement.is_replicate() for coordinate, placement in held)
 

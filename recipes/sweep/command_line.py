@@ -1,4 +1,4 @@
-"""The command line of a sweep: checked as that of its first job before Hydra runs; the commands that it prints."""
+"""Check the command line of a sweep through its first job before Hydra runs; build the commands that it prints."""
 
 import importlib.util
 import os
@@ -20,7 +20,7 @@ from recipes.config.overrides import make_override, parse_override
 from recipes.errors import ConfigError
 
 _GRID = "basic"  # Hydra's own sweeper
-# sections and settings that say how and where jobs run, not what they compute
+# sections and settings that determine how and where jobs run, not what they compute
 _LAUNCH_SECTIONS = ("launcher", "hydra", "ignore_slurm")
 _SWEEP_SETTINGS = (
     "sweep.objective",
@@ -39,7 +39,7 @@ class SweepCommand:
     Attributes:
         for_hydra: The overrides for Hydra, with a `+` where Hydra needs one (`trainer.benchmark=true,false`).
         keys: The keys that are swept over.
-        mistakes: All mistakes found in the first job.
+        mistakes: All errors found in the first job.
     """
 
     for_hydra: list[str]
@@ -56,7 +56,7 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
         config_name: The primary config.
     """
     source: dict[str, Any] = {"config_folder": config_folder, "config_name": config_name}
-    typed = [parse_or_quote(text)[1] for text in typed]  # what Hydra's grammar cannot read, as a single run does
+    typed = [parse_or_quote(text)[1] for text in typed]  # quote what Hydra's grammar cannot read, as for a single run
     swept = {text: parsed for text in typed if (parsed := _parse_sweep(text)) is not None}
     first_job = [_first_value(swept[text]) if text in swept else text for text in typed]
     composed, _ = compose_overrides(first_job, **source)
@@ -77,7 +77,7 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
 
 
 def job_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that identify a job, without those that say how and where the sweep runs."""
+    """Return the overrides that identify a job, without those about how and where the sweep runs."""
     # Hydra's grid writes a deletion as `~key=null`
     plain = [text.removesuffix("=null") if text.startswith("~") else text for text in overrides]
     return [text for text in plain if not _is_about_sweep(text)]
@@ -155,7 +155,7 @@ def _check_sweeper(swept: dict[str, Override], sweeper: str) -> list[ConfigError
 
 
 def _check_folder(typed: Sequence[str]) -> list[ConfigError]:
-    """Check that the folder of the sweep can be created: Hydra does it before anything of this project runs."""
+    """Check that the sweep folder can be created, which Hydra does before any code of this project runs."""
     setting = next((text for text in reversed(typed) if _key(text) == "hydra.sweep.dir"), None)
     folder = parse_override(setting).value() if setting is not None else "logs/sweep"
     if not isinstance(folder, str) or "${" in folder:

@@ -1,4 +1,4 @@
-"""Hydra's launcher of this project: every job of `-m` in its own processes, several at a time."""
+"""Hydra launcher that runs every job of `-m` in its own processes, several at a time."""
 
 import os
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _MANY_JOBS = 50  # composing them takes about ten seconds
 
 
 class SubprocessLauncher(Launcher):
-    """Run each job as a new process tree from one frozen config; several at a time if there is room."""
+    """Runs each job as a new process tree from one frozen config; several at a time if there is room."""
 
     def __init__(self) -> None:
         self._context: HydraContext | None = None
@@ -139,7 +139,7 @@ class SubprocessLauncher(Launcher):
         return jobs
 
     def _job_return(self, sweep: Sweep, job: Job, *, is_grid: bool) -> JobReturn:
-        """Return what Hydra's sweeper gets for a job.
+        """Return the result of a job for Hydra's sweeper.
 
         The grid ignores return values and would stop at the first failed job, so for it every job counts as completed.
         """
@@ -172,7 +172,7 @@ class _FixedJobs:
 
 
 def log_start(sweep: Sweep, jobs: Sequence[Job]) -> None:
-    """Log the number of jobs, and what a resumed sweep does with those of earlier commands."""
+    """Log the number of jobs, and how a resumed sweep treats those of earlier commands."""
     num_jobs = "1 job" if len(jobs) == 1 else f"{len(jobs)} jobs"
     LOGGER.info(f"Sweep: {num_jobs} {sweep.launcher.describe()}, in {sweep.folder}")
     counts = {

@@ -35,7 +35,7 @@ def check_objective(name: str) -> None:
     """Check that a run can have this objective.
 
     Args:
-        name: A number of `summary.json` or a column of `metrics.csv`.
+        name: A key of `summary.json` or a column of `metrics.csv`.
 
     Raises:
         ConfigError: It is neither.
@@ -43,7 +43,7 @@ def check_objective(name: str) -> None:
     if name not in _SUMMARY_NUMBERS and "/" not in name and name != "lr":
         raise ConfigError(
             f"sweep.objective={name}",
-            f"no run has this number; a summary has {' '.join(_SUMMARY_NUMBERS)}",
+            f"no run has this metric; a summary has {' '.join(_SUMMARY_NUMBERS)}",
             f"sweep.objective={(get_close_matches(name, _SUMMARY_NUMBERS, 1) or ['val_loss'])[0]}",
         )
 
@@ -53,7 +53,7 @@ def read_objective(folder: Path, name: str) -> float | None:
 
     Args:
         folder: The run folder.
-        name: A number of `summary.json`, or a column of `metrics.csv`, whose last value is used.
+        name: A key of `summary.json`, or a column of `metrics.csv`, whose last value is used.
     """
     summary = read_summary(folder)
     if summary is None:
@@ -83,13 +83,13 @@ def write_leaderboard(
     objective: str,
     direction: Direction,
 ) -> None:
-    """Write `sweep.csv`: one row per job with its swept overrides and the numbers of its summary.
+    """Write `sweep.csv`: one row per job with its swept overrides and summary values.
 
     Args:
         folder: The sweep's folder.
         jobs: All jobs of the sweep.
         keys: The keys that are swept over, if known.
-        objective: What the rows are sorted by; the first column of numbers.
+        objective: Value to sort the rows by, in the first column of results.
         direction: Whether the objective is minimized or maximized.
 
     Raises:

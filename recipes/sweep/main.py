@@ -29,7 +29,7 @@ def run_sweep(overrides: list[str], folder: Path, name: str, run: Callable[..., 
     Returns:
         The exit code of the worst job, or 2 when the command is invalid.
     """
-    if started_by() is not None:  # torchrun, srun or the like
+    if started_by() is not None:  # torchrun, srun or similar
         if global_rank() == 0:
             mistake = ConfigError(
                 f"-m under {started_by()}",

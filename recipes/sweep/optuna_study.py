@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial, TrialState
 
 # attributes in Optuna's storage; the names are part of existing studies
-_FOLDER = "folder"  # of a trial: the sweep it belongs to, as several sweeps may share a storage
+_FOLDER = "folder"  # trial attribute: its sweep, as several sweeps may share a storage
 _DEFINITION = "of_what"  # of the study: objective, direction, space
 _RETRIED = "repeated"  # of the study: failed trials that were queued again
 
@@ -72,7 +72,7 @@ class StudySource:
         self._load_earlier_trials()
 
     def log_start(self) -> None:
-        """Log what earlier commands have left."""
+        """Log the trials of earlier commands."""
         num_ended = self._num_ended()
         if num_ended or self._interrupted:
             LOGGER.info(f"{num_ended} trials have already ended, {len(self._interrupted)} are resumed")
@@ -130,7 +130,7 @@ class StudySource:
 
         for frozen in self._get_trials():
             if frozen.user_attrs.get(_FOLDER, self._folder) != self._folder:
-                continue  # of another sweep in the same storage
+                continue  # belongs to another sweep in the same storage
             if frozen.state is TrialState.RUNNING:
                 self._interrupted.append(Trial(self._study, frozen._trial_id))
             elif frozen.state.is_finished():
@@ -142,7 +142,7 @@ class StudySource:
                 self._study.enqueue_trial(frozen.params, user_attrs={_FOLDER: self._folder})
 
     def _check_definition(self) -> None:
-        """Check that the study in the folder is the one that is asked for now."""
+        """Check that the study in the folder matches the requested one."""
         now = {
             "objective": self._sweep.settings.objective,
             "direction": self._sweep.settings.direction,
@@ -155,7 +155,7 @@ class StudySource:
             if before[name] != now[name]:
                 raise ConfigError(
                     f"hydra.sweep.dir={self._sweep.folder}",
-                    f"the {name} of the study in it is {before[name]}, not {now[name]}",
+                    f"the existing study uses {name} {before[name]}, not {now[name]}",
                     "hydra.sweep.dir=<another folder>, or the same overrides as before",
                 )
 

@@ -38,8 +38,8 @@ class OptunaSweeper(Sweeper):
         pruner: The Optuna pruner that stops bad trials early; None disables pruning.
         prune_on: The metric that the pruner compares whenever it is logged.
         prune_direction: Whether that metric is minimized or maximized.
-        seed: Of the sampler: the same seed and earlier results give the same trials, even after a kill; None: random.
-        storage: Optuna's storage URL; None: `study.db` in the sweep's folder.
+        seed: Sampler seed: the same seed and earlier results give the same trials, even after a kill; None is random.
+        storage: Optuna's storage URL; None is `study.db` in the sweep's folder.
     """
 
     def __init__(

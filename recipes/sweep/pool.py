@@ -1,4 +1,4 @@
-"""Run the jobs of a sweep: start, watch and record them; a failed job does not stop the others."""
+"""Run the jobs of a sweep: start, monitor and record them; a failed job does not stop the others."""
 
 import signal
 import time
@@ -21,7 +21,7 @@ class Source(Protocol):
     """Supplies the jobs of a sweep: a grid, or a study that learns from their results."""
 
     def next_jobs(self) -> Sequence[Job]:
-        """Return the next jobs; called while there is room. Empty: none until another job has ended."""
+        """Return the next jobs; called while there is room. Empty means none until another job has ended."""
         ...
 
     def job_ended(self, job: Job) -> None:
@@ -186,13 +186,13 @@ class Pool:
                 handle.send_signal(signal.SIGINT)  # ends without a checkpoint: the job will not be resumed
 
     def _forward(self, number: int) -> None:
-        """Pass a signal on to all running jobs; no further one starts."""
+        """Forward a signal to all running jobs; no further job starts."""
         self._signals.append(number)
         for handle in self._running.values():
             handle.send_signal(number)
 
     def _interrupt(self) -> None:
-        """Pass Ctrl-C on to all jobs and wait for them; a second Ctrl-C kills them."""
+        """Forward Ctrl-C to all jobs and wait for them; a second Ctrl-C kills them."""
         try:
             self._stop(signal.SIGINT)
         except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Progress of a job, read from its `metrics.csv`. Reads only what is new: microseconds per row."""
+"""Read the progress of a job from its `metrics.csv`, incrementally: microseconds per row."""
 
 import csv
 import os
@@ -9,7 +9,7 @@ from recipes.run_folder import METRICS_FILE
 
 
 class Progress:
-    """Follow `metrics.csv` of a run in another process or on another machine; the file may not exist yet.
+    """Follows `metrics.csv` of a run in another process or on another machine; the file may not exist yet.
 
     Args:
         folder: The run folder.

@@ -65,7 +65,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """What differs between the runs of a sweep, and what all of them share.
+    """Swept parameters of a sweep, and the overrides that all runs share.
 
     Attributes:
         parameters: The swept parameters by key, with its `+` if one was typed.
@@ -86,7 +86,7 @@ def read_space(
         config_loader: Lists the options of a config group; needed for `glob`.
 
     Returns:
-        The space of the valid overrides, and a mistake for each invalid one.
+        The space of the valid overrides, and an error for each invalid one.
     """
     parser = OverridesParser.create()
     newest: dict[tuple[bool, str, str | None], tuple[str, Override]] = {}

@@ -10,7 +10,7 @@ class Settings:
     """The settings of `sweep.*`.
 
     Args:
-        objective: What jobs are ranked by: a number of `summary.json` or a column of `metrics.csv`.
+        objective: Value that ranks jobs: a key of `summary.json` or a column of `metrics.csv`.
         direction: Whether the objective is minimized or maximized.
         retry_failed: Whether a resumed sweep restarts jobs that failed on their own.
         skip_invalid: Whether the valid jobs run when the config of others is invalid.

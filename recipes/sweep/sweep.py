@@ -36,7 +36,7 @@ class Sweep:
         typed: The command line, for the printed command that resumes the sweep.
 
     Raises:
-        ConfigError: No run writes a number with the objective's name.
+        ConfigError: No run writes a value with the objective's name.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Sweep:
             get_folder_name: Returns the name of a job's folder from its number.
 
         Returns:
-            The job, and all mistakes in its config.
+            The job, and all errors in its config.
 
         Raises:
             ConfigError: The job's folder would not be in the sweep's.

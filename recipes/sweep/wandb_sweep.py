@@ -1,4 +1,4 @@
-"""A search space as the config of a W&B sweep, whose agent starts each trial as one plain command. No cost."""
+"""Convert a search space to the config of a W&B sweep, whose agent starts each trial as a plain command."""
 
 import re
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ _COMMAND_SECTIONS = ("mode.", "hydra.sweeper.", "hydra.sweep.", "hydra.launcher.
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """How W&B chooses the values of the next trial.
+    """W&B's search settings.
 
     Attributes:
-        objective: What trials are ranked by: a number of `summary.json` or a column of `metrics.csv`.
+        objective: Value that ranks trials: a key of `summary.json` or a column of `metrics.csv`.
         direction: `minimize` or `maximize`.
-        method: `grid`, `random` or `bayes`; None: `grid` if all values can be listed, else `bayes`.
+        method: `grid`, `random` or `bayes`; None is `grid` if all values can be listed, else `bayes`.
         early_terminate: Validations before W&B's Hyperband may stop a trial; None disables early stopping.
-        num_trials: Trials of all agents together; None: the whole grid, or no limit.
+        num_trials: Total trials of all agents; None is the whole grid, or no limit.
     """
 
     objective: str
@@ -50,7 +50,7 @@ def sweep_config(space: SearchSpace, search: Search, command: Sequence[str]) -> 
         command: The command of a trial, from `trial_command`.
 
     Raises:
-        ConfigError: W&B cannot search this space in this way.
+        ConfigError: W&B cannot search this space with this method.
     """
     method = search.method or ("grid" if all(map(_is_listed, space.parameters.values())) else "bayes")
     content: dict[str, Any] = {

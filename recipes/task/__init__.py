@@ -1,1 +1,1 @@
-"""Training tasks as LightningModules: loss and metrics of a batch; strategy/ executes the step on devices."""
+"""Training tasks as LightningModules: loss and metrics of a batch; strategy/ runs the step on devices."""

@@ -1,4 +1,4 @@
-"""The learning step of every task: exact accumulation, one clipping pass, counters, one log call per logged step."""
+"""Training step shared by all tasks: exact gradient accumulation, clipping, sample counters and logging."""
 
 import functools
 from abc import ABC, abstractmethod
@@ -35,20 +35,20 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         make_model: Constructs the model; called under the meta device.
         make_optimizer: model -> optimizer.
         schedule: Optimizer step, from 0 -> multiplier of the peak learning rate.
-        convert_model: (model on the meta device, shards_weights=bool); sets what the precision of the run needs.
+        convert_model: (model on the meta device, shards_weights=bool); prepares the model for the run's precision.
         activation_checkpoint: Which blocks are recomputed in the backward pass.
-        compile_mode: Of `torch.compile`, for blocks and loss, the largest elementwise part; None: eager.
-        loss_chunk_tokens: Tokens of a micro-batch whose logits exist at a time; None: all. For language models.
-        scales_loss: There is a loss scaler.
+        compile_mode: `mode` of `torch.compile` for blocks and loss, the largest elementwise operation; None: eager.
+        loss_chunk_tokens: Language models: tokens per chunk of logits; None: all tokens of a micro-batch at once.
+        scales_loss: Whether the run uses a loss scaler.
         clipping: Adaptive limit of the gradient norm, in addition to the fixed one.
-        ema_decay: Decay of an average of the weights in the optimizer state; None disables it.
-        label_smoothing: Of the training objective, see `regularizer_sum`; logged losses never include it.
-        z_loss: Weight of the z-loss in the training objective; logged losses never include it.
-        seed: Of the initial weights and of each rank's random state.
-        metrics: What validation computes in addition to `val/loss`, by name without `val/`.
+        ema_decay: Decay of the EMA of the weights, kept in the optimizer state; None disables it.
+        label_smoothing: Label smoothing of the training objective, see `regularizer_sum`; not in logged losses.
+        z_loss: Weight of the z-loss in the training objective; not in logged losses.
+        seed: Seed of the initial weights and of each rank's RNG state.
+        metrics: Validation metrics in addition to `val/loss`, by name without `val/`.
 
     Attributes:
-        recipes_row: Metrics of the current step, to which callbacks add theirs; logged when it ends.
+        recipes_row: Metrics of the current step, including those that callbacks add; logged at the end of the step.
     """
 
     input_kind: ClassVar[str]
@@ -87,10 +87,10 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         self.recipes_row: dict[str, float | Tensor] = {}
         self._micro_batches_in_window = self._window_samples = self._window_tokens = 0
         self._window_loss: Tensor | None = None
-        self._window_sources: Tensor | None = None  # [2, K], loss and targets of each source of a mixture
+        self._window_sources: Tensor | None = None  # [2, K], summed loss and targets of each source of a mixture
 
     def objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the training objective and the plain loss in it, both 0-dim, summed over targets."""
+        """Return the training objective and the loss without regularizers, both 0-dim, summed over targets."""
         loss_sum, logits = self.loss_sum(batch)
         if "source" in batch:
             self.add_sources(batch, token_losses(self._without_padding(logits).detach(), batch["targets"]))
@@ -105,24 +105,24 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         """Return the mean loss of each sample over its targets, [B] float32."""
 
     def add_sources(self, batch: Batch, losses: Tensor, *, counts: bool = True) -> None:
-        """Add the plain losses [B, T] of a micro-batch of several sources to those of the step.
+        """Add the losses of a micro-batch to the per-source sums of the step.
 
         Args:
-            batch: The micro-batch.
-            losses: Of its targets.
-            counts: False adds nothing, for a rank that takes part in the sum over ranks and computes no loss.
+            batch: Micro-batch of a mixture.
+            losses: [B, T] loss of each target, without regularizers.
+            counts: False adds zeros, for a rank that computes no loss but joins the sum over ranks.
         """
         added = sum_by_source(losses, batch["targets"], batch["source"], num_sources=len(self.source_names)) * counts
         self._window_sources = added if self._window_sources is None else self._window_sources + added
 
     @override
     def configure_model(self) -> None:
-        """Build the model on the meta device and let the engine materialize it with its first weights."""
-        if hasattr(self, "model"):  # called again for every fit, validate and test
+        """Build the model on the meta device and let the engine materialize and initialize it."""
+        if hasattr(self, "model"):  # Lightning calls this hook for every fit, validate and test
             return
         model = self.meta_model()
         self._convert_model(model, shards_weights=getattr(self.trainer.strategy, "shards_weights", False))
-        if self._activation_checkpoint.changes_blocks:  # a model need not have blocks
+        if self._activation_checkpoint.changes_blocks:  # not every model has blocks
             self._activation_checkpoint.apply(model.blocks)  # type: ignore[arg-type]
         if self._compile_mode is not None and hasattr(model, "blocks"):
             compile_blocks(model.blocks, mode=self._compile_mode)  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         try:
             optimizer = self._make_optimizer(self.model)
-        except ValueError as error:  # torch's own checks of its arguments
+        except ValueError as error:  # from the argument checks in torch
             raise ConfigError("optimizer=…", str(error), "optimizer.<setting>=<value>, or another optimizer") from error
         self.remember_optimizer(optimizer)
         optimizer = self.trainer.strategy.prepare_optimizer(optimizer)  # type: ignore[attr-defined]
@@ -163,15 +163,15 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
 
     @override
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        if self._compile_mode == "reduce-overhead":  # a CUDA graph may overwrite what the last micro-batch left
+        if self._compile_mode == "reduce-overhead":  # CUDA graphs may now overwrite outputs of the last micro-batch
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the loss of one micro-batch, scaled so that gradients add up to those of the global batch.
+        """Return the loss of one micro-batch, scaled so that accumulated gradients equal those of the global batch.
 
-        The loss of a step is the sum over targets divided by the targets of the global batch, which every micro-batch
-        carries as `num_targets`. A mean of means would weight targets by how full their micro-batch is.
+        The loss of a step is the sum over targets divided by the number of targets in the global batch, which every
+        micro-batch holds as `num_targets`. A mean of micro-batch means would weight targets unequally.
         """
         objective_sum, loss_sum = self.objective_sum(batch)
         self._count(batch)
@@ -180,15 +180,15 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         return scaled
 
     def _add_loss(self, loss_sum: Tensor, batch: Batch) -> None:
-        """Add the loss of a micro-batch, summed over targets, to that of the step, and end the step with its last."""
-        loss = loss_sum.detach() / batch["num_targets"]  # [], this micro-batch's part of the step's loss
+        """Add the summed loss of a micro-batch to the loss of the step; log the step after its last micro-batch."""
+        loss = loss_sum.detach() / batch["num_targets"]  # [], contribution of this micro-batch to the loss of the step
         self._window_loss = loss if self._window_loss is None else self._window_loss + loss
         if self._micro_batches_in_window == self.trainer.accumulate_grad_batches:
             # before the backward pass: the guard needs the loss of the step when gradients are clipped
             self._end_window()
 
     def _undo_division(self) -> int:
-        """Return by what Lightning (accumulation) and engines (ranks) divide; `num_targets` has done both already."""
+        """Return the factor that cancels the averaging over micro-batches (Lightning) and ranks (engines)."""
         return self.trainer.accumulate_grad_batches * self.trainer.strategy.averaged_size  # type: ignore[attr-defined, no-any-return]
 
     @override
@@ -202,7 +202,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Compute the norm and clip in one pass. Lightning 2.6's hook rejects fused AdamW under bf16-mixed (#21435)."""
+        """Compute the norm and clip in one pass; Lightning 2.6's hook rejects fused AdamW under bf16-mixed (#21435)."""
         by_value = gradient_clip_algorithm == "value"
         self.trainer.strategy.clip_gradients(  # type: ignore[attr-defined]
             self.parameters(),
@@ -211,17 +211,17 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         )
 
     def recipes_guard_steps(self, guard: StepGuard) -> None:
-        """Let this guard decide before each optimizer step whether the step is skipped."""
+        """Let `guard` decide before each optimizer step whether to skip it."""
         self.trainer.strategy.guard = guard  # type: ignore[attr-defined]
 
     @property
     def clip_threshold(self) -> Tensor | None:
-        """Largest norm that the last step's gradients were allowed, a 0-dim tensor; inf: no limit."""
+        """Clipping threshold of the last step, a 0-dim tensor; inf: no limit."""
         return self.trainer.strategy.clip_threshold  # type: ignore[attr-defined, no-any-return]
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Global norm before clipping of the last optimizer step, a 0-dim tensor."""
+        """Global gradient norm of the last optimizer step before clipping, a 0-dim tensor."""
         return self.trainer.strategy.grad_norm  # type: ignore[attr-defined, no-any-return]
 
     def _count(self, batch: Batch) -> None:
@@ -234,9 +234,9 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         return 0
 
     def _end_window(self) -> None:
-        """Log the step that the optimizer is about to take: its loss over all ranks, its learning rates.
+        """Log loss and learning rates of the upcoming optimizer step.
 
-        The loss is summed over ranks only if someone reads it: on logged steps, and on every step under a guard.
+        The loss is summed over ranks only when needed: on logged steps, and on every step with a guard.
         """
         trainer, window_loss, sources = self.trainer, self._window_loss, self._window_sources
         self.num_samples += self._window_samples
@@ -245,7 +245,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         self._window_loss = self._window_sources = None
         step = trainer.global_step + 1
         if step == trainer.max_steps:
-            trainer.should_stop = True  # makes Lightning log and validate the last step, whatever its number
+            trainer.should_stop = True  # makes Lightning log and validate the last step regardless of the intervals
         guard = trainer.strategy.guard  # type: ignore[attr-defined]
         is_logged = step % trainer.log_every_n_steps == 0 or trainer.should_stop  # type: ignore[attr-defined]
         if window_loss is None or not (is_logged or guard is not None):
@@ -263,10 +263,10 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         self.log_row(dict(self._learning_rates()))
 
     def _log_sources(self, totals: Tensor) -> None:
-        """Log loss and consumed tokens of each source of a mixture; a source without targets in this step has no loss.
+        """Log loss and consumed tokens of each source of a mixture; no loss for a source without targets in this step.
 
         Args:
-            totals: [2, K], loss and targets over all ranks.
+            totals: [2, K], summed loss and targets over all ranks.
         """
         found = zip(self.source_names, *totals.tolist(), strict=True)
         self.log_row({f"train/{name}/loss": loss_sum / count for name, loss_sum, count in found if count})
@@ -274,7 +274,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         self.log_row({f"train/{name}/tokens": count for name, count in tokens.items()})
 
     def log_row(self, metrics: Mapping[str, float | Tensor]) -> None:
-        """Add metrics to the row of this step, which `RowWriter` logs when the step is over."""
+        """Add metrics to the row of this step, which `RowWriter` logs at the end of the step."""
         self.recipes_row |= metrics
 
     def _learning_rates(self) -> Iterator[tuple[str, float]]:

@@ -10,7 +10,7 @@ from recipes.task.base import Batch, TrainingTask
 
 
 class Classification(TrainingTask):
-    """Trains a model of images [B, C, H, W] -> logits [B, V]. Arguments: see `TrainingTask`."""
+    """Trains an image classifier, [B, C, H, W] -> logits [B, V]. Arguments: see `TrainingTask`."""
 
     input_kind: ClassVar[str] = "images"
 
@@ -23,5 +23,5 @@ class Classification(TrainingTask):
 
 
 def _last(images: Tensor) -> Tensor:
-    """Return images [B, C, H, W] with the channels of a pixel next to each other, as convolutions compute fastest."""
+    """Return images [B, C, H, W] in channels-last memory format, which is fastest for convolutions."""
     return images.contiguous(memory_format=torch.channels_last)

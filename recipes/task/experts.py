@@ -1,4 +1,4 @@
-"""What a step of a model with experts adds to any other: terms of the objective, the balance of the load, metrics."""
+"""Mixture-of-experts additions to a training step: auxiliary losses, load balancing and metrics."""
 
 from typing import Any
 
@@ -13,31 +13,31 @@ from recipes.task.base import TrainingTask
 
 
 class Routing:
-    """The routing of tokens in the optimizer step under way.
+    """Routing statistics of the current optimizer step.
 
     Args:
-        task: Its model has experts (`MoeLlama`).
+        task: Task whose model has experts (`MoeLlama`).
     """
 
     def __init__(self, task: TrainingTask) -> None:
         self._task = task
         self._model: Any = task.model
-        # of the training step under way, by its layers: the first, counts [layers, E], sums [layers, 3]
+        # current micro-batch, an entry per stage: first layer, counts [layers, E], sums [layers, 3]
         self._routed: list[tuple[int, Tensor, Tensor]] = []
-        self._window_counts: Tensor | None = None  # [L, E] int64, tokens of each expert in the step under way
-        self._window_sums: Tensor | None = None  # [L, 3] of both losses over targets, and of the entropy over tokens
-        self._num_targets: Tensor | int = 0  # of the global batch
+        self._window_counts: Tensor | None = None  # [L, E] int64, tokens per expert in the current step
+        self._window_sums: Tensor | None = None  # [L, 3], both losses over targets, entropy over tokens
+        self._num_targets: Tensor | int = 0  # in the global batch
 
     def begin_training_step(self) -> None:
-        """Drop what other callers of the objective left."""
+        """Discard statistics left by other callers of the objective."""
         self._routed = []
 
     def add_terms(self, objective: Tensor, *, stage: nn.Module, targets: Tensor) -> Tensor:
-        """Return the objective of a micro-batch with the terms of the routing, summed over targets as the loss is.
+        """Return the objective of a micro-batch plus the auxiliary losses, summed over targets.
 
         Args:
             objective: Summed over targets, 0-dim.
-            stage: The stage that computed the micro-batch; the whole model where ranks do not divide the layers.
+            stage: Stage that computed the micro-batch; the whole model without pipeline parallelism.
             targets: [B, T].
         """
         model: Any = stage
@@ -52,31 +52,31 @@ class Routing:
         return objective + model.weigh_terms(sums) if has_terms else objective
 
     def end_training_step(self, num_targets: Tensor | int, device: torch.device) -> None:
-        """Add what the training step has routed to the optimizer step under way.
+        """Add the routing statistics of the training step to those of the current optimizer step.
 
         Args:
-            num_targets: Of the global batch.
-            device: Of the counts.
+            num_targets: Number of targets in the global batch.
+            device: Device of the counts.
         """
         if self._window_counts is None or self._window_sums is None:
-            # on every rank, which all join the sum: the stages of this one may have only layers without experts
+            # on every rank, because all join the sum: the stages of this rank may have only layers without experts
             layers = self._model.num_routed_layers
             self._window_counts = torch.zeros(layers, self._model.num_experts, dtype=torch.int64, device=device)
             self._window_sums = torch.zeros(layers, 3, dtype=torch.float32, device=device)
         self._num_targets = num_targets
         for first, counts, sums in self._routed:
-            here = slice(first, first + len(counts))  # others are on other ranks
+            here = slice(first, first + len(counts))  # the other layers are on other ranks
             self._window_counts[here] += counts
             self._window_sums[here] += sums
         self._routed = []
 
     def end_optimizer_step(self, *, has_overflowed: bool) -> None:
-        """Balance the load of the experts, once a step, and log it.
+        """Balance the load of the experts once per step, and log it.
 
-        A step that a guard refuses moves the biases, too; with all other buffers, the guard's owner restores them.
+        The biases also change on a step that a guard skips; the guard's owner restores them with all other buffers.
 
         Args:
-            has_overflowed: The loss scaler skipped the step, and the biases stay.
+            has_overflowed: Whether the loss scaler skipped the step; the biases then stay unchanged.
         """
         if self._window_counts is None or self._window_sums is None or is_accumulating(self._task.trainer):
             return
@@ -87,7 +87,7 @@ class Routing:
         is_logged = step % trainer.log_every_n_steps == 0 or trainer.should_stop  # type: ignore[attr-defined]
         if not (is_balanced or is_logged):
             return
-        # one sum: float64 holds counts exactly
+        # one collective: float64 represents counts exactly
         both = torch.cat([counts.double(), sums.double()], dim=1)  # [L, E + 3]
         both = trainer.strategy.sum_over_token_ranks(both)  # type: ignore[attr-defined]
         counts, sums = both[:, : model.num_experts], both[:, model.num_experts :]
@@ -98,11 +98,11 @@ class Routing:
             self._log(counts, sums)
 
     def _log(self, counts: Tensor, sums: Tensor) -> None:
-        """Log loads of the layer where they are most uneven, and means over layers.
+        """Log the loads of the least balanced layer, and means over layers.
 
         Args:
-            counts: [L, E], over all ranks.
-            sums: [L, 3], likewise.
+            counts: [L, E], summed over all ranks.
+            sums: [L, 3], summed over all ranks.
         """
         task, model = self._task, self._model
         largest, smallest = describe_loads(counts)
@@ -110,7 +110,7 @@ class Routing:
         num_tokens = counts[0].sum() / model.num_experts_per_token
         task.log_row({"moe/load_max": largest, "moe/load_min": smallest, "moe/router_entropy": entropy / num_tokens})
         strategy: Any = task.trainer.strategy
-        if strategy.mesh.expert > 1:  # the others wait for the rank with most
+        if strategy.mesh.expert > 1:  # the other ranks wait for the most loaded one
             of_ranks, _ = describe_loads(counts.view(len(counts), strategy.mesh.expert, -1).sum(dim=-1))
             task.log_row({"moe/rank_load_max": of_ranks})
         if model.load_balance_loss:

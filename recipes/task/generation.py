@@ -1,4 +1,4 @@
-"""Text that a language model generates: samples, and answers to the questions of validation."""
+"""Text generation during training: samples, and answers to validation questions."""
 
 import itertools
 from abc import ABC
@@ -10,17 +10,17 @@ from recipes.model.generate import generate, generate_batch
 from recipes.task.base import TrainingTask
 from recipes.tokenizer import Tokenizer
 
-_QUESTIONS_AT_A_TIME = 32  # of a rank
+_QUESTIONS_AT_A_TIME = 32  # per rank
 _NOT_ENDED = " …"
-_MORE_TOKENS = 8  # than the longest expected answer: one that is too long is wrong as soon as it is longer
+_MORE_TOKENS = 8  # beyond the longest expected answer: a longer answer is wrong anyway
 
 
 class GeneratesText(TrainingTask, ABC):
     """A task whose model is a `LanguageModel`.
 
     Attributes:
-        tokenizer: For `generate_text`; None if the data is not text.
-        source: Of the data, for `recipes_answer_questions`; None without a data module.
+        tokenizer: Tokenizer for `generate_text`; None if the data is not text.
+        source: Data source for `recipes_answer_questions`; None without a data module.
     """
 
     tokenizer: Tokenizer | None = None
@@ -40,13 +40,13 @@ class GeneratesText(TrainingTask, ABC):
         """Return the continuation of a prompt, without the prompt; None without a tokenizer. Call on every rank.
 
         Args:
-            prompt: Text, or tokens; an empty one starts a new document.
-            num_tokens: Largest number of tokens to add.
-            temperature: 0: always the likeliest token; below 1: sharper; above 1: flatter.
-            top_k: Sample among the k likeliest tokens; None: all.
-            top_p: Sample among the fewest tokens that have this probability together; None: all.
-            seed: Of the sampling.
-            ends: Tokens that end it, in addition to end-of-text.
+            prompt: Text or tokens; an empty prompt starts a new document.
+            num_tokens: Maximum number of tokens to generate.
+            temperature: 0: greedy; below 1: sharper; above 1: flatter.
+            top_k: Sample from the k most likely tokens; None: all.
+            top_p: Sample from the smallest set of tokens with this total probability; None: all.
+            seed: Sampling seed.
+            ends: Stop tokens in addition to end-of-text.
         """
         if self.tokenizer is None:
             return None
@@ -66,7 +66,7 @@ class GeneratesText(TrainingTask, ABC):
             )
         return self.tokenizer.decode(tokens)
 
-    recipes_generate_text = generate_text  # for the callback that samples
+    recipes_generate_text = generate_text  # for the sampling callback
 
     def recipes_answer_questions(
         self,
@@ -77,19 +77,19 @@ class GeneratesText(TrainingTask, ABC):
         num_ranks: int,
         all_ended: Callable[[bool], bool],
     ) -> list[tuple[str, str, str]] | None:
-        """Return question, expected and given answer of this rank's share of validation questions.
+        """Return question, expected answer and generated answer for this rank's slice of the validation questions.
 
-        Call on every rank. The likeliest token is taken each time.
+        Call on every rank. Decoding is greedy.
 
         Args:
-            num_questions: Of all ranks.
-            num_tokens: Largest number of tokens of an answer; None: somewhat more than the longest expected one.
-            rank: Of this process.
-            num_ranks: That share the questions.
+            num_questions: Number of questions over all ranks.
+            num_tokens: Maximum number of tokens per answer; None: slightly more than the longest expected answer.
+            rank: Index of this process.
+            num_ranks: Number of ranks that share the questions.
             all_ended: Returns whether a flag is true on every rank.
 
         Returns:
-            Texts; an answer that did not end ends with an ellipsis. None if the data has no questions.
+            Texts; an unfinished answer ends with an ellipsis. None if the data has no questions.
         """
         if self.tokenizer is None or not hasattr(self.source, "questions"):
             return None
@@ -117,7 +117,7 @@ class GeneratesText(TrainingTask, ABC):
                 )
             for (prompt, expected), answer in zip(mine, given, strict=False):
                 until_end = list(itertools.takewhile(lambda token: token not in ends, expected))
-                # without a token that ends it, an answer is as long as the expected one
+                # if the expected answer has no stop token, compare answers of the same length
                 has_end = len(until_end) < len(expected)
                 tokens = answer.tokens if has_end else answer.tokens[: len(expected)]
                 texts = [self.tokenizer.decode(part) for part in (prompt, until_end, tokens)]

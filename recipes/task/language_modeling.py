@@ -1,4 +1,4 @@
-"""Next-token prediction: loss per token."""
+"""Next-token prediction, with a loss per token."""
 
 import functools
 import inspect
@@ -25,9 +25,9 @@ from recipes.task.pipeline import PipelineTask
 
 
 class LanguageModeling(GeneratesText, PipelineTask):
-    """Trains a model of tokens [B, T] -> logits [B, T, V]. Arguments: see `TrainingTask`.
+    """Trains a language model, tokens [B, T] -> logits [B, T, V]. Arguments: see `TrainingTask`.
 
-    The parts of a step that few runs have, experts and the stages of a pipeline, are in files of their own.
+    Experts and pipeline stages, which few runs have, are in separate files.
     """
 
     input_kind: ClassVar[str] = "tokens"
@@ -51,7 +51,7 @@ class LanguageModeling(GeneratesText, PipelineTask):
             raise ConfigError("data.packing=true", reason, "data.packing=false")
 
     def _run(self, batch: Batch, **options: Any) -> Any:
-        """Return what the model returns of a batch, whose rows may hold several documents."""
+        """Return the output of the model for a batch, whose rows may hold several documents."""
         if "positions" in batch:
             options["positions"] = batch["positions"]  # [B, T]
         forward = self.stage_forward or self.model
@@ -63,7 +63,7 @@ class LanguageModeling(GeneratesText, PipelineTask):
 
     @functools.cached_property
     def _head_loss(self) -> HeadLoss | None:
-        """The loss that needs some of the logits at a time; None: by choice, or for a model without `reduce`."""
+        """Loss computed from chunks of the logits; None: disabled, or not supported by the model."""
         takes_reduce = "reduce" in inspect.signature(self.model.forward).parameters
         if self._loss_chunk_tokens is None or not takes_reduce:
             return None
@@ -84,12 +84,12 @@ class LanguageModeling(GeneratesText, PipelineTask):
 
     @functools.cached_property
     def _routing(self) -> Routing | None:
-        """The routing of a model with experts; None: the model has none."""
+        """Routing statistics of a model with experts; None: the model has none."""
         return Routing(self) if getattr(self.model, "routes_tokens", False) else None
 
     @property
     def _pipeline(self) -> PipelineSchedule | None:
-        """The stages of ranks that divide the layers; None: they do not."""
+        """Pipeline schedule of the stages; None without pipeline parallelism."""
         return self.trainer.strategy.pipeline  # type: ignore[attr-defined, no-any-return]
 
     @override
@@ -100,7 +100,7 @@ class LanguageModeling(GeneratesText, PipelineTask):
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the loss of one micro-batch as every task does; of a whole step where it runs through a pipeline."""
+        """Return the loss of one micro-batch; under pipeline parallelism, of the whole step."""
         if self._routing is not None:
             self._routing.begin_training_step()
         pipeline = self._pipeline
@@ -154,7 +154,7 @@ class LanguageModeling(GeneratesText, PipelineTask):
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         batch = self.own_tokens(batch)
         if self._pipeline is not None and not self._pipeline.has_last:
-            self._run(batch)  # metrics are those of the ranks that compute the loss
+            self._run(batch)  # only ranks with the last stage compute metrics
             return
         if self._head_loss is None:
             super().validation_step(batch, batch_idx, dataloader_idx)
@@ -168,14 +168,14 @@ class LanguageModeling(GeneratesText, PipelineTask):
     def _measure(
         self, head_loss: HeadLoss, hidden: Tensor, weight: Tensor, *, targets: Tensor, metrics: ValidationMetrics
     ) -> Tensor:
-        """Add a batch to validation metrics, some tokens at a time, and return the loss of each target, [B, T].
+        """Add a batch to validation metrics in chunks of tokens and return the loss of each target, [B, T].
 
         Args:
-            head_loss: Of this task.
+            head_loss: Chunked loss of this task.
             hidden: [B, T, W], input of the head.
-            weight: [V, W] of the head, with padding.
+            weight: [V, W], weight of the head, with padding.
             targets: [B, T].
-            metrics: Of the validation under way.
+            metrics: Metrics of the current validation set.
         """
         flat, flat_targets = hidden.flatten(0, -2), targets.flatten()  # [B T, W], [B T]
         weight = cast_weight(weight)

@@ -1,4 +1,4 @@
-"""A whole optimizer step of a task whose ranks divide the layers of the model into the stages of a pipeline."""
+"""Training step under pipeline parallelism: all micro-batches of an optimizer step in one schedule."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -14,42 +14,39 @@ from recipes.task.base import Batch, TrainingTask
 
 
 class PipelineTask(TrainingTask, ABC):
-    """A task of sequences of tokens, whose model may be a `StagedModel`.
+    """A task on token sequences whose model may be a `StagedModel`.
 
     Attributes:
-        stage_forward: Forward pass of the last stage of a pipeline, while it computes the loss; None: the model's.
+        stage_forward: Forward pass of the last pipeline stage, set while it computes the loss; None: the model's.
     """
 
     stage_forward: Callable[..., Any] | None = None
 
     @abstractmethod
     def own_tokens(self, batch: Batch) -> Batch:
-        """Return a batch with this rank's part of every sequence; positions stay those of all tokens."""
+        """Return a batch with this rank's shard of every sequence; `positions` still cover all tokens."""
 
     @abstractmethod
     def own_objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return objective and plain loss, summed over targets, of a batch that `own_tokens` has returned.
-
-        Without what `add_terms` adds.
-        """
+        """Return objective and loss of a batch from `own_tokens`, summed over targets, without auxiliary losses."""
 
     @abstractmethod
     def add_terms(self, objective: Tensor, *, stage: nn.Module, targets: Tensor) -> Tensor:
-        """Return the objective of a micro-batch with what the layers of a stage add to it.
+        """Return the objective of a micro-batch plus the auxiliary losses of a stage's layers.
 
         Args:
             objective: Summed over targets, 0-dim.
-            stage: The stage that computed the micro-batch; the whole model where ranks do not divide the layers.
+            stage: Stage that computed the micro-batch; the whole model without pipeline parallelism.
             targets: [B, T].
         """
 
     def run_pipeline(self, batch: Batch, pipeline: PipelineSchedule) -> Tensor:
-        """Compute the gradients of a whole step, and return its loss; 0 where other ranks compute it."""
+        """Compute the gradients of a whole step and return its loss; 0 on ranks without the last stage."""
         self.trainer.optimizers[0].zero_grad()
         num_targets = batch["num_targets"]
         own = self.own_tokens(batch)
         losses: list[Tensor] = []
-        # in float32, whatever the default dtype is: bf16-true has another
+        # explicitly float32: bf16-true changes the default dtype
         zero = torch.zeros((), dtype=torch.float32, device=own["inputs"].device)
 
         def scale(objective_sum: Tensor) -> Tensor:
@@ -66,7 +63,7 @@ class PipelineTask(TrainingTask, ABC):
             losses.append(loss_sum.detach())
             last = list_stages(self.model)[-1]
             objective_sum = self.add_terms(objective_sum, stage=last, targets=rest["targets"])
-            return torch.stack([scale(objective_sum)])  # no view, which FSDP2 warns of
+            return torch.stack([scale(objective_sum)])  # not a view, which FSDP2 warns about
 
         def leave(stage: nn.Module, hidden: Tensor, rest: Mapping[str, Tensor]) -> Tensor:
             terms = self.add_terms(zero, stage=stage, targets=rest["targets"])
@@ -74,12 +71,12 @@ class PipelineTask(TrainingTask, ABC):
                 hidden = _Differentiate.apply(hidden, scale(terms))  # type: ignore[no-untyped-call]
             return hidden
 
-        # on every rank: a loss scaler has no scale before its first call, and ranks without the loss unscale, too
+        # on every rank: a loss scaler has no scale before its first call, and ranks without the loss unscale too
         scale(zero)
         names = [name for name in ("targets", "positions", "source") if name in own]
         pipeline.step(own["inputs"], {name: own[name] for name in names}, compute, leave)
         self._count(batch)
-        # zeros where other ranks have the last stage: losses are summed over the ranks of a pipeline, too
+        # zero on ranks without the last stage, because losses are summed over pipeline ranks too
         loss_sum = torch.stack([zero, *losses]).sum()
         if "source" in own and not pipeline.has_last:
             self.add_sources(own, torch.zeros_like(own["targets"], dtype=torch.float32), counts=False)
@@ -89,9 +86,9 @@ class PipelineTask(TrainingTask, ABC):
 
 
 class _Differentiate(torch.autograd.Function):
-    """Return hidden states as they are; the backward pass through them adds the gradient of a part of the objective.
+    """Identity on hidden states whose backward pass also starts backpropagation of a scalar term of the objective.
 
-    A stage sends hidden states on and gets their gradient: what its own layers add to the objective has no other way.
+    A stage receives only the gradient of the hidden states that it sends; its own auxiliary losses need this path.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What a task adds to a checkpoint and restores from it: counters, parameter names, random state, hyperparameters."""
+"""Save and restore a task's checkpoint entries: counters, parameter names, RNG state and hyperparameters."""
 
 import functools
 from collections.abc import Callable
@@ -30,17 +30,17 @@ class Resumable(lightning.LightningModule):
     """A task that resumes from a checkpoint of any strategy, on any number of ranks.
 
     Args:
-        seed: Of each rank's random state.
-        clipping: Its history is part of the train state.
-        keeps_average: The optimizer state holds an average of the weights.
+        seed: Seed of the initial weights and of each rank's RNG state.
+        clipping: Gradient clipping whose history is part of the train state.
+        keeps_average: Whether the optimizer state holds an EMA of the weights.
 
     Attributes:
-        seed: Of the first weights and of each rank's random state.
-        optimized_parameters: Names of the parameters in the optimizer's groups, in its order; one that two groups have
-            is there twice.
+        seed: Seed of the initial weights and of each rank's RNG state.
+        optimized_parameters: Names of the parameters in the optimizer's groups, in that order; a parameter in two
+            groups appears twice.
         num_samples: Samples consumed so far over all ranks; a host integer.
         num_tokens: Tokens consumed so far over all ranks; a host integer.
-        awaits_checkpoint: Whether a checkpoint's weights are to follow, so that no first ones are drawn.
+        awaits_checkpoint: Whether weights will be loaded from a checkpoint, so that initialization is skipped.
     """
 
     awaits_checkpoint = False
@@ -61,13 +61,13 @@ class Resumable(lightning.LightningModule):
         self._rng_is_restored = False
 
     def recipes_consumed(self) -> tuple[int, int]:
-        """Return samples and tokens consumed so far over all ranks, for callbacks."""
+        """Return the samples and tokens consumed so far over all ranks, for callbacks."""
         return self.num_samples, self.num_tokens
 
-    # The optimizer of a run: remembered when it is built, set up when training starts.
+    # Optimizer: recorded when it is built, set up when training starts.
 
     def remember_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember the optimizer's class and the names of its parameters, before an engine wraps or shards them.
+        """Record the optimizer's class and parameter names before an engine wraps or shards them.
 
         Raises:
             ConfigError: The checkpoint holds the state of another optimizer.
@@ -82,20 +82,20 @@ class Resumable(lightning.LightningModule):
         self._every_parameter = self._gather_names([name for name in self.optimized_parameters if name not in tied])
 
     def _gather_names(self, own: list[str]) -> list[str]:
-        """Return the names of all ranks that have other layers, each once, those of the first layers first."""
+        """Return the names from all pipeline ranks without duplicates, first layers first."""
         group = self.trainer.strategy.groups.pipeline  # type: ignore[attr-defined]
         if group is None:
             return own
         return list(dict.fromkeys(name for of_rank in gather_objects(own, group) for name in of_rank))
 
     def remember_hyperparameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember the hyperparameters of the config, which a loaded checkpoint overwrites with its own."""
+        """Record the hyperparameters of the config, which loading a checkpoint overwrites."""
         self._hyperparameters = [
             {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
 
     def resume_optimizer(self, schedule: Callable[[int], float]) -> None:
-        """Set hyperparameters and learning rates from the config, keeping the optimizer state of the checkpoint.
+        """Set hyperparameters and learning rates from the config; keep the optimizer state of the checkpoint.
 
         Args:
             schedule: Optimizer step, from 0 -> multiplier of the peak learning rate.
@@ -109,9 +109,10 @@ class Resumable(lightning.LightningModule):
         self.restore_rng()
 
     def restore_rng(self) -> None:
-        """Restore the random state of the checkpoint, once; without a checkpoint, seed this rank.
+        """Restore the RNG state of the checkpoint, once; without a checkpoint, seed this rank.
 
-        Whatever runs before may draw random numbers; whatever runs after must draw the same ones as without a resume.
+        Code that runs earlier may draw random numbers; code that runs later must draw the same ones as without a
+        resume.
         """
         if self._rng_is_restored:
             return
@@ -138,7 +139,7 @@ class Resumable(lightning.LightningModule):
         checkpoint["base"] = self._base_of_adapter
         frozen = self.frozen_names()
         for name in frozen:
-            checkpoint["state_dict"].pop(name, None)  # of this rank's shards
+            checkpoint["state_dict"].pop(name, None)  # this rank's shards
         checkpoint["tied"] = {name: first for name, first in self._tied.items() if name not in frozen}
         checkpoint["rng"] = rng_state()
         checkpoint["clipping"] = self.recipes_live_scalars()
@@ -148,7 +149,7 @@ class Resumable(lightning.LightningModule):
         tensors = self.state_dict(keep_vars=True)
         frozen = self.frozen_names()
         shapes = {name: unsharded_shape(tensor) for name, tensor in tensors.items() if name not in frozen}
-        if self.whole_model is not None:  # the layers of the other ranks, too
+        if self.whole_model is not None:  # includes the layers of other pipeline ranks
             shapes = {f"model.{name}": tensor.shape for name, tensor in self.whole_model.state_dict().items()}
         check_model(shapes, checkpoint["state_dict"])
         check_base(self._base_of_adapter, checkpoint.get("base"))  # absent from files of earlier versions
@@ -161,7 +162,7 @@ class Resumable(lightning.LightningModule):
         self._resumed_optimizer = checkpoint["optimizer"]
         if self._optimizer is not None:  # some engines load after the optimizer is built
             check_optimizer(self._optimizer, self._resumed_optimizer)
-        # as many ranks that divide the work in another way are other ranks; absent from files of earlier versions
+        # RNG states belong to a rank's place in the mesh; `model_ranks` is absent from files of earlier versions
         is_same_mesh = checkpoint.get("model_ranks", {}) == self._model_ranks
         self._resumed_rng = checkpoint["rng"] if is_same_mesh else []
         self.recipes_restore_scalars(checkpoint.get("clipping", {}))  # absent from files of earlier versions
@@ -171,7 +172,7 @@ class Resumable(lightning.LightningModule):
         recount_micro_batches(checkpoint, self.trainer.accumulate_grad_batches)
 
     def recipes_save_weights(self, folder: Path) -> None:
-        """Write this rank's part of the weights alone, in the file format of a checkpoint."""
+        """Write this rank's shard of the weights only, in the checkpoint file format."""
         folder.mkdir(parents=True, exist_ok=True)
         shards = self.trainer.strategy.lightning_module_state_dict()
         left_out = {*self._tied, *self.frozen_names()}
@@ -184,13 +185,13 @@ class Resumable(lightning.LightningModule):
 
     @property
     def _model_ranks(self) -> dict[str, int]:
-        """How many ranks divide sequences, and how many matrices; those of one are left out."""
+        """Number of ranks along each model-parallel mesh dimension that has more than one."""
         mesh: Mesh = self.trainer.strategy.mesh  # type: ignore[attr-defined]
         return {name: size for name, size in mesh.sizes().items() if name not in ("replicate", "shard")}
 
     @functools.cached_property
     def whole_model(self) -> nn.Module | None:
-        """The model with the layers of all ranks, without storage; None where this rank has all of them."""
+        """Model with the layers of all ranks, without storage; None without pipeline parallelism."""
         if self.trainer.strategy.groups.pipeline is None:  # type: ignore[attr-defined]
             return None
         whole: nn.Module = self.meta_model()  # type: ignore[operator]
@@ -198,7 +199,7 @@ class Resumable(lightning.LightningModule):
 
     @property
     def _tied(self) -> dict[str, str]:
-        """Every further name of a tied parameter -> its first name, also of one that another rank has."""
+        """Additional names of tied parameters -> first name, including parameters on other pipeline ranks."""
         first: dict[int, str] = {}
         every = list(self.named_parameters(remove_duplicate=False))
         if self.whole_model is not None:
@@ -208,7 +209,7 @@ class Resumable(lightning.LightningModule):
         }
 
     def frozen_names(self) -> frozenset[str]:
-        """Return the parameters that a checkpoint leaves out: beside an adapter, all that are not trained."""
+        """Return the names of parameters excluded from a checkpoint: with an adapter, all frozen ones."""
         if self._base_of_adapter is None:
             return frozenset()
         every = self.named_parameters(remove_duplicate=False)
@@ -216,7 +217,7 @@ class Resumable(lightning.LightningModule):
 
     @property
     def _base_of_adapter(self) -> str | None:
-        """What the weights beside an adapter are: a published model, or drawn from a seed. None without an adapter."""
+        """Identity of an adapter's base weights: a published model or a seed; None without an adapter."""
         model: Any = self.model
         if not has_adapter(model):
             return None
@@ -226,22 +227,22 @@ class Resumable(lightning.LightningModule):
     # Rollbacks.
 
     def recipes_live_scalars(self) -> dict[str, Any]:
-        """Return what a rollback restores in addition to tensors: the clipping history, by the name of its class."""
+        """Return the non-tensor state that a rollback restores: the clipping history, by class name."""
         return {type(self.clipping).__name__: self.clipping.state_dict()}
 
     def recipes_restore_scalars(self, scalars: dict[str, Any]) -> None:
-        """Restore what `recipes_live_scalars` returned; the history of another kind of clipping is ignored."""
+        """Restore the result of `recipes_live_scalars`; the history of a different clipping class is ignored."""
         history = scalars.get(type(self.clipping).__name__)
         if history is not None:
             self.clipping.load_state_dict(history)
 
     def on_rollback(self, trainer: lightning.Trainer, pl_module: Any, from_step: int, to_step: int) -> None:
-        """Set back Lightning's counters of micro-batches; the data stream has its own position and moves on.
+        """Rewind Lightning's micro-batch counters; the data stream keeps its own position and is not rewound.
 
         Args:
-            trainer: Lightning's.
+            trainer: Lightning Trainer.
             pl_module: This task.
-            from_step: Optimizer step at which the spike was found.
+            from_step: Optimizer step at which the spike was detected.
             to_step: Optimizer step whose state has been restored.
         """
         loop = trainer.fit_loop.epoch_loop
@@ -249,6 +250,6 @@ class Resumable(lightning.LightningModule):
         for counts in (loop.batch_progress.total, loop.batch_progress.current):
             vars(counts).update(dict.fromkeys(vars(counts), done))
             counts.completed = done - 1  # the current micro-batch is counted when it ends
-        skip_validation_once(trainer, step=to_step)  # it has been validated already, if at all
+        skip_validation_once(trainer, step=to_step)  # if this step is due for validation, that has already run
         if from_step == trainer.max_steps:
-            trainer.should_stop = False  # the run was about to end, and has steps to repeat now
+            trainer.should_stop = False  # the run was about to end, but now has steps to repeat

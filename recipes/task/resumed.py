@@ -1,4 +1,4 @@
-"""Whether the checkpoint of a resumed run fits this run: its model, its optimizer, its micro-batches."""
+"""Check that a checkpoint matches the model and optimizer of this run, and adjust its micro-batch counters."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +10,10 @@ from recipes.errors import ConfigError
 
 
 def check_model(own: Mapping[str, torch.Size], saved: Mapping[str, SavedTensor]) -> None:
-    """Compare the shapes of a model's tensors with the tensors of a checkpoint.
+    """Check that the names and shapes of a model's tensors match the checkpoint.
 
     Raises:
-        ConfigError: A tensor is missing, unknown, or has another shape.
+        ConfigError: A tensor is missing, unknown, or has a different shape.
     """
     own_shapes = {name: tuple(shape) for name, shape in own.items()}
     saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
@@ -28,10 +28,10 @@ def check_model(own: Mapping[str, torch.Size], saved: Mapping[str, SavedTensor])
 
 
 def check_base(own: str | None, saved: str | None) -> None:
-    """Compare the weights beside an adapter with those that it was trained beside.
+    """Check that an adapter's base weights are those it was trained on.
 
     Raises:
-        ConfigError: They are others.
+        ConfigError: The base weights differ.
     """
     if own != saved:
         raise ConfigError(
@@ -46,14 +46,14 @@ def _show(shape: tuple[int, ...] | None) -> str:
 
 
 def check_optimizer(name: str, saved_name: str | None) -> None:
-    """Compare the optimizer of this run with that of a checkpoint: another optimizer cannot use its state.
+    """Check that the optimizer matches the checkpoint: a different optimizer cannot use its state.
 
     Args:
-        name: Class of the optimizer of this run.
-        saved_name: Class of the optimizer of the checkpoint; None without a checkpoint.
+        name: Optimizer class of this run.
+        saved_name: Optimizer class in the checkpoint; None without a checkpoint.
 
     Raises:
-        ConfigError: They differ.
+        ConfigError: The classes differ.
     """
     if saved_name not in (None, name):
         raise ConfigError(
@@ -64,10 +64,10 @@ def check_optimizer(name: str, saved_name: str | None) -> None:
 
 
 def recount_micro_batches(checkpoint: dict[str, Any], num_micro_batches: int) -> None:
-    """Rewrite Lightning's counters of micro-batches for a run with another number of them per step.
+    """Rewrite Lightning's micro-batch counters for a different number of micro-batches per step.
 
     Args:
-        checkpoint: Lightning's, changed in place.
+        checkpoint: Lightning checkpoint, changed in place.
         num_micro_batches: Micro-batches per optimizer step of this run.
     """
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]

@@ -1,4 +1,4 @@
-"""The validation of every task: loss and metrics of a split, of further data, and of each source of a mixture."""
+"""Validation shared by all tasks: loss and metrics per validation set and per source of a mixture."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,15 @@ Batch = dict[str, Any]
 
 
 class Validated(lightning.LightningModule):
-    """A task that computes metrics over one or several validation splits, all ranks together.
+    """A task that computes metrics over one or more validation sets, reduced over all ranks.
 
     Args:
-        metrics: What validation computes in addition to `val/loss`, by name without `val/`.
-        **settings: Of the next base class.
+        metrics: Validation metrics in addition to `val/loss`, by name without `val/`.
+        **settings: Arguments of the next base class.
 
     Attributes:
-        val_metrics: Of the validation under way; of further validations, `eval_metrics`.
-        source_names: Sources of a mixture, whose losses are logged one by one; set before the first step.
+        val_metrics: Metrics of the validation split; those of additional sets are in `eval_metrics`.
+        source_names: Sources of a mixture, whose losses are logged separately; set before the first step.
     """
 
     model: nn.Module
@@ -38,12 +38,12 @@ class Validated(lightning.LightningModule):
         self.name_data(sources=(), further=())
 
     def name_data(self, *, sources: Sequence[str], further: Sequence[str], group: Any = None) -> None:
-        """Name the sources of a mixture, and the validations beside that of the validation split.
+        """Set the names of a mixture's sources and of the additional validation sets.
 
         Args:
-            sources: Names.
-            further: Names.
-            group: Of ranks that have other tokens; None: all.
+            sources: Names of the sources.
+            further: Names of the additional validation sets.
+            group: Process group of ranks with different tokens; None: all ranks.
         """
         self.source_names = sources
         self.val_metrics = ValidationMetrics(self._metrics, sources=sources, group=group)
@@ -56,17 +56,17 @@ class Validated(lightning.LightningModule):
     def setup(self, stage: str) -> None:
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         if data is not None:
-            further = getattr(data, "eval_names", ())  # a data module of the user's own has none
+            further = getattr(data, "eval_names", ())  # a user-defined data module has none
             groups: Groups = self.trainer.strategy.groups  # type: ignore[attr-defined]
             sources = getattr(data.source, "source_names", ())
             self.name_data(sources=sources, further=further, group=groups.tokens)
 
     @abstractmethod
     def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the loss of a micro-batch summed over its targets, 0-dim float32, and the logits [..., V]."""
+        """Return the loss of a micro-batch summed over targets, 0-dim float32, and the logits [..., V]."""
 
     def _without_padding(self, logits: Tensor) -> Tensor:
-        """Return a view of logits [..., V] without the columns that pad the vocabulary."""
+        """Return a view of logits [..., V] without vocabulary padding."""
         return logits[..., : getattr(self.model, "vocab_size", None)]
 
     @override
@@ -77,8 +77,8 @@ class Validated(lightning.LightningModule):
         hold_averages(self.trainer.optimizers, self.model, held=True)
 
     def share_statistics(self) -> None:
-        """Average running means and variances over ranks that have them: each has those of its own samples."""
-        saved = self.state_dict(keep_vars=True)  # without constant tables
+        """Average running statistics over ranks, because each rank has updated them with its own samples."""
+        saved = self.state_dict(keep_vars=True)  # excludes constant tables, which are not persistent
         buffers = (buffer for name, buffer in self.named_buffers() if name in saved)
         groups: Groups = self.trainer.strategy.groups  # type: ignore[attr-defined]
         average_over_ranks((buffer for buffer in buffers if buffer.is_floating_point()), groups.stage)

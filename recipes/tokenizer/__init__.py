@@ -1,7 +1,7 @@
-"""Text <-> token ids: one class over the `tokenizers` library; ~3 MB/s per process, bytes ~500 MB/s.
+"""Tokenizer class on top of the `tokenizers` library; ~3 MB/s per process, bytes ~500 MB/s.
 
-The library's own threads stay off, because a process that has used them must not fork afterwards, and DataLoader
-workers are forks; recipes/data/text/tokenize.py distributes texts over processes instead.
+The library's threads are disabled, because a process that has used them must not fork afterwards, and DataLoader
+workers are forked; recipes/data/text/tokenize.py distributes texts over processes instead.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Tokenizer:
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of tokens that no text spells, such as the end of a turn."""
+        """Ids of special tokens, which no text is encoded to, such as the end of a turn."""
         added = self._backend.get_added_tokens_decoder()
         return frozenset(id for id, token in added.items() if token.special)
 
@@ -135,7 +135,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja template of conversations that came with a published tokenizer; of several, the default."""
+        """Jinja chat template of a published tokenizer; the default one if there are several."""
         found = self._settings.get("chat_template")
         if isinstance(found, list):
             by_name = {entry["name"]: entry["template"] for entry in found}
@@ -143,7 +143,7 @@ class Tokenizer:
         return found
 
     def with_chat_template(self, template: str) -> Tokenizer:
-        """Return a copy that saves another template, for whoever loads the trained model."""
+        """Return a copy with another chat template, which is saved with the trained model."""
         return _from_json(self.to_json(), self.end_of_text, self._settings | {"chat_template": template})
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -172,7 +172,7 @@ class Tokenizer:
         """Load a tokenizer that `save` wrote.
 
         Raises:
-            ConfigError: A file of it is missing or damaged.
+            ConfigError: A tokenizer file is missing or damaged.
         """
         try:
             settings = json.loads((folder / _SETTINGS_FILE).read_text(encoding="utf-8"))

@@ -29,22 +29,22 @@ _SIGNS = rf" ?[^\s\p{{L}}\p{{N}}]{_MOST}[\r\n]{{0,200}}"
 _SPACES = rf"\s{{0,200}}[\r\n]{_MOST}|\s{_MOST}(?!\S)|\s{_MOST}"
 _PATTERN = "|".join((_WORDS, _NUMBERS, _SIGNS, _SPACES))
 
-# in the name of the cache folder: to be increased when the same corpus gives another tokenizer
+# in the name of the cache folder: increase when the same corpus produces a different tokenizer
 _FORMAT = 1
 
 
 class Bpe:
-    """Exactly `vocab_size` ids, end-of-text included; fewer if the corpus is too small."""
+    """Trains exactly `vocab_size` ids, including end-of-text; fewer if the corpus is too small."""
 
     def __init__(self, *, vocab_size: Annotated[int, ">= 257"], max_training_bytes: int = 256 * 1024**2) -> None:
         """Check the settings.
 
         Args:
-            vocab_size: Number of ids; that of the model, so that every row of its embedding is used.
-            max_training_bytes: Most text that merges are learned from, spread evenly over the corpus.
+            vocab_size: Number of ids; equal to that of the model, so that every embedding row is used.
+            max_training_bytes: Maximum amount of text for learning merges, spread evenly over the corpus.
 
         Raises:
-            ConfigError: There are fewer ids than bytes.
+            ConfigError: `vocab_size` is too small for all byte values and end-of-text.
         """
         if vocab_size < SMALLEST_VOCABULARY:
             raise ConfigError(
@@ -73,7 +73,7 @@ def train_bpe(texts: Iterator[str], *, vocab_size: int) -> Tokenizer:
 
     Args:
         texts: Training texts.
-        vocab_size: Largest number of ids.
+        vocab_size: Maximum number of ids.
     """
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(

@@ -9,7 +9,7 @@ from recipes.tokenizer import END_OF_TEXT, NUM_BYTES, TextCorpus, Tokenizer, byt
 
 
 class Bytes:
-    """Id = value of the byte in UTF-8; 256 ends a document."""
+    """Token ids are UTF-8 byte values; 256 is end-of-text."""
 
     vocab_size: ClassVar[int] = 257  # a literal: the config check reads it without importing
 

@@ -1,4 +1,4 @@
-"""A published tokenizer: `tokenizer.json` from a folder or from the Hugging Face hub, downloaded once."""
+"""Published tokenizer: `tokenizer.json` from a folder or the Hugging Face hub, downloaded once."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ class HuggingFace:
         self.name = name
 
     def make(self, corpus: TextCorpus) -> Tokenizer:
-        """Load it; the corpus is not used.
+        """Load the tokenizer; the corpus is not used.
 
         Raises:
             ConfigError: The tokenizer does not exist, cannot be downloaded, or has no end-of-text token.
@@ -39,7 +39,7 @@ class HuggingFace:
             try:
                 settings = json.loads(settings_file.read_text(encoding="utf-8"))
             except ValueError as error:
-                raise self._error(f"{settings_file} is no valid JSON ({error})") from error
+                raise self._error(f"{settings_file} is not valid JSON ({error})") from error
         if template_file is not None:
             settings["chat_template"] = template_file.read_text(encoding="utf-8")
         eos_token = END_OF_TEXT
@@ -51,7 +51,7 @@ class HuggingFace:
         return Tokenizer(backend, end_of_text=end_of_text, settings=settings | {"eos_token": eos_token})
 
     def _files(self) -> tuple[Path, Path | None, Path | None]:
-        """Return the paths of tokenizer, settings and chat template; a tokenizer need not have the latter two."""
+        """Return the paths of tokenizer, settings and chat template; the latter two are optional."""
         folder = Path(self.name).expanduser()
         if folder.is_dir():
             if not (folder / "tokenizer.json").is_file():

@@ -1,1 +1,1 @@
-"""Trials: a few real steps of a run, on its ranks and under its strategy, that answer a question and leave no run."""
+"""Trials: a few real steps on a run's ranks and under its strategy, without creating a run."""

@@ -1,15 +1,15 @@
-"""The learning-rate range test (Smith 2015, arXiv 1506.01186): raise the rate until the loss is lost."""
+"""Learning rate range test (Smith 2015, arXiv 1506.01186): increase the rate until the loss diverges."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-# the loss must fall by this share of its start, or the curve says nothing about the learning rate
+# the loss must fall by this fraction of its initial value, or the curve is not informative
 _MIN_FALL = 0.02
 
 
 def rising(step: int, *, num_steps: int, first_fraction: float) -> float:
-    """Rise from `first_fraction` to 1 by equal factors.
+    """Return a multiplier that grows geometrically from `first_fraction` to 1.
 
     Args:
         step: Optimizer step, from 0.
@@ -21,15 +21,15 @@ def rising(step: int, *, num_steps: int, first_fraction: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class RangeTest:
-    """What a range test found.
+    """Result of a range test.
 
     Attributes:
-        learning_rates: Of each step.
-        losses: Of each step.
-        smoothed: The losses without the noise of single batches.
-        steepest: Learning rate where the smoothed loss falls fastest; None: it does not fall.
-        lowest: Learning rate where it is lowest; None: it does not fall.
-        diverges: Learning rate from which it never comes back below its start; None: not within the test.
+        learning_rates: Learning rate of each step.
+        losses: Loss of each step.
+        smoothed: Smoothed losses.
+        steepest: Learning rate where the smoothed loss falls fastest; None if it does not fall.
+        lowest: Learning rate where it is lowest; None if it does not fall.
+        diverges: Learning rate from which it stays above its initial value; None if not within the test.
     """
 
     learning_rates: list[float]
@@ -44,9 +44,9 @@ def read_range_test(learning_rates: Sequence[float], losses: Sequence[float], *,
     """Find the learning rates that matter in the curve of a range test.
 
     Args:
-        learning_rates: Of each step, rising.
-        losses: Of each step; NaN and inf end the curve.
-        width: Steps on either side that smooth a value.
+        learning_rates: Learning rate of each step, ascending.
+        losses: Loss of each step; NaN and inf end the curve.
+        width: Smoothing steps on either side.
     """
     end = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
     smoothed = smooth(losses[:end], width=width)
@@ -69,7 +69,7 @@ def read_range_test(learning_rates: Sequence[float], losses: Sequence[float], *,
 
 
 def smooth(values: Sequence[float], *, width: int) -> list[float]:
-    """Return means weighted by a triangle of `width` values on either side, cut at the ends."""
+    """Smooth with a triangular window of `width` values on either side, truncated at the ends."""
     weights = {offset: width + 1 - abs(offset) for offset in range(-width, width + 1)}
     smoothed = []
     for i in range(len(values)):

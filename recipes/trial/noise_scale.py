@@ -1,4 +1,4 @@
-"""The gradient noise scale: how large a batch has to be before its gradient is more signal than noise.
+"""Gradient noise scale: the batch size at which the gradient's signal equals its noise.
 
 McCandlish et al. 2018 (arXiv 1812.06162): where G is the true gradient and S the summed variance of one sample's, a
 batch of B samples has a squared gradient norm of |G|² + S / B on average. Two sizes of batch give both unknowns;
@@ -28,7 +28,7 @@ class StepNorms:
 
     Attributes:
         small: Mean over its micro-batches.
-        large: Of the whole step.
+        large: Squared norm of the whole step.
     """
 
     small: float
@@ -38,11 +38,11 @@ class StepNorms:
 class NoiseMeter(Callback):
     """Measures the gradient norm of every micro-batch and of every step, under one device, DDP and FSDP2.
 
-    Gradients are reduced over ranks after every micro-batch instead of once a step: the same sums in another order. A
-    copy of the gradients is held between micro-batches.
+    Gradients are reduced over ranks after every micro-batch instead of once per step: the same sums in another order. A
+    copy of the gradients is kept between micro-batches.
 
     Attributes:
-        steps: Norms of the steps so far; those with a gradient that is not finite are left out.
+        steps: Norms of the steps so far, without those whose gradients are NaN or inf.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class NoiseMeter(Callback):
         count = len(self._squares)
         scale = get_loss_scale(trainer.precision_plugin) or 1.0
         # each micro-batch adds 1 / count of its own mean gradient
-        small = float(sum(self._squares[1:], start=self._squares[0])) * count / scale**2  # waits for the device
+        small = float(sum(self._squares[1:], start=self._squares[0])) * count / scale**2  # synchronizes with the device
         large = float(global_norm(list(grads.values())).square()) / scale**2
         self._before, self._squares = {}, []
         if math.isfinite(small) and math.isfinite(large):
@@ -77,8 +77,8 @@ class NoiseScale:
     """An estimate over some steps.
 
     Attributes:
-        samples: The noise scale; inf: no signal was seen above the noise.
-        standard_error: Of `samples`, by leaving out a tenth of the steps at a time; inf: unknown.
+        samples: The noise scale; inf if no signal was found above the noise.
+        standard_error: Jackknife error of `samples` over tenths of the steps; inf if unknown.
         signal: |G|², the squared norm of the true gradient.
         noise: S, the summed variance of the gradient of one sample.
     """
@@ -114,7 +114,7 @@ def estimate_noise_scale(steps: Sequence[StepNorms], *, small: int, large: int) 
 def _estimate(steps: Sequence[StepNorms], *, small: int, large: int) -> NoiseScale:
     mean_small = sum(step.small for step in steps) / len(steps)
     mean_large = sum(step.large for step in steps) / len(steps)
-    # both without bias; their ratio has one, which averaging before dividing keeps small
+    # both are unbiased; their ratio is not, but averaging before dividing keeps the bias small
     signal = (large * mean_large - small * mean_small) / (large - small)
     noise = (mean_small - mean_large) / (1 / small - 1 / large)
     samples = max(noise, 0.0) / signal if signal > 0 else math.inf

@@ -1,4 +1,4 @@
-"""The most memory that a rank's tensors fill in one optimizer step: of the GPU's allocator, or of torch's on a CPU."""
+"""Measure a rank's peak memory in one optimizer step, from the GPU's allocator or torch's profiler on a CPU."""
 
 import json
 import os
@@ -18,17 +18,17 @@ _MARK = "measured step"
 
 
 class PeakMemory(Callback):
-    """Measures one optimizer step, all its micro-batches included. Enter it before the run is built.
+    """Measures one optimizer step with all its micro-batches. Enter it before the run is built.
 
-    On a GPU what the allocator has reserved counts, not only what tensors fill: fragments are lost to the run too. On
-    a CPU torch's profiler sees every tensor from the first on, which costs time and a file as long as the run.
+    On a GPU this is the allocator's reserved memory, including fragmentation. On a CPU torch's profiler records every
+    tensor from the start, which costs time and a file that grows with the run.
 
     Args:
         step: Number of the step, from 0; the first creates the optimizer's state.
 
     Attributes:
-        peak_bytes: Of this rank; known when the context ends.
-        seconds: That the step took.
+        peak_bytes: Peak of this rank; available when the context ends.
+        seconds: Duration of the step.
     """
 
     def __init__(self, step: int) -> None:

@@ -16,21 +16,21 @@ from recipes.errors import ConfigError
 
 
 def take_steps(config: Config, *, folder: Path, num_steps: int, callbacks: Sequence[Callback]) -> Run:
-    """Build a run and train it for some steps, from its first weights or from the checkpoint it resumes from.
+    """Build a run and train it for some steps, from initial weights or from the checkpoint it resumes from.
 
-    Every call starts afresh: the weights, the data and the random state are those of the first step of a run.
+    Every call starts from the same weights, data position and RNG state as the run.
 
     Args:
-        config: Composed and checked; its mode is a trial.
-        folder: The run's, which `resume=auto` reads; nothing is written into it.
+        config: Composed and checked config with a trial mode.
+        folder: Run folder, which `resume=auto` reads; nothing is written to it.
         num_steps: Optimizer steps.
-        callbacks: See every step.
+        callbacks: Callbacks that run at every step.
 
     Returns:
         The run after its last step.
 
     Raises:
-        ConfigError: The machine, the data or a checkpoint does not allow what the config demands.
+        ConfigError: The machine, the data or a checkpoint does not support the config.
         KeyboardInterrupt: Ctrl-C.
     """
     checkpoint = find_checkpoint(config["resume"], folder)
@@ -50,7 +50,7 @@ def take_steps(config: Config, *, folder: Path, num_steps: int, callbacks: Seque
 
 
 def sized(config: Config, *, micro_batch_size: int, num_micro_batches: int, num_ranks: int) -> Config:
-    """Return the config with another division of a global batch."""
+    """Return the config with a different split of the global batch."""
     return config | {
         "micro_batch_size": micro_batch_size,
         "global_batch_size": micro_batch_size * num_micro_batches * num_ranks,
@@ -59,25 +59,25 @@ def sized(config: Config, *, micro_batch_size: int, num_micro_batches: int, num_
 
 
 def reject_resume(composed: Composed) -> None:
-    """Reject a checkpoint for a trial that starts from the first weights.
+    """Reject a checkpoint for a trial that starts from initial weights.
 
     Raises:
         ConfigError: There is one.
     """
     resume, mode = composed.config["resume"], composed.config["mode"]["_target_"].rpartition(".")[2]
     if resume is not None:
-        raise ConfigError(f"resume={resume} mode={mode}", "the trial starts from a run's first weights", "resume=null")
+        raise ConfigError(f"resume={resume} mode={mode}", "the trial starts from the initial weights", "resume=null")
 
 
 class LossRecorder(Callback):
-    """Records the loss and the learning rate of every step, and stops once the loss is lost.
+    """Records the loss and the learning rate of every step, and stops once the loss diverges.
 
     Args:
-        max_ratio: Stop where the loss is this many times its lowest so far, or not finite; None: never.
+        max_ratio: Stop if the loss is this many times its lowest so far, or NaN or inf; None never stops.
 
     Attributes:
         losses: Training loss of each step over all ranks.
-        learning_rates: Of the first parameter group.
+        learning_rates: Learning rates of the first parameter group.
     """
 
     def __init__(self, *, max_ratio: float | None = None) -> None:
@@ -92,7 +92,7 @@ class LossRecorder(Callback):
         row, pl_module.recipes_row = pl_module.recipes_row, {}
         if "train/loss" not in row:  # a micro-batch before the last
             return
-        loss = float(row["train/loss"])  # waits for the device
+        loss = float(row["train/loss"])  # synchronizes with the device
         self.losses.append(loss)
         self.learning_rates.append(float(row["lr"]))
         if self._max_ratio is not None and not (math.isfinite(loss) and loss <= self._max_ratio * min(self.losses)):

@@ -51,13 +51,13 @@ def test_the_share_of_right_answers_is_a_metric_of_each_validation(plain_module,
 def test_the_log_shows_one_wrong_answer(plain_module, make_trainer, caplog) -> None:
     with caplog.at_level(logging.INFO, "lightning_recipes"):
         fit(make_trainer, make_student(plain_module), AnswerCheck(num_questions=4))
-    assert "step 8: 2.0 of 4 answers are right; wrong: '3+3=' -> '7', expected '6'" in caplog.text
+    assert "step 8: 2 of 4 answers are correct; wrong: '3+3=' -> '7', expected '6'" in caplog.text
 
 
 def test_all_right_shows_none(plain_module, make_trainer, caplog) -> None:
     with caplog.at_level(logging.INFO, "lightning_recipes"):
         fit(make_trainer, make_student(plain_module, ANSWERS[:2]), AnswerCheck())
-    assert caplog.messages[-1] == "step 8: 2.0 of 2 answers are right"
+    assert caplog.messages[-1] == "step 8: 2 of 2 answers are correct"
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_answering_draws_no_random_number_of_the_training(plain_module, make_tra
     [
         ({"num_questions": 0}, "num_questions is 0"),
         ({"num_tokens": 0}, "num_tokens is 0"),
-        ({"pattern": "("}, "pattern is '\\('; it is no regular expression"),
+        ({"pattern": "("}, "pattern is '\\('; it is not a valid regular expression"),
     ],
 )
 def test_arguments_out_of_range_are_rejected(settings: dict[str, Any], message: str) -> None:

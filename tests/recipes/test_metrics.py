@@ -157,11 +157,11 @@ def test_a_metric_is_no_part_of_the_task_that_engines_wrap_cast_and_save(tmp_pat
 @pytest.mark.parametrize(
     ("metric", "reason"),
     [
-        (torch.nn.Linear(1, 1), "it makes no torchmetrics.Metric"),
+        (torch.nn.Linear(1, 1), "it is not a torchmetrics.Metric"),
         (BLEUScore(), "it rejects logits [N, 10] and classes [N]: "),
         (MulticlassAccuracy(3), "it rejects logits [N, 10] and classes [N]: "),
-        (MulticlassConfusionMatrix(CLASSES), "it gives more than one number, and val/… is a column"),
-        (MulticlassF1Score(CLASSES, average=None), "it gives more than one number, and val/… is a column"),
+        (MulticlassConfusionMatrix(CLASSES), "it returns several values, but val/… holds one"),
+        (MulticlassF1Score(CLASSES, average=None), "it returns several values, but val/… holds one"),
     ],
     ids=lambda value: type(value).__name__,
 )

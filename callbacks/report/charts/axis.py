@@ -1,10 +1,10 @@
-"""Round ticks for an axis and short labels for values: plain arithmetic."""
+"""Compute axis ticks and format labels: plain arithmetic."""
 
 import math
 
 
 def linear_ticks(low: float, high: float, *, max_ticks: int = 6) -> list[float]:
-    """Return multiples of 1, 2 or 5 times a power of ten in [low, high]: as many as fit into `max_ticks`."""
+    """Return multiples of 1, 2 or 5 times a power of ten in [low, high], at most `max_ticks`."""
     exponent = math.floor(math.log10((high - low) / max_ticks))
     for step in (m * 10.0**e for e in (exponent, exponent + 1) for m in (1, 2, 5)):
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)

@@ -1,4 +1,4 @@
-"""Reduce a curve to few enough points to draw without losing a spike: plain arithmetic on lists."""
+"""Downsample a curve for drawing without losing spikes: plain arithmetic on lists."""
 
 import math
 from itertools import pairwise
@@ -9,9 +9,9 @@ MAX_BUCKETS = 500
 
 
 def thin(points: list[Point], *, max_buckets: int = MAX_BUCKETS) -> list[Point]:
-    """Keep at most four points per bucket: first, lowest, highest and one that is not finite; and the very last.
+    """Keep at most four points per bucket (first, lowest, highest and one non-finite), and the last point.
 
-    So a spike in a single row of a hundred thousand is drawn at its full height.
+    A spike in a single row of a hundred thousand is thus drawn at full height.
     """
     if len(points) <= 4 * max_buckets:
         return points
@@ -21,9 +21,9 @@ def thin(points: list[Point], *, max_buckets: int = MAX_BUCKETS) -> list[Point]:
 
 
 def trend(points: list[Point], *, max_buckets: int) -> list[Point]:
-    """Return the mean of each bucket's finite values, at its middle step.
+    """Return the mean of each bucket's finite values at its middle step.
 
-    Empty if there are few enough points to see each of them.
+    Empty if there are so few points that each is visible.
     """
     if len(points) <= 4 * max_buckets:
         return []
@@ -51,7 +51,7 @@ def _extremes(bucket: list[Point]) -> list[Point]:
 
 
 def segments(points: list[Point]) -> list[list[Point]]:
-    """Split points into the lines to draw: at values that are not finite, and where a rollback went back."""
+    """Split points into line segments, at non-finite values and where a rollback returned to an earlier step."""
     found: list[list[Point]] = []
     current: list[Point] = []
     for step, value in points:

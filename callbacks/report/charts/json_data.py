@@ -1,4 +1,4 @@
-"""Encode what a page's script draws: points as compact JSON. No Lightning."""
+"""Encode chart data for a page's script as compact JSON. No Lightning."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from .series import Chart
 
 
 def chart_data(chart: Chart) -> dict[str, Any]:
-    """Return what the script needs to redraw any part of a chart."""
+    """Return the data from which the script can redraw any part of a chart."""
     return {
         "title": chart.title,
         "log": chart.log_scale,
@@ -26,7 +26,7 @@ def chart_data(chart: Chart) -> dict[str, Any]:
 
 
 def packed(points: list[Point]) -> dict[str, list[Any]]:
-    """Encode steps as differences and values with six digits; NaN and inf become null."""
+    """Encode steps as differences and values with six significant digits; NaN and inf become null."""
     steps = [step for step, _ in points]
     return {
         "steps": [b - a for a, b in zip([0, *steps], steps, strict=False)],
@@ -35,7 +35,7 @@ def packed(points: list[Point]) -> dict[str, list[Any]]:
 
 
 def short(value: float) -> float | int | None:
-    """Round to six digits, to an int if the value is one; None for NaN and inf."""
+    """Round to six significant digits, to an int if the value is integral; None for NaN and inf."""
     if not math.isfinite(value):
         return None
     if value == int(value) and abs(value) < 1e15:

@@ -1,4 +1,4 @@
-"""Draw a few lines over any x axis, linear or logarithmic, with marked places: inline SVG that stretches."""
+"""Draw a few lines with optional vertical markers on linear or logarithmic axes, as resizable inline SVG."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ def lines_figure(
 
     Args:
         title: Plain text.
-        lines: Name -> points, those that are not finite left out of the drawing.
-        marks: Name -> x of a vertical line.
+        lines: Points by name; non-finite points are not drawn.
+        marks: x position of a vertical line by name.
         log_x: Whether the x axis is logarithmic.
         log_y: Whether the y axis is logarithmic.
     """
@@ -32,7 +32,7 @@ def lines_figure(
     drawn, keys = [grid_path(UNITS - up.place(tick) for tick in up.ticks())], []
     for (name, points), color in zip(finite.items(), get_colors(len(finite)), strict=True):
         path = "L".join(f"{across.place(x)} {round(UNITS - up.place(y), 1)}" for x, y in points)
-        single = ("curve dots", "h0") if len(points) == 1 else ("curve", "")  # round caps make it a dot
+        single = ("curve dots", "h0") if len(points) == 1 else ("curve", "")  # round caps draw it as a dot
         drawn.append(f'<path {color.attributes(single[0])} d="M{path}{single[1]}"/>')
         keys.append(f"<span {color.attributes('key')}>{escape(name)}</span>")
     for name, x in marks.items():

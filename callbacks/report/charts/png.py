@@ -1,4 +1,4 @@
-"""Draw the run as one picture: matplotlib without pyplot, imported when it is needed. About a second."""
+"""Draw a run's charts as one PNG with matplotlib, imported only when needed; takes about a second."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .series import Chart, Curve, Mark
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's palette, distinguishable with every kind of color vision: https://jfly.uni-koeln.de/color/
+# Okabe and Ito's colorblind-safe palette: https://jfly.uni-koeln.de/color/
 CURVE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 MAX_LEGEND_NAMES = 12  # a longer legend would cover the curves
 INK, GRID, MARK = "#333333", "#e6e6e6", "#b07d00"
@@ -24,8 +24,8 @@ def write_png(path: Path, *, title: str, charts: Sequence[Chart], marks: Sequenc
     """Write the charts, two per row and the first across the full width, as a PNG 1650 pixels wide.
 
     Args:
-        path: The file; a reader finds the old picture or the new one, never half of it.
-        title: Heading of the picture.
+        path: File to write, atomically: a reader finds either the old picture or the new one.
+        title: Title of the picture.
         charts: At least one.
         marks: Events, drawn in every chart.
     """
@@ -35,7 +35,7 @@ def write_png(path: Path, *, title: str, charts: Sequence[Chart], marks: Sequenc
     num_rows = 1 + len(charts) // 2
     figure = Figure(figsize=(11, 1.1 + 2.9 * num_rows), layout="constrained")
     FigureCanvasAgg(figure)
-    # a dollar sign would start a formula
+    # a dollar sign would start mathtext
     figure.suptitle(title.replace("$", r"\$"), x=0.02, ha="left", fontsize=13, color=INK)
     grid = figure.add_gridspec(num_rows, 2)
     for i, chart in enumerate(charts):
@@ -57,7 +57,7 @@ def _draw_chart(axes: Axes, chart: Chart, marks: Sequence[Mark]) -> None:
 
 
 def _draw_curve(axes: Axes, curve: Curve, color: str) -> None:
-    """Draw a curve; if it has a trend, its points faintly below the trend."""
+    """Draw a curve; if it has a trend, draw its points faintly behind the trend."""
     label: str | None = curve.metric
     faint: dict[str, Any] = {"lw": 0.7, "alpha": 0.35} if curve.trend else {"lw": 1.4}
     for lines, style in ((segments(curve.trend), {"lw": 1.5}), (segments(curve.points), faint)):
@@ -65,7 +65,7 @@ def _draw_curve(axes: Axes, curve: Curve, color: str) -> None:
             steps, values = zip(*line, strict=True)
             dot = "o" if len(line) == 1 else None
             axes.plot(steps, values, color=color, marker=dot, ms=4, label=label, **style)
-            label = None  # one legend entry per curve
+            label = None  # only one legend entry per curve
 
 
 def _style_axes(axes: Axes, chart: Chart) -> None:

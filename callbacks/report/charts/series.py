@@ -1,4 +1,4 @@
-"""Choose the curves of a run and the axes they share: plain arithmetic on lists."""
+"""Select a run's curves and compute their shared axes: plain arithmetic on lists."""
 
 import math
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from ..dashboard import Panel, Section
 from ..run_record import Point, RunRecord
 from .downsample import MAX_BUCKETS, thin, trend
 
-# Events of the run itself that charts do not mark. Any other kind is marked unless its record says otherwise in a
-# field `mark`, which the callback that logs it declares, see `callbacks.events.EventKind`.
+# Lifecycle events that charts do not mark. Any other kind is marked unless the field `mark` of its record says
+# otherwise, as declared by the callback that logs it; see `callbacks.events.EventKind`.
 UNMARKED_EVENTS = ("start", "end", "checkpoint", "checkpoint_failed")
 LOG_SCALE_RATIO = 100.0
-MAX_POINTS = 180_000  # of all curves of a page together: about two megabytes
+MAX_POINTS = 180_000  # for all curves of a page together: about two megabytes
 MAX_ROLLED_BACK_BUCKETS = 50
 MAX_TREND_BUCKETS = 250
 _MIN_BUCKETS, _MAX_BUCKETS = 60, 4000
@@ -21,13 +21,13 @@ _MIN_BUCKETS, _MAX_BUCKETS = 60, 4000
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric, thinned. NaN and inf are points too: the line has a gap there.
+    """One metric, thinned; NaN and inf are kept as points and drawn as gaps.
 
     Attributes:
         num_points: Number of points before thinning.
         first_not_finite: Step of the first NaN or inf; None if there is none.
         rolled_back: Points that rollbacks discarded, one list per rollback.
-        trend: Means of buckets; empty if there are few enough points to see each of them.
+        trend: Means of buckets; empty if there are so few points that each is visible.
     """
 
     metric: str
@@ -41,7 +41,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves that share their axes; `y_range` covers the finite values, low < high."""
+    """Curves that share axes; `y_range` is (low, high) with low < high and covers all finite values."""
 
     title: str
     curves: list[Curve]
@@ -69,7 +69,7 @@ class Mark:
 
 
 def get_groups(run: RunRecord, sections: Sequence[Section]) -> list[Group]:
-    """Return the run's charts by section, all over the same steps, without empty panels and sections."""
+    """Return the run's charts by section, all on the same step axis, without empty panels and sections."""
     drawn = [
         (section.title, panel, names)
         for section in sections
@@ -95,12 +95,12 @@ def metrics_not_drawn(run: RunRecord, groups: Sequence[Group]) -> list[str]:
 
 
 def num_buckets(num_curves: int, max_points: int = MAX_POINTS) -> int:
-    """Return into how many buckets each of `num_curves` is thinned to stay within `max_points`."""
+    """Return the number of buckets per curve that keeps `num_curves` curves within `max_points`."""
     return max(_MIN_BUCKETS, min(_MAX_BUCKETS, max_points // (4 * num_curves)))
 
 
 def step_range(steps: list[int]) -> tuple[int, int]:
-    """Return the first and the last step; the range starts at 0 if the first step is near it."""
+    """Return the first and last step; the range starts at 0 if the first step is close to 0."""
     first, last = min(steps), max(steps)
     return (0 if last > first and first <= 0.1 * last else first), last
 
@@ -116,13 +116,13 @@ def value_range(values: list[float], *, may_be_log: bool) -> tuple[tuple[float, 
     if may_be_log and low > 0 and high / low > LOG_SCALE_RATIO:
         return (low / 1.15, high * 1.15), True
     if low >= 0 and low < 0.3 * high:
-        low = 0.0  # near enough to zero to show the zero
+        low = 0.0  # close enough to zero to include it
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
     return (low - margin if low != 0 else low, high + margin), False
 
 
 def make_curve(metric: str, points: list[Point], *, max_buckets: int = MAX_BUCKETS) -> Curve:
-    """Return a curve with few enough points to draw; NaN and inf are counted before thinning."""
+    """Return a thinned curve; NaN and inf are counted before thinning."""
     not_finite = [step for step, value in points if not math.isfinite(value)]
     return Curve(
         metric,
@@ -159,7 +159,7 @@ def get_marks(events: list[dict[str, Any]]) -> list[Mark]:
 
 
 def is_marked(event: dict[str, Any]) -> bool:
-    """Return whether charts mark an event; by default, if its kind is not one of `UNMARKED_EVENTS`."""
+    """Return whether charts mark an event; by default, all kinds except `UNMARKED_EVENTS` are marked."""
     kind = event.get("event")
     return isinstance(kind, str) and _get_mark(event) != "none"
 
@@ -170,6 +170,6 @@ def _get_mark(event: dict[str, Any]) -> Any:
 
 
 def _from_step(event: dict[str, Any]) -> int | None:
-    """Return the step that a rollback came from; None for an event that is not marked as a span."""
+    """Return the step at which an event's span ends; None if the event is not marked as a span."""
     end = event.get("from")
     return end if _get_mark(event) == "span" and isinstance(end, int) else None

@@ -1,4 +1,4 @@
-"""Draw values that add up as stacked areas: inline SVG that stretches with the page, as the other charts."""
+"""Draw values as stacked areas, as inline SVG that stretches with the page."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -11,18 +11,18 @@ from .svg import UNITS, axis_labels, figure, get_colors, grid_path
 def stack_figure(
     values: Mapping[str, Sequence[float]], *, places: Sequence[str], limit: float | None, unit: str
 ) -> str:
-    """Return one `<figure>`: an area per name, one upon the other, and the limit as a line.
+    """Return one `<figure>`: a stacked area per name, and the limit as a line.
 
     Args:
-        values: Name -> value at each place; all of one length.
-        places: What each place belongs to; the word before a comma labels the axis.
-        limit: What the sum must not exceed; None: no line.
-        unit: Of the values, plain text.
+        values: Values at each position by name, all of equal length.
+        places: Description of each position; the part before a comma labels the axis.
+        limit: Maximum of the sum; None draws no line.
+        unit: Unit of the values, as plain text.
     """
     num_places = len(places)
     totals = [sum(series[i] for series in values.values()) for i in range(num_places)]
     top = max([*totals, 1e-9]) * 1.05
-    # a limit far above would flatten the picture
+    # a limit far above the values would flatten the chart
     shows_limit = limit is not None and limit <= 2 * top
     if limit is not None and shows_limit:
         top = max(top, limit * 1.05)
@@ -45,7 +45,7 @@ def stack_figure(
 
 
 def _outline(below: Sequence[float], above: Sequence[float], top: float) -> str:
-    """Return the path around an area whose values hold until the next place."""
+    """Return the outline of an area whose values are constant until the next position."""
     width = UNITS / len(above)
     upper = [(round(i * width, 1), round((i + 1) * width, 1), _y(value, top)) for i, value in enumerate(above)]
     lower = [(round(i * width, 1), round((i + 1) * width, 1), _y(value, top)) for i, value in enumerate(below)]
@@ -59,10 +59,10 @@ def _y(value: float, top: float) -> float:
 
 
 def _x_labels(places: Sequence[str]) -> Iterator[tuple[float, str]]:
-    """Yield a label for each stretch of the step, in its middle: its first word."""
+    """Yield a label, the first word, for each section of the step, at its middle."""
     start = 0
     for word, group in groupby(places, key=lambda place: place.partition(",")[0]):
         length = len(list(group))
-        if length / len(places) > 0.05:  # narrower ones would overlap
+        if length / len(places) > 0.05:  # labels of narrower sections would overlap
             yield (start + length / 2) / len(places), word
         start += length

@@ -1,8 +1,8 @@
-"""Draw a chart as HTML with inline SVG: the lines stretch with the page, text keeps its size.
+"""Draw a chart as HTML with inline SVG: lines stretch with the page, text keeps its size.
 
-The drawing is an SVG of 1000 by 1000 units that stretches to its box, with strokes that do not stretch; all text is
-HTML positioned in percent. So a page fits a phone and a wide screen before any script runs; the script adds the
-readout and the zoom.
+The drawing is an SVG of 1000 by 1000 units that stretches to its box with non-scaling strokes; all text is HTML
+positioned in percent. A page thus fits phones and wide screens before any script runs; the script adds the readout
+and zoom.
 """
 
 import math
@@ -16,21 +16,21 @@ from .downsample import segments, thin
 from .series import Chart, Curve, Mark
 
 UNITS = 1000
-MAX_STATIC_POINTS = 60_000  # of all curves of a page, as drawn before anyone zooms
+MAX_STATIC_POINTS = 60_000  # for all curves of a page together, before zooming
 MAX_STATIC_BUCKETS = 250
 NUM_COLORS = 8
-MAX_LEGEND_NAMES = 8  # nobody reads a longer legend
+MAX_LEGEND_NAMES = 8  # a longer legend is unreadable
 
 
 @dataclass(frozen=True)
 class Color:
-    """A class of the style sheet; `hue`, in degrees, if the color is one of a ramp."""
+    """A style sheet class; `hue`, in degrees, is set for colors of a ramp."""
 
     css: str
     hue: int | None = None
 
     def attributes(self, css: str) -> str:
-        """Return the attributes of an element that also has the class `css`."""
+        """Return the HTML attributes of an element with this color and the class `css`."""
         style = "" if self.hue is None else f' style="--hue:{self.hue}"'
         return f'class="{css} {self.css}"{style}'
 
@@ -43,7 +43,7 @@ def get_colors(num_curves: int) -> list[Color]:
 
 
 def column_spans(num_charts: int, *, leads: bool) -> list[int]:
-    """Return widths, in sixths of the page, that leave no hole in any row.
+    """Return widths, in sixths of the page, that leave no gaps in any row.
 
     Args:
         num_charts: Number of charts in the section.
@@ -68,9 +68,9 @@ def chart_html(
     Args:
         chart: What to draw.
         marks: Events, drawn as vertical lines.
-        index: Where the page's script finds the points of this chart.
-        span: Width in columns of six.
-        max_buckets: How finely a curve is drawn, at most four points per bucket.
+        index: Index of this chart's points in the script's data.
+        span: Width in sixths of the page.
+        max_buckets: Maximum buckets per curve, with at most four points each.
     """
     scale = _Scale(chart)
     colors = get_colors(len(chart.curves))
@@ -104,9 +104,9 @@ def figure(
     Args:
         title: Plain text.
         caption: Escaped HTML after the title.
-        index: Where the page's script finds the points of this chart, whose steps are its x axis; None: the drawing is
-            all there is.
-        span: Width in columns of six.
+        index: Index of this chart's points in the script's data, with steps as x axis; None if there is only the
+            drawing.
+        span: Width in sixths of the page.
         drawing: SVG elements.
         axes: Escaped HTML of the labels of the y axis and the x axis.
     """
@@ -128,7 +128,7 @@ def axis_labels(css: str, labels: Iterable[tuple[float, str]]) -> str:
 
     Args:
         css: `y` or `x`.
-        labels: Place from the top or from the left, from 0 to 1, and text.
+        labels: Pairs of position and text; positions run from 0 to 1, from the top or from the left.
     """
     side = {"y": "top", "x": "left"}[css]
     return "".join(f'<span class="{css}" style="{side}:{place:.2%}">{escape(text)}</span>' for place, text in labels)
@@ -154,13 +154,13 @@ class _Scale:
         return round(UNITS * (step - self.first) / (self.last - self.first), 1)
 
     def y(self, value: float) -> float:
-        """Clip to nine times the height: far outside the box, but a coordinate that browsers can draw."""
+        """Return the y coordinate, clipped to nine times the height: outside the box, but drawable in browsers."""
         fraction = (self._transform(value) - self._low) / (self._high - self._low)
         return round(UNITS * (1 - min(9.0, max(-9.0, fraction))), 1)
 
 
 def padded_range(x_range: tuple[int, int]) -> tuple[int, int]:
-    """Return a range of one step with room on both sides, and any other range unchanged."""
+    """Pad a range of a single step on both sides; return any other range unchanged."""
     first, last = x_range
     return (first, last) if last > first else (first - 1, last + 1)
 
@@ -172,10 +172,10 @@ def y_ticks(chart: Chart) -> list[float]:
 
 
 def _draw_curve(curve: Curve, scale: _Scale, max_buckets: int, *, color: Color) -> str:
-    """Return the lines of a curve, and its isolated points as lines of no length, which round caps make dots."""
+    """Return the lines of a curve, and its isolated points as zero-length lines that round caps turn into dots."""
     rolled_back = [line for points in curve.rolled_back for line in segments(points)]
     lines = segments(thin(curve.points, max_buckets=max_buckets))
-    # a curve with a trend is noise around it: it is drawn faintly
+    # a curve with a trend is noise around it and is drawn faintly
     css = "curve noisy" if curve.trend else "curve"
     layers = (("rolled-back", rolled_back), (css, lines), ("trend", segments(curve.trend)))
     paths = [
@@ -199,7 +199,7 @@ def _paths(segments_: list[list[Point]], scale: _Scale) -> tuple[str, str]:
 
 
 def _draw_marks(marks: Sequence[Mark], scale: _Scale) -> str:
-    """Return a path per kind of event: a line at each step, and a band over steps that were rolled back."""
+    """Return a path per kind of event: a line at each step, and a band over rolled-back steps."""
     drawn = []
     for event in sorted({mark.event for mark in marks}):
         same_kind = [mark for mark in marks if mark.event == event]
@@ -220,12 +220,12 @@ def _x_ticks(chart: Chart) -> list[float]:
 
 
 def _legend(chart: Chart, colors: list[Color]) -> str:
-    """Return the names of the curves; none if the title already is the only name."""
+    """Return the legend of curve names; empty if the only name is already the title."""
     if len(chart.curves) == 1 and chart.curves[0].metric == chart.title:
         return ""
     named = list(zip(chart.curves, colors, strict=True))
     note = ""
-    if len(named) > MAX_LEGEND_NAMES:  # the ends of the color ramp: the others lie between them
+    if len(named) > MAX_LEGEND_NAMES:  # show only curves from both ends of the color ramp
         note = f'<span class="note">{len(named)} curves</span>'
         named = [*named[:2], *named[-1:]]
     names = "".join(f"<span {color.attributes('key')}>{escape(curve.metric)}</span>" for curve, color in named)
@@ -233,7 +233,7 @@ def _legend(chart: Chart, colors: list[Color]) -> str:
 
 
 def _notes(chart: Chart) -> str:
-    """Return notes on a log scale and on values that are not finite."""
+    """Return notes on a log scale and on non-finite values."""
     notes = ["log scale"] if chart.log_scale else []
     notes += [
         f"{curve.metric}: {curve.num_not_finite:,} of {curve.num_points:,} not finite,"

@@ -1,1 +1,1 @@
-"""Compare several runs on one page."""
+"""Write a page that compares several runs."""

@@ -1,4 +1,4 @@
-"""Write the page that compares runs: table, parameters, bars, overlaid curves. Opens offline, no Lightning."""
+"""Write a self-contained page that compares runs: table, parameters, bars, overlaid curves. No Lightning."""
 
 import math
 from collections import Counter
@@ -30,17 +30,17 @@ def write_comparison(
     sort: str = "val_loss",
     dashboard: Sequence[Mapping[str, Any]] | None = None,
 ) -> None:
-    """Write a page that compares the runs in `folders`, failed and unfinished ones included.
+    """Write a page that compares the runs in `folders`, including failed and unfinished ones.
 
     Args:
         folders: Run folders, or any folders with a `metrics.csv`.
         path: The HTML file to write.
-        sort: A key of `summary.json` or a metric. The best run comes first: the highest if the name contains a word
-            such as accuracy or mfu, else the lowest.
-        dashboard: Sections of panels, as in `conf/dashboard/default.yaml`; None draws every metric, by its prefix.
+        sort: A key of `summary.json` or a metric. The best run comes first: the highest value if the name contains a
+            word such as accuracy or mfu, else the lowest.
+        dashboard: Sections of panels, as in `conf/dashboard/default.yaml`; None draws all metrics, grouped by prefix.
 
     Raises:
-        ValueError: `folders` is empty, or one path.
+        ValueError: `folders` is empty or a single path.
         LookupError: No run has `sort`, though some have other values.
     """
     if isinstance(folders, (str, Path)):
@@ -57,14 +57,14 @@ def write_comparison(
 
 
 def _default_sections(folders: Sequence[Path], sort: str) -> list[Section]:
-    """Return sections for all metrics by prefix, and one for the parameters that differ."""
+    """Return one section per metric prefix, and one for the parameters that differ."""
     names = [name for folder in folders for name in metric_names(folder / "metrics.csv")]
     panel = Panel(title="parameters that differ", metrics=(sort,), kind="parallel")
     return [*sections_for(dict.fromkeys(names)), Section(title="sweep comparison", panels=(panel,))]
 
 
 def page_html(runs: Sequence[ComparedRun], sections: Sequence[Section], path: Path, *, sort: str) -> str:
-    """Return the whole page; everything that comes from a file of a run is escaped."""
+    """Return the complete HTML page; all text from the runs' files is escaped."""
     charts: list[dict[str, Any]] = []
     groups = [(section.title, _charts_html(section, runs, charts, leads=i == 0)) for i, section in enumerate(sections)]
     groups = [(title, html) for title, html in groups if html]
@@ -126,7 +126,7 @@ def _across_runs_panel(panel: Panel, runs: Sequence[ComparedRun], sort: str) -> 
 
 
 def _charts_html(section: Section, runs: Sequence[ComparedRun], charts: list[dict[str, Any]], *, leads: bool) -> str:
-    """Return one frame per metric of a section, and append what the script draws in it to `charts`."""
+    """Return one frame per metric of a section, and append the script's data for it to `charts`."""
     written = list(dict.fromkeys(name for run in runs for name in run.curves))
     drawn = [(panel, name) for panel in section.panels if panel.kind == "line" for name in panel.metrics_among(written)]
     figures = []
@@ -141,7 +141,7 @@ def _charts_html(section: Section, runs: Sequence[ComparedRun], charts: list[dic
 
 
 def _chart_data(panel: Panel, metric: str, runs: Sequence[ComparedRun]) -> dict[str, Any]:
-    """Return the points of a metric of all runs that have it."""
+    """Return the points of a metric for all runs that have it."""
     curves = [(i, run.name, run.curves[metric]) for i, run in enumerate(runs) if metric in run.curves]
     values = [value for _, _, points in curves for _, value in points if math.isfinite(value)]
     steps = [step for _, _, points in curves for step, _ in points]
@@ -153,7 +153,7 @@ def _chart_data(panel: Panel, metric: str, runs: Sequence[ComparedRun]) -> dict[
 
 
 def _run_data(run: ComparedRun, sort: str) -> dict[str, Any]:
-    """Return a run's color and the line of text that describes it."""
+    """Return a run's color and one-line description."""
     value = run.values[sort]
     short = short_names(list(run.parameters))
     parameters = [f"{short[name]} {value_text(v)}" for name, v in run.parameters.items() if v is not None]

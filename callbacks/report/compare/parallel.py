@@ -1,4 +1,4 @@
-"""Draw parallel coordinates: one line per run, through its parameters to a metric. Escaped HTML, no Lightning."""
+"""Draw a parallel coordinates plot: one line per run, through its parameters to a metric. No Lightning."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ LOG_RATIO = 20.0
 MAX_LABELED_VALUES = 7  # with more distinct numbers, an axis has round ticks instead
 MAX_LABELED_TEXTS = 21  # with more distinct texts, an axis has no labels
 MIN_LABEL_DISTANCE = 0.06  # of the axis; closer labels would overlap
-_FOOT = 0.16  # where values begin on an axis on which some runs have none
+_FOOT = 0.16  # lowest position of values on an axis where some runs have none
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Axis:
     """One vertical axis.
 
     Attributes:
-        positions: Height of each run on it, from 0 at the bottom to 1.
-        ticks: Position and label.
+        positions: Position of each run, from 0 at the bottom to 1 at the top.
+        ticks: Pairs of position and label.
     """
 
     title: str
@@ -39,12 +39,12 @@ class Axis:
 def get_axis(title: str, values: Sequence[Any]) -> Axis:
     """Return the axis of one parameter.
 
-    Numbers are placed by size, on a log scale if they span a factor of 20; anything else evenly, in order of first
-    appearance. Runs without a value meet at the bottom, below all others.
+    Numbers are placed by value, on a log scale if they span a factor of 20; other values evenly, in order of first
+    appearance. Runs without a value are placed at the bottom, below all others.
 
     Args:
         title: Name of the parameter.
-        values: Its value in each run; None where the run has none.
+        values: Its value in each run; None if the run has none.
     """
     known = [value for value in values if value is not None]
     if all(is_finite(value) for value in known) and len(set(known)) > 1:
@@ -94,7 +94,7 @@ def _number_axis(title: str, values: list[float]) -> Axis:
 
 
 def get_axes(runs: Sequence[ComparedRun], metric: str, parameters: Sequence[str]) -> list[Axis]:
-    """Return the axes of those `parameters` that differ, then of others that do, then of the metric."""
+    """Return the axes of the given `parameters` that differ, then of other differing ones, then of the metric."""
     differing = list(runs[0].parameters)
     chosen = [name for name in [*parameters, *differing] if name in differing]
     chosen = list(dict.fromkeys(chosen))[: MAX_AXES - 1]
@@ -104,13 +104,13 @@ def get_axes(runs: Sequence[ComparedRun], metric: str, parameters: Sequence[str]
 
 
 def parallel_html(title: str, metric: str, parameters: Sequence[str], runs: Sequence[ComparedRun]) -> str:
-    """Return one figure; pointing at a line highlights its run on the whole page.
+    """Return one figure; hovering over a line highlights its run on the whole page.
 
     Args:
         title: Plain text.
-        metric: What the last axis shows.
+        metric: Metric on the last axis.
         parameters: Config keys whose axes come first.
-        runs: All runs, best first; a run without a config is not drawn.
+        runs: All runs, best first; runs without a config are not drawn.
     """
     drawn = [
         (number, run) for number, run in enumerate(runs) if any(value is not None for value in run.parameters.values())
@@ -125,7 +125,7 @@ def parallel_html(title: str, metric: str, parameters: Sequence[str], runs: Sequ
     verticals = "".join(f"M{UNITS * i / last:g} 0V{UNITS}" for i in range(last + 1))
     lines = "".join(
         _line([axis.positions[i] for axis in axes], number, run)
-        for i, (number, run) in reversed([*enumerate(drawn)])  # the best on top
+        for i, (number, run) in reversed([*enumerate(drawn)])  # draw the best run on top
     )
     return (
         f'<figure class="chart parallel span6"><figcaption><b>{escape(title)}</b></figcaption>'
@@ -141,7 +141,7 @@ def _ticks_html(axis: Axis) -> str:
 
 
 def _line(positions: Sequence[float], number: int, run: ComparedRun) -> str:
-    """Return the visible line of a run, and a wide invisible one to point at."""
+    """Return the visible line of a run, and a wide invisible line as hover target."""
     last = len(positions) - 1
     points = (f"{UNITS * i / last:g} {UNITS * (1 - p):.1f}" for i, p in enumerate(positions))
     d = f"M{'L'.join(points)}"

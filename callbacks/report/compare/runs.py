@@ -1,4 +1,4 @@
-"""Read many run folders, each once, and keep what the comparison page shows: thin curves and values. No Lightning."""
+"""Read run folders and keep only what the comparison page shows: thinned curves and values. No Lightning."""
 
 import os
 import re
@@ -21,7 +21,7 @@ from .values import (
     is_higher_better,
 )
 
-PICTURE_WEIGHT = 4  # a panel of the picture is drawn this many times finer than others
+PICTURE_WEIGHT = 4  # panels in curves.png get this many times more points than others
 _MIN_BUCKETS = 3
 
 
@@ -30,10 +30,10 @@ class ComparedRun:
     """One run of the comparison.
 
     Attributes:
-        values: Measures, by their name in `summary.json`, and evaluations; None where unknown.
-        best: The best value of each metric that a bar panel names.
+        values: Measures, by their name in `summary.json`, and evaluations; None if unknown.
+        best: The best value of each metric in a bar panel.
         curves: Thinned points by metric.
-        parameters: Config values that differ between the runs; None where this run has none.
+        parameters: Config values that differ between the runs; None if this run has none.
     """
 
     name: str
@@ -47,7 +47,7 @@ class ComparedRun:
 
 
 def read_runs(folders: Sequence[Path], sections: Sequence[Section], *, sort: str) -> list[ComparedRun]:
-    """Read every run, those with the best value of `sort` first and those without one last.
+    """Read all runs, sorted by `sort` with the best first and runs without it last.
 
     Raises:
         LookupError: No run has `sort`, but some have other values.
@@ -71,7 +71,7 @@ def read_runs(folders: Sequence[Path], sections: Sequence[Section], *, sort: str
         ComparedRun(
             name=names[i],
             folder=folders[i],
-            # a folder without a row and without an event is of a run that never began
+            # a folder without rows and events belongs to a run that never started
             status=get_status(runs[i]) or ("unknown" if runs[i].series else "did not start"),
             color=get_color(rank, values[i][sort], len(order)),
             values=values[i],
@@ -84,7 +84,7 @@ def read_runs(folders: Sequence[Path], sections: Sequence[Section], *, sort: str
 
 
 def get_weights(folders: Sequence[Path], panels: Sequence[Panel]) -> dict[str, tuple[list[Path], int]]:
-    """Return, for each metric that is drawn, the runs that have it and its share of the points."""
+    """Return, for each metric drawn, the runs that have it and its weight when points are allocated."""
     written = {folder: metric_names(folder / "metrics.csv") for folder in folders}
     every = list(dict.fromkeys(name for names in written.values() for name in names))
     found: dict[str, tuple[list[Path], int]] = {}
@@ -98,9 +98,9 @@ def get_weights(folders: Sequence[Path], panels: Sequence[Panel]) -> dict[str, t
 
 
 def _read_thin(folder: Path, metrics: dict[str, tuple[list[Path], int]], buckets_per_weight: float) -> RunRecord:
-    """Read a run and thin its curves at once, so that many runs are never in memory in full.
+    """Read a run and thin its curves immediately, so that full curves of many runs are never in memory together.
 
-    The lowest, the highest and the last value of a curve are among the points that are kept.
+    The lowest, highest and last value of each curve are kept.
     """
     record = read_run(folder, needs_metrics=False)
     budgets = {name: int(weight * buckets_per_weight) for name, (_, weight) in metrics.items()}
@@ -128,7 +128,7 @@ def sort_key(value: float | None, measure: str) -> tuple[bool, float]:
 
 
 def get_color(rank: int, value: float | None, num_runs: int) -> Color:
-    """Return one distinct color per run; for many runs, from blue for the best to red for the worst."""
+    """Return a distinct color for a run; for many runs, a ramp from blue for the best to red for the worst."""
     if num_runs <= NUM_COLORS:
         return Color(f"c{rank}")
     if value is None:
@@ -137,7 +137,7 @@ def get_color(rank: int, value: float | None, num_runs: int) -> Color:
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
-    """Return the paths of runs relative to the folder that contains them all."""
+    """Return the runs' paths relative to their deepest common folder."""
     parent = common_parent(folders)
     return [Path(os.path.relpath(folder.resolve(), parent)).as_posix() for folder in folders]
 
@@ -148,7 +148,7 @@ def common_parent(folders: Sequence[Path]) -> Path:
 
 
 def in_natural_order(folders: Sequence[Path]) -> list[Path]:
-    """Sort folders so that job 2 of a sweep comes before job 10."""
+    """Sort folders in natural order: job 2 of a sweep before job 10."""
     return sorted(
         folders,
         key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))],

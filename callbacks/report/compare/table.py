@@ -1,4 +1,4 @@
-"""Show compared runs as a table, as bars and as a list of config differences. Escaped HTML, no Lightning."""
+"""Show compared runs as a table, bars and a list of config differences. Escaped HTML, no Lightning."""
 
 import os
 from collections import Counter
@@ -18,7 +18,7 @@ from .values import (
     short_names,
 )
 
-MAX_PARAMETER_COLUMNS = 8  # the others are in the list of differences
+MAX_PARAMETER_COLUMNS = 8  # further ones appear only in the list of differences
 MAX_BARS = 12
 MAX_LISTED_VALUES = 12
 _TITLES = {
@@ -35,10 +35,10 @@ _TITLES = {
 
 
 def runs_table(runs: Sequence[ComparedRun], page: Path, *, sort: str) -> str:
-    """Return one row per run, best first; a click on a heading sorts. The best value of a column is bold.
+    """Return one row per run; a click on a heading sorts, and the best value of each column is bold.
 
     Args:
-        runs: Best first.
+        runs: Runs, best first.
         page: Path of the page, for relative links to the runs' own pages.
         sort: The measure that the runs are sorted by.
     """
@@ -72,13 +72,13 @@ def runs_table(runs: Sequence[ComparedRun], page: Path, *, sort: str) -> str:
 
 
 def get_measures(runs: Sequence[ComparedRun], sort: str) -> list[str]:
-    """Return the measures that some run has, `sort` first; one that is 0 in every run is omitted."""
-    names = list(dict.fromkeys([sort, *METRICS_BY_MEASURE, *runs[0].values]))  # then evaluations
+    """Return the measures that any run has, `sort` first; omit those that are 0 in every run."""
+    names = list(dict.fromkeys([sort, *METRICS_BY_MEASURE, *runs[0].values]))  # followed by evaluations
     return [name for name in names if any(run.values[name] for run in runs)]
 
 
 def get_title(measure: str) -> str:
-    """Return a measure as a heading."""
+    """Return the column heading of a measure."""
     return _TITLES.get(measure, measure)
 
 
@@ -87,7 +87,7 @@ def _measure_head(measure: str) -> tuple[str, str]:
 
 
 def _best(values: list[float], measure: str) -> float | None:
-    """Return the value to mark; None if more than half of the runs have it, or none is better than another."""
+    """Return the value to highlight; None if more than half of the runs have it, or no value counts as better."""
     best = find_best(values, measure)
     is_common = best is not None and 2 * values.count(best) > len(values)
     return None if is_common or not has_best(measure) else best
@@ -130,7 +130,7 @@ def _parameter_cell(value: Any) -> str:
 
 
 def bars_html(title: str, metric: str, runs: Sequence[ComparedRun]) -> str:
-    """Return a bar per run, from zero to the best value it reached; the best run first."""
+    """Return a bar per run from zero to its best value, best run first."""
     reached = [(value, i) for i, run in enumerate(runs) if (value := run.best.get(metric)) is not None]
     if not reached:
         return ""
@@ -151,7 +151,7 @@ def _bar(run: ComparedRun, number: int, value: float, fraction: float) -> str:
 
 
 def differences_table(runs: Sequence[ComparedRun]) -> str:
-    """Return each parameter that differs, with its values and how many runs have each."""
+    """Return a table of the parameters that differ, with their values and the number of runs that have each."""
     rows = []
     for name in runs[0].parameters:
         counts = Counter(value_text(run.parameters[name]) for run in runs)

@@ -1,4 +1,4 @@
-"""The values that runs are compared by, and the config values that differ between them. No Lightning."""
+"""Extract the values by which runs are compared, and the config values that differ. No Lightning."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from ..config import shown_config, typed_keys
 from ..html import flatten
 from ..run_record import RunRecord
 
-# keys of summary.json, and the metrics that stand in for them in a run that has no summary yet
+# keys of summary.json, and the metrics used instead for a run without a summary
 METRICS_BY_MEASURE: dict[str, tuple[str, ...]] = {
     "val_loss": VAL_LOSS,
     "best_val_loss": VAL_LOSS,
@@ -24,7 +24,7 @@ METRICS_BY_MEASURE: dict[str, tuple[str, ...]] = {
     "rollbacks": ("spike/rollbacks",),
     "skipped_steps": ("spike/skipped_steps",),
 }
-_SPLITS = ("train", "val")  # a column `val/loss` would be taken for the metric of the training run
+_SPLITS = ("train", "val")  # a column `val/loss` would be mistaken for the training run's metric
 _HIGHER_IS_BETTER = (
     "accuracy",
     "acc",
@@ -42,16 +42,16 @@ _HIGHER_IS_BETTER = (
     "fraction",
 )
 _NEITHER_IS_BETTER = ("steps", "tokens", "samples", "lr")
-# config nodes that say where a run is and what observes it, not what it trains
+# config nodes that affect where a run is stored and what observes it, but not what it trains
 _NOT_PARAMETERS = ("name", "tags", "resume", "loader", "callbacks", "logger")
 
 
 def get_value(run: RunRecord, measure: str) -> float | None:
-    """Return a value of the summary, else of the last row; None if unknown.
+    """Return a value from the summary, else from the last row; None if unknown.
 
     Args:
         run: The run.
-        measure: A key of `summary.json`, the name of a metric, or of one in `get_evaluations`.
+        measure: A key of `summary.json`, a metric, or a key returned by `get_evaluations`.
     """
     if measure in run.summary and is_finite(run.summary[measure]):
         return float(run.summary[measure])
@@ -67,7 +67,7 @@ def get_value(run: RunRecord, measure: str) -> float | None:
 
 
 def get_evaluations(run: RunRecord) -> dict[str, float]:
-    """Return what was evaluated after training, by `<split or task>/<metric>`; a split is named `evaluate_<split>`."""
+    """Return evaluation results after training by `<task>/<metric>`, or `evaluate_<split>/<metric>` for a split."""
     evaluations = run.summary.get("evaluations")
     found: dict[str, float] = {}
     for name, metrics in evaluations.items() if isinstance(evaluations, dict) else ():
@@ -78,13 +78,13 @@ def get_evaluations(run: RunRecord) -> dict[str, float]:
 
 
 def find_best(values: Sequence[float], measure: str) -> float | None:
-    """Return the lowest finite value of a loss, the highest of an accuracy; None if none is finite."""
+    """Return the best finite value: the lowest for a loss, the highest for an accuracy; None if none is finite."""
     finite = [value for value in values if math.isfinite(value)]
     return (max if is_higher_better(measure) else min)(finite) if finite else None
 
 
 def is_higher_better(measure: str) -> bool:
-    """Return whether a higher value is better, judged by the name; an unknown name counts as a loss."""
+    """Return whether a higher value is better, judging by the name; unknown names are treated as losses."""
     return any(part in measure for part in _HIGHER_IS_BETTER)
 
 
@@ -94,12 +94,12 @@ def has_best(measure: str) -> bool:
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether it is a number other than NaN and inf; a bool is not."""
+    """Return whether a value is a finite number; bools do not count."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def get_parameters(run: RunRecord) -> dict[str, Any]:
-    """Return the config flattened, with the class of a node under the node's own name."""
+    """Return the flattened config, with each node's class under the node's name."""
     parameters = {}
     for name, value in flatten(shown_config(run.config)):
         if name.split(".")[0] in _NOT_PARAMETERS or name.endswith("_partial_"):
@@ -114,12 +114,12 @@ def get_parameters(run: RunRecord) -> dict[str, Any]:
 def differing_parameters(runs: Sequence[RunRecord], first: Sequence[str] = ()) -> dict[str, list[Any]]:
     """Return the parameters that differ, with their value in each run.
 
-    A value is None if the run has no such parameter or no config. A parameter that was not typed and has the same
-    values as an earlier one follows from that one and is omitted.
+    A value is None if the run has no such parameter or no config. A parameter that was not overridden and has the same
+    values as an earlier one is assumed to follow from it and is omitted.
 
     Args:
         runs: The runs to compare.
-        first: Parameters to list first; then come those that were typed, then all others.
+        first: Parameters to list first, followed by command-line overrides and then all others.
     """
     configs = [get_parameters(run) for run in runs]
     readable = [config for config in configs if config]

@@ -1,4 +1,4 @@
-"""Find every mistake that names, types and arithmetic can show, before anything is built: milliseconds, no torch."""
+"""Check a config by names, types and arithmetic before anything is built; takes milliseconds, without torch."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -33,17 +33,17 @@ def check_config(
     *,
     continues: bool = False,
 ) -> list[ConfigError]:
-    """Report every mistake in a composed config.
+    """Return all errors in a composed config.
 
     Args:
         config: Plain values, every interpolation resolved.
         choices: Option chosen for each group, to name it in messages.
         overrides: Command-line overrides.
         run_folder: Folder for the files of the run.
-        continues: Whether what the folder contains is an earlier start of this very run.
+        continues: Whether the folder holds an earlier start of this same run.
 
     Returns:
-        The mistakes in the order of the checks; empty if the run can be built.
+        The errors in the order of the checks; empty if the run can be built.
     """
     renamed = [*check_renamed(config)]
     structure = [*check_structure(config)]
@@ -87,10 +87,10 @@ def check_config(
 
 
 def locate_mistakes(mistakes: Sequence[ConfigError], overrides: Sequence[str]) -> list[ConfigError]:
-    """Return the mistakes without consequences of a typed one, the others with the file and line to correct.
+    """Drop errors caused by a wrong override, and add the file and line to correct to the others.
 
     Args:
-        mistakes: Each about a key, `key=value`.
+        mistakes: Errors about a key, `key=value`.
         overrides: Command-line overrides.
     """
     typed_keys = {override.lstrip("+~").partition("=")[0] for override in overrides}

@@ -1,4 +1,4 @@
-"""Check that what blocks keep for the backward pass agrees with itself and with torch.compile."""
+"""Check the activation checkpointing settings, also in combination with torch.compile."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,19 +9,19 @@ from recipes.errors import ConfigError
 
 
 def check_activation_checkpoint(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check the settings of a run that takes steps; nothing else has a backward pass.
+    """Check the settings of a run that takes steps; no other mode has a backward pass.
 
     Args:
         config: Composed config whose nodes match their signatures.
     """
     node = config["activation_checkpoint"]
-    if not takes_steps(config) or "every_nth_block" not in node:  # a class of somebody's own
+    if not takes_steps(config) or "every_nth_block" not in node:  # a user-defined class
         return
     budget, every_nth = node.get("memory_budget"), node["every_nth_block"]
     if node.get("keep") == "products" and every_nth == 0:
         yield ConfigError(
             "activation_checkpoint.keep=products activation_checkpoint.every_nth_block=0",
-            "it is for blocks that are recomputed, and there are none",
+            "it applies to recomputed blocks, and there are none",
             "activation_checkpoint=selective",
         )
     if budget is not None and every_nth > 0:

@@ -14,7 +14,7 @@ def check_batch_size(config: Mapping[str, Any], world_size: int | None) -> Itera
 
     Args:
         config: Composed config whose nodes match their signatures.
-        world_size: Ranks of the run; None if they are a mistake of their own.
+        world_size: Number of ranks; None if it is invalid, which is reported separately.
     """
     accumulate = config["trainer"]["accumulate_grad_batches"]
     counts = (config["global_batch_size"], config["micro_batch_size"], accumulate)
@@ -40,7 +40,7 @@ def check_batch_size(config: Mapping[str, Any], world_size: int | None) -> Itera
 
 
 def count_ranks(config: Mapping[str, Any]) -> tuple[int | None, list[ConfigError]]:
-    """Return the number of ranks of a run, None if it is a mistake; and that mistake.
+    """Return the number of ranks of a run, None if it is invalid, and the errors.
 
     Imports torch only on a machine with a GPU that several ranks may use.
     """

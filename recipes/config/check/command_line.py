@@ -1,4 +1,4 @@
-"""Check the overrides typed, each by itself: those that Hydra cannot compose, with the nearest name that exists."""
+"""Check each typed override by itself; for those that Hydra cannot compose, suggest the nearest existing name."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,13 +35,13 @@ from recipes.errors import ConfigError
 def compose_overrides(
     overrides: Sequence[str], *, config_folder: Path = CONF, config_name: str = "config"
 ) -> tuple[Composed | None, list[ConfigError]]:
-    """Compose a run, or as much of it as can be composed, and report every override that cannot.
+    """Compose a run from all valid overrides, and report the invalid ones.
 
     An argument that a node's target accepts but its YAML does not list (`trainer.benchmark=true`) is added, and text
     that Hydra's grammar would read as something else (`name=2024`, a prompt with a comma) is quoted.
 
     Returns:
-        The run composed without the wrong overrides, None if even that fails; and the mistakes.
+        The run composed without the wrong overrides, None if even that fails; and the errors.
     """
     overrides, mistakes = _reject_deletions(quote_options(overrides))
     where: dict[str, Any] = {"config_folder": config_folder, "config_name": config_name}
@@ -89,10 +89,10 @@ def _reject_deletions(overrides: Sequence[str]) -> tuple[list[str], list[ConfigE
 
 
 def _compose_valid(good: Sequence[str], where: dict[str, Any]) -> tuple[Composed, list[ConfigError]]:
-    """Compose overrides that are each about something that exists; report those that still cannot be composed.
+    """Compose overrides whose keys and options exist; report those that still cannot be composed.
 
     Raises:
-        hydra.errors.HydraException: Nothing can be composed, not even without any of them: a file is broken.
+        hydra.errors.HydraException: A file is broken: composition fails even without any overrides.
     """
     try:
         return compose_run(good, **where), []
@@ -112,7 +112,7 @@ def _compose_valid(good: Sequence[str], where: dict[str, Any]) -> tuple[Composed
 
 
 def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[str], list[ConfigError]]:
-    """Split overrides into those that compose, corrected where the meaning is plain, and mistakes.
+    """Split overrides into valid ones, corrected where the intent is clear, and errors.
 
     Raises:
         ConfigError: A file of the run that `resume=` names is damaged.
@@ -124,7 +124,7 @@ def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[st
     for text in typed:
         override, quoted = parse_or_quote(text)
         if override is None:
-            mistakes.append(ConfigError(text, "it is not key=value", "key=value"))
+            mistakes.append(ConfigError(text, "it is not of the form key=value", "key=value"))
             continue
         if override.package is not None and folder == CONF and not is_place_of_data(override.package):
             group = override.key_or_group
@@ -138,7 +138,7 @@ def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[st
             good += [] if mistake else [quoted]
         else:
             values.append((text, quoted, override))
-    # the keys that a value may be typed for: those of the chosen options, of the resumed run too
+    # the keys that may be set: those of the chosen options, including those of the resumed run
     inherited = _inherit_options([quoted for _, quoted, _ in values], good, folder, name)
     config = compose_options([*inherited, *good], folder, name)
     for text, quoted, override in values:
@@ -155,7 +155,7 @@ def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[st
 
 
 def _inherit_options(values: Sequence[str], options: Sequence[str], folder: Path, name: str) -> list[str]:
-    """Return the options of the run that `resume=`, one of the values, names; without those that are typed again."""
+    """Return the options of the run that `resume=` names, except those that are typed again."""
     resumed = read_resumed_run(values)
     if resumed is None:
         return []
@@ -189,21 +189,21 @@ def _answer_added_option(
 ) -> ConfigError:
     """Answer `+group=option`, which Hydra rejects: every group has an option already."""
     if not is_list_of_options(group):
-        return ConfigError(typed, f"an option of {group} is chosen already", f"{group}={option}")
+        return ConfigError(typed, f"an option of {group} is already chosen", f"{group}={option}")
     same_group = [other for other in others if other.startswith(f"{group}=")]
     now = get_choice(group, compose_options(same_group, folder, name))
-    reason = f"{group}={now.replace(' ', '')} is chosen already, and + adds a setting, not an option"
+    reason = f"{group}={now.replace(' ', '')} is already chosen, and + adds a setting, not an option"
     return ConfigError(typed, reason, suggest_addition(group, option, now))
 
 
 def _correct(typed: str, override: Override, config: Any) -> str | ConfigError:
-    """Return the override, with `+` where the target accepts the argument, or the mistake in it."""
+    """Return the override, with `+` where the target accepts the argument, or the error in it."""
     node, section, missing = find_deepest(config, override.key_or_group.split("."))
     if override.is_force_add():
         return typed
     if override.is_add():
         exists = not missing and not isinstance(override.value(), dict | list)
-        return ConfigError(typed, "it exists already", typed.lstrip("+")) if exists else typed
+        return ConfigError(typed, "it already exists", typed.lstrip("+")) if exists else typed
     if not missing:
         is_dict = isinstance(override.value(), dict) and not override.is_delete()
         return f"++{typed}" if is_dict else typed  # its keys need not exist; the check of nodes knows which may

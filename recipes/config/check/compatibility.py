@@ -1,4 +1,4 @@
-"""Check choices that are valid by themselves but do not work together."""
+"""Check settings that are valid by themselves but do not work together."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -96,18 +96,18 @@ def _trainer(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     if isinstance(max_time, int | float) or (isinstance(max_time, str) and not _MAX_TIME.fullmatch(max_time)):
         yield ConfigError(
             f"trainer.max_time={max_time}",
-            "it takes days, hours, minutes and seconds",
+            "its format is days:hours:minutes:seconds",
             "trainer.max_time=00:08:00:00, which is 8 hours",
         )
 
 
 def _check_job_time(launcher: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Reject a time limit that sbatch would, after all jobs of a sweep have been checked."""
+    """Reject a time limit that sbatch would reject only after all jobs of a sweep have been checked."""
     limit = launcher.get("time")
     if isinstance(limit, str) and not _SBATCH_TIME.fullmatch(limit):
         yield ConfigError(
             f"launcher.time={limit}",
-            "it is no time limit of sbatch",
+            "sbatch does not accept it as a time limit",
             "launcher.time=240 in minutes, or launcher.time=1-12:00:00 in days, hours, minutes and seconds",
         )
 
@@ -122,7 +122,7 @@ def _optimizer(optimizer: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def _check_min_steps(trainer: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Reject more steps at least than at most: Lightning then ends without the last checkpoint and validation."""
+    """Reject `min_steps` above `max_steps`: Lightning then skips the last checkpoint and validation."""
     least, most = trainer.get("min_steps"), trainer.get("max_steps")
     if isinstance(least, int) and isinstance(most, int) and least > most:
         yield ConfigError(
@@ -133,7 +133,7 @@ def _check_min_steps(trainer: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def _published_weights(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Reject published weights with another tokenizer, whose token ids mean something else to them."""
+    """Reject published weights with a different tokenizer, whose token ids mean something else."""
     pretrained = config["model"].get("pretrained")
     tokenizer = str(config["tokenizer"].get("_target_"))
     if pretrained is not None and tokenizer.endswith((".Bpe", ".Bytes")):
@@ -145,7 +145,7 @@ def _published_weights(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def _published_model(model: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check that the model that is to be built by its name exists."""
+    """Check that a model to be built by name exists."""
     name = model.get("name")
     if not model["_target_"].endswith(".HuggingFace") or name is None or model.get("vocab_size") is not None:
         return
@@ -178,7 +178,7 @@ def _model_shape(model: Mapping[str, Any]) -> Iterator[ConfigError]:
     if hidden_size and heads and hidden_size % heads:
         yield ConfigError(
             f"model.num_heads={heads}",
-            f"model.hidden_size={hidden_size} does not divide into {heads} heads",
+            f"model.hidden_size={hidden_size} is not divisible by {heads} heads",
             f"model.num_heads={_nearest_divisor(hidden_size, heads)}",
         )
     elif hidden_size and heads and kv_heads and (hidden_size // heads) % 2:
@@ -191,13 +191,13 @@ def _model_shape(model: Mapping[str, Any]) -> Iterator[ConfigError]:
     if heads and kv_heads and heads % kv_heads:
         yield ConfigError(
             f"model.num_kv_heads={kv_heads}",
-            f"model.num_heads={heads} does not divide into {kv_heads} groups",
+            f"model.num_heads={heads} is not divisible by {kv_heads} groups",
             f"model.num_kv_heads={_nearest_divisor(heads, kv_heads)}",
         )
 
 
 def _schedule(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check that warm-up and decay fit into the run; a run that ends during its warm-up is short, not wrong."""
+    """Check that warmup and decay fit into the run; a run that ends during warmup is allowed."""
     scheduler, max_steps = config["scheduler"], config["trainer"]["max_steps"]
     for key in ("decay_steps", "cooldown_steps"):
         warmup, decay = scheduler.get("warmup_steps"), scheduler.get(key)
@@ -216,7 +216,7 @@ def check_evaluator(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         return
     name = str(evaluator["_target_"]).split(".")[-2]
     if config["mode"]["_target_"] != "recipes.mode.evaluate.evaluate":
-        reason = "no other mode than evaluate reads it"
+        reason = "only mode=evaluate reads it"
         yield ConfigError(f"evaluator={name}", reason, f"mode=evaluate evaluator={name} resume=<run folder>")
         return
     if not config["task"]["_target_"].endswith("LanguageModeling"):
@@ -227,7 +227,7 @@ def check_evaluator(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
-    """Return the divisor closest to a number, the smaller of two; looks no further than the distance to 1."""
+    """Return the divisor closest to a number; the smaller one of a tie."""
     if wanted >= number:
         return number
     distances = range(wanted)
@@ -269,7 +269,7 @@ def check_kinds(
 
 
 def _metrics_of_another_task(choices: Mapping[str, str]) -> Iterator[ConfigError]:
-    """Reject metrics that have the name of a task which is not the chosen one."""
+    """Reject metrics named after a task other than the chosen one."""
     task, metrics = choices.get("task"), choices.get("metrics")
     if None not in (task, metrics) and metrics != task and (CONF / "task" / f"{metrics}.yaml").is_file():
         fits = (CONF / "metrics" / f"{task}.yaml").is_file()

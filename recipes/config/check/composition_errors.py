@@ -1,4 +1,4 @@
-"""Turn what Hydra, OmegaConf and the YAML reader raise into a sentence about what was typed, or about a file."""
+"""Turn exceptions of Hydra, OmegaConf and the YAML reader into messages about an override or a file."""
 
 import re
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ _REFERENCE = re.compile(r"(?<!\\)\$\{")
 
 
 def explain_override(override: str, error: Exception, composed: Composed) -> ConfigError:
-    """Return the mistake in an override without which the others can be composed.
+    """Return the error in an override without which the others can be composed.
 
     Args:
-        override: Its key exists; a `++` may have been added to it.
-        error: What composing with it has raised.
+        override: Override of an existing key, possibly with `++` added.
+        error: Exception raised when composing with it.
         composed: The run without it.
     """
     typed = override.removeprefix("++")
@@ -41,7 +41,7 @@ def explain_override(override: str, error: Exception, composed: Composed) -> Con
 
 
 def explain_typed(error: BaseException, overrides: Sequence[str]) -> ConfigError | None:
-    """Return the mistake in the override of the key that OmegaConf names; None if nobody has typed it."""
+    """Return the error in the override of the key that OmegaConf names; None if it was not typed."""
     key = str(getattr(error, "full_key", None) or "")
     typed = next((override for override in overrides if override.lstrip("+").partition("=")[0] == key), None)
     if typed is None or not isinstance(error, Exception):
@@ -59,7 +59,7 @@ def explain_broken_file(error: BaseException) -> ConfigError:
         now = RENAMED_OPTIONS[group][old]
         reason = f"{lines[0].partition(':')[0]}: `{group}={old}` is now `{group}={now}`"
         return ConfigError("a file under conf/", reason, f"{group}: {now} in that file")
-    return ConfigError("a file under conf/", reason, "a correction of that file")
+    return ConfigError("a file under conf/", reason, "a corrected version of that file")
 
 
 def _messages(error: BaseException) -> list[str]:
@@ -71,7 +71,7 @@ def _messages(error: BaseException) -> list[str]:
 
 
 def _last_line(error: Exception) -> str:
-    """Return what the innermost cause says, in one line without OmegaConf's details."""
+    """Return the message of the innermost cause in one line, without OmegaConf's details."""
     if isinstance(error, ConfigError):
         return error.reason
     lines = [line.strip() for line in _messages(error)[-1].splitlines()]

@@ -1,4 +1,4 @@
-"""Check what `--config-path` says about Hydra itself, before Hydra acts on it: plugins, callbacks, logging, folders."""
+"""Check the Hydra settings of a `--config-path` folder before Hydra uses them: plugins, callbacks, logging, folders."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ def check_config_folder(folder: Path, name: str, typed: Sequence[str]) -> list[C
     composed; the run's folder, too, is one of its settings.
 
     Args:
-        folder: Of `--config-path`.
+        folder: Folder given by `--config-path`.
         name: Primary config, without its suffix.
         typed: Overrides of this command line.
     """
@@ -46,7 +46,8 @@ def check_config_folder(folder: Path, name: str, typed: Sequence[str]) -> list[C
         bare = compose_overrides(of_hydra, CONF, None)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
         first_line = str(error).strip().partition("\n")[0]
-        return [ConfigError(f"--config-path {folder}", f"it cannot be composed: {first_line}", "a correction of it")]
+        reason = f"it cannot be composed: {first_line}"
+        return [ConfigError(f"--config-path {folder}", reason, "a corrected version of it")]
     known = [dict(_flatten(_get_hydra(config))) for config in (own, bare)]
     return [
         ConfigError(

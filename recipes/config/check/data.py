@@ -1,4 +1,4 @@
-"""Check the data sources of a mixture and of further validations: their names, and what they are made of."""
+"""Check the data sources of a mixture and of additional validations: their names and contents."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ _NAME = re.compile(r"[\w-]+")
 
 
 def check_data(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check every named data source: its name is part of a metric, and it gives what the task reads."""
+    """Check every named data source: its name, which is part of a metric, and the kind of data."""
     kinds = {
         section: find_signature(node.get("_target_")).constants.get("sample_kind")
         for section, node in list_data(config)
@@ -23,10 +23,10 @@ def check_data(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         for name, node in members.items() if isinstance(members, Mapping) else ():
             where = f"{group}.{name}"
             if not _NAME.fullmatch(str(name)):
-                reason = "its name is part of the names of its metrics: letters, digits, _ and -"
+                reason = "its name is part of its metric names: letters, digits, _ and -"
                 yield ConfigError(f"{where}=…", reason, f"+data@{group}.<name>=<option of data>")
             elif where not in kinds and not (node is None and group == "eval_data"):
-                reason = "it is a data source, a section with a _target_"
+                reason = "it must be a data source: a section with a _target_"
                 yield ConfigError(f"{where}={to_setting(node)}", reason, f"+data@{where}=<option of data>")
             elif where in kinds and None not in (kinds[where], kinds["data"]) and kinds[where] != kinds["data"]:
                 reason = f"it gives {kinds[where]}, and data= gives {kinds['data']}"
@@ -39,13 +39,13 @@ def check_data(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def _check_tokenizers(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check that nobody has chosen a tokenizer for one source alone: all have the tokens of the first."""
+    """Check that no source has its own tokenizer: all use the tokenizer of the first."""
     typed = [(section, node["tokenizer"]) for section, node in list_data(config) if "tokenizer" in node]
     for section, tokenizer in typed[1:]:
         if tokenizer != typed[0][1]:
             setting = f"{section}.tokenizer={to_setting(tokenizer)}"
             reason = f"one model reads all data, with the tokens of {typed[0][0]}"
-            yield ConfigError(setting, reason, "tokenizer=<the one for all of them>")
+            yield ConfigError(setting, reason, "tokenizer=<one for all sources>")
 
 
 def _names(members: object) -> list[str]:

@@ -29,7 +29,7 @@ _ALTERNATIVES = {
 
 
 def misplaced_offload(strategy: Mapping[str, Any], setting: str, value: object, typed: str) -> ConfigError | None:
-    """Return the mistake in an offload setting that the strategy does not have.
+    """Return the error in an offload setting that the strategy does not support.
 
     Args:
         strategy: Config node of the strategy.
@@ -38,7 +38,7 @@ def misplaced_offload(strategy: Mapping[str, Any], setting: str, value: object, 
         typed: Override, to name it in the message.
 
     Returns:
-        None if it is not an offload setting or switches offload off: there is no alternative to offer.
+        None if it is not an offload setting or disables offload: there is no alternative to offer.
     """
     if setting not in _ALTERNATIVES or value in (None, False, ""):
         return None
@@ -62,7 +62,7 @@ def misplaced_offload(strategy: Mapping[str, Any], setting: str, value: object, 
 
 
 def check_offload(strategy: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check that the ZeRO stage supports what it shall offload, and that the folder on the disk exists."""
+    """Check that the ZeRO stage supports the requested offload, and that the folder on disk exists."""
     if "stage" not in strategy:
         return
     optimizer, parameters = strategy["offload_optimizer"], strategy["offload_parameters"]
@@ -84,7 +84,7 @@ def check_offload(strategy: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def get_disk_settings(strategy: Mapping[str, Any]) -> str:
-    """Return the settings that make ZeRO-3 use a disk, as typed; empty if none does."""
+    """Return the settings that make ZeRO-3 use a disk, as typed; empty if there are none."""
     settings = ("offload_optimizer", "offload_parameters") if strategy["stage"] == 3 else ()
     return " ".join(f"strategy.{name}=nvme" for name in settings if strategy[name] == "nvme")
 
@@ -153,7 +153,7 @@ def check_toolchain(
 
 
 def _missing_cuda_home() -> str | None:
-    """Return where torch's builder looks for the CUDA toolkit if it is not there; None if it is.
+    """Return where torch's builder looks for the CUDA toolkit if it is missing; None if it is present.
 
     The places are those of `_find_cuda_home` in torch/utils/cpp_extension.py (2.13).
     """

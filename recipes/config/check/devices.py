@@ -1,4 +1,4 @@
-"""Check that the devices of this machine can do what the config asks of them: formats of numbers, and compiled code."""
+"""Check that this machine's devices support the configured dtypes, attention kernels and compilation."""
 
 import importlib.util
 import shutil
@@ -22,7 +22,7 @@ def check_devices(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         return
     on_gpu = config["trainer"]["accelerator"] != "cpu" and num_gpus() > 0
     if config["precision"]["name"] == "tf32" and not on_gpu:
-        yield ConfigError("precision=tf32", "TF32 is a format of GPUs, and there is none", "precision=32-true")
+        yield ConfigError("precision=tf32", "TF32 needs a GPU, and there is none", "precision=32-true")
     if config["precision"]["name"] == "fp8-mixed":
         yield from _check_float8(config, on_gpu=on_gpu)
     yield from _check_attention(config, on_gpu=on_gpu)
@@ -36,13 +36,13 @@ def check_devices(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def _check_float8(config: Mapping[str, Any], *, on_gpu: bool) -> Iterator[ConfigError]:
-    """Check that there is torchao, a GPU unless float8 is emulated, and a strategy that keeps its modules whole."""
+    """Check for torchao, a GPU unless float8 is emulated, and a strategy that does not shard its modules."""
     if importlib.util.find_spec("torchao") is None:
         yield ConfigError("precision=fp8-mixed", "torchao is not installed", "pip install -e '.[fp8]'")
     if not (on_gpu or config["precision"]["emulate"]):
         yield ConfigError(
             "precision=fp8-mixed",
-            "float8 units are part of a GPU, and there is none",
+            "float8 matmuls need a GPU, and there is none",
             "precision=bf16-mixed, or precision.emulate=true to try the rounding",
         )
     traits = get_traits(config["strategy"])
@@ -55,10 +55,10 @@ def _check_float8(config: Mapping[str, Any], *, on_gpu: bool) -> Iterator[Config
 
 
 def _check_attention(config: Mapping[str, Any], *, on_gpu: bool) -> Iterator[ConfigError]:
-    """Check that the kernel of attention exists on the device and takes the precision of the run."""
+    """Check that the attention kernel exists on the device and supports the precision of the run."""
     name, precision = config.get("attention", "auto"), config["precision"]["name"]
     if name in ("cudnn", "memory_efficient") and not on_gpu:
-        yield ConfigError(f"attention={name}", "it is a kernel of GPUs, and there is none", "attention=auto")
+        yield ConfigError(f"attention={name}", "it is a GPU kernel, and there is no GPU", "attention=auto")
     elif name in ("flash", "cudnn") and on_gpu and precision in ("32-true", "tf32"):
         yield ConfigError(
             f"attention={name} precision={precision}",
@@ -89,13 +89,13 @@ def _check_tools(typed: str, *, on_gpu: bool) -> Iterator[ConfigError]:
 
 
 def _check_graphs(config: Mapping[str, Any], typed: str, *, on_gpu: bool) -> Iterator[ConfigError]:
-    """Check what CUDA graphs need: a GPU, weights and gradients at addresses that do not change."""
+    """Check the requirements of CUDA graphs: a GPU, and fixed addresses of weights and gradients."""
     reason = None
     if not on_gpu:
         reason = "CUDA graphs need a GPU, and there is none"
     elif get_traits(config["strategy"]).state_layout != "whole":
         reason = f"{get_traits(config['strategy']).typed} gathers weights to other addresses at each step"
     elif config["micro_batch_size"] not in (None, config["global_batch_size"]):
-        reason = "gradients that are added up over micro-batches would be overwritten by the next replay of the graph"
+        reason = "gradients accumulated over micro-batches would be overwritten by the next replay of the graph"
     if reason is not None:
         yield ConfigError(typed, reason, "compile=default, or compile=max-autotune-no-cudagraphs")

@@ -1,4 +1,4 @@
-"""Check settings of `callbacks.loss_spike` that cannot work together, or not on this machine."""
+"""Check settings of `callbacks.loss_spike` for contradictions, and against this machine's memory."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ _GIB = 2**30
 
 
 def check_loss_spike(config: Mapping[str, Any], world_size: int, meminfo: Path = _MEMINFO) -> Iterator[ConfigError]:
-    """Check warm-up against window, quarantine against snapshots, snapshots against memory."""
+    """Check warmup against window, quarantine against snapshots, snapshots against memory."""
     node = (config.get("callbacks") or {}).get("loss_spike")
     if node is None or not node.keys() >= _READ:  # a deleted one has the default of its signature
         return
@@ -40,7 +40,7 @@ def check_loss_spike(config: Mapping[str, Any], world_size: int, meminfo: Path =
 
 
 def _check_memory(config: Mapping[str, Any], count: int, world_size: int, meminfo: Path) -> Iterator[ConfigError]:
-    """Compare with the total memory of the machine: what is free now says little about what will be free then."""
+    """Compare with the total memory of the machine: free memory may be different when the run starts."""
     parameters = num_parameters_at_least(config["model"])
     if parameters is None or not meminfo.is_file():
         return
@@ -52,14 +52,14 @@ def _check_memory(config: Mapping[str, Any], count: int, world_size: int, meminf
     if needed > available:
         yield ConfigError(
             f"{_NODE}.snapshot_storage=memory",
-            f"{count} snapshots take {needed / _GIB:.0f} GiB of host memory per node at least, this machine has"
+            f"{count} snapshots take at least {needed / _GIB:.0f} GiB of host memory per node; this machine has"
             f" {available / _GIB:.0f}",
             f"{_NODE}.snapshot_storage=disk",
         )
 
 
 def num_parameters_at_least(model: Mapping[str, Any]) -> int | None:
-    """Return the parameters in the matrices of a decoder, from its shape; None for any other model."""
+    """Return a lower bound on a decoder's parameters from its matrix shapes; None for any other model."""
     hidden_size, layers, vocab = (model.get(key) for key in ("hidden_size", "num_layers", "vocab_size"))
     if not (hidden_size and layers and vocab):
         return None

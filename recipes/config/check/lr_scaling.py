@@ -57,7 +57,7 @@ def _check_reference(section: Mapping[str, Any]) -> Iterator[ConfigError]:
         elif not is_positive(value):
             yield ConfigError(
                 f"lr_scaling.{key}={value}",
-                f"a {what} is a positive number",
+                f"the {what} must be a positive number",
                 f"lr_scaling.{key}=<above 0>",
             )
 

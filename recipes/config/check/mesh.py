@@ -1,4 +1,4 @@
-"""Check that the sizes of the device mesh divide what they split: ranks, heads, vocabulary, sequence."""
+"""Check that the device mesh sizes divide the ranks, heads, vocabulary and sequence."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ def check_mesh(config: Mapping[str, Any], world_size: int | None) -> Iterator[Co
 
     Args:
         config: Composed config whose nodes match their signatures.
-        world_size: Ranks of the run; None if they are a mistake of their own.
+        world_size: Number of ranks; None if it is invalid, which is reported separately.
     """
     is_planned = plans_steps(config)  # a plan reads its number of ranks from the planned hardware
     if not is_planned and (not takes_steps(config) or world_size is None):
@@ -43,7 +43,7 @@ def check_mesh(config: Mapping[str, Any], world_size: int | None) -> Iterator[Co
         typed = {"context_parallel_size": context, "pipeline_parallel_size": pipeline}
         yield ConfigError(
             f"mode=preflight {' '.join(f'{name}={size}' for name, size in typed.items() if size > 1)}",
-            "its checks read the logits of whole sequences, of which a rank has a part or none",
+            "its checks read the logits of complete sequences, and each rank has only a part of them or none",
             " ".join(f"{name}=1" for name, size in typed.items() if size > 1),
         )
     if tensor > 1:
@@ -53,14 +53,14 @@ def check_mesh(config: Mapping[str, Any], world_size: int | None) -> Iterator[Co
 
 
 def _check_model(config: Mapping[str, Any], sizes: tuple[int, int, int]) -> Iterator[ConfigError]:
-    """Check that the model is one whose heads and vocabulary can be divided, and that they can be."""
+    """Check that the model supports tensor parallelism and that its heads and vocabulary divide evenly."""
     model, target = config["model"], str(config["model"]["_target_"])
     constants = read_signature(target).constants
     for name, size, declared in zip(MODEL_SIZES, sizes, ("tensor_parallel", "context", "pipeline_ends"), strict=True):
         if size > 1 and declared not in constants:
             yield ConfigError(
                 f"{name}={size} model._target_={target}",
-                "it does not declare how ranks divide it",
+                "it does not declare how it is sharded over ranks",
                 f"{name}=1, or model=gpt2, model=llama_160m or another size of them",
             )
             return
@@ -76,20 +76,20 @@ def _check_model(config: Mapping[str, Any], sizes: tuple[int, int, int]) -> Iter
         if number % tensor:
             yield ConfigError(
                 f"tensor_parallel_size={tensor}",
-                f"model.{name}={number} does not divide over {tensor} ranks",
+                f"model.{name}={number} is not divisible by {tensor} ranks",
                 f"tensor_parallel_size={math.gcd(tensor, number)}",
             )
             return
     if rows % tensor:
         yield ConfigError(
             f"tensor_parallel_size={tensor}",
-            f"the vocabulary of {rows} rows does not divide over {tensor} ranks",
+            f"the vocabulary of {rows} rows is not divisible by {tensor} ranks",
             f"model.vocab_pad_multiple={multiple * tensor}",
         )
 
 
 def _check_sequence(config: Mapping[str, Any], tensor: int, context: int) -> Iterator[ConfigError]:
-    """Check that the tokens of a sample divide."""
+    """Check that the sequence length divides evenly over the ranks."""
     splits = context * (tensor if config.get("sequence_parallel", True) else 1)
     seq_len = config["data"].get("seq_len") or config.get("seq_len")
     if isinstance(seq_len, int) and seq_len % splits:
@@ -98,38 +98,38 @@ def _check_sequence(config: Mapping[str, Any], tensor: int, context: int) -> Ite
         key = "seq_len" if config.get("seq_len") == seq_len else "data.seq_len"
         yield ConfigError(
             f"{key}={seq_len} {' '.join(names)}",
-            f"{seq_len} tokens do not divide over {splits} ranks",
+            f"{seq_len} tokens are not divisible by {splits} ranks",
             f"{key}={max(1, seq_len // splits) * splits}",
         )
 
 
 def _check_tensor(config: Mapping[str, Any], tensor: int) -> Iterator[ConfigError]:
-    """Check what divided matrices cannot be combined with."""
+    """Check settings that tensor parallelism cannot be combined with."""
     typed, model = f"tensor_parallel_size={tensor}", config["model"]
     if not config.get("sequence_parallel", True) and model.get("dropout"):
         yield ConfigError(
             f"{typed} sequence_parallel=false model.dropout={model['dropout']}",
-            "ranks with the same tokens would drop other activations of them",
+            "ranks with the same tokens would drop different activations",
             "sequence_parallel=true, or model.dropout=0",
         )
     optimizer = str(config["optimizer"]["_target_"]).split(".")
     if "recipes" in optimizer and optimizer[-2] not in _ELEMENTWISE:
         yield ConfigError(
             f"{typed} optimizer={optimizer[-2]}",
-            "it reads whole matrices, of which a rank has parts",
+            "it needs unsharded matrices",
             "optimizer=adamw, or tensor_parallel_size=1",
         )
     adapter = str((config.get("adapter") or {}).get("_target_", "recipes.adapter.NoAdapter"))
     if not adapter.endswith(".NoAdapter"):
         yield ConfigError(
             f"{typed} adapter={adapter.split('.')[-2]}",
-            "the matrices of an adapter are not divided over ranks",
+            "adapter matrices are not sharded over ranks",
             "tensor_parallel_size=1, or adapter=none",
         )
     precision = str(config["precision"].get("name", ""))
     if precision.startswith("fp8"):
         yield ConfigError(
             f"{typed} precision={precision}",
-            "products of divided matrices are not computed in float8",
+            "products of sharded matrices are not computed in float8",
             "precision=bf16-mixed, or tensor_parallel_size=1",
         )

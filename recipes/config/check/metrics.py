@@ -1,4 +1,4 @@
-"""Check the validation metrics: what a node of `metrics` is, and who reads a metric that no validation computes."""
+"""Check the validation metrics: their nodes, and settings that name a metric that no validation computes."""
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -17,7 +17,7 @@ _READERS = {
 
 
 def check_metrics(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check that each metric is a section with a `_target_`, and that the model has as many classes as it ranks."""
+    """Check that each metric is a section with a `_target_`, and that the model has enough classes for top-k."""
     metrics, model = config.get("metrics"), config.get("model")
     for name, node in dict(metrics if isinstance(metrics, Mapping) else {}).items():
         if name == "loss":
@@ -34,7 +34,7 @@ def check_metrics(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def check_readers(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check that a metric which a setting names is computed, unless code from elsewhere may log it."""
+    """Check that a metric named by a setting is computed, unless external code may log it."""
     callbacks = [node for node in config["callbacks"].values() if node is not None]
     ours = ("recipes.", "callbacks.")
     if not all(str(node["_target_"]).startswith(ours) for node in (config["task"], *callbacks)):
@@ -52,7 +52,7 @@ def check_readers(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def _list_computed(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the metrics of a validation: of its split, of each source of a mixture, of each further validation."""
+    """Yield the validation metrics: of the split, of each source of a mixture, of each additional validation."""
     names = ["loss", *(name for name, node in config.get("metrics", {}).items() if node is not None)]
     yield from (_PREFIX + name for name in names)
     for section, _ in list_data(config):

@@ -1,4 +1,4 @@
-"""Check what a model with experts cannot be combined with, and that its experts suffice."""
+"""Check mixture-of-experts settings: number of experts, and what they cannot be combined with."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from recipes.config.signature import read_signature
 from recipes.config.traits import plans_steps, takes_steps
 from recipes.errors import ConfigError
 
-# optimizers that take what has two axes or more for one matrix
+# optimizers that treat any tensor with two or more axes as one matrix
 _OF_MATRICES = ("adafactor", "muon")
 _ALIGNMENT = 8  # of the products of experts, `recipes.numerics.grouped_linear`, which imports torch
 
@@ -20,7 +20,7 @@ def check_moe(config: Mapping[str, Any], world_size: int | None) -> Iterator[Con
 
     Args:
         config: Composed config whose nodes match their signatures.
-        world_size: Ranks of the run; None if they are a mistake of their own.
+        world_size: Number of ranks; None if it is invalid, which is reported separately.
     """
     model = config["model"]
     if not read_signature(str(model["_target_"])).constants.get("routes_tokens"):
@@ -51,7 +51,7 @@ def _adapter_and_precision(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     if not adapter.endswith(".NoAdapter"):
         yield ConfigError(
             f"adapter={adapter.split('.')[-2]} with experts",
-            "an adapter stands beside linear layers, and experts are none",
+            "an adapter attaches to linear layers, and experts are not linear layers",
             "adapter=none",
         )
     precision = str(config["precision"].get("name", ""))
@@ -64,7 +64,7 @@ def _adapter_and_precision(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def _check_division(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check that the ranks divide the experts, and those with the same experts the rows of their matrices."""
+    """Check that experts divide evenly over ranks, and their rows over the ranks with the same experts."""
     size, model = config.get("expert_parallel_size", 1), config["model"]
     if not isinstance(size, int) or size < 2:
         return
@@ -75,7 +75,7 @@ def _check_division(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     if isinstance(model.get("num_experts"), int) and model["num_experts"] % size:
         yield ConfigError(
             f"expert_parallel_size={size}",
-            f"model.num_experts={model['num_experts']} does not divide over {size} ranks",
+            f"model.num_experts={model['num_experts']} is not divisible by {size} ranks",
             f"expert_parallel_size={math.gcd(size, model['num_experts'])}",
         )
         return
@@ -85,7 +85,7 @@ def _check_division(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             multiple = math.lcm(shards, _ALIGNMENT)
             yield ConfigError(
                 f"model.{name}={rows} expert_parallel_size={size}",
-                f"{shards} ranks have the same experts, and do not divide the rows of their matrices",
+                f"{shards} ranks share the same experts, and the rows of their matrices are not divisible by {shards}",
                 f"model.{name}={-(-rows // multiple) * multiple}",
             )
 
@@ -96,7 +96,7 @@ def _steps(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     if size != 1:
         yield ConfigError(
             f"tensor_parallel_size={size} with experts",
-            "experts are not divided with the rest of a block",
+            "experts are not sharded with the rest of a block",
             "tensor_parallel_size=1",
         )
     losses = [name for name in ("load_balance_loss", "router_z_loss") if config["model"].get(name)]
@@ -104,20 +104,20 @@ def _steps(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         typed = " ".join(f"model.{name}={config['model'][name]}" for name in losses)
         yield ConfigError(
             f"context_parallel_size={config['context_parallel_size']} {typed}",
-            "the terms of a sequence need all of its tokens, of which a rank has a part",
+            "the loss terms of a sequence need all of its tokens, and each rank has only a part of them",
             f"{' '.join(f'model.{name}=0' for name in losses)} model.balance_rate=0.001",
         )
     optimizer = str(config["optimizer"]["_target_"]).split(".")
     if "recipes" in optimizer and optimizer[-2] in _OF_MATRICES:
         yield ConfigError(
             f"optimizer={optimizer[-2]} with experts",
-            "it would take the stacked matrices of all experts for one",
+            "it would treat the stacked matrices of all experts as one",
             "optimizer=adamw",
         )
     divided = config.get("expert_parallel_size", 1)
     if "recipes" in optimizer and optimizer[-2] == "adamw_8bit" and divided != 1:
         yield ConfigError(
             f"optimizer=adamw_8bit expert_parallel_size={divided}",
-            "it reads blocks of whole matrices, of which a rank has parts",
+            "it needs unsharded matrices",
             "optimizer=adamw, or expert_parallel_size=1",
         )

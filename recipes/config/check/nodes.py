@@ -10,7 +10,7 @@ from recipes.config.signature import Signature, TargetNotFoundError, list_names,
 from recipes.config.traits import list_nodes
 from recipes.errors import ConfigError
 
-# null means that build.py derives the value, whatever the annotation of the target says
+# null means that build.py derives the value, regardless of the target's annotation
 _DERIVED = {"trainer.accumulate_grad_batches"}
 # what build.py passes to partial nodes: objects, and settings shared by several nodes
 PROVIDED: dict[str, set[str]] = {
@@ -91,7 +91,7 @@ def _check_node(path: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def _suggest_target(path: str, target: str) -> str:
-    """Return an option of the group or, for an entry of a group without options of its own, a name like the target."""
+    """Return an option of the group or, for groups without options, a name similar to the target."""
     group, _, entry = path.partition(".")
     if not entry:
         return f"{path}=<an option of conf/{path}/>"

@@ -1,7 +1,7 @@
-"""What the config of a run folder, or of another config folder, may not decide: which code runs, which files it writes.
+"""Check untrusted configs (a run folder or another config folder), which must not choose code to run or files to write.
 
 Such a folder may have been downloaded. Its config is data as long as it only chooses among the constructors that the
-options of conf/ name, each in its own place. Whatever else it names has to be typed on this command line.
+options of conf/ name, each in its own place. Anything else that it names must be typed on this command line.
 """
 
 import re
@@ -20,11 +20,11 @@ from recipes.errors import ConfigError
 
 Place = tuple[str, ...]  # keys from the root of the config to a node
 _ANY = "*"  # in groups of named nodes, such as callbacks, the name is free
-# a YAML file of ten lines can stand for billions of values, or for one that contains itself
+# a YAML file of ten lines can expand to billions of values, or to one that contains itself
 _MAX_VALUES, _MAX_DEPTH = 100_000, 50
 _PACKAGE = re.compile(r"#\s*@package\s+(\S+)")
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-# settings of a launcher go into a shell script: of other characters one could make lines of their own
+# launcher settings go into a shell script: other characters could inject lines
 _WORD = re.compile(r"[\w.:,@%+-]*")
 _READER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _FIX_OF_A_FORGERY = "another folder: no run writes such a config"
@@ -32,11 +32,11 @@ _FIX_OF_A_FORGERY = "another folder: no run writes such a config"
 
 @dataclass(frozen=True, kw_only=True)
 class _Admitted:
-    """What trusted files name.
+    """Constructors and texts named in trusted files.
 
     Attributes:
         nodes: Places of nodes, their constructors and whether they are partial.
-        texts: Places of other values that are text.
+        texts: Places of other text values.
     """
 
     nodes: set[tuple[Place, str, bool]]
@@ -44,7 +44,7 @@ class _Admitted:
 
 
 def check_origin(config: Mapping[str, Any], typed: Sequence[str], origin: Path) -> Iterator[ConfigError]:
-    """Reject what the config of a folder names and neither conf/ nor the command line does. Imports nothing.
+    """Reject names in a folder's config that appear neither in conf/ nor on the command line. Imports nothing.
 
     Args:
         config: Composed, plain values.
@@ -53,7 +53,7 @@ def check_origin(config: Mapping[str, Any], typed: Sequence[str], origin: Path) 
     """
     found = list(_walk(config))
     if len(found) > _MAX_VALUES or any(len(place) > _MAX_DEPTH for place, _ in found):
-        reason = f"it stands for more than {_MAX_VALUES:,} values, or for one that contains itself"
+        reason = f"it expands to more than {_MAX_VALUES:,} values, or for one that contains itself"
         yield ConfigError(str(origin), reason, _FIX_OF_A_FORGERY)
         return
     admitted = _read_admitted(find_trusted_folders(typed))
@@ -63,7 +63,7 @@ def check_origin(config: Mapping[str, Any], typed: Sequence[str], origin: Path) 
             yield from _check_node(place, value, admitted, typed_values, origin)
         is_known = (place, value) in admitted.texts if isinstance(value, str) else False
         if _is_written_elsewhere(place, value) and not is_known and not _is_typed(place, value, typed_values):
-            why = "a folder may not choose the files and the shell lines that are written outside of it"
+            why = "a folder may not choose the files and shell commands that are written outside of it"
             yield _reject(place, value, why, origin)
         if _names_tasks(place, value) and not _is_typed(_without_mode(place), value, typed_values):
             yield _reject(place, value, "a folder may not choose tasks: their YAML files may run code", origin)
@@ -95,7 +95,7 @@ def _check_node(
 
 
 def _as_option(place: Place) -> Place:
-    """Return where the options of conf/data name what a source of a mixture, or of `eval_data`, consists of."""
+    """Map the place of a mixture source or an `eval_data` entry to that of the options in conf/data."""
     for named in (("data", "sources"), ("eval_data",)):
         if place[: len(named)] == named and len(place) > len(named):
             return ("data", *place[len(named) + 1 :])
@@ -117,7 +117,7 @@ def _is_written_elsewhere(place: Place, value: object) -> bool:
 
 
 def _names_tasks(place: Place, value: object) -> bool:
-    """Return whether a value is a task of an evaluator, or the folder of such."""
+    """Return whether a value is a task of an evaluator, or a folder of tasks."""
     section, *rest = _without_mode(place) or ("",)
     is_task = "tasks" in rest and not isinstance(value, list) and value != "???"
     return section == "evaluator" and (is_task or (rest[-1:] == ["task_folder"] and value is not None))
@@ -138,7 +138,7 @@ def _is_typed(place: Place, value: object, typed_values: Mapping[Place, object])
 
 
 def _walk(value: object, place: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """Yield every value with its place, sections before what they contain, up to one more than a config may have."""
+    """Yield every value with its place, sections before their contents, up to one more than a config may have."""
     waiting: list[tuple[Place, Any]] = [(place, value)]
     for _ in range(_MAX_VALUES + 1):
         if not waiting:
@@ -177,7 +177,7 @@ def _read_admitted(folders: Sequence[Path]) -> _Admitted:
 
 
 def _get_prefix(file: Path, text: str) -> Place:
-    """Return the section that a file's values go to: that of its group, unless the file names another package."""
+    """Return the section of a file's values: that of its group, unless the file names another package."""
     match = _PACKAGE.search(text)
     if match is None:
         return file.parent.parts

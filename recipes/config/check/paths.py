@@ -32,7 +32,7 @@ def check_paths(
         config: Plain values, every interpolation resolved.
         overrides: Overrides typed on this command line.
         run_folder: Folder for the files of the run.
-        continues: Whether what the folder contains is an earlier start of this very run.
+        continues: Whether the folder holds an earlier start of this same run.
     """
     for section, node in list_data(config):
         yield from _check_data_path(section, node)
@@ -77,7 +77,7 @@ def _check_resume(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterat
 
 
 def _check_run_files(run: Path) -> Iterator[ConfigError]:
-    """Check the files that a resumed run goes on writing; found later, the run would already have replaced others."""
+    """Check the files that a resumed run appends to, before it replaces any others."""
     try:
         check_metrics(run / METRICS_FILE)
         read_json_lines(run / EVENTS_FILE)
@@ -86,7 +86,7 @@ def _check_run_files(run: Path) -> Iterator[ConfigError]:
 
 
 def _check_links(run_folder: Path) -> Iterator[ConfigError]:
-    """Reject a link in place of a file that the run writes: in a folder from elsewhere it leads to any file there is.
+    """Reject a link in place of a file that the run writes: in a downloaded folder it could point to any file.
 
     A link to a folder is allowed: checkpoints may be on another disk.
     """
@@ -110,12 +110,12 @@ def _is_repeatable(overrides: Sequence[str]) -> bool:
 
 
 def check_run_folder(config: Mapping[str, Any], run_folder: Path, *, continues: bool = False) -> Iterator[ConfigError]:
-    """Reject a run in the folder of another one, which it would overwrite; to be asked again once the folder is locked.
+    """Reject a run that would overwrite another run's folder; check again once the folder is locked.
 
     Args:
         config: Plain values, every interpolation resolved.
         run_folder: Folder for the files of the run.
-        continues: Whether what the folder contains is an earlier start of this very run.
+        continues: Whether the folder holds an earlier start of this same run.
     """
     if str(run_folder).startswith("~"):
         yield ConfigError(f"hydra.run.dir={run_folder}", "there is no such user", "hydra.run.dir=<a folder>")

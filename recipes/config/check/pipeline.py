@@ -1,4 +1,4 @@
-"""Check that the layers divide into the stages of a pipeline, and the global batch into what its schedule needs."""
+"""Check that the layers divide into pipeline stages, and the global batch into the schedule's micro-batches."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,17 +11,17 @@ from recipes.mesh import STAGES_PER_RANK, least_micro_batches
 
 
 def check_pipeline(config: Mapping[str, Any], size: int) -> Iterator[ConfigError]:
-    """Check a pipeline of several ranks.
+    """Check a pipeline with several stages.
 
     Args:
         config: Composed config whose nodes match their signatures.
-        size: Ranks that divide the layers.
+        size: Number of pipeline ranks.
     """
     schedule = str(config.get("pipeline_schedule", "1F1B"))
     typed, num_layers = f"pipeline_parallel_size={size}", int(config["model"]["num_layers"])
     num_stages = size * STAGES_PER_RANK.get(schedule, 1)
     if num_layers < num_stages:
-        # a divisor, which divides the ranks as the size itself does
+        # a divisor of `size` also divides the number of ranks
         fits = next(n for n in range(size, 0, -1) if size % n == 0 and (n == 1 or num_stages * n <= num_layers * size))
         yield ConfigError(
             f"{typed} pipeline_schedule={schedule} model.num_layers={num_layers}",
@@ -31,20 +31,20 @@ def check_pipeline(config: Mapping[str, Any], size: int) -> Iterator[ConfigError
     if schedule == "ZBVZeroBubble" and get_compile_mode(config) is not None:
         yield ConfigError(
             f"pipeline_schedule={schedule} compile={str(config['compile']).lower()}",
-            "it splits the backward pass of a layer in two, which a compiled layer does not (torch 2.13)",
+            "it splits the backward pass of a layer in two, which a compiled layer does not support (torch 2.13)",
             "compile=false, or pipeline_schedule=Interleaved1F1B",
         )
     if schedule == "ZBVZeroBubble" and (config.get("activation_checkpoint") or {}).get("keep"):
         yield ConfigError(
             f"pipeline_schedule={schedule} activation_checkpoint.keep={config['activation_checkpoint']['keep']}",
-            "it splits the backward pass of a layer in two, and torch (2.13) recomputes from what is kept only once",
+            "it splits the backward pass of a layer in two, and torch (2.13) recomputes from saved tensors only once",
             "activation_checkpoint=every_block, or pipeline_schedule=Interleaved1F1B",
         )
     adapter = str((config.get("adapter") or {}).get("_target_", "recipes.adapter.NoAdapter"))
     if not adapter.endswith(".NoAdapter"):
         yield ConfigError(
             f"{typed} adapter={adapter.split('.')[-2]}",
-            "an adapter stands beside layers of which a rank has some",
+            "an adapter attaches to all layers, and each rank has only some of them",
             "pipeline_parallel_size=1, or adapter=none",
         )
     if config["mode"]["_target_"].rpartition(".")[2] == "noise_scale":
@@ -57,7 +57,7 @@ def check_pipeline(config: Mapping[str, Any], size: int) -> Iterator[ConfigError
 
 
 def _check_micro_batches(config: Mapping[str, Any], schedule: str, size: int) -> Iterator[ConfigError]:
-    """Check that there are as many micro-batches as the schedule needs (torch 2.13)."""
+    """Check that there are enough micro-batches for the schedule (torch 2.13)."""
     ranks = count_data_ranks(config, get_ranks(config).world_size)
     batch, micro = int(config["global_batch_size"]), config["micro_batch_size"]
     number = config["trainer"]["accumulate_grad_batches"] or (batch // (micro * ranks) if micro else 1)
@@ -69,6 +69,6 @@ def _check_micro_batches(config: Mapping[str, Any], schedule: str, size: int) ->
     fits = next((number for number in range(most, 0, -1) if batch % (ranks * number) == 0), None)
     yield ConfigError(
         f"pipeline_parallel_size={size} pipeline_schedule={schedule}",
-        f"it needs at least {needs} micro-batches of each rank{multiple}, and has {number}",
+        f"it needs at least {needs} micro-batches per rank{multiple}, but has {number}",
         f"micro_batch_size={fits}" if fits else f"global_batch_size={ranks * needs} micro_batch_size=1",
     )

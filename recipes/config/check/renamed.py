@@ -1,4 +1,4 @@
-"""Settings and options that were renamed: an old name is answered with the new one, its value carried over."""
+"""Renamed settings and options: an old name is rejected with the new one and the same value."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -48,7 +48,7 @@ RENAMED_OPTIONS = {
 
 
 class RenamedError(ConfigError):
-    """An old name; the fix is the new one with the same value."""
+    """An old name is used; the fix is the new name with the same value."""
 
 
 def answer_renamed_setting(override: str) -> RenamedError | None:
@@ -58,7 +58,7 @@ def answer_renamed_setting(override: str) -> RenamedError | None:
     if key not in RENAMED_SETTINGS:
         return None
     new = RENAMED_SETTINGS[key]
-    if key in RENAMED_VALUES:  # all of a sweep
+    if key in RENAMED_VALUES:  # all values of a sweep
         value = ",".join(RENAMED_VALUES[key].get(part, part) for part in value.split(","))
     fix = f"'~{new}'" if marks == "~" else f"{new}={value if equals else '<value>'}"
     return RenamedError(override, f"`{key}` is now `{new}`", fix)
@@ -81,7 +81,7 @@ def answer_renamed_option(override: str) -> RenamedError | None:
 def check_renamed(config: Mapping[str, Any]) -> Iterator[RenamedError]:
     """Find old keys in a composed config: from a YAML file, or added with `+`.
 
-    A key that the target of its section accepts is not an old one: a model of one's own may have a `width`.
+    A key that the target of its section accepts is not an old one: a custom model may have a `width`.
     """
     for old in RENAMED_SETTINGS:
         section, _, key = old.rpartition(".")
@@ -99,18 +99,18 @@ def accepts(node: Mapping[str, Any], key: str) -> bool:
 
 
 def drop_consequences(mistakes: Sequence[ConfigError], renamed: Sequence[RenamedError]) -> list[ConfigError]:
-    """Return the mistakes without those that an old key also causes: it is unknown, and the new one is missing."""
+    """Drop the errors that an old key also causes: it is unknown, and the new key is missing."""
     unknown = {error.setting for error in renamed}
     missing = {f"no {RENAMED_SETTINGS[error.setting.partition('=')[0]]}" for error in renamed}
     return [mistake for mistake in mistakes if mistake.setting not in unknown | missing]
 
 
 def restore_sweeps(mistakes: Sequence[ConfigError], typed: Mapping[str, str]) -> list[ConfigError]:
-    """Return the mistakes of a sweep's first job, old names with all values of the sweep.
+    """Return the errors of a sweep's first job, with all values of the sweep for renamed keys.
 
     Args:
-        mistakes: As found for the first job.
-        typed: Override of the first job -> override of the sweep.
+        mistakes: Errors found for the first job.
+        typed: Sweep override by override of the first job.
     """
     restored: list[ConfigError] = []
     for mistake in mistakes:

@@ -1,4 +1,4 @@
-"""Check that a resumed run still means what its weights were trained for: the same model, the same token ids."""
+"""Check that a resumed run has the same model and tokenizer as its weights were trained with."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from recipes.config.check.types import to_setting
 from recipes.errors import ConfigError
 from recipes.run_folder import CONFIG_FILE, find_run_folder, has_checkpoint
 
-# settings of a model that change what its weights compute, several of them without changing a single shape
+# model settings that change the function its weights compute, several of them without changing any shape
 _OF_WEIGHTS = (
     "num_heads",
     "num_kv_heads",
@@ -33,7 +33,7 @@ _READER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def check_resumed(config: Mapping[str, Any], run_folder: Path) -> Iterator[ConfigError]:
-    """Reject another model or another tokenizer than the weights to be loaded were trained with.
+    """Reject a model or tokenizer that differs from the one the weights were trained with.
 
     Args:
         config: Plain values, every interpolation resolved.
@@ -58,7 +58,7 @@ def check_resumed(config: Mapping[str, Any], run_folder: Path) -> Iterator[Confi
                 f"its weights were trained with model.{key}={to_setting(before.get(key))}",
                 f"nothing for model.{key}, or resume=null to train another model",
             )
-    # tokens prepared elsewhere (data=token_file) come without a tokenizer: nobody can compare them
+    # tokens prepared elsewhere (data=token_file) come without a tokenizer and cannot be compared
     known, chosen = trained["tokenizer"], config["tokenizer"]
     if known and chosen and known != chosen:
         yield ConfigError(

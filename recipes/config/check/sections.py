@@ -1,4 +1,4 @@
-"""Check the settings at the top of the config, and the sections that hold nodes: which exist, and of what type."""
+"""Check that top-level settings and sections exist and have the right type."""
 
 import os
 import re
@@ -42,7 +42,7 @@ SETTINGS: dict[str, str] = {
     "profile": "Annotated[int, '>= 1'] | None",
 }
 NODES = ("loader", "eval_data")  # sections of config.yaml that are not a group
-COMPOSING = ("recipe", "debug", "hydra")  # groups without a section of their own
+COMPOSING = ("recipe", "debug", "hydra")  # groups without a section
 NEWER = (
     "adapter",
     "eval_data",
@@ -81,7 +81,7 @@ def list_groups() -> list[str]:
 
 
 def check_structure(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check that every section is there, with a target and the keys that every run needs: later checks read them."""
+    """Check that every section exists, with a target and the required keys: later checks read them."""
     for key in [*SETTINGS, *list_groups(), *NODES]:
         if key not in config:
             if key not in NEWER:
@@ -144,7 +144,7 @@ def check_settings(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def suggest_value(key: str) -> str:
-    """Return the override that gives a setting or a section its plainest value."""
+    """Return the override that gives a setting or a section its simplest value."""
     if key in SETTINGS:
         annotation = annotation_from(SETTINGS[key])
         return f"{key}=null" if matches_type(None, annotation) else f"{key}=<{placeholder(annotation)}>"

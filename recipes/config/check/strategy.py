@@ -12,11 +12,11 @@ from recipes.runtime.world import num_gpus
 
 
 def check_strategy(config: Mapping[str, Any], world_size: int | None) -> Iterator[ConfigError]:
-    """Check the strategy of a run that takes steps; every other mode runs on one device, whatever the strategy.
+    """Check the strategy of a run that takes steps; every other mode runs on one device regardless.
 
     Args:
         config: Composed config whose nodes match their signatures.
-        world_size: Ranks of the run; None if they are a mistake of their own.
+        world_size: Number of ranks; None if it is invalid, which is reported separately.
     """
     if not takes_steps(config):
         return
@@ -61,7 +61,7 @@ def _check_sync_batchnorm(strategy: Mapping[str, Any], typed: str) -> Iterator[C
 
 
 def check_optimizer(config: Mapping[str, Any], choices: Mapping[str, str]) -> Iterator[ConfigError]:
-    """Check that the optimizer can step what the strategy gives it: under ZeRO, flat parts of all parameters.
+    """Check that the optimizer supports the strategy's parameters: under ZeRO, flat shards.
 
     Args:
         config: Composed config whose nodes match their signatures.
@@ -74,7 +74,7 @@ def check_optimizer(config: Mapping[str, Any], choices: Mapping[str, str]) -> It
     constants = read_signature(target).constants
     if traits.state_layout != "zero" or constants.get("accepts_flat_partitions", True):
         return
-    one_by_one = "it steps parameters one by one, and DeepSpeed gives an optimizer one flat part of all parameters"
+    one_by_one = "it updates parameters individually, but DeepSpeed passes one flat shard of all parameters"
     option = choices["optimizer"] if "optimizer" in choices else target.split(".")[-2]  # the module has its name
     offloads = strategy["offload_optimizer"] is not None
     yield ConfigError(
@@ -85,12 +85,12 @@ def check_optimizer(config: Mapping[str, Any], choices: Mapping[str, str]) -> It
 
 
 def check_adapter(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check that strategy and precision can hold an adapter and the frozen weights that it stands beside."""
+    """Check that strategy and precision support an adapter and its frozen base weights."""
     adapter = config.get("adapter", {})
     if adapter.get("dora") and config["strategy"].get("stage") == 3:
         yield ConfigError(
             "adapter.dora=true strategy=deepspeed_stage_3",
-            "DoRA measures the frozen weights themselves, of which each rank has a part",
+            "DoRA needs the norms of the full frozen weights, and each rank has only a part of them",
             "strategy=fsdp, or adapter=lora",
         )
     if adapter.get("base") is not None:
@@ -98,7 +98,7 @@ def check_adapter(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def _quantized_base(config: Mapping[str, Any], *, base: str) -> Iterator[ConfigError]:
-    """Check that everything that would read the frozen weights themselves can read them in 4 bits."""
+    """Check that everything that reads the frozen base weights supports 4-bit weights."""
     stage = config["strategy"].get("stage")
     if stage is not None:
         yield ConfigError(
@@ -109,7 +109,7 @@ def _quantized_base(config: Mapping[str, Any], *, base: str) -> Iterator[ConfigE
     if config["adapter"].get("dora"):
         yield ConfigError(
             f"adapter.base={base} adapter.dora=true",
-            "DoRA measures the rows of the frozen weights in every step, which 4 bits do not hold as numbers",
+            "DoRA computes row norms of the frozen weights in every step, which 4-bit storage does not provide",
             "adapter=qlora, or adapter=dora",
         )
     if config["precision"]["name"] == "fp8-mixed":

@@ -1,4 +1,4 @@
-"""What to type instead of a setting or an option that does not exist: the nearest name, or the option that has it."""
+"""Suggest a replacement for an unknown setting or option: the nearest name, or the option that has it."""
 
 from difflib import get_close_matches
 from functools import cache
@@ -53,7 +53,7 @@ def list_options(group: str) -> list[str]:
 
 
 def suggest_option(group: str, wrong: str) -> str:
-    """Return the override with the option that is meant: the same in other letters, an alias, the closest name."""
+    """Return the override with the intended option: ignoring case, an alias, or the closest name."""
     options = list_options(group)
     aliases = _RECIPE_ALIASES if group == "recipe" else _OPTION_ALIASES
     same = [option for option in options if option.lower() == wrong.lower()]
@@ -63,12 +63,12 @@ def suggest_option(group: str, wrong: str) -> str:
 
 
 def suggest_addition(group: str, option: str, chosen: str) -> str:
-    """Return the override that chooses one more option of a group beside the chosen ones.
+    """Return the override that adds one option of a group to the chosen ones.
 
     Args:
-        group: Of most, one option is chosen; of callbacks and loggers several.
-        option: The one to add.
-        chosen: What is chosen, `default` or `[csv,wandb]`.
+        group: Config group; most take one option, callbacks and loggers several.
+        option: Option to add.
+        chosen: Current choice, `default` or `[csv,wandb]`.
     """
     if group not in _SEVERAL:
         return f"{group}={option}"
@@ -80,7 +80,7 @@ def suggest_addition(group: str, option: str, chosen: str) -> str:
 
 
 def includes(group: str, option: str, chosen: str) -> bool:
-    """Return whether what is chosen of a group, `default` or `[csv,wandb]`, includes an option."""
+    """Return whether the choice for a group, `default` or `[csv,wandb]`, includes an option."""
     present = _split_options(chosen)
     return option in present or any(option in _included(group, name) for name in present)
 
@@ -129,7 +129,7 @@ def suggest_setting(
 
 
 def find_nearest(section: list[str], missing: list[str], names: list[str], value: str) -> str:
-    """Return the override with the nearest name, else the names there are."""
+    """Return the override with the nearest name, else the existing names."""
     wrong, *below = missing
     near = get_close_matches(wrong, [name for name in names if name != wrong], 3)
     if near:
@@ -142,7 +142,7 @@ def find_nearest(section: list[str], missing: list[str], names: list[str], value
 
 
 def get_choice(group: str, config: Any) -> str:
-    """Return what is chosen of a group as it is typed, `default` or `[csv,wandb]`; Hydra records no list."""
+    """Return the choice for a group as typed, `default` or `[csv,wandb]`; Hydra does not record lists."""
     typed = [text.partition("=")[2] for text in config.hydra.overrides.task if text.startswith(f"{group}=")]
     return str(typed[-1] if typed else config.hydra.runtime.choices[group]).replace("'", "")
 
@@ -160,7 +160,7 @@ def _find_sections_with(name: str, config: Any) -> list[str]:
 
 
 def _find_options(override: Override, config: Any, section: list[str], missing: list[str]) -> list[str]:
-    """Return the options of a group that have a key which the chosen one lacks; none if its value asks for nothing."""
+    """Return the options of a group with a key that the chosen one lacks; none if the value disables it."""
     asks = not override.is_delete() and override.value() not in (False, None)
     if len(section) != 1 or missing[0] in config[section[0]] or not asks:
         return []
@@ -174,7 +174,7 @@ def _options_with(group: str, key: str) -> list[str]:
 
 
 def _choose(group: str, options: list[str], config: Any) -> list[str]:
-    """Return the overrides that choose each of these options, beside those that are chosen if there can be several."""
+    """Return the overrides that choose each of these options, added to the chosen ones if a group allows several."""
     if not is_list_of_options(group):
         return [f"{group}={option}" for option in options]
     return [suggest_addition(group, options[0], get_choice(group, config))]
@@ -196,7 +196,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _read_option(group: str, option: str) -> dict[str, Any]:
-    """Return the content of an option's file; of a recipe or a file that cannot be read, nothing."""
+    """Return the content of an option's file; empty for a recipe or an unreadable file."""
     path = CONF / group / f"{option}.yaml"
     try:
         return _read(path)

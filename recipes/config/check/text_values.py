@@ -1,4 +1,4 @@
-"""Values of settings that take text: quoted where Hydra's grammar would read a number, a list or a sweep."""
+"""Quote values of text settings that Hydra's grammar would read as a number, a list or a sweep."""
 
 import ast
 import os
@@ -36,7 +36,7 @@ def find_annotation(config: Any, key: str) -> ast.expr | None:
 
 
 def quote_text(override: str, config: Mapping[str, Any]) -> str:
-    """Return an override with its value in quotes, if the setting takes text and the value would be something else.
+    """Quote the value of an override if the setting takes text and Hydra would read something else.
 
     Args:
         override: As typed; one that cannot be parsed is returned as it is.
@@ -56,7 +56,7 @@ def quote_text(override: str, config: Mapping[str, Any]) -> str:
 
 
 def answer_sweep(typed: str, override: Override, config: Any) -> str | ConfigError:
-    """Answer a value with commas in a single run: text in quotes if it is one, else the mistake.
+    """Handle a value with commas in a single run: quote it if it is text, else return the error.
 
     Args:
         typed: The override as text.
@@ -67,7 +67,7 @@ def answer_sweep(typed: str, override: Override, config: Any) -> str | ConfigErr
     annotation = find_annotation(config, override.key_or_group)
     sweep = f"python train.py -m {for_shell(typed)}"
     if annotation is not None and matches_type(value, annotation):
-        # prose has a blank after its commas; the values of a sweep have none
+        # prose has a space after a comma; sweep values do not
         if ", " in value or os.path.exists(os.path.expanduser(value)):
             return f"{key}={quote(value)}"
         return ConfigError(typed, "a single run takes one value", f'"{key}={quote(value)}" for one text, or {sweep}')
@@ -78,7 +78,7 @@ def answer_sweep(typed: str, override: Override, config: Any) -> str | ConfigErr
 
 
 def decimal_point(typed: str) -> str:
-    """Return an override with a point instead of a decimal comma, `lr=0,001`; any other as it is."""
+    """Replace a decimal comma with a point, `lr=0,001`; return any other override unchanged."""
     key, equals, value = typed.partition("=")
     return f"{key}={value.replace(',', '.')}" if equals and _DECIMAL_COMMA.fullmatch(value) else typed
 

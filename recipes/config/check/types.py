@@ -1,4 +1,4 @@
-"""Match config values with annotations: the small part of Python's type language that config nodes use.
+"""Match config values with annotations: the subset of Python's type syntax that config nodes use.
 
 A range is part of the annotation, `Annotated[int, ">= 1"]` or `Annotated[float, "> 0, < 1"]`, and read from source.
 """

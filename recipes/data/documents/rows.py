@@ -1,4 +1,4 @@
-"""Documents as rows of files or of a data set: their text, and which of them are for validation."""
+"""Text documents stored as rows of files or of a dataset, with a validation split."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -12,12 +12,12 @@ from recipes.errors import ConfigError
 
 @dataclass(frozen=True)
 class RowPiece:
-    """A whole document.
+    """A complete document.
 
     Attributes:
-        name: Where it stands.
-        text: All of it.
-        ends_document: A document is one piece.
+        name: Location of the row.
+        text: Complete text.
+        ends_document: Always True: each document is one piece.
     """
 
     name: str
@@ -35,10 +35,10 @@ class RowPiece:
 
 
 class RowCorpus:
-    """Rows with a field of text, as documents to tokenize.
+    """Rows with a text field, as documents to tokenize.
 
     Args:
-        rows: Where they come from.
+        rows: Source of the rows.
         text_field: Name of the field.
         cache_dir: Folder of cached tokenizers and tokens.
     """
@@ -51,11 +51,11 @@ class RowCorpus:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the rows, roughly."""
+        """Approximate size of the rows."""
         return self._rows.num_bytes
 
     def texts(self, max_bytes: int) -> Iterator[str]:
-        """Yield the text in order, or documents spread evenly over it that add up to about `max_bytes`."""
+        """Yield all documents in order, or evenly spaced ones with about `max_bytes` in total."""
         fraction = min(1.0, max_bytes / max(1, self.num_bytes))
         num_seen = num_read = 0
         for piece in self.pieces():
@@ -65,14 +65,14 @@ class RowCorpus:
             num_seen += piece.num_bytes
 
     def pieces(self, *, cut: bool = True) -> Iterator[RowPiece]:
-        """Yield the documents that have text."""
+        """Yield the non-empty documents."""
         for row in self._rows:
             text = read_text(row, self._text_field)
             if text:
                 yield RowPiece(row.place, text)
 
     def make_split(self, val_fraction: float) -> Callable[[Any], bool]:
-        """Return whether a document is for validation: by a hash of its text, so that equal ones stay together."""
+        """Return a predicate for validation documents, by a hash of the text so that duplicates share a split."""
         limit = int(val_fraction * 2.0**64)
 
         def is_val(piece: RowPiece) -> bool:
@@ -82,14 +82,14 @@ class RowCorpus:
         return is_val
 
     def check_unchanged(self) -> None:
-        """Do nothing: rows check it while they are read."""
+        """Do nothing: rows are checked while they are read."""
 
 
 def read_text(row: Row, field: str) -> str:
     """Return the text of a row.
 
     Raises:
-        ConfigError: The row has no such field, or it is no text.
+        ConfigError: The row has no such field, or it is not text.
     """
     fields = row.parse()
     if field not in fields:

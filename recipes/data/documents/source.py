@@ -1,4 +1,4 @@
-"""Training on documents that are rows of files or of a data set, and the rows themselves for `mode=prepare`."""
+"""Text source of documents stored as rows of files or of a dataset; also gives `mode=prepare` the rows."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from recipes.data.text.token_corpus import TokenCorpus
 
 
 class Documents(TextSource):
-    """Rows of `path`: JSONL, JSON, parquet and text files, or a data set of the hub; one document each."""
+    """One document per row of `path`: JSONL, JSON, Parquet and text files, or a hub dataset."""
 
     def __init__(
         self, *, path: str, text_field: str, domain_field: str | None, hub_split: str, **settings: Any
@@ -20,11 +20,11 @@ class Documents(TextSource):
         """Store the settings; nothing is read before `prepare`.
 
         Args:
-            path: File, folder or glob, or `hf://` and the id of a data set.
+            path: File, folder or glob, or `hf://` and a dataset id.
             text_field: Name of the field that holds the text.
-            domain_field: Name of a field that says what kind of text it is, for `mode=prepare`; None: all are one kind.
-            hub_split: Split of a data set of the hub.
-            **settings: As of `TextSource`.
+            domain_field: Name of the field that holds the domain of the text, for `mode=prepare`; None: one domain.
+            hub_split: Split of a hub dataset.
+            **settings: As for `TextSource`.
         """
         super().__init__(**settings)
         self.text_field = text_field

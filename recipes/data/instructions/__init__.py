@@ -1,1 +1,1 @@
-"""Conversations and prompts with answers: read, rendered, tokenized once, packed into rows of `seq_len` tokens."""
+"""Instruction data: conversations and prompts with answers, tokenized once and packed into rows."""

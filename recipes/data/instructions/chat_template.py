@@ -1,8 +1,7 @@
-"""Examples -> tokens, and which of them carry loss: by the blocks of a chat template, or by what an answer adds.
+"""Render and tokenize examples with a chat template, and build the loss mask.
 
-A template may mark what the assistant writes, in `{% generation %}` blocks. Most published ones do not: then a
-conversation is rendered up to each answer and with it, and what was added is the answer, if the first text is the
-beginning of the second.
+A template may mark assistant text in `{% generation %}` blocks. Most published ones do not: then each answer is found
+by rendering the conversation without and with it, provided that the first text is a prefix of the second.
 """
 
 import re
@@ -18,7 +17,7 @@ from recipes.errors import ConfigError
 from recipes.tokenizer import Tokenizer
 
 TrainOn = Literal["answers", "last_answer", "all"]
-Marked = tuple[list[int], list[tuple[int, int]]]  # tokens, and where each answer begins and ends
+Marked = tuple[list[int], list[tuple[int, int]]]  # tokens, and start and end of each answer
 
 _FOLDER = Path(__file__).parent / "templates"
 _SHOWN_CHARACTERS = 40
@@ -27,7 +26,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Tokenized:
-    """The tokens of an example, [N], which of them carry loss, and which are answers, [N] bool each."""
+    """Tokens [N] of an example, and masks of those with a loss and those in answers, [N] bool each."""
 
     tokens: NDArray[np.uint32]
     carries_loss: NDArray[np.bool_]
@@ -36,11 +35,11 @@ class Tokenized:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template as Hugging Face tokenizers have, rendered in their sandbox.
+    """A Jinja chat template in the format of Hugging Face tokenizers, rendered in their sandbox.
 
     Attributes:
-        source: Of the template.
-        name: For errors: a file, `chatml`, or the tokenizer.
+        source: Source of the template.
+        name: Name in errors: a file, `chatml`, or the tokenizer.
     """
 
     source: str
@@ -48,7 +47,7 @@ class ChatTemplate:
 
     @property
     def marks_answers(self) -> bool:
-        """Whether the template says what the assistant writes."""
+        """Whether the template marks assistant text."""
         return _GENERATION.search(self.source) is not None
 
     def render(
@@ -92,11 +91,11 @@ def find_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     """Return a chat template.
 
     Args:
-        name: `auto` for that of the tokenizer, or `chatml` if it has none; `chatml`; or a file.
-        tokenizer: Of the data.
+        name: `auto` for the template of the tokenizer, or `chatml` if it has none; `chatml`; or a file.
+        tokenizer: Tokenizer of the data.
 
     Raises:
-        ConfigError: There is no such file.
+        ConfigError: The file does not exist.
     """
     if name == "auto" and tokenizer.chat_template is not None:
         return ChatTemplate(tokenizer.chat_template, "the tokenizer")
@@ -110,11 +109,11 @@ def find_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def prompt_for_answer(message: str, tokenizer: Tokenizer) -> tuple[list[int], int | None]:
-    """Return the tokens that ask for an answer to a user's message, and the token that ends the answer, if one does.
+    """Return the prompt tokens for an answer to a user message, and the stop token of the answer, if any.
 
     Args:
-        message: Of the user.
-        tokenizer: With the template of the conversations that a model has learned from.
+        message: User message.
+        tokenizer: Tokenizer with the chat template that the model was trained with.
 
     Raises:
         ConfigError: The template rejects the conversation.
@@ -128,11 +127,11 @@ def prompt_for_answer(message: str, tokenizer: Tokenizer) -> tuple[list[int], in
 
 
 class ExampleTokenizer:
-    """Turns examples into tokens and what carries loss; picklable.
+    """Turns examples into tokens and loss masks; picklable.
 
     Args:
-        tokenizer: Of the data.
-        template: For conversations.
+        tokenizer: Tokenizer of the data.
+        template: Chat template for conversations.
         train_on: `answers` of the assistant, the `last_answer`, or `all` tokens.
     """
 
@@ -145,7 +144,7 @@ class ExampleTokenizer:
         """Return the tokens of one example.
 
         Raises:
-            ConfigError: The template rejects it, or does not let answers be found.
+            ConfigError: The template rejects the example, or its answers cannot be located.
         """
         if isinstance(example.answer, str):
             assert example.prompt is None or isinstance(example.prompt, str)
@@ -163,12 +162,12 @@ class ExampleTokenizer:
         return Tokenized(np.array(tokens, dtype=np.uint32), carries_loss, is_answer)
 
     def _text(self, prompt: str | None, answer: str) -> Marked:
-        """Return prompt, answer and end-of-text, behind the tokens that the tokenizer puts before every text."""
+        """Return prompt, answer and end-of-text, after the tokens that the tokenizer puts before every text."""
         encode = self._tokenizer.encode
         first = self._tokenizer.first_tokens
         given = [*first, *(encode(prompt) if prompt else [])]
         whole = [*first, *encode(f"{prompt or ''}{answer}")]
-        if whole[: len(given)] != given:  # a token across the seam: when it answers, the model reads the prompt alone
+        if whole[: len(given)] != given:  # a token spans the boundary, but at inference the prompt is tokenized alone
             whole = given + encode(answer)
         whole.append(self._tokenizer.end_of_text)
         return whole, [(0 if prompt is None else len(given), len(whole))]
@@ -212,7 +211,7 @@ class ExampleTokenizer:
                         "what it renders for an answer depends on what follows or on the prompt for it"
                     )
             except ConfigError:
-                if self._train_on != "all":  # else nothing depends on where an answer is
+                if self._train_on != "all":  # with "all", the location of answers does not matter
                     raise
                 continue
             marked.append((len(before), len(after)))
@@ -229,15 +228,15 @@ class ExampleTokenizer:
 
 
 def _is_shown(message: Message, span: str) -> bool:
-    """Return whether a block holds what the assistant wrote: within a macro, its place in the text is another.
+    """Return whether a block holds the assistant's text; inside a macro, its offsets are wrong.
 
-    The last line, as templates leave out what a model has thought before it.
+    Only the last line is compared, because templates may omit reasoning before it.
     """
     lines = message["content"].strip().splitlines()
     return not lines or lines[-1].strip() in span
 
 
 def _find_tokens(offsets: list[tuple[int, int]], start: int, end: int) -> tuple[int, int]:
-    """Return the tokens [first, stop) of the characters [start, end); one character may have several."""
+    """Return the token range [first, stop) of the characters [start, end); one character may have several tokens."""
     inside = [index for index, (first, stop) in enumerate(offsets) if first < end and stop > start]
     return (inside[0], inside[-1] + 1) if inside else (0, 0)

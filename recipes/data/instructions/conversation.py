@@ -1,4 +1,4 @@
-"""What a row of a data set asks and answers: the formats that people have, as one."""
+"""Convert rows of common instruction formats to one representation of prompt and answer."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from recipes.errors import ConfigError
 Message = dict[str, Any]
 
 FORMATS = ("messages", "sharegpt", "prompt_completion", "alpaca", "text")
-# the fields of each format, by the name that data.fields may map to another
+# fields of each format, by the name that data.fields may map to another one
 _FIELDS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),
@@ -37,9 +37,9 @@ class Example:
 
     Attributes:
         place: File and line, for errors.
-        prompt: Messages or text without loss; None: everything carries loss.
-        answer: What follows, with loss: of messages, those of the assistant.
-        tools: That a template may render.
+        prompt: Messages or text without loss; None: all text has a loss.
+        answer: Messages or text that follow, with a loss; in messages, only those of the assistant.
+        tools: Tools that a template may render.
     """
 
     place: str
@@ -49,7 +49,7 @@ class Example:
 
     @property
     def question(self) -> str:
-        """Everything before the first answer to a user: rows that begin with the same question stay in one split."""
+        """Everything before the first answer to a user; rows with the same question are kept in one split."""
         if isinstance(self.answer, str):
             return str(self.answer if self.prompt is None else self.prompt)
         messages = [*(self.prompt or []), *self.answer]
@@ -63,11 +63,11 @@ class Reader:
     """Turns rows into examples.
 
     Args:
-        format: One of `FORMATS`; None: by the fields of each row.
-        fields: Names of this data set by the names of the format: `{messages: dialog, role: speaker}`.
+        format: One of `FORMATS`; None: detected from the fields of each row.
+        fields: Field name in the format -> field name in this dataset: `{messages: dialog, role: speaker}`.
 
     Raises:
-        ConfigError: `fields` has a name that no format has.
+        ConfigError: `fields` has a name that is in no format.
     """
 
     def __init__(self, *, format: str | None, fields: Mapping[str, str]) -> None:
@@ -83,7 +83,7 @@ class Reader:
         """Return the example of a row.
 
         Raises:
-            ConfigError: A field is missing or of another type, or a role is unknown.
+            ConfigError: A field is missing or has the wrong type, or a role is unknown.
         """
         kind = self._format or self._recognize(row, place=place)
         values = {name: self._get(row, name, place=place) for name in _FIELDS[kind]}
@@ -104,12 +104,12 @@ class Reader:
         return Example(place=place, prompt=None, answer=_text(values["text"], "text", place))
 
     def _recognize(self, row: Mapping[str, Any], *, place: str) -> str:
-        # a format whose fields somebody has mapped comes before those that a row happens to have as well
+        # a format whose fields the user has mapped takes precedence over other matching formats
         for kind in sorted(FORMATS, key=lambda kind: not {*_FIELDS[kind]} & {*self._fields}):
             if all(row.get(self._fields.get(name, name)) is not None for name in _FIELDS[kind]):
                 return kind
         wanted = "; ".join(" and ".join(names) for names in _FIELDS.values())
-        reason = f"its fields are {', '.join(row) or 'none'}, and a row has {wanted}"
+        reason = f"its fields are {', '.join(row) or 'none'}, expected {wanted}"
         raise ConfigError(place, reason, "data.fields={messages: <your name for it>}")
 
     def _get(self, row: Mapping[str, Any], name: str, *, place: str) -> Any:
@@ -131,7 +131,9 @@ class Reader:
 
     def _messages(self, messages: Any, kind: str, place: str) -> list[Message]:
         if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
-            raise ConfigError(place, "its messages are no list of objects", 'a list of {"role": …, "content": …} there')
+            raise ConfigError(
+                place, "its messages are not a list of objects", 'a list of {"role": …, "content": …} there'
+            )
         return [self._message(message, kind, place) for message in messages]
 
     def _message(self, message: Mapping[str, Any], kind: str, place: str) -> Message:
@@ -139,7 +141,7 @@ class Reader:
         typed = message.get(role_field)
         role = _SHAREGPT_ROLES.get(str(typed), typed) if kind == "sharegpt" else typed
         if role not in ROLES:
-            reason = f"its role {role_field}={typed!r} is none of {', '.join(ROLES)}"
+            reason = f"its role {role_field}={typed!r} is not one of {', '.join(ROLES)}"
             raise ConfigError(
                 place, reason, f"one of these there, or data.fields={{{_MESSAGE_FIELDS[kind][0]}: <field>}}"
             )
@@ -157,7 +159,7 @@ class Reader:
 def _text(value: Any, name: str, place: str) -> str:
     if not isinstance(value, str):
         shown = type(value).__name__
-        raise ConfigError(place, f"its {name} is no text but {shown}", f"a text as {name} there")
+        raise ConfigError(place, f"its {name} is not text but {shown}", f"a text as {name} there")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -167,14 +169,14 @@ def _text(value: Any, name: str, place: str) -> str:
 
 
 def _tools(value: Any, place: str) -> list[Any] | None:
-    """Return the tools of a row; many data sets hold them as JSON within the JSON."""
+    """Return the tools of a row; many datasets store them as a JSON string within the JSON."""
     if isinstance(value, str):
         try:
             value = json.loads(value or "null")
         except ValueError as error:
             raise ConfigError(
-                place, f"its tools are a text that is no JSON ({error})", "a list as tools there"
+                place, f"its tools are text that is not valid JSON ({error})", "a list as tools there"
             ) from error
     if value is not None and not isinstance(value, list):
-        raise ConfigError(place, f"its tools are no list but {type(value).__name__}", "a list as tools there")
+        raise ConfigError(place, f"its tools are not a list but {type(value).__name__}", "a list as tools there")
     return value or None

@@ -1,6 +1,6 @@
-"""Which examples share a row: best-fit decreasing, 1 us an example.
+"""Pack examples into rows with best-fit decreasing, 1 us per example.
 
-Each example, the longest first, goes into the fullest row that has room for it. Letters: N examples, R rows, L tokens a
+Each example, longest first, goes into the fullest row that has room for it. Letters: N examples, R rows, L tokens per
 row.
 """
 
@@ -14,16 +14,16 @@ def pack(lengths: Counts, *, row_length: int) -> tuple[Counts, Counts]:
     """Distribute examples over rows.
 
     Args:
-        lengths: [N], tokens of each example, from 1 to L.
+        lengths: [N], tokens per example, from 1 to L.
         row_length: L.
 
     Returns:
-        The examples, [N], row by row, and where each row begins among them, [R + 1].
+        Example indices row by row, [N], and the offset of each row in them, [R + 1].
     """
     assert lengths.size == 0 or (lengths.min() > 0 and lengths.max() <= row_length), "lengths that fit"
     row_of = np.empty(len(lengths), dtype=np.int64)  # [N]
-    open_rows: list[list[int]] = [[] for _ in range(row_length + 1)]  # by the room that is left
-    rooms = 0  # bit r: there is a row with room r
+    open_rows: list[list[int]] = [[] for _ in range(row_length + 1)]  # by remaining room
+    rooms = 0  # bit r: a row with room r exists
     num_rows = 0
     for example in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[example])
@@ -47,5 +47,5 @@ def pack(lengths: Counts, *, row_length: int) -> tuple[Counts, Counts]:
 
 
 def one_each(num_examples: int) -> tuple[Counts, Counts]:
-    """Return the same for rows of one example each."""
+    """Return the result of `pack` for rows of one example each."""
     return np.arange(num_examples, dtype=np.int64), np.arange(num_examples + 1, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Samples of examples: several packed into a row, or one each; only answers are targets.
+"""Datasets of tokenized examples, packed into rows or one per row.
 
 Letters: T tokens of a row, N tokens of an example.
 """
@@ -16,27 +16,27 @@ from recipes.data.instructions.packing import one_each, pack
 from recipes.data.instructions.store import ExampleStore
 from recipes.numerics.loss import IGNORE_INDEX
 
-PAD_TO = 64  # tokens that padded rows are a multiple of: every other length is compiled by itself
+PAD_TO = 64  # padded rows are a multiple of this many tokens, because every distinct length is compiled separately
 
 
 class ExampleRows(Dataset[dict[str, Tensor]]):
     """Rows of examples.
 
-    An example of N tokens has N - 1 inputs, each with its successor as target if that carries loss: the first token is
-    never a target, and no token predicts that of another example. Examples beyond `seq_len` are cut at the end; what
-    then has no target is left out.
+    An example of N tokens has N - 1 inputs, each with its successor as target if that has a loss: the first token is
+    never a target, and no token predicts one of another example. Examples longer than `seq_len` are truncated;
+    examples left without a target are dropped.
 
     Args:
         store: All examples.
-        examples: Those of this split.
+        examples: Indices of the examples in this split.
         seq_len: T.
-        packs: Several examples share a row, which attend to themselves alone; else a row is one example.
+        packs: Whether several examples share a row, each attending only to itself; False: one example per row.
     """
 
     def __init__(self, store: ExampleStore, examples: NDArray[np.int64], *, seq_len: int, packs: bool) -> None:
         self.seq_len = seq_len
         self.targets_per_sample: int | None = None  # it varies
-        self.tokens_per_sample = seq_len  # of rows of one example, an upper limit
+        self.tokens_per_sample = seq_len  # an upper limit for rows of one example
         self.packs = packs
         self._store = store
         lengths = store.lengths[examples] - 1  # inputs
@@ -59,7 +59,7 @@ class ExampleRows(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return a row: `inputs`, `targets` and, if it is packed, `positions`, [T] int64 each.
 
-        A position of 0 begins an example; what is left of a row counts as one without targets.
+        Each example starts at position 0; the unused rest of a row counts as an example without targets.
         """
         examples = self.examples_of(index)
         length = self.seq_len if self.packs else int(self._num_inputs(examples[0]))
@@ -92,9 +92,9 @@ class ExampleRows(Dataset[dict[str, Tensor]]):
 
 
 def pad_rows(samples: Sequence[dict[str, Tensor]], *, seq_len: int) -> dict[str, Any]:
-    """Return a batch of rows of one example each, padded at the end to the longest.
+    """Return a batch of rows of one example each, padded at the end to the longest row.
 
-    A multiple of 64 tokens, or `seq_len`; attention is causal, so no token sees the padding.
+    The length is a multiple of 64 tokens, or `seq_len`; attention is causal, so no token sees the padding.
     """
     longest = max(len(sample["inputs"]) for sample in samples)
     width = min(-(-longest // PAD_TO) * PAD_TO, seq_len)

@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations, or on prompts with answers: tokenized once, packed into rows."""
+"""Data source for fine-tuning on conversations, or on prompts with answers."""
 
 import functools
 import logging
@@ -25,10 +25,10 @@ _SHOWN_PLACES = 3
 
 
 class Instructions:
-    """Rows of `path`: JSONL, JSON or parquet files, or a data set of the hub.
+    """Examples from rows of `path`: JSONL, JSON or Parquet files, or a hub dataset.
 
     Attributes:
-        packs: Whether samples hold several examples, each with its `positions`.
+        packs: Whether samples hold several examples and `positions`.
     """
 
     sample_kind: ClassVar[str] = "tokens"
@@ -54,19 +54,20 @@ class Instructions:
         """Store the settings; nothing is read before `prepare`.
 
         Args:
-            path: File, folder or glob, or `hf://` and the id of a data set.
-            format: Of the rows; None: by their fields.
-            fields: Names of this data set by the names of the format.
-            template: Of conversations: `auto`, `chatml`, or a file.
-            train_on: What carries loss: the `answers`, the `last_answer`, or `all` tokens.
-            packing: Several examples share a row, which do not see each other.
-            val_path: Rows for validation; None: a part of `path`.
-            val_fraction: That part: examples by a hash of what they ask, so that equal questions stay together.
-            hub_split: Split of a data set of the hub.
-            tokenizer: Makes the tokenizer, from these rows if it has to be trained.
-            seq_len: Tokens of a row.
+            path: File, folder or glob, or `hf://` and a dataset id.
+            format: Format of the rows; None: detected from their fields.
+            fields: Field name in the format -> field name in this dataset.
+            template: Chat template: `auto`, `chatml`, or a file.
+            train_on: Tokens with a loss: the `answers`, the `last_answer`, or `all`.
+            packing: Whether several examples share a row, without attending to each other.
+            val_path: Rows for validation; None: split from `path`.
+            val_fraction: Fraction of `path` for validation, by a hash of the question, so that equal questions stay
+                in one split.
+            hub_split: Split of a hub dataset.
+            tokenizer: Config of the tokenizer, which is trained on these rows if necessary.
+            seq_len: Tokens per row.
             cache_dir: Folder of cached tokens and tokenizers.
-            vocab_size: Number of ids that the model has; None: any number.
+            vocab_size: Vocabulary size of the model; None: any.
             num_processes: Processes that tokenize; None: one per core.
 
         Raises:
@@ -103,17 +104,17 @@ class Instructions:
         return _RowTexts(rows, self._reader, content_hash=content, cache_dir=cache_dir)
 
     def make_tokenizer(self, corpus: TextCorpus) -> Tokenizer:
-        """Return the tokenizer of the settings, trained on a corpus if it has to be trained."""
+        """Return the configured tokenizer, trained on `corpus` if necessary."""
         return self._tokenizer_config.make(corpus)
 
     def prepare(self, tokenizer: Tokenizer | None = None) -> None:
-        """Tokenize the rows unless they are in the cache, and pack them; a second call does nothing.
+        """Tokenize the rows unless they are cached, and pack them; a second call does nothing.
 
         Args:
-            tokenizer: Of text elsewhere that these rows go with; None: by the settings.
+            tokenizer: Tokenizer shared with other data; None: the configured one.
 
         Raises:
-            ConfigError: A row cannot be read, its answers cannot be found, or a split is empty.
+            ConfigError: A row cannot be read, its answers cannot be located, or a split is empty.
         """
         if self._prepared is not None:
             return
@@ -151,12 +152,12 @@ class Instructions:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, with the template of the conversations; after `prepare`."""
+        """Tokenizer with the chat template; after `prepare`."""
         return self._ready()[0]
 
     @property
     def collate(self) -> Callable[[Sequence[Any]], Any] | None:
-        """How samples become a batch; None: they have one length."""
+        """Collate function; None: all samples have the same length."""
         return None if self.packs else functools.partial(pad_rows, seq_len=self.seq_len)
 
     @property
@@ -167,7 +168,7 @@ class Instructions:
         return f"{names}/{self._val_fraction}/{self.seq_len}/{'packed' if self.packs else 'padded'}"
 
     def describe(self) -> str:
-        """Return the amount of data, and how much of it carries loss."""
+        """Return the amount of data and the fraction with a loss."""
         _, stores, rows = self._ready()
         num_tokens = sum(store.meta.num_tokens for store in stores.values())
         num_loss = sum(store.meta.num_loss_tokens for store in stores.values())
@@ -178,7 +179,7 @@ class Instructions:
         return f"{counts}; {num_loss:,} of {num_tokens:,} tokens carry loss ({num_loss / num_tokens:.0%})"
 
     def describe_sample(self, sample: int) -> dict[str, Any]:
-        """Return where the examples of a training row come from, and its text, for the dump of a bad batch."""
+        """Return the origin of the examples in a training row, and its text, for the dump of a bad batch."""
         tokenizer, stores, rows = self._ready()
         store = stores["train"]
         examples = rows["train"].examples_of(sample)
@@ -194,9 +195,9 @@ class Instructions:
         return self._ready()[2]["val"]
 
     def questions(self, num_questions: int) -> list[tuple[list[int], list[int]]]:
-        """Return prompt and last answer of validation examples, spread evenly, as tokens; fewer if there are fewer.
+        """Return prompt and last answer of at most `num_questions` evenly spaced validation examples, as tokens.
 
-        The end of a turn is part of an answer. Examples are left out for which the model has no room.
+        The end of a turn is part of an answer. Examples that exceed the model's window are skipped.
         """
         _, stores, rows = self._ready()
         store = stores["val" if "val" in stores else "train"]
@@ -238,11 +239,11 @@ class Instructions:
         raise ConfigError(f"data.path={self._path}", reason, fix)
 
     def _warn(self, stores: dict[str, ExampleStore], rows: dict[str, ExampleRows]) -> None:
-        """Log what is not trained on."""
+        """Log the rows and tokens that are not trained on."""
         for store in stores.values():
             if dropped := store.meta.dropped:
                 places = ", ".join(dropped[:_SHOWN_PLACES]) + (", …" if len(dropped) > _SHOWN_PLACES else "")
-                LOGGER.warning("%d rows without an answer are left out: %s", len(dropped), places)
+                LOGGER.warning("%d rows without an answer are skipped: %s", len(dropped), places)
         if "val" in stores:
             num_known = int(np.isin(stores["val"].questions, stores["train"].questions).sum())
             if num_known:
@@ -253,7 +254,7 @@ class Instructions:
         for split, found in rows.items():
             if found.num_cut or found.num_without_targets:
                 LOGGER.warning(
-                    "Of the %s examples, %d are cut to %d tokens, and %d are left out: their answers begin later",
+                    "Of the %s examples, %d are cut to %d tokens, and %d are skipped: their answers begin later",
                     *(split, found.num_cut, self.seq_len, found.num_without_targets),
                 )
 
@@ -268,7 +269,7 @@ class Instructions:
 
 
 class _RowTexts:
-    """The text of rows, for a tokenizer that is trained on it."""
+    """Text of the rows, for training a tokenizer."""
 
     def __init__(self, rows: Rows, reader: Reader, *, content_hash: str, cache_dir: Path) -> None:
         self.cache_dir = cache_dir

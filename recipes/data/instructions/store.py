@@ -1,4 +1,4 @@
-"""Tokenized examples on disk: tokens and what each is, one example after the other, and where each came from.
+"""On-disk store of tokenized examples: concatenated tokens with per-token marks, and the origin of each example.
 
 Letters: N examples.
 """
@@ -26,7 +26,7 @@ from recipes.errors import ConfigError
 
 log = logging.getLogger("lightning_recipes")
 
-FORMAT_VERSION = 1  # to be increased when the same key gives other files
+FORMAT_VERSION = 1  # increase when the same key produces different files
 _TASK_BYTES = 1024 * 1024
 _TASK_ROWS = 4096
 _ROWS_PER_PROCESS = 2000  # with fewer per process, starting it (~2 s with a chat template) does not pay off
@@ -41,8 +41,8 @@ class StoreMeta:
     """The content of `meta.json`.
 
     Attributes:
-        num_conversations: Examples of messages; the others are plain text.
-        dropped: Places of rows without a token that carries loss.
+        num_conversations: Number of conversations; the other examples are plain text.
+        dropped: Locations of rows in which no token has a loss.
     """
 
     format_version: int
@@ -72,18 +72,18 @@ class ExampleStore:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each example, [N]."""
+        """Number of tokens of each example, [N]."""
         lengths: NDArray[np.int64] = np.diff(self._map("starts"))
         return lengths
 
     def length(self, example: int) -> int:
-        """Return the tokens of one example, without a look at the others."""
+        """Return the number of tokens of one example, without reading the others."""
         first, last = self._map("starts")[example : example + 2]
         return int(last - first)
 
     @property
     def questions(self) -> NDArray[np.uint64]:
-        """Hash of what each example asks, [N]."""
+        """Hash of the question of each example, [N]."""
         return self._map("questions")
 
     def tokens(self, example: int, *, stop: int | None = None) -> NDArray[np.int64]:
@@ -91,11 +91,11 @@ class ExampleStore:
         return self._slice("tokens", example, stop).astype(np.int64)
 
     def carries_loss(self, example: int, *, stop: int | None = None) -> NDArray[np.bool_]:
-        """Return which of the first `stop` tokens of an example carry loss."""
+        """Return the loss mask of the first `stop` tokens of an example."""
         return (self._slice("marks", example, stop) & _CARRIES_LOSS).astype(np.bool_)
 
     def is_answer(self, example: int) -> NDArray[np.bool_]:
-        """Return which tokens of an example are answers."""
+        """Return the mask of answer tokens of an example."""
         return (self._slice("marks", example, None) & _IS_ANSWER).astype(np.bool_)
 
     def place(self, example: int) -> str:
@@ -117,7 +117,7 @@ class ExampleStore:
         return self._maps[name]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything but the maps, which pickle would turn into copies of the files."""
+        """Return the state without memory maps, which pickle would turn into copies of the files."""
         return {**self.__dict__, "_maps": {}}
 
 
@@ -134,16 +134,16 @@ def cached_examples(
     """Return the examples of rows, tokenizing them if they are not cached; safe in any number of processes.
 
     Args:
-        rows: To read.
-        reader: Of rows.
-        tokenizer: Of examples.
-        vocab_size: Of the tokenizer.
-        key: Equal for equal results.
+        rows: Rows to read.
+        reader: Converts rows to examples.
+        tokenizer: Tokenizes examples.
+        vocab_size: Vocabulary size of the tokenizer.
+        key: Cache key, equal for equal results.
         cache_dir: Folder of all caches.
         num_processes: Processes that tokenize.
 
     Raises:
-        ConfigError: A row cannot be read, or none carries loss; nothing is left in the cache.
+        ConfigError: A row cannot be read, or no row has a loss; nothing is left in the cache.
     """
     digest = hashlib.blake2b(f"{FORMAT_VERSION} {key}".encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
     folder = cache_dir / "examples" / digest
@@ -161,7 +161,7 @@ def is_complete(folder: Path) -> bool:
         meta = ExampleStore(folder).meta
         sizes = {name: (folder / f"{name}.bin").stat().st_size for name in ("tokens", "marks")}
         has_arrays = all((folder / f"{name}.npy").is_file() for name in _ARRAYS)
-    except (OSError, TypeError, ValueError):  # a file is missing, no JSON, or of other fields
+    except (OSError, TypeError, ValueError):  # a file is missing, not JSON, or has other fields
         return False
     wanted = {"tokens": meta.num_tokens * np.dtype(meta.dtype).itemsize, "marks": meta.num_tokens}
     return has_arrays and sizes == wanted and (folder / "places.txt").is_file()
@@ -196,7 +196,7 @@ def _write(folder: Path, encoded: Iterator[Encoded], *, vocab_size: int) -> None
     tokens_file, marks_file, places_file = files
     try:
         for place, question, is_chat, example in encoded:
-            num_targets = int(example.carries_loss[1:].sum())  # nothing precedes the first token
+            num_targets = int(example.carries_loss[1:].sum())  # the first token cannot be a target
             if num_targets == 0:
                 dropped.append(place)
                 continue

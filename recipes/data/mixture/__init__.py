@@ -1,1 +1,1 @@
-"""Several sources in one stream, by weight: `data=mixture`."""
+"""Weighted mixture of several data sources in one stream: `data=mixture`."""

@@ -1,4 +1,4 @@
-"""The samples of several sources, and the order in which the stream takes them.
+"""Datasets and sample order of a mixture of sources.
 
 Letters: K sources, N samples, B samples of a batch, T tokens of a sample.
 """
@@ -20,15 +20,15 @@ from recipes.data.order import Order, Positions, ShuffledOrder
 
 
 class MixtureOrder(Order):
-    """Position -> sample, where the samples of all sources are numbered one source after the other.
+    """Position -> sample index, where the sources are concatenated.
 
-    Each source goes through its own samples as if it were alone, under a seed made of its name: another source beside
-    it, or another share, changes when its samples come and not which ones.
+    Each source has its own order, seeded by its name: adding a source or changing a weight changes when samples are
+    used, but not their order within a source.
 
     Args:
-        lengths: Samples by source.
+        lengths: Number of samples by source.
         stages: Position -> source.
-        seed: Of the run.
+        seed: Seed of the run.
     """
 
     def __init__(self, lengths: Mapping[str, int], stages: Stages, *, seed: int) -> None:
@@ -53,10 +53,10 @@ def _own_seed(seed: int, name: str) -> int:
 
 
 class MixedSamples(Dataset[dict[str, Tensor]]):
-    """The training samples of all sources, one source after the other, each with `source`, the number of its own.
+    """Concatenated training samples of all sources, each with `source`, the index of its source.
 
     Args:
-        parts: By the names of their sources.
+        parts: Datasets by source name.
         stages: Position -> source.
     """
 
@@ -78,7 +78,7 @@ class MixedSamples(Dataset[dict[str, Tensor]]):
         return self._by_number[source][own] | {"source": torch.tensor(source)}
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return the source of a sample, and its index there."""
+        """Return the source of a sample and its index in that source."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         index %= len(self)
@@ -91,17 +91,17 @@ class MixedSamples(Dataset[dict[str, Tensor]]):
         return MixtureOrder(lengths, self.stages, seed=seed)
 
     def count_new(self) -> int:
-        """Return how many samples the stream brings before any of them comes again."""
+        """Return the number of samples that the stream yields before the first repetition."""
         end = self.stages.find_end(np.array([len(part) for part in self._by_number]))
         return len(self) if end is None else end
 
     def count_epochs(self, position: int) -> dict[str, float]:
-        """Return how often the stream has gone through each source before a position."""
+        """Return the number of epochs over each source before a position."""
         counts = self._count_before(position)
         return {name: counts[name] / len(part) for name, part in self.parts.items()}
 
     def count_tokens(self, position: int) -> dict[str, int]:
-        """Return the tokens of each source before a position; of samples that differ in length, an upper limit."""
+        """Return the tokens of each source before a position; an upper limit if sample lengths vary."""
         counts = self._count_before(position)
         return {name: counts[name] * part.tokens_per_sample for name, part in self.parts.items()}
 
@@ -110,14 +110,14 @@ class MixedSamples(Dataset[dict[str, Tensor]]):
 
 
 class MixedValidation(Dataset[dict[str, Tensor]]):
-    """Validation samples of all sources in the shares of the last stage, none of them twice.
+    """Validation samples of all sources with the weights of the last stage, without repetition.
 
-    Their loss is what the stream's would be on new samples.
+    Their loss estimates the loss of the stream on new samples.
 
     Args:
-        parts: By the names of their sources.
-        stages: The last stage alone.
-        num_samples: Largest number; None: until the samples of a source are used up.
+        parts: Datasets by source name.
+        stages: Only the last stage.
+        num_samples: Maximum number of samples; None: until a source is exhausted.
     """
 
     def __init__(self, parts: Mapping[str, SampleDataset], stages: Stages, num_samples: int | None = None) -> None:
@@ -143,16 +143,16 @@ class MixedValidation(Dataset[dict[str, Tensor]]):
         return self._by_number[source][int(self._own[index])] | {"source": torch.tensor(source)}
 
     def spread(self, num_samples: int) -> "MixedValidation":
-        """Return fewer samples, in the same shares and spread evenly over each source."""
+        """Return fewer samples with the same weights, evenly spaced in each source."""
         return MixedValidation(self._parts, self._stages, num_samples)
 
 
 def collate(samples: Sequence[dict[str, Tensor]], *, seq_len: int) -> dict[str, Any]:
-    """Return a batch of samples of several sources: all with positions if one has some, all of one length.
+    """Return a batch of samples of several sources, padded to one length; all get positions if any sample has them.
 
     Args:
-        samples: B of them, `inputs` and `targets` [T], `source` [], and perhaps `positions` [T].
-        seq_len: Largest T.
+        samples: B samples with `inputs` and `targets` [T], `source` [], and optionally `positions` [T].
+        seq_len: Maximum T.
     """
     has_positions = any("positions" in sample for sample in samples)
     rows = []

@@ -1,4 +1,4 @@
-"""The data source of `data=mixture`: other data sources, their weights, and one tokenizer for all."""
+"""Data source that mixes other sources by weight, with one tokenizer for all."""
 
 import functools
 import hashlib
@@ -13,15 +13,15 @@ from recipes.data.mixture.stages import PERIOD, Stages
 from recipes.errors import ConfigError
 from recipes.tokenizer import TextCorpus, Tokenizer
 
-_TOLERANCE = 1e-6  # of a sum of weights
+_TOLERANCE = 1e-6  # for the sum of weights
 _EXAMPLE = "+data@data.sources.code=stdlib_text"
 
 
 class Mixture:
-    """Samples of several sources by weight, in an order that depends on position and seed alone.
+    """Samples of several sources by weight, in an order that depends only on position and seed.
 
     Attributes:
-        sources: By name.
+        sources: Data sources by name.
     """
 
     sample_kind: ClassVar[str] = "tokens"
@@ -38,14 +38,14 @@ class Mixture:
         """Store the settings; nothing is read before `prepare`.
 
         Args:
-            sources: Data sources of text by name.
-            weights: Share of the samples that each source has, from the first one on.
-            stages: Other shares later: each has `from`, a position in the stream in samples, and `weights`.
-            max_repeats: How often the run may read any sample; None: any number of times.
-            seq_len: Largest number of tokens of a sample.
+            sources: Text sources by name.
+            weights: Fraction of samples from each source, at the start of the stream.
+            stages: Changes of weights: each has `from`, a position in the stream in samples, and `weights`.
+            max_repeats: Maximum number of times that the run may read a sample; None: unlimited.
+            seq_len: Maximum number of tokens per sample.
 
         Raises:
-            ConfigError: There are no sources, weights are not theirs or do not add up to 1, or stages are not in order.
+            ConfigError: There are no sources, weights do not match them or do not sum to 1, or stages are not in order.
         """
         if not sources:
             raise ConfigError("data.sources={}", "a mixture needs sources", f"{_EXAMPLE} data.weights={{code: 1.0}}")
@@ -62,7 +62,7 @@ class Mixture:
         self._prepared: tuple[MixedSamples, MixedValidation] | None = None
 
     def prepare(self) -> None:
-        """Prepare every source with one tokenizer, made from the text of all; a second call does nothing.
+        """Prepare all sources with one tokenizer, made from their combined text; a second call does nothing.
 
         Raises:
             ConfigError: A source cannot be prepared.
@@ -88,13 +88,13 @@ class Mixture:
         self._prepared = train, val
 
     def check_run(self, num_samples: int) -> None:
-        """Check that a run does not read the samples of any source too often.
+        """Check that a run does not exceed `max_repeats` for any source.
 
         Args:
-            num_samples: That the run reads.
+            num_samples: Number of samples that the run reads.
 
         Raises:
-            ConfigError: It does.
+            ConfigError: A source would be repeated too often.
         """
         if self._max_repeats is None:
             return
@@ -107,12 +107,12 @@ class Mixture:
 
     @property
     def source_names(self) -> list[str]:
-        """Names of the sources, by the numbers that samples carry."""
+        """Names of the sources, in the order of the `source` index of samples."""
         return list(self.sources)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of all sources, with the template of conversations if there are some; after `prepare`."""
+        """Tokenizer of all sources, with a chat template if any source has conversations; after `prepare`."""
         found = [source.tokenizer for source in self.sources.values() if source.tokenizer is not None]
         with_template = [tokenizer for tokenizer in found if tokenizer.chat_template is not None]
         return next(iter(with_template or found), None)
@@ -124,18 +124,18 @@ class Mixture:
 
     @property
     def collate(self) -> Callable[[Sequence[Any]], Any]:
-        """How samples become a batch."""
+        """Collate function."""
         return functools.partial(collate, seq_len=self._seq_len)
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal samples in equal shares."""
+        """String that is equal for equal samples and weights."""
         parts = [f"{name}={source.fingerprint}" for name, source in self.sources.items()]
         shares = ";".join(f"{start}:{counts.tolist()}" for start, counts in self._stages)
         return f"{'+'.join(parts)}/{shares}"
 
     def describe(self) -> str:
-        """Return what each source has, and its share at the start."""
+        """Return the amount of data of each source, and its weight at the start."""
         _, counts = next(iter(self._stages))
         parts = [
             f"{name} ({count / PERIOD:.4g} of the samples): {source.describe()}"
@@ -144,7 +144,7 @@ class Mixture:
         return "; ".join(parts)
 
     def describe_sample(self, sample: int) -> dict[str, Any]:
-        """Return where a training sample comes from, for the dump of a bad batch."""
+        """Return the origin of a training sample, for the dump of a bad batch."""
         number, own = self.train().locate(sample)
         name = self.source_names[number]
         describe: Any = getattr(self.sources[name], "describe_sample", lambda _: {})
@@ -157,12 +157,12 @@ class Mixture:
         return self._prepared[0]
 
     def val(self) -> MixedValidation:
-        """Return validation samples in the shares of the last stage."""
+        """Return validation samples with the weights of the last stage."""
         assert self._prepared is not None, "prepare() comes first"
         return self._prepared[1]
 
     def questions(self, num_questions: int) -> list[tuple[list[int], list[int]]]:
-        """Return questions of all sources that know some, as many of each."""
+        """Return equally many questions from each source that has some."""
         asked: list[Any] = [source for source in self.sources.values() if hasattr(source, "questions")]
         each = -(-num_questions // max(len(asked), 1))
         found = [question for source in asked for question in source.questions(each)]
@@ -176,7 +176,7 @@ class Mixture:
 
 
 def _check_weights(setting: str, weights: object, sources: Mapping[str, Any]) -> list[float]:
-    """Return the weight of each source, in their order."""
+    """Return the weights in the order of the sources."""
     typed = f"{setting}={weights}".replace("'", "")
     named = "{" + ", ".join(f"{name}: {1 / len(sources):.4g}" for name in sources) + "}"
     if not isinstance(weights, dict) or set(weights) != set(sources):
@@ -188,7 +188,7 @@ def _check_weights(setting: str, weights: object, sources: Mapping[str, Any]) ->
     if abs(total - 1) > _TOLERANCE:
         fixed = [value / total for value in values] if total > 0 else [1 / len(values)] * len(values)
         shown = ", ".join(f"{name}: {value:.4g}" for name, value in zip(sources, fixed, strict=True))
-        raise ConfigError(typed, f"weights add up to 1, and these to {total:.6g}", f"{setting}={{{shown}}}")
+        raise ConfigError(typed, f"weights must add up to 1; these add up to {total:.6g}", f"{setting}={{{shown}}}")
     if smallest := [value for value in values if 0 < value < 1 / PERIOD]:
         reason = f"shares are counted in {PERIOD:,}ths, and {smallest[0]:.3g} is less than one"
         raise ConfigError(typed, reason, f"{setting} of at least {1 / PERIOD}, or 0")
@@ -208,7 +208,7 @@ def _read_start(where: str, stage: object, *, after: int) -> int:
 
 
 class _JoinedText:
-    """The text of several corpora, for a tokenizer that is trained on it: as much of each."""
+    """Equal amounts of text from several corpora, for training a tokenizer."""
 
     def __init__(self, corpora: Mapping[str, TextCorpus]) -> None:
         self._corpora = list(corpora.values())

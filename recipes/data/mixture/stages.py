@@ -1,4 +1,4 @@
-"""Which source each position of the stream has, and how many that source has had before: arithmetic, no state.
+"""Map stream positions to sources and per-source indices: arithmetic, no state.
 
 Letters: K sources, P positions of a period.
 """
@@ -10,14 +10,14 @@ import numpy as np
 
 from recipes.data.order import Positions
 
-PERIOD = 10_000  # P: within so many positions each source has exactly its share
+PERIOD = 10_000  # P: number of positions in which each source has exactly its share
 
 
 def count_shares(weights: Sequence[float]) -> Positions:
-    """Return how many of 10,000 positions each source has, [K]: largest remainders are rounded up.
+    """Return the number of positions per period of each source, [K], rounded by the largest remainder method.
 
     Args:
-        weights: [K], at least 0; their sum is 1.
+        weights: [K], nonnegative, summing to 1.
     """
     exact = PERIOD * np.asarray(weights, dtype=np.float64) / sum(weights)  # [K]
     counts = np.floor(exact).astype(np.int64)
@@ -27,14 +27,14 @@ def count_shares(weights: Sequence[float]) -> Positions:
 
 
 class Stage:
-    """Positions from `start` on, with one set of shares.
+    """Positions from `start` on, with one set of weights.
 
-    Each source's positions are spread evenly over a period, so any long part of the stream has about its share.
+    Each source's positions are spread evenly over a period, so any long section of the stream has about its share.
 
     Args:
         start: First position.
-        counts: [K], positions of each source in a period.
-        before: [K], positions that each source has had before `start`.
+        counts: [K], positions of each source per period.
+        before: [K], positions of each source before `start`.
     """
 
     def __init__(self, start: int, counts: Positions, before: Positions) -> None:
@@ -43,31 +43,31 @@ class Stage:
         self._before = before
         sources = np.repeat(np.arange(len(counts)), counts)  # [P]
         firsts = np.cumsum(counts) - counts  # [K]
-        # the middle of each of n equal parts of a period, for each source: in their order, sources take turns
+        # for each source, the midpoints of n equal parts of a period; sorting them interleaves the sources
         middles = (2 * (np.arange(PERIOD) - firsts[sources]) + 1) / (2 * counts[sources])  # [P]
         self._sources = sources[np.lexsort((sources, middles))]  # [P]
         is_of = self._sources[:, None] == np.arange(len(counts))  # [P, K]
         self._had = is_of.cumsum(axis=0) - is_of  # [P, K], before each position of a period
 
     def count_before(self, position: int) -> Positions:
-        """Return how many positions each source has had before one of this stage, [K]."""
+        """Return the number of positions of each source before a position of this stage, [K]."""
         periods, offset = divmod(position - self.start, PERIOD)
         counts: Positions = self._before + periods * self.counts + self._had[offset]
         return counts
 
     def locate(self, positions: Positions) -> tuple[Positions, Positions]:
-        """Return the source of each position of this stage, and how many that source has had before it."""
+        """Return the source of each position of this stage, and the number of earlier positions of that source."""
         periods, offsets = np.divmod(positions - self.start, PERIOD)
         sources = self._sources[offsets]
         return sources, self._before[sources] + periods * self.counts[sources] + self._had[offsets, sources]
 
 
 class Stages:
-    """The whole stream.
+    """All stages of the stream.
 
     Args:
         starts: First position of each stage, ascending from 0.
-        weights: [K] of each stage.
+        weights: Weights [K] of each stage.
     """
 
     def __init__(self, starts: Sequence[int], weights: Sequence[Sequence[float]]) -> None:
@@ -79,16 +79,16 @@ class Stages:
             self._stages.append(Stage(start, count_shares(of_stage), before))
 
     def __iter__(self) -> Iterator[tuple[int, Positions]]:
-        """Yield the first position of each stage, and the positions of each source in a period, [K]."""
+        """Yield the first position of each stage, and its positions per period by source, [K]."""
         return ((stage.start, stage.counts) for stage in self._stages)
 
     def count_before(self, position: int) -> Positions:
-        """Return how many positions each source has had before a position, [K]."""
+        """Return the number of positions of each source before a position, [K]."""
         started = [stage for stage in self._stages if stage.start <= position]
         return started[-1].count_before(position)
 
     def locate(self, positions: Positions) -> tuple[Positions, Positions]:
-        """Return the source of each position [N], and how many that source has had before it, [N]."""
+        """Return the source of each position [N], and the number of earlier positions of that source, [N]."""
         sources, had = np.empty_like(positions), np.empty_like(positions)
         numbers = np.searchsorted(self._starts, positions, side="right") - 1
         for number in np.unique(numbers):
@@ -97,12 +97,12 @@ class Stages:
         return sources, had
 
     def find_end(self, limits: Positions) -> int | None:
-        """Return the first position whose source has had its limit [K] before; None: there is none.
+        """Return the first position at which a source exceeds its limit [K]; None: it never happens.
 
-        Limits of sources that have no share in the last stage may never be reached.
+        Limits of sources without weight in the last stage may never be reached.
         """
         last = self._stages[-1]
-        # after so many periods of the last stage, every source that has a share in it is beyond its limit
+        # after this many periods of the last stage, every source with a weight in it is beyond its limit
         shares = last.counts[last.counts > 0]
         enough = last.start + PERIOD * (int(limits.max()) // int(shares.min()) + 2)
 

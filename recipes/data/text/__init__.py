@@ -1,1 +1,1 @@
-"""Text files to a token cache to sequences of tokens."""
+"""Text pipeline: text files -> token cache -> token sequences."""

@@ -1,4 +1,4 @@
-"""A corpus: documents in a fixed order, read piece by piece in bounded memory, and a hash of their content."""
+"""Corpus of text files in a fixed order, read in pieces in bounded memory, with a content hash."""
 
 import hashlib
 import json
@@ -19,22 +19,22 @@ from recipes.errors import ConfigError
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 * 1024  # encoding takes ~170 bytes of memory per byte of text
-# how far to search for a good place to cut: a piece is at most twice as long
+# search range for a good cut: a piece is at most twice as long as `PIECE_BYTES`
 _CUT_WINDOW_BYTES = PIECE_BYTES
 
-# The newline between two lines of text, neither blank nor indented: no pre-tokenizer of a byte-level vocabulary joins
+# A newline between two lines that are neither blank nor indented: no pre-tokenizer of a byte-level vocabulary joins
 # characters across it, so both parts have the same tokens as the uncut text.
 _SAFE_CUT = re.compile(rb"[!-~]\n(?=[!-~])")
 
 MIN_DOCUMENTS_TO_SPLIT = 20
 
-MIN_BYTES_TO_REMEMBER = 64 * 1024**2  # hashing less than this again takes no noticeable time
+MIN_BYTES_TO_REMEMBER = 64 * 1024**2  # hashing less than this again takes negligible time
 _SETTLED_NS = 2_000_000_000  # a file changed more recently may change again within one clock tick
 
 
 @dataclass(frozen=True)
 class Document:
-    """One file of text, with its name in the cache and in errors."""
+    """One text file, with its name in the cache and in errors."""
 
     name: str
     path: Path
@@ -46,7 +46,7 @@ class Document:
         """Return the document of a file, with its current size and change time.
 
         Raises:
-            ConfigError: It cannot be read, or is a link to nothing.
+            ConfigError: The file cannot be read, or is a broken link.
         """
         try:
             status = path.stat()
@@ -55,10 +55,10 @@ class Document:
         return cls(name, path, status.st_size, status.st_mtime_ns)
 
     def check_unchanged(self, setting: str = "data.path") -> None:
-        """Check that the file, whose path was typed as `setting`, is the one that was listed.
+        """Check that the file has not changed since it was listed; `setting` is the config key of its path.
 
         Raises:
-            ConfigError: It has changed since.
+            ConfigError: The file has changed.
         """
         if Document.of(self.path, name=self.name) != self:
             fix = "the same command again, when nothing writes to it any more"
@@ -80,7 +80,7 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Size."""
+        """Size in bytes."""
         return self.stop - self.start
 
     @property
@@ -92,7 +92,7 @@ class Piece:
         """Return the text.
 
         Raises:
-            ConfigError: The bytes are not UTF-8; names the file and the offset of the first wrong byte.
+            ConfigError: The bytes are not UTF-8; names the file and the offset of the first invalid byte.
         """
         try:
             with self.document.path.open("rb") as file:
@@ -110,7 +110,7 @@ class Corpus:
     """Files in order, with a hash and a validation split that depend on their content.
 
     Args:
-        documents: In the order in which they are tokenized; empty ones are dropped.
+        documents: Documents in the order of tokenization; empty ones are dropped.
         cache_dir: Folder of cached digests, tokenizers and tokens.
     """
 
@@ -126,23 +126,23 @@ class Corpus:
 
     @cached_property
     def content_hash(self) -> str:
-        """Hash of all names and contents, in order; the folder of the files does not matter."""
+        """Hash of all names and contents, in order, independent of the folder of the files."""
         digest = hashlib.blake2b(digest_size=16)
         for document, content in zip(self.documents, self.digests, strict=True):
             line = f"{content} {document.num_bytes} {document.name}\0"
-            digest.update(line.encode("utf-8", "surrogateescape"))  # a file name may be any bytes
+            digest.update(line.encode("utf-8", "surrogateescape"))  # file names may hold arbitrary bytes
         return digest.hexdigest()
 
     def make_split(self, val_fraction: float) -> Callable[[Any], bool]:
-        """Return whether the document of a piece is for validation."""
+        """Return a predicate for pieces of validation documents."""
         held_out = self.val_documents(val_fraction)
         return lambda piece: piece.name in held_out
 
     def val_documents(self, val_fraction: float) -> frozenset[str]:
-        """Return the names of the documents for validation, about `val_fraction` of all bytes.
+        """Return the names of the validation documents, about `val_fraction` of all bytes.
 
         Documents are chosen in the order of their content hashes until the fraction is reached: the choice does not
-        depend on seed or folder, equal files stay together, and a new document moves few others. A document larger
+        depend on seed or folder, duplicates stay in one split, and a new document moves few others. A document larger
         than the whole fraction is never chosen. The result is empty if there are fewer than 20 documents or none is
         small enough; then the tail of the tokens is used for validation.
         """
@@ -171,7 +171,7 @@ class Corpus:
                 yield Piece(document, start, stop)
 
     def texts(self, max_bytes: int) -> Iterator[str]:
-        """Yield the text in order, or pieces spread evenly over it that add up to about `max_bytes`."""
+        """Yield all pieces in order, or evenly spaced ones with about `max_bytes` in total."""
         fraction = min(1.0, max_bytes / max(1, self.num_bytes))
         num_seen = num_read = 0  # bytes
         for piece in self.pieces():
@@ -181,7 +181,7 @@ class Corpus:
             num_seen += piece.num_bytes
 
     def check_unchanged(self) -> None:
-        """Check that the files that were read are those that were hashed.
+        """Check that no file has changed since it was hashed.
 
         Raises:
             ConfigError: A file has changed since.
@@ -208,7 +208,7 @@ def _cuts(document: Document) -> Iterator[int]:
 
 
 def _best_cut(window: bytes, *, is_last: bool) -> int | None:
-    """Return where to cut in a window, at least 1 byte into it; None: the rest stays one piece."""
+    """Return the offset in a window at which to cut, at least 1; None: the rest stays one piece."""
     match = _SAFE_CUT.search(window)
     if match is not None:
         return match.end()
@@ -218,14 +218,14 @@ def _best_cut(window: bytes, *, is_last: bool) -> int | None:
     if after_line > 0:
         return after_line
     starts = (i for i, byte in enumerate(window) if i > 0 and byte & 0xC0 != 0x80)
-    return next(starts, len(window))  # first byte of a character; if there is none, it is not UTF-8 anyway
+    return next(starts, len(window))  # first byte of a character; without one, the text is not UTF-8 anyway
 
 
 def content_digests(documents: Sequence[Document], *, cache_dir: Path) -> list[str]:
     """Return a hash of each file's content.
 
-    If the files have 64 MiB or more together, hashes are cached under (path, size, time of change) to save time; a
-    file that changed less than two seconds before it was hashed is hashed again the next time.
+    If the files total 64 MiB or more, hashes are cached by (path, size, change time); a file that changed less than two
+    seconds before it was hashed is hashed again the next time.
     """
     if sum(document.num_bytes for document in documents) < MIN_BYTES_TO_REMEMBER:
         return [file_digest(document.path) for document in documents]
@@ -248,7 +248,7 @@ def content_digests(documents: Sequence[Document], *, cache_dir: Path) -> list[s
 
 
 def _read_digests(memory: Path) -> dict[str, str]:
-    """Return the cached hashes; none, and a line in the log, if their file is damaged."""
+    """Return the cached hashes; if their file is damaged, log it and return none."""
     try:
         known = json.loads(memory.read_text(encoding="utf-8")) if memory.is_file() else {}
     except ValueError:
@@ -269,14 +269,14 @@ def file_digest(path: Path) -> str:
 
 
 def not_utf8(path: Path, error: UnicodeDecodeError, *, start: int = 0) -> ConfigError:
-    """Return the error about a file that is no text; `start` is where the bytes begin that could not be decoded."""
+    """Return the error for a file that is not UTF-8; `start` is the file offset of the decoded bytes."""
     reason = f"byte {start + error.start} is not UTF-8 text ({error.reason})"
     fix = "data.path= of UTF-8 files; iconv -f latin1 -t utf-8 converts an old one"
     return ConfigError(f"data.path={path}", reason, fix)
 
 
 def unreadable(path: Path, error: Exception) -> ConfigError:
-    """Return the error about a file or folder of text that cannot be read."""
+    """Return the error for a text file or folder that cannot be read."""
     reason = "it is a link to a file that does not exist" if path.is_symlink() and not path.exists() else None
     fix = "data.path=<text that can be read>, or the same command when this file is gone"
     said = getattr(error, "strerror", None) or str(error)

@@ -21,12 +21,12 @@ class TokenWindows(FullWindows):
     Picklable: each process opens its own map when it first reads a sample.
 
     Args:
-        path: Little-endian token ids, one after the other.
+        path: File of little-endian token ids.
         dtype: "uint16" or "uint32".
         seq_len: L.
         start: First token.
         stop: One past the last token.
-        byte_offset: Bytes before token 0, a header.
+        byte_offset: Size of the header before token 0.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class TokenWindows(FullWindows):
         return self._tokens
 
     def __getstate__(self) -> dict[str, object]:
-        """Return everything but the map, which pickle would turn into a copy of the file."""
+        """Return the state without the memory map, which pickle would turn into a copy of the file."""
         return {**self.__dict__, "_tokens": None}
 
 
@@ -82,9 +82,9 @@ def check_length(windows: TokenWindows, *, split: str, fix: str) -> TokenWindows
     """Return the windows if there is at least one.
 
     Args:
-        windows: Of one split.
+        windows: Windows of one split.
         split: "training" or "validation", for the error.
-        fix: What to type for more tokens.
+        fix: Override that gives more tokens.
 
     Raises:
         ConfigError: The split is shorter than one sample; the fix names the longest `seq_len` that fits.

@@ -1,4 +1,4 @@
-"""The steps of every text source: list documents, make the tokenizer, tokenize once, cut windows."""
+"""Base classes of text sources: list documents, make the tokenizer, tokenize once, cut windows."""
 
 import os
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ from recipes.tokenizer import TextCorpus, Tokenizer, TokenizerConfig
 
 
 class TextSource(ABC):
-    """Documents -> windows of tokens; a subclass says where the documents are."""
+    """Documents -> token windows; a subclass lists the documents."""
 
     sample_kind: ClassVar[str] = "tokens"
 
@@ -35,12 +35,12 @@ class TextSource(ABC):
         """Check the settings; nothing is read before `prepare`.
 
         Args:
-            tokenizer: Makes the tokenizer, from this text if it has to be trained.
+            tokenizer: Config of the tokenizer, which is trained on this text if necessary.
             seq_len: Tokens per sample.
-            val_fraction: Fraction of the text for validation: complete documents if there are 20 or more, else the
-                tail.
+            val_fraction: Fraction of the text for validation: complete documents if there are 20 or more, otherwise
+                the tail.
             cache_dir: Folder of cached tokens and tokenizers.
-            vocab_size: Number of ids that the model has; None: any number.
+            vocab_size: Vocabulary size of the model; None: any.
             num_processes: Processes that tokenize; None: one per core.
 
         Raises:
@@ -68,7 +68,7 @@ class TextSource(ABC):
 
     @abstractmethod
     def suggest_more_text(self) -> str:
-        """Return the override that gives more text, for an error about too little."""
+        """Return the override that gives more text, for the error about too little text."""
 
     def corpus(self) -> TokenCorpus:
         """Return the text, with a hash of it.
@@ -81,18 +81,18 @@ class TextSource(ABC):
         return self._corpus
 
     def make_tokenizer(self, corpus: TextCorpus) -> Tokenizer:
-        """Return the tokenizer of the settings, trained on a corpus if it has to be trained."""
+        """Return the configured tokenizer, trained on `corpus` if necessary."""
         return self._tokenizer_config.make(corpus)
 
     def prepare(self, tokenizer: Tokenizer | None = None) -> None:
-        """Tokenize the text unless it is in the cache; a second call does nothing.
+        """Tokenize the text unless it is cached; a second call does nothing.
 
         Args:
-            tokenizer: Of text elsewhere that this text goes with; None: by the settings.
+            tokenizer: Tokenizer shared with other data; None: the configured one.
 
         Raises:
             ConfigError: There is no text, it is not UTF-8, the tokenizer has more ids than the model, or the text is
-                too short for one sample of each split.
+                too short for one sample per split.
         """
         if self._prepared is not None:
             return
@@ -130,12 +130,12 @@ class TextSource(ABC):
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal tokens in the same split."""
+        """String that is equal for equal tokens in the same split."""
         meta = self.cache.meta
         return f"{meta.content_hash}/{meta.tokenizer_fingerprint}/{meta.val_fraction}"
 
     def describe(self) -> str:
-        """Return the amount of text, and the loss of a model that knows only token frequencies."""
+        """Return the amount of text, and the unigram loss."""
         meta = self.cache.meta
         counts = f"{meta.num_train_tokens:,} training and {meta.num_val_tokens:,} validation tokens"
         entropy = meta.unigram_entropy_nats
@@ -164,7 +164,7 @@ class TextSource(ABC):
 
 
 class FileSource(TextSource):
-    """Files of text, each a document; a subclass lists them."""
+    """Text files, one document each; a subclass lists them."""
 
     @abstractmethod
     def list_documents(self) -> Sequence[Document]:
@@ -176,7 +176,7 @@ class FileSource(TextSource):
 
     @override
     def make_corpus(self) -> TokenCorpus:
-        # the folder of the cache is created once there is something to read
+        # list documents first: the cache folder is created only if there is something to read
         return Corpus(self.list_documents(), cache_dir=open_cache_dir(self._cache_dir))
 
 
@@ -201,7 +201,7 @@ def check_windows(*, seq_len: int, val_fraction: float) -> None:
 
 
 def _reject_folder(error: OSError) -> NoReturn:
-    """Reject a folder that cannot be listed: `os.walk` would leave out its texts without a word."""
+    """Reject a folder that cannot be listed, which `os.walk` would silently skip."""
     raise unreadable(Path(error.filename), error) from error
 
 

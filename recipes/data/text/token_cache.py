@@ -1,7 +1,7 @@
-"""The tokens of a corpus on disk, written once per (content, tokenizer, split); opening them again costs a hash.
+"""Token cache on disk, written once per (content, tokenizer, split); reopening it only costs hashing the corpus.
 
 `<cache_dir>/tokens/<key>/` holds `train.bin` and `val.bin`, raw little-endian ids with the end-of-text token after
-every document; `documents.jsonl`, one line per document and split that has tokens of it; and `meta.json`.
+every document; `documents.jsonl`, one line per document and split in which it has tokens; and `meta.json`.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ Split = Literal["train", "val"]
 
 Row = tuple[str, Split, int, int]  # document, split, offset of its first token in the split, number of tokens
 
-FORMAT_VERSION = 1  # to be increased when the same key gives other files
+FORMAT_VERSION = 1  # increase when the same key produces different files
 _CHUNK_TOKENS = 1024 * 1024
 
 
@@ -33,9 +33,8 @@ class TokenCacheMeta:
     """The content of `meta.json`.
 
     Attributes:
-        unigram_entropy_nats: Mean over the validation tokens of -log of their frequency in the training tokens,
-            add-one smoothed: the loss of a model that knows frequencies and no context. A network that is not below
-            it has learned nothing else. None without validation tokens.
+        unigram_entropy_nats: Validation loss of a unigram model fitted to the training tokens with add-one smoothing.
+            A network with a higher loss has learned nothing about context. None without validation tokens.
     """
 
     format_version: int
@@ -96,7 +95,7 @@ def cached_tokens(
 
     Args:
         corpus: Documents to read.
-        tokenizer: Encodes them.
+        tokenizer: Tokenizer that encodes them.
         val_fraction: Fraction of the text for validation.
         num_processes: Processes that tokenize; None: one per core.
 
@@ -141,7 +140,7 @@ def is_complete(folder: Path) -> bool:
         return False
     try:
         cache = TokenCache(folder)
-    except (TypeError, ValueError):  # no JSON, or of other fields
+    except (TypeError, ValueError):  # not JSON, or has other fields
         return False
     item_bytes = np.dtype(cache.meta.dtype).itemsize
     splits: tuple[Split, Split] = ("train", "val")
@@ -153,7 +152,7 @@ def is_complete(folder: Path) -> bool:
 
 @dataclass
 class _SplitWriter:
-    """Appends documents to the file of one split and tracks where each begins."""
+    """Appends documents to the file of one split and tracks their offsets."""
 
     split: Split
     file: BinaryIO
@@ -178,7 +177,7 @@ def _write_tokens(
     is_held_out: Callable[[TextPiece], bool],
     val_fraction: float,
 ) -> tuple[int, int, int]:
-    """Write `train.bin`, `val.bin` and `documents.jsonl`; return the documents, and the tokens of both splits."""
+    """Write `train.bin`, `val.bin` and `documents.jsonl`; return the numbers of documents and of tokens per split."""
     rows = []
     train_path, val_path = folder / "train.bin", folder / "val.bin"
     with train_path.open("wb") as train_file, val_path.open("wb") as val_file:
@@ -200,7 +199,7 @@ def _write_tokens(
 
 
 def _split_rows(rows: list[Row], *, num_train: int) -> Iterator[Row]:
-    """Yield the rows of one stream, split at the token where validation begins."""
+    """Yield the rows of one stream, split at the first validation token."""
     for name, _, offset, num_tokens in rows:
         before = min(num_tokens, max(0, num_train - offset))
         if before > 0:
@@ -226,7 +225,7 @@ def _move_tail(folder: Path, *, num_bytes: int) -> None:
 
 
 def _counts(path: Path, *, dtype: str, vocab_size: int) -> NDArray[np.int64]:
-    """Return how often each id occurs in a file, [vocab_size]."""
+    """Return the number of occurrences of each id in a file, [vocab_size]."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     with path.open("rb") as file:
         while len(chunk := np.fromfile(file, dtype=dtype, count=_CHUNK_TOKENS)):

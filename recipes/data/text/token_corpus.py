@@ -1,4 +1,4 @@
-"""What can be tokenized: documents in order, in pieces, with a hash and a validation split."""
+"""Protocol of a corpus to tokenize: ordered documents in pieces, with a hash and a validation split."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ class TextPiece(Protocol):
 
 
 class TokenCorpus(TextCorpus, Protocol):
-    """Documents that are tokenized in their order."""
+    """Documents in the order of tokenization."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -27,7 +27,7 @@ class TokenCorpus(TextCorpus, Protocol):
         """Yield all documents; with `cut=False`, one piece per document."""
 
     def make_split(self, val_fraction: float) -> Callable[[Any], bool]:
-        """Return whether the document of a piece is for validation. If none is, the tail of the tokens will be."""
+        """Return a predicate for pieces of validation documents; if there are none, the tail of the tokens is used."""
 
     def check_unchanged(self) -> None:
-        """Check that what was read is what was hashed."""
+        """Check that the documents have not changed since they were hashed."""

@@ -1,6 +1,6 @@
-"""Text -> token ids over processes, in order and in bounded memory: ~3 MB/s per core with BPE.
+"""Tokenize text in parallel processes, in order and in bounded memory: ~3 MB/s per core with BPE.
 
-A worker imports only numpy and `tokenizers`.
+Workers import only numpy and `tokenizers`.
 """
 
 import contextlib
@@ -36,15 +36,15 @@ def tokenize(
 
     Args:
         corpus: Documents to read.
-        tokenizer: Encodes them. Documents stay uncut if their parts would get other ids.
-        dtype: Of the arrays, "uint16" or "uint32".
-        num_processes: Largest number of processes, fewer if the text is short; None: one per core.
+        tokenizer: Tokenizer that encodes them. Documents stay uncut if cutting would change their ids.
+        dtype: Dtype of the arrays, "uint16" or "uint32".
+        num_processes: Maximum number of processes, fewer if the text is short; None: one per core.
 
     Yields:
         Pieces, each with its tokens, [number of tokens].
 
     Raises:
-        ConfigError: Text is not UTF-8; raised in this process, whichever found it.
+        ConfigError: Text is not UTF-8; always raised in the calling process.
     """
     tasks = group_by_bytes(corpus.pieces(cut=tokenizer.splits_at_lines), max_bytes=_TASK_BYTES)
     workers = num_workers(corpus.num_bytes, tokenizer, num_processes=num_processes)
@@ -56,7 +56,7 @@ def tokenize(
 
 
 def num_workers(num_bytes: int, tokenizer: Tokenizer, *, num_processes: int | None) -> int:
-    """Return the number of processes that pay off; 1 means the current process."""
+    """Return the number of worker processes worth starting; 1 means the current process."""
     if multiprocessing.current_process().daemon:
         return 1  # a daemonic process may not have children
     per_process = _MIN_BYTES_PER_PROCESS_OF_BYTES if tokenizer.is_bytes else _MIN_BYTES_PER_PROCESS

@@ -1,1 +1,1 @@
-"""Files of tokens, local or in object storage, read one after the other: `data=token_shards`."""
+"""Token files in local or object storage, streamed a few at a time: `data=token_shards`."""

@@ -1,6 +1,6 @@
-"""An order that reads few files at a time, as arithmetic on the position: no buffer whose content could be lost.
+"""Shuffled sample order that reads few files at a time, computed from the position: no shuffle buffer to checkpoint.
 
-Letters: F files, N samples of all files.
+Letters: F files, N samples in all files.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from recipes.data.order import Order, Positions, ShuffledOrder, mix64
 
 
 class ShardOrder(Order):
-    """Each epoch takes the files in another order, in groups; the samples of a group are shuffled.
+    """Shuffles the files in each epoch, splits them into groups, and shuffles the samples within each group.
 
     Args:
-        counts: [F], samples of each file.
-        files_at_a_time: Files of a group: so many are read at once, and samples do not leave their group.
-        seed: Of the run.
+        counts: [F], samples per file.
+        files_at_a_time: Files per group, that is, files read at once.
+        seed: Seed of the run.
     """
 
     def __init__(self, counts: Sequence[int], *, files_at_a_time: int, seed: int) -> None:
@@ -28,7 +28,7 @@ class ShardOrder(Order):
         self._files_at_a_time = files_at_a_time
         self._seed = seed
         self._files = ShuffledOrder(len(counts), seed)
-        # of each loader process and rank: the epochs that a batch touches
+        # per process: the epochs that a batch may span
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
 
     @override
@@ -49,7 +49,7 @@ class ShardOrder(Order):
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
 
     def _make_epoch(self, epoch: int) -> tuple[Positions, Positions]:
-        """Return the files of an epoch in their order, [F], and the position in the epoch where each begins, [F]."""
+        """Return the file order of an epoch, [F], and the position in the epoch at which each file starts, [F]."""
         numbers = np.arange(len(self._counts), dtype=np.int64)
         files = self._files.indices(epoch * len(self._counts) + numbers)
         counts = self._counts[files]
@@ -57,7 +57,7 @@ class ShardOrder(Order):
 
     def _in_epoch(self, epoch: int, offsets: Positions) -> Positions:
         files, begins = self._epoch(epoch)
-        groups = begins[:: self._files_at_a_time]  # position where each group begins
+        groups = begins[:: self._files_at_a_time]  # first position of each group
         numbers = np.searchsorted(groups, offsets, side="right") - 1
         found = np.empty_like(offsets)
         for number in np.unique(numbers).tolist():

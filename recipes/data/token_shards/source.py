@@ -1,4 +1,4 @@
-"""Training on files of tokens that need not be on this machine, nor fit on its disk.
+"""Data source of token files that may be remote and larger than the local disk.
 
 Letters: L tokens per sample.
 """
@@ -26,18 +26,18 @@ from recipes.tokenizer import Tokenizer
 LOGGER = logging.getLogger("lightning_recipes")
 
 _HEADER_BYTES = 4096
-_OPEN_FILES = 64  # of a process
+_OPEN_FILES = 64  # per process
 _DTYPES = {"<u2": "uint16", "<u4": "uint32"}
 
 
 class ShardWindows(FullWindows):
-    """Samples of all files, one after the other; no sample spans two of them.
+    """Concatenated samples of all files; no sample spans two files.
 
     Sample i of a file reads its tokens [i L, i L + L) and predicts the successor of each. Picklable.
 
     Args:
-        storage: The files.
-        layouts: Type and first byte of the tokens of each file.
+        storage: Storage of the files.
+        layouts: Dtype and byte offset of the tokens of each file.
         seq_len: L.
         vocab_size: Every token must be below it.
         files_at_a_time: Files among which samples are shuffled.
@@ -93,7 +93,7 @@ class ShardWindows(FullWindows):
         if (largest := int(tokens.max(initial=0))) >= self._vocab_size:
             raise ConfigError(
                 f"data.path={self._storage.names[file]}",
-                f"it has token {largest} and the vocabulary ends at {self._vocab_size - 1}",
+                f"token id {largest} is outside the vocabulary (maximum {self._vocab_size - 1})",
                 f"model.vocab_size={largest + 1} or more, or the right data.dtype",
             )
         return tokens
@@ -108,21 +108,21 @@ class ShardWindows(FullWindows):
 
 @dataclass(kw_only=True)
 class TokenShards:
-    """Files of tokens in local or object storage: `.npy`, or `.bin` without a header.
+    """Token files in local or object storage: `.npy`, or `.bin` without a header.
 
     Args:
-        path: File, folder or glob, perhaps with a protocol of fsspec.
+        path: File, folder or glob, optionally with an fsspec protocol.
         val_path: The same for validation; None: the last file of `path`.
-        dtype: Of files without a header, little-endian.
-        files_at_a_time: Files that are read at once, among whose samples the order is random.
-        cache_gb: Most that copies of files from elsewhere take; None: no limit.
+        dtype: Dtype of files without a header, little-endian.
+        files_at_a_time: Files read at once, among which samples are shuffled.
+        cache_gb: Maximum size of cached copies of remote files; None: unlimited.
         vocab_size: Every token must be below it.
         seq_len: Tokens per sample.
-        cache_dir: Folder of copies.
+        cache_dir: Folder of cached copies.
     """
 
     sample_kind: ClassVar[str] = "tokens"
-    tokenizer: ClassVar[Tokenizer | None] = None  # the files do not contain it
+    tokenizer: ClassVar[Tokenizer | None] = None  # not stored in the files
 
     path: str
     val_path: str | None
@@ -140,7 +140,7 @@ class TokenShards:
         """List the files and read the headers of `.npy` files; a second call does nothing.
 
         Raises:
-            ConfigError: There are no files, or too few; or they hold no tokens.
+            ConfigError: There are no files or too few, or a file does not hold tokens.
         """
         if self._prepared is not None:
             return
@@ -164,7 +164,7 @@ class TokenShards:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for files of equal names and sizes."""
+        """String that is equal for files of equal names and sizes."""
         storages = [windows._storage for windows in self._ready()]
         names = " ".join(f"{n} {s}" for storage in storages for n, s in zip(storage.names, storage.sizes, strict=True))
         digest = hashlib.blake2b(names.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
@@ -206,7 +206,7 @@ class TokenShards:
         )
 
     def _layouts(self, name: str, storage: Storage) -> list[tuple[str, int]]:
-        """Return type and first byte of the tokens of each file."""
+        """Return the dtype and byte offset of the tokens in each file."""
         layouts: list[tuple[str, int]] = []
         for index, file in enumerate(storage.names):
             layouts.append((self.dtype, 0))
@@ -224,10 +224,10 @@ class TokenShards:
 
 
 def _npy_layout(start: bytes) -> tuple[str, int]:
-    """Return type and first byte of the tokens of a .npy file.
+    """Return the dtype and byte offset of the tokens in a .npy file.
 
     Raises:
-        ValueError: It holds something else.
+        ValueError: The file does not hold a one-dimensional array of tokens.
     """
     file = io.BytesIO(start)
     version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Files in any storage that fsspec knows: listed once, copied to a cache when they are first read."""
+"""Files in any fsspec storage: listed once, copied to a local cache on first read."""
 
 import contextlib
 import fcntl
@@ -16,22 +16,22 @@ from recipes.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _PARTIAL = ".partial."
-_SUFFIXES = (".npy", ".bin")  # of the files of a folder
+_SUFFIXES = (".npy", ".bin")  # files read from a folder
 
 
 class Storage:
-    """The files of one path, local ones where they are and all others by copies.
+    """The files of one path; local ones are read in place, remote ones from cached copies.
 
     Picklable: each process opens its own connection.
 
     Args:
-        path: File, folder or glob, perhaps with a protocol: `s3://bucket/tokens/*.npy`.
-        setting: Where it was typed: "data.path".
-        cache_dir: Of copies.
-        cache_gb: Most that copies take together; None: no limit.
+        path: File, folder or glob, optionally with a protocol: `s3://bucket/tokens/*.npy`.
+        setting: Config key of the path, such as "data.path".
+        cache_dir: Folder of cached copies.
+        cache_gb: Maximum total size of cached copies; None: unlimited.
 
     Raises:
-        ConfigError: There is no file, or the package for the protocol is missing.
+        ConfigError: There are no files, or the package for the protocol is missing.
     """
 
     def __init__(self, path: str, *, setting: str, cache_dir: Path, cache_gb: float | None) -> None:
@@ -54,7 +54,7 @@ class Storage:
             raise ConfigError(f"{setting}={path}", f"no file there ends in {', '.join(_SUFFIXES)}", fix)
 
     def open_local(self, index: int) -> Path:
-        """Return the path of a file on this machine, copied there if it is elsewhere."""
+        """Return a local path of a file, copying it to the cache if it is remote."""
         name = self.names[index]
         if self.is_local:
             return Path(name)
@@ -64,7 +64,7 @@ class Storage:
             with _locked(copy.with_name(f".{copy.name}.lock")):
                 if not copy.is_file():
                     self._copy(index, copy)
-        os.utime(copy)  # used now: the oldest are deleted first
+        os.utime(copy)  # mark as used: the least recently used are deleted first
         return copy
 
     def read_start(self, index: int, num_bytes: int) -> bytes:
@@ -92,7 +92,7 @@ class Storage:
         log.info("copied %s, %.1f MB in %.1f s", copy.name, self.sizes[index] / 1e6, time.monotonic() - began)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Delete the copies that were not used for the longest time."""
+        """Delete the least recently used copies."""
         assert self._cache_bytes is not None
         folder = self._copy_path(0).parent
         copies = [path for path in folder.iterdir() if not path.name.startswith(".")]
@@ -119,12 +119,12 @@ class Storage:
 
     @contextlib.contextmanager
     def _explained(self, fix: str) -> Iterator[None]:
-        """Turn what fsspec and its protocols raise into a sentence."""
+        """Convert exceptions of fsspec and its protocols into a ConfigError."""
         try:
             yield
         except ConfigError:
             raise
-        except Exception as error:  # each protocol has exceptions of its own
+        except Exception as error:  # each protocol has its own exceptions
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise ConfigError(f"{self._setting}={self._path}", f"it cannot be read: {reason}", fix) from error
 
@@ -134,7 +134,7 @@ class Storage:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that is released when the process dies; without locks in the file system, two may copy the same."""
+    """Hold a lock that is released when the process dies; without file locks, two processes may copy the same file."""
     with path.open("ab") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""How a W&B run reports trouble: alerts (spike, rollback, divergence, out of memory), and the status at its end."""
+"""W&B alerts (spike, rollback, divergence, out of memory) and the final status of a run."""
 
 import time
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from recipes.runtime.exit_codes import ExitCode
 
 
 class Alerts:
-    """Sends at most one alert of a kind per interval; those held back are counted in the next.
+    """Sends at most one alert of a kind per interval; suppressed ones are counted in the next.
 
     Args:
         every_minutes: The interval. None disables alerts.
@@ -20,7 +20,7 @@ class Alerts:
         self._num_held_back: dict[str, int] = {}
 
     def get_due(self, event: str, step: int, fields: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the arguments of W&B's `alert`; None if the event needs none, or one was sent just now."""
+        """Return the arguments of W&B's `alert`; None if the event needs none, or one was sent recently."""
         kind = _get_kind(event, fields)
         if kind is None or self._every_minutes is None:
             return None
@@ -60,13 +60,13 @@ _EXIT_CODES = {
 
 
 class WandbExit:
-    """Works out a run's final status and exit code, which W&B needs before the process has ended with it."""
+    """Determines a run's final status and exit code, which W&B needs before the process exits."""
 
     def __init__(self) -> None:
         self._last_save: str | None = None
 
     def note(self, event: str) -> None:
-        """Remember how the newest save of this process went."""
+        """Record the outcome of this process's latest save."""
         if event in ("start", "resume"):
             self._last_save = None  # an earlier rejection was of a checkpoint to load
         elif event.startswith("checkpoint"):

@@ -1,4 +1,4 @@
-"""What a W&B run shows besides its rows: names, config, code, tables. Read from the run folder."""
+"""Names, config, code and tables of a W&B run, read from the run folder."""
 
 import json
 import subprocess
@@ -17,13 +17,13 @@ from recipes.run_folder import (
     read_json_lines,
 )
 
-SWEEP_FOLDER_PREFIX = "wandb_"  # as recipes.config.compose names it
+SWEEP_FOLDER_PREFIX = "wandb_"  # set by recipes.config.compose
 _MAX_TABLE_ROWS = 2000  # the newest
 _MAX_TAG_LENGTH = 64  # W&B rejects longer ones
 
 
 def get_names(folder: Path, *, group: str | None) -> dict[str, Any]:
-    """Return name, group and tags of a run, from its recipe, its model and, in a sweep, the sweep."""
+    """Return name, group and tags of a run, from its recipe, model and sweep."""
     config, environment = read_config(folder), read_environment(folder)
     overrides = dict(text.split("=", 1) for text in environment["overrides"] if "=" in text)
     recipe = overrides.get("recipe", str(config["name"]))
@@ -43,7 +43,7 @@ def get_names(folder: Path, *, group: str | None) -> dict[str, Any]:
 
 
 def get_logged_config(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the resolved config, nested as it is, with the run's environment as `environment`.
+    """Return the resolved, nested config, with the run's environment as `environment`.
 
     Args:
         folder: The run folder.
@@ -113,7 +113,7 @@ def _table(path: Path, columns: list[str], get_row: Callable[[dict[str, Any]], l
 
 
 def _get_sweep(folder: Path) -> str | None:
-    """Return the name of the sweep that a run belongs to, Hydra's or W&B's: its folder lies in the sweep's."""
+    """Return the name of the Hydra or W&B sweep that contains the run folder; None if there is none."""
     parent = folder.resolve().parent
     if (parent / "multirun.yaml").is_file():
         return parent.name

@@ -22,7 +22,7 @@ def open_run(folder: Path, run_id: str, *, init_timeout_seconds: float, **settin
     Args:
         folder: The run folder; W&B keeps its files in `wandb` there.
         run_id: The run's id in W&B.
-        init_timeout_seconds: For the server to respond.
+        init_timeout_seconds: Time for the server to respond.
         settings: Further arguments of `_get_settings`.
 
     Returns:
@@ -57,7 +57,7 @@ def open_run(folder: Path, run_id: str, *, init_timeout_seconds: float, **settin
 
 
 def _get_settings(mode: str, *, finish_timeout_seconds: float, keeps_artifacts: bool, **settings: Any) -> Any:
-    """Return W&B's settings; those that the installed version does not know are dropped."""
+    """Return W&B's settings, without those that the installed version does not support."""
     import wandb
 
     settings |= {

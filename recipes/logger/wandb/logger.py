@@ -1,6 +1,6 @@
-"""W&B: one history row per logged optimizer step; config, code, events, samples, alerts and how the run ended.
+"""W&B logger: one history row per logged optimizer step; config, code, events, samples, alerts and final status.
 
-Costs a queue entry per second at most; W&B itself runs behind a thread and in a process of its own.
+Costs at most one queue entry per second; W&B itself runs in a background thread and a separate process.
 """
 
 import time
@@ -26,25 +26,25 @@ from recipes.logger.wandb.init import open_run
 from recipes.logger.wandb.session import STEP, SentRows, WandbSession
 from recipes.run_folder import CHECKPOINTS, CONFIG_FILE, SAMPLES_FILE, read_summary
 
-# Events that are no marks on the curves. Of any other, `event/<name>` is 1 in the row where it happened, unless the
-# callback that logs it declares `"mark": "none"`, see `callbacks.events.EventKind`.
+# Events that are not marked on the curves. For all others `event/<name>` is 1 in the row where they happened, unless
+# the callback that logs them declares `"mark": "none"`, see `callbacks.events.EventKind`.
 UNMARKED_EVENTS = ("start", "resume", "checkpoint", "stop", "preempted", "end")
 _START_SECONDS = 60.0  # to import W&B and start its process, in addition to the wait for the server
-_SEND_SECONDS = 1.0  # rows are handed over together, with one write of wandb_run.json
+_SEND_SECONDS = 1.0  # rows are sent in batches, with one write of wandb_run.json each
 
 
 class WandbLogger(Logger):
-    """Opens its run once training has started, so that a resume that fails does not touch the run in W&B.
+    """Opens its run once training has started, so that a failed resume does not touch the run in W&B.
 
     Args:
-        run_folder: Holds config.yaml, environment.json, events.jsonl and summary.json, and will hold `wandb`.
-        project: In W&B. None means WANDB_PROJECT, else lightning-recipes.
-        entity: In W&B. None means the default entity of the API key.
-        group: In W&B. None means recipe and model, in a sweep the sweep.
-        alert_every_minutes: At most one alert of a kind in that time. None disables alerts.
+        run_folder: Folder with config.yaml, environment.json, events.jsonl and summary.json; `wandb` is created in it.
+        project: W&B project. None means WANDB_PROJECT, else lightning-recipes.
+        entity: W&B entity. None means the default entity of the API key.
+        group: W&B group. None means recipe and model, or the sweep's name.
+        alert_every_minutes: Minimum time between alerts of the same kind. None disables alerts.
         upload_checkpoint: Whether to upload the last checkpoint when the run ends.
-        init_timeout_seconds: For the server to respond; after it the run is kept offline.
-        finish_timeout_seconds: For the remaining uploads when the run ends.
+        init_timeout_seconds: Time for the server to respond; after that the run stays offline.
+        finish_timeout_seconds: Time for remaining uploads when the run ends.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class WandbLogger(Logger):
         self._session: WandbSession | None = None
         self._is_closed = False
         self._saved_id: str | None = None  # in the checkpoint that this run resumes from
-        self._row: dict[str, Any] = {}  # of the newest step, may still grow
+        self._row: dict[str, Any] = {}  # row of the newest step, may still grow
         self._marks: dict[str, int] = {}  # for the next row
         self._unsent: list[dict[str, Any]] = []  # complete rows
-        self._sent_at = float("-inf")  # time of the last hand-over
+        self._sent_at = float("-inf")  # time of the last send
         self._sent: SentRows | None = None  # None until the run is opened or resumed
         self._exit = WandbExit()
         self._num_sampled_bytes = 0
@@ -122,14 +122,14 @@ class WandbLogger(Logger):
     @override
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Send the last row; how the run ended follows with its last event."""
+        """Send the last row; the final status follows with the last event."""
         if self._row:
             self._row |= self._marks
         self._send_rows()
 
     @rank_zero_only
     def resume_at(self, step: int, *, num_rollbacks: int = 0) -> None:
-        """Read which rows W&B has, before this process sends any.
+        """Determine which rows W&B already has, before this process sends any.
 
         Args:
             step: Completed optimizer steps.
@@ -139,7 +139,7 @@ class WandbLogger(Logger):
 
     @rank_zero_only
     def on_rollback(self, trainer: Any, pl_module: Any, from_step: int, to_step: int) -> None:
-        """Keep the rolled-back rows, which W&B cannot erase; the rows of the repeated steps follow them."""
+        """Keep the rolled-back rows, which W&B cannot erase; rows of repeated steps are appended."""
         self._send_rows()
         if self._session is not None and (sent := self._sent) is not None:
             sent.skip_nothing()
@@ -191,21 +191,21 @@ class WandbLogger(Logger):
         self._session.put(sent.send_missed)
 
     def _log_header(self, run: Any, sent: SentRows) -> None:
-        """Log what comes before the first row."""
+        """Log everything that precedes the first row."""
         run.define_metric(STEP)
         run.define_metric("*", step_metric=STEP, step_sync=True)
         config = get_logged_config(self._folder, dict(run.config))
         run.config.update(config, allow_val_change=True)
-        if run.resumed:  # only the server knows what has reached it
+        if run.resumed:  # only the server knows which rows it received
             sent.set_newest_at_server(int(run.summary.get(STEP) or 0))
         run.summary.update({"status": "running"})
-        if run.offline and (diff := get_code_diff()):  # online W&B adds it by itself
+        if run.offline and (diff := get_code_diff()):  # online, W&B adds it itself
             path = Path(run.dir) / "diff.patch"
             path.write_text(diff, encoding="utf-8")
             run.save(str(path), base_path=run.dir, policy="now")
 
     def _complete_row(self) -> None:
-        """Queue the newest row; hand over what is queued if the last time was a second ago."""
+        """Queue the newest row; send the queue if the last send was at least a second ago."""
         row, self._row = self._row, {}
         if row and self._sent is not None:
             row = self._sent.get_unsent(row)
@@ -215,7 +215,7 @@ class WandbLogger(Logger):
             self._hand_over()
 
     def _send_rows(self) -> None:
-        """Hand over every row at once, the newest too."""
+        """Send all queued rows, including the newest."""
         self._complete_row()
         self._hand_over()
 

@@ -1,7 +1,7 @@
-"""What is sent to W&B: each row once, on a thread of its own. About 10 us per call.
+"""Send each row to W&B once, from a background thread. About 10 us per call.
 
-An error or a hang there never reaches training. wandb_run.json keeps the run's id and the newest row sent, so that a
-resume repeats none.
+Errors and hangs never affect training. wandb_run.json stores the run's id and the newest row sent, so that a resume
+repeats none.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _EXIT_SECONDS = 5.0  # for W&B's process to exit
 
 
 class WandbSession:
-    """Makes calls on one run in order, until one fails or hangs; later ones are dropped.
+    """Executes calls on one run in order until one fails or hangs; later ones are dropped.
 
     Args:
         start: Opens the run and returns it; None if W&B is disabled.
@@ -46,7 +46,7 @@ class WandbSession:
         self._wait(self._enqueue(open_run), timeout_seconds)
 
     def put(self, call: Callable[[Any], object]) -> None:
-        """Make a call on the run soon; does not wait."""
+        """Queue a call on the run without waiting."""
 
         def call_run() -> None:
             if self.run is not None:
@@ -55,14 +55,14 @@ class WandbSession:
         self._enqueue(call_run)
 
     def close(self, exit_code: int, *, timeout_seconds: float) -> None:
-        """Finish the run and end W&B's process; what was not uploaded in time stays on disk."""
+        """Finish the run and end W&B's process; data not uploaded in time stays on disk."""
         if self.run is not None:
             finished = self._enqueue(lambda: self.run.finish(exit_code=exit_code))
             self._wait(finished, timeout_seconds)
         self._wait(self._enqueue(_teardown), _EXIT_SECONDS)
 
     def _enqueue(self, call: Callable[[], None]) -> threading.Event:
-        """Queue a call; the event is set when it has been made or dropped."""
+        """Queue a call; the event is set when it has been executed or dropped."""
         done = threading.Event()
         if self._has_failed.is_set():
             done.set()
@@ -89,7 +89,7 @@ class WandbSession:
             done.set()
 
     def _abandon(self, reason: str) -> None:
-        """Log one line and make no further call.
+        """Log one line and execute no further calls.
 
         W&B registers a hook that waits for its process when ours exits, without a limit. `wandb.teardown` removes
         the hook before it waits itself, so it is called on a daemon thread. W&B's process exits when it notices
@@ -105,12 +105,11 @@ class WandbSession:
 
 
 class SentRows:
-    """The rows of a run that were handed to W&B, by this process and those before it.
+    """Tracks the rows of a run sent to W&B by this and earlier processes.
 
-    W&B only appends: a second row of a step would be drawn as a second point. So the newest step is written to
-    wandb_run.json *before* its rows are handed over, and after a resume rows up to that step are skipped, even where
-    they differ. A kill can cost W&B the rows of about its last second, which W&B had not written to its own file;
-    metrics.csv has them.
+    W&B only appends: a second row for a step would be drawn as a second point. So the newest step is written to
+    wandb_run.json *before* its rows are sent, and after a resume rows up to that step are skipped, even if they differ.
+    A kill can lose about one second of rows in W&B that it had not written to its own file; metrics.csv has them.
 
     Args:
         folder: The run folder.
@@ -124,11 +123,11 @@ class SentRows:
         self._resumed_at = resumed_at
         path = folder / ID_FILE
         record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        # an id in the environment (a W&B sweep sets one) wins over the folder's
+        # an id in the environment (set by a W&B sweep) takes precedence over the folder's
         kept_id = record.get("id") or saved_id
         self.run_id: str = os.environ.get("WANDB_RUN_ID") or kept_id or secrets.token_hex(4)
         self._step = 0  # the newest step that W&B has
-        self._columns: list[str] | None = None  # of its row, if a later row may add to them
+        self._columns: list[str] | None = None  # columns of its row, if a later row may add to them
         if self.run_id == record.get("id"):
             self._step = record.get("step", resumed_at or 0)
             self._columns = record.get("columns")
@@ -143,7 +142,7 @@ class SentRows:
 
         Args:
             step: The newest step sent. None keeps the newest step of the processes before this one.
-            columns: The metrics in its row; another metric of that step may still follow. None: none will.
+            columns: Metrics in its row, if more metrics of that step may follow. None if none will.
         """
         if step is None:
             step, columns = self._step, self._columns
@@ -153,15 +152,15 @@ class SentRows:
             write_atomically(self._folder / ID_FILE, json.dumps(record) + "\n")
 
     def set_newest_at_server(self, step: int) -> None:
-        """Correct the newest step to what has reached the server: part of what was sent may have been lost."""
+        """Set the newest step to the last one that reached the server: some sent rows may have been lost."""
         if step != self._step:
             self._step, self._columns = step, None
 
     def send(self, run: Any, rows: list[dict[str, Any]]) -> None:
-        """Hand rows to W&B, in order, once wandb_run.json says so.
+        """Send rows to W&B in order, after updating wandb_run.json.
 
         Raises:
-            Exception: W&B accepted no more (its process was killed, say); wandb_run.json has the last row that it did.
+            Exception: W&B failed (for example, its process was killed); wandb_run.json has the last accepted row.
         """
         if not rows:
             return
@@ -178,12 +177,12 @@ class SentRows:
             self._accepted = (row[STEP], None)
 
     def send_missed(self, run: Any) -> None:
-        """Hand over the rows of metrics.csv that W&B does not have, up to the step of the resume."""
+        """Send the rows of metrics.csv that W&B does not have, up to the step of the resume."""
         rows = [{STEP: int(row.pop("step"))} | row for row in read_rows(self._folder / METRICS_FILE)]
         self.send(run, [row for row in rows if self._step < row[STEP] <= (self._resumed_at or 0)])
 
     def get_unsent(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what W&B does not have of a row: everything, nothing, or the metrics added to its newest row."""
+        """Return the part of a row that W&B lacks: all, nothing, or metrics added to its newest row."""
         if self._is_past or row[STEP] > self._step:
             self._is_past = True
             return dict(row)
@@ -193,17 +192,17 @@ class SentRows:
         return {STEP: row[STEP]} | added if added else {}
 
     def skip_nothing(self) -> None:
-        """Take every further row as new: the run has rolled back, and its next rows follow those in W&B."""
+        """Treat all further rows as new: after a rollback, repeated steps are appended in W&B."""
         self._is_past = True
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error, or its class name where it has no text."""
+    """Return the first line of an error, or its class name if it has no text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _teardown() -> None:
-    """End W&B's process and remove what it registered for the exit of ours."""
+    """End W&B's process and remove its exit hook from ours."""
     import wandb
 
     with contextlib.suppress(Exception, SystemExit):

@@ -1,11 +1,11 @@
-"""Mixtures of experts: each token is computed by a few of many MLPs, which a router chooses (arXiv 1701.06538).
+"""Mixture of experts: a router sends each token to a few of many MLPs (arXiv 1701.06538).
 
-`router` chooses and scores, `mlp` orders tokens by expert and computes them, `llama` is the model, and `deepseek` one
-with another attention. Dropless: no expert has a capacity, so what a token becomes does not depend on the others of its
-batch.
+`router` chooses and scores experts, `mlp` sorts tokens by expert and computes them, `llama` is the model, and
+`deepseek` a variant with latent attention. Dropless: experts have no capacity limit, so the output for a token does
+not depend on the rest of the batch.
 
-Shapes, everywhere in here: B sequences, T tokens, N = B T, W hidden size, F width of an expert, E experts, K of them
-for each token, L layers.
+Shapes in this package: B sequences, T tokens, N = B T, W hidden size, F width of an expert, E experts, K experts per
+token, L layers.
 """
 
 from recipes.model.moe.deepseek import DeepSeekV3

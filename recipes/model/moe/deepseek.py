@@ -1,6 +1,6 @@
-"""DeepSeek-V3 (arXiv 2412.19437): latent attention, and experts of which some compute every token.
+"""DeepSeek-V3 (arXiv 2412.19437): latent attention, and routed and shared experts.
 
-Without its prediction of a second token, a term of the objective that its published weights have a layer for.
+Multi-token prediction is not implemented, although the published weights have a layer for it.
 """
 
 from typing import Annotated, Any
@@ -14,21 +14,21 @@ from recipes.model.moe.llama import MoeLlama
 
 
 class DeepSeekV3(MoeLlama):
-    """A `MoeLlama` whose attention is latent; weights interchange with `DeepseekV3ForCausalLM`.
+    """A `MoeLlama` with latent attention; weights are interchangeable with `DeepseekV3ForCausalLM`.
 
     Args:
-        num_heads: H, of queries, keys and values.
+        num_heads: H, number of query, key and value heads.
         num_kv_heads: Must equal `num_heads`.
-        head_dim: Channels of a query and key head without position.
-        rope_dim: Channels with a position; those of the keys are shared by all heads.
-        value_dim: Channels of a value head.
-        key_value_rank: Channels of the latent vector of keys and values.
-        query_rank: Channels of the latent vector of queries; None: they are projected from the hidden state itself.
-        qk_norm: Refused: latent vectors are normalized instead.
+        head_dim: Channels per query and key head without RoPE.
+        rope_dim: Channels with RoPE; those of the keys are shared by all heads.
+        value_dim: Channels per value head.
+        key_value_rank: Size of the latent vector of keys and values.
+        query_rank: Size of the latent vector of queries; None: queries are projected from the hidden state.
+        qk_norm: Must be False: latent vectors are normalized instead.
         **settings: As for `MoeLlama`.
 
     Raises:
-        ConfigError: Also, sizes of heads do not go together, or heads are to be normalized.
+        ConfigError: As for `MoeLlama`; also if head sizes are inconsistent or `qk_norm` is set.
     """
 
     def __init__(

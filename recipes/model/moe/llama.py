@@ -1,6 +1,6 @@
-"""A Llama whose MLPs are mixtures of experts, as Mixtral (arXiv 2401.04088): K of E experts compute each token.
+"""Llama with mixture-of-experts MLPs, as in Mixtral (arXiv 2401.04088): each token uses K of E experts.
 
-FLOPs and time are those of the K experts, memory is that of all.
+FLOPs and time are those of K experts, memory that of all E.
 """
 
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -22,11 +22,11 @@ from recipes.numerics.grouped_linear import ALIGNMENT
 
 
 class RoutedBatch(NamedTuple):
-    """How the layers have routed the tokens of one forward pass.
+    """Routing statistics of one forward pass.
 
     Attributes:
-        first_layer: Of the L layers with experts here, among all of the model.
-        counts: [L, E] int64, tokens of each expert.
+        first_layer: Index of the first of these L layers among all layers with experts of the model.
+        counts: [L, E] int64, tokens per expert.
         terms: [L, 3, B] float32, load-balance loss, router z-loss and entropy of each sequence.
     """
 
@@ -36,7 +36,7 @@ class RoutedBatch(NamedTuple):
 
 
 class MoeBlock(Block):
-    """Attention, then the experts, each on a normalized copy of the residual stream."""
+    """Pre-norm transformer block: attention, then the experts."""
 
     @override
     def forward(  # type: ignore[override]
@@ -44,7 +44,7 @@ class MoeBlock(Block):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return [B, T, W], and counts [E] and terms [3, B] of the routing.
 
-        They are returned and not kept: what a module keeps would be kept again where its block is recomputed.
+        They are returned rather than stored on the module, because activation recomputation would store them twice.
         """
         x = x + self.attention(self.attention_norm(x), rotation, cache, documents)
         out, counts, terms = self.mlp(self.mlp_norm(x))
@@ -52,36 +52,35 @@ class MoeBlock(Block):
 
 
 class MoeLlama(Llama):
-    """Decoder-only transformer with experts; weights interchange with `MixtralForCausalLM`.
+    """Decoder-only transformer with experts; weights are interchangeable with `MixtralForCausalLM`.
 
-    Two ways to spread tokens evenly over experts, of which a published Mixtral knows the second. `balance_rate` moves
-    a bias of each expert after every optimizer step, by the tokens that all ranks have sent to it in that step.
-    `load_balance_loss` and `router_z_loss` are weights of terms of the training objective, which logged losses
-    exclude. Both terms are means over a sequence; a sequence counts with its targets, so that they are divided by the
-    targets of the global batch as the loss is, and the curve is the same however the batch is split. They are summed
-    over layers.
+    There are two ways to balance the load of the experts; published Mixtrals support only the second. `balance_rate`
+    adjusts a bias per expert after every optimizer step, by the tokens that all ranks routed to it in that step.
+    `load_balance_loss` and `router_z_loss` are weights of terms of the training objective, excluded from logged
+    losses. Both terms are means over a sequence, weighted by its number of targets and divided by the targets of the
+    global batch like the loss, so they do not depend on how the batch is split. They are summed over layers.
 
     Args:
-        num_experts: E, experts of each layer.
-        num_experts_per_token: K, experts that compute a token.
+        num_experts: E, number of experts per layer.
+        num_experts_per_token: K, number of experts per token.
         router_scores: `softmax` over experts (Mixtral), or `sigmoid` of each (DeepSeek-V3).
-        renormalize_weights: The weights of a token's experts sum to 1.
+        renormalize_weights: Whether the weights of a token's experts sum to 1.
         weights_scale: Factor of these weights (2.5 in DeepSeek-V3).
         num_expert_groups: Number of groups of consecutive experts. A token may only use experts in its best groups.
-        num_groups_per_token: How many of these groups a token may use; 0: all.
-        num_shared_experts: Experts that compute every token, in addition, as one MLP.
-        num_dense_layers: Number of first layers that have a plain MLP instead.
+        num_groups_per_token: Number of groups that a token may use; 0: all.
+        num_shared_experts: Number of experts applied to every token in addition, as one MLP.
+        num_dense_layers: Number of initial layers with a dense MLP instead of experts.
         dense_ffn_hidden_size: Width of the MLP in dense layers; required if there are any.
-        balance_rate: Change of an expert's bias per optimizer step; 0: there is no bias.
-        load_balance_loss: Weight; 0.01 in Switch, 1e-4 beside a bias in DeepSeek-V3.
-        router_z_loss: Weight; 1e-3 in ST-MoE.
+        balance_rate: Change of an expert's bias per optimizer step; 0: no bias.
+        load_balance_loss: Weight of the load-balance loss; 0.01 in Switch, 1e-4 with a bias in DeepSeek-V3.
+        router_z_loss: Weight of the router z-loss; 1e-3 in ST-MoE.
         **settings: As for `Llama`; `ffn_hidden_size` is the width of an expert.
 
     Attributes:
-        routed: Of the last forward pass with gradients; None: it was read.
+        routed: Routing of the last forward pass with gradients; None: already taken.
 
     Raises:
-        ConfigError: There are fewer experts than a token needs, or a width does not suit the grouped product.
+        ConfigError: There are fewer experts than a token needs, or a width does not fit the grouped matmul.
     """
 
     routes_tokens: ClassVar[bool] = True
@@ -104,7 +103,7 @@ class MoeLlama(Llama):
         router_z_loss: Annotated[float, ">= 0"] = 0.0,
         **settings: Any,
     ) -> None:
-        # before the base class, which builds the blocks
+        # before `super().__init__`, which builds the blocks
         self.num_experts = num_experts
         self.num_experts_per_token = num_experts_per_token
         self.router_scores: Scores = router_scores
@@ -166,31 +165,31 @@ class MoeLlama(Llama):
 
     @property
     def num_routed_layers(self) -> int:
-        """Layers with experts, of the whole model."""
+        """Number of layers with experts in the whole model."""
         return self.num_layers - self.num_dense_layers
 
     def _list_routers(self) -> list[tuple[int, Router]]:
-        """Return the routers that are here, by their layers: a stage of a pipeline has some."""
+        """Return (layer, router) for the routers on this rank: a pipeline stage has only some of them."""
         first = self.num_dense_layers
         blocks = ((int(index) - first, block) for index, block in self.blocks.named_children())
         return [(layer, block.get_submodule("mlp.router")) for layer, block in blocks if layer >= 0]  # type: ignore[misc]
 
     def take_routed(self) -> RoutedBatch | None:
-        """Return how the last forward pass with gradients has routed, once: it holds the graph of that pass."""
+        """Return and drop the routing of the last forward pass with gradients, which keeps its autograd graph alive."""
         routed, self.routed = self.routed, None
         return routed
 
     def weigh_terms(self, terms: Tensor) -> Tensor:
-        """Return what terms [L, 3] add to the training objective, 0-dim."""
+        """Return the weighted sum of terms [L, 3] to add to the training objective, 0-dim."""
         balance, square, _ = terms.sum(dim=0).unbind()
         return self.load_balance_loss * balance + self.router_z_loss * square
 
     @torch.no_grad()
     def balance_experts(self, counts: Tensor) -> None:
-        """Raise the bias of experts with few tokens and lower that of those with many, once an optimizer step.
+        """Raise the bias of underloaded experts and lower that of overloaded ones, once per optimizer step.
 
         Args:
-            counts: Of the whole model, [L, E], tokens of each expert in the step, over all ranks.
+            counts: [L, E] for the whole model, tokens per expert in the step, summed over all ranks.
         """
         routers = self._list_routers()
         if not routers:
@@ -208,13 +207,13 @@ class MoeLlama(Llama):
 
     @property
     def num_idle_parameters(self) -> int:
-        """Parameters of the experts that do not compute a token."""
+        """Number of expert parameters not used for a given token."""
         idle = self.num_experts - self.num_experts_per_token
         return self.num_routed_layers * idle * 3 * self.hidden_size * self.ffn_hidden_size
 
     @override
     def flops_per_token(self, seq_len: int) -> Flops:
-        """Return the FLOPs per trained token at `seq_len`, forward and backward: of the experts that compute it."""
+        """Return the FLOPs per trained token at `seq_len`, forward and backward, counting only its active experts."""
         every = super().flops_per_token(seq_len)
         idle_fraction = 1 - self.num_experts_per_token / self.num_experts
         experts = (module for module in self.modules() if isinstance(module, Experts))
@@ -222,7 +221,7 @@ class MoeLlama(Llama):
         return Flops(palm=every.palm - idle, causal=every.causal - idle)
 
     def _check_sizes(self, settings: dict[str, Any]) -> None:
-        """Check what the experts need of each other, before any is built."""
+        """Check that the sizes of the experts are consistent, before any is built."""
         if self.num_experts_per_token > self.num_experts:
             raise ConfigError(
                 f"model.num_experts_per_token={self.num_experts_per_token}",

@@ -1,4 +1,4 @@
-"""A layer of experts in place of the MLP of a block."""
+"""Mixture-of-experts layer that replaces the MLP of a block."""
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +12,10 @@ from recipes.parallel.experts import ExpertRanks
 
 
 class Experts(nn.Module):
-    """E SwiGLU MLPs, each for some rows; weights are stacked, `gate` and `up` [E, F, W] and `out` [E, W, F].
+    """E SwiGLU MLPs with stacked weights: `gate` and `up` [E, F, W], `out` [E, W, F].
 
     Attributes:
-        expert_ranks: The ranks that divide them; None: this one has all.
+        expert_ranks: Expert-parallel ranks; None: this rank has all experts.
     """
 
     expert_ranks: ExpertRanks | None = None
@@ -28,11 +28,11 @@ class Experts(nn.Module):
 
     @override
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return what each expert makes of its rows.
+        """Apply each expert to its rows.
 
         Args:
-            rows: [R, W], by expert.
-            counts: [E] int64, rows of each expert.
+            rows: [R, W], sorted by expert.
+            counts: [E] int64, rows per expert.
         """
         if self.expert_ranks is not None:
             of_all: Tensor = self.expert_ranks.compute(rows, counts, self._compute)
@@ -40,14 +40,14 @@ class Experts(nn.Module):
         return self._compute(rows, counts)
 
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Do so with the experts of this rank."""
+        """Apply the experts of this rank."""
         ends = counts.cumsum(dim=0).to(torch.int32)  # [E]
         out: Tensor = self.out(F.silu(self.gate(rows, ends)) * self.up(rows, ends), ends)
         return out
 
 
 class MoeMlp(nn.Module):
-    """Routes tokens, computes them by expert, and adds up, with what the shared experts make of all."""
+    """Routes tokens to experts and sums the weighted outputs, plus the output of shared experts."""
 
     def __init__(self, *, router: Router, experts: Experts, shared: nn.Module | None = None) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class MoeMlp(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return [B, T, W], and counts [E] and terms [3, B] of `Routing`."""
         routing = self.router(x)
-        order = sort_rows(routing.chosen.flatten())  # [N K], within an expert in the order of tokens
+        order = sort_rows(routing.chosen.flatten())  # [N K], sorted by expert, then by token
         rows = permute_rows(x.flatten(0, 1), order.forward, order.backward)  # [N K, W], by expert
         rows = self.experts(rows, routing.counts)
         out = combine_rows(rows, order, routing.weights.flatten(0, 1))  # [N, W]
@@ -70,12 +70,12 @@ class MoeMlp(nn.Module):
 
 
 def combine_rows(rows: Tensor, order: Order, weights: Tensor) -> Tensor:
-    """Return the weighted sum of what the experts made of each token, [N, W].
+    """Return the weighted sum of the expert outputs of each token, [N, W].
 
     Args:
-        rows: [N K, W], by expert.
-        order: Of the rows.
-        weights: [N, K] float32; the sum is in float32, and rounded once.
+        rows: [N K, W], sorted by expert.
+        order: Permutation that sorted the rows.
+        weights: [N, K] float32; the sum is computed in float32 and rounded once.
     """
     by_token = permute_rows(rows, order.backward, order.forward).view(*weights.shape, -1)  # [N, K, W]
     return (by_token * weights.unsqueeze(-1)).sum(dim=1).to(rows.dtype)

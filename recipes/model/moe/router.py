@@ -1,4 +1,4 @@
-"""The router of a layer: which experts compute a token, with which weights, and how evenly tokens are spread."""
+"""Router of a mixture-of-experts layer: expert choice, weights, auxiliary losses and load statistics."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Self
@@ -13,12 +13,12 @@ Scores = Literal["softmax", "sigmoid"]
 
 
 class Routing(NamedTuple):
-    """The decisions of one layer.
+    """Routing decisions of one layer.
 
     Attributes:
-        chosen: [B, T, K] int64, the experts of each token.
-        weights: [B, T, K] float32, of their outputs.
-        counts: [E] int64, tokens of each expert.
+        chosen: [B, T, K] int64, experts of each token.
+        weights: [B, T, K] float32, weights of the expert outputs.
+        counts: [E] int64, tokens per expert.
         terms: [3, B] float32, load-balance loss, router z-loss and entropy of each sequence; the first two have a
             gradient.
     """
@@ -30,20 +30,20 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Scores experts by a linear layer without bias, in float32 under every precision, and chooses the K best.
+    """Scores experts with a linear layer without bias, in float32 under every precision, and chooses the top K.
 
-    A bias per expert, added to the scores for the choice alone, balances the load without a loss that competes with
-    the objective (DeepSeek-V3, arXiv 2408.15664). No gradient reaches it: `balance_experts` sets it.
+    A bias per expert, used only to choose experts, balances the load without a loss that competes with the objective
+    (DeepSeek-V3, arXiv 2408.15664). It has no gradient: `balance_experts` sets it.
 
     Args:
         hidden_size: W.
         num_experts: E.
         num_chosen: K.
         scores: `softmax` over experts (Mixtral), or `sigmoid` of each (DeepSeek-V3).
-        renormalize: Weights of a token sum to 1.
+        renormalize: Whether the weights of a token sum to 1.
         scale: Factor of the weights.
         num_groups: Number of groups of consecutive experts.
-        num_chosen_groups: Number of groups whose experts a token may use: those whose two best score highest together.
+        num_chosen_groups: Number of groups that a token may use, ranked by the sum of their two best scores.
     """
 
     bias: Tensor  # [E] float32, saved in checkpoints
@@ -67,12 +67,12 @@ class Router(nn.Module):
         self.scale = scale
         self.num_groups = num_groups
         self.num_chosen_groups = num_chosen_groups
-        # no `nn.Linear`, whose weight an engine may gather in a low precision
+        # not `nn.Linear`, whose weight an engine may gather in low precision
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or convert; the bias keeps its float32 values, which bfloat16 would not tell apart near 1."""
+        """Move or convert the parameters; the bias stays float32: bfloat16 is too coarse near 1."""
         bias = self.bias
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.bias.dtype != torch.float32:
@@ -81,8 +81,8 @@ class Router(nn.Module):
 
     @override
     def forward(self, x: Tensor) -> Routing:
-        """[B, T, W] -> the decisions"""
-        kind = "cpu" if x.device.type == "meta" else x.device.type  # autocast knows no meta device
+        """Route tokens [B, T, W]."""
+        kind = "cpu" if x.device.type == "meta" else x.device.type  # autocast does not support meta
         with torch.autocast(kind, enabled=False):
             logits = linear(x.float(), self.weight.float())  # [B, T, E] float32
         scores = logits.softmax(dim=-1) if self.scores == "softmax" else logits.sigmoid()  # [B, T, E]
@@ -108,14 +108,14 @@ class Router(nn.Module):
 
 
 def hide_groups(scores: Tensor, *, num_groups: int, num_chosen: int) -> Tensor:
-    """Return scores with -inf in the groups whose two best experts score least (arXiv 2412.19437, section 2.1.2).
+    """Mask all but the groups with the highest sums of their top two scores (arXiv 2412.19437, section 2.1.2).
 
-    A token then goes to the nodes of a few groups, whatever the number of its experts.
+    This limits the number of nodes that a token is sent to, regardless of the number of its experts.
 
     Args:
-        scores: [B, T, E], of consecutive groups of experts.
-        num_groups: Of two experts or more.
-        num_chosen: Groups that keep their scores.
+        scores: [B, T, E], experts of a group are consecutive.
+        num_groups: Number of groups, each of at least two experts.
+        num_chosen: Number of groups that keep their scores; the others are set to -inf.
     """
     of_groups = scores.view(*scores.shape[:-1], num_groups, -1)  # [B, T, groups, experts]
     best = of_groups.topk(2, dim=-1).values.sum(dim=-1).topk(num_chosen, dim=-1).indices  # [B, T, chosen]
@@ -127,15 +127,15 @@ def hide_groups(scores: Tensor, *, num_groups: int, num_chosen: int) -> Tensor:
 def get_losses(logits: Tensor, shares: Tensor, counts: Tensor, *, num_chosen: int) -> tuple[Tensor, Tensor]:
     """Return the load-balance loss and the router z-loss of each sequence, both [B] float32.
 
-    The first is E * sum_e f_e P_e (Switch, arXiv 2101.03961), with the share f_e of choices that expert e gets, and
-    its mean share P_e of the scores: 1 if either is even, E if all tokens prefer the same one. f and P are those of
-    the sequence (arXiv 2412.19437, equation 17). Over a batch their product would depend on how it is split. The
-    second is the mean over tokens of the squared log of the normalizer (ST-MoE, arXiv 2202.08906).
+    The first is E * sum_e f_e P_e (Switch, arXiv 2101.03961), where f_e is the fraction of choices of expert e and P_e
+    its mean normalized score: 1 if either is uniform, E if all tokens prefer the same expert. f and P are computed per
+    sequence (arXiv 2412.19437, equation 17); over a batch, their product would depend on how the batch is split. The
+    second is the mean over tokens of the squared log-sum-exp of the logits (ST-MoE, arXiv 2202.08906).
 
     Args:
         logits: [B, T, E].
-        shares: [B, T, E], scores that sum to 1.
-        counts: [B, E], tokens of each expert; no gradient.
+        shares: [B, T, E], scores normalized to sum to 1.
+        counts: [B, E], tokens per expert; no gradient.
         num_chosen: K.
     """
     num_tokens, num_experts = logits.shape[1:]
@@ -145,7 +145,7 @@ def get_losses(logits: Tensor, shares: Tensor, counts: Tensor, *, num_chosen: in
 
 
 def get_entropy(shares: Tensor) -> Tensor:
-    """Return the mean entropy of a token's scores in nats, [B]: ln E where a router has no preference."""
+    """Return the mean entropy of the router scores per token in nats, [B]; ln E for uniform scores."""
     entropies: Tensor = torch.special.entr(shares.detach()).sum(dim=-1)  # [B, T]
     return entropies.mean(dim=1)
 
@@ -154,13 +154,13 @@ def find_bias_steps(counts: Tensor) -> Tensor:
     """Return -1 for experts with more tokens than the mean of their layer, 1 for those with fewer, float32.
 
     Args:
-        counts: [L, E] of whole numbers.
+        counts: [L, E], integer-valued.
     """
     return (counts.sum(dim=-1, keepdim=True) - counts.shape[-1] * counts).sign().float()
 
 
 def describe_loads(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest and the smallest load of an expert over the mean of its layer, of all layers; both 0-dim.
+    """Return the largest and smallest expert load over all layers, relative to the layer's mean; both 0-dim.
 
     Args:
         counts: [L, E].

@@ -51,14 +51,14 @@ def _initialize_base(model: Model, seed: int) -> None:
 
 @torch.no_grad()
 def restore_precision(model: Model, seed: int) -> float | None:
-    """Replace frozen weights in NF4 by those that they were quantized from, in place.
+    """Replace frozen NF4 weights in place by the weights they were quantized from.
 
     Args:
         model: Not sharded.
         seed: Of the run.
 
     Returns:
-        The norm of all differences over the norm of all these weights; None: there are none in NF4.
+        Relative quantization error over all these weights, in the 2-norm; None if no weights are in NF4.
     """
     restored = unquantize(model)  # type: ignore[arg-type]
     if not restored:
@@ -85,10 +85,10 @@ def _load_published(model: Model, pretrained: str) -> None:
 
 @torch.no_grad()
 def await_checkpoint(model: Model, seed: int) -> None:
-    """Set buffers, and every parameter to NaN: a checkpoint's weights follow, and what it left out would show at once.
+    """Initialize buffers and set every parameter to NaN, so that parameters missing from the checkpoint are noticed.
 
-    Drawing first weights on every rank takes a minute or more for 8e9 parameters (2 s for 124M, `recipes.model.init`).
-    A checkpoint of an adapter holds nothing else: what it stands beside is loaded or drawn as without a checkpoint.
+    Random initialization on every rank takes a minute or more for 8e9 parameters (2 s for 124M, `recipes.model.init`).
+    A checkpoint of an adapter does not hold the base weights, which are loaded or initialized as usual.
 
     Args:
         model: As for `initialize`.

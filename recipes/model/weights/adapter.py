@@ -1,4 +1,4 @@
-"""First weights of an adapter, and a model with its adapter merged into it."""
+"""Initialize the weights of an adapter, and merge an adapter into its model."""
 
 import math
 from typing import Any
@@ -19,14 +19,14 @@ def has_adapter(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def initialize_adapter(model: nn.Module, seed: int) -> None:
-    """Set the weights of an adapter in place, from (seed, name) alone; the model computes what it did without.
+    """Initialize an adapter in place from (seed, name) only; the output of the model does not change.
 
-    A is uniform within 1 / sqrt(inputs), as peft draws it, B is zero, lengths of rows are those of the frozen weight,
-    factors are one. An adapter that goes on from a folder of peft has the weights that are there.
+    A is uniform within 1 / sqrt(inputs), as in peft, B is zero, row norms are those of the frozen weight, and scaling
+    factors are one. An adapter with a pretrained peft folder is loaded from there.
 
     Args:
-        model: With the frozen weights it will have, sharded or not.
-        seed: Of the run.
+        model: Model with its final frozen weights, sharded or not.
+        seed: Seed of the run.
     """
     pretrained: str | None = getattr(model, "adapter_pretrained", None)
     if pretrained is not None:
@@ -56,7 +56,7 @@ def _row_lengths(layer: Any) -> Tensor:
 
 
 def merge_adapter(model: nn.Module) -> None:
-    """Add an adapter to the weights that it stands beside, and remove it; the model is not sharded."""
+    """Merge an adapter into the base weights of an unsharded model and remove it."""
     for name, layer in list(model.named_modules()):
         if not hasattr(layer, "base_layer"):
             continue

@@ -36,7 +36,7 @@ def locate(name_or_folder: str) -> Path:
     except ImportError as error:
         raise ConfigError(
             f"model.pretrained={name_or_folder}",
-            "it is no folder here, and the hub needs huggingface_hub",
+            "not a local folder, and the hub needs huggingface_hub",
             "pip install -e '.[huggingface]'",
         ) from error
     try:
@@ -44,7 +44,7 @@ def locate(name_or_folder: str) -> Path:
     except (OSError, ValueError) as error:  # offline, unknown, gated, or no repository name at all
         raise ConfigError(
             f"model.pretrained={name_or_folder}",
-            f"it is no folder here and the hub did not give it ({type(error).__name__}: {error})",
+            f"not a local folder and the hub did not give it ({type(error).__name__}: {error})",
             "model.pretrained=<folder with config.json and model.safetensors>, or null",
         ) from error
 

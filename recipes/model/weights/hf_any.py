@@ -1,4 +1,4 @@
-"""Weights of any model of `transformers`: read tensor by tensor where the names agree, written in its own format."""
+"""Load and save weights of any `transformers` model, reading one tensor at a time where names match."""
 
 import logging
 import re
@@ -71,7 +71,7 @@ def _set(tensor: Tensor, values: Tensor, name: str, published: str) -> None:
 
 
 def _check_rest(inner: Any, rest: set[str], published: str) -> None:
-    """Refuse weights that the model has no place for: it is another one, or they are quantized."""
+    """Reject leftover weights: they are of a different model or quantized."""
     tied = {*(inner._tied_weights_keys or ())}
     ignored = [*(inner._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"attn\.(masked_)?bias$"]
     unknown = sorted(n for n in rest - tied if not any(re.search(pattern, n) for pattern in ignored))

@@ -124,7 +124,7 @@ class DeepSeekV3Format(LlamaFormat):
 
     @override
     def full_name(self, name: str) -> str | None:
-        """Return `name`; also None for the layer that predicts a second token."""
+        """Return `name`; None also for the multi-token prediction layer."""
         if name.startswith(f"model.layers.{self.moe.num_layers}."):
             return None
         return super().full_name(name)

@@ -1,4 +1,4 @@
-"""An adapter as a folder of `peft`: written beside a published model, and read to go on training it."""
+"""Save and load adapters in the folder format of `peft`."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ _OF_LORA = {"r": "r", "lora_alpha": "alpha", "use_rslora": "scales_by_root", "us
 
 
 def name_in_peft(name: str) -> str:
-    """Return the name in a folder of peft of a parameter of an adapter."""
+    """Return the name of an adapter parameter in a peft folder."""
     # it drops the name of the adapter, and the `weight` of a vector of lengths with it
     plain = name.removeprefix("inner.").replace(".default", "")
     return f"base_model.model.{plain.replace('lora_magnitude_vector.weight', 'lora_magnitude_vector')}"

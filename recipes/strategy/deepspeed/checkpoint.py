@@ -1,6 +1,6 @@
-"""Weights and optimizer state of DeepSpeed under torch's names, in the parts into which ZeRO partitions them.
+"""Save and load ZeRO-partitioned weights and optimizer state under torch's parameter names.
 
-DeepSpeed's own checkpoints fit one world size and one stage and hold pickled objects; these parts fit every strategy.
+DeepSpeed's own checkpoints fit one world size and one stage and hold pickled objects; these load in every strategy.
 No collectives.
 """
 
@@ -18,22 +18,22 @@ from recipes.strategy.deepspeed import checkpoint_stage3 as stage_3
 
 
 class ZeroState:
-    """Returns what this rank holds of weights and optimizer state, and loads its part of saved ones."""
+    """Returns and loads this rank's partition of weights and optimizer state."""
 
     def __init__(self) -> None:
         self._parameters: list[nn.Parameter] = []
 
     def remember(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the parameters in torch's order, before DeepSpeed replaces them by flat ones."""
+        """Record the parameters in torch's order, before DeepSpeed replaces them with flat ones."""
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     @torch.no_grad()
     def model(self, module: nn.Module, *, writes_unsharded: bool) -> dict[str, Part]:
-        """Return this rank's parts of a module by name, from the float32 master weights where there are some.
+        """Return this rank's shards of a module by name, from the float32 master weights where they exist.
 
         Args:
             module: The module that DeepSpeed's engine wraps.
-            writes_unsharded: Whether this rank writes what every rank holds unsharded.
+            writes_unsharded: Whether this rank writes tensors that every rank holds unsharded.
         """
         parts: dict[str, Part] = {}
         optimizer = _stage_3_optimizer(module.parameters())
@@ -53,11 +53,11 @@ class ZeroState:
 
     @torch.no_grad()
     def optimizer(self, optimizer: Any, *, writes_unsharded: bool) -> dict[str, Any]:
-        """Return this rank's parts of the optimizer state, keyed as torch's `state_dict`, and hyper-parameters.
+        """Return this rank's shards of the optimizer state, keyed as torch's `state_dict`, and the hyper-parameters.
 
         Args:
-            optimizer: DeepSpeed's.
-            writes_unsharded: Whether this rank writes what every rank holds unsharded.
+            optimizer: DeepSpeed's optimizer.
+            writes_unsharded: Whether this rank writes tensors that every rank holds unsharded.
         """
         state: dict[int, dict[str, Part]] = {}
         _link(optimizer)
@@ -90,13 +90,13 @@ class ZeroState:
 
     @torch.no_grad()
     def load_model(self, module: nn.Module, saved: Mapping[str, SavedTensor]) -> None:
-        """Copy saved tensors into this rank's part of the weights and of their master copy.
+        """Copy saved tensors into this rank's shard of the weights and of the master weights.
 
         Args:
             module: The module that DeepSpeed's engine wraps.
             saved: Every tensor by name.
         """
-        # what is frozen may have been left out
+        # a checkpoint may omit frozen parameters
         named = {name: p for name, p in module.named_parameters() if p.requires_grad or name in saved}
         optimizer = _stage_3_optimizer(named.values())
         if optimizer is not None:
@@ -116,7 +116,7 @@ class ZeroState:
         """Give DeepSpeed's optimizer its saved state.
 
         Args:
-            optimizer: DeepSpeed's, before its first step.
+            optimizer: DeepSpeed's optimizer, before its first step.
             saved: Keyed as torch's `state_dict`, with `SavedTensor` for tensors.
         """
         if not any(saved["state"].values()):
@@ -130,9 +130,9 @@ class ZeroState:
             stage_3.write_moments(optimizer, moments, scalars)
             return
         for flat in optimizer.single_partition_of_fp32_groups:
-            # [elements of this rank], padding included, which no parameter overwrites
+            # [elements of this rank], including padding, which no parameter overwrites
             zeros = {name: torch.zeros_like(flat.data) for name in moments[self._parameters[0]]}
-            # torch counts steps in place: groups that shared one tensor would count each step twice
+            # torch counts steps in place: groups sharing one tensor would count each step twice
             optimizer.optimizer.state[flat] = {**copy.deepcopy(scalars), **zeros}
         _link(optimizer)
         for parameter, values in moments.items():
@@ -142,7 +142,7 @@ class ZeroState:
 
 
 def is_stage_3(optimizer: Any) -> bool:
-    """Return whether DeepSpeed's optimizer is that of stage 3."""
+    """Return whether DeepSpeed's optimizer runs at stage 3."""
     return hasattr(optimizer, "fp32_partitioned_groups_flat")
 
 
@@ -156,8 +156,8 @@ def flat_weights(optimizer: Any) -> list[Tensor]:
 def advance_step_count(optimizer: Any, num_steps: int) -> None:
     """Advance DeepSpeedCPUAdam 0.19.8 to a step, updating its beta powers one step at a time; 10 µs per step.
 
-    Given a later step at once it computes the powers afresh, which differs in the last bit from a run without
-    interruption.
+    If set to a later step at once, it recomputes the powers, which differ in the last bit from those of an
+    uninterrupted run.
     """
     beta1, beta2 = optimizer.param_groups[0]["betas"]
     weight, gradient, exp_avg, exp_avg_sq = (torch.zeros(1) for _ in range(4))
@@ -194,7 +194,7 @@ def _read_scalars(optimizer: Any, saved: Mapping[str, SavedTensor]) -> dict[str,
 
 
 def _link(optimizer: Any) -> None:
-    """Let each parameter find its optimizer state.
+    """Link each parameter to its optimizer state.
 
     DeepSpeed 0.19.8 links them once, when only the first group has state: parameters of later groups would have none.
     """
@@ -204,17 +204,17 @@ def _link(optimizer: Any) -> None:
 
 
 def _part(parameter: Any, name: str | None, *, writes_unsharded: bool) -> Part | None:
-    """Return what this rank holds at stages 1 and 2, a range of the flattened parameter.
+    """Return this rank's shard of a parameter at stages 1 and 2, a range of the flattened parameter.
 
     Args:
-        parameter: One of the module's.
-        name: Of optimizer state; None for the master weights.
-        writes_unsharded: Whether this rank writes a parameter that is not trained, which every rank holds.
+        parameter: Parameter of the module.
+        name: Name of the optimizer state; None for the master weights.
+        writes_unsharded: Whether this rank writes frozen parameters, which every rank holds.
     """
-    if not hasattr(parameter, "_hp_mapping"):  # not trained: there is no master copy
+    if not hasattr(parameter, "_hp_mapping"):  # frozen: there is no master copy
         return unsharded_part(parameter) if writes_unsharded else None
     mapping = parameter._hp_mapping
-    if mapping is None:  # the parameter lies in other ranks' partitions
+    if mapping is None:  # the parameter is in other ranks' partitions
         return None
     fragment = mapping.get_hp_fragment(name)  # [elements of this rank]
     start = mapping.lp_fragment_address.start
@@ -230,19 +230,19 @@ def _write(parameter: Any, saved: SavedTensor) -> None:
 
 
 def _read_fragment(mapping: Any, saved: SavedTensor) -> Tensor:
-    """Read the elements that this rank holds at stages 1 and 2, flat."""
+    """Read the elements that this rank holds at stages 1 and 2 as a flat tensor."""
     address = mapping.lp_fragment_address
     return saved.read_range(address.start, address.start + address.numel)
 
 
 def _stage_3_optimizer(parameters: Iterable[Any]) -> Any:
-    """Return DeepSpeed's optimizer, which its parameters reference at stage 3; None at the other stages."""
+    """Return DeepSpeed's optimizer, which parameters reference at stage 3; None at the other stages."""
     optimizers = (getattr(parameter, "_z3_optimizer", None) for parameter in parameters)
     return next((optimizer for optimizer in optimizers if optimizer is not None), None)
 
 
 def _list_members(optimizer: Any) -> list[list[nn.Parameter]]:
-    """Return the parameters of each group, of which stage 3 makes sub-groups."""
+    """Return the parameters of each group, which stage 3 splits into sub-groups."""
     if not is_stage_3(optimizer):
         return list(optimizer.bit16_groups)
     members: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]

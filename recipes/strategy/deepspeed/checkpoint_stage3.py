@@ -1,4 +1,4 @@
-"""Reads and writes what ZeRO-3 holds of each parameter, one sub-group at a time: the others may lie on a disk."""
+"""Read and write ZeRO-3 shards one sub-group at a time; the other sub-groups may be on disk."""
 
 import contextlib
 import copy
@@ -17,18 +17,18 @@ Fragments = dict[nn.Parameter, dict[str | None, Tensor]]
 
 
 def read_fragments(optimizer: Any, names: Sequence[str | None]) -> Fragments:
-    """Return this rank's padded fragments: views of what lies in memory, copies of what lies on a disk.
+    """Return this rank's padded fragments: views of those in memory, copies of those on disk.
 
     Args:
-        optimizer: DeepSpeed's.
-        names: Names of optimizer state; None among them for the master weights.
+        optimizer: DeepSpeed's optimizer.
+        names: Names of optimizer state; None stands for the master weights.
     """
     fragments: Fragments = {}
     for index, members in enumerate(optimizer.fp16_groups):
         with in_memory(optimizer, index, writes_back=False) as flat:
             state = optimizer.optimizer.state[flat]
             flats = {name: flat if name is None else state[name] for name in names}
-            # the buffers of what was read from a disk are released at the end of this block
+            # buffers of sub-groups read from disk are released at the end of this block
             on_disk = optimizer._swappable_optimizer_subgroup(index)
             for parameter in members:
                 views = {name: _fragment(optimizer, parameter, flats[name]) for name in names}
@@ -38,7 +38,7 @@ def read_fragments(optimizer: Any, names: Sequence[str | None]) -> Fragments:
 
 @torch.no_grad()
 def write_weights(optimizer: Any, saved: Mapping[nn.Parameter, SavedTensor]) -> None:
-    """Write the master weights and, as DeepSpeed does after a step, the weights that compute."""
+    """Write the master weights and, as DeepSpeed does after a step, the low-precision weights."""
     for index, members in enumerate(optimizer.fp16_groups):
         with in_memory(optimizer, index, writes_back=True) as flat:
             for parameter in members:
@@ -53,7 +53,7 @@ def write_weights(optimizer: Any, saved: Mapping[nn.Parameter, SavedTensor]) -> 
 
 @torch.no_grad()
 def write_frozen(parameter: Any, saved: SavedTensor) -> None:
-    """Write a parameter that is not trained and has no master weights."""
+    """Write a frozen parameter, which has no master weights."""
     fragment = _read_padded(parameter, saved)
     if parameter.ds_tensor.status.name == "AVAILABLE":
         parameter.ds_tensor.copy_(fragment)
@@ -67,10 +67,10 @@ def write_frozen(parameter: Any, saved: SavedTensor) -> None:
 def write_moments(
     optimizer: Any, saved: Mapping[nn.Parameter, Mapping[str, SavedTensor]], scalars: dict[str, Any]
 ) -> None:
-    """Create the optimizer state of every sub-group, otherwise created by the first step, from saved tensors.
+    """Create the optimizer state of every sub-group from saved tensors; otherwise the first step creates it.
 
     Args:
-        optimizer: DeepSpeed's, before its first step.
+        optimizer: DeepSpeed's optimizer, before its first step.
         saved: State with one value per element, by parameter and name.
         scalars: State with one value per parameter, such as Adam's `step`.
     """
@@ -82,12 +82,12 @@ def write_moments(
                 for name, moment in moments.items():
                     fragment = _read_padded(parameter, saved[parameter][name])
                     _fragment(optimizer, parameter, moment).copy_(fragment)
-            # torch counts steps in place: sub-groups that shared one tensor would count each step several times
+            # torch counts steps in place: sub-groups sharing one tensor would count each step several times
             optimizer.optimizer.state[flat] = {**copy.deepcopy(scalars), **moments}
 
 
 def fragment_part(parameter: Any, fragment: Tensor) -> Part | None:
-    """Return what a rank writes of its padded fragment; None if the fragment is padding only."""
+    """Return the part of a padded fragment that a rank writes; None if the fragment is only padding."""
     start, stop = _bounds(parameter)
     if start >= stop:
         return None
@@ -100,9 +100,9 @@ def in_memory(optimizer: Any, sub_group: int, *, writes_back: bool) -> Iterator[
     """Yield the flat master weights of a sub-group while they and its optimizer state are in memory.
 
     Args:
-        optimizer: DeepSpeed's.
-        sub_group: Its index.
-        writes_back: Whether to write what lies on a disk there again; False discards changes.
+        optimizer: DeepSpeed's optimizer.
+        sub_group: Index of the sub-group.
+        writes_back: Whether to write a sub-group from disk back; False discards changes.
     """
     flat: Tensor = optimizer.fp32_partitioned_groups_flat[sub_group]
     on_disk = optimizer._swappable_optimizer_subgroup(sub_group)
@@ -116,20 +116,20 @@ def in_memory(optimizer: Any, sub_group: int, *, writes_back: bool) -> Iterator[
 
 
 def _fragment(optimizer: Any, parameter: nn.Parameter, flat: Tensor) -> Tensor:
-    """Return a parameter's range, padded, of a sub-group's flat tensor."""
+    """Return a parameter's padded range of a sub-group's flat tensor."""
     _, start, num_elements = optimizer.grad_position[optimizer.get_param_id(parameter)]
     return flat.narrow(0, start, num_elements)
 
 
 def _bounds(parameter: Any) -> tuple[int, int]:
-    """Return where this rank's fragment starts and stops in the flattened parameter, without padding."""
+    """Return the start and end of this rank's fragment in the flattened parameter, without padding."""
     size, num_elements = parameter.ds_tensor.ds_numel, math.prod(parameter.ds_shape)
     start = min(size * torch.distributed.get_rank(), num_elements)
     return start, min(start + size, num_elements)
 
 
 def _read_padded(parameter: Any, saved: SavedTensor) -> Tensor:
-    """Read this rank's fragment, padded with zeros: the fragments of all ranks are equally long."""
+    """Read this rank's fragment, zero-padded to the common length of all ranks."""
     start, stop = _bounds(parameter)
     elements = saved.read_range(start, stop)
     padding = elements.new_zeros(parameter.ds_tensor.ds_numel - len(elements))

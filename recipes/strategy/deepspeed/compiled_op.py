@@ -1,4 +1,4 @@
-"""Load what DeepSpeed compiles on first use: one process compiles, and a build that was killed stops nobody."""
+"""Load DeepSpeed's just-in-time compiled operators: one process compiles, and a killed build blocks no other."""
 
 import contextlib
 import fcntl
@@ -14,7 +14,7 @@ from torch.utils import cpp_extension
 LOGGER = logging.getLogger("lightning_recipes")
 _LOCK_FILE = "recipes.lock"
 _BATON_FILE = "lock"  # of torch.utils.file_baton
-_UNHELD_SECONDS = 180.0  # longer than a build takes: one of another machine may be under way in a shared folder
+_UNHELD_SECONDS = 180.0  # longer than a build takes: another machine may be building in a shared folder
 _POLL_SECONDS = 0.1
 _HOW_LONG = "once for this environment: one to two minutes"
 
@@ -22,13 +22,13 @@ _HOW_LONG = "once for this environment: one to two minutes"
 def load_op(builder: Any) -> Any:
     """Load an operator, compiled by one process at a time and once for all runs.
 
-    torch 2.13 reserves a build folder by a file named `lock`. A process killed while it compiles leaves that file, and
-    every later one would wait for it without end and without a word. Here processes take turns by a lock of the
-    kernel, which ends with its holder. Its file names who compiles: whoever finds a name there while holding the lock
-    knows that this process is dead, and that `lock` is a leftover.
+    torch 2.13 reserves a build folder with a file named `lock`. A process killed while compiling leaves that file
+    behind, and every later one would silently wait forever. Here processes take turns with a kernel lock, which is
+    released when its holder exits. The locked file names the compiling process: a process that finds a name in it
+    while holding the lock knows that the named process is dead and that `lock` is stale.
 
     Args:
-        builder: An op builder of DeepSpeed, such as `deepspeed.ops.op_builder.CPUAdamBuilder()`.
+        builder: DeepSpeed op builder, such as `deepspeed.ops.op_builder.CPUAdamBuilder()`.
 
     Returns:
         The module that `builder.load()` returns.
@@ -69,7 +69,7 @@ def _lock(file: TextIO, compiled: Path) -> bool:
 
 
 def _clear_baton(baton: Path, dead: str, name: str) -> None:
-    """Remove torch's lock if whoever made it is dead; wait for it if another program is compiling."""
+    """Remove torch's lock if its owner is dead; wait for it if another program is compiling."""
     if not baton.exists():
         return
     if dead:
@@ -89,9 +89,9 @@ def _clear_baton(baton: Path, dead: str, name: str) -> None:
 
 
 def _is_open(path: Path) -> bool:
-    """Return whether a process of this user and machine has a file open, as torch has its lock while it compiles."""
+    """Return whether one of this user's local processes has a file open, as torch has its lock while compiling."""
     for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # the process has ended, or is another user's
+        with contextlib.suppress(OSError):  # the process has exited, or belongs to another user
             if os.readlink(link) == str(path.resolve()):
                 return True
     return False

@@ -1,4 +1,4 @@
-"""float16's loss scale inside a ZeRO optimizer under autocast, with the state of torch.amp.GradScaler."""
+"""Loss scaling for float16 autocast inside a ZeRO optimizer, with the state of torch.amp.GradScaler."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ GROWTH_INTERVAL = 2000  # steps without an overflow after which the scale double
 
 
 def attach_scaler(optimizer: Any) -> None:
-    """Make a ZeRO optimizer scale the loss, unscale before it clips, and skip overflows on all ranks together.
+    """Make a ZeRO optimizer scale the loss, unscale before clipping, and skip overflows on all ranks together.
 
     Args:
-        optimizer: DeepSpeed's.
+        optimizer: DeepSpeed's optimizer.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
@@ -31,10 +31,10 @@ def attach_scaler(optimizer: Any) -> None:
 
 
 def _grow_after_the_step(optimizer: Any) -> None:
-    """Move the doubling of the scale behind the update.
+    """Grow the scale after the update instead of before it.
 
-    DeepSpeed 0.19.8 doubles it between the norm and the update, so the gradients of that step, which carry the old
-    scale, are divided by the new one: half an update wherever clipping does not act.
+    DeepSpeed 0.19.8 doubles it between the norm and the update, so gradients scaled by the old scale are divided by
+    the new one: the update is halved wherever clipping does not act.
     """
     step, update_scale = optimizer.step, optimizer._update_scale
     is_updated = True
@@ -42,7 +42,7 @@ def _grow_after_the_step(optimizer: Any) -> None:
     def update_only_on_overflow(has_overflow: bool = False) -> None:
         nonlocal is_updated
         is_updated = has_overflow
-        if has_overflow:  # the step is skipped: nothing is divided any more
+        if has_overflow:  # the step is skipped, so no gradient is unscaled
             update_scale(has_overflow)
 
     def step_then_grow(*args: Any, **kwargs: Any) -> Any:
@@ -57,7 +57,7 @@ def _grow_after_the_step(optimizer: Any) -> None:
 
 
 def scaler_state(optimizer: Any) -> dict[str, Any]:
-    """Return the state as `GradScaler.state_dict` has it: the scale, and the steps since it last changed."""
+    """Return the state in the format of `GradScaler.state_dict`: the scale, and the steps since it last changed."""
     scaler = optimizer.loss_scaler
     return {
         "scale": scaler.cur_scale,
@@ -69,8 +69,8 @@ def scaler_state(optimizer: Any) -> dict[str, Any]:
 
 
 def load_scaler_state(optimizer: Any, state: dict[str, Any]) -> None:
-    """Continue with a saved scale and count of steps."""
+    """Restore a saved scale and step count."""
     scaler = optimizer.loss_scaler
     scaler.cur_scale = state["scale"]
-    # DeepSpeed counts from the last overflow; placed at -1, `cur_iter` is GradScaler's growth tracker
+    # DeepSpeed counts from the last overflow; with that at -1, `cur_iter` is GradScaler's growth tracker
     scaler.cur_iter, scaler.last_overflow_iter = state["_growth_tracker"], -1

@@ -1,4 +1,4 @@
-"""Skips or clips a step inside a ZeRO optimizer, where its gradient norm is first known: one comparison a step.
+"""Skip or clip a step inside a ZeRO optimizer, where its gradient norm is first known: one comparison per step.
 
 A skipped step looks to DeepSpeed like an overflow that leaves the loss scale unchanged.
 """
@@ -13,15 +13,15 @@ from recipes.strategy import StepGuard
 
 
 class StepGuardMixin:
-    """Gives a strategy the attributes of `recipes.strategy.Engine` that concern steps inside a ZeRO optimizer.
+    """Implements the attributes of `recipes.strategy.Engine` for steps inside a ZeRO optimizer.
 
-    DeepSpeed 0.19.8 keeps the norm in a local variable of its step; the only call from there to the update is
-    `_update_scale`. So this notes the norm where it is computed and decides where `_update_scale` is called.
+    DeepSpeed 0.19.8 keeps the norm in a local variable of its step; the only call between that point and the update is
+    `_update_scale`. So this records the norm where it is computed and decides where `_update_scale` is called.
 
     Attributes:
         guard: Decides which steps to skip; None executes every step.
-        clipping: Adaptive limit of the norm in addition to the fixed one; None disables it.
-        clip_threshold: Limit of the last step's norm, a 0-dim tensor; inf without a limit. None before the first.
+        clipping: Adaptive norm limit in addition to the fixed one; None disables it.
+        clip_threshold: Norm limit of the last step, a 0-dim tensor; inf without a limit, None before the first step.
     """
 
     deepspeed_engine: Any
@@ -30,12 +30,12 @@ class StepGuardMixin:
     clip_threshold: Tensor | None = None
 
     def hook_into(self, optimizer: Any) -> None:
-        """Stand between the norm and the update of DeepSpeed's optimizer."""
+        """Insert this guard between the norm and the update of DeepSpeed's optimizer."""
         self._hooked = optimizer
         self._fixed_limit = optimizer.clip_grad or torch.inf  # DeepSpeed's 0 means none
-        # steps skipped for another reason than too large a loss scale; DeepSpeed counts both together
+        # steps skipped for other reasons than an overflow; DeepSpeed counts both together
         self._num_skipped = 0
-        self._skipped_norm: Tensor | None = None  # of the last step if the guard skipped it, 0-dim
+        self._skipped_norm: Tensor | None = None  # norm of the last step if the guard skipped it, 0-dim
         self._scaled_norm: Tensor | None = None
         self._update_scale = optimizer._update_scale
         optimizer._update_scale = self._decide
@@ -54,29 +54,29 @@ class StepGuardMixin:
     def _note_norm_groups(self) -> Any:
         groups = self._compute_norm()
         norms = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in groups])  # [groups]
-        # DeepSpeed reports -1 for a group whose norm is not finite; squared, it would pass for 1
+        # DeepSpeed reports -1 for a group whose norm is not finite; squared, it would look like 1
         norms = torch.where(norms >= 0, norms, torch.inf)
         self._scaled_norm = torch.linalg.vector_norm(norms)  # 0-dim
         return groups
 
     def _decide(self, has_overflow: bool = False) -> None:
-        """Stand in for `_update_scale`: update the scale, then clip or skip.
+        """Replace `_update_scale`: update the scale, then clip or skip.
 
         Args:
             has_overflow: Whether DeepSpeed itself skips the step.
         """
         scaled, self._scaled_norm, self._skipped_norm = self._scaled_norm, None, None
-        # before the update below, which may change it: these gradients carry the old scale
+        # before the update below, which may change it: these gradients have the old scale
         scale = self._hooked.loss_scale
         self._update_scale(has_overflow)
-        # an overflow found before the norm leaves none; found in the norm, it is no finite one
+        # an overflow found before the norm leaves no norm; one found in the norm makes it NaN or inf
         norm = torch.tensor(torch.inf) if has_overflow or scaled is None else scaled / scale  # 0-dim
         self._clip(norm)
         if self.guard is None:
             return
         if has_overflow or scaled is None:
-            self.guard.judge(norm)  # every step, so that its statistics count this one
-            # without a scaler that looks for its scale, an overflow is a spike
+            self.guard.judge(norm)  # called at every step, so that its statistics include this one
+            # without a dynamic loss scaler, an overflow is a spike
             self._num_skipped += not self._hooked.dynamic_loss_scale
             return
         if bool(self.guard.judge(norm)):

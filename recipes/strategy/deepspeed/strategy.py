@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 1 to 3: optimizer state, then gradients, then weights are partitioned over ranks."""
+"""DeepSpeed ZeRO 1 to 3: partitions optimizer state, then also gradients, then also weights over ranks."""
 
 import importlib
 import logging
@@ -48,19 +48,19 @@ from recipes.strategy.precision_plugin import ZeroPrecision
 class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRanksMixin, DeepSpeedStrategy):
     """Lightning's DeepSpeed strategy as a `recipes.strategy.Engine`, on GPUs and on CPUs.
 
-    The mixed precisions are torch's autocast over float32 weights, as under every other strategy; `bf16-true` is
-    DeepSpeed's own engine: bfloat16 weights with a float32 master copy.
+    Mixed precision uses torch's autocast over float32 weights, as under every other strategy; `bf16-true` uses
+    DeepSpeed's bfloat16 weights with a float32 master copy.
 
     Args:
         devices: Devices of this node, one per rank.
-        precision: Dtypes of weights and products.
+        precision: Dtypes of weights and matrix products.
         checkpoint_io: Writes and reads checkpoints; None uses Lightning's.
-        mesh: Of shards, and of ranks that divide their sequences; None: every rank has samples of its own.
+        mesh: Mesh of shards and context-parallel ranks; None makes every rank data-parallel.
         stage: 1 partitions optimizer state, 2 also gradients, 3 also weights.
-        offload_optimizer: Where optimizer state lives; it steps in host memory with DeepSpeedCPUAdam. None keeps it
-            on the device.
-        offload_parameters: Where weights live between uses, at stage 3; None keeps them on the device.
-        nvme_path: Folder on the disk that `nvme` offloads to.
+        offload_optimizer: Where to keep optimizer state; DeepSpeedCPUAdam then steps in host memory. None keeps it on
+            the device.
+        offload_parameters: Where to keep weights between uses, at stage 3; None keeps them on the device.
+        nvme_path: Folder that `nvme` offloads to.
     """
 
     option: ClassVar[str] = "deepspeed_stage_{stage}"
@@ -86,9 +86,9 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
         on_gpu = devices[0].type == "cuda"
         if not on_gpu:
             os.environ["DS_ACCELERATOR"] = "cpu"
-            # else stage 3 starts `numactl` for every bucket of gradients, to count devices (0.19.8, CPU_Accelerator)
+            # else stage 3 starts `numactl` for every gradient bucket to count devices (0.19.8, CPU_Accelerator)
             os.environ["LOCAL_SIZE"] = str(len(devices))
-        # ninja, which builds DeepSpeedCPUAdam, is looked up on PATH; it lies next to this Python, activated or not
+        # ninja, which builds DeepSpeedCPUAdam, is looked up on PATH; it is next to this Python, activated or not
         os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         super().__init__(
             stage=stage,
@@ -107,7 +107,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
         assert isinstance(self.config, dict), "Lightning builds it from the arguments above"
-        # else DeepSpeed rejects every offloaded optimizer but DeepSpeedCPUAdam: SGD has no such form
+        # else DeepSpeed rejects every offloaded optimizer but DeepSpeedCPUAdam, such as SGD
         self.config["zero_force_ds_cpu_optimizer"] = False
         self.config |= to_deepspeed_config(precision)
         # Lightning's `thread_count` sets a name that DeepSpeed 0.19.8 does not read
@@ -137,7 +137,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
 
     @override
     def _set_node_environment_variables(self) -> None:
-        """Name this rank's GPU by LOCAL_RANK, all that DeepSpeed looks at: 0 where each rank sees one GPU alone."""
+        """Set LOCAL_RANK, from which DeepSpeed selects the GPU: 0 where each rank sees only one GPU."""
         super()._set_node_environment_variables()
         if self.root_device.type == "cuda":
             os.environ["LOCAL_RANK"] = str(self.root_device.index)
@@ -145,7 +145,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
     @property
     @override
     def root_device(self) -> torch.device:
-        """This rank's device; on a CPU its index is the rank, which DeepSpeed compares with 0."""
+        """Device of this rank; on a CPU its index is the rank, which DeepSpeed compares with 0."""
         assert self.parallel_devices is not None
         device = self.parallel_devices[self.local_rank]
         return device if device.type == "cuda" else torch.device("cpu", self.local_rank)
@@ -153,7 +153,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
     @override
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Partition nothing yet: the model is only described on the meta device, `materialize` partitions it."""
+        """Partition nothing yet: the model is still on the meta device, and `materialize` partitions it."""
         yield
 
     def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> nn.Module:
@@ -163,7 +163,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
         if self._uses_disk:
             from deepspeed.ops.op_builder import AsyncIOBuilder
 
-            load_op(AsyncIOBuilder())  # which DeepSpeed would load by itself
+            load_op(AsyncIOBuilder())  # before DeepSpeed loads it itself
         assert isinstance(self.config, dict)
         fit_buckets(self.config["zero_optimization"], model)
         if self.config["zero_optimization"]["stage"] < 3:
@@ -177,7 +177,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
         return model
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Replace an offloaded Adam or AdamW by DeepSpeedCPUAdam, which is compiled at its first use."""
+        """Replace an offloaded Adam or AdamW with DeepSpeedCPUAdam, which is compiled on first use."""
         self._state.remember(optimizer)
         is_adam = isinstance(optimizer, torch.optim.Adam)  # AdamW is a subclass
         if self._offload_optimizer is None or not is_adam:
@@ -185,7 +185,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
         from deepspeed.ops.adam import DeepSpeedCPUAdam
         from deepspeed.ops.op_builder import CPUAdamBuilder
 
-        load_op(CPUAdamBuilder())  # which the constructor below would load by itself
+        load_op(CPUAdamBuilder())  # before the constructor below loads it itself
         group = optimizer.param_groups[0]
         cpu_adam: torch.optim.Optimizer = DeepSpeedCPUAdam(
             optimizer.param_groups,
@@ -220,16 +220,16 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
 
     @override
     def teardown(self) -> None:
-        """End the run without a copy of its state to the host."""
+        """Tear down without copying the state to the host."""
         with state_left_on_device(self):
             super().teardown()
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the backward pass without DeepSpeed's division by the accumulation steps.
+        """Run the backward pass without DeepSpeed's division by the number of accumulation steps.
 
-        Lightning has divided by them already (#6170, 2.6.6). The end of a window is Lightning's, so that both count
-        the same optimizer steps.
+        Lightning has already divided by it (#6170, 2.6.6). Lightning also decides when an accumulation window ends, so
+        that both count the same optimizer steps.
         """
         assert self.lightning_module is not None
         ends_window = not is_accumulating(self.lightning_module.trainer)
@@ -239,7 +239,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
     def clip_gradients(
         self, parameters: Iterable[nn.Parameter], *, max_norm: float | None, max_value: float | None
     ) -> None:
-        """Check the limit only: DeepSpeed clips inside its step, by `gradient_clipping` of its config."""
+        """Only check the limit: DeepSpeed clips inside its step, using `gradient_clipping` from its config."""
         assert isinstance(self.config, dict)
         assert max_value is None, "the config check rejects clipping by value"
         assert self.config["gradient_clipping"] == (max_norm or 0.0)
@@ -250,24 +250,24 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
 
     @property
     def current_loss_scale(self) -> float | None:
-        """Factor on the loss; None without a loss scaler."""
+        """Current loss scale; None without a loss scaler."""
         optimizer: Any = self.optimizers[0]
         return float(optimizer.loss_scale) if self._precision.scales_loss else None
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return this rank's parts of the weights."""
+        """Return this rank's shards of the weights."""
         assert self.lightning_module is not None
         return self._state.model(self.lightning_module, writes_unsharded=self.is_global_zero)
 
     @override
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return this rank's parts of the optimizer state."""
+        """Return this rank's shards of the optimizer state."""
         return self._state.optimizer(self.optimizers[0], writes_unsharded=self.is_global_zero)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Add the loss scale, under the name that Lightning's mixed precision gives it in every other strategy."""
+        """Save with the loss scale, under the key that Lightning's mixed precision uses in every other strategy."""
         if self._precision.scales_loss:
             checkpoint |= {MixedPrecision.__qualname__: scaler_state(self.optimizers[0])}
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -282,13 +282,13 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Load this rank's part of the weights and of their master copy."""
+        """Load this rank's shard of the weights and of the master weights."""
         assert self.lightning_module is not None
         self._state.load_model(self.lightning_module, checkpoint["state_dict"])
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Load this rank's part of the optimizer state."""
+        """Load this rank's shard of the optimizer state."""
         task: Any = self.lightning_module
         [every] = checkpoint["optimizer_states"]
         saved = select_state(every, checkpoint["parameters"], task.optimized_parameters, checkpoint["tied"])

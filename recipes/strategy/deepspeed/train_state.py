@@ -1,6 +1,6 @@
-"""The train state of a ZeRO optimizer in memory: master weights, optimizer state and the weights that compute.
+"""In-memory train state of a ZeRO optimizer: master weights, optimizer state and low-precision weights.
 
-References, one sub-group at a time where it lies on a disk; no collectives.
+Yields references, one sub-group at a time where state is on disk; no collectives.
 """
 
 import copy
@@ -16,7 +16,7 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps")
 
 
 class TrainStateMixin:
-    """Gives a strategy what snapshots copy and restore."""
+    """Gives snapshots access to the train state of a strategy."""
 
     optimizers: list[Any]
     lightning_module: Any
@@ -26,7 +26,7 @@ class TrainStateMixin:
         """Yield every tensor that a step changes, with its name.
 
         Args:
-            writes_back: Whether the caller overwrites them; weights that compute are then refreshed from the master
+            writes_back: Whether the caller overwrites them; low-precision weights are then refreshed from the master
                 weights.
         """
         optimizer, module = self.optimizers[0], self.lightning_module
@@ -53,7 +53,7 @@ class TrainStateMixin:
                 self.optimizers[0].optimizer.state[flats[int(index)]].pop(moment)
 
     def live_scalars(self) -> dict[str, Any]:
-        """Return what is not a tensor: the engine's counters, steps counted in an int, the loss scale."""
+        """Return the non-tensor state: the engine's counters, integer step counts, the loss scale."""
         optimizer = self.optimizers[0]
         return {
             "engine": {name: getattr(self.deepspeed_engine, name) for name in _COUNTERS},
@@ -62,7 +62,7 @@ class TrainStateMixin:
         }
 
     def restore_scalars(self, numbers: dict[str, Any]) -> None:
-        """Restore what `live_scalars` returned."""
+        """Restore the scalars that `live_scalars` returned."""
         optimizer = self.optimizers[0]
         for name, value in numbers["engine"].items():
             setattr(self.deepspeed_engine, name, value)
@@ -79,7 +79,7 @@ def _stages_1_and_2(optimizer: Any, module: nn.Module) -> Iterator[tuple[str, Te
         yield f"master/{index}", flat.data
         yield from _moments(optimizer, flat, index)
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad:  # what is frozen beside an adapter changes in no step
+        if parameter.requires_grad:  # weights frozen under an adapter never change
             yield f"weight/{name}", parameter.data
 
 
@@ -89,7 +89,7 @@ def _stage_3(optimizer: Any, module: nn.Module, *, writes_back: bool) -> Iterato
             yield f"master/{index}", flat.data
             yield from _moments(optimizer, flat, index)
             if writes_back:
-                # after the caller has overwritten the master weights, before they leave memory
+                # after the caller has overwritten the master weights, before they are moved out of memory
                 optimizer._reassign_or_swap_out_partitioned_parameters(index)
     for name, parameter in module.named_parameters():
         # small parameters stay gathered: the loop above has not refreshed that copy

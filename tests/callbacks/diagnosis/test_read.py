@@ -31,8 +31,8 @@ def test_a_line_that_is_cut_off_a_repeated_header_and_text_are_noted(tmp_path: P
     assert points["train/loss"] == [(1, 3.5), (2, 3.0), (3, 2.5)]
     assert notes == [
         "the header is repeated 1 times",
-        "the last line is cut off and was left out",
-        "1 lines are no rows of this table and were left out",
+        "the last line is cut off and was skipped",
+        "1 lines are not rows of this table and were skipped",
     ]
 
 
@@ -44,7 +44,7 @@ def test_a_gap_is_noted_with_its_steps(tmp_path: Path) -> None:
 def test_a_row_of_a_step_that_is_there_twice_counts_once_the_later_one(tmp_path: Path) -> None:
     points, notes = read_points(write(tmp_path, HEADER + "1,3,\n2,9,\n3,9,\n2,2,\n3,1,\n"))
     assert points["train/loss"] == [(1, 3.0), (2, 2.0), (3, 1.0)]
-    assert notes == ["the steps go back 1 times; of a step that is there twice, the later row counts"]
+    assert notes == ["the steps go back 1 times; the later row of a repeated step counts"]
 
 
 @pytest.mark.parametrize("step", ["step", "global_step", "trainer/global_step", "iter"])
@@ -85,7 +85,7 @@ def test_the_files_beside_it_are_read_and_broken_ones_are_as_missing(tmp_path: P
         (b"epoch,loss\n1,2\n", "has no column of steps"),
         (b"step,loss\n", "has no row with a number"),
         (b"step,loss\n1,high\n", "has no row with a number"),
-        (b"\x89PNG\r\n\x1a\n\0\0\0", "is no text"),
+        (b"\x89PNG\r\n\x1a\n\0\0\0", "is not a text file"),
         (b"import torch\n", "its first line is 'import torch'"),
     ],
 )

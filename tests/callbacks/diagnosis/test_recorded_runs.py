@@ -123,7 +123,7 @@ def test_a_shuffled_order_of_rows_changes_nothing_but_a_note(tmp_path: Path) -> 
     (tmp_path / "metrics.csv").write_text("".join([lines[0], *lines[200:], *lines[1:200]]))
     diagnosis = diagnose_run(tmp_path)
     assert list(diagnosis.findings) == get_findings("bad_batches")
-    assert diagnosis.notes == ["the steps go back 1 times; of a step that is there twice, the later row counts"]
+    assert diagnosis.notes == ["the steps go back 1 times; the later row of a repeated step counts"]
 
 
 def test_a_run_that_is_still_running_is_examined_as_far_as_it_is(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_findings_are_sorted_by_severity_and_what_is_missing_is_said() -> None:
     missing = [name for symptoms in diagnosis.not_examined.values() for name in symptoms]
     assert sorted([*diagnosis.examined, *missing]) == sorted(symptom.name for symptom in CATALOGUE)
     assert any("no column val/loss" in reason for reason in diagnosis.not_examined)
-    assert any(line.startswith("could not look for overfitting, easier_validation") for line in diagnosis.lines())
+    assert any(line.startswith("not checked: overfitting, easier_validation") for line in diagnosis.lines())
 
 
 def test_thirty_thousand_rows_take_a_second() -> None:

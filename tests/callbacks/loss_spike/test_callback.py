@@ -407,7 +407,7 @@ def test_snapshots_that_do_not_fit_go_to_disk_with_a_warning_or_are_an_error(
         return
     with caplog.at_level(logging.WARNING, logger="lightning_recipes"):
         trainer.fit(module)
-    assert "they are kept on disk" in caplog.text
+    assert "storing them on disk instead" in caplog.text
     assert spikes.summary()["rollbacks"] == 1
     # weight and bias, each with Adam's two moments and its step, in two snapshots
     assert max(on_disk) == 2 * 8

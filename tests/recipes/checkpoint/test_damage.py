@@ -121,7 +121,7 @@ def test_it_is_a_config_error_if_no_checkpoint_is_valid(newest: Path) -> None:
     older = newest.with_name("step_0000010.ckpt")
     for path in (newest, older):
         flip(path / "run.pt", 999)
-    with pytest.raises(ConfigError, match="run.pt is not what was written.*no other one is valid"):
+    with pytest.raises(ConfigError, match="run.pt is corrupt: hash mismatch.*no other one is valid"):
         load(newest, falls_back=True)
     flip(older / "run.pt", 999)
 
@@ -167,13 +167,13 @@ def test_two_ranks_resume_from_the_checkpoint_before_a_damaged_one_of_the_last_s
     assert again.returncode == 0, console + again.stderr
     assert "Nothing to do" not in console
     [line] = [line for line in console.splitlines() if "ejected" in line]
-    assert line == (f"Rejected {newest}: rank_00001.safetensors is not what was written: another hash")
+    assert line == (f"Rejected {newest}: rank_00001.safetensors is corrupt: hash mismatch")
     assert "step_0000010.ckpt at step 10" in console
     lines = (tmp_path / "run/events.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     [event] = [event for event in events if event["event"] == "checkpoint_rejected"]
     assert event["path"] == "step_0000020.ckpt"
-    assert event["why"] == "rank_00001.safetensors is not what was written: another hash"
+    assert event["why"] == "rank_00001.safetensors is corrupt: hash mismatch"
     computed = ("step", "train/", "val/", "lr")
     for row, other in zip(read_metrics(tmp_path / "run"), rows, strict=True):
         for name, value in other.items():

@@ -144,7 +144,7 @@ def test_on_save_error_stop_ends_the_run_with_an_error_that_names_the_checkpoint
     assert f"SaveError: checkpoint.on_save_error=stop: {reason}" in console
     assert console.count("Could not save step_0000015.ckpt") == 1
     assert console.splitlines()[-1] == (
-        f"The run crashed; its folder is {folder}, its last valid checkpoint step_0000010.ckpt"
+        f"The run crashed; run folder: {folder}, last valid checkpoint: step_0000010.ckpt"
     )
     assert names(folder) == ["last", "step_0000005.ckpt", "step_0000010.ckpt"]
     assert len(events(folder, "checkpoint_failed")) == 1

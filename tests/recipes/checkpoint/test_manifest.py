@@ -80,7 +80,7 @@ def test_each_fault_is_described(folder: Path) -> None:
     assert find_fault(folder / "elsewhere") == "there is no such folder"
     (folder / "run.pt").write_bytes(CONTENT[::-1])
     assert find_fault(folder) is None  # by names and sizes
-    assert find_content_fault(folder, manifest, ["run.pt"]) == ("run.pt is not what was written: another hash")
+    assert find_content_fault(folder, manifest, ["run.pt"]) == ("run.pt is corrupt: hash mismatch")
     (folder / "run.pt").write_bytes(CONTENT[1:])
     assert find_fault(folder) == "run.pt has 9 bytes, not 10"
     (folder / "run.pt").unlink()

@@ -1,4 +1,4 @@
-"""Sizes of a published model that is no folder here: of the hub's cache while the hub cannot be reached."""
+"""Sizes of a published model that is not a local folder: of the hub's cache while the hub cannot be reached."""
 
 import json
 import socket

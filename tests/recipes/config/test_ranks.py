@@ -21,4 +21,4 @@ def test_the_login_node_of_a_cluster_need_not_have_its_gpus(num_gpus: int, monke
 
 def test_the_batch_is_checked_against_the_ranks_of_the_cluster() -> None:
     [mistake] = mistakes_of("launcher=slurm", *ON_TWO_NODES, "global_batch_size=24")
-    assert mistake.startswith("global_batch_size=24: 24 samples do not divide into 16 devices")
+    assert mistake.startswith("global_batch_size=24: 24 samples do not divide evenly into 16 devices")

@@ -185,7 +185,7 @@ def test_a_position_of_the_full_stream_in_a_repeated_one_logs_a_warning(
     data, _ = stream(micro_batch_size=2, accumulate=1, overfit_batches=1)
     logging.getLogger("lightning_recipes").propagate = True
     data.load_state_dict(data.state_dict() | {"position": 8})
-    assert not [record for record in caplog.records if "now means" in record.getMessage()]
+    assert not [record for record in caplog.records if "now refers to" in record.getMessage()]
     earlier = {key: value for key, value in data.state_dict().items() if key != "period"}
     data.load_state_dict(earlier)  # the files of versions that knew no repetition
     assert "period None -> 2" in caplog.records[-1].getMessage()

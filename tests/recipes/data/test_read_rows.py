@@ -69,7 +69,7 @@ def test_parquet_files_are_read(tmp_path: Path) -> None:
     assert [row.parse() for row in read(tmp_path)] == ROWS
     assert read(tmp_path)[1].place == "a.parquet row 2"
     (tmp_path / "a.parquet").write_bytes(b"PAR1 no parquet")
-    with pytest.raises(ConfigError, match="it is no valid parquet file"):
+    with pytest.raises(ConfigError, match="it is not a valid parquet file"):
         read(tmp_path)
 
 
@@ -86,10 +86,10 @@ def test_saved_data_sets_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"a": 1}\n{"a": 1,}\n', "a.jsonl:2: it is no valid JSON: .*column 9"),
+        ('{"a": 1}\n{"a": 1,}\n', "a.jsonl:2: invalid JSON: .*column 9"),
         ('{"a": 1}\n["x"]\n', "a.jsonl:2: a row has named fields, and this one is .*x"),
-        ("\x00\n", "a.jsonl:1: it is no valid JSON"),
-        ("[1, 2", "a.jsonl:1: it is no valid JSON"),
+        ("\x00\n", "a.jsonl:1: invalid JSON"),
+        ("[1, 2", "a.jsonl:1: invalid JSON"),
         ("[1, 2]", "a.jsonl item 1: a row has named fields, and this one is 1"),
     ],
 )
@@ -102,7 +102,7 @@ def test_a_broken_row_is_named(content: str, message: str, tmp_path: Path) -> No
 
 def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"a": 1}\n{"a": "\xff"}\n')
-    with pytest.raises(ConfigError, match="a.jsonl:2: it is no valid JSON"):
+    with pytest.raises(ConfigError, match="a.jsonl:2: invalid JSON"):
         [row.parse() for row in read(tmp_path)]
 
 
@@ -134,7 +134,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
 
 def test_nesting_beyond_what_json_reads_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"x": ' + "[" * 200_000 + "\n")
-    with pytest.raises(ConfigError, match="a.jsonl:1: it is no valid JSON"):
+    with pytest.raises(ConfigError, match="a.jsonl:1: invalid JSON"):
         [row.parse() for row in read(tmp_path)]
 
 

@@ -62,7 +62,7 @@ def test_a_token_beyond_the_vocabulary_is_rejected_also_in_a_late_chunk(source, 
     with pytest.raises(ConfigError) as caught:
         source(path).prepare()
     assert str(caught.value) == (
-        f"data.path={path}: it has token 1000 and the vocabulary ends at 999; "
+        f"data.path={path}: token id 1000 is outside the vocabulary (maximum 999); "
         "type model.vocab_size=1001 or more, or the right data.dtype"
     )
     source(path, vocab_size=1001).prepare()
@@ -75,7 +75,7 @@ def test_the_result_of_the_check_is_cached_until_the_file_changes(source, tmp_pa
         patch.setattr(np, "fromfile", lambda *_, **__: pytest.fail("read again"))
         source(path).prepare()
     write(path, range(950, 1060))
-    with pytest.raises(ConfigError, match="token 1059"):
+    with pytest.raises(ConfigError, match="token id 1059 is outside"):
         source(path).prepare()
 
 
@@ -123,7 +123,7 @@ def test_other_arrays_are_rejected(source, tmp_path):
         assert str(caught.value) == (f"data.path={path}: it holds {array.dtype} {array.shape}; type {fix}")
     np.save(path, np.arange(100, dtype=np.uint16))
     path.write_bytes(path.read_bytes()[:-7])
-    with pytest.raises(ConfigError, match=r"it is no valid \.npy file"):
+    with pytest.raises(ConfigError, match=r"it is not a valid \.npy file"):
         source(path).prepare()
 
 
@@ -134,7 +134,7 @@ def test_an_archive_named_npy_is_rejected(source, tmp_path):
     with pytest.raises(ConfigError) as caught:
         source(path).prepare()
     assert str(caught.value) == (
-        f"data.path={path}: it is no valid .npy file (an archive of several arrays);"
+        f"data.path={path}: it is not a valid .npy file (an archive of several arrays);"
         " type data.path=<one-dimensional .npy of uint16 or uint32>"
     )
 

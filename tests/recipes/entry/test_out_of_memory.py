@@ -69,7 +69,7 @@ def test_a_batch_that_does_not_fit_ends_with_71_and_overrides_that_reduce_memory
     assert "precision=bf16-mixed" in output
     assert "offload" not in output, "host memory is full: nothing can be offloaded to it"
     # the logits, twice over: as they are and as the loss needs them
-    planned = re.search(r"By plan a rank needs ([0-9.]+) GiB .* and has 16.00", output)
+    planned = re.search(r"Plan: a rank needs ([0-9.]+) GiB .* of 16.00 GiB", output)
     assert planned is not None
     assert float(planned[1]) > 2 * 24
     advised = re.search(r"advice: strategy=single activation_checkpoint=none micro_batch_size=(\d+)\n", output)

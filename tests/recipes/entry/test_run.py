@@ -110,7 +110,7 @@ def test_the_rows_are_equal_whether_train_py_or_torchrun_or_two_agents_start_the
     output = spawned.end()
     assert spawned.process.returncode == 0, output
     lines = output.splitlines()
-    assert lines[0].endswith("the run's folder is spawned")
+    assert lines[0].endswith("run folder spawned")
     assert lines[-1].startswith("Finished: 4 steps")
     assert (workplace / "spawned/train.log").read_text() == output, "one rank logs, and no noise"
     expected = rows(workplace / "spawned")
@@ -150,7 +150,7 @@ def test_a_killed_rank_ends_the_run_with_one_error_that_names_it(start: Start, w
     assert "Traceback" not in output
     assert output.splitlines()[-2:] == [
         "rank 1 of 2 was killed by SIGKILL",
-        "The run crashed; its folder is killed, its last valid checkpoint step_0000002.ckpt",
+        "The run crashed; run folder: killed, last valid checkpoint: step_0000002.ckpt",
     ]
     assert (workplace / "killed/train.log").read_text() == output
     assert run.left() == []

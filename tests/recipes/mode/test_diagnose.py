@@ -28,7 +28,7 @@ def test_the_findings_of_runs_are_printed_and_written(tmp_path: Path, capsys: py
     assert "1. decayed_too_early (critical): the learning rate is near zero for the last 301 steps" in text
     assert "try: scheduler.num_steps=400" in text
     assert "  no finding" in text
-    assert "could not look for not_shuffled, memorizing: three epochs" in text
+    assert "not checked: not_shuffled, memorizing: needs at least three epochs" in text
     found = json.loads((tmp_path / "found.json").read_text())
     [decayed, clean] = found.values()
     assert decayed["findings"][0]["evidence"][1] == {"what": "lr", "value": 0.0, "first_step": 100, "last_step": 400}
@@ -90,7 +90,7 @@ def test_a_file_that_cannot_be_written_is_a_mistake(tmp_path: Path, capsys: pyte
 
 def test_steps_per_epoch_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert start(f"mode.runs=[{RECORDED / 'clean_gpt'}]", "mode.steps_per_epoch=50") == 0
-    assert "could not look for not_shuffled" not in capsys.readouterr().out
+    assert "not checked: not_shuffled" not in capsys.readouterr().out
 
 
 def test_an_error_has_three_clauses() -> None:

@@ -60,7 +60,7 @@ def test_a_message_is_answered_by_the_template_of_the_run(
     assert execute(*typed, f"resume={runs['chats']}") == 0
     assert "7?\n" in "".join(capfd.readouterr())
     assert execute(*typed, f"resume={runs['plain']}") == 2
-    assert "the run has learned from no conversations" in "".join(capfd.readouterr())
+    assert "the run was not trained on conversations" in "".join(capfd.readouterr())
 
 
 def test_an_export_is_ready_to_chat(runs: dict[str, Path]) -> None:

@@ -136,9 +136,9 @@ def mistake(folder: Path, **settings: str) -> str:
 def test_other_files_and_folders_are_left_as_they_are(tmp_path: Path) -> None:
     assert "there is no such file" in mistake(tmp_path)
     (tmp_path / "model.gguf").write_bytes(b"PK\x03\x04")
-    assert "it is no GGUF file" in mistake(tmp_path)
+    assert "it is not a GGUF file" in mistake(tmp_path)
     write_gguf(tmp_path / "model.gguf", make_model(), architecture="unheard_of")
     assert "transformers says" in mistake(tmp_path)
     assert not list(tmp_path.glob("*out*"))
     (tmp_path / "out").mkdir()
-    assert "it exists already" in mistake(tmp_path)
+    assert "it already exists" in mistake(tmp_path)

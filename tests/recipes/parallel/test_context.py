@@ -192,7 +192,7 @@ def test_text_is_generated_by_every_rank_alone(name: str) -> None:
 def test_tokens_that_do_not_divide_name_the_setting() -> None:
     def work(rank: int) -> str:
         group: Any = dist.group.WORLD
-        with pytest.raises(ValueError, match="15 tokens do not divide over context_parallel_size=4") as caught:
+        with pytest.raises(ValueError, match="15 tokens are not divisible by context_parallel_size=4") as caught:
             ContextRanks(group).own_tokens(torch.zeros(2, 15), dim=1)
         return str(caught.value)
 
@@ -208,7 +208,7 @@ def test_a_model_that_does_not_say_how_is_rejected() -> None:
 
     first, second = run_on_threads(work, num_ranks=2)
     assert first == second
-    assert first.startswith("context_parallel_size=2: the attention of Linear cannot be divided along the sequence; ")
+    assert first.startswith("context_parallel_size=2: the attention of Linear cannot be sharded along the sequence; ")
 
 
 def test_a_row_attends_to_the_tokens_up_to_its_own_position() -> None:

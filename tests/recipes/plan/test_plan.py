@@ -177,7 +177,7 @@ def test_sequence_parallel_divides_what_lies_between_matrices() -> None:
 def test_a_size_that_does_not_divide_the_heads_is_one_message() -> None:
     composed, mistakes = compose_and_check(["mode=plan", "recipe=fsdp_bf16", "model=gpt2", "tensor_parallel_size=5"])
     assert composed is not None
-    assert [mistake for mistake in mistakes if "model.num_heads=12 does not divide over 5 ranks" in str(mistake)]
+    assert [mistake for mistake in mistakes if "model.num_heads=12 is not divisible by 5 ranks" in str(mistake)]
 
 
 def test_divided_experts_have_as_much_state_on_a_rank_and_gather_less() -> None:
@@ -193,7 +193,7 @@ def test_divided_experts_have_as_much_state_on_a_rank_and_gather_less() -> None:
 
 def test_a_size_that_does_not_divide_the_experts_is_one_message() -> None:
     _, mistakes = compose_and_check(["mode=plan", "recipe=ep_bf16", "model=moe_8x7b", "expert_parallel_size=3"])
-    assert [mistake for mistake in mistakes if "model.num_experts=8 does not divide over 3 ranks" in str(mistake)]
+    assert [mistake for mistake in mistakes if "model.num_experts=8 is not divisible by 3 ranks" in str(mistake)]
 
 
 def test_ranks_that_do_not_divide_into_shards_are_rejected() -> None:

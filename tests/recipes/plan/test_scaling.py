@@ -40,7 +40,7 @@ def test_every_strategy_is_planned_on_1_2_and_4_nodes_at_the_same_global_batch()
     assert memory["fsdp"][0] > memory["fsdp"][1] > memory["fsdp"][2], "shards become smaller"
     assert memory["hsdp"][0] == memory["hsdp"][2], "shards of one node stay"
     lines = list(describe_scaling(curves, seq_len=1024, steps=1000, batch=128, price=2.0))
-    assert lines[0] == "scaling at 128 samples a step:"
+    assert lines[0] == "scaling at 128 samples per step:"
     first = curves["ddp"][0]
     hours = 1000 * 128 / first.samples_per_second / 3600
     assert f"{first.samples_per_second * 1024:,.0f}" in lines[2]

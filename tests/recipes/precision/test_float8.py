@@ -69,7 +69,7 @@ def messages(*typed: str) -> list[str]:
 
 def test_without_a_gpu_bfloat16_and_emulation_are_named() -> None:
     assert messages() == [
-        "precision=fp8-mixed: float8 units are part of a GPU, and there is none;"
+        "precision=fp8-mixed: float8 matmuls need a GPU, and there is none;"
         " type precision=bf16-mixed, or precision.emulate=true to try the rounding"
     ]
     assert messages("precision.emulate=true") == []

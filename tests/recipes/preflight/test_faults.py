@@ -64,7 +64,7 @@ def test_a_sound_recipe_of_images_passes(tmp_path: Path) -> None:
         ({"model": "FrozenLayer"}, "no parameter is frozen", ()),
         ({"model": "UnusedLayer"}, "every parameter has a gradient", ()),
         ({"model": "SeesTheFuture"}, "no leak from the future", ()),
-        ({"model": "SeesNeighbours"}, "samples do not see each other", ()),
+        ({"model": "SeesNeighbours"}, "samples are independent", ()),
         ({"model": "LargeFirstWeights"}, "loss before the first step", ()),
         ({"model": "DropoutInEvaluation"}, "evaluation is repeatable", ()),
         ({"model": "CoarseInLowPrecision"}, "low precision agrees with float32", ("precision=bf16-mixed",)),
@@ -87,8 +87,8 @@ def test_a_fault_in_text_is_found_by_its_own_line(
 @pytest.mark.parametrize(
     ("targets", "check"),
     [
-        ({"data": "ShuffledLabels"}, "inputs say something of targets"),
-        ({"model": "NormOfTheBatch"}, "samples do not see each other"),
+        ({"data": "ShuffledLabels"}, "inputs are predictive of targets"),
+        ({"model": "NormOfTheBatch"}, "samples are independent"),
     ],
 )
 def test_a_fault_in_images_is_found_by_its_own_line(targets: dict[str, str], check: str, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_sound_recipe_in_float8_passes(tmp_path: Path, text_folder: str) -> No
 def test_a_resumed_run_is_rejected(tmp_path: Path) -> None:
     composed, _ = compose_and_check([*TINY[:1], "mode=preflight"])
     assert composed is not None
-    with pytest.raises(Exception, match="resume=x mode=preflight: the trial starts from a run's first weights"):
+    with pytest.raises(Exception, match="resume=x mode=preflight: the trial starts from the initial weights"):
         preflight(
             replace(composed, config=composed.config | {"resume": "x"}),
             overfit_steps=10, path=None, write_page=lambda *_: None,

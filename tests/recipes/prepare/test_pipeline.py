@@ -104,7 +104,7 @@ def test_each_document_is_counted_once_with_the_first_reason(mixed: Path) -> Non
     ids = [row["id"] for row in kept_rows(mixed / "out")]
     assert ids == [*range(60), 100], "in their order; four of five functions are near copies of the first"
     assert [(row["place"], row["reason"]) for row in report["unreadable"]] == [
-        ("b.jsonl:29", "it is no valid JSON: Expecting property name enclosed in double quotes, column 2"),
+        ("b.jsonl:29", "invalid JSON: Expecting property name enclosed in double quotes, column 2"),
         ("b.jsonl:30", "it has no field text; its fields are body, id"),
         ("b.jsonl:31", "its field text is null, not text"),
         ("b.jsonl:33", "its text holds half a character (a lone surrogate)"),
@@ -117,7 +117,7 @@ def test_each_document_is_counted_once_with_the_first_reason(mixed: Path) -> Non
     assert report["evaluation"]["found"] == 1
     assert report["evaluation"]["documents"][0]["item"] == "mine: questions.jsonl:1"
     page = (mixed / "out" / "report.html").read_text()
-    for shown in ("61 of 74 documents stay", "buy now buy now", "b.jsonl:29", "mine: questions.jsonl:1"):
+    for shown in ("61 of 74 documents kept", "buy now buy now", "b.jsonl:29", "mine: questions.jsonl:1"):
         assert shown in page
 
 
@@ -249,7 +249,7 @@ def test_a_second_start_reads_the_report_and_other_settings_need_another_folder(
     shutil.copytree(mixed / "raw", mixed / "moved")
     assert prepare(mixed / "moved", mixed / "out", *OPTIONS, "mode.num_processes=2") == first
     assert mistake(mixed / "raw", mixed / "out", *OPTIONS, "mode.near_copies=0.9").startswith(
-        f"mode.output={mixed / 'out'}: it holds documents of another input or other settings"
+        f"mode.output={mixed / 'out'}: it contains documents from a different input or settings"
     )
 
 
@@ -274,8 +274,8 @@ def mistake(source: Path, output: Path, *overrides: str) -> str:
         (["mode.rules_off={code: [min_wrds]}"], "mode.rules_off.code=['min_wrds']: it is a list of rules"),
         (["mode.near_copies=1.5"], "mode.near_copies=1.5: it must be above 0 and at most 1"),
         (["mode.evaluation={x: nowhere.jsonl}"], "mode.evaluation.x=nowhere.jsonl: there is no such file or folder"),
-        (["data.text_field=body"], "none of 1 documents stays: 1 unreadable; the first: it has no field body"),
-        (["quality=gopher", "quality.min_words=500"], "none of 1 documents stays: 1 quality"),
+        (["data.text_field=body"], "all 1 documents were dropped: 1 unreadable; the first: it has no field body"),
+        (["quality=gopher", "quality.min_words=500"], "all 1 documents were dropped: 1 quality"),
         (["data=stdlib_text", "~data.path"], "it reads documents as rows; type data=documents"),
     ],
 )
@@ -328,7 +328,7 @@ def test_two_preparations_do_not_write_into_one_folder(tmp_path: Path, monkeypat
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
-        assert "another process is at work in it" in mistake(source, tmp_path / "out")
+        assert "another process is using this folder" in mistake(source, tmp_path / "out")
         other.kill()
     prepare(source, tmp_path / "out")
 

@@ -215,7 +215,7 @@ def test_a_trial_with_an_invalid_config_fails_and_the_next_one_is_started(
 def test_a_study_is_not_resumed_with_another_search_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_source(tmp_path)
     monkeypatch.setitem(globals(), "make_space", lambda: read_space(SPACE[:2])[0])
-    with pytest.raises(ConfigError, match="the space of the study in it is"):
+    with pytest.raises(ConfigError, match="the existing study uses space"):
         open_source(tmp_path)
 
 

@@ -74,7 +74,7 @@ def test_only_values_that_hydra_cannot_parse_are_quoted(typed: str, expected: st
 
 def test_a_bare_word_is_rejected() -> None:
     assert parse_or_quote("foo") == (None, "foo")
-    assert error_fields("foo") == [("foo", "it is not key=value", "key=value")]
+    assert error_fields("foo") == [("foo", "it is not of the form key=value", "key=value")]
 
 
 @pytest.mark.parametrize("option", ["nan", "16", "null", "true", "inf"])

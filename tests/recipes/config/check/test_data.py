@@ -36,7 +36,7 @@ def test_options_of_data_stand_in_a_mixture_and_beside_it() -> None:
     [
         (["+data@eval_data.a.b=stdlib_text"], "type +data@eval_data.a=<option of data>"),
         (["+data@eval_data.digits=digits"], "eval_data.digits=…: it gives images, and data= gives tokens"),
-        (["+eval_data.x=3"], "eval_data.x=3: it is a data source, a section with a _target_"),
+        (["+eval_data.x=3"], "eval_data.x=3: it must be a data source: a section with a _target_"),
         ([*MIXED, "+data@eval_data.code=stdlib_text"], "both would be val/code/loss"),
         ([*MIXED, "+data@data.sources.digits=digits"], "data.sources.digits=…: it gives images"),
         ([*MIXED, "data.sources.code.val_fraktion=0.1"], "type data.sources.code.val_fraction=0.1"),

@@ -42,11 +42,11 @@ TOGETHER = {
         "logger.wandb.project=x: there is no 'logger.wandb.project'; type logger=wandb logger.wandb.project=x"
     ),
     "+logger=wandb": (
-        "+logger=wandb: logger=csv is chosen already, and + adds a setting, not an option; type logger=wandb"
+        "+logger=wandb: logger=csv is already chosen, and + adds a setting, not an option; type logger=wandb"
     ),
-    "+callbacks=stop_at_nan": "+callbacks=stop_at_nan: callbacks=default is chosen already,"
+    "+callbacks=stop_at_nan": "+callbacks=stop_at_nan: callbacks=default is already chosen,"
     " and + adds a setting, not an option; type callbacks=[default,stop_at_nan]",
-    "+callbacks=memory": "+callbacks=memory: callbacks=default is chosen already, and + adds a setting, not an option;"
+    "+callbacks=memory": "+callbacks=memory: callbacks=default is already chosen, and + adds a setting, not an option;"
     " type the same command without it: callbacks=default includes it",
     "data.path=t.txt": "data.path=t.txt: there is no 'data.path';"
     " type data=documents data.path=t.txt, or data=text_files data.path=t.txt",
@@ -59,15 +59,15 @@ TOGETHER = {
         "optimizer=AdamW: the options are adafactor adafactor_nano adam adamw adamw_8bit adamw_8bit_nano adamw_nano"
         " lion lion_nano muon muon_nano schedule_free schedule_free_nano sgd; type optimizer=adamw"
     ),
-    "+optimizer.lr=1": "+optimizer.lr=1: it exists already; type optimizer.lr=1",
+    "+optimizer.lr=1": "+optimizer.lr=1: it already exists; type optimizer.lr=1",
     "~resume": "~resume: every run has one; type resume=null",
     "~trainer": "~trainer: every run has one; type trainer=default",
     "~name": "~name: every run has one; type name=<text>",
     "~loader": "~loader: every run has one; type nothing for loader",
-    "=3": "=3: it is not key=value; type key=value",
+    "=3": "=3: it is not of the form key=value; type key=value",
     "micro_batch_size=0": "micro_batch_size=0: it must be at least 1; type micro_batch_size=<at least 1>",
     "optimizer.lr=inf": "optimizer.lr=inf: it must be finite and above 0; type optimizer.lr=<finite and above 0>",
-    "scheduler._target_=x": "scheduler._target_=x: 'x' is no dotted path of a class or function;"
+    "scheduler._target_=x": "scheduler._target_=x: 'x' is not the dotted path of a class or function;"
     " type scheduler=<an option of conf/scheduler/>",
 }
 ALONE = {
@@ -99,14 +99,14 @@ ALONE = {
         "data.path=~nouser/x: there is no such file or folder; type data.path=<a path that exists>"
     ),
     "model.hidden_size=99999999 model.num_heads=4": (
-        "model.num_heads=4: model.hidden_size=99999999 does not divide into 4 heads; type model.num_heads=3"
+        "model.num_heads=4: model.hidden_size=99999999 is not divisible by 4 heads; type model.num_heads=3"
     ),
     "callbacks.early_stop.patience=3 callbacks.early_stop.monitor=val_loss": (
         "callbacks.early_stop.monitor=val_loss: validation computes val/loss val/perplexity val/token_accuracy;"
         " type callbacks.early_stop.monitor=val/loss, or +metrics.…"
     ),
     "launcher=slurm launcher.time=abc": (
-        "launcher.time=abc: it is no time limit of sbatch; type launcher.time=240 in minutes,"
+        "launcher.time=abc: sbatch does not accept it as a time limit; type launcher.time=240 in minutes,"
         " or launcher.time=1-12:00:00 in days, hours, minutes and seconds"
     ),
     "launcher=slurm launcher.signal_seconds=0": (
@@ -117,7 +117,7 @@ ALONE = {
     ),
     "measure_peak=True": "measure_peak=True: there is no 'measure_peak'; type callbacks.throughput.measure_peak=True",
     "trainer.max_time=abc": (
-        "trainer.max_time=abc: it takes days, hours, minutes and seconds;"
+        "trainer.max_time=abc: its format is days:hours:minutes:seconds;"
         " type trainer.max_time=00:08:00:00, which is 8 hours"
     ),
     "optimizer=sgd optimizer.momentum=0": (

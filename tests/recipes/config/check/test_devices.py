@@ -20,9 +20,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tf32_without_a_gpu_names_float32() -> None:
-    assert messages("precision=tf32") == [
-        "precision=tf32: TF32 is a format of GPUs, and there is none; type precision=32-true"
-    ]
+    assert messages("precision=tf32") == ["precision=tf32: TF32 needs a GPU, and there is none; type precision=32-true"]
 
 
 def test_another_mode_than_a_run_may_have_any_precision() -> None:
@@ -60,7 +58,7 @@ def test_cuda_graphs_without_a_gpu_name_the_other_modes() -> None:
     ("typed", "reason"),
     [
         (["strategy=fsdp"], "strategy=fsdp gathers weights to other addresses at each step"),
-        (["global_batch_size=32", "micro_batch_size=8"], "gradients that are added up over micro-batches"),
+        (["global_batch_size=32", "micro_batch_size=8"], "gradients accumulated over micro-batches"),
     ],
 )
 def test_cuda_graphs_need_addresses_that_do_not_change(typed: list[str], reason: str) -> None:
@@ -89,7 +87,7 @@ def test_auto_compiles_on_a_gpu_and_not_under_stage_3() -> None:
 @pytest.mark.parametrize("name", ["cudnn", "memory_efficient"])
 def test_attention_kernels_of_gpus_need_one(name: str) -> None:
     assert messages(f"attention={name}") == [
-        f"attention={name}: it is a kernel of GPUs, and there is none; type attention=auto"
+        f"attention={name}: it is a GPU kernel, and there is no GPU; type attention=auto"
     ]
     assert messages("attention=math") == []
 
@@ -119,8 +117,8 @@ def test_kernels_without_a_mask_take_no_packed_examples(name: str) -> None:
 def test_dora_is_refused_where_weights_are_partitioned() -> None:
     typed = ["adapter=dora", "strategy=deepspeed_stage_3", "trainer.devices=2"]
     assert (
-        "adapter.dora=true strategy=deepspeed_stage_3: DoRA measures the frozen weights themselves, of which each rank"
-        " has a part; type strategy=fsdp, or adapter=lora"
+        "adapter.dora=true strategy=deepspeed_stage_3: DoRA needs the norms of the full frozen weights, and each rank"
+        " has only a part of them; type strategy=fsdp, or adapter=lora"
     ) in messages(*typed)
     assert not [message for message in messages("adapter=lora", *typed[1:]) if "adapter" in message]
 
@@ -135,8 +133,8 @@ def test_dora_is_refused_where_weights_are_partitioned() -> None:
         ),
         (
             "adapter.dora=true",
-            "adapter.base=nf4 adapter.dora=true: DoRA measures the rows of the frozen weights in every step, which 4"
-            " bits do not hold as numbers; type adapter=qlora, or adapter=dora",
+            "adapter.base=nf4 adapter.dora=true: DoRA computes row norms of the frozen weights in every step, which"
+            " 4-bit storage does not provide; type adapter=qlora, or adapter=dora",
         ),
         (
             "precision=fp8-mixed",

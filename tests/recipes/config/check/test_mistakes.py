@@ -80,19 +80,19 @@ MESSAGES = {
         "optimizer.betas=0.9: it takes a list of 2 numbers; type optimizer.betas=<list of 2 numbers>"
     ),
     "model.hidden_size=100 model.num_heads=3": (
-        "model.num_heads=3: model.hidden_size=100 does not divide into 3 heads; type model.num_heads=2"
+        "model.num_heads=3: model.hidden_size=100 is not divisible by 3 heads; type model.num_heads=2"
     ),
     "model=llama_nano model.num_kv_heads=4": (
-        "model.num_kv_heads=4: model.num_heads=6 does not divide into 4 groups; type model.num_kv_heads=3"
+        "model.num_kv_heads=4: model.num_heads=6 is not divisible by 4 groups; type model.num_kv_heads=3"
     ),
     "model=llama_nano model.hidden_size=36 model.num_heads=4": (
         "model.num_heads=4: rotary embeddings rotate pairs, and model.hidden_size=36 makes heads of 9; type model.hidden_size=32"
     ),
     "global_batch_size=10 micro_batch_size=4": (
-        "global_batch_size=10: 10 samples do not divide into micro-batches of 4 on 1 device; type global_batch_size=12 (or 8)"
+        "global_batch_size=10: 10 samples do not divide evenly into micro-batches of 4 on 1 device; type global_batch_size=12 (or 8)"
     ),
     "global_batch_size=16 trainer.accumulate_grad_batches=3": (
-        "global_batch_size=16: 16 samples do not divide into 3 micro-batches on 1 device; type global_batch_size=18 (or 15)"
+        "global_batch_size=16: 16 samples do not divide evenly into 3 micro-batches on 1 device; type global_batch_size=18 (or 15)"
     ),
     "global_batch_size=16 micro_batch_size=4 trainer.accumulate_grad_batches=2": (
         "trainer.accumulate_grad_batches=2: global_batch_size=16 in micro-batches of 4 on 1 device needs 4 accumulation steps; type trainer.accumulate_grad_batches=4"
@@ -145,7 +145,7 @@ MESSAGES = {
         "compile=yes_please: it takes true or false or auto or default or max-autotune-no-cudagraphs or reduce-overhead;"
         " type compile=<true or false or auto or default or max-autotune-no-cudagraphs or reduce-overhead>"
     ),
-    "foo": ("foo: it is not key=value; type key=value"),
+    "foo": ("foo: it is not of the form key=value; type key=value"),
     "scheduler.warmup=3": ("scheduler.warmup=3: there is no 'scheduler.warmup'; type scheduler.warmup_steps=3"),
     "model.dropout=1.0": ("model.dropout=1.0: it must be from 0 to 0.999; type model.dropout=<from 0 to 0.999>"),
     "eval_samples=0": ("eval_samples=0: it must be at least 1; type eval_samples=<at least 1>"),
@@ -164,7 +164,7 @@ MESSAGES = {
         "trainer.devices=all: it takes a positive number, a list of GPUs, or auto; type trainer.devices=auto"
     ),
     "strategy=ddp trainer.accelerator=cpu trainer.devices=3 micro_batch_size=4": (
-        "global_batch_size=16: 16 samples do not divide into micro-batches of 4 on 3 devices; type global_batch_size=24 (or 12)"
+        "global_batch_size=16: 16 samples do not divide evenly into micro-batches of 4 on 3 devices; type global_batch_size=24 (or 12)"
     ),
     "strategy=ddp trainer.accelerator=cpu trainer.num_nodes=2": (
         "trainer.num_nodes=2: a run on several machines must be started on each of them; type torchrun --nnodes 2 --nproc-per-node 1 train.py …"
@@ -179,7 +179,7 @@ MESSAGES = {
         "strategy.precision=bf16: build.py provides it; type nothing for strategy.precision"
     ),
     "strategy=hsdp data_parallel_shard=3 trainer.accelerator=cpu trainer.devices=4": (
-        "data_parallel_shard=3: 4 ranks do not divide into groups of 3; type data_parallel_shard=2 data_parallel_replicate=null"
+        "data_parallel_shard=3: 4 ranks are not divisible by 3; type data_parallel_shard=2 data_parallel_replicate=null"
     ),
     "strategy=hsdp data_parallel_shard=0": (
         "data_parallel_shard=0: it must be at least 1; type data_parallel_shard=<at least 1>"
@@ -249,8 +249,8 @@ def test_null_switches_a_callback_off() -> None:
     ("text", "fix"),
     [
         ("trainer:\n  max_step: 9\n", "trainer.max_steps=9 (in conf/recipe/mine.yaml, line 3)"),
-        ("defaults:\n  - overide /optimizer: sgd\n", "a correction of that file"),
-        ("trainer: [", "a correction of that file"),
+        ("defaults:\n  - overide /optimizer: sgd\n", "a corrected version of that file"),
+        ("trainer: [", "a corrected version of that file"),
     ],
 )
 def test_a_mistake_in_a_recipe_of_ones_own_names_its_file(

@@ -11,7 +11,8 @@ _TERMS = "+model.load_balance_loss=0.01"
 # what is typed -> the mistake, and its fix
 MISTAKES = {
     "adapter=lora": (
-        "adapter=lora with experts: an adapter stands beside linear layers, and experts are none; type adapter=none",
+        "adapter=lora with experts: an adapter attaches to linear layers, and experts are not linear layers;"
+        " type adapter=none",
         "adapter=none",
     ),
     "precision=fp8-mixed precision.emulate=true": (
@@ -19,7 +20,7 @@ MISTAKES = {
         "precision=bf16-mixed",
     ),
     "optimizer=muon": (
-        "optimizer=muon with experts: it would take the stacked matrices of all experts for one; type optimizer=adamw",
+        "optimizer=muon with experts: it would treat the stacked matrices of all experts as one; type optimizer=adamw",
         "optimizer=adamw",
     ),
     "model.num_experts_per_token=9": (
@@ -27,42 +28,42 @@ MISTAKES = {
         "model.num_experts_per_token=8",
     ),
     f"strategy=fsdp {_TWO} tensor_parallel_size=2": (
-        "tensor_parallel_size=2 with experts: experts are not divided with the rest of a block;"
+        "tensor_parallel_size=2 with experts: experts are not sharded with the rest of a block;"
         " type tensor_parallel_size=1",
         "tensor_parallel_size=1",
     ),
     f"strategy=ddp {_TWO} expert_parallel_size=2": (
-        "expert_parallel_size=2 strategy=ddp: experts are divided under strategy=fsdp and hsdp only;"
+        "expert_parallel_size=2 strategy=ddp: expert parallelism needs strategy=fsdp or hsdp;"
         " type strategy=fsdp, which shards over the other ranks, or expert_parallel_size=1",
         "strategy=fsdp",
     ),
     "expert_parallel_size=2": (
-        "expert_parallel_size=2 strategy=single: experts are divided under strategy=fsdp and hsdp only;"
+        "expert_parallel_size=2 strategy=single: expert parallelism needs strategy=fsdp or hsdp;"
         " type strategy=fsdp, which shards over the other ranks, or expert_parallel_size=1",
         "expert_parallel_size=1",
     ),
     f"strategy=fsdp {_FOUR} expert_parallel_size=3": (
-        "expert_parallel_size=3: 4 ranks do not divide into groups of 3;"
+        "expert_parallel_size=3: 4 ranks are not divisible by 3;"
         " type expert_parallel_size=2, or another trainer.devices",
         "expert_parallel_size=2",
     ),
     f"strategy=hsdp {_FOUR} data_parallel_shard=2 expert_parallel_size=4": (
-        "expert_parallel_size=4: 2 ranks do not divide into groups of 4;"
+        "expert_parallel_size=4: 2 ranks are not divisible by 4;"
         " type expert_parallel_size=2, or another trainer.devices",
         "expert_parallel_size=2",
     ),
     f"strategy=fsdp {_FOUR} expert_parallel_size=4 model.num_experts=6": (
-        "expert_parallel_size=4: model.num_experts=6 does not divide over 4 ranks; type expert_parallel_size=2",
+        "expert_parallel_size=4: model.num_experts=6 is not divisible by 4 ranks; type expert_parallel_size=2",
         "expert_parallel_size=2",
     ),
     "strategy=fsdp trainer.accelerator=cpu trainer.devices=6 expert_parallel_size=2 micro_batch_size=1"
     " global_batch_size=12 model.ffn_hidden_size=256": (
-        "model.ffn_hidden_size=256 expert_parallel_size=2: 3 ranks have the same experts, and do not divide the rows"
-        " of their matrices; type model.ffn_hidden_size=264",
+        "model.ffn_hidden_size=256 expert_parallel_size=2: 3 ranks share the same experts, and the rows of their"
+        " matrices are not divisible by 3; type model.ffn_hidden_size=264",
         "model.ffn_hidden_size=264",
     ),
     f"strategy=fsdp {_TWO} expert_parallel_size=2 optimizer=adamw_8bit": (
-        "optimizer=adamw_8bit expert_parallel_size=2: it reads blocks of whole matrices, of which a rank has parts;"
+        "optimizer=adamw_8bit expert_parallel_size=2: it needs unsharded matrices;"
         " type optimizer=adamw, or expert_parallel_size=1",
         "optimizer=adamw",
     ),
@@ -72,8 +73,8 @@ MISTAKES = {
         "expert_parallel_size=1",
     ),
     f"strategy=ddp {_TWO} context_parallel_size=2 {_TERMS}": (
-        "context_parallel_size=2 model.load_balance_loss=0.01: the terms of a sequence need all of its tokens, of which"
-        " a rank has a part; type model.load_balance_loss=0 model.balance_rate=0.001",
+        "context_parallel_size=2 model.load_balance_loss=0.01: the loss terms of a sequence need all of its tokens, and"
+        " each rank has only a part of them; type model.load_balance_loss=0 model.balance_rate=0.001",
         "model.load_balance_loss=0",
     ),
 }

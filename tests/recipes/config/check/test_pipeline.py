@@ -11,13 +11,13 @@ _INTERLEAVED, _V = "pipeline_schedule=Interleaved1F1B", "pipeline_schedule=ZBVZe
 # what is typed -> the mistake, and each fix of it
 MISTAKES: dict[str, tuple[str, list[str]]] = {
     f"{_TWO} micro_batch_size=16": (
-        "pipeline_parallel_size=2 pipeline_schedule=1F1B: it needs at least 2 micro-batches of each rank, and has 1;"
+        "pipeline_parallel_size=2 pipeline_schedule=1F1B: it needs at least 2 micro-batches per rank, but has 1;"
         " type micro_batch_size=8",
         ["micro_batch_size=8"],
     ),
     f"{_TWO} {_INTERLEAVED} {_FOUR_LAYERS} micro_batch_size=16": (
-        "pipeline_parallel_size=2 pipeline_schedule=Interleaved1F1B: it needs at least 2 micro-batches of each rank, or"
-        " a multiple of them, and has 1; type micro_batch_size=8",
+        "pipeline_parallel_size=2 pipeline_schedule=Interleaved1F1B: it needs at least 2 micro-batches per rank, or"
+        " a multiple of them, but has 1; type micro_batch_size=8",
         ["micro_batch_size=8"],
     ),
     f"{_TWO} micro_batch_size=4 model.num_layers=1": (
@@ -32,12 +32,12 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
     ),
     f"{_TWO} {_V} {_FOUR_LAYERS} micro_batch_size=4 compile=true": (
         "pipeline_schedule=ZBVZeroBubble compile=true: it splits the backward pass of a layer in two, which a compiled"
-        " layer does not (torch 2.13); type compile=false, or pipeline_schedule=Interleaved1F1B",
+        " layer does not support (torch 2.13); type compile=false, or pipeline_schedule=Interleaved1F1B",
         ["compile=false", _INTERLEAVED],
     ),
     f"{_TWO} {_V} {_FOUR_LAYERS} micro_batch_size=4 activation_checkpoint=selective": (
         "pipeline_schedule=ZBVZeroBubble activation_checkpoint.keep=products: it splits the backward pass of a layer in"
-        " two, and torch (2.13) recomputes from what is kept only once; type activation_checkpoint=every_block, or"
+        " two, and torch (2.13) recomputes from saved tensors only once; type activation_checkpoint=every_block, or"
         " pipeline_schedule=Interleaved1F1B",
         ["activation_checkpoint=every_block", _INTERLEAVED],
     ),
@@ -47,7 +47,7 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         ["pipeline_parallel_size=1"],
     ),
     f"{_TWO} micro_batch_size=4 adapter=lora": (
-        "pipeline_parallel_size=2 adapter=lora: an adapter stands beside layers of which a rank has some;"
+        "pipeline_parallel_size=2 adapter=lora: an adapter attaches to all layers, and each rank has only some of them;"
         " type pipeline_parallel_size=1, or adapter=none",
         ["pipeline_parallel_size=1", "adapter=none"],
     ),

@@ -37,7 +37,7 @@ def test_other_gpu_indices_suggest_cuda_visible_devices() -> None:
     )
 
 
-_REASON = "it steps parameters one by one, and DeepSpeed gives an optimizer one flat part of all parameters"
+_REASON = "it updates parameters individually, but DeepSpeed passes one flat shard of all parameters"
 
 
 @pytest.mark.parametrize("option", ["muon", "muon_nano", "adafactor"])

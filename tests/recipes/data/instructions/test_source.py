@@ -95,7 +95,7 @@ def test_rows_without_an_answer_are_left_out_and_named(tmp_path: Path, caplog: p
     with caplog.at_level(logging.WARNING, "lightning_recipes"):
         source = source_of(tmp_path, [silent, *sums(50), silent])
     assert len(source.train().examples) + len(source.val().examples) == 50
-    assert "2 rows without an answer are left out: rows.jsonl:1, rows.jsonl:52" in caplog.text
+    assert "2 rows without an answer are skipped: rows.jsonl:1, rows.jsonl:52" in caplog.text
     with pytest.raises(ConfigError, match="none of its 3 rows has an answer"):
         source_of(tmp_path, [silent] * 3)
 
@@ -108,7 +108,7 @@ def test_what_is_cut_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture
     counted = [(rows.num_cut, rows.num_without_targets) for rows in (source.train(), source.val())]
     assert tuple(map(sum, zip(*counted, strict=True))) == (20, 10)
     for split, (cut, left_out) in zip(("train", "val"), counted, strict=True):
-        assert f"Of the {split} examples, {cut} are cut to 32 tokens, and {left_out} are left out" in caplog.text
+        assert f"Of the {split} examples, {cut} are cut to 32 tokens, and {left_out} are skipped" in caplog.text
 
 
 def test_the_second_time_nothing_is_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

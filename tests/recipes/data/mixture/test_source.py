@@ -202,13 +202,17 @@ def test_a_run_that_reads_a_source_too_often_is_refused_with_the_number(tmp_path
 @pytest.mark.parametrize(
     ("weights", "reason", "fix"),
     [
-        ({"plain": 3, "fancy": 1}, "add up to 1, and these to 4", "data.weights={plain: 0.75, fancy: 0.25}"),
+        (
+            {"plain": 3, "fancy": 1},
+            "weights must add up to 1; these add up to 4",
+            "data.weights={plain: 0.75, fancy: 0.25}",
+        ),
         ({"plain": 1.0}, "the sources are plain, fancy", "data.weights={plain: 0.5, fancy: 0.5}"),
         ({"plain": 0.5, "fancy": 0.4, "x": 0.1}, "the sources are", "data.weights={plain: 0.5, fancy: 0.5}"),
         ({"plain": 1.5, "fancy": -0.5}, "numbers from 0 to 1", "data.weights={plain: 0.5, fancy: 0.5}"),
         ({"plain": "half", "fancy": 0.5}, "numbers from 0 to 1", "data.weights="),
         ({"plain": 0.99999, "fancy": 0.00001}, "less than one", "of at least 0.0001, or 0"),
-        ({"plain": 0, "fancy": 0}, "these to 0", "data.weights={plain: 0.5, fancy: 0.5}"),
+        ({"plain": 0, "fancy": 0}, "these add up to 0", "data.weights={plain: 0.5, fancy: 0.5}"),
     ],
 )
 def test_wrong_weights_are_answered_with_right_ones(weights: Any, reason: str, fix: str, tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_files_of_something_else_are_named(tmp_path: Path) -> None:
 def test_tokens_beyond_the_vocabulary_are_found_when_a_file_is_opened(tmp_path: Path) -> None:
     source = shards_of(write_shards(BUCKET, [20, 20, 20]), tmp_path, vocab_size=1019)
     assert source.train()[0]["inputs"][0] == 0
-    with pytest.raises(ConfigError, match=r"bucket/001\.npy: it has token 1019 and the vocabulary ends at 1018"):
+    with pytest.raises(ConfigError, match=r"bucket/001\.npy: token id 1019 is outside the vocabulary \(maximum 1018\)"):
         source.train()[2]
 
 
