@@ -78,8 +78,9 @@ def test_a_reference_that_is_missing_is_named_by_both_its_numbers() -> None:
 def test_an_invalid_reference_point_is_reported_together_with_other_mistakes() -> None:
     overrides = ("lr_scaling.base_lr=-1", "lr_scaling.base_batch_size=many", "seq_len=4000")
     assert mistakes("lr_scaling=linear", *overrides) == [
-        "lr_scaling.base_lr=-1: a learning rate is a positive number; type lr_scaling.base_lr=<above 0>",
-        "lr_scaling.base_batch_size=many: a batch size is a positive number; type lr_scaling.base_batch_size=<above 0>",
+        "lr_scaling.base_lr=-1: the learning rate must be a positive number; type lr_scaling.base_lr=<above 0>",
+        "lr_scaling.base_batch_size=many: the batch size must be a positive number;"
+        " type lr_scaling.base_batch_size=<above 0>",
         "seq_len=4000: the model accepts at most model.max_seq_len=128 tokens; type seq_len=128",
     ]
 

@@ -312,7 +312,7 @@ def test_a_folder_of_something_else_stays_as_it_is(tmp_path: Path) -> None:
 def test_what_is_written_is_never_read(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "raw" / "a.jsonl", [{"text": "word " * 60}])
     for path, output in ((source.parent, source.parent / "out"), (source, source.parent), (source, tmp_path)):
-        assert "it is within what is read" in mistake(path, output)
+        assert "it is inside the input" in mistake(path, output)
     assert list(source.parent.iterdir()) == [source]
 
 
