@@ -1,7 +1,7 @@
 """Activation checkpointing: recompute the activations of blocks, or offload them to host memory.
 
-Every option gives the same loss and gradients, bit for bit in eager mode. `recompute` recomputes activations that were
-not saved; `host_offload` saves them in host memory.
+Every option gives the same loss and gradients, bit for bit in eager mode. `recompute` recomputes activations in the
+backward pass instead of saving them; `host_offload` saves them in host memory.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,16 @@ _MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpoint:
-    """Settings for recomputing and offloading the activations of blocks.
+    """Settings for recomputing block activations or offloading them to host memory.
 
     Attributes:
         every_nth_block: 1 recomputes all blocks, 2 every second one, 0 none.
-        keep: What a recomputed block saves: only its inputs, or also the results of matmuls, convolutions and
+        keep: What a recomputed block saves: only its inputs, or also the outputs of matmuls, convolutions and
             attention, so that only cheaper operations are recomputed.
         keep_every_nth_product: With `keep=products`, 2 saves every second matmul.
-        memory_budget: Fraction of the activations of a compiled block that torch's partitioner may save; it recomputes
-            the cheapest ones. None: torch's default.
-        offload: Copy saved activations to host memory, and back one block ahead of the backward pass.
+        memory_budget: Fraction of a compiled block's activations that torch's partitioner may save; it recomputes the
+            cheapest ones. None uses torch's default.
+        offload: Copy saved activations to host memory, and prefetch them one block ahead in the backward pass.
         offload_min_mib: Smaller tensors stay on the device.
     """
 
@@ -45,13 +45,13 @@ class ActivationCheckpoint:
         return self.every_nth_block > 0 or self.memory_budget is not None or self.offload
 
     def recomputes(self, index: int) -> bool:
-        """Return whether the block with this index is recomputed."""
+        """Return whether the block at this index is recomputed."""
         return self.every_nth_block > 0 and index % self.every_nth_block == 0
 
     def apply(self, blocks: nn.ModuleList) -> None:
-        """Change the blocks in place, before they are compiled and sharded.
+        """Modify the blocks in place, before they are compiled and sharded.
 
-        Methods rather than modules are wrapped, so that parameter names, and thus checkpoints, stay the same.
+        Wraps methods instead of modules, so that parameter names, and thus checkpoints, stay the same.
         """
         offload = HostOffload(min_bytes=int(self.offload_min_mib * _MIB)) if self.offload else None
         kept = self.keep_every_nth_product if self.keep == "products" else None
@@ -68,7 +68,7 @@ class ActivationCheckpoint:
 
 
 def _with_budget(fraction: float) -> Entered:
-    """Return a context that sets the budget during calls of a block, the first of which compiles it."""
+    """Return a context that sets the budget while a block runs; the first call compiles the block."""
     from torch._functorch import config
 
     patch: Callable[..., Any] = config.patch

@@ -10,15 +10,15 @@ from torch import nn
 
 # (module, positional arguments, keyword arguments) -> context manager to enter
 Entered = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], AbstractContextManager[Any]]
-# one for all modules of a class: torch.compile, and a plan, take modules of one class for alike
+# one subclass per class: torch.compile and mode=plan treat modules of the same class as identical
 _SUBCLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def enter_calls(module: nn.Module, entered: Sequence[Entered]) -> None:
-    """Enter these context managers around every call of a module that trains and records gradients.
+    """Enter context managers around every call of a module that is in training mode and records gradients.
 
-    A wrapped `forward` or a hook would be inside the compiled region, and Python looks up `__call__` only on the class.
-    The module therefore gets a new class, as under FSDP2, with the same name and parameters.
+    A wrapped `forward` or hook would run inside the compiled region, and Python looks up `__call__` only on the class.
+    The module therefore gets a new class with the same name and parameters, as in FSDP2.
     """
     module._entered = tuple(entered)  # type: ignore[assignment]
     base = type(module)
@@ -28,7 +28,7 @@ def enter_calls(module: nn.Module, entered: Sequence[Entered]) -> None:
 
 
 def _subclass(base: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass whose calls enter the context managers of the module."""
+    """Return a subclass whose calls enter the module's context managers."""
 
     def call(self: Any, *inputs: Any, **options: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):

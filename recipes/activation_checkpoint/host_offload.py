@@ -1,8 +1,8 @@
 """Offload saved activations to host memory, overlapped with computation, and prefetch them one block ahead.
 
-GPU tensors are copied to pinned memory on a separate stream. Device memory: the activations of a block are freed when
-the next block is done, so two blocks' worth at a time, in the forward and in the backward pass. Those of the last block
-stay, because the backward pass starts with it. On a CPU the same code copies synchronously.
+GPU tensors are copied to pinned memory on a separate stream. The activations of a block leave device memory when the
+next block is done, so at most two blocks' worth are on the device, in the forward and the backward pass. The last
+block's activations stay, because the backward pass starts with it. On a CPU the same code copies synchronously.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 from recipes.activation_checkpoint.entered import Entered
 from recipes.numerics.nf4 import get_parts, is_nf4
 
-_Key = tuple[int, int]  # storage, version of its content
+_Key = tuple[int, int]  # storage address, version of its content
 
 
 def allocate_host(num_bytes: int, *, pinned: bool) -> Tensor:
-    """Return [num_bytes] uint8 in host memory, which torch reuses; pinned memory it rounds up to a power of two."""
+    """Allocate [num_bytes] uint8 in host memory, cached by torch; pinned memory is rounded up to a power of two."""
     return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
 
@@ -31,29 +31,29 @@ class HostOffload:
     """Moves the saved activations of a chain of blocks to host memory and back.
 
     Args:
-        min_bytes: Smaller storages stay on the device: a copy takes some microseconds to start.
+        min_bytes: Smaller storages stay on the device: starting a copy takes microseconds.
 
     Attributes:
-        active: The call that saves tensors now; None outside of blocks.
+        active: The block call that is saving tensors; None outside blocks.
     """
 
     def __init__(self, *, min_bytes: int) -> None:
         self._min_bytes = max(min_bytes, 1)
-        self._stream: torch.cuda.Stream | None = None  # one for both directions: what comes back has left before
+        self._stream: torch.cuda.Stream | None = None  # for both directions: a copy back follows the copy out
         self._copies: weakref.WeakValueDictionary[_Key, _Copy] = weakref.WeakValueDictionary()
         self.active: _Call | None = None
         self._last: weakref.ref[_Call] | None = None
-        self._leaving: _Call | None = None  # the call whose tensors are held until they are copied
+        self._leaving: _Call | None = None  # call whose device tensors are held until they have been copied
 
     def saving(self, *, is_first: bool, is_last: bool) -> Entered:
-        """Return the context to enter around each call of a block.
+        """Return the context manager to enter around each call of a block.
 
         Args:
             is_first: Whether the block starts the forward pass of a micro-batch.
             is_last: Whether the backward pass starts with this block.
         """
 
-        owners: list[nn.Module] = []  # of parameters and buffers
+        owners: list[nn.Module] = []  # modules that own parameters or buffers
 
         @contextlib.contextmanager
         def enter(block: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Iterator[None]:
@@ -70,22 +70,22 @@ class HostOffload:
             if self._leaving is not None:
                 self._leaving.release()
             self._leaving, self._last = call, weakref.ref(call)
-            if is_last:  # nothing of it leaves
+            if is_last:  # none of its tensors are offloaded
                 self._leaving = None
 
         return enter
 
     def copy(self, tensor: Tensor) -> "_Copy":
-        """Return the host copy of a tensor's storage, starting it unless the same values were already copied."""
+        """Return the host copy of a tensor's storage, starting it unless the same values have already been copied."""
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor._version)
         copy = self._copies.get(key)
-        if copy is None or copy.storage() is not storage:  # else another one was at the same address
+        if copy is None or copy.storage() is not storage:  # a different storage had the same address
             copy = self._copies[key] = _Copy(tensor, self)
         return copy
 
     def takes(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is large enough and plain."""
+        """Return whether a tensor is a plain tensor and large enough to offload."""
         if tensor.layout != torch.strided or tensor.is_complex() or is_traceable_wrapper_subclass(tensor):
             return False
         num_bytes = tensor.untyped_storage().nbytes()
@@ -107,17 +107,17 @@ class HostOffload:
 
 
 class _Copy:
-    """A storage in host memory; on the device until it is released, and again once it is fetched.
+    """A storage copied to host memory; also on the device until `release`, and again after `fetch`.
 
-    Both are memory of the computing stream, and freed after that stream was made to wait for the copy. So they need no
-    `record_stream`, under which the memory would be free again at a time that nobody can predict.
+    The compute stream owns both device buffers and waits for the copy before they are freed. They therefore need no
+    `record_stream`, which would make the time at which the memory becomes reusable unpredictable.
     """
 
     def __init__(self, tensor: Tensor, offload: HostOffload) -> None:
         storage = tensor.untyped_storage()
         self.storage = weakref.ref(storage)
         self._offload = offload
-        self._source: Tensor | None = tensor.detach()  # shares the count of in-place changes
+        self._source: Tensor | None = tensor.detach()  # shares the version counter of in-place changes
         self._version = tensor._version
         self._fetched: Tensor | None = None  # [bytes of the storage]
         self._device = tensor.device
@@ -125,10 +125,10 @@ class _Copy:
         self._done = offload.transfer(self._host, _bytes_of(self._source))
 
     def release(self) -> None:
-        """Let the device's memory go, as far as the computation behind it is concerned once it is copied.
+        """Free the device tensor, in stream order after its copy.
 
         Raises:
-            RuntimeError: The values were changed in place while they were copied; without hooks, autograd would say so.
+            RuntimeError: The values were changed in place during the copy; autograd checks this only without hooks.
         """
         self._wait()
         if self._source is not None and self._source._version != self._version:
@@ -136,14 +136,14 @@ class _Copy:
         self._source = None
 
     def fetch(self) -> None:
-        """Begin to copy back, unless it is on the device."""
+        """Start copying back to the device, unless the tensor is already there."""
         if self._source is None and self._fetched is None:
             fetched = torch.empty_like(self._host, device=self._device, pin_memory=False)
             self._fetched = fetched
             self._done = self._offload.transfer(fetched, self._host)
 
     def view(self, like: "Saved") -> Tensor:
-        """Return the tensor that was saved; the stream waits for it, the host does not."""
+        """Return the saved tensor; the stream waits for the copy, the host does not."""
         self.fetch()
         with torch.no_grad():
             if self._source is not None:
@@ -160,13 +160,13 @@ class _Copy:
             self._done = None
 
     def __del__(self) -> None:
-        # a backward pass that ended early: the allocator must not give out memory into which a copy is still running
+        # after an aborted backward pass, the allocator must not reuse memory that a copy is still writing to
         with contextlib.suppress(Exception):
             self._wait()
 
 
 class _Call:
-    """One call of a block: what it has saved, and the call before it, whose backward pass comes next."""
+    """One call of a block: its saved tensors, and the previous call, whose backward pass comes next."""
 
     def __init__(
         self,
@@ -181,16 +181,16 @@ class _Call:
         self._offload = offload
         self._owners = owners
         self._device = tensors[0].device if tensors else None
-        # what comes without a gradient, as masks and rotary tables do, is shared by all blocks
+        # inputs without a gradient, such as masks and rotary tables, are shared by all blocks
         self._shared = {_address(tensor) for tensor in tensors if not tensor.requires_grad}
         self._previous = previous
         self._keeps = keeps
-        self._copies: weakref.WeakValueDictionary[int, _Copy] = weakref.WeakValueDictionary()  # by id, in order
+        self._copies: weakref.WeakValueDictionary[int, _Copy] = weakref.WeakValueDictionary()  # by id, in saving order
         self._leaving: list[_Copy] = []
         self._is_backward = False
 
     def pack(self, tensor: Tensor) -> "Saved | Kept":
-        """Begin to copy a tensor to host memory, unless it stays on the device."""
+        """Start copying a tensor to host memory, unless it stays on the device."""
         if self._keeps or not self._offload.takes(tensor) or tensor.device != self._device:
             return Kept(self, tensor)
         address = _address(tensor)
@@ -210,13 +210,13 @@ class _Call:
         self._leaving.clear()
 
     def fetch(self) -> None:
-        """Start copying back the tensors still needed, last saved first, because it is needed first."""
+        """Start copying back the tensors still needed; the last saved comes first because it is needed first."""
         with torch.no_grad():
             for copy in reversed(list(self._copies.values())):
                 copy.fetch()
 
     def begin_backward(self) -> None:
-        """Fetch the tensors for the backward pass of this block, then prefetch those of the block before it."""
+        """Fetch this block's tensors for its backward pass, then prefetch those of the previous block."""
         if self._is_backward:
             return
         self._is_backward = True
@@ -226,7 +226,7 @@ class _Call:
             previous.fetch()
 
     def _state(self) -> set[int]:
-        """Return where the parameters and buffers are now: under FSDP2 the unsharded ones, while the block computes."""
+        """Return the current addresses of parameters and buffers; under FSDP2, unsharded ones during a block's call."""
         return {
             _address(part)
             for module in self._owners
@@ -257,13 +257,13 @@ class Saved:
 
 
 def unpack(saved: Saved | Kept) -> Tensor:
-    """Return a packed tensor; marks the start of the backward pass of its block."""
+    """Return a packed tensor, and mark the start of its block's backward pass."""
     saved.call.begin_backward()
     return saved.tensor if isinstance(saved, Kept) else saved.copy.view(saved)
 
 
 def _find_tensors(leaves: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among the arguments of a block, those in objects such as a `Rotation` included."""
+    """Yield the tensors among a block's arguments, including those inside objects such as a `Rotation`."""
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             yield leaf
@@ -272,12 +272,12 @@ def _find_tensors(leaves: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return what identifies the storage of a plain tensor."""
+    """Return an identifier of a plain tensor's storage."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return all of a tensor's storage, [its bytes] uint8."""
+    """Return a tensor's entire storage as uint8, [bytes of the storage]."""
     num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-    # not `set_`: the cache of fake tensors would hold the storage, and a plan count it
+    # not `set_`: the fake tensor cache would keep the storage alive, and mode=plan would count it
     return tensor.as_strided((num_elements,), (1,), 0).view(torch.uint8)

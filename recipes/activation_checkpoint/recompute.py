@@ -26,7 +26,7 @@ MakeContexts = Callable[[], Contexts]
 Policy = Callable[..., CheckpointPolicy]
 
 _aten, _collectives = torch.ops.aten, torch.ops._c10d_functional
-# what takes most of the time of a block; `linear` and attention arrive here under these names
+# the operations that dominate a block's time; `linear` and attention appear here under these names
 _PRODUCTS = frozenset(
     {
         *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.linear.default),
@@ -55,13 +55,13 @@ _COLLECTIVES = frozenset(
 
 
 def recompute_block(block: nn.Module, *, keep_every_nth_product: int | None, offload: HostOffload | None) -> None:
-    """Wrap the forward of a block so that it is recomputed in the backward pass with the same random numbers.
+    """Wrap the forward of a block so that the backward pass recomputes it with the same random numbers.
 
     Args:
-        block: Changed in place.
-        keep_every_nth_product: Keep the results of attention, collectives and every n-th matrix product; None: nothing
-            but the inputs.
-        offload: Where what is kept goes; None: it stays on the device. The inputs go there by themselves.
+        block: Block to modify in place.
+        keep_every_nth_product: Save the outputs of attention, collectives and every n-th matrix product; None saves
+            only the inputs.
+        offload: Offloads the saved outputs; None leaves them on the device. Inputs are offloaded by their own hooks.
     """
     eager: MakeContexts = noop_context_fn
     if keep_every_nth_product is not None:
@@ -76,10 +76,10 @@ def recompute_block(block: nn.Module, *, keep_every_nth_product: int | None, off
 def _recomputed(
     block: nn.Module, forward: Callable[..., Any], eager: MakeContexts, every_nth: int | None
 ) -> Callable[..., Any]:
-    """Return a forward that stores what it keeps, where there will be a backward pass.
+    """Return a forward that checkpoints the block if there will be a backward pass.
 
-    A compiled block needs no more than the policy: it saves what is kept as it saves everything, for hooks to see, and
-    its recomputation changes no buffer.
+    A compiled block needs only the policy: its saved outputs reach the saved-tensor hooks like any others, and its
+    recomputation changes no buffers.
     """
 
     def recomputed_forward(*inputs: Any, **options: Any) -> Any:
@@ -89,20 +89,20 @@ def _recomputed(
             return checkpoint(forward, *inputs, use_reentrant=False, context_fn=eager, **options)
         if every_nth is None:
             return checkpoint(forward, *inputs, use_reentrant=False, **options)
-        make = functools.partial(_make_contexts, every_nth=every_nth)  # here: Dynamo takes no variable of a closure
+        make = functools.partial(_make_contexts, every_nth=every_nth)  # here: Dynamo rejects closure variables
         return checkpoint(forward, *inputs, use_reentrant=False, context_fn=make, **options)
 
     return recomputed_forward
 
 
 def _make_contexts(*, every_nth: int) -> Contexts:
-    """Return the contexts of one forward pass and of its recomputation."""
+    """Return the contexts for one forward pass and for its recomputation."""
     contexts: Contexts = create_selective_checkpoint_contexts(keep_products(every_nth))  # type: ignore[no-untyped-call]
     return contexts
 
 
 def keep_products(every_nth: int) -> Policy:
-    """Return the policy of one call of a block; it counts the products.
+    """Return the policy for one call of a block; the policy counts matrix products.
 
     Args:
         every_nth: 1 keeps all matrix products, 2 the first, the third, and so on.
@@ -123,10 +123,10 @@ def keep_products(every_nth: int) -> Policy:
 
 
 def _drops_weights(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether attention draws random numbers.
+    """Return whether attention applies dropout.
 
-    If its result were saved, the recomputation would not draw them, and all later dropout would use different random
-    numbers: silently wrong gradients.
+    If its output were saved, the recomputation would skip its random draws, and all later dropout would use different
+    random numbers: silently wrong gradients.
     """
     if "dropout_p" in kwargs:
         return bool(kwargs["dropout_p"])
@@ -136,7 +136,7 @@ def _drops_weights(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 
 def _offloading_contexts(make: MakeContexts, offload: HostOffload) -> Contexts:
-    """Return contexts whose saved results are offloaded to host memory in between."""
+    """Return contexts that offload the saved outputs between the forward pass and the recomputation."""
     computing, recomputing = make()
     assert offload.active is not None, "a block was called past its class"
     return _packing(computing, offload.active.pack), _unpacking(recomputing)
@@ -144,7 +144,7 @@ def _offloading_contexts(make: MakeContexts, offload: HostOffload) -> Contexts:
 
 @contextlib.contextmanager
 def _packing(computing: Any, pack: Callable[[Tensor], Saved | Kept]) -> Iterator[None]:
-    """Compute, then copy the results that were kept; the inputs of the block leave by its hooks."""
+    """Compute, then offload the saved outputs; the block's inputs are offloaded by its hooks."""
     with computing:
         yield
     for cell in _kept_cells(computing):
@@ -153,11 +153,11 @@ def _packing(computing: Any, pack: Callable[[Tensor], Saved | Kept]) -> Iterator
 
 @contextlib.contextmanager
 def _unpacking(recomputing: Any) -> Iterator[None]:
-    """Return the results to where torch looks for them, then recompute."""
+    """Put the saved outputs back where torch looks for them, then recompute."""
     for cell in _kept_cells(recomputing):
         if not isinstance(cell.val, Tensor):
             cell.val = unpack(cell.val)
-            cell.version = cell.val._version  # a new tensor: none of its changes was after it was kept
+            cell.version = cell.val._version  # a new tensor with its own version counter
     with recomputing:
         yield
 
@@ -169,7 +169,7 @@ def _kept_cells(mode: Any) -> list[Any]:
 
 
 def _find_statistics(block: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the buffers that a forward pass may change, such as running means; constant tables are not saved."""
+    """Return buffers that a forward pass may change, such as running means; non-persistent ones are constant."""
     return [
         (module, name)
         for module in block.modules()

@@ -7,7 +7,7 @@ from recipes.tokenizer import Tokenizer
 
 
 class Evaluator(Protocol):
-    """One option of conf/evaluator.
+    """Interface of the options in conf/evaluator.
 
     Attributes:
         name: Name in its result file in the run folder, `evaluate_<name>.json`.
@@ -23,4 +23,4 @@ class Evaluator(Protocol):
         """
 
     def evaluate(self, task: LanguageModeling, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Return a record as JSON; in it `tasks`, by name, with the `metrics` of each: name -> `value`, `stderr`."""
+        """Return a JSON record; its `tasks` maps each task to its `metrics`: name -> `value`, `stderr`."""

@@ -7,13 +7,13 @@ from typing import Any
 from recipes.errors import ConfigError
 from recipes.tokenizer import Tokenizer
 
-_NUM_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is there
-_DEFAULT_NUM_TOKENS = 256  # of the harness
+_NUM_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # in order of precedence
+_DEFAULT_NUM_TOKENS = 256  # the harness's default
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Settings of a request, hashable.
+    """Generation settings of a request, hashable.
 
     Attributes:
         until: Stop strings, which are not part of the answer.
@@ -34,7 +34,7 @@ class Generation:
         """Read the `generation_kwargs` of a task.
 
         Raises:
-            ConfigError: One of them has no counterpart here.
+            ConfigError: A setting has no counterpart here.
         """
         rest = dict(settings)
         until = rest.pop("until", None) or []
@@ -54,13 +54,13 @@ class Generation:
             until=(until,) if isinstance(until, str) else tuple(until),
             num_tokens=num_tokens,
             temperature=0.0 if samples is False else temperature,
-            top_k=int(top_k) if top_k else None,  # 0, as in transformers: all
+            top_k=int(top_k) if top_k else None,  # 0 means all, as in transformers
             top_p=None if top_p is None else float(top_p),
         )
 
 
 class StopStrings:
-    """Finds the end of an answer.
+    """Detects the end of an answer.
 
     Args:
         until: Stop strings.
@@ -71,16 +71,16 @@ class StopStrings:
         self._until = [*filter(None, until), tokenizer.decode([tokenizer.end_of_text])]
         self._tokenizer = tokenizer
         self._special = tokenizer.special_ids
-        # a token has at least one byte; two more, where a tokenizer drops a blank before the first
+        # a token has at least one byte; plus two, since a tokenizer may drop a space before the first
         self._num_last = max(len(text.encode()) for text in self._until) + 2
 
     def is_reached(self, tokens: Sequence[int]) -> bool:
-        """Return whether the newest tokens complete a text that ends the answer, which may spell a special token."""
+        """Return whether the newest tokens complete a stop string, which may be the text of a special token."""
         newest = self._tokenizer.decode(tokens[-self._num_last :])
         return any(text in newest for text in self._until)
 
     def cut(self, tokens: Sequence[int]) -> str:
-        """Return the text of an answer up to what ends it, without special tokens."""
+        """Return the text of an answer up to the first stop string, without special tokens."""
         answer = self._tokenizer.decode([token for token in tokens if token not in self._special])
         for text in self._until:
             answer = answer.split(text)[0]

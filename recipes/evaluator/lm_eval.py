@@ -1,7 +1,7 @@
-"""Evaluate a language model on published tasks, by EleutherAI's lm-evaluation-harness (package `lm_eval`, 0.4).
+"""Evaluate a language model on published tasks with EleutherAI's lm-evaluation-harness (package `lm_eval`, 0.4).
 
-The harness builds prompts and computes metrics; `Scorer` answers its requests with this project's model as it is,
-without an export. The package is imported when this option is chosen.
+The harness builds prompts and computes metrics; `Scorer` answers its requests with this project's model directly,
+without an export. The package is imported only when this option is used.
 """
 
 import math
@@ -21,7 +21,7 @@ from recipes.runtime.console import LOGGER
 from recipes.task.language_modeling import LanguageModeling
 from recipes.tokenizer import Tokenizer
 
-_BOOTSTRAP = 1000  # replicates for the standard error of a metric without a formula; the harness takes 100,000
+_BOOTSTRAP = 1000  # bootstrap samples for the standard error of a metric without a formula; the harness: 100,000
 _INSTALL = "pip install -e '.[eval]'"
 
 
@@ -30,12 +30,12 @@ class LmEval:
     """Runs tasks of lm-evaluation-harness.
 
     Args:
-        tasks: Names of tasks, groups or tags, or paths of YAML files.
-        task_folder: Folder of YAML files whose tasks have names, too; None: those of the harness alone.
-        num_fewshot: Worked examples before each question; None: as the task says. A task whose YAML says 0 keeps it.
-        limit: Samples per task, the first ones; None: all.
+        tasks: Task, group or tag names, or paths of YAML files.
+        task_folder: Folder of YAML files whose tasks can also be selected by name; None: only those of the harness.
+        num_fewshot: Examples before each question; None: the task's own number. A task whose YAML says 0 keeps it.
+        limit: Number of samples per task, taken from the start; None: all.
         batch_size: Requests per forward pass.
-        chat: Put questions in the chat template of the run.
+        chat: Render questions with the chat template of the run.
     """
 
     name = "lm_eval"
@@ -55,7 +55,7 @@ class LmEval:
         """Load the tasks and their data.
 
         Raises:
-            ConfigError: The package is missing, there is no such task, or its data cannot be read.
+            ConfigError: The package is missing, a task does not exist, or its data cannot be read.
         """
         try:
             from lm_eval.tasks import TaskManager
@@ -67,7 +67,7 @@ class LmEval:
             raise ConfigError(setting, "there is no such folder", "evaluator.task_folder=<folder of YAML files>")
         specs = [str(Path(name).expanduser()) if _is_file(name) else name for name in self.tasks]
         folder = None if self.task_folder is None else str(Path(self.task_folder).expanduser())
-        # reading all its 14,000 tasks takes seconds
+        # indexing the harness's 14,000 tasks takes seconds
         self._manager = TaskManager(include_path=folder, include_defaults=not all(map(_is_file, specs)))
         for spec in specs:
             if not _is_file(spec) and spec not in self._manager.all_tasks:
@@ -75,10 +75,10 @@ class LmEval:
         self._loaded = [*chain.from_iterable(map(self._load, specs))]
 
     def _load(self, spec: str) -> Iterator[Any]:
-        """Yield the groups that a spec names, or the tasks.
+        """Yield the outermost groups of a spec, or its tasks if it has no groups.
 
         Raises:
-            ConfigError: The harness cannot load one.
+            ConfigError: The harness cannot load a task, or it is not supported.
         """
         setting = f"evaluator.tasks=[{spec}]"
         try:
@@ -87,7 +87,7 @@ class LmEval:
             reason = f"its data is not on this machine and cannot be downloaded: {_first_line(error)}"
             fix = "the same command once where there is network, and HF_HOME=<the folder of its downloads> here"
             raise ConfigError(setting, reason, fix) from error
-        except Exception as error:  # whatever a task's YAML or its own Python code raises
+        except Exception as error:  # raised by a task's YAML or its own Python code
             reason = f"the harness cannot load it: {type(error).__name__}: {_first_line(error)}"
             raise ConfigError(setting, reason, "evaluator.tasks=[<other tasks>]") from error
         for task in found["tasks"].values():
@@ -102,11 +102,11 @@ class LmEval:
         """Run the tasks and return their metrics, with versions and settings.
 
         Args:
-            task: With the model, on the device.
-            tokenizer: That the model was trained with.
+            task: Task with the model, on the device.
+            tokenizer: Tokenizer that the model was trained with.
 
         Raises:
-            ConfigError: The model cannot answer what a task asks, or the run has no chat template.
+            ConfigError: The model cannot answer a request, or the run has no chat template.
         """
         from lm_eval import simple_evaluate
 
@@ -136,10 +136,10 @@ class LmEval:
 
 
 def read_tasks(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return version, number of worked examples, samples and metrics of each task and group that has metrics.
+    """Return version, number of few-shot examples, samples and metrics of each task or group that has metrics.
 
     Args:
-        found: What the harness returns: metrics have the keys `<name>,<filter>` and `<name>_stderr,<filter>`.
+        found: Result of the harness; metrics have the keys `<name>,<filter>` and `<name>_stderr,<filter>`.
     """
     tasks: dict[str, dict[str, Any]] = {}
     for name, values in found["results"].items():
@@ -162,17 +162,17 @@ def read_tasks(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _finite(value: object) -> float | None:
-    """Return a number; None for NaN and inf, which JSON cannot hold, and for the harness's N/A."""
+    """Return a value as a float; None for NaN and inf, which JSON cannot represent, and for the harness's N/A."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def render_chat(messages: list[dict[str, Any]], tokenizer: Tokenizer, *, adds_prompt: bool) -> str:
-    """Return a conversation as text, by the template of the run.
+    """Return a conversation as text, rendered with the template of the run.
 
     Args:
         messages: Roles and contents.
-        tokenizer: With a template.
-        adds_prompt: End with the header of an answer; else the last message is the beginning of one, and stays open.
+        tokenizer: Tokenizer with a chat template.
+        adds_prompt: End with the header of an answer; otherwise the last message is left open, to be continued.
 
     Raises:
         ConfigError: The template rejects the conversation.
@@ -188,12 +188,12 @@ def render_chat(messages: list[dict[str, Any]], tokenizer: Tokenizer, *, adds_pr
     if adds_prompt:
         return text
     last = messages[-1]["content"]
-    shown = last if last in text else last.strip()  # some templates drop blanks around it
+    shown = last if last in text else last.strip()  # some templates strip white space around it
     return text[: text.rindex(shown) + len(shown)]
 
 
 def _make_harness_model(scorer: Scorer, tokenizer: Tokenizer) -> Any:
-    """Return a model in the harness's sense, whose requests the scorer answers."""
+    """Return a model with the harness's interface whose requests the scorer answers."""
     from lm_eval.api.model import LM
 
     class HarnessModel(LM):  # type: ignore[misc]

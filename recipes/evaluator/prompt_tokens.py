@@ -1,23 +1,23 @@
-"""Text of requests -> tokens of context and continuation, split where lm-evaluation-harness splits them."""
+"""Tokenize context and continuation of requests, split where lm-evaluation-harness splits them."""
 
 from collections.abc import Iterator
 
 from recipes.tokenizer import Tokenizer
 
-Pair = tuple[list[int], list[int]]  # tokens of a context, and of what is scored after it
+Pair = tuple[list[int], list[int]]  # tokens of a context, and of the continuation to score
 
 
 class PromptTokens:
-    """Reads texts as `transformers` does: behind a tokenizer's first tokens, special tokens by their spelling.
+    """Tokenizes like `transformers`: a tokenizer's first tokens are prepended, and special tokens are parsed in text.
 
-    Elsewhere in this project the spelling of a special token is plain text; here numbers are to be comparable with
-    published ones.
+    Elsewhere in this project the text of a special token is plain text; here results must be comparable with published
+    ones.
 
     Args:
-        tokenizer: Of the run.
+        tokenizer: Tokenizer of the run.
 
     Attributes:
-        start: The token before an empty context: the one that begins texts, else end-of-text.
+        start: Token for an empty context: beginning-of-sequence, or end-of-text if there is none.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -29,18 +29,18 @@ class PromptTokens:
         self._start_text = tokenizer.decode([self.start])
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text; a rendered conversation that begins with the first token gets no second one."""
+        """Return the tokens of a text; a rendered conversation that begins with the first token gets no other one."""
         first = [] if text.startswith(self._start_text) else self._first
         return [*first, *self._read(text)]
 
     def split(self, context: str, continuation: str) -> Pair:
         """Return the tokens of a context, at least one, and of its continuation.
 
-        The continuation is what both texts together have beyond as many tokens as the context has alone. Of a token
-        across the seam the model reads the context's part, and the rest is not scored: as in the harness, and rare,
-        because blanks at the end of the context go to the continuation, where most vocabularies put them.
+        The continuation is everything in the joint tokens after the length of the context's own. If a token spans the
+        seam, the model reads the context's part and the rest is not scored: as in the harness, and rare, because
+        trailing spaces of the context move to the continuation, where most vocabularies put them.
         """
-        if not context.rstrip():  # nothing, or blanks alone
+        if not context.rstrip():  # empty or only white space
             tokens = self._read(context + continuation)
             if tokens[:1] == [self.start]:
                 return tokens[:1], tokens[1:]
@@ -52,14 +52,13 @@ class PromptTokens:
         return tokens, self.encode(context + continuation)[len(tokens) :]
 
     def roll(self, text: str, *, window: int) -> Iterator[Pair]:
-        """Yield a text in parts that cover each token once, each behind as much context as the window has room for.
+        """Yield a text in parts that cover each token once, each after as much context as fits into the window.
 
-        The first part is behind the start token, also where the tokenizer has put one there itself: the harness
-        counts it.
+        The first part follows the start token, even where the tokenizer has already added one: the harness counts it.
 
         Args:
-            text: Of any length.
-            window: Largest number of tokens that the model reads.
+            text: Text of any length.
+            window: Maximum number of tokens that the model reads.
         """
         tokens = [self.start, *self.encode(text)]
         for begin in range(1, len(tokens), window):

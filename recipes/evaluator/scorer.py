@@ -1,10 +1,10 @@
 """Score and generate text with a model of this project for lm-evaluation-harness.
 
-The numbers are those of the harness's own class for transformers on the exported model. Rows are sorted by length,
-requests with the same input share a row, and the head computes the logits of scored positions alone.
+Results equal those of the harness's own class for transformers on the exported model. Rows are sorted by length,
+requests with the same input share a row, and the head computes only the logits of scored positions.
 
-Shapes: B rows, T tokens, W hidden size, N scored positions of a batch, K scored tokens of its requests, V tokens of the
-vocabulary.
+Shapes: B rows, T tokens, W hidden size, N scored positions of a batch, K scored tokens of its requests, V vocabulary
+size.
 """
 
 import inspect
@@ -27,19 +27,19 @@ from recipes.numerics.linear import linear
 from recipes.tokenizer import Tokenizer
 
 LOGGER = logging.getLogger("lightning_recipes")
-Score = tuple[float, bool]  # log-likelihood of a continuation, and whether each of its tokens is the likeliest
+Score = tuple[float, bool]  # log-likelihood of a continuation, and whether greedy decoding would produce it
 Row = tuple[int, ...]  # input of the model
 _REPORT_SECONDS = 30.0
 
 
 class Scorer:
-    """Scores and continues texts, without gradients and without compilation.
+    """Scores and continues texts, without gradients or compilation.
 
     Args:
         model: Model in evaluation mode, on any device.
-        tokenizer: Tokenizer that it was trained with.
+        tokenizer: Tokenizer that the model was trained with.
         batch_size: Rows per forward pass.
-        forward_context: Sets the precision of a forward pass.
+        forward_context: Returns a context manager that sets the precision of a forward pass.
         ends: Tokens that end a generated text, in addition to end-of-text.
 
     Attributes:
@@ -69,13 +69,13 @@ class Scorer:
         """Score the continuation in each pair of context and continuation.
 
         Raises:
-            ConfigError: A continuation has no token, or more than the model reads.
+            ConfigError: A continuation has no tokens, or more than fit into the model's window.
         """
         pairs = [self._prompts.split(context, continuation) for context, continuation in requests]
         return self._score_pairs(pairs)
 
     def score_rolling(self, texts: Sequence[str]) -> list[float]:
-        """Return the log-likelihood of whole texts of any length."""
+        """Return the log-likelihoods of whole texts of any length."""
         window = self._model.max_seq_len
         parts = [list(self._prompts.roll(text, window=window)) for text in texts]
         scores = iter(self._score_pairs([pair for pairs in parts for pair in pairs]))
@@ -85,7 +85,7 @@ class Scorer:
         """Continue the context in each pair of context and settings; text i is sampled with seed i.
 
         Raises:
-            ConfigError: A setting has no counterpart here, or asks for more tokens than the model reads.
+            ConfigError: A setting has no counterpart here, or asks for more tokens than fit into the model's window.
         """
         by_settings: dict[Generation, list[int]] = {}
         for index, (_, given) in enumerate(requests):
@@ -116,7 +116,7 @@ class Scorer:
         return [texts[index] for index in range(len(requests))]
 
     def _room_for_prompt(self, num_tokens: int) -> int:
-        """Return how many tokens of a prompt fit before `num_tokens` new ones."""
+        """Return the number of prompt tokens that fit before `num_tokens` new ones."""
         window = self._model.max_seq_len
         if num_tokens >= window:
             raise ConfigError(
@@ -129,12 +129,12 @@ class Scorer:
     @torch.no_grad()
     def _score_pairs(self, pairs: Sequence[Pair]) -> list[Score]:
         window = self._model.max_seq_len
-        rows: dict[Row, list[int]] = {}  # input -> requests that share it: choices of one token, the same context
+        rows: dict[Row, list[int]] = {}  # input -> requests that share it, e.g. one-token choices
         for index, (context, continuation) in enumerate(pairs):
             if not 0 < len(continuation) <= window:
                 raise _cannot_score(self._tokenizer.decode(continuation), len(continuation), window)
             self.num_truncated += len(context) + len(continuation) > window + 1
-            # the last token is scored and not read, so that window + 1 of them fit
+            # the last token is scored but not read, so window + 1 tokens fit
             rows.setdefault(tuple([*context, *continuation][-window - 1 : -1]), []).append(index)
         scores: dict[int, Score] = {}
         report = _Progress(len(pairs), "texts are scored")
@@ -150,15 +150,15 @@ class Scorer:
         """Return the scores of the requests of some rows.
 
         Args:
-            rows: Inputs, the longest first.
+            rows: Inputs, longest first.
             chosen: Requests of each row.
-            pairs: Of all requests.
+            pairs: Tokens of all requests.
         """
         device = next(iter(self._model.parameters())).device
-        tokens = torch.zeros(len(rows), len(rows[0]), dtype=torch.int64)  # [B, T]; what pads a row comes after it
+        tokens = torch.zeros(len(rows), len(rows[0]), dtype=torch.int64)  # [B, T]; padded at the end
         is_scored = torch.zeros(len(rows), len(rows[0]), dtype=torch.bool)  # [B, T]
         places, targets, counts = list[int](), list[int](), dict[int, int]()
-        end = 0  # among the scored positions of all rows so far
+        end = 0  # within the scored positions of all rows so far
         for number, (row, requests) in enumerate(zip(rows, chosen, strict=True)):
             tokens[number, : len(row)] = torch.tensor(row)
             longest = max(len(pairs[index][1]) for index in requests)
@@ -179,7 +179,7 @@ class Scorer:
         return {index: (float(values.sum()), bool(same.all())) for index, values, same in parts}
 
     def _compute_logits(self, tokens: Tensor, is_scored: Tensor) -> Tensor:
-        """Return the logits [N, V] of some positions, without columns that pad the vocabulary.
+        """Return the logits of the scored positions, [N, V], without padding columns of the vocabulary.
 
         Args:
             tokens: [B, T].
@@ -210,7 +210,7 @@ def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 
 
 class _Progress:
-    """Logs every half minute how much is done."""
+    """Logs the progress every half minute."""
 
     def __init__(self, total: int, what: str) -> None:
         self._done, self._total, self._what = 0, total, what

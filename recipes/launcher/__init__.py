@@ -13,7 +13,7 @@ class Launcher(Protocol):
     Attributes:
         max_jobs: Jobs at a time; None runs as many as fit.
         waits: Whether a sweep follows its jobs until they have ended.
-        limits_concurrency: Whether `is_full` is ever true: the next jobs are then chosen once others have ended.
+        limits_concurrency: Whether `is_full` can be true: the next jobs are then chosen only after others have ended.
     """
 
     max_jobs: int | None
@@ -21,23 +21,23 @@ class Launcher(Protocol):
     limits_concurrency: bool
 
     def num_devices(self, job: Job) -> int:
-        """Return the devices that a job needs here.
+        """Return the number of devices that a job needs with this launcher.
 
         Raises:
-            ConfigError: This launcher can never provide that many, or the job does not say how many.
+            ConfigError: This launcher can never provide that many, or the config does not specify the number.
         """
         ...
 
     def extra_overrides(self, job: Job) -> list[str]:
-        """Return the overrides that this launcher adds to those of a composed job."""
+        """Return the overrides that this launcher adds to a composed job."""
         ...
 
     def is_full(self) -> bool:
-        """Return whether not even the smallest job can be started now."""
+        """Return whether not even the smallest job can start now."""
         ...
 
     def start(self, waiting: Sequence[Job]) -> list["Handle"]:
-        """Start the jobs for which there is room, in order."""
+        """Start the jobs that fit, in order."""
         ...
 
     def log_path(self, job: Job) -> Path:

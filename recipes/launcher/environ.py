@@ -1,11 +1,11 @@
-"""Remove environment variables that would make a new run a rank or a job of another one."""
+"""Remove environment variables that would make a new run part of another one."""
 
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 
 from recipes.runtime.world import RANK_FILE
 
-# a process with these would join another run, as a rank or under its W&B id
+# a process with these would join another run, as a rank or with its W&B id
 _RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -37,7 +37,7 @@ def clean_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def forget_slurm(overrides: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> None:
-    """Remove SLURM's variables with `ignore_slurm=true`: a run in an allocation is then a plain process."""
+    """Remove SLURM's variables if `ignore_slurm=true`: a run in an allocation is then a plain process."""
     if any(override.lower() == "ignore_slurm=true" for override in overrides):
         for name in [name for name in environ if _is_of_slurm(name)]:
             del environ[name]

@@ -1,4 +1,4 @@
-"""The jobs of a sweep, each with a `job.json` in its run folder, from which a resumed sweep reads it again."""
+"""Jobs of a sweep; each has a `job.json` in its run folder, from which a resumed sweep restores it."""
 
 import json
 import re
@@ -24,24 +24,24 @@ class State(StrEnum):
     QUEUED = "queued"  # in the queue of a cluster
     RUNNING = "running"
     FINISHED = "finished"
-    PRUNED = "pruned"  # stopped by the sweeper: other jobs were better at the same step
-    REFUSED = "refused"  # the config is wrong
+    PRUNED = "pruned"  # stopped by the sweeper in favor of better jobs
+    REFUSED = "refused"  # invalid config
     DIVERGED = "diverged"
     OUT_OF_MEMORY = "out_of_memory"
     FAILED = "failed"
     INTERRUPTED = "interrupted"
-    PREEMPTED = "preempted"  # after a save
+    PREEMPTED = "preempted"  # after saving a checkpoint
     KILLED = "killed"
     UNSAVED = "unsaved"  # finished, but the last checkpoint could not be written
 
     @property
     def is_over(self) -> bool:
-        """Whether the job has its result."""
+        """Whether the job has completed and has a result."""
         return self in (State.FINISHED, State.PRUNED)
 
     @property
     def has_failed(self) -> bool:
-        """Whether the job failed by itself, and would fail again."""
+        """Whether the job failed for a reason of its own, so that it would fail again."""
         return self in (State.REFUSED, State.DIVERGED, State.OUT_OF_MEMORY, State.FAILED)
 
     @property
@@ -85,12 +85,12 @@ class Job:
     Attributes:
         number: Index in the sweep.
         folder: Run folder.
-        overrides: Overrides that reproduce it, without those about how the sweep itself is executed.
+        overrides: Overrides that reproduce it, without those that concern the execution of the sweep.
         state: Last known state.
-        exit_code: Exit code of its last start; None while it has not ended.
-        seconds: Duration of its last start; None while it has not ended.
-        cluster_job: Id on a cluster; None if it does not run on one.
-        composed: The run; None for a job of an earlier start that the sweep no longer contains.
+        exit_code: Exit code of its last start; None until it ends.
+        seconds: Duration of its last start; None until it ends.
+        cluster_job: Job id on the cluster; None if it does not run on one.
+        composed: Composed run; None for a job of an earlier start that the sweep no longer contains.
     """
 
     number: int
@@ -104,7 +104,7 @@ class Job:
 
     @property
     def file(self) -> Path:
-        """The file from which the process of the job starts."""
+        """Path of `job.json`, which the process of the job reads."""
         return self.folder / JOB_FILE
 
     def save(self) -> None:
@@ -121,7 +121,7 @@ class Job:
 
 
 def read_job(file: Path) -> Job:
-    """Read a `job.json`; the job's folder is the one that the file is in, so that a sweep may be moved.
+    """Read a `job.json`; its parent is the job's folder, so that a sweep can be moved.
 
     Raises:
         ConfigError: The file is damaged.
@@ -130,10 +130,10 @@ def read_job(file: Path) -> Job:
         fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         composed = fields.pop("composed")
         if not (fields["cluster_job"] is None or _CLUSTER_JOB.fullmatch(fields["cluster_job"])):
-            raise ValueError(f"{fields['cluster_job']!r} is not a job id")  # it is a part of a file's name
+            raise ValueError(f"{fields['cluster_job']!r} is not a job id")  # it becomes part of a file name
         job = Job(**fields | {"folder": file.parent, "state": State(fields["state"])})
         job.composed = None if composed is None else from_json(json.dumps(composed))
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:  # no JSON, or of other fields
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:  # not JSON, or other fields
         raise ConfigError(
             f"hydra.sweep.dir={file.parent.parent}",
             f"{file} is damaged: {error}",

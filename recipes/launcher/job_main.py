@@ -1,4 +1,4 @@
-"""Main program of one job of a sweep: execute the run in a `job.json`."""
+"""Main program of one job of a sweep: run the config in a `job.json`."""
 
 import os
 import sys
@@ -10,12 +10,12 @@ from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.process import die_with_parent, exit_process
 from recipes.runtime.signals import listen
 
-WITH_PARENT = "--with-parent"  # the parent holds the pipe that is our standard input: die with it
-CORES = "RECIPES_CORES"  # cores of this job, if several jobs share a machine: `0,1,2`
+WITH_PARENT = "--with-parent"  # the parent holds the other end of our standard input: die with it
+CORES = "RECIPES_CORES"  # cores of this job if several jobs share a machine, such as `0,1,2`
 
 
 def main() -> int:
-    """Execute the job; return its exit code."""
+    """Run the job and return its exit code."""
     *flags, file = sys.argv[1:]
     listen(second_ends=False)  # the parent has blocked the signals until now
     if WITH_PARENT in flags:

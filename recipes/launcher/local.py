@@ -26,11 +26,11 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Local:
-    """Runs jobs in parallel: on GPUs as many as fit, on a CPU `max_jobs`, each with an equal share of the cores.
+    """Runs jobs in parallel: as many as fit on GPUs; on a CPU `max_jobs`, each with an equal share of the cores.
 
     Args:
-        devices_per_job: Devices for each job with `trainer.devices=auto`; None gives it all devices.
-        max_jobs: Jobs at a time; None runs as many as fit on GPUs, and one with all cores on a CPU.
+        devices_per_job: Devices per job with `trainer.devices=auto`; None: all devices.
+        max_jobs: Maximum number of parallel jobs; None: as many as fit on GPUs, or one with all cores on a CPU.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class _Resources:
     """Devices or cores of one job.
 
     Attributes:
-        slot: Its slot on a CPU, counted from 0; None if it has GPUs.
+        slot: Index of its CPU slot; None if it has GPUs.
         gpus: Its GPUs, as CUDA_VISIBLE_DEVICES names them.
         environ: Variables that restrict its process to them.
     """
@@ -143,7 +143,7 @@ class _Process:
     def __init__(self, job: Job, resources: _Resources) -> None:
         self.job = job
         self.resources = resources
-        # the signals are blocked in the process, too, until it listens: none is lost while it starts
+        # the signals stay blocked in the child until it listens, so that none is lost during startup
         with (job.folder / LOG_FILE).open("ab") as log, signals_blocked():
             self._process = subprocess.Popen(
                 [
@@ -158,7 +158,7 @@ class _Process:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                process_group=0,  # a Ctrl-C in the terminal reaches it once, through `send_signal`
+                process_group=0,  # Ctrl-C in the terminal reaches it only once, through `send_signal`
                 bufsize=0,
             )
 
@@ -189,12 +189,12 @@ def _visible_gpus(environ: Mapping[str, str]) -> list[str]:
     if _VISIBLE not in environ:
         return [str(number) for number in range(count)]
     names = [name.strip() for name in environ[_VISIBLE].split(",")]
-    visible = names[: names.index("-1")] if "-1" in names else names  # CUDA ignores what follows
+    visible = names[: names.index("-1")] if "-1" in names else names  # CUDA ignores everything after it
     return visible[:count]
 
 
 def _cores_of_slot(cores: Sequence[int], slot: int, num_slots: int) -> list[int]:
-    """Return the cores of one of several parallel jobs; each has one at least."""
+    """Return the cores of one of several parallel jobs; at least one."""
     each = max(1, len(cores) // num_slots)
     first = slot * each % len(cores)
     return list(cores[first : first + each])

@@ -1,4 +1,4 @@
-"""Runs and sweeps as SLURM jobs, several as one array; a preempted job is requeued and resumes under its id."""
+"""Run single runs and sweeps as SLURM jobs; a preempted job is requeued and resumes under its id."""
 
 import os
 import shlex
@@ -17,7 +17,7 @@ from recipes.launcher.job import Job
 from recipes.launcher.slurm_queue import Queue
 from recipes.launcher.slurm_script import TASK, after_ranks, before_ranks, job_environ
 
-FOLDER = "slurm"  # next to the jobs' folders: scripts, logs, exit codes
+FOLDER = "slurm"  # next to the job folders: scripts, logs, exit codes
 _JOB_NAME = "lightning_recipes"
 
 
@@ -25,15 +25,15 @@ class Slurm:
     """Submits jobs through submitit and follows them in the queue.
 
     Args:
-        partition: Partition to submit to; None uses the cluster's default.
-        time: Time limit in minutes, or in sbatch's own format; None uses the partition's.
-        cpus_per_task: Cores of each rank; None uses the cluster's default.
-        gpus_per_node: GPUs to request on each node; None requests one per rank, none with `trainer.accelerator=cpu`.
-        max_jobs: Jobs of a sweep at a time; None runs as many as the cluster admits.
-        signal_seconds: Time of the signal before the limit, in seconds: the run then saves and is requeued.
-        setup: Shell lines to run before the ranks start: modules, environments.
-        directives: Further options of sbatch by their long names: `{account: a, constraint: h100}`.
-        wait: Whether to follow a sweep's jobs until they have ended; False submits them and returns.
+        partition: SLURM partition; None: the cluster's default.
+        time: Time limit in minutes or in sbatch's own format; None: the partition's default.
+        cpus_per_task: Cores per rank; None: the cluster's default.
+        gpus_per_node: GPUs to request per node; None: one per rank, or none with `trainer.accelerator=cpu`.
+        max_jobs: Maximum number of parallel jobs of a sweep; None: no limit.
+        signal_seconds: Seconds before the time limit at which SLURM signals the run to save and be requeued.
+        setup: Shell lines to run before the ranks start, such as loading modules.
+        directives: Further sbatch options by their long names, such as `{account: a, constraint: h100}`.
+        wait: Whether to follow a sweep's jobs until they end; False: submit them and return.
     """
 
     runs_elsewhere: ClassVar[bool] = True  # read from source by the config check
@@ -79,12 +79,12 @@ class Slurm:
         return sum(job.poll() is None for job in self._started) >= self.max_jobs
 
     def start(self, waiting: Sequence[Job]) -> list[Handle]:
-        """Submit jobs, one array for equal resources; follow those that are in the queue already."""
+        """Submit jobs, one array per resource request; jobs that are already in the queue are only followed."""
         if not waiting:
             return []
         folder = waiting[0].folder.parent / FOLDER
         queue = self._queues.setdefault(folder, Queue(folder))
-        # a job whose exit code is recorded is over; its exit code file in the folder says nothing about this start
+        # a job with a recorded exit code has ended; the exit code file in the folder is not from this start
         open_jobs = {job.number: job.cluster_job for job in waiting if job.exit_code is None}
         queued = queue.select_open([job_id for job_id in open_jobs.values() if job_id is not None])
         new_jobs = [job for job in waiting if job.number not in open_jobs or open_jobs[job.number] not in queued]
@@ -154,12 +154,12 @@ class Slurm:
         return [str(job.job_id) for job in submitted]
 
 
-# what the jobs of one array have in common: nodes, ranks per node, whether they need GPUs
+# resources shared by the jobs of an array: nodes, ranks per node, whether they need GPUs
 _Request = tuple[int, int, bool]
 
 
 class _Submitted:
-    """A job in SLURM's queue."""
+    """Job submitted to SLURM."""
 
     def __init__(self, job: Job, queue: Queue) -> None:
         assert job.cluster_job is not None, "it has been submitted"
@@ -175,7 +175,7 @@ class _Submitted:
         return self._queue.is_waiting(self._job_id)
 
     def send_signal(self, number: int) -> None:
-        """Cancel the job by scancel, whatever the signal: the ranks save and stop, and the job is not requeued."""
+        """Cancel the job with scancel, whatever the signal: the ranks save and stop, and the job is not requeued."""
         if not self._is_cancelled:
             subprocess.run(["scancel", self._job_id], check=False, capture_output=True)
             self._is_cancelled = True
@@ -185,10 +185,10 @@ class _Submitted:
 
 
 def _num_nodes_and_ranks(job: Job) -> tuple[int, int]:
-    """Return nodes and ranks per node from the config: the GPUs of a cluster cannot be counted on the login node.
+    """Return nodes and ranks per node from the config, as the login node cannot count the cluster's GPUs.
 
     Raises:
-        ConfigError: The config does not say how many devices.
+        ConfigError: The config does not specify the number of devices.
     """
     assert job.composed is not None
     config = job.composed.config

@@ -1,4 +1,4 @@
-"""State of SLURM jobs: from squeue, queried every few seconds for all of them, and from their exit code files."""
+"""Track SLURM jobs through squeue, queried for all of them every few seconds, and through their exit code files."""
 
 import re
 import subprocess
@@ -14,30 +14,30 @@ _ENDED = ("COMPLETED", "FAILED")
 # ended from outside: reported as killed, so that the job can resume
 _CUT = ("BOOT_FAIL", "CANCELLED", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
 _KILLED = -9
-_NO_ANSWER_SECONDS = 60.0  # for squeue to answer
-_FILE_DELAY_SECONDS = 10.0  # for a network file system to show an exit code written on another machine
+_NO_ANSWER_SECONDS = 60.0  # timeout for squeue to answer
+_FILE_DELAY_SECONDS = 10.0  # until a network file system shows an exit code written on another machine
 
 
 class Queue:
-    """SLURM jobs of one sweep.
+    """Tracks the SLURM jobs of one sweep.
 
     Args:
-        folder: Folder with their scripts and exit codes.
+        folder: Folder with the jobs' scripts and exit codes.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._states: dict[str, str] = {}
         self._queried_at = float("-inf")
-        self._ended_at: dict[str, float] = {}  # job id -> when its end was seen without an exit code
+        self._ended_at: dict[str, float] = {}  # job id -> time at which it was first seen ended without an exit code
         self._job_ids: set[str] = set()
         self._has_answered = False  # whether the last query succeeded
 
     def select_open(self, job_ids: Sequence[str]) -> set[str]:
-        """Return the jobs that are waiting or running, or have ended by themselves with an exit code not read yet.
+        """Return the jobs that are waiting or running, or have ended by themselves with an exit code still to be read.
 
         Raises:
-            ConfigError: SLURM does not answer, so that the jobs may or may not be running.
+            ConfigError: SLURM does not answer, so it is unknown whether the jobs are running.
         """
         if not job_ids:
             return set()
@@ -64,7 +64,7 @@ class Queue:
         return self._get_state(job_id) in _WAITING
 
     def worst_exit_code(self, job_id: str) -> int | None:
-        """Return the worst exit code of a job's ranks; None if it has not ended, or will be started again."""
+        """Return the worst exit code of a job's ranks; None if it has not ended or will restart."""
         state = self._get_state(job_id)
         if not self._has_answered:
             return None
@@ -76,14 +76,14 @@ class Queue:
         code = self._read_exit_code(job_id)
         if code is not None:
             return code
-        # ended, or forgotten by SLURM, and no exit code file: it may not be visible yet, or never have been written
+        # ended, or forgotten by SLURM, without an exit code file: not visible yet, or never written
         ended_at = self._ended_at.setdefault(job_id, time.monotonic())
         if time.monotonic() - ended_at < _FILE_DELAY_SECONDS:
             return None
         return 0 if state == "COMPLETED" else _KILLED
 
     def _get_state(self, job_id: str) -> str | None:
-        """Return SLURM's name for the job's state; None if SLURM does not know the job, or no longer."""
+        """Return SLURM's name for the job's state; None if SLURM does not know the job, or has forgotten it."""
         is_new = job_id not in self._job_ids
         self._job_ids.add(job_id)
         if is_new or time.monotonic() - self._queried_at > _QUERY_SECONDS:
@@ -91,12 +91,12 @@ class Queue:
         return self._states[job_id] if job_id in self._states else None
 
     def _query(self) -> bool:
-        """Update the states by squeue; return whether it answered, else keep those of its last answer."""
+        """Update the states through squeue; return whether it answered, otherwise keep the previous states."""
         job_ids = ",".join(sorted(self._job_ids))
         command = ["squeue", "--states=all", "--array", "--noheader", "--format=%i|%T"]
         result = subprocess.run([*command, f"--jobs={job_ids}"], capture_output=True, text=True, check=False)
         self._queried_at = time.monotonic()
-        # squeue fails for a single job that it has forgotten, but omits a forgotten one of several
+        # squeue fails if its only job is forgotten, but omits a forgotten job among several
         self._has_answered = not result.returncode or "Invalid job id" in result.stderr
         if not self._has_answered:
             return False  # the controller is busy or restarting
@@ -105,14 +105,14 @@ class Queue:
         return True
 
     def _read_exit_code(self, job_id: str) -> int | None:
-        """Read what the batch script has written (see slurm_script.py), as the run's own exit code."""
+        """Read the exit code file of the batch script (see slurm_script.py) and restore the run's own exit code."""
         try:
             text = (self._folder / f"code_{job_id}").read_text(encoding="utf-8").strip()
         except FileNotFoundError:
             return None
         if not re.fullmatch(r"\d+", text):
-            return None  # not completely written
+            return None  # partially written
         code = int(text)
-        if 128 < code < 160:  # killed by a signal, as a shell reports it
+        if 128 < code < 160:  # killed by a signal, as reported by a shell
             return 128 - code
         return code - 100 if code >= 100 else code

@@ -12,7 +12,7 @@ from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.process import python_path
 
 # Runs a rank. srun returns the largest exit code of its tasks. A failed rank must not be hidden by the others, which
-# are then signalled to stop and return 75: failures get 100 added. A signal before the run listens loses nothing: 75.
+# are then signalled to stop and return 75, so failures get 100 added. A signal before the run listens is also 75.
 TASK = f"""\
 trap : TERM USR1
 "$@"
@@ -24,12 +24,12 @@ esac
 [ $code -lt 100 ] && code=$((code + 100))
 exit $code
 """
-# the id of an array's element, never of the array: requeueing that would requeue every job
+# the id of an array element, not of the array: requeueing the array would requeue every job
 _SET_JOB = "job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}; job=${job:-$SLURM_JOB_ID}"
 
 
 def before_ranks(folder: Path) -> str:
-    """Return the line that deletes the exit code of an earlier start of the job.
+    """Return the line that deletes the exit code of the job's previous start.
 
     Args:
         folder: Folder with the exit codes.
@@ -40,7 +40,7 @@ def before_ranks(folder: Path) -> str:
 def after_ranks(folder: Path) -> list[str]:
     """Return the lines that write the exit code and requeue a preempted job.
 
-    scancel ends the batch script before it gets here; preemption does not.
+    scancel ends the batch script before these lines; preemption does not.
 
     Args:
         folder: Folder with the exit codes.
@@ -56,7 +56,7 @@ def after_ranks(folder: Path) -> list[str]:
 
 @contextmanager
 def job_environ() -> Iterator[None]:
-    """Remove variables of an allocation or a rank from the environment, which sbatch exports to the job."""
+    """Remove variables of an allocation or a rank from the environment, since sbatch exports it to the job."""
     before = dict(os.environ)
     cleaned = clean_environ() | {"PYTHONPATH": python_path()}
     try:

@@ -9,7 +9,7 @@ from recipes.runtime.world import started_by
 
 
 def is_for_cluster(composed: Composed) -> bool:
-    """Return whether a run is to be submitted, and is not running in a job of the cluster already."""
+    """Return whether a run must be submitted, i.e. is not already running in a cluster job."""
     config = composed.config
     launcher = config["launcher"]["_target_"] if "launcher" in config else ""
     if not launcher.endswith(".Slurm") or started_by() is not None:
@@ -20,10 +20,10 @@ def is_for_cluster(composed: Composed) -> bool:
 
 
 def submit(composed: Composed) -> int:
-    """Submit a run as a job that resumes in its run folder whenever the cluster starts it again.
+    """Submit a run as a job that resumes in its run folder whenever the cluster restarts it.
 
     Returns:
-        The exit code: 0, or 2 if it cannot be submitted.
+        Exit code: 0, or 2 if the run cannot be submitted.
     """
     from recipes.config.instantiate import make
     from recipes.errors import format_report
@@ -38,7 +38,7 @@ def submit(composed: Composed) -> int:
     folder = composed.run_folder
     job = Job(number=0, folder=folder, overrides=composed.overrides, composed=composed)
     try:
-        # of an earlier submission, which may still be in the queue
+        # from an earlier submission, which may still be in the queue
         if (folder / JOB_FILE).is_file():
             job.cluster_job = read_job(folder / JOB_FILE).cluster_job
         launcher = make(config["launcher"])

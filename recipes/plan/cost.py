@@ -33,11 +33,11 @@ class Cost:
     Attributes:
         kind: Limiting resource.
         flops: Floating-point operations of matrix products; elementwise arithmetic is not counted.
-        num_bytes: Bytes read and written; of a collective, bytes of its result; of a transfer to or from host memory,
-            those moved.
+        num_bytes: Bytes read and written. For a collective: bytes of its result. For a transfer to or from host memory:
+                bytes moved.
         dtype: Dtype of the result.
         num_launches: Kernel launches.
-        num_keys: Keys per sequence, for attention.
+        num_keys: Keys per sequence; attention only.
     """
 
     kind: Kind = "view"
@@ -49,10 +49,10 @@ class Cost:
 
 
 def cost_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Cost:
-    """Return the cost of an operator that has run, on any tensors.
+    """Return the cost of an operator that has already run, on real or fake tensors.
 
     Args:
-        func: The operator, an overload of `torch.ops`.
+        func: Operator, an overload of `torch.ops`.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
         out: Result of the call.
@@ -98,7 +98,7 @@ def _traffic(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
 
 
 def _attention_flops(name: str, inputs: Sequence[Tensor]) -> float:
-    """Return the FLOPs of causal attention: half of all scores; the backward pass has five products, not two."""
+    """Return the FLOPs of causal attention: half of all scores; five products in the backward pass, two forward."""
     is_backward = "backward" in name
     query, key = inputs[1:3] if is_backward else inputs[:2]
     batch, heads, num_tokens, size = query.shape
@@ -106,8 +106,8 @@ def _attention_flops(name: str, inputs: Sequence[Tensor]) -> float:
     return per_product * (5 if is_backward else 2)
 
 
-# Operators that read or write more or less than each argument once. Rows of a softmax over a vocabulary do not fit a
-# cache: maximum, sum and result are three passes.
+# Operators that do not read or write each argument exactly once. The rows of a softmax over a vocabulary do not fit
+# into the cache: maximum, sum and result each take a pass.
 _BYTES: dict[str, Callable[[Sequence[Tensor], Sequence[Tensor]], float]] = {
     "embedding": lambda inputs, outputs: 2 * bytes_of(outputs[0]) + bytes_of(inputs[1]),
     "embedding_dense_backward": lambda inputs, outputs: 2 * bytes_of(inputs[0]) + 2 * bytes_of(outputs[0]),

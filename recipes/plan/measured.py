@@ -1,8 +1,8 @@
-"""Time a step on this machine by running each distinct operator alone, on real tensors of its shapes.
+"""Time a step on this machine by running each distinct operator in isolation, on real tensors of its shapes.
 
-Serves CPUs, and GPUs that no table knows. Seconds to a minute, and the memory of one operator at a time. Alone an
-operator finds its inputs in a cache, and nothing runs between it and the next one: the sum is too small by a factor
-that depends on the model. A real step of a shallow copy of the model gives that factor. Not in it: communication.
+For CPUs, and for GPUs that no table lists. Takes seconds to a minute, and the memory of one operator at a time. An
+isolated operator finds its inputs in the cache and is not delayed by its neighbors, so the sum is too small by a
+factor that depends on the model; a real step of a shallow copy of the model gives that factor. Excludes communication.
 """
 
 import statistics
@@ -23,30 +23,30 @@ from recipes.plan.unroll import find_period
 from recipes.runtime.console import LOGGER
 
 _REAL_STEPS = 8
-_RUNS, _BUDGET_SECONDS = 7, 0.4  # of one operator: at most so many runs, and no further one after so long
+_RUNS, _BUDGET_SECONDS = 7, 0.4  # per operator: maximum number of runs, and the time after which no further run starts
 
 
 class OperatorTimer:
-    """Times operators, each distinct one once.
+    """Times operators, each distinct one only once.
 
     Attributes:
-        device: Where they run.
+        device: Device that they run on.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._timings: dict[str, tuple[float, float]] = {}  # seconds of an operator, and the bytes that it then moves
+        self._timings: dict[str, tuple[float, float]] = {}  # operator -> seconds, and the bytes that it moved then
 
     def seconds_of(self, op: Op) -> float:
         """Return the time of a recorded operator in seconds.
 
         Args:
-            op: Recorded with its call. Where more repeats of a block have made its lists longer since then, its time
-                grows with its bytes.
+            op: Recorded with its call. If unrolling has made its tensor lists longer since then, the time is scaled by
+                its bytes.
         """
         if op.call is None or op.cost.kind in ("view", "collective"):
             return 0.0
-        if op.cost.kind == "transfer" and self.device.type == "cuda":  # runs beside the computation
+        if op.cost.kind == "transfer" and self.device.type == "cuda":  # overlaps with computation
             return 0.0
         key = _describe_call(op.call)
         if key not in self._timings:
@@ -74,7 +74,7 @@ class OperatorTimer:
         return statistics.median(seconds), num_bytes
 
     def _make_real(self, leaf: Any) -> Any:
-        """Return a tensor with storage for a fake one: small positive numbers, index 0, True; others as they are."""
+        """Return a real tensor for a fake one: small positive floats, zero indices or True; other values unchanged."""
         if isinstance(leaf, torch.device):
             return self.device
         if not isinstance(leaf, Tensor):
@@ -90,37 +90,37 @@ class OperatorTimer:
 
 
 def calibrate(step: Step, kinds: Sequence[object], timer: OperatorTimer) -> float:
-    """Return the ratio of a step's time to the sum of its operators; 1 if a shallow copy does not fit into memory.
+    """Return the ratio of step time to the sum of operator times; 1 if the timed step fails, e.g. out of memory.
 
     Args:
-        step: Of one device.
-        kinds: The kind of each block, see `block_kinds`; a model whose blocks do not repeat is run as it is.
-        timer: For the device.
+        step: Step on one device.
+        kinds: Kind of each block, see `block_kinds`; a model whose blocks do not repeat is run in full.
+        timer: Operator timer of the device.
     """
     period = find_period(kinds)
     blocks = None if period is None else [*range(1 + period), len(kinds) - 1]
     try:
         times = sorted(time_real_steps(step, blocks=blocks, device=timer.device, num_steps=_REAL_STEPS))
-    except RuntimeError as error:  # torch's allocators raise subclasses of it, or it itself on a CPU
+    except RuntimeError as error:  # torch's allocators raise subclasses of it, or on a CPU the class itself
         reason = str(error).partition("\n")[0][:100]
         LOGGER.info(f"No step of a shallow copy could be timed ({reason}): the times are those of operators alone")
         return 1.0
     ops = record_step(step, blocks=blocks, keep_calls=True)
-    # the lower quartile: other work on the machine only ever adds
+    # the lower quartile: other load on the machine can only add time
     return times[len(times) // 4] / sum(timer.seconds_of(op) for op in ops)
 
 
 def time_real_steps(step: Step, *, blocks: Sequence[int] | None, device: torch.device, num_steps: int) -> list[float]:
-    """Return the seconds of real steps of a model with few blocks, after one that warms up.
+    """Return the seconds of real steps of a model with few blocks, after one warm-up step.
 
     Args:
-        step: What to run, on one device.
+        step: Step to run, on one device.
         blocks: Indices of the blocks to keep; None: all.
-        device: Where.
-        num_steps: Steps to time.
+        device: Device to run on.
+        num_steps: Number of timed steps.
 
     Raises:
-        RuntimeError: It does not fit into memory.
+        RuntimeError: The step does not fit into memory.
     """
     seconds: list[float] = []
     with torch.device(device):
@@ -130,7 +130,7 @@ def time_real_steps(step: Step, *, blocks: Sequence[int] | None, device: torch.d
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for _ in range(num_steps + 1):
             batch = step.make_batch()
-            # before the clock starts: a run zeroes them once a step, not for every micro-batch
+            # before the clock starts: a run zeroes gradients once per step, not for every micro-batch
             optimizer.zero_grad(set_to_none=not step.accumulates)
             _wait(device)
             began = time.perf_counter()
@@ -148,9 +148,9 @@ def time_operators(ops: Sequence[Op], timer: OperatorTimer, *, factor: float) ->
     """Return the seconds of each section, without communication.
 
     Args:
-        ops: Of one step, recorded with their calls.
-        timer: For the device.
-        factor: Of `calibrate`.
+        ops: Operators of one step, recorded with their calls.
+        timer: Operator timer of the device.
+        factor: Result of `calibrate`.
     """
     step = StepSeconds()
     for op in ops:
@@ -172,7 +172,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _describe_call(call: Any) -> str:
-    """Return a string that is equal for calls that take equally long."""
+    """Return a string that is equal for calls that take the same time."""
     func, args, kwargs = call
     leaves, tree = tree_flatten((args, kwargs))
     shown = [

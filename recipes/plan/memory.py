@@ -1,4 +1,4 @@
-"""Memory of a rank over one step by category: recorded operators plus the strategy's own buffers."""
+"""Memory of one rank over a step by category: recorded operators plus the strategy's own buffers."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,7 +8,7 @@ from typing import Literal
 from recipes.plan.trace import GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS, Op
 
 MASTER = "master weights"
-# DeepSpeed's defaults, in elements (0.19.8): weights that stage 3 keeps gathered, and those it gathers ahead at once
+# DeepSpeed's defaults, in elements (0.19.8): weights that stage 3 keeps gathered, and weights prefetched at once
 _MAX_LIVE, _PREFETCH = 1_000_000_000, 50_000_000
 _FLOAT32 = 4
 
@@ -19,13 +19,13 @@ class Zero:
 
     Attributes:
         stage: 1: optimizer state; 2: also gradients; 3: also weights.
-        num_ranks: Ranks that share a copy.
+        num_ranks: Ranks that partition the state.
         bucket: Elements per reduction.
         num_buckets: 2 if communication overlaps with the backward pass.
-        offloads_optimizer: Master weights, optimizer state and gradients are in host memory.
-        offloads_weights: Weight partitions are in host memory, too.
+        offloads_optimizer: Keep master weights, optimizer state and gradients in host memory.
+        offloads_weights: Keep weight partitions in host memory, too.
         is_half: The weights are bfloat16, with a float32 master copy.
-        num_cast: Elements of float32 weights that stage 3 gathers in 2 bytes each.
+        num_cast: Number of float32 weights that stage 3 gathers in 2 bytes each.
     """
 
     stage: Literal[1, 2, 3]
@@ -40,7 +40,7 @@ class Zero:
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """Live memory while one operator runs.
+    """Live memory while an operator runs.
 
     Attributes:
         section: Part of the step.
@@ -68,15 +68,15 @@ def timeline(ops: Iterable[Op]) -> Iterator[Moment]:
 
 
 def with_zero(moments: Iterable[Moment], zero: Zero, *, num_parameters: int, accumulates: bool) -> Iterator[Moment]:
-    """Yield the memory timeline of a step under ZeRO, from that of one device whose optimizer does not step.
+    """Yield the memory timeline of a step under ZeRO, given the timeline of one device without an optimizer step.
 
-    What DeepSpeed 0.19.8 allocates was read off profiles of its steps: benchmarks/plan_accuracy.py compares.
+    DeepSpeed 0.19.8's allocations were taken from profiles of its steps; see benchmarks/plan_accuracy.py.
 
     Args:
-        moments: Of one device; at stage 2 and 3 of one that gives each gradient away as soon as it is complete.
+        moments: Timeline of one device; for stages 2 and 3, of one that drops each gradient as soon as it is complete.
         zero: Stage and ranks.
-        num_parameters: Of the unsharded model.
-        accumulates: Whether gradients of earlier micro-batches are there already.
+        num_parameters: Parameters of the unsharded model.
+        accumulates: Whether gradients of earlier micro-batches already exist.
     """
     share = -(-num_parameters // zero.num_ranks)
     weight_bytes = 2 if zero.is_half else _FLOAT32
@@ -89,28 +89,28 @@ def with_zero(moments: Iterable[Moment], zero: Zero, *, num_parameters: int, acc
         held = dict(moment.held)
         if not static:
             optimizer = -(-held.get(OPTIMIZER, 0) // zero.num_ranks)
-            buffers = max(held.get(WEIGHTS, 0) - num_parameters * weight_bytes, 0)  # what is no parameter
+            buffers = max(held.get(WEIGHTS, 0) - num_parameters * weight_bytes, 0)  # everything that is not a parameter
             static = {WEIGHTS: held.get(WEIGHTS, 0), OPTIMIZER: optimizer, MASTER: share * _FLOAT32}
             if zero.stage == 3:
                 static |= {WEIGHTS: share * weight_bytes + buffers, GRADIENTS: share * weight_bytes}
         is_forward = moment.section.startswith("forward")
-        # those of earlier micro-batches are no reason for a bucket
+        # gradients of earlier micro-batches do not need a bucket
         has_gradient = has_gradient or (not is_forward and held.get(GRADIENTS, 0) > 0)
         held |= static | {GRADIENTS: static.get(GRADIENTS, 0) + held.get(GRADIENTS, 0)}
         communication = bucket if has_gradient or zero.stage == 3 else 0
         if zero.stage == 2:
-            # a buffer for the gradients of this micro-batch, beside the sums of those before
+            # a buffer for the gradients of this micro-batch, in addition to the accumulated ones
             held[GRADIENTS] += share * weight_bytes * (has_gradient + accumulates)
         if zero.stage == 3:
-            # what was gathered ahead lies in one buffer until each weight has been copied out of it
+            # prefetched weights share one buffer until each has been copied out of it
             is_fetching = (is_forward and "head" not in moment.section) or num_parameters > _MAX_LIVE
-            # in it, those that are gathered in the compute dtype take half
+            # weights that are gathered in the compute dtype take half the space in it
             part = 1 - zero.num_cast / (2 * num_parameters)
             communication += int((gathered + gathered_ahead * is_fetching * part) * weight_bytes)
         held[GATHERED] = held.get(GATHERED, 0) + communication
         yield Moment(section=moment.section, op=moment.op, held=held)
     if zero.stage == 1:
-        # the step copies this rank's share of the gradients together, while all of them are still there
+        # the step flattens this rank's share of the gradients while all gradients are still alive
         flattened = {GRADIENTS: num_parameters * weight_bytes + share * _FLOAT32, GATHERED: bucket}
         yield Moment(section="optimizer", op="flatten", held=static | flattened)
 
@@ -118,12 +118,12 @@ def with_zero(moments: Iterable[Moment], zero: Zero, *, num_parameters: int, acc
 def with_unsharded_gradients(moments: Sequence[Moment], *, num_bytes: int) -> Iterator[Moment]:
     """Yield the memory timeline of the last micro-batch under FSDP2 with one reduction per step.
 
-    Until its backward pass a rank has the gradients of the full model and none of its shards. Then each block's become
-    a shard when its backward pass is over; those of head and embedding, which are one group, at the end.
+    Until its backward pass a rank holds the gradients of the full model and no shards. Then the gradients of each block
+    are reduced to a shard after its backward pass; head and embedding share a group, which is reduced at the end.
 
     Args:
-        moments: Of a micro-batch that reduces its own gradients.
-        num_bytes: Of the gradients of the full model.
+        moments: Timeline of a micro-batch that reduces its own gradients.
+        num_bytes: Bytes of the full model's gradients.
     """
     sections = list(dict.fromkeys(moment.section for moment in moments if moment.section.startswith("backward/")))
     blocks = [section for section in sections if section not in ("backward/head", "backward/embedding")]
@@ -145,5 +145,5 @@ def with_unsharded_gradients(moments: Sequence[Moment], *, num_bytes: int) -> It
 
 
 def find_peak(moments: Iterable[Moment]) -> Moment:
-    """Return the first moment with the most bytes."""
+    """Return the peak of a memory timeline; the first one on a tie."""
     return max(moments, key=lambda moment: moment.total)

@@ -1,7 +1,7 @@
 """Analytical pipeline model: layers per rank, micro-batches in flight, and idle time.
 
-P ranks each have a share of the layers, of v stages, and m micro-batches of a step pass through them. Formulas: 1F1B
-and interleaved stages, arXiv 2104.04473; zero bubbles and the V-shaped schedule (ZBV), arXiv 2401.10241.
+Each of P ranks holds v stages, and the m micro-batches of a step pass through all of them. Formulas: 1F1B and
+interleaved stages, arXiv 2104.04473; zero bubbles and the V-shaped schedule (ZBV), arXiv 2401.10241.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,8 @@ class Pipeline:
     """Pipeline configuration.
 
     Attributes:
-        num_stages: P.
-        schedule: In which order a stage works: `1F1B`, `Interleaved1F1B` or `ZBVZeroBubble`.
+        num_stages: Pipeline ranks, P.
+        schedule: `1F1B`, `Interleaved1F1B` or `ZBVZeroBubble`.
     """
 
     num_stages: int = 1
@@ -29,14 +29,13 @@ class Pipeline:
 
     @property
     def num_chunks(self) -> int:
-        """Stages on each rank, v."""
+        """Stages per rank, v."""
         return STAGES_PER_RANK.get(self.schedule, 1)
 
     def in_flight(self, stage: int, num_micro_batches: int) -> float:
-        """Return the maximum number of micro-batches whose activations a stage keeps, over all its layers.
+        """Return the maximum number of micro-batches whose activations a rank keeps, in units of all its layers.
 
-        1F1B: those that are ahead of it in the pipeline. Interleaved: on the first stage P (1 + (P - 1) / (P v)).
-        ZBV: as 1F1B's first stage, on every one.
+        1F1B: P - stage. Interleaved: P (1 + (P - 1) / (P v)) on the first rank. ZBV: P on every rank.
         """
         stages = self.num_stages
         if self.schedule == "ZBVZeroBubble":
@@ -47,12 +46,12 @@ class Pipeline:
         return min(most, float(num_micro_batches))
 
     def idle_seconds(self, forward: float, backward: float, *, weights: float) -> float:
-        """Return the idle time of a stage per step.
+        """Return the idle seconds of a rank per step.
 
         Args:
-            forward: Forward seconds of a micro-batch in a stage.
-            backward: Backward seconds of a micro-batch in a stage.
-            weights: Part of `backward` for weight gradients, which ZBV computes while a stage would be idle.
+            forward: Forward seconds per micro-batch and rank.
+            backward: Backward seconds per micro-batch and rank.
+            weights: Part of `backward` spent on weight gradients, which ZBV computes in otherwise idle time.
         """
         waits = self.num_stages - 1
         if self.schedule == "ZBVZeroBubble":
@@ -60,21 +59,21 @@ class Pipeline:
         return waits * (forward + backward) / self.num_chunks
 
     def parts(self, counts: Sequence[int], rank: int) -> list[tuple[int, str]]:
-        """Return the number of occurrences of each place on a rank: `first`, `block`, `last`.
+        """Return how often a rank holds each place: `first`, `block`, `last`.
 
         Args:
-            counts: Blocks of each rank.
-            rank: Of the pipeline.
+            counts: Blocks per rank.
+            rank: Pipeline rank.
         """
         has_last = rank == (0 if self.schedule == "ZBVZeroBubble" else len(counts) - 1)
         return [*([(1, "first")] if rank == 0 else []), (counts[rank], "block"), *([(1, "last")] if has_last else [])]
 
     def split(self, num_blocks: int, *, last: float) -> list[int]:
-        """Return the number of blocks of each rank, split as in `recipes.parallel.stages`.
+        """Return the number of blocks per rank, split as in `recipes.parallel.stage_plan`.
 
         Args:
-            num_blocks: Of the model, all alike.
-            last: Weights of what follows the blocks, in blocks.
+            num_blocks: Blocks of the model, all alike.
+            last: Weights of everything after the blocks, in units of one block's weights.
         """
         num_chunks = self.num_stages * self.num_chunks
         chunks = divide_evenly([1000] * num_blocks, num_chunks, last=round(1000 * last))
@@ -87,7 +86,7 @@ class Pipeline:
 
 
 def read_pipeline(config: Mapping[str, Any]) -> Pipeline:
-    """Return the pipeline of a config; older configs have none.
+    """Return the pipeline of a config; configs of older versions have none.
 
     Raises:
         ConfigError: The schedule is unknown, or there are more stages than blocks.

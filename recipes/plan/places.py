@@ -1,6 +1,6 @@
-"""Cost of each place of a model on a rank, from a recorded step: before the blocks, a block, after the blocks.
+"""Compute the cost of each place of a model from a recorded step: before the blocks, one block, after the blocks.
 
-With this a step need not be recorded again to know it with other ranks: `stages` and `search` add up places.
+Places can be summed for other numbers of ranks without recording again; `stages` and `search` do that.
 """
 
 from collections import Counter
@@ -26,10 +26,10 @@ class Place:
 
     Attributes:
         num_parameters: Parameters in the unsharded model.
-        forward: Seconds of its forward pass.
-        backward: Seconds of its backward pass.
+        forward: Seconds of the forward pass.
+        backward: Seconds of the backward pass.
         kept_bytes: Bytes kept from the forward to the backward pass.
-        extra_bytes: Peak of additional bytes while it computes.
+        extra_bytes: Peak of additional bytes during its computation.
         collectives: Tensor-, context- and expert-parallel collectives.
         num_copies: Copies of the place that `collectives` cover.
     """
@@ -43,7 +43,7 @@ class Place:
     num_copies: int = 1
 
     def sent(self, cluster: Cluster, mesh: Mesh) -> dict[str, tuple[float, float]]:
-        """Return the bytes that a rank sends in a micro-batch, and their seconds, by dimension."""
+        """Return the bytes that a rank sends per micro-batch and the seconds this takes, by mesh dimension."""
         sums: dict[str, tuple[float, float]] = {}
         for op in self.collectives:
             stride = mesh.tensor if op.dimension == "context" else 1
@@ -55,14 +55,14 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """The places of a model.
+    """Costs of all places of a model.
 
     Attributes:
         first: Everything before the blocks.
         block: Average block.
         last: Everything after the blocks.
-        num_blocks: Number of blocks of the model.
-        optimizer: Seconds to clip and step a rank's parameters.
+        num_blocks: Blocks of the model.
+        optimizer: Seconds to clip and step the parameters of one rank.
     """
 
     first: Place
@@ -72,21 +72,21 @@ class Places:
     optimizer: Seconds = field(default_factory=Seconds)
 
     def parts(self) -> Iterator[tuple[float, Place]]:
-        """Yield each place and how often the model has it."""
+        """Yield each place with its number of occurrences in the model."""
         yield 1.0, self.first
         yield float(self.num_blocks), self.block
         yield 1.0, self.last
 
 
-_NAMES = {"first": "embedding", "block": None, "last": "head"}  # of a place -> as the tracer has it
+_NAMES = {"first": "embedding", "block": None, "last": "head"}  # place -> name in the tracer's sections
 
 
 def describe_places(ops: Sequence[Op], model: nn.Module) -> Places:
-    """Return the places of a recorded step, without their seconds.
+    """Return the places of a recorded step, without times.
 
     Args:
-        ops: Of a whole model.
-        model: Undivided, on any device.
+        ops: Operators of the full model.
+        model: Unsharded, on any device.
     """
     num_blocks = max(len(getattr(model, "blocks", ())), 1)
     before, within, after = count_parameters(model)
@@ -108,7 +108,7 @@ def describe_places(ops: Sequence[Op], model: nn.Module) -> Places:
 
 
 def with_seconds(places: Places, step: StepSeconds) -> Places:
-    """Return places with the times of their recorded sections."""
+    """Return the places with the times of their recorded sections."""
     timed = {}
     for key, name in _NAMES.items():
         place: Place = getattr(places, key)
@@ -123,7 +123,7 @@ def with_seconds(places: Places, step: StepSeconds) -> Places:
 
 
 def count_parameters(model: nn.Module) -> tuple[float, float, float]:
-    """Return the parameters before the blocks, in them and after them; a tied weight is in each place that uses it."""
+    """Return the parameters before, in and after the blocks; a tied weight counts in each place that uses it."""
     sums = [0.0, 0.0, 0.0]
     position = 0
     blocks = getattr(model, "blocks", None)
@@ -136,7 +136,7 @@ def count_parameters(model: nn.Module) -> tuple[float, float, float]:
 
 
 def sum_kept(ops: Sequence[Op]) -> dict[str, Counter[str]]:
-    """Return the bytes that each place keeps from the forward to the backward pass, by what they hold."""
+    """Return the bytes that each place keeps from the forward to the backward pass, by category."""
     kept: dict[str, Counter[str]] = {}
     for op in ops:
         direction, _, place = op.section.partition("/")
@@ -148,7 +148,7 @@ def sum_kept(ops: Sequence[Op]) -> dict[str, Counter[str]]:
 
 
 def _extra_bytes(ops: Sequence[Op]) -> dict[str, float]:
-    """Return the most that each place holds beside state and what is kept for the backward pass of it and others."""
+    """Return each place's peak bytes in excess of model state and everything kept for the backward pass so far."""
     kept = {place: sizes.total() for place, sizes in sum_kept(ops).items()}
     until = dict(zip(kept, accumulate(kept.values()), strict=True))
     extra: dict[str, float] = {}

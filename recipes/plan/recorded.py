@@ -1,4 +1,4 @@
-"""Record the step of a config: the operators of a rank and their sections."""
+"""Record the step of a config: the operators of one rank with their sections."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,17 +20,17 @@ from recipes.precision import Precision
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """The step of a config.
+    """Recorded step of a config.
 
     Attributes:
-        model: Whole, on the meta device.
-        engine: What its strategy does.
+        model: Unsharded, on the meta device.
+        engine: Behavior of the strategy.
         accumulation: Global batch and micro-batches.
-        shape: Of one sample.
-        step: What was recorded.
-        kinds: The kind of each block.
-        ops: Of one rank.
-        reason: Why the forward pass could not be recorded; None: it was.
+        shape: Shape of one sample.
+        step: Step that was recorded.
+        kinds: Kind of each block.
+        ops: Operators of one rank.
+        reason: Why the forward pass could not be recorded; None: it was recorded.
     """
 
     model: nn.Module
@@ -44,7 +44,7 @@ class Recorded:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model."""
+        """Number of parameters of the unsharded model."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
@@ -57,7 +57,7 @@ def record_config(config: Config, cluster: Cluster, *, keep_calls: bool = False)
         keep_calls: Keep the arguments of each operator.
 
     Raises:
-        ConfigError: The global batch does not divide over the ranks, or these not into the sizes of the mesh.
+        ConfigError: The ranks do not divide the global batch, or the mesh sizes do not divide the ranks.
     """
     precision: Precision = make(config["precision"])
     with torch.device("meta"):
@@ -86,12 +86,12 @@ def record_config(config: Config, cluster: Cluster, *, keep_calls: bool = False)
 
 
 def _record(step: Step, kinds: Sequence[object], *, keep_calls: bool) -> tuple[list[Op], str | None]:
-    """Return the operators of a step and why those of the forward pass are missing; None: they are there."""
+    """Return the operators of a step, and the reason if those of the forward pass are missing."""
     try:
-        if step.mesh.tensor > 1 and kinds:  # DTensor derives placements once, with operators that are none of the step
+        if step.mesh.tensor > 1 and kinds:  # DTensor derives placements once, with operators outside the step
             record_step(step, blocks=[0])
         ops = record_unrolled(lambda blocks: record_step(step, blocks=blocks, keep_calls=keep_calls), kinds)
-    except (RuntimeError, NotImplementedError) as error:  # what a fake tensor raises where a value is read
+    except (RuntimeError, NotImplementedError) as error:  # raised by fake tensors where a value is read
         reason = " ".join(str(error).split()) or type(error).__name__
         return record_step(step, computes=False), reason
     budget = step.activation_checkpoint.memory_budget

@@ -1,7 +1,7 @@
-"""Roofline estimate of step time: each operator takes the longer of its arithmetic and its memory traffic.
+"""Estimate step time with a roofline: each operator takes the longer of its arithmetic and its memory traffic.
 
-Assumptions are in `Rates` and shown with every plan. Not modeled: power limits, congested networks, stragglers, data
-loading, the allocator.
+The assumptions are in `Rates` and are shown with every plan. Not modeled: power limits, network congestion,
+stragglers, data loading, the allocator.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,13 +20,13 @@ class Rates:
 
     Attributes:
         tflops: Dense peak by kind of arithmetic: `bf16`, `fp16`, `fp32`.
-        bandwidth: Peak of its memory, bytes per second.
-        matmul: Fraction of the peak that matrix products reach.
-        attention: Fraction that fused attention reaches on long sequences, in the forward and in the backward pass.
-        attention_keys: Length of a sequence with which it reaches half of that, likewise.
-        memory: Fraction of the bandwidth that elementwise kernels reach.
-        kernel_seconds: Least time of a kernel on the device.
-        launch_seconds: Time in which the host starts a kernel, eager and compiled.
+        bandwidth: Peak memory bandwidth, bytes per second.
+        matmul: Fraction of the peak that matrix products achieve.
+        attention: Fraction that fused attention achieves on long sequences, (forward, backward).
+        attention_keys: Sequence length at which it achieves half of that, (forward, backward).
+        memory: Fraction of the bandwidth that elementwise kernels achieve.
+        kernel_seconds: Minimum duration of a kernel on the device.
+        launch_seconds: Host time per kernel launch, (eager, compiled).
     """
 
     tflops: dict[str, float]
@@ -39,12 +39,12 @@ class Rates:
     launch_seconds: tuple[float, float] = (9e-6, 5e-6)
 
 
-# Fractions of the dense peak. Ceilings of matrix products as measured (stas00/ml-engineering, MAMF): A100 0.87,
-# H100 and H200 0.80, B200 0.78; shapes of a transformer reach about nine tenths of these. Attention: FlashAttention-2
-# as published (arXiv 2307.08691), causal, with heads of 64 to 128 channels, on the longest sequences. Shorter ones are
-# slower: without a mask, 512 keys reach 0.81 of the longest's rate forward and 0.64 backward (an H100, thread 2688 of
-# Dao-AILab/flash-attention). A causal query sees half of its keys, and blocks of 128 on the diagonal are computed
-# whole, so 1,024 causal keys reach 0.72 and 0.57: what `attention_keys` says.
+# Fractions of the dense peak. Measured ceilings of matrix products (stas00/ml-engineering, MAMF): A100 0.87, H100 and
+# H200 0.80, B200 0.78; the shapes of a transformer reach about nine tenths of these. Attention: FlashAttention-2 as
+# published (arXiv 2307.08691), causal, head size 64 to 128, on the longest sequences. Shorter sequences are slower:
+# without a mask, 512 keys reach 0.81 of that rate forward and 0.64 backward (an H100, thread 2688 of
+# Dao-AILab/flash-attention). A causal query sees half of its keys on average, and blocks of 128 on the diagonal are
+# computed in full, so 1,024 causal keys reach 0.72 and 0.57. `attention_keys` is set to match.
 _FRACTIONS: dict[str, tuple[float, tuple[float, float]]] = {
     "A100": (0.78, (0.55, 0.48)),
     "H100": (0.66, (0.40, 0.34)),
@@ -58,9 +58,9 @@ def get_rates(full_name: str, *, tflops: dict[str, float], bandwidth: float) -> 
     """Return the assumed achievable rates of a device.
 
     Args:
-        full_name: As torch reports it.
+        full_name: Device name as torch reports it.
         tflops: Dense peak by kind of arithmetic.
-        bandwidth: Of its memory, bytes per second.
+        bandwidth: Peak memory bandwidth, bytes per second.
     """
     matmul, attention = next((row for name, row in _FRACTIONS.items() if name in full_name), _OTHER)
     return Rates(tflops=tflops, bandwidth=bandwidth, matmul=matmul, attention=attention)
@@ -74,8 +74,8 @@ class Seconds:
         matmul: Matrix products.
         attention: Fused attention.
         memory: Everything limited by memory traffic.
-        waiting: The device waits for the host to start kernels.
-        num_launches: Kernels; of the mean of several blocks no whole number.
+        waiting: Time in which the device waits for the host to launch kernels.
+        num_launches: Kernel launches; may be fractional, as an average over blocks.
     """
 
     matmul: float = 0.0
@@ -90,19 +90,19 @@ class Seconds:
         return self.matmul + self.attention + self.memory + self.waiting
 
     def add(self, other: "Seconds", *, times: float = 1.0) -> None:
-        """Add another part of a step, several times or a fraction of it."""
+        """Add another breakdown, multiplied by a factor."""
         for part in fields(self):
             setattr(self, part.name, getattr(self, part.name) + times * getattr(other, part.name))
 
 
 @dataclass
 class StepSeconds:
-    """The parts of a step, by section."""
+    """Time breakdown of a step by section."""
 
     sections: dict[str, Seconds] = field(default_factory=dict)
 
     def of(self, start: str) -> Seconds:
-        """Return the sum over all sections that start with a prefix."""
+        """Return the sum over all sections whose name starts with a prefix."""
         total = Seconds()
         for name, part in self.sections.items():
             if name.startswith(start):
@@ -114,14 +114,14 @@ def time_step(ops: Sequence[Op], rates: Rates, *, is_compiled: bool) -> StepSeco
     """Return the seconds of each section, without communication.
 
     Args:
-        ops: Of one step.
-        rates: Of the device.
-        is_compiled: Whether the blocks and the loss are: elementwise operators between two others are one kernel.
+        ops: Operators of one step.
+        rates: Rates of the device.
+        is_compiled: Whether blocks and loss are compiled: adjacent elementwise operators then become one kernel.
     """
     step = StepSeconds()
     fused: list[Op] = []
     for op in ops:
-        if op.cost.kind == "transfer":  # runs beside the computation
+        if op.cost.kind == "transfer":  # overlaps with computation
             continue
         place = op.section.partition("/")[2]
         fuses = is_compiled and (place not in ("", "embedding"))
@@ -164,7 +164,7 @@ def _add(part: Seconds, op: Op, rates: Rates) -> None:
 
 
 def _add_fused(part: Seconds, ops: Iterable[Op], rates: Rates) -> None:
-    """Add a run of elementwise operators as one kernel: it reads what it did not make, and writes what is kept."""
+    """Add adjacent elementwise operators as one kernel that reads its external inputs and writes its live outputs."""
     made: set[int] = set()
     traffic = 0.0
     for op in ops:
@@ -176,5 +176,5 @@ def _add_fused(part: Seconds, ops: Iterable[Op], rates: Rates) -> None:
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """Return the kind of arithmetic of a dtype, a key of `Rates.tflops`."""
+    """Return the kind of arithmetic for a dtype, a key of `Rates.tflops`."""
     return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")

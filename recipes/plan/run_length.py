@@ -10,20 +10,20 @@ from recipes.plan.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class RunLength:
-    """A run in samples and hours.
+    """Length, duration and price of a run.
 
     Attributes:
         steps: Optimizer steps.
-        samples: Consumed in them.
-        tokens: Consumed in them; None: the samples are no text.
-        evaluations: Validations.
-        step_seconds: Of an optimizer step; None: unknown.
-        eval_seconds: Of one validation; None: unknown, or its size is.
-        hours: Of the run, validations included; None: unknown.
-        eval_fraction: Of the hours that validations take; None: unknown.
-        tokens_per_second: Of all devices while training; None: unknown.
-        mfu: By PaLM's count; None: unknown.
-        dollars: Of the run; None: no price is known.
+        samples: Samples consumed.
+        tokens: Tokens consumed; None: the samples are not text.
+        evaluations: Validation runs.
+        step_seconds: Seconds per optimizer step; None: unknown.
+        eval_seconds: Seconds per validation; None: unknown.
+        hours: Duration including validation; None: unknown.
+        eval_fraction: Fraction of the duration spent on validation; None: unknown.
+        tokens_per_second: Training throughput of all devices; None: unknown.
+        mfu: Model FLOPs utilization, counted as in PaLM; None: unknown.
+        dollars: Price of the run; None: unknown.
     """
 
     steps: int
@@ -50,11 +50,11 @@ def measure_run(
     """Return the duration and price of a run.
 
     Args:
-        plan: Of the run.
-        config: Of the run.
-        peak_tflops: Dense peak of a device for its arithmetic; None: unknown.
-        expect_mfu: Replaces the estimated time of a step; None: the estimate.
-        dollars_per_hour: Of one device; None: unknown.
+        plan: Plan of the run.
+        config: Config of the run.
+        peak_tflops: Dense peak of one device in the run's arithmetic; None: unknown.
+        expect_mfu: MFU to assume instead of the estimated step time; None: use the estimate.
+        dollars_per_hour: Price per device; None: unknown.
     """
     steps, batch = int(config["trainer"]["max_steps"]), plan.accumulation.global_batch_size
     seq_len = config["seq_len"]

@@ -1,4 +1,4 @@
-"""Estimate memory, time and price of a run under every strategy on up to thousands of ranks."""
+"""Estimate memory, time and price of a run under every strategy, up to thousands of ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,20 +14,20 @@ from recipes.plan.plan import make_plan
 from recipes.plan.roofline import Rates
 
 STRATEGIES = ("ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "fsdp", "hsdp")
-# twice the ranks have to bring at least this much: half of what they could
+# doubling the ranks must increase throughput by at least this factor: half of the ideal gain
 _WORTHWHILE = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalePoint:
-    """A run on some ranks.
+    """Estimate for a run on a number of ranks.
 
     Attributes:
-        num_ranks: Its ranks.
-        peak_bytes: Memory of a rank.
-        fits: Whether a device has that much.
-        samples_per_second: Of all ranks.
-        exposed_fraction: Of a step, waiting for communication.
+        num_ranks: Number of ranks.
+        peak_bytes: Peak memory per rank.
+        fits: Whether this fits into a device.
+        samples_per_second: Throughput of all ranks.
+        exposed_fraction: Fraction of a step spent waiting for communication.
     """
 
     num_ranks: int
@@ -40,16 +40,16 @@ class ScalePoint:
 def plan_scaling(
     composed: Composed, cluster: Cluster, rates: Rates, *, max_ranks: int
 ) -> Iterator[tuple[str, list[ScalePoint]]]:
-    """Yield each strategy with its points: whole nodes, twice as many each time, at the same global batch.
+    """Yield each strategy with its points: whole nodes, doubled each time, at a constant global batch.
 
-    A strategy that cannot divide the batch over some ranks ends there. The micro-batch is that of the config, or what
-    is left of the batch for a rank.
+    A strategy ends where the batch no longer divides over the ranks. The micro-batch size is that of the config, or the
+    largest smaller one that divides a rank's share of the batch.
 
     Args:
         composed: The run.
         cluster: Devices of one node and links.
-        rates: Of a device.
-        max_ranks: At most so many ranks.
+        rates: Rates of a device.
+        max_ranks: Maximum number of ranks.
     """
     for strategy in STRATEGIES:
         config = with_overrides(composed, [f"strategy={strategy}"])
@@ -75,7 +75,7 @@ def _plan_point(config: Config, cluster: Cluster, rates: Rates) -> ScalePoint | 
     trainer = config["trainer"] | {"accumulate_grad_batches": None, "num_nodes": cluster.num_nodes}
     try:
         planned = make_plan(config | {"micro_batch_size": size, "trainer": trainer}, cluster, rates=rates)
-    except ConfigError:  # the ranks do not divide into shards
+    except ConfigError:  # the mesh does not divide the ranks
         return None
     times = planned.times
     if times is None:
@@ -90,7 +90,7 @@ def _plan_point(config: Config, cluster: Cluster, rates: Rates) -> ScalePoint | 
 
 
 def _own_size(config: Config) -> int:
-    """Return the micro-batch that the config gives its first node's ranks, without accumulation."""
+    """Return the micro-batch size that the config yields on its own devices, without accumulation."""
     devices = config["trainer"]["devices"]
     count = devices if isinstance(devices, int) and devices > 0 else 1
     return divide(
@@ -102,10 +102,10 @@ def _own_size(config: Config) -> int:
 
 
 def find_limit(points: Sequence[ScalePoint]) -> int | None:
-    """Return the ranks beyond which twice as many no longer bring half of what they could; None: not within the points.
+    """Return the rank count beyond which doubling brings less than half of the ideal gain; None: beyond the last point.
 
     Args:
-        points: Of one strategy.
+        points: Points of one strategy.
     """
     fitting = [point for point in points if point.fits]
     for here, there in pairwise(fitting):
@@ -117,14 +117,14 @@ def find_limit(points: Sequence[ScalePoint]) -> int | None:
 def describe_scaling(
     curves: Mapping[str, Sequence[ScalePoint]], *, seq_len: int | None, steps: int, batch: int, price: float | None
 ) -> Iterator[str]:
-    """Yield a table: a row per strategy and number of ranks that fits.
+    """Yield a table with a row per strategy and rank count that fits.
 
     Args:
         curves: Points by strategy.
-        seq_len: Tokens of a sample; None: the samples are no text.
-        steps: Of the run.
-        batch: Samples of a step.
-        price: Dollars per device and hour; None: unknown.
+        seq_len: Tokens per sample; None: the samples are not text.
+        steps: Optimizer steps of the run.
+        batch: Samples per step.
+        price: Dollars per device-hour; None: unknown.
     """
     unit, factor = ("samples/s", 1) if seq_len is None else ("tokens/s", seq_len)
     yield f"scaling at {batch:,} samples per step:"
@@ -148,7 +148,7 @@ def describe_scaling(
 
 
 def as_json(curves: Mapping[str, Sequence[ScalePoint]], seq_len: int | None) -> dict[str, Any]:
-    """Return the curves for `plan.json`."""
+    """Return the points by strategy for `plan.json`."""
     return {
         strategy: [
             {

@@ -1,7 +1,7 @@
-"""Search the fastest meshes for a run on a cluster: dimension sizes, micro-batch and recomputation.
+"""Search for the fastest meshes for a run on a cluster: dimension sizes, micro-batch size and recomputation.
 
-A few recordings of two ranks give the places of the model, from which thousands of layouts are estimated in seconds
-(`recipes.plan.estimate`). The first of them can then be recorded and planned as any other run.
+A few recordings of two ranks yield the places of the model, from which thousands of layouts are estimated in seconds
+(`recipes.plan.estimate`). The fastest can then be recorded and planned like any other run.
 """
 
 import math
@@ -32,17 +32,17 @@ from recipes.precision import Precision
 _RECOMPUTE = ("none", "selective", "every_block")
 _MOST_MICRO_BATCH, _MOST_CONTEXT, _MOST_STAGES = 64, 64, 64
 _SIZES = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
-_AT_MOST = 10  # rows that are shown
+_AT_MOST = 10  # rows shown
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A layout that fits.
+    """Layout found by the search.
 
     Attributes:
         recompute: Option of `activation_checkpoint`.
-        estimate: What it needs.
-        mfu: By PaLM's count; None: the model has none.
+        estimate: Its memory and time.
+        mfu: Model FLOPs utilization, counted as in PaLM; None: unknown for this model.
     """
 
     recompute: str
@@ -50,7 +50,7 @@ class Found:
     mfu: float | None
 
     def overrides(self) -> list[str]:
-        """Return what to type."""
+        """Return the overrides that select this layout."""
         layout = self.estimate.layout
         mesh = layout.mesh
         sizes = {"tensor_parallel_size": mesh.tensor, "context_parallel_size": mesh.context}
@@ -68,19 +68,19 @@ class Found:
 def search_layouts(
     composed: Composed, cluster: Cluster, rates: Rates, *, limit_bytes: float, peak_tflops: float
 ) -> tuple[list[Found], Found]:
-    """Return the layouts that fit, the fastest first, and the smallest one of all.
+    """Return the layouts that fit, fastest first, and the layout with the lowest memory.
 
-    Of those that differ in shards and micro-batch alone the fastest is kept.
+    Among layouts that differ only in shards and micro-batch size, the fastest is kept.
 
     Args:
-        composed: The run; its global batch stays as it is.
+        composed: The run; its global batch size is kept.
         cluster: The devices.
-        rates: Of a device.
-        limit_bytes: Of a device that tensors can use.
-        peak_tflops: Of a device, for the run's arithmetic.
+        rates: Rates of a device.
+        limit_bytes: Usable memory of a device.
+        peak_tflops: Peak of a device in the run's arithmetic.
 
     Raises:
-        ConfigError: Nothing can be recorded under strategy=fsdp.
+        ConfigError: Expert parallelism is on, no step can be recorded, or no layout divides the devices and the batch.
     """
     batch = int(composed.config["global_batch_size"])
     if (composed.config.get("expert_parallel_size") or 1) > 1:
@@ -120,11 +120,11 @@ def search_layouts(
 
 
 def list_layouts(composed: Composed, config: Config, cluster: Cluster) -> Iterator[Layout]:
-    """Yield every way to divide a run whose sizes divide what they split.
+    """Yield every layout whose sizes divide what they split.
 
     Args:
-        composed: The run, to ask what it can be combined with.
-        config: Of it, under FSDP2.
+        composed: The run, to check which options can be combined.
+        config: Its config under FSDP2.
         cluster: The devices.
     """
     world, batch, model = cluster.num_devices, int(config["global_batch_size"]), config["model"]
@@ -155,7 +155,7 @@ def list_layouts(composed: Composed, config: Config, cluster: Cluster) -> Iterat
 
 
 def describe_search(found: Sequence[Found], smallest: Found, *, limit_bytes: float) -> Iterator[str]:
-    """Yield a table of the fastest layouts, and what to type for the first."""
+    """Yield a table of the fastest layouts, and the overrides of the first."""
     if not found:
         gib = smallest.estimate.peak_bytes / 2**30
         yield f"search: nothing fits into {limit_bytes / 2**30:.1f} GiB; the smallest needs {gib:.1f} GiB:"
@@ -198,7 +198,7 @@ def as_json(found: Sequence[Found]) -> list[dict[str, Any]]:
 def _prepare(
     composed: Composed, cluster: Cluster, rates: Rates, recompute: str
 ) -> tuple[Config, Recorded, Estimator] | None:
-    """Record the places of a model with one way to recompute; None: they cannot be combined."""
+    """Record the places of a model under one recompute option; None: the config does not allow it."""
     config = with_overrides(
         composed,
         ["strategy=fsdp", f"activation_checkpoint={recompute}", *(f"{name}=1" for name in _typed_sizes(composed))],
@@ -211,7 +211,7 @@ def _prepare(
 
     def record(*, tensor: int, samples: int) -> tuple[Recorded, Places]:
         sizes = {"tensor_parallel_size": tensor, "micro_batch_size": samples}
-        sizes |= {"global_batch_size": 2 * samples * (2 // tensor)}  # two micro-batches: gradients are there
+        sizes |= {"global_batch_size": 2 * samples * (2 // tensor)}  # two micro-batches, so that gradients exist
         sizes |= {"data_parallel_replicate": None, "data_parallel_shard": None}  # type: ignore[dict-item]
         trainer = config["trainer"] | {"accumulate_grad_batches": None}
         found = record_config(config | sizes | {"trainer": trainer}, two)
@@ -255,12 +255,12 @@ def _describe_shape(config: Config, recorded: Recorded) -> Shape:
 
 
 def _typed_sizes(composed: Composed) -> list[str]:
-    """Return the sizes that a config of this version has."""
+    """Return the size settings that this config has; older configs lack some."""
     return [name for name in _SIZES if name in composed.config]
 
 
 def _can_divide(composed: Composed, name: str) -> bool:
-    """Return whether a run takes a size above 1 along a dimension."""
+    """Return whether the run accepts a size above 1 for a dimension."""
     if name not in composed.config:
         return False
     others = [f"{other}=1" for other in _typed_sizes(composed) if other != name]
@@ -268,5 +268,5 @@ def _can_divide(composed: Composed, name: str) -> bool:
 
 
 def _divisors(number: int, *, most: int | None = None) -> list[int]:
-    """Return the divisors of a number up to a largest one."""
+    """Return the divisors of a number, up to `most`."""
     return [size for size in range(1, min(number, most or number) + 1) if number % size == 0]

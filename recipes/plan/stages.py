@@ -1,6 +1,6 @@
-"""Model a pipeline on top of a recorded step: memory and time of its stages, and their communication.
+"""Model a pipeline on top of a recorded step: memory, time and communication of its stages.
 
-A stage keeps its weights gathered over a step and reduces its gradients once, as FSDP2 under a pipeline does.
+A stage keeps its weights gathered throughout a step and reduces its gradients once, as FSDP2 does under a pipeline.
 """
 
 from collections import Counter
@@ -26,9 +26,9 @@ class Stages:
 
     Attributes:
         pipeline: Stages and schedule.
-        counts: Blocks of each stage.
-        places: Of the model, without times.
-        boundary_bytes: That a rank sends to the next stage in a micro-batch.
+        counts: Blocks per pipeline rank.
+        places: Places of the model, without times.
+        boundary_bytes: Bytes that a rank sends to the next stage per micro-batch.
     """
 
     pipeline: Pipeline
@@ -37,7 +37,7 @@ class Stages:
     boundary_bytes: float
 
     def parts(self, stage: int) -> list[tuple[int, str]]:
-        """Return the number of occurrences of each place in a stage."""
+        """Return how often a stage contains each place."""
         return self.pipeline.parts(self.counts, stage)
 
     def num_parameters(self, stage: int) -> float:
@@ -52,13 +52,13 @@ class Stages:
 
 
 def divide_layers(ops: Sequence[Op], model: nn.Module, pipeline: Pipeline, *, boundary_bytes: float) -> Stages:
-    """Return the layers of each rank of a pipeline, whose weights each token is multiplied with evenly.
+    """Return the layers of each pipeline rank, balanced by the number of weights that each token is multiplied with.
 
     Args:
-        ops: Of a step of the whole model.
-        model: Undivided, on any device.
-        pipeline: Its stages.
-        boundary_bytes: That a rank sends to the next stage in a micro-batch.
+        ops: Operators of a step of the full model.
+        model: Unsharded, on any device.
+        pipeline: Stages and schedule.
+        boundary_bytes: Bytes that a rank sends to the next stage per micro-batch.
     """
     places = describe_places(ops, model)
     divided = plan_stages(model, num_ranks=pipeline.num_stages, schedule=pipeline.schedule)
@@ -76,20 +76,20 @@ def stage_moments(
     gradient_itemsize: int,
     held_share: float,
 ) -> list[Moment]:
-    """Return the moments of a rank of the fullest stage, from those of a rank that has all layers.
+    """Return the memory timeline of a rank of the fullest stage, given that of a rank that has all layers.
 
     Args:
-        ops: Of the step.
-        moments: Of it.
-        stages: Of the pipeline.
+        ops: Operators of the step.
+        moments: Memory timeline of the step.
+        stages: Stages of the pipeline.
         num_micro_batches: Per optimizer step.
-        gathered_itemsize: Bytes of a gathered weight.
-        gradient_itemsize: Of a gradient until it is reduced.
-        held_share: Share of a stage's weights that one rank holds when they are gathered.
+        gathered_itemsize: Bytes per gathered weight.
+        gradient_itemsize: Bytes per gradient before reduction.
+        held_share: Fraction of a stage's weights that one rank holds when they are gathered.
     """
     kept = sum_kept(ops)
     names = [place for place in kept if place not in ("embedding", "head")]
-    per_name = stages.places.num_blocks / max(len(names), 1)  # of a period of different blocks
+    per_name = stages.places.num_blocks / max(len(names), 1)  # blocks per name: a name may cover a period
     total = sum(times * place.num_parameters for times, place in stages.places.parts())
     candidates = []
     for stage in {0, len(stages.counts) - 1}:
@@ -156,16 +156,16 @@ def time_stages(
     """Return the time of a pipelined step.
 
     Args:
-        ops: Of a step of the whole model.
-        step: Seconds of its sections.
+        ops: Operators of a step of the full model.
+        step: Seconds by section.
         cluster: The devices.
-        mesh: Of a stage.
-        stages: Of the pipeline.
+        mesh: Mesh of one stage.
+        stages: Stages of the pipeline.
         num_micro_batches: Per optimizer step.
 
     Returns:
-        Seconds without the optimizer, the share of them in which a stage has nothing to do, and what a rank of the
-        slowest stage sends.
+        Seconds without the optimizer, the fraction of them in which a stage is idle, and the communication of a rank of
+        the slowest stage.
     """
     timed = with_seconds(stages.places, step)
     slowest = max(range(len(stages.counts)), key=lambda stage: sum(_seconds_of(stages, timed, stage, cluster, mesh)))
@@ -186,7 +186,7 @@ def time_stages(
 
 
 def _seconds_of(stages: Stages, timed: Places, stage: int, cluster: Cluster, mesh: Mesh) -> tuple[float, float]:
-    """Return the seconds of a stage's forward and backward pass, with what the ranks that divide it wait for."""
+    """Return the seconds of a stage's forward and backward passes, including waits for model-parallel collectives."""
     forward = backward = 0.0
     for times, name in stages.parts(stage):
         place: Place = getattr(timed, name)
@@ -199,7 +199,7 @@ def _seconds_of(stages: Stages, timed: Places, stage: int, cluster: Cluster, mes
 def sum_collectives(
     parts: Iterable[tuple[int, Place]], cluster: Cluster, mesh: Mesh, *, num_micro_batches: int
 ) -> list[Traffic]:
-    """Return what ranks that divide matrices, sequences and experts send in a step, nothing of it hidden."""
+    """Return the tensor-, context- and expert-parallel traffic per step; none of it overlaps with computation."""
     totals = dict.fromkeys(WAITED_FOR, (0.0, 0.0))
     for times, place in parts:
         for name, (num_bytes, seconds) in place.sent(cluster, mesh).items():
@@ -221,13 +221,13 @@ def sum_collectives(
 def send_boundaries(
     pipeline: Pipeline, cluster: Cluster, mesh: Mesh, *, num_bytes: float, num_micro_batches: int
 ) -> Traffic:
-    """Return what a stage sends to the next and, of gradients, to the one before; the receiver waits for it.
+    """Return the traffic of activations to the next stage and gradients to the previous one; receivers wait for it.
 
     Args:
         pipeline: Stages and schedule.
         cluster: The devices.
-        mesh: Of a stage.
-        num_bytes: Of one micro-batch, one way.
+        mesh: Mesh of one stage.
+        num_bytes: Bytes per micro-batch, one way.
         num_micro_batches: Per optimizer step.
     """
     times = 2 * pipeline.num_chunks * num_micro_batches
@@ -245,7 +245,7 @@ def send_boundaries(
 def _of_shards(
     ops: Sequence[Op], cluster: Cluster, mesh: Mesh, *, share: float, forward_seconds: float
 ) -> list[Traffic]:
-    """Return what FSDP2 sends in a step: weights once, while the first micro-batch computes, gradients after all."""
+    """Return FSDP2's traffic per step: weights gathered once, during the first micro-batch; gradients reduced last."""
     sizes, strides = measure_shards(mesh)
     result = []
     for name, num_ranks in sizes.items():

@@ -1,7 +1,7 @@
 """Run a training step of a config on fake tensors, as rank 0 of any number of ranks, and record its operators.
 
-The model, the loss, activation checkpointing, FSDP2, clipping and the optimizer are the real ones; tensors have no
-storage and collectives do nothing. Other engines are one device here: `recipes.plan.memory` adds what they add.
+The model, loss, activation checkpointing, FSDP2, clipping and optimizer are the real ones; tensors have no storage and
+collectives do nothing. Other engines run as a single device here: `recipes.plan.memory` adds their buffers.
 """
 
 import contextlib
@@ -46,13 +46,13 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How FSDP2 shards, over the ranks of `Step.mesh` that have different tokens.
+    """FSDP2 sharding, over the ranks of `Step.mesh` that read different tokens.
 
     Attributes:
         cpu_offload: Keep shards in host memory.
-        syncs_each_micro_batch: Reduce gradients after every backward pass, not once a step.
+        syncs_each_micro_batch: Reduce gradients after every backward pass, not once per step.
         reshard_after_forward: Gather each block again for its backward pass.
-        reduce_dtype: In which gradients are summed over ranks.
+        reduce_dtype: Dtype in which gradients are summed over ranks.
     """
 
     cpu_offload: bool = False
@@ -63,24 +63,24 @@ class Sharding:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Everything that a training step depends on.
+    """Everything that determines a training step.
 
     Attributes:
         make_model: Returns the model, on the default device.
-        objective: (model, batch) -> the sum that is minimized.
+        objective: (model, batch) -> loss.
         make_batch: Returns a micro-batch, on the current default device.
         make_optimizer: model -> optimizer.
         precision: Dtypes.
-        activation_checkpoint: What blocks keep.
-        accumulates: Whether gradients of earlier micro-batches are there already.
-        frees_gradients: Whether gradients are freed, not zeroed, before they are computed again.
-        drops_gradients: Whether each gradient is taken away as soon as it is complete, as ZeRO 2 and 3 do.
-        engine_steps: Whether gradients are clipped and the optimizer steps elsewhere, as under ZeRO.
-        ema_decay: Of an average of the weights; None: there is none.
-        mesh: Of all ranks.
-        sharding: Of FSDP2; None: each rank holds everything.
+        activation_checkpoint: Recomputation of blocks.
+        accumulates: Whether gradients of earlier micro-batches already exist.
+        frees_gradients: Whether gradients are freed instead of zeroed before they are computed again.
+        drops_gradients: Whether each gradient is removed as soon as it is complete, as in ZeRO 2 and 3.
+        engine_steps: Whether an engine clips the gradients and steps the optimizer, as in ZeRO.
+        ema_decay: Decay of the weight average; None: no averaging.
+        mesh: Mesh of all ranks.
+        sharding: FSDP2 sharding; None: each rank holds the full state.
         num_replicas: Ranks that hold the same weights and gradients, without FSDP2.
-        on_gpu: Record the operators of a GPU where they differ from those of a CPU.
+        on_gpu: Record a GPU's operators where they differ from a CPU's.
     """
 
     make_model: Callable[[], nn.Module]
@@ -103,15 +103,15 @@ class Step:
 def record_step(
     step: Step, *, blocks: Sequence[int] | None = None, keep_calls: bool = False, computes: bool = True
 ) -> list[Op]:
-    """Return the operators of one step of a run that has taken others before, in order.
+    """Return the operators of one step in order, as in a run that has already taken steps.
 
-    Of several micro-batches one is recorded: not the first, which has no gradients to add to.
+    Only one of several micro-batches is recorded: not the first, since it has no gradients to accumulate into.
 
     Args:
-        step: What to run.
+        step: Step to record.
         blocks: Indices of the blocks to keep; None: all.
         keep_calls: Keep the arguments of each operator.
-        computes: Whether there is a forward and a backward pass; else the model is only clipped and stepped.
+        computes: Whether to run forward and backward; otherwise the model is only clipped and stepped.
     """
     needs_group = step.sharding is not None or step.num_replicas > 1 or step.mesh.model_size > 1
     with fake_ranks(step.mesh.world_size if needs_group else 0), contextlib.ExitStack() as fakes:
@@ -184,7 +184,7 @@ def _mark(tracer: StepTracer, parameters: list[nn.Parameter], optimizer: torch.o
 
 @torch.no_grad()
 def clip(parameters: list[nn.Parameter]) -> None:
-    """Do what clipping does on a GPU: one pass over this rank's gradients for the norm, one to scale them."""
+    """Clip as on a GPU: one pass over this rank's gradients for the norm, one to scale them."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     norm = nn.utils.get_total_norm(local, foreach=True)
@@ -198,12 +198,12 @@ def _drop_gradient(tracer: StepTracer, parameter: Tensor) -> None:
 
 
 def build_model(step: Step, blocks: Sequence[int] | None, groups: MeshGroups) -> nn.Module:
-    """Return the model as its strategy would, `FSDP2Strategy.materialize` for one.
+    """Build the model as the strategy does, e.g. `FSDP2Strategy.materialize`.
 
     Args:
-        step: What to run.
+        step: Step to build for.
         blocks: Indices of the blocks to keep; None: all.
-        groups: Ranks that divide it.
+        groups: Process groups that shard the model.
     """
     with default_dtype(step.precision.param_dtype):
         model = step.make_model()
@@ -233,7 +233,7 @@ def build_model(step: Step, blocks: Sequence[int] | None, groups: MeshGroups) ->
 
 
 def _mark_blocks(model: nn.Module, tracer: StepTracer) -> None:
-    """Let the tracer know which block is running, forward and backward."""
+    """Set the tracer's section to the running block, forward and backward."""
     blocks = list(getattr(model, "blocks", []))
 
     def enter(name: str) -> None:
@@ -258,6 +258,6 @@ def _mark_blocks(model: nn.Module, tracer: StepTracer) -> None:
 
     for index, block in enumerate(blocks):
         name = f"block {index}"
-        # before FSDP2's own hooks, which gather the next block in either direction: that is part of this one
+        # before FSDP2's own hooks, which gather the next block in either direction: that belongs to this one
         block.register_forward_pre_hook(functools.partial(before, name, index == 0), prepend=True)
         block.register_forward_hook(functools.partial(after, name, index == len(blocks) - 1), prepend=True)

@@ -1,4 +1,4 @@
-"""A plan as lines of text for the console, and as JSON."""
+"""Format a plan as lines of text for the console, and as JSON."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,11 +14,11 @@ from recipes.plan.run_length import RunLength
 from recipes.plan.times import Times
 from recipes.plan.trace import CATEGORIES
 
-_POINTS = 400  # of the picture of a step
+_POINTS = 400  # maximum number of points in the memory timeline
 
 
 def describe_memory(plan: Plan) -> Iterator[str]:
-    """Yield the lines about what a rank holds at the fullest moment of a step."""
+    """Yield the lines about peak memory per rank."""
     moment = plan.peak
     accumulation = plan.accumulation
     yield (
@@ -56,14 +56,14 @@ def describe_memory(plan: Plan) -> Iterator[str]:
 
 
 def _name_data_ranks(plan: Plan) -> str:
-    """Return what has samples of its own: ranks, or groups of ranks with the same."""
+    """Return the name of the units with distinct samples: ranks, or groups of ranks that share samples."""
     size = plan.num_ranks // plan.mesh.data_size
     name = "rank" if size == 1 else "group"
     return f"{name}{'s' if plan.mesh.data_size > 1 else ''}" + (f" of {size} ranks" if size > 1 else "")
 
 
 def _describe_mesh(plan: Plan) -> Iterator[str]:
-    """Yield the ranks along each dimension of the mesh, if they divide more than samples and weights."""
+    """Yield the rank count along each mesh dimension, unless only samples and weights are sharded."""
     if plan.num_ranks == plan.mesh.data_size and plan.mesh.expert == 1:
         return
     sizes = {"pipeline": plan.pipeline.num_stages} if plan.pipeline.num_stages > 1 else {}
@@ -71,7 +71,7 @@ def _describe_mesh(plan: Plan) -> Iterator[str]:
 
 
 def describe_place(moment: Moment) -> str:
-    """Return where in a step a moment is, in words."""
+    """Return a readable name for a position in a step."""
     direction, _, place = moment.section.partition("/")
     words = {"embedding": "before the first block", "head": "head and loss"}
     where = words.get(place, "blocks" if place else "")
@@ -79,7 +79,7 @@ def describe_place(moment: Moment) -> str:
 
 
 def describe_time(plan: Plan, length: RunLength, rates: Rates | None) -> Iterator[str]:
-    """Yield the lines about the time of a step and of the run."""
+    """Yield the lines about the time per step and of the whole run."""
     tokens = "" if length.tokens is None else f", {length.tokens:,} tokens"
     yield f"run: {length.steps:,} steps, {length.samples:,} samples{tokens}, {length.evaluations:,} validations"
     if length.step_seconds is None:
@@ -138,7 +138,7 @@ def _describe_parts(plan: Plan, times: Times, rates: Rates | None) -> Iterator[s
 
 
 def _describe_communication(sent: Communication) -> Iterator[str]:
-    """Yield a table: a row for each dimension of the mesh along which a rank sends."""
+    """Yield the totals, and a table with a row per mesh dimension if there are several."""
     yield (
         f"  communication: {gib(sent.num_bytes):.2f} GiB sent per rank and step, {sent.seconds:.3g} s,"
         f" of which {sent.exposed_seconds:.3g} s not hidden by computation"
@@ -154,7 +154,7 @@ def _describe_communication(sent: Communication) -> Iterator[str]:
 
 
 def describe_rules(plan: Plan, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the rules of thumb beside what was computed."""
+    """Yield rules of thumb next to the computed values."""
     held = plan.peak.held
     state = sum(held.get(name, 0) for name in ("weights", "gradients", "optimizer", "master weights"))
     rule = gib(16 * plan.num_parameters)
@@ -170,10 +170,10 @@ def describe_rules(plan: Plan, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def as_json(plan: Plan, length: RunLength, flops: Flops | None) -> dict[str, Any]:
-    """Return a plan for `plan.json`: values under the names of `summary.json`, and the memory of a step."""
+    """Return a plan for `plan.json`: values named as in `summary.json`, and the memory timeline of a step."""
     moments = plan.moments
     stride = max(-(-len(moments) // _POINTS), 1)
-    # of each stretch the fullest moment, so that no peak is lost
+    # keep the peak of each interval, so that none is lost
     picked = [max(moments[i : i + stride], key=lambda moment: moment.total) for i in range(0, len(moments), stride)]
     names = sorted({key for moment in picked for key in moment.held}, key=_order)
     values: dict[str, Any] = {

@@ -14,7 +14,7 @@ from recipes.plan.roofline import Rates, StepSeconds, time_step
 from recipes.plan.stages import Stages, time_stages
 from recipes.plan.trace import GRADIENTS
 
-_HOST_ADAM_BYTES_PER_SECOND = 20e9  # of one rank, weights and state in host memory; depends on the host
+_HOST_ADAM_BYTES_PER_SECOND = 20e9  # of Adam on the CPU, per rank; depends on the host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +22,12 @@ class Times:
     """Time breakdown of a step.
 
     Attributes:
-        step: Seconds of the sections.
-        communication: In a step.
-        transfer: Activations to host memory and back, in a micro-batch; None: there are none.
-        step_seconds: Of an optimizer step.
-        forward_seconds: Of a micro-batch without gradients.
-        bubble: Share of a step in which a stage of a pipeline has nothing to do; None: there is no pipeline.
+        step: Seconds by section.
+        communication: Traffic per step.
+        transfer: Activations to host memory and back, per micro-batch; None: no offloading.
+        step_seconds: Seconds per optimizer step.
+        forward_seconds: Forward seconds per micro-batch, without gradients.
+        bubble: Fraction of a step in which a pipeline stage is idle; None: no pipeline.
     """
 
     step: StepSeconds
@@ -39,14 +39,14 @@ class Times:
 
 
 def measure_times(recorded: Recorded, timer: OperatorTimer) -> Times:
-    """Return the times of a step whose operators are timed on this machine.
+    """Return the times of a step with operators timed on this machine.
 
     Args:
-        recorded: The step, with its calls.
-        timer: For the device.
+        recorded: Step recorded with its calls.
+        timer: Operator timer of the device.
 
     Raises:
-        ConfigError: There are several ranks.
+        ConfigError: There is more than one rank.
     """
     if recorded.engine.num_ranks > 1:
         raise ConfigError(
@@ -72,14 +72,14 @@ def measure_times(recorded: Recorded, timer: OperatorTimer) -> Times:
 def estimate_times(
     config: Config, cluster: Cluster, recorded: Recorded, rates: Rates, *, stages: Stages | None
 ) -> Times:
-    """Return the times of a step by the rates of a device.
+    """Return the times of a step estimated from the rates of a device.
 
     Args:
-        config: Of the run.
+        config: Config of the run.
         cluster: The devices.
-        recorded: The step.
-        rates: Of a device.
-        stages: Of the pipeline; None: there is none.
+        recorded: Recorded step.
+        rates: Rates of a device.
+        stages: Stages of the pipeline; None: no pipeline.
     """
     ops, num_micro_batches = recorded.ops, recorded.accumulation.num_micro_batches
     on_gpu = cluster.device.full_name is not None
@@ -145,7 +145,7 @@ def _list_traffic(recorded: Recorded, step: StepSeconds, cluster: Cluster) -> li
 def _optimizer_seconds(recorded: Recorded, step: StepSeconds, rates: Rates) -> float:
     engine = recorded.engine
     share = 4.0 * recorded.num_parameters / engine.num_ranks
-    if engine.offloads:  # gradients go to the host, weights come back; 7 reads and writes of the state in between
+    if engine.offloads:  # gradients to the host, weights back, and 7 reads or writes of the state between
         return 2 * share / PCIE_BYTES_PER_SECOND + 7 * share / _HOST_ADAM_BYTES_PER_SECOND
     if engine.zero is not None:
         return 9 * share / (rates.bandwidth * rates.memory)

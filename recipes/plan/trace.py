@@ -29,10 +29,10 @@ WEIGHTS, GRADIENTS, OPTIMIZER, CASTS, ACTIVATIONS, OFFLOADED, LOSS, GATHERED, TE
 )
 KEPT = (ACTIVATIONS, CASTS)  # from the forward to the backward pass
 _WAIT: Any = torch.ops._c10d_functional.wait_tensor.default
-BEFORE = "before"  # the section of what exists when the step begins
+BEFORE = "before"  # section of everything that exists when the step begins
 # namespaces of operators that move no data
 _BOOKKEEPING = frozenset({"prim", "profiler"})
-# FSDP2's, whose results are gathered weights and gradients under way; those with a gradient return activations
+# their results are gathered weights and gradients in flight; differentiable collectives return activations
 _COLLECTIVES = frozenset({"c10d", "fsdp"})
 
 
@@ -41,16 +41,16 @@ class Op:
     """One operator.
 
     Attributes:
-        name: Its name in torch, with the namespace.
-        section: The part of the step that it belongs to.
-        cost: FLOPs and bytes that it reads and writes.
-        allocated: Bytes that it created, by category.
-        freed: Bytes that were freed between it and the next operator, by category.
-        reads: Storages that it reads, by number, with the bytes.
-        writes: Storages that it writes, likewise.
-        temporary: Those of `writes` that are freed before the section is over.
-        dimension: Of the mesh, whose ranks a collective connects; empty: no collective, or one of all ranks.
-        call: The operator and its arguments, to run it again; None unless calls are kept.
+        name: Name in torch, with the namespace.
+        section: Part of the step that it runs in.
+        cost: FLOPs and bytes.
+        allocated: Bytes allocated by it, by category.
+        freed: Bytes freed after it and before the next operator, by category.
+        reads: Bytes read, by storage number.
+        writes: Bytes written, by storage number.
+        temporary: Storages of `writes` that are freed before the section ends.
+        dimension: Mesh dimension of a collective; empty for other operators and for collectives over all ranks.
+        call: Operator and arguments, to run it again; None unless calls are kept.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Op:
 
 @dataclass(eq=False)
 class _Block:
-    """A storage: how large it is and what it holds."""
+    """Storage with its size and category."""
 
     num_bytes: int
     section: str
@@ -93,14 +93,14 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every operator that runs while it is active.
 
     A storage counts from the operator that creates it until its last reference is gone, as with torch's allocators.
-    Temporary allocations within an operator are not seen.
+    Temporary allocations inside an operator are not seen.
 
     Args:
         keep_calls: Keep the arguments of each operator.
-        dimensions: Of the mesh, by the names of their process groups.
+        dimensions: Mesh dimension by process group name.
 
     Attributes:
-        section: The part of the step that is running; set by the caller.
+        section: Part of the step that is running; set by the caller.
     """
 
     def __init__(self, *, keep_calls: bool = False, dimensions: Mapping[str, str] | None = None) -> None:
@@ -114,9 +114,9 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) or kind.__name__ == "NF4Tensor" for kind in types):
-            return NotImplemented  # their operators on plain tensors come back here
+            return NotImplemented  # operators on their plain tensors are dispatched here again
         kwargs = kwargs or {}
-        if func is _WAIT:  # returns what it waited for; a fake of it would be another tensor
+        if func is _WAIT:  # returns its input; a fake result would be a different tensor
             return args[0]
         out = func(*args, **kwargs)
         namespace = func.namespace
@@ -128,7 +128,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if record.cost.kind == "collective":
             record.dimension = self._dimensions.get(_group_name(args), "")
             if record.dimension == "shard" and "all_to_all" in record.name:
-                record.dimension = "expert"  # the same ranks, and so one group
+                record.dimension = "expert"  # the same ranks, and therefore the same group
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 block = self.add(tensor, by_collective=namespace in _COLLECTIVES)
@@ -146,11 +146,11 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def add(self, tensor: Tensor, *, category: str | None = None, by_collective: bool = False) -> _Block:
-        """Count the storage of a tensor from here on; name what it holds.
+        """Track the storage of a tensor from now on, optionally with a category.
 
         Args:
-            tensor: Any; a `DTensor` counts with this rank's part.
-            category: What it holds; None: decided when the step is over.
+            tensor: Any tensor; for a `DTensor` the local part is tracked.
+            category: Its category; None: decided at the end of the step.
             by_collective: Whether a collective created it.
         """
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -168,7 +168,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return block
 
     def _note_transfer(self, record: _Record, args: Any) -> None:
-        """Count a copy to or from host memory as such; what it reads and what comes back are activations."""
+        """Record a copy to or from host memory as a transfer; its source and the copy that returns are activations."""
         known = [self._refs.get(tensor.untyped_storage()._cdata) for tensor in args[:2]]
         blocks = [entry[1] for entry in known if entry is not None]
         if OFFLOADED in [block.category for block in blocks]:
@@ -193,7 +193,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._refs.get(storage._cdata)
         if known is not None:
             block, size = known[1], storage.nbytes()
-            block.by_collective = True  # FSDP2 is who resizes: what it gathered
+            block.by_collective = True  # only FSDP2 resizes storages, those of gathered weights
             if size > block.num_bytes:  # an allocation between two operators
                 self._records.append(_Record("storage::resize", self.section, Cost(), None))
             self._change(block, size - block.num_bytes)
@@ -223,7 +223,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             block.outlives_forward = True
 
     def ops(self) -> list[Op]:
-        """Return the recorded operators with every storage's category; excludes views, which cost nothing."""
+        """Return the recorded operators with a category for every storage; views are merged into the previous one."""
         ops: list[Op] = []
         numbers: dict[_Block, int] = {}
 
@@ -259,11 +259,11 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _group_name(args: Sequence[Any]) -> str:
-    """Return the name of the process group that a collective was called with."""
+    """Return the process group name that a collective was called with."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):  # type: ignore[attr-defined]
             return dist.ProcessGroup.unbox(arg).group_name
-    names = [arg for arg in args if isinstance(arg, str)]  # of a reduction, and then of the group
+    names = [arg for arg in args if isinstance(arg, str)]  # the name of the reduction precedes that of the group
     return names[-1] if names else ""
 
 

@@ -1,7 +1,7 @@
 """Extrapolate the operators of a deep model from two shallow copies: blocks repeat, everything else is linear.
 
-A copy of a few blocks takes a fraction of a second to record, whatever the depth of the model, so that dozens of
-settings can be compared. If the shallow copies are not consistent, the full model is recorded.
+Recording a copy with a few blocks takes a fraction of a second at any model depth, so that dozens of settings can be
+compared. If the two copies are inconsistent, the full model is recorded.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from torch import nn
 
 from recipes.plan.trace import Op
 
-_ATTEMPTS = 2  # the garbage collector may free something within one block of one copy
+_ATTEMPTS = 2  # the garbage collector may free a storage within one block of one copy only
 Recorder = Callable[[Sequence[int] | None], list[Op]]
 
 
@@ -21,8 +21,8 @@ def record_unrolled(record: Recorder, kinds: Sequence[object]) -> list[Op]:
     """Return the operators of a step of the full model.
 
     Args:
-        record: Indices of the blocks to keep, None for all -> operators of that model.
-        kinds: The kind of each block; blocks of one kind run the same operators.
+        record: Records the model with only the blocks at these indices; None: all blocks.
+        kinds: Kind of each block; blocks of one kind run the same operators.
     """
     num_blocks, repeats = len(kinds), _find_repeats(kinds)
     if repeats is None:
@@ -55,7 +55,7 @@ def _find_repeats(kinds: Sequence[object]) -> tuple[int, int] | None:
 
 
 def find_period(kinds: Sequence[object]) -> int | None:
-    """Return after how many blocks the kinds between the first and the last repeat; None if they do not."""
+    """Return the period with which block kinds repeat between the first and the last block; None if they do not."""
     middle = kinds[1:-1]
     for period in range(1, len(middle) // 3 + 1):
         repeats = all(kind == middle[index % period] for index, kind in enumerate(middle))
@@ -65,11 +65,11 @@ def find_period(kinds: Sequence[object]) -> int | None:
 
 
 def block_kinds(model: nn.Module, *, recomputes: Callable[[int], bool]) -> list[object]:
-    """Return the kind of each block: its modules, the shapes of its parameters, whether it is recomputed.
+    """Return the kind of each block: its modules, parameter shapes and whether it is recomputed.
 
     Args:
-        model: On any device.
-        recomputes: Index of a block -> whether it is recomputed.
+        model: Model on any device.
+        recomputes: Whether the block at an index is recomputed.
     """
     kinds: list[object] = []
     for index, block in enumerate(getattr(model, "blocks", [])):
@@ -80,14 +80,14 @@ def block_kinds(model: nn.Module, *, recomputes: Callable[[int], bool]) -> list[
 
 
 def _unroll(short: list[Op], long: list[Op], *, first: int, period: int, num_copies: int) -> list[Op] | None:
-    """Return the operators for `num_copies` periods between the first blocks and the last; None: they do not repeat.
+    """Return the operators of a model with `num_copies` periods; None if the recordings do not repeat.
 
     Args:
         short: Operators with two periods.
-        long: Operators with three.
-        first: Block of the first period.
-        period: Blocks in a period.
-        num_copies: Periods wanted.
+        long: Operators with three periods.
+        first: Index of the first block of the first period.
+        period: Blocks per period.
+        num_copies: Number of periods in the result.
     """
     short_parts, long_parts = (_split(ops, first=first, period=period) for ops in (short, long))
     others = [part for part in long_parts if "/middle " not in part[0]]
@@ -116,7 +116,7 @@ def _unroll(short: list[Op], long: list[Op], *, first: int, period: int, num_cop
 
 
 def _split(ops: list[Op], *, first: int, period: int) -> list[tuple[str, list[Op]]]:
-    """Return the parts of a step in order, the blocks of a period as one: `forward/middle 1`."""
+    """Return the parts of a step in order; the blocks of a period form one part, such as `forward/middle 1`."""
     last = max(_index(op.section) for op in ops)
 
     def part(op: Op) -> str:
@@ -135,14 +135,14 @@ def _index(section: str) -> int:
 
 
 def _signatures(ops: Iterable[Op]) -> list[tuple[object, ...]]:
-    """Return what repeats of the same operators have in common."""
+    """Return the properties that repeated blocks must share, operator by operator."""
     return [(op.name, op.cost, sum(op.allocated.values()), sum(op.freed.values())) for op in ops]
 
 
 def _extrapolated(
     long: list[tuple[str, list[Op]]], short: list[tuple[str, list[Op]]], extra: int
 ) -> list[tuple[str, list[Op]]]:
-    """Return what is not part of a period, with what grows with their number: gradients, optimizer, clipping."""
+    """Return the parts outside the periods, scaled by the number of periods: gradients, optimizer, clipping."""
     results = []
     for (name, ops), (_, before) in zip(long, short, strict=True):
         if [op.name for op in ops] != [op.name for op in before]:
@@ -153,7 +153,7 @@ def _extrapolated(
 
 
 def _grow(op: Op, previous: Op, extra: int) -> Op:
-    """Return an operator of the three-period model as it is with `extra` periods more than two."""
+    """Return an operator of the three-period model, extrapolated to `extra` periods more than two."""
 
     def sums(now: dict[str, int], before: dict[str, int]) -> dict[str, int]:
         counted = Counter(before)

@@ -1,6 +1,6 @@
-"""First pass over documents, by chunk in any process: clean, filter, and write the remaining documents.
+"""First pass over documents, one chunk at a time in any process: clean, filter, write the survivors.
 
-What a chunk leaves depends on its rows alone: three files, the last of which says that it is complete.
+The output of a chunk depends only on its rows: three files, the last of which marks the chunk as complete.
 """
 
 import hashlib
@@ -27,12 +27,12 @@ from recipes.prepare.quality import clean, find_failures
 
 UNREADABLE, EMPTY, QUALITY, CONTAMINATED = "unreadable", "empty", "quality", "contaminated"
 NO_DOMAIN = "all"
-UNKNOWN_DOMAIN = "unknown"  # of a row without the field that says it
+UNKNOWN_DOMAIN = "unknown"  # for a row without the domain field
 
 _CHUNK_BYTES = 4 * 1024**2
 _CHUNK_ROWS = 4096
-MAX_EXAMPLES = 3  # of a rule, in a chunk and in all
-MAX_LISTED = 20  # rows that cannot be read, documents that repeat an evaluation set
+MAX_EXAMPLES = 3  # per rule, in a chunk and in total
+MAX_LISTED = 20  # unreadable rows, contaminated documents
 SHOWN_CHARACTERS = 300
 _ALL = "all"
 
@@ -44,8 +44,8 @@ class Chunk:
     """Consecutive rows.
 
     Attributes:
-        number: From 0.
-        rows: Not parsed.
+        number: Index from 0.
+        rows: Unparsed rows.
     """
 
     number: int
@@ -54,16 +54,16 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Filters:
-    """What documents are judged by; picklable, sent to each process once.
+    """Filters for documents; picklable, sent to each process once.
 
     Attributes:
-        folder: Of the files that chunks leave.
+        folder: Folder of the chunk files.
         text_field: Name of the field that holds the text.
-        domain_field: Name of the field that says of what kind it is; None: all are of one kind.
+        domain_field: Name of the field that holds the domain; None: a single domain.
         rules: Limits by name.
-        rules_off: Rules that do not hold for a kind; "all": none does.
-        evaluation: Texts that documents must not repeat; None: any may.
-        hasher: Of near copies; None: they stay.
+        rules_off: Rules disabled for a domain; "all" disables every rule.
+        evaluation: Evaluation items that documents must not contain; None: not checked.
+        hasher: MinHash for near copies; None: near copies are kept.
     """
 
     folder: Path
@@ -75,14 +75,14 @@ class Filters:
     hasher: BandHasher | None
 
     def rules_of(self, domain: str) -> Mapping[str, Any]:
-        """Return the rules that hold for a kind of documents."""
+        """Return the rules that apply to a domain."""
         off = self.rules_off.get(domain, [])
         return {} if off == _ALL else {name: limit for name, limit in self.rules.items() if name not in off}
 
 
 @dataclass
 class _Kept:
-    """The documents of a chunk that stay so far."""
+    """Documents of a chunk that have passed so far."""
 
     lines: list[bytes] = field(default_factory=list)
     text_bytes: list[int] = field(default_factory=list)
@@ -92,18 +92,18 @@ class _Kept:
 
 
 def group_rows(rows: Iterable[Row]) -> Iterator[Chunk]:
-    """Yield chunks of about 4 MiB; where they end depends on the rows alone."""
+    """Yield chunks of about 4 MiB; their boundaries depend only on the rows."""
     tasks = group_by_bytes(rows, max_bytes=_CHUNK_BYTES, max_items=_CHUNK_ROWS)
     return (Chunk(number, task) for number, task in enumerate(tasks))
 
 
 def chunk_path(folder: Path, number: int, suffix: str) -> Path:
-    """Return a file of a chunk: `.jsonl`, its documents; `.json`, its facts; `.npz`, its arrays, written last."""
+    """Return a file of a chunk: documents (`.jsonl`), facts (`.json`), or arrays (`.npz`, written last)."""
     return folder / f"{number:06}{suffix}"
 
 
 def empty_facts() -> Facts:
-    """Return the facts of no documents; the counts of a domain and of a rule are 0 when they are first looked up."""
+    """Return the facts of zero documents; counts of a domain or rule start at 0 on first access."""
     return {
         "domains": defaultdict(lambda: {"documents": 0, "bytes": 0, "dropped": Counter(), "dropped_bytes": Counter()}),
         "rules": defaultdict(lambda: {"failed": 0, "first": 0, "domains": Counter(), "examples": []}),
@@ -115,7 +115,7 @@ def empty_facts() -> Facts:
 
 
 def judge_chunk(chunk: Chunk, *, filters: Filters) -> None:
-    """Judge the rows of a chunk and write what it leaves."""
+    """Judge the rows of a chunk and write its files."""
     facts = empty_facts()
     kept = _Kept()
     for row in chunk.rows:
@@ -138,7 +138,7 @@ def _judge(row: Row, filters: Filters, facts: Facts, kept: _Kept) -> None:
     try:
         fields = row.parse()
         text = read_text(row, filters.text_field)
-        num_bytes = len(text.encode())  # halves of characters outside the basic plane cannot be written
+        num_bytes = len(text.encode())  # raises for lone surrogates
     except (ConfigError, UnicodeEncodeError) as error:
         half = "its text holds half a character (a lone surrogate)"
         _drop(facts, NO_DOMAIN, UNREADABLE, row.num_bytes)
@@ -171,7 +171,7 @@ def _judge(row: Row, filters: Filters, facts: Facts, kept: _Kept) -> None:
 
 
 def _repeats_evaluation(facts: Facts, evaluation: EvaluationSet, place: str, text: str) -> bool:
-    """Note the items that a document shares a passage with, and return whether it holds too much of one."""
+    """Record the items that share a passage with a document, and return whether the document is contaminated."""
     hits = evaluation.find(text)
     for hit in hits:
         facts["items"][hit.item] = max(hit.coverage, facts["items"][hit.item])
@@ -193,7 +193,7 @@ def _note_failures(facts: Facts, failures: Mapping[str, float], *, place: str, d
 
 
 def _drop(facts: Facts, domain: str, reason: str | None, num_bytes: int) -> None:
-    """Count a document and, if there is a reason to drop it, the reason."""
+    """Count a document, and the reason if it is dropped."""
     known = facts["domains"][domain]
     known["documents"] += 1
     known["bytes"] += num_bytes
@@ -209,7 +209,7 @@ def _list(listed: list[Any], entry: Any) -> None:
 
 @contextmanager
 def create_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to write so that nobody finds half of it."""
+    """Open a file for writing such that no partial file is ever visible."""
     temporary = path.with_name(f".{path.name}")
     with temporary.open("wb") as file:
         yield file
@@ -217,6 +217,6 @@ def create_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file so that nobody finds half of it."""
+    """Write a file such that no partial file is ever visible."""
     with create_file(path) as file:
         file.write(data)

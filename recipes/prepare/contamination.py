@@ -1,9 +1,9 @@
 """Find documents contaminated with evaluation items by exact n-gram matches, and report the matches.
 
-A hit names the item, the share of it that the document has and the longest passage. No Bloom filter: a hash that is
-found is looked up and the words are compared, so a hit is never an accident of hashing.
+A hit names the item, the fraction of it found in the document and the longest shared passage. There is no Bloom filter:
+words are compared wherever a hash matches, so that a hit is never a hash collision.
 
-Letters: W words of a document, G distinct n-grams of the set, P places in its items.
+Letters: W words of a document, G distinct n-grams of the set, P occurrences of n-grams in its items.
 """
 
 import re
@@ -21,17 +21,17 @@ from recipes.prepare.ngrams import Hashes, hash_ngrams, hash_words, split_words
 Numbers = NDArray[np.int32]
 
 MAX_EVIDENCE_CHARACTERS = 200
-_NEVER_BOILERPLATE = 10  # items: what so few share is no boilerplate, however small the set
+_NEVER_BOILERPLATE = 10  # items: an n-gram in no more items than this is never boilerplate, however small the set
 _CHUNK = re.compile(r"\S+")
 
 
 class Hit(NamedTuple):
-    """An item that shares n-grams with a document.
+    """Item that shares n-grams with a document.
 
     Attributes:
-        item: Its id.
-        coverage: Words of the item inside of shared n-grams, of all its words that are not boilerplate.
-        evidence: The longest shared passage, as it stands in the item; its first 200 characters.
+        item: Id of the item.
+        coverage: Words of the item within shared n-grams, as a fraction of its words that are not boilerplate.
+        evidence: Longest shared passage as written in the item, up to 200 characters.
     """
 
     item: str
@@ -41,38 +41,38 @@ class Hit(NamedTuple):
 
 @dataclass(frozen=True)
 class _Table:
-    """Where each n-gram of one length occurs in the items."""
+    """Occurrences in the items of each n-gram of one length."""
 
     length: int
     hashes: Hashes  # [G], sorted
-    starts: Numbers  # [G + 1], into the places
+    starts: Numbers  # [G + 1], offsets into `items` and `positions`
     items: Numbers  # [P]
     positions: Numbers  # [P], first word
 
 
 class EvaluationSet:
-    """Items of an evaluation set, to be searched for in documents.
+    """Evaluation items to search for in documents.
 
-    Pickling takes about 25 bytes for each word of the items. `find` reads about 20 MB of text a second, or 10 MB if the
+    Pickled size: about 25 bytes per word of the items. `find` reads about 20 MB of text per second, or 10 MB if the
     items have a million words.
 
     Args:
-        items: Id and text of each.
-        min_coverage: Share of an item that makes a document contaminated, in (0, 1].
-        num_words: n. An item of fewer words has one n-gram, all of it.
-        min_words: Items of fewer words are not searched for: they stand in innocent documents.
-        max_item_share: N-grams in more than this share of the items, and in more than 10 of them, are boilerplate such
-            as an instruction: they are not searched for, and words only in such ones do not count for the coverage.
-        mask_digits: Whether numbers are equal to each other, as for near duplicates.
+        items: Id and text of each item.
+        min_coverage: Coverage of an item that makes a document contaminated, in (0, 1].
+        num_words: n. A shorter item is a single n-gram.
+        min_words: Items with fewer words are not searched for: they also occur in clean documents.
+        max_item_share: N-grams in more than this fraction of the items, and in more than 10 items, are boilerplate,
+            such as instructions: they are not searched for, and words only in them do not count for the coverage.
+        mask_digits: Treat all numbers as equal, as for near duplicates.
 
     Attributes:
-        num_items: Items given.
-        num_too_short: Of these, items of fewer than `min_words` words.
-        num_boilerplate_items: Of these, items in which everything is boilerplate.
-        num_boilerplate_ngrams: Distinct n-grams that are not searched for.
+        num_items: Number of items.
+        num_too_short: Items with fewer than `min_words` words.
+        num_boilerplate_items: Items that are entirely boilerplate.
+        num_boilerplate_ngrams: Distinct n-grams that are boilerplate.
 
     Raises:
-        ConfigError: A number is out of its range, or two items have the same id.
+        ConfigError: A setting is out of its range, or two items have the same id.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class EvaluationSet:
         self._mask_digits = mask_digits
         self._ids: list[str] = []
         self._texts: list[str] = []
-        ngrams: dict[int, list[tuple[int, Hashes]]] = defaultdict(list)  # length -> (item, hash at each position)
+        ngrams: dict[int, list[tuple[int, Hashes]]] = defaultdict(list)  # length -> [(item, hash at each position)]
         for item_id, text in items:
             self.num_items += 1
             word_hashes = hash_words(split_words(text, mask_digits=mask_digits))
@@ -106,7 +106,7 @@ class EvaluationSet:
         _check_ids(self._ids)
         max_items = max(_NEVER_BOILERPLATE, int(max_item_share * self.num_items))
         self._tables: list[_Table] = []
-        self._num_words = np.zeros(len(self._ids), dtype=np.int32)  # of each item, without boilerplate
+        self._num_words = np.zeros(len(self._ids), dtype=np.int32)  # per item, without boilerplate
         for length, found in sorted(ngrams.items()):
             table, num_ignored = _build_table(length, found, max_items=max_items)
             self.num_boilerplate_ngrams += num_ignored
@@ -116,7 +116,7 @@ class EvaluationSet:
         self.num_boilerplate_items = int(np.count_nonzero(self._num_words == 0))
 
     def find(self, text: str) -> list[Hit]:
-        """Return a hit for each item that shares an n-gram with a document, the most covered first, then by id."""
+        """Return a hit for each item that shares an n-gram with a document, by decreasing coverage, then by id."""
         if not self._tables:
             return []
         words = split_words(text, mask_digits=self._mask_digits)
@@ -132,11 +132,11 @@ class EvaluationSet:
         return sorted(hits, key=lambda hit: (-hit.coverage, hit.item))
 
     def is_contaminated(self, hits: Sequence[Hit]) -> bool:
-        """Return whether a document with these hits has `min_coverage` of an item or more."""
+        """Return whether a hit covers at least `min_coverage` of its item."""
         return any(hit.coverage >= self.min_coverage for hit in hits)
 
     def _hits(self, table: _Table, words: list[bytes], slots: list[int], places: list[int]) -> list[Hit]:
-        """Return the hits of the n-grams in some slots of a table, which stand at these places of a document."""
+        """Return the hits for n-grams, given their slots in the table and their positions in the document."""
         item_words: dict[int, list[bytes]] = {}
         shared: dict[int, list[int]] = defaultdict(list)  # item -> first words of shared n-grams
         for slot, place in zip(slots, places, strict=True):
@@ -158,11 +158,11 @@ class EvaluationSet:
 
 
 def _build_table(length: int, found: list[tuple[int, Hashes]], *, max_items: int) -> tuple[_Table, int]:
-    """Return the table of the n-grams that at most `max_items` items have, and the number of the others."""
+    """Return the table of the n-grams that occur in at most `max_items` items, and the number of other n-grams."""
     hashes = np.concatenate([ngrams for _, ngrams in found])
     items = np.concatenate([np.full(len(ngrams), item, dtype=np.int32) for item, ngrams in found])
     positions = np.concatenate([np.arange(len(ngrams), dtype=np.int32) for _, ngrams in found])
-    order = np.argsort(hashes, kind="stable")  # within an n-gram by item
+    order = np.argsort(hashes, kind="stable")  # within an n-gram, ordered by item
     hashes, items, positions = hashes[order], items[order], positions[order]
     is_first = np.ones(len(hashes), dtype=np.bool_)
     is_first[1:] = hashes[1:] != hashes[:-1]
@@ -178,16 +178,16 @@ def _build_table(length: int, found: list[tuple[int, Hashes]], *, max_items: int
 
 
 def _covered_words(table: _Table, *, num_items: int) -> Numbers:
-    """Return for each item how many of its words stand in n-grams of the table, [num_items]."""
+    """Return the number of words of each item that are within n-grams of the table, [num_items]."""
     order = np.lexsort((table.positions, table.items))
     items, positions = table.items[order], table.positions[order]
-    num_new = np.full(len(items), table.length)  # words of an n-gram before the next one of the same item begins
+    num_new = np.full(len(items), table.length)  # new words per n-gram, before the next one of the same item
     num_new[:-1] = np.where(items[1:] == items[:-1], np.minimum(np.diff(positions), table.length), table.length)
     return np.bincount(items, weights=num_new, minlength=num_items).astype(np.int32)
 
 
 def _longest_run(positions: NDArray[np.int64]) -> tuple[int, int]:
-    """Return where the longest run of consecutive numbers begins and where it stops; the first if several are."""
+    """Return start and stop of the longest run of consecutive integers, the first on a tie."""
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
     runs = np.split(positions, breaks)
     longest = max(runs, key=len)
@@ -195,10 +195,10 @@ def _longest_run(positions: NDArray[np.int64]) -> tuple[int, int]:
 
 
 def _passage(text: str, start: int, stop: int) -> str:
-    """Return words [start, stop) of a text as they stand there, with what is glued to them; 200 characters at most."""
+    """Return words [start, stop) of a text as written, with adjacent punctuation; at most 200 characters."""
     num_words = 0
     begin: int | None = None
-    for chunk in _CHUNK.finditer(text):  # blanks always separate words, so chunks have the words of the text
+    for chunk in _CHUNK.finditer(text):  # white space always separates words, so each word lies in one chunk
         num_words += len(split_words(chunk[0]))
         if begin is None and num_words > start:
             begin = chunk.start()

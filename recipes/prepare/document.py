@@ -1,7 +1,7 @@
 """Text measures used by the quality rules.
 
-Words are split at white space, so punctuation belongs to the word it touches. Lines and paragraphs are those that are
-not blank, without the white space around them.
+Words are split at white space, so adjacent punctuation belongs to a word. Blank lines and paragraphs do not count;
+surrounding white space is stripped.
 """
 
 import re
@@ -21,14 +21,14 @@ _TERMINAL_PUNCTUATION = (".", "?", "!", '"', "'", "\u201d", "\u2019")  # the las
 _AROUND_WORDS = ".,;:!?\"'()[]\u201c\u201d\u2018\u2019"
 
 _PARAGRAPH_BREAK = re.compile(r"\n\s*\n")
-# The end of a sentence within a line. A lower-case letter after it speaks for an abbreviation, such as `e.g. this`.
+# The end of a sentence within a line. A lower-case letter after it indicates an abbreviation, such as `e.g. this`.
 _SENTENCE_END = re.compile(r"""[.!?]["'\u201d\u2019)\]]*[^\S\n]+(?=[^\sa-z])""")
 
 
 class Document:
-    """A text and its measures, each computed once and only if a rule needs it.
+    """Text with measures that are computed once, when a rule needs them.
 
-    What is divided by counts as at least 1, so that every measure of an empty text is 0.
+    Denominators are at least 1, so that every measure of an empty text is 0.
     """
 
     def __init__(self, text: str) -> None:
@@ -38,27 +38,27 @@ class Document:
 
     @cached_property
     def words(self) -> Words:
-        """Its words, as numbers."""
+        """Words of the text, encoded as integers."""
         return number_words(self.text)
 
     @cached_property
     def lines(self) -> list[str]:
-        """Its lines."""
+        """Lines that are not blank, stripped."""
         return [line for line in map(str.strip, self.text.split("\n")) if line]
 
     @cached_property
     def paragraphs(self) -> list[str]:
-        """Its paragraphs, separated by blank lines."""
+        """Paragraphs, separated by blank lines."""
         return [paragraph for paragraph in map(str.strip, _PARAGRAPH_BREAK.split(self.text)) if paragraph]
 
     @cached_property
     def line_repeats(self) -> tuple[int, int]:
-        """How many lines occurred before, and their characters."""
+        """Number of lines that repeat an earlier line, and their characters."""
         return count_repeats(self.lines)
 
     @cached_property
     def paragraph_repeats(self) -> tuple[int, int]:
-        """How many paragraphs occurred before, and their characters."""
+        """Number of paragraphs that repeat an earlier paragraph, and their characters."""
         return count_repeats(self.paragraphs)
 
     @cached_property
@@ -68,28 +68,28 @@ class Document:
 
     @cached_property
     def mean_word_length(self) -> float:
-        """Characters of a word, with the punctuation that touches it."""
+        """Mean characters per word, including adjacent punctuation."""
         return self.per_word(int(self.words.lengths.sum()))
 
     @cached_property
     def num_symbols(self) -> int:
-        """Hashes or ellipses, whichever are more."""
+        """Number of hashes or of ellipses, whichever is larger."""
         return max(self.text.count("#"), sum(map(self.text.count, _ELLIPSES)))
 
     @cached_property
     def num_alphabetic_words(self) -> int:
-        """Words that have a letter of any alphabet."""
+        """Number of words with at least one letter of any alphabet."""
         has_letter = np.array([any(map(str.isalpha, word)) for word in self.words.distinct], dtype=np.bool_)  # [V]
         return int(self.words.counts[has_letter].sum())
 
     @cached_property
     def num_stop_words(self) -> int:
-        """How many of the stop words occur, in either case and whatever punctuation touches them."""
+        """Number of distinct stop words that occur, ignoring case and adjacent punctuation."""
         return len(STOP_WORDS.intersection(word.strip(_AROUND_WORDS).lower() for word in self.words.distinct))
 
     @cached_property
     def num_sentences(self) -> int:
-        """Sentences; each line is at least one."""
+        """Number of sentences; each line counts as at least one."""
         return len(self.lines) + len(_SENTENCE_END.findall(self.text))
 
     def per_word(self, count: int) -> float:
@@ -101,7 +101,7 @@ class Document:
         return count / max(1, self.num_characters)
 
     def share_of_lines(self, holds: Callable[[str], bool]) -> float:
-        """Return the share of lines of which something holds."""
+        """Return the fraction of lines for which a predicate is true."""
         return sum(map(holds, self.lines)) / max(1, len(self.lines))
 
 
@@ -116,7 +116,7 @@ def is_cut_off(line: str) -> bool:
 
 
 def is_punctuated(line: str) -> bool:
-    """Return whether a line ends in . ? ! or a quotation mark; an ellipsis of three dots does too."""
+    """Return whether a line ends in . ? ! or a quotation mark, including an ellipsis of three dots."""
     return line.endswith(_TERMINAL_PUNCTUATION)
 
 

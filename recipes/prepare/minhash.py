@@ -1,6 +1,6 @@
 """Compute shingles and MinHash band keys of documents; documents that share a key may be near duplicates.
 
-Letters: W words of a document, S shingles, B bands, R rows a band.
+Letters: W words of a document, S shingles, B bands, R rows per band.
 """
 
 import math
@@ -10,20 +10,20 @@ import numpy as np
 from recipes.errors import ConfigError
 from recipes.prepare.ngrams import MULTIPLIER, Hashes, hash_ngrams, hash_words, split_words
 
-NO_KEY = np.uint64(0)  # of a document without shingles, in every band; it shares no band with anything
+NO_KEY = np.uint64(0)  # key of a document without shingles in every band; never matches another document
 
 _MIN_RECALL = 0.98
-_SHINGLES_AT_A_TIME = 512  # with 112 permutations 0.4 MB, which stays in the second-level cache
+_SHINGLES_AT_A_TIME = 512  # 0.4 MB with 112 permutations, which fits into the L2 cache
 
 
 def shingles(text: str, num_words: int = 5) -> Hashes:
     """Return the sorted unique hashes of the word n-grams of a text, [S].
 
-    A text of fewer words is one shingle of all its words; one without words has none.
+    A shorter text is one shingle of all its words; a text without words has none.
 
     Args:
-        text: A whole document; case, punctuation and the digits of numbers do not matter.
-        num_words: Words of a shingle.
+        text: A whole document; case and punctuation are ignored, numbers are masked.
+        num_words: Words per shingle.
     """
     word_hashes = hash_words(split_words(text))  # [W]
     if word_hashes.size == 0:
@@ -36,18 +36,18 @@ def shingles(text: str, num_words: int = 5) -> Hashes:
 
 
 def candidate_rate(similarity: float, num_bands: int, num_rows: int) -> float:
-    """Return the probability that two documents of this Jaccard similarity share a band."""
+    """Return the probability that two documents with this Jaccard similarity share a band."""
     return float(1.0 - (1.0 - similarity**num_rows) ** num_bands)
 
 
 def choose_bands(threshold: float, *, num_permutations: int = 112) -> tuple[int, int]:
-    """Return the bands and rows that miss at most 2 % of the pairs whose similarity is the threshold.
+    """Return the numbers of bands and rows that miss at most 2 % of the pairs at the threshold similarity.
 
-    More rows a band mean fewer candidates to verify: it is the largest number that misses no more. The usual choice,
-    which weighs misses against false candidates, misses about half of the pairs at the threshold.
+    More rows per band mean fewer candidates to verify, so this is the largest number that meets the limit. The usual
+    choice, which weighs misses against false candidates, misses about half of the pairs at the threshold.
 
     Raises:
-        ConfigError: The threshold is not in (0, 1], or too low for that many permutations.
+        ConfigError: The threshold is not in (0, 1], or too low for the number of permutations.
     """
     check_threshold(threshold)
     if num_permutations < 1:
@@ -66,7 +66,7 @@ def choose_bands(threshold: float, *, num_permutations: int = 112) -> tuple[int,
 
 
 def check_threshold(threshold: float) -> None:
-    """Check that a similarity can be the least one of copies.
+    """Check a similarity threshold.
 
     Raises:
         ConfigError: It is not in (0, 1].
@@ -77,15 +77,15 @@ def check_threshold(threshold: float) -> None:
 
 
 class BandHasher:
-    """MinHash of a document, cut into bands; about 50 MB of text a second with 112 permutations.
+    """Computes MinHash band keys of documents, about 50 MB of text per second with 112 permutations.
 
-    The permutations are datasketch's ("affine64"), which a fixed seed determines. A pickled one needs no datasketch,
-    whose import takes 0.8 s.
+    The permutations are those of datasketch ("affine64") for a fixed seed. Unpickling does not import datasketch, which
+    would take 0.8 s.
 
     Args:
-        num_bands: B.
-        num_rows: R.
-        seed: Of the permutations; keys of two seeds have nothing to do with each other.
+        num_bands: Number of bands, B.
+        num_rows: Rows per band, R.
+        seed: Seed of the permutations; keys of different seeds are not comparable.
 
     Raises:
         ConfigError: datasketch is not installed.
@@ -105,7 +105,7 @@ class BandHasher:
         self._increments: Hashes = minhash.permutations[1]  # [B * R]
 
     def minima(self, hashes: Hashes) -> Hashes:
-        """Return the least value of the shingles under each permutation, [B * R]; the largest integer if none."""
+        """Return the minimum over the shingles per permutation, [B * R]; the largest integer if there are none."""
         mixed = _mix64(hashes)
         minima = np.full(self.num_bands * self.num_rows, np.iinfo(np.uint64).max, dtype=np.uint64)
         for start in range(0, len(mixed), _SHINGLES_AT_A_TIME):
@@ -115,10 +115,10 @@ class BandHasher:
         return minima
 
     def band_keys(self, hashes: Hashes) -> Hashes:
-        """Return a key for each band, [B]; documents with an equal key in a band are candidates.
+        """Return a key per band, [B]; documents with an equal key in any band are candidates.
 
         Args:
-            hashes: [S], as `shingles` returns them; if there are none all keys are `NO_KEY`.
+            hashes: [S], as returned by `shingles`; if empty, all keys are `NO_KEY`.
         """
         if hashes.size == 0:
             return np.full(self.num_bands, NO_KEY)

@@ -1,8 +1,8 @@
 """Near duplicates: candidates that share a MinHash band, each verified by its exact Jaccard similarity.
 
 A shared band alone is no proof: of the candidates that 14 bands of 8 rows find in Python's standard library, fewer than
-half are copies. And copies of copies are no copies: components of candidate pairs join whole sources. Here every
-document that is removed names an original that stays and that was compared with it.
+half are copies. Nor is similarity transitive: connected components of candidate pairs merge unrelated sources. Here
+every removed document names an original that is kept and was compared with it.
 
 Letters: N documents, B bands.
 """
@@ -22,12 +22,12 @@ from recipes.prepare.ngrams import Hashes
 Bools = NDArray[np.bool_]
 Documents = NDArray[np.int32]
 
-_MAX_LENT = 16_384  # originals of one bucket that are looked at; keeps a bucket of a million from taking hours
+_MAX_LENT = 16_384  # originals visited per bucket; a bucket of a million documents would take hours
 _MAX_CACHED_BYTES = 256 * 1024**2
 
 
 class Copy(NamedTuple):
-    """A document to remove, the earlier one that stays for it, and the exact Jaccard similarity of the two."""
+    """Document to remove, the earlier original that is kept, and their exact Jaccard similarity."""
 
     document: int
     original: int
@@ -36,13 +36,13 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Copies:
-    """All near copies, in the order of the documents.
+    """All near copies, in document order.
 
     Attributes:
-        copies: One for each document to remove; no original is itself a copy.
+        copies: One per document to remove; no original is itself a copy.
         num_compared: Pairs whose similarity was computed.
-        num_not_compared: Pairs that shared a band and were not compared because of `max_compared`. Where a bucket holds
-            more than 16,384 originals, a pair that shares several such buckets counts in each.
+        num_not_compared: Pairs that shared a band but were not compared because of `max_compared`. In buckets with more
+            than 16,384 originals, a pair counts once per shared bucket.
     """
 
     copies: list[Copy]
@@ -51,11 +51,11 @@ class Copies:
 
 
 def jaccard(a: Hashes, b: Hashes) -> float:
-    """Return the share of shingles in both among those in either; 0 if there are none.
+    """Return the Jaccard similarity of two sets of shingles; 0 if both are empty.
 
     Args:
-        a: Sorted and unique, as `shingles` returns them.
-        b: Of the other document, the same.
+        a: Sorted and unique, as returned by `shingles`.
+        b: Likewise, for the other document.
     """
     both = np.concatenate((a, b))
     both.sort()
@@ -71,22 +71,22 @@ def find_copies(
     max_compared: int,
     is_candidate: Bools | None = None,
 ) -> Copies:
-    """Find the documents that are near copies of an earlier one that stays.
+    """Find the documents that are near copies of an earlier, kept document.
 
-    A document is a copy if its Jaccard similarity with an earlier document that is no copy itself is at least the
-    threshold. The originals that share most bands are compared first, among equals the earliest, until one is similar
-    enough. The result depends on the order of the documents and on nothing else. Memory beside the keys: at most
-    8 bytes for each of them, 256 MiB of shingles and the result.
+    A document is a copy if its Jaccard similarity with an earlier document that is not itself a copy is at least the
+    threshold. Originals are compared by number of shared bands, ties by position, until one is similar enough. The
+    result depends only on the order of the documents. Memory in addition to the keys: at most 8 bytes per key, 256 MiB
+    of shingles and the result.
 
     Args:
         keys: [N, B], `band_keys` of each document; may be a memory map.
-        load_shingles: Document -> its shingles; called again for one that was not used recently.
-        threshold: Least similarity of a copy, in (0, 1].
-        max_compared: Originals that a document is compared with; the others are counted.
-        is_candidate: [N], False for documents to leave out, such as those removed before; None: all are in.
+        load_shingles: Returns the shingles of a document; called again if they are no longer cached.
+        threshold: Minimum similarity of a copy, in (0, 1].
+        max_compared: Maximum number of originals compared per document; the others are counted.
+        is_candidate: [N], False for documents to skip, such as exact copies; None: all are candidates.
 
     Raises:
-        ConfigError: A number is out of its range.
+        ConfigError: A setting is out of its range.
     """
     check_threshold(threshold)
     if max_compared < 1:
@@ -111,7 +111,7 @@ def find_copies(
 
 
 class _Buckets:
-    """Documents with the same key in a band, and which of them stay so far; a document alone is in no bucket."""
+    """Documents grouped by equal keys per band, with the originals kept so far; single documents have no bucket."""
 
     def __init__(self, keys: Hashes, is_candidate: Bools | None) -> None:
         self._bucket_of = np.full(keys.shape, -1, dtype=np.int32)  # [N, B]
@@ -126,7 +126,7 @@ class _Buckets:
             group[1:] = np.cumsum(column[documents[1:]] != column[documents[:-1]])
             size = np.bincount(group)
             is_shared = size > 1
-            bucket = num_buckets + np.cumsum(is_shared) - 1  # of each group that is shared
+            bucket = num_buckets + np.cumsum(is_shared) - 1  # valid where a group is shared
             shared = is_shared[group]
             self._bucket_of[documents[shared], band] = bucket[group[shared]]
             sizes.append(size[is_shared])
@@ -137,12 +137,12 @@ class _Buckets:
         self._num_kept = np.zeros(num_buckets, dtype=np.int64)
 
     def documents(self) -> list[int]:
-        """Return all that share a bucket, in order."""
+        """Return all documents that share a bucket, in order."""
         found: list[int] = np.flatnonzero((self._bucket_of >= 0).any(axis=1)).tolist()
         return found
 
     def originals(self, document: int) -> tuple[Documents, int]:
-        """Return the kept ones that share a bucket, most buckets first, and how many were left out of full buckets."""
+        """Return the originals that share a bucket, most shared buckets first, and how many full buckets left out."""
         found = []
         num_left_out = 0
         for bucket in self._buckets(document):
@@ -153,7 +153,7 @@ class _Buckets:
         return originals[np.argsort(-num_shared, kind="stable")], num_left_out
 
     def keep(self, document: int) -> None:
-        """Make a document an original of later ones."""
+        """Keep a document as an original for later ones."""
         for bucket in self._buckets(document):
             if self._num_kept[bucket] < _MAX_LENT:
                 self._kept[self._starts[bucket] + self._num_kept[bucket]] = document
@@ -166,7 +166,7 @@ class _Buckets:
 
 
 class _Cache:
-    """Shingles of the documents used last, up to 256 MiB."""
+    """LRU cache of shingles, up to 256 MiB."""
 
     def __init__(self, load: Callable[[int], Hashes]) -> None:
         self._load = load

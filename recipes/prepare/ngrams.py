@@ -1,6 +1,6 @@
-"""Words of a text and hashes of their n-grams, equal on every machine and in every process.
+"""Words of a text and hashes of their n-grams, identical on every machine and in every process.
 
-Letters: W words, n words an n-gram.
+Letters: W words, n words per n-gram.
 """
 
 import re
@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 
 Hashes = NDArray[np.uint64]
 
-MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying loses no bit of a hash
+MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplication loses no bits of a hash
 _NON_ASCII = re.compile(r"[^\x00-\x7f]+")
 _ZEROS = re.compile(rb"0+")
-# beginnings of the names of letters of scripts that put no blanks between words
+# prefixes of Unicode letter names in scripts without spaces between words
 _NO_BLANKS = ("CJK ", "IDEOGRAPHIC", "HIRAGANA", "KATAKANA", "BOPOMOFO", "THAI", "LAO", "KHMER", "MYANMAR")
 
 
 class _Replacements(dict[int, str]):
-    """What stands for a character of lower-case text in its words, filled as characters are met."""
+    """Replacement of each character of a lower-case text, filled on demand."""
 
     def __init__(self, *, mask_digits: bool) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class _Replacements(dict[int, str]):
             replacement = char
         elif category[0] == "N":
             replacement = "0" if self.mask_digits else char
-        elif category == "Cf":  # soft hyphens and joiners stand inside of words
+        elif category == "Cf":  # soft hyphens and joiners occur inside words
             replacement = ""
         self[code] = replacement
         return replacement
 
     def ascii_table(self) -> bytes:
-        """Return the table for `bytes.translate`; it lowers ASCII letters and leaves UTF-8 sequences alone."""
+        """Return a table for `bytes.translate` that lowers ASCII letters and keeps UTF-8 sequences."""
         return b"".join(self[ord(chr(code).lower())].encode() for code in range(128)) + bytes(range(128, 256))
 
 
@@ -52,14 +52,14 @@ _ASCII_TABLES = {mask_digits: table.ascii_table() for mask_digits, table in _REP
 
 
 def split_words(text: str, *, mask_digits: bool = True) -> list[bytes]:
-    """Return the words of a text in UTF-8, about 40 MB/s where it is ASCII.
+    """Return the words of a text in UTF-8; about 40 MB/s for ASCII.
 
-    Words are runs of letters, marks and digits in NFC and lower case; everything else separates them. In scripts
-    without blanks (Chinese, Japanese, Thai and others) each letter is a word.
+    Words are runs of letters, marks and digits in NFC and lower case, separated by everything else. In scripts without
+    spaces (Chinese, Japanese, Thai and others) each letter is a word.
 
     Args:
         text: Any text, lone surrogates included.
-        mask_digits: Write each run of digits as one 0, so that texts which differ in dates and counters are equal.
+        mask_digits: Replace each run of digits by one 0, so that texts that differ only in dates or counters are equal.
     """
     if not text.isascii():
         table = _REPLACEMENTS[mask_digits]
@@ -70,15 +70,15 @@ def split_words(text: str, *, mask_digits: bool = True) -> list[bytes]:
 
 
 def hash_words(words: Sequence[bytes]) -> Hashes:
-    """Return XXH3 of each word, [W]."""
+    """Return the XXH3 hash of each word, [W]."""
     return np.fromiter(map(xxhash.xxh3_64_intdigest, words), np.uint64, len(words))
 
 
 def hash_ngrams(word_hashes: Hashes, lengths: Collection[int]) -> dict[int, Hashes]:
-    """Return for each n of `lengths` the hashes of the n-grams at their first words, [max(0, W - n + 1)].
+    """Return the n-gram hashes for each length n, indexed by first word, [max(0, W - n + 1)].
 
-    A hash is a polynomial in a fixed multiplier modulo 2^64, whose coefficients are the hashes of the words. All
-    lengths together cost as much as the longest.
+    A hash is a polynomial in a fixed multiplier modulo 2^64, with the word hashes as coefficients. All lengths together
+    cost as much as the longest.
     """
     hashes = word_hashes
     found: dict[int, Hashes] = {}

@@ -1,7 +1,7 @@
 """Document pipeline: one parallel filtering pass, then deduplication, then output files.
 
-Every file is written atomically and depends only on input and settings: a killed pipeline resumes where it stopped,
-and any number of processes writes the same bytes.
+Every file is written atomically and depends only on input and settings: a killed pipeline resumes where it stopped, and
+the output does not depend on the number of processes.
 """
 
 import functools
@@ -33,22 +33,22 @@ REPORT = "report.json"
 DOCUMENTS = "documents"
 WORK = "unfinished"
 _STATE = "state.json"
-_VERSION = 1  # to be increased when the same input and settings give other documents
+_VERSION = 1  # increase when the same input and settings yield different documents
 _SECONDS_BETWEEN_LINES = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """What is done to documents, and where they go.
+    """Filters, deduplication and output of a preparation.
 
     Attributes:
-        output: Folder of the documents that stay, and of the report.
-        filters: What each document is judged by.
-        removes_exact: Whether documents that are equal to an earlier one are dropped.
-        near_threshold: Least Jaccard similarity of a near copy; None: they stay.
-        max_compared: Originals that a document is compared with.
-        shard_bytes: Largest size of a file of documents.
-        settings: What was typed, for the report.
+        output: Folder for the kept documents and the report.
+        filters: Filters of the first pass.
+        removes_exact: Whether exact copies of an earlier document are dropped.
+        near_threshold: Minimum Jaccard similarity of a near copy; None: near copies are kept.
+        max_compared: Maximum number of originals compared per document.
+        shard_bytes: Maximum size of an output file.
+        settings: Settings of the user, for the report.
     """
 
     output: Path
@@ -60,15 +60,15 @@ class Pipeline:
     settings: Mapping[str, Any]
 
     def run(self, rows: Rows, *, content_hash: str, num_processes: int) -> Facts:
-        """Prepare documents and return the report; one that was finished before is read.
+        """Prepare documents and return the report; a finished preparation is only read.
 
         Args:
-            rows: The documents.
-            content_hash: Of the rows, and of everything else that the settings name.
-            num_processes: Of the first pass.
+            rows: Input documents.
+            content_hash: Hash of the rows and of every other file that the settings name.
+            num_processes: Processes of the first pass.
 
         Raises:
-            ConfigError: The folder holds something else, a row cannot be read, or no document stays.
+            ConfigError: The folder holds something else, a row cannot be read, or no document is kept.
         """
         key = json.dumps([_VERSION, content_hash, dict(self.settings)], sort_keys=True)
         digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
@@ -107,7 +107,7 @@ class Pipeline:
         return self.output / WORK
 
     def _open_folder(self, digest: str) -> Facts | None:
-        """Make the output ready; return the report if everything is there."""
+        """Prepare the output folder; return the report if the preparation is finished."""
         report, state = self.output / REPORT, self._work / _STATE
         typed, fix = f"mode.output={self.output}", "mode.output=<another folder>"
         if report.is_file():
@@ -131,7 +131,7 @@ class Pipeline:
         return None
 
     def _judge(self, rows: Rows, num_processes: int) -> int:
-        """Judge all chunks that are not there yet; return how many there are."""
+        """Judge the chunks that are not finished; return the total number of chunks."""
         progress = _Progress(rows.num_bytes)
         num_chunks = 0
 
@@ -176,7 +176,7 @@ class Pipeline:
         return survivors.find_near_copies(is_first, threshold=self.near_threshold, max_compared=self.max_compared)
 
     def _write(self, survivors: Survivors, kept: NDArray[np.int64]) -> None:
-        """Write the documents that stay, in order; files that are there already have the same bytes."""
+        """Write the kept documents in order; existing files already have the same content."""
         folder = self.output / DOCUMENTS
         folder.mkdir(exist_ok=True)
         sizes = survivors.line_bytes[kept]
@@ -194,10 +194,10 @@ def _read_facts(folder: Path, num_chunks: int) -> Iterator[Facts]:
 
 
 class _Progress:
-    """Logs a line now and then.
+    """Logs the progress at intervals.
 
     Args:
-        num_bytes: Of all rows, roughly.
+        num_bytes: Approximate size of all rows.
     """
 
     def __init__(self, num_bytes: int) -> None:

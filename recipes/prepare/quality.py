@@ -1,7 +1,7 @@
 """Document quality rules of Gopher, C4 and FineWeb, each with its own limit.
 
-Line rules change a text (`clean`), document rules reject it (`find_failures`); a value at the limit passes. Made for
-English web pages: code and languages without spaces fail. document.py defines words, lines and what is measured.
+Line rules change a text (`clean`), document rules reject it (`find_failures`); a value at the limit passes. Intended
+for English web pages: code and languages without spaces fail. document.py defines words, lines and measures.
 
 Sources: Gopher arXiv 2112.11446 appendix A.1.1, C4 arXiv 1910.10683 section 2.2, FineWeb arXiv 2406.17557 section 3.6.
 """
@@ -42,13 +42,13 @@ _PHRASES = {
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule.
+    """Quality rule.
 
     Attributes:
-        description: One sentence, for the report.
-        kind: Of the limit: `flag`, `count` (a whole number), `share` (0 to 1) or `number` (0 or more).
-        measure: What a document rule compares with its limit, which is the largest value that passes if the name begins
-            with `max_`, else the smallest; None: a line rule.
+        description: One sentence for the report.
+        kind: Kind of limit: `flag`, `count` (an integer), `share` (0 to 1) or `number` (0 or more).
+        measure: Value that a document rule compares with its limit: an inclusive maximum if the name begins with
+            `max_`, otherwise an inclusive minimum; None: a line rule.
     """
 
     description: str
@@ -67,7 +67,7 @@ def _duplicate(n: int) -> Rule:
 
 
 RULES: dict[str, Rule] = {
-    # C4, line rules in the order in which they are tried
+    # C4, line rules in order of evaluation
     "remove_citation_marks": Rule("Marks such as [1], [edit] and [citation needed] are cut out of lines.", "flag"),
     "remove_unpunctuated_lines": Rule("Lines must end in . ? ! or a quotation mark, not in an ellipsis.", "flag"),
     "min_words_per_line": Rule("Lines with fewer words are removed.", "count"),
@@ -140,10 +140,10 @@ _LIMITS = {
 
 
 def check_rules(rules: Mapping[str, Any]) -> None:
-    """Check the names and limits of rules; a limit of None switches its rule off.
+    """Check the names and limits of rules; a limit of None disables its rule.
 
     Raises:
-        ConfigError: A rule is unknown, its limit is of the wrong kind or range, or no text can pass.
+        ConfigError: A rule is unknown, a limit has the wrong type or range, or no text can pass.
     """
     for name, limit in rules.items():
         setting = f"quality.{name}={_format(limit)}"
@@ -178,8 +178,8 @@ def find_failures(text: str, rules: Mapping[str, Any]) -> dict[str, float]:
     """Return the document rules that a text fails.
 
     Args:
-        text: Any text, after `clean` if there are line rules.
-        rules: Limits by name, as `check_rules` accepts them; those of line rules are ignored.
+        text: Any text, after `clean` if line rules are on.
+        rules: Limits by name, as accepted by `check_rules`; line rules are ignored.
 
     Returns:
         The measured value of each rule that failed, in the order of `RULES`.
@@ -199,22 +199,22 @@ def find_failures(text: str, rules: Mapping[str, Any]) -> dict[str, float]:
 def clean(text: str, rules: Mapping[str, Any]) -> tuple[str, dict[str, int]]:
     """Remove the lines that break a line rule.
 
-    Blank lines break none. One that a removal leaves beside another, or at the beginning, goes with the removed line.
+    Blank lines never do. One that a removal leaves next to another, or at the beginning, is removed, too.
 
     Args:
         text: Any text.
-        rules: Limits by name, as `check_rules` accepts them; those of document rules are ignored.
+        rules: Limits by name, as accepted by `check_rules`; document rules are ignored.
 
     Returns:
-        The text, the same if no rule applied, and for each rule that did, how many lines it removed (citation marks:
-        how many marks). A line that breaks several rules counts for the first in the order of `RULES`.
+        The text, unchanged if no rule applied, and the number of lines removed by each rule that applied (citation
+        marks: number of marks). A line that breaks several rules counts for the first in the order of `RULES`.
     """
     removed: dict[str, int] = {}
     if rules.get("remove_citation_marks"):
         text, removed["remove_citation_marks"] = _CITATION_MARK.subn("", text)
     checks = _line_checks(text, rules)
     removed.update(dict.fromkeys(checks, 0))
-    kept = [""]  # as if a blank line came before
+    kept = [""]  # acts as a preceding blank line
     after_removal = False
     for line in text.split("\n") if checks else ():
         bare = line.strip()
@@ -230,13 +230,13 @@ def clean(text: str, rules: Mapping[str, Any]) -> tuple[str, dict[str, int]]:
 
 
 def _line_checks(text: str, rules: Mapping[str, Any]) -> dict[str, Callable[[str], bool]]:
-    """Return, for each line rule that is on and may apply to a text, whether a line breaks it."""
+    """Return a check for each line rule that is on and may apply to a text: True if a line breaks the rule."""
     checks: dict[str, Callable[[str], bool]] = {}
     if rules.get("remove_unpunctuated_lines"):
         checks["remove_unpunctuated_lines"] = lambda line: not is_punctuated(line) or is_cut_off(line)
     min_words = rules.get("min_words_per_line")
     if min_words:
-        # looks no further than the last word that matters
+        # splits only as far as needed
         checks["min_words_per_line"] = lambda line: len(line.split(None, min_words - 1)) < min_words
     lowered = text.lower()
     for name, phrases in _PHRASES.items():

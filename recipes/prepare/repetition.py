@@ -1,6 +1,6 @@
 """Measure repetition in a text as Gopher does (arXiv 2112.11446, appendix A.1.1), about 0.05 s per MB.
 
-Words are split at white space. Letters: W words, V distinct words, P places (indices of words) where an n-gram starts.
+Words are split at white space. Letters: W words, V distinct words, P places (word indices) where an n-gram starts.
 """
 
 from collections import Counter
@@ -13,19 +13,19 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-TOP_LENGTHS = (2, 3, 4)  # of n-grams of which the most frequent one counts
-DUPLICATE_LENGTHS = (5, 6, 7, 8, 9, 10)  # of n-grams that must not repeat
+TOP_LENGTHS = (2, 3, 4)  # n-gram lengths for which the most frequent one counts
+DUPLICATE_LENGTHS = (5, 6, 7, 8, 9, 10)  # n-gram lengths that must not repeat
 
 
 @dataclass(frozen=True)
 class Words:
-    """The words of a text as numbers.
+    """Words of a text, encoded as integers.
 
     Attributes:
-        distinct: [V], in the order in which they first occur.
-        counts: [V], how often each occurs.
+        distinct: [V], in order of first occurrence.
+        counts: [V], occurrences of each.
         ids: [W], index of each word in `distinct`.
-        lengths: [W], in characters.
+        lengths: [W], characters per word.
     """
 
     distinct: list[str]
@@ -39,11 +39,11 @@ class Words:
 
 @dataclass(frozen=True)
 class NgramCharacters:
-    """Characters within repeated n-grams, by n; each character counts once.
+    """Characters within repeated n-grams, by n; overlaps count once.
 
     Attributes:
-        top: Of the most frequent n-gram, all places; 0 if none occurs twice.
-        duplicate: Of every n-gram that occurred before, without its first place.
+        top: Characters in all occurrences of the most frequent n-gram; 0 if none repeats.
+        duplicate: Characters in all occurrences of repeated n-grams except the first.
     """
 
     top: dict[int, int]
@@ -61,7 +61,7 @@ def number_words(text: str) -> Words:
 
 
 def count_repeats(parts: Sequence[str]) -> tuple[int, int]:
-    """Return how many lines or paragraphs occurred before in the text, and the characters in them."""
+    """Return the number of lines or paragraphs that repeat an earlier one, and their characters."""
     counts = Counter(parts)
     if len(counts) == len(parts):
         return 0, 0
@@ -70,11 +70,11 @@ def count_repeats(parts: Sequence[str]) -> tuple[int, int]:
 
 
 def count_ngram_characters(words: Words) -> NgramCharacters:
-    """Count the characters within repeated n-grams for all lengths in one pass, without collisions of hashes.
+    """Count the characters within repeated n-grams for all lengths in one pass, without hash collisions.
 
-    An n-gram has the characters of its words and of one space between each two. Among equally frequent n-grams the one
-    with the most characters is the top one. An n-gram can only repeat where the (n - 1)-gram at the same place does, so
-    that the places to look at become few after n = 3 in ordinary text.
+    An n-gram consists of its words with single spaces between them. Among equally frequent n-grams the one with the
+    most characters is the top one. An n-gram can only repeat where its leading (n - 1)-gram does, so in ordinary text
+    few places remain after n = 3.
     """
     top = dict.fromkeys(TOP_LENGTHS, 0)
     duplicate = dict.fromkeys(DUPLICATE_LENGTHS, 0)
@@ -98,24 +98,24 @@ def _extend(places: Ints, groups: Ints, ids: Ints, repeats: Bools, n: int) -> tu
     """Return the places of the n-grams that occur more than once, given those of the (n - 1)-grams.
 
     Args:
-        places: [P], where an (n - 1)-gram starts that occurs more than once; ascending within a group.
+        places: [P], start of each (n - 1)-gram that occurs more than once; ascending within a group.
         groups: [P], equal for equal (n - 1)-grams.
-        ids: [W].
+        ids: [W], word ids.
         repeats: [W], whether the word occurs more than once.
-        n: Words of an n-gram.
+        n: Words per n-gram.
 
     Returns:
-        Places, group by group and ascending within each, their groups, and whether each is the first of its group.
+        Places, grouped and ascending within each group, their groups, and whether each is the first of its group.
     """
     fits = places + n <= len(ids)
     places, groups = places[fits], groups[fits]
     fits = repeats[places + n - 1]
     places, groups = places[fits], groups[fits]
-    # below (W / 2) * W: no overflow below 4e9 words
+    # less than (W / 2) * W: no overflow for fewer than 4e9 words
     keys = groups * len(ids) + ids[places + n - 1]
     order = np.argsort(keys, kind="stable")  # stable: the first of a group is its first place in the text
     keys, places = keys[order], places[order]
-    changes = np.ones(len(keys) + 1, dtype=np.bool_)  # [P + 1], before each and after the last
+    changes = np.ones(len(keys) + 1, dtype=np.bool_)  # [P + 1], group boundaries
     np.not_equal(keys[1:], keys[:-1], out=changes[1:-1])
     is_repeated = ~(changes[:-1] & changes[1:])
     is_first = changes[:-1][is_repeated]
@@ -123,7 +123,7 @@ def _extend(places: Ints, groups: Ints, ids: Ints, repeats: Bools, n: int) -> tu
 
 
 def _count_top(places: Ints, groups: Ints, is_first: Bools, offsets: Ints, n: int) -> int:
-    """Return the characters within all places of the most frequent n-gram, the longest if there are several."""
+    """Return the characters in all occurrences of the most frequent n-gram, the longest on a tie."""
     counts = np.bincount(groups)
     first = places[is_first]
     num_characters = offsets[first + n] - offsets[first]
@@ -132,9 +132,9 @@ def _count_top(places: Ints, groups: Ints, is_first: Bools, offsets: Ints, n: in
 
 
 def _count_covered(places: Ints, offsets: Ints, n: int) -> int:
-    """Return the characters within the n-grams at these ascending places; overlaps count once."""
+    """Return the characters within the n-grams at ascending places; overlaps count once."""
     begins = offsets[places]
-    ends = offsets[places + n] - 1  # the space after the last word is outside
-    # an n-gram counts up to its end, or to where the next one begins
+    ends = offsets[places + n] - 1  # excludes the space after the last word
+    # an n-gram counts up to its end or the start of the next one
     ends[:-1] = np.minimum(ends[:-1], begins[1:])
     return int((ends - begins).sum())

@@ -40,12 +40,12 @@ def merge(parts: Iterable[Facts]) -> Facts:
 
 
 def count_copies(facts: Facts, survivors: Survivors, dropped: Mapping[str, Bools]) -> None:
-    """Add the copies to the documents that each domain has lost.
+    """Add the copies to the dropped documents of each domain.
 
     Args:
-        facts: Of all chunks; changed in place.
-        survivors: All documents that passed the first pass.
-        dropped: Copies by kind, [N] each.
+        facts: Facts of all chunks; changed in place.
+        survivors: Documents that passed the first pass.
+        dropped: [N] each, True for the copies of a kind.
     """
     for reason, is_copy in dropped.items():
         for domain in np.unique(survivors.domains[is_copy]).tolist():
@@ -64,15 +64,15 @@ def make_report(
     evaluation: EvaluationSet | None,
     settings: Mapping[str, Any],
 ) -> Facts:
-    """Return the record that is written to `report.json`; equal for equal documents and settings.
+    """Return the content of `report.json`; equal for equal documents and settings.
 
     Args:
-        facts: Of all chunks, with the copies.
-        survivors: All documents that passed the first pass.
+        facts: Facts of all chunks, including the copies.
+        survivors: Documents that passed the first pass.
         rules: Limits by name.
-        near: The near copies that were found; None: they were not looked for.
-        evaluation: What documents must not repeat; None: nothing.
-        settings: What was typed.
+        near: Near copies found; None: near copies are kept.
+        evaluation: Evaluation items that documents must not contain; None: not checked.
+        settings: Settings of the user.
     """
     domains = {name: _with_kept(domain) for name, domain in sorted(facts["domains"].items())}
     dropped: Counter[str] = Counter()
@@ -118,7 +118,7 @@ def _rule_facts(facts: Facts, name: str) -> Facts:
 
 
 def _largest_exact(survivors: Survivors) -> list[Facts]:
-    """Return the documents that occur most often, of those that occur more than once."""
+    """Return the most frequent documents among those that occur more than once."""
     firsts, counts = survivors.count_equal()
     order = np.lexsort((firsts, -counts))[:MAX_LISTED]
     return [

@@ -1,4 +1,4 @@
-"""Documents that passed the first pass, over all chunks: find duplicates and read their lines.
+"""Documents of all chunks that passed the first pass: find duplicates and read lines.
 
 Letters: N documents, B bands.
 """
@@ -20,11 +20,11 @@ _KEYS = "keys.npy"
 
 
 class Survivors:
-    """All documents of a folder of chunks, in order.
+    """All surviving documents of a folder of chunks, in order.
 
     Args:
-        folder: Of the chunks.
-        num_chunks: How many there are, all complete.
+        folder: Folder of the chunks.
+        num_chunks: Number of chunks, all complete.
         text_field: Name of the field that holds the text.
     """
 
@@ -45,19 +45,19 @@ class Survivors:
         return len(self.line_bytes)
 
     def count_equal(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return of each group of equal documents the first one and their number."""
+        """Return the index of the first document and the size of each group of equal documents."""
         as_one = np.ascontiguousarray(self.digests).view([("a", "<u8"), ("b", "<u8")]).reshape(-1)
         _, firsts, counts = np.unique(as_one, return_index=True, return_counts=True)
         return firsts, counts
 
     def find_first(self) -> Bools:
-        """Return which documents have no equal one before them, [N]."""
+        """Return whether each document is the first of its equals, [N]."""
         is_first = np.zeros(len(self), dtype=np.bool_)
         is_first[self.count_equal()[0]] = True
         return is_first
 
     def find_near_copies(self, is_candidate: Bools, *, threshold: float, max_compared: int) -> Copies:
-        """Find the near copies among some documents, see `find_copies`."""
+        """Find the near copies among the candidates, see `find_copies`."""
         return find_copies(
             self._band_keys(),
             lambda document: shingles(self.text(document)),
@@ -72,7 +72,7 @@ class Survivors:
         return str(json.loads(line)[self._text_field])
 
     def lines(self, documents: NDArray[np.int64]) -> Iterator[bytes]:
-        """Yield the lines of documents, in ascending order."""
+        """Yield the lines of the given documents, which must be in ascending order."""
         chunks = np.searchsorted(self._firsts, documents, side="right") - 1
         for chunk in np.unique(chunks).tolist():
             with chunk_path(self._folder, chunk, ".jsonl").open("rb") as file:
@@ -85,7 +85,7 @@ class Survivors:
             return {name: arrays[name] for name in arrays.files if name != "keys"}
 
     def _band_keys(self) -> Hashes:
-        """Return the keys of all documents, [N, B], as a memory map."""
+        """Return the band keys of all documents, [N, B], as a memory map."""
         path = self._folder / _KEYS
         keys: Hashes | None = None
         for number, (start, stop) in enumerate(zip(self._firsts, self._firsts[1:], strict=False)):
@@ -100,7 +100,7 @@ class Survivors:
 
 
 def cut_shards(line_bytes: Sequence[int], max_bytes: int) -> list[tuple[int, int]]:
-    """Return where each file of documents begins and ends: none is larger than `max_bytes`, except of one document."""
+    """Return start and end of each output file: at most `max_bytes`, unless a single document is larger."""
     shards: list[tuple[int, int]] = []
     start = size = 0
     for index, num_bytes in enumerate(line_bytes):

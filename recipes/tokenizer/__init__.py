@@ -1,7 +1,7 @@
-"""Tokenizer class on top of the `tokenizers` library; ~3 MB/s per process, bytes ~500 MB/s.
+"""Tokenizer class based on the `tokenizers` library: ~3 MB/s per process, or ~500 MB/s for bytes.
 
-The library's threads are disabled, because a process that has used them must not fork afterwards, and DataLoader
-workers are forked; recipes/data/text/tokenize.py distributes texts over processes instead.
+The library's threads are disabled because a process that has used them must not fork afterwards, and DataLoader
+workers are forked. Instead, recipes/data/text/tokenize.py distributes texts over processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SETTINGS_FILE = "tokenizer_config.json"
 
 
 class TextCorpus(Protocol):
-    """Text that a tokenizer can be trained on."""
+    """A text corpus to train a tokenizer on."""
 
     @property
     def cache_dir(self) -> Path: ...
@@ -43,10 +43,10 @@ class TokenizerConfig(Protocol):
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return the printable character of each byte in a byte-level vocabulary -> the byte.
+    """Map the printable character for each byte in a byte-level vocabulary to that byte.
 
-    Printable bytes of Latin-1 are their own characters; the others are the characters from 256 on, in order (the
-    byte-to-unicode table of GPT-2, which `tokenizers` calls ByteLevel).
+    Printable Latin-1 bytes map to themselves, the others to the characters from 256 on, in order (GPT-2's
+    byte-to-unicode table, called ByteLevel in `tokenizers`).
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = sorted(set(range(NUM_BYTES)) - set(printable))
@@ -54,15 +54,15 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class Tokenizer:
-    """A vocabulary and its rules; the spelling of a special token within a text is encoded as plain text."""
+    """A vocabulary with its rules; special tokens spelled out in a text are encoded as plain text."""
 
     def __init__(self, backend: Any, *, end_of_text: int, settings: dict[str, Any] | None = None) -> None:
         """Wrap a backend.
 
         Args:
-            backend: A `tokenizers.Tokenizer`, which this object changes and owns.
+            backend: A `tokenizers.Tokenizer`; this object owns and modifies it.
             end_of_text: Id of the token that ends a document.
-            settings: Content of `tokenizer_config.json` for transformers; None: the minimum.
+            settings: Content of `tokenizer_config.json` for transformers; None writes the minimum.
         """
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         backend.no_truncation()
@@ -82,23 +82,23 @@ class Tokenizer:
         self.is_bytes = _is_bytes(backend)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without special tokens before or after it."""
+        """Return the token ids of a text, without special tokens before or after it."""
         ids: list[int] = self.encode_array(text).tolist()
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of many texts."""
+        """Return the token ids of several texts."""
         return [self.encode(text) for text in texts]
 
     def encode_array(self, text: str) -> NDArray[np.unsignedinteger]:
-        """Return the ids of a text as an array, [number of tokens]; with `is_bytes` it costs one copy."""
+        """Return the token ids of a text as an array, [number of tokens]; with `is_bytes` this takes a single copy."""
         if self.is_bytes:
             return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
         encoding = self._backend.encode_batch_fast([text], add_special_tokens=False)[0]
         return np.array(encoding.ids, dtype=np.uint32)
 
     def encode_rendered(self, text: str) -> Any:
-        """Return the `tokenizers.Encoding` of a rendered conversation: here the spelling of a special token is one."""
+        """Return the `tokenizers.Encoding` of a rendered conversation, in which special tokens are recognized."""
         self._backend.encode_special_tokens = False
         try:
             return self._backend.encode(text, add_special_tokens=False)
@@ -107,7 +107,7 @@ class Tokenizer:
 
     @property
     def first_tokens(self) -> list[int]:
-        """Ids that a published tokenizer puts before every text, such as that of `<s>`; usually none."""
+        """Ids that a published tokenizer puts before every text, such as `<s>`; usually none."""
         with_special, plain = (self._backend.encode("a", add_special_tokens=adds).ids for adds in (True, False))
         start = next((i for i in range(len(with_special)) if with_special[i : i + len(plain)] == plain), 0)
         ids: list[int] = with_special[:start]
@@ -115,27 +115,27 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Spellings by name, as chat templates use them: `bos_token`, `eos_token`, …"""
+        """Special tokens by name, as used in chat templates: `bos_token`, `eos_token`, …"""
         named = {name: value for name, value in self._settings.items() if name.endswith("_token") and value}
         return {name: token_text(value) for name, value in named.items() if isinstance(value, str | dict)}
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of special tokens, which no text is encoded to, such as the end of a turn."""
+        """Ids of special tokens, such as end-of-turn; encoding plain text never produces them."""
         added = self._backend.get_added_tokens_decoder()
         return frozenset(id for id, token in added.items() if token.special)
 
     def find_end(self, answer: Sequence[int]) -> int | None:
-        """Return the token that ends an answer: its last special one, after which a template may write a line break.
+        """Return the token that ends an answer: its last special token, which a template may follow with a newline.
 
-        None if it has none: where a turn ends cannot be seen from its tokens.
+        None if there is no special token: tokens alone do not show where the turn ends.
         """
         special = self.special_ids | {self.end_of_text}
         return next((token for token in reversed(answer) if token in special), None)
 
     @property
     def chat_template(self) -> str | None:
-        """Jinja chat template of a published tokenizer; the default one if there are several."""
+        """Jinja chat template of a published tokenizer; the default if there are several."""
         found = self._settings.get("chat_template")
         if isinstance(found, list):
             by_name = {entry["name"]: entry["template"] for entry in found}
@@ -143,17 +143,17 @@ class Tokenizer:
         return found
 
     def with_chat_template(self, template: str) -> Tokenizer:
-        """Return a copy with another chat template, which is saved with the trained model."""
+        """Return a copy with a different chat template, which is saved with the trained model."""
         return _from_json(self.to_json(), self.end_of_text, self._settings | {"chat_template": template})
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; end-of-text is spelled out, bytes that are not UTF-8 become U+FFFD."""
+        """Decode ids to text; end-of-text is spelled out, invalid UTF-8 becomes U+FFFD."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=False)
         return text
 
     @property
     def splits_at_lines(self) -> bool:
-        """Whether a text cut after a line has the same ids as the whole.
+        """Whether encoding a text line by line gives the same ids as encoding it at once.
 
         True for byte-level vocabularies, false for a tokenizer that puts a space before every text.
         """
@@ -186,7 +186,7 @@ class Tokenizer:
 
     @classmethod
     def is_complete(cls, folder: Path) -> bool:
-        """Return whether a folder holds a tokenizer that can be loaded; about 10 ms."""
+        """Return whether a folder contains a loadable tokenizer; takes about 10 ms."""
         if not (folder / _TOKENIZER_FILE).is_file():
             return False
         try:
@@ -211,7 +211,7 @@ def _damaged(folder: Path, reason: str) -> ConfigError:
 
 
 def token_text(token: str | dict[str, Any]) -> str:
-    """Return the spelling of a token in `tokenizer_config.json`, which is a string or an object."""
+    """Return the text of a token in `tokenizer_config.json`, given as a string or an object."""
     return token if isinstance(token, str) else str(token["content"])
 
 
@@ -220,7 +220,7 @@ def _from_json(serialized: str, end_of_text: int, settings: dict[str, Any]) -> T
 
 
 def _is_bytes(backend: Any) -> bool:
-    """Return whether the id of every byte is its value and there is no other text token, hence no merge."""
+    """Return whether every token id is its byte value and there are no merges or other text tokens."""
     expected = byte_alphabet() | {END_OF_TEXT: NUM_BYTES}
     is_plain = backend.normalizer is None
     return is_plain and backend.get_vocab(with_added_tokens=True) == expected

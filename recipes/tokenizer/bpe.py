@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 SMALLEST_VOCABULARY = NUM_BYTES + 1  # every byte, and the end of a document
 
 # Merges never cross these groups. A word includes one character before it (" the", "_name", ".join"), so that code has
-# few tokens; digits come in pairs; punctuation includes the newline after it; indentation is one token. Training takes
-# the square of a group's length: a genome without a space would never end, so a group ends after 200 characters.
+# few tokens; digits come in pairs; punctuation includes the newline after it; indentation is one token. Training is
+# quadratic in the group length: a genome without spaces would never finish, so a group ends after 200 characters.
 _MOST = "{1,200}"
 _WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?\p{{L}}{_MOST}"
 _NUMBERS = r"\p{N}{1,2}"

@@ -1,4 +1,4 @@
-"""Bytes as tokens: no training, any text, 257 ids; sequences ~4 times as long as with BPE."""
+"""Bytes as tokens: no training, works for any text, 257 ids; sequences are ~4 times as long as with BPE."""
 
 from typing import ClassVar
 
@@ -11,7 +11,7 @@ from recipes.tokenizer import END_OF_TEXT, NUM_BYTES, TextCorpus, Tokenizer, byt
 class Bytes:
     """Token ids are UTF-8 byte values; 256 is end-of-text."""
 
-    vocab_size: ClassVar[int] = 257  # a literal: the config check reads it without importing
+    vocab_size: ClassVar[int] = 257  # a literal, because the config check reads it without importing
 
     def make(self, corpus: TextCorpus) -> Tokenizer:
         """Return the same tokenizer for every corpus."""

@@ -14,7 +14,7 @@ _TEMPLATE_FILE = "chat_template.jinja"
 
 
 class HuggingFace:
-    """The tokenizer of a published model, with the model's own ids.
+    """Tokenizer of a published model, with its original ids.
 
     Args:
         name: A folder that contains `tokenizer.json`, or a hub id such as "gpt2".
@@ -24,7 +24,7 @@ class HuggingFace:
         self.name = name
 
     def make(self, corpus: TextCorpus) -> Tokenizer:
-        """Load the tokenizer; the corpus is not used.
+        """Load the tokenizer; the corpus is ignored.
 
         Raises:
             ConfigError: The tokenizer does not exist, cannot be downloaded, or has no end-of-text token.

@@ -1,4 +1,4 @@
-"""Check a learning rate that follows the batch size: its reference point, and that nothing else sets it."""
+"""Check a learning rate that is scaled with the batch size: its reference point, and that nothing else sets it."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,16 +13,16 @@ _REFERENCE = {"base_lr": "learning rate", "base_batch_size": "batch size"}
 def check_lr_scaling(
     config: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str]
 ) -> Iterator[ConfigError]:
-    """Check the rule, its reference point, and the learning rate that results.
+    """Check the rule, its reference point and the resulting learning rate.
 
     Args:
-        config: Plain values, every interpolation resolved.
-        choices: Option chosen for each group; `lr_scaling` is missing if a frozen config is the base.
+        config: Plain values with all interpolations resolved.
+        choices: Option chosen for each group; lacks `lr_scaling` if the base is a frozen config.
         overrides: Command-line overrides.
     """
     section = config.get("lr_scaling")
     if not isinstance(section, dict) or not {"rule", *_REFERENCE} <= section.keys():
-        return  # the frozen config of an old run, or reported by the check of sections
+        return  # frozen config of an old run, or already reported by the check of sections
     if section["rule"] == "none":
         yield from _find_unused(overrides)
         return
@@ -70,7 +70,7 @@ def _check_result(config: Mapping[str, Any], section: Mapping[str, Any], *, is_f
     expected = scaled_lr(rule, section["base_lr"], section["base_batch_size"], batch_size)
     if expected is None or (is_positive(lr) and math.isclose(lr, expected, rel_tol=1e-6)):
         return
-    if is_frozen:  # a plain number there, which no longer follows the rule
+    if is_frozen:  # its learning rate is a plain value, which no longer follows the rule
         fix = f"optimizer.lr={expected!r}, or lr_scaling.rule=none to set it yourself"
     else:
         fix = "nothing for optimizer.lr, or lr_scaling=none to set it yourself"

@@ -1,7 +1,7 @@
 """Check untrusted configs (a run folder or another config folder), which must not choose code to run or files to write.
 
-Such a folder may have been downloaded. Its config is data as long as it only chooses among the constructors that the
-options of conf/ name, each in its own place. Anything else that it names must be typed on this command line.
+Such a folder may have been downloaded. Its config may only select constructors that the options of conf/ name, each in
+its own place. Anything else must be given on the command line.
 """
 
 import re
@@ -19,12 +19,12 @@ from recipes.config.trust import find_trusted_folders, parse_values, read_yaml_f
 from recipes.errors import ConfigError
 
 Place = tuple[str, ...]  # keys from the root of the config to a node
-_ANY = "*"  # in groups of named nodes, such as callbacks, the name is free
-# a YAML file of ten lines can expand to billions of values, or to one that contains itself
+_ANY = "*"  # in groups of named nodes, such as callbacks, the name is arbitrary
+# a YAML file of ten lines can expand to billions of values, or contain itself
 _MAX_VALUES, _MAX_DEPTH = 100_000, 50
 _PACKAGE = re.compile(r"#\s*@package\s+(\S+)")
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-# launcher settings go into a shell script: other characters could inject lines
+# launcher settings are written into a shell script: other characters could inject lines
 _WORD = re.compile(r"[\w.:,@%+-]*")
 _READER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _FIX_OF_A_FORGERY = "another folder: no run writes such a config"
@@ -32,11 +32,11 @@ _FIX_OF_A_FORGERY = "another folder: no run writes such a config"
 
 @dataclass(frozen=True, kw_only=True)
 class _Admitted:
-    """Constructors and texts named in trusted files.
+    """Constructors and strings named in trusted files.
 
     Attributes:
-        nodes: Places of nodes, their constructors and whether they are partial.
-        texts: Places of other text values.
+        nodes: Place, constructor and whether it is partial, for each node.
+        texts: Place and value of every other string.
     """
 
     nodes: set[tuple[Place, str, bool]]
@@ -44,12 +44,12 @@ class _Admitted:
 
 
 def check_origin(config: Mapping[str, Any], typed: Sequence[str], origin: Path) -> Iterator[ConfigError]:
-    """Reject names in a folder's config that appear neither in conf/ nor on the command line. Imports nothing.
+    """Reject names in a folder's config that appear neither in conf/ nor on the command line; imports nothing.
 
     Args:
-        config: Composed, plain values.
-        typed: Overrides of this command line.
-        origin: Where the config comes from.
+        config: Composed config, plain values.
+        typed: Command-line overrides.
+        origin: Source of the config.
     """
     found = list(_walk(config))
     if len(found) > _MAX_VALUES or any(len(place) > _MAX_DEPTH for place, _ in found):
@@ -95,7 +95,7 @@ def _check_node(
 
 
 def _as_option(place: Place) -> Place:
-    """Map the place of a mixture source or an `eval_data` entry to that of the options in conf/data."""
+    """Map a place within a mixture source or an `eval_data` entry to the corresponding place in conf/data."""
     for named in (("data", "sources"), ("eval_data",)):
         if place[: len(named)] == named and len(place) > len(named):
             return ("data", *place[len(named) + 1 :])
@@ -108,7 +108,7 @@ def _reject(place: Place, value: object, reason: str, origin: Path) -> ConfigErr
 
 
 def _is_written_elsewhere(place: Place, value: object) -> bool:
-    """Return whether a value becomes a line of a shell script, or names a file outside the run folder."""
+    """Return whether a value is written into a shell script, or names a file outside the run folder."""
     if place[:1] == ("mode",):
         return place[-1] in ("path", "output") and value is not None
     if len(place) != 2 or place[0] != "launcher" or place[1] == TARGET:
@@ -117,19 +117,19 @@ def _is_written_elsewhere(place: Place, value: object) -> bool:
 
 
 def _names_tasks(place: Place, value: object) -> bool:
-    """Return whether a value is a task of an evaluator, or a folder of tasks."""
+    """Return whether a value names an evaluation task or a folder of tasks."""
     section, *rest = _without_mode(place) or ("",)
     is_task = "tasks" in rest and not isinstance(value, list) and value != "???"
     return section == "evaluator" and (is_task or (rest[-1:] == ["task_folder"] and value is not None))
 
 
 def _without_mode(place: Place) -> Place:
-    """Return where the evaluator of a mode was typed: `mode.evaluator` refers to `evaluator`."""
+    """Map a place in `mode.evaluator` to `evaluator`, which it refers to and where it is set on the command line."""
     return place[1:] if place[:2] == ("mode", "evaluator") else place
 
 
 def _is_typed(place: Place, value: object, typed_values: Mapping[Place, object]) -> bool:
-    """Return whether this value was typed, as a whole or key by key."""
+    """Return whether a value was given on the command line, as a whole or key by key."""
     if place in typed_values and typed_values[place] == value:
         return True
     if not isinstance(value, Mapping) or not value:
@@ -138,7 +138,7 @@ def _is_typed(place: Place, value: object, typed_values: Mapping[Place, object])
 
 
 def _walk(value: object, place: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """Yield every value with its place, sections before their contents, up to one more than a config may have."""
+    """Yield every value with its place, parents first, up to one more than a config may have."""
     waiting: list[tuple[Place, Any]] = [(place, value)]
     for _ in range(_MAX_VALUES + 1):
         if not waiting:
@@ -152,7 +152,7 @@ def _walk(value: object, place: Place = ()) -> Iterator[tuple[Place, Any]]:
 
 
 def _read_admitted(folders: Sequence[Path]) -> _Admitted:
-    """Read which constructors and texts the YAML files of some folders name; 20 ms for conf/."""
+    """Read the constructors and strings in the YAML files of some folders; 20 ms for conf/."""
     nodes: set[tuple[Place, str, bool]] = set()
     texts: set[tuple[Place, str]] = set()
     for folder in folders:
@@ -177,7 +177,7 @@ def _read_admitted(folders: Sequence[Path]) -> _Admitted:
 
 
 def _get_prefix(file: Path, text: str) -> Place:
-    """Return the section of a file's values: that of its group, unless the file names another package."""
+    """Return the section that a file's values belong to: its group, unless the file names another package."""
     match = _PACKAGE.search(text)
     if match is None:
         return file.parent.parts
@@ -185,6 +185,6 @@ def _get_prefix(file: Path, text: str) -> Place:
 
 
 def _list_typed(typed: Sequence[str]) -> Iterator[tuple[Place, object]]:
-    """Yield every typed value with its place, those of a typed section or list one by one."""
+    """Yield every command-line value with its place; sections and lists are expanded."""
     for override in parse_values(typed):
         yield from _walk(override.value(), tuple(override.key_or_group.split(".")))

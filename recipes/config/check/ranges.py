@@ -1,4 +1,4 @@
-"""Check numbers against the range that their annotation declares, `Annotated[int, ">= 1"]`, read from source."""
+"""Check values against the range in their annotation, such as `Annotated[int, ">= 1"]`, read from source."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ _TRAINER = {
 
 
 def check_ranges(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check every number of the config that has a declared range; values of the wrong type are skipped."""
+    """Check every value of the config that has a declared range; values of the wrong type are skipped."""
     for key, source in (SETTINGS | _TRAINER).items():
         yield from _check(key, select(config, key), annotation_from(source))
     for path, node in list_nodes(config):

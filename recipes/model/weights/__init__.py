@@ -1,4 +1,4 @@
-"""Initial weights of a model: drawn from the seed, or loaded from published files."""
+"""Initialize model weights randomly from the seed, or load published weights."""
 
 import math
 from collections.abc import Callable
@@ -18,16 +18,16 @@ from recipes.numerics.nf4 import dequantize
 def initialize(model: Model, seed: int) -> None:
     """Set the initial weights of `model`: `model.pretrained` if it is set, else `init_weights(seed)`.
 
-    Call after `to_empty`, on the device of the run, sharded or not. No collectives: every rank reads or draws one
+    Call after `to_empty`, on the device of the run, sharded or not. No collectives: every rank loads or initializes one
     unsharded parameter at a time and keeps its own shard.
 
     Args:
-        model: Has storage, with undefined values.
-        seed: Of the run.
+        model: Model with allocated but uninitialized storage.
+        seed: Seed of the run.
 
     Raises:
-        ConfigError: The model lacks a method that a resume will call.
-        ValueError: The weights named by `model.pretrained` do not fit the model; nothing was loaded.
+        ConfigError: The model lacks a method that resuming calls.
+        ValueError: The weights at `model.pretrained` do not fit the model; nothing was loaded.
     """
     if not hasattr(model, "init_buffers"):
         name = type(model).__name__
@@ -51,20 +51,20 @@ def _initialize_base(model: Model, seed: int) -> None:
 
 @torch.no_grad()
 def restore_precision(model: Model, seed: int) -> float | None:
-    """Replace frozen NF4 weights in place by the weights they were quantized from.
+    """Replace frozen NF4 weights in place with the weights they were quantized from.
 
     Args:
-        model: Not sharded.
-        seed: Of the run.
+        model: Unsharded model.
+        seed: Seed of the run.
 
     Returns:
-        Relative quantization error over all these weights, in the 2-norm; None if no weights are in NF4.
+        Relative quantization error (2-norm) over all NF4 weights; None if there are none.
     """
     restored = unquantize(model)  # type: ignore[arg-type]
     if not restored:
         return None
     _initialize_base(model, seed)
-    squares = torch.zeros(2, dtype=torch.float64)  # of differences, of weights
+    squares = torch.zeros(2, dtype=torch.float64)  # squared norms: differences, weights
     for layer, rounded in restored:
         whole = layer.weight.float()  # [M, K]
         for index, values in enumerate((dequantize(rounded) - whole, whole)):
@@ -73,7 +73,7 @@ def restore_precision(model: Model, seed: int) -> float | None:
 
 
 def _load_published(model: Model, pretrained: str) -> None:
-    # imported here, so that only a run that loads published weights pays for the import of safetensors
+    # lazy: only runs that load published weights pay for importing safetensors
     from recipes.model.weights import huggingface, torchvision
 
     load: dict[str, Callable[[Any, str], None]] = {
@@ -85,14 +85,14 @@ def _load_published(model: Model, pretrained: str) -> None:
 
 @torch.no_grad()
 def await_checkpoint(model: Model, seed: int) -> None:
-    """Initialize buffers and set every parameter to NaN, so that parameters missing from the checkpoint are noticed.
+    """Initialize buffers and fill every parameter with NaN, which exposes parameters missing from the checkpoint.
 
     Random initialization on every rank takes a minute or more for 8e9 parameters (2 s for 124M, `recipes.model.init`).
-    A checkpoint of an adapter does not hold the base weights, which are loaded or initialized as usual.
+    An adapter checkpoint does not contain the base weights, which are loaded or initialized as usual.
 
     Args:
-        model: As for `initialize`.
-        seed: Of the run.
+        model: Same as for `initialize`.
+        seed: Seed of the run.
     """
     if has_adapter(model):  # type: ignore[arg-type]
         initialize(model, seed)

@@ -19,10 +19,10 @@ def has_adapter(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def initialize_adapter(model: nn.Module, seed: int) -> None:
-    """Initialize an adapter in place from (seed, name) only; the output of the model does not change.
+    """Initialize an adapter in place from (seed, name) only; the model output does not change.
 
-    A is uniform within 1 / sqrt(inputs), as in peft, B is zero, row norms are those of the frozen weight, and scaling
-    factors are one. An adapter with a pretrained peft folder is loaded from there.
+    A is uniform in ±1 / sqrt(inputs), as in peft; B is zero; DoRA magnitudes are the row norms of the frozen weight;
+    scaling factors are one. If a pretrained peft folder is set, the adapter is loaded from it instead.
 
     Args:
         model: Model with its final frozen weights, sharded or not.
@@ -50,7 +50,7 @@ def initialize_adapter(model: nn.Module, seed: int) -> None:
 
 def _row_lengths(layer: Any) -> Tensor:
     weight = layer.base_layer.weight.detach()
-    whole = weight.full_tensor() if isinstance(weight, DTensor) else weight  # a collective: every rank is here
+    whole = weight.full_tensor() if isinstance(weight, DTensor) else weight  # collective: every rank must get here
     lengths: Tensor = torch.linalg.vector_norm(whole.T if layer.fan_in_fan_out else whole, dim=1)  # [outputs]
     return lengths
 

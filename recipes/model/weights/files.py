@@ -1,4 +1,4 @@
-"""A folder of published weights (safetensors or .bin, sharded or not), one tensor at a time."""
+"""Read published weights (safetensors or .bin, sharded or not) one tensor at a time."""
 
 import json
 from collections.abc import Iterator
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from recipes.errors import ConfigError
 
-# in order of preference: each is one file or its sharded form. Pickles are last, and only tensors are unpickled.
+# in order of preference; each may also be sharded. Pickle comes last and is restricted to tensors.
 _FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def locate(name_or_folder: str) -> Path:
-    """Return the folder itself, or the local copy of a hub repository, downloaded if necessary.
+    """Return the folder, or the local copy of a hub repository, downloading it if necessary.
 
     Raises:
-        ConfigError: It is neither a folder with config.json nor a repository that can be downloaded.
+        ConfigError: Neither a folder with config.json nor a repository that can be downloaded.
     """
     folder = Path(name_or_folder).expanduser()
     if folder.is_dir():
@@ -41,7 +41,7 @@ def locate(name_or_folder: str) -> Path:
         ) from error
     try:
         return _download(snapshot_download, name_or_folder)
-    except (OSError, ValueError) as error:  # offline, unknown, gated, or no repository name at all
+    except (OSError, ValueError) as error:  # offline, unknown, gated, or not a repository name
         raise ConfigError(
             f"model.pretrained={name_or_folder}",
             f"not a local folder and the hub did not give it ({type(error).__name__}: {error})",
@@ -60,10 +60,10 @@ def _download(snapshot_download: Any, name: str) -> Path:
 
 
 class PublishedWeights:
-    """The tensors of a folder, by name.
+    """Tensors of a checkpoint folder by name.
 
     Args:
-        files: Tensor name -> open file with `get_tensor(name)`.
+        files: Maps each tensor name to an open file with `get_tensor(name)`.
     """
 
     def __init__(self, files: dict[str, Any]) -> None:
@@ -80,7 +80,7 @@ class PublishedWeights:
 
 
 class _Pickle:
-    """The interface of `safe_open` for a .bin file; unpickles tensors only."""
+    """Mimics the `safe_open` interface for a .bin file; unpickles only tensors."""
 
     def __init__(self, file: Path) -> None:
         self._tensors: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -94,10 +94,10 @@ class _Pickle:
 
 @contextmanager
 def open_weights(folder: Path) -> Iterator[PublishedWeights]:
-    """Open every weight file of `folder`, reading only headers until `read`.
+    """Open every weight file in `folder`, reading only headers until `read` is called.
 
     Raises:
-        ConfigError: There is no weight file, or a file named in the index is missing.
+        ConfigError: There is no weight file, or a file listed in the index is missing.
     """
     with ExitStack() as stack:
         files: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Load and save weights of any `transformers` model, reading one tensor at a time where names match."""
+"""Load and save weights of any `transformers` model, one tensor at a time if the names match."""
 
 import logging
 import re
@@ -18,17 +18,17 @@ log = logging.getLogger("lightning_recipes")
 
 
 def load_weights(inner: Any, name_or_folder: str) -> None:
-    """Fill every parameter, and every buffer that files hold, from published weights.
+    """Fill every parameter, and every buffer present in the files, from published weights.
 
-    A file whose tensors have the names of the model is read tensor by tensor. Others are read by transformers itself,
-    which knows how to convert them, and needs host memory for all weights in every process.
+    If tensor names match those of the model, tensors are read one by one. Otherwise transformers loads and converts the
+    files, which takes host memory for all weights in every process.
 
     Args:
-        inner: The model, on the device of the run, sharded or not.
-        name_or_folder: Folder with config.json and weights, or a name of the hub.
+        inner: `transformers` model on the device of the run, sharded or not.
+        name_or_folder: Folder with config.json and weights, or a hub name.
 
     Raises:
-        ConfigError: The weights are not found, or are not those of the model.
+        ConfigError: The weights are missing or belong to a different model.
     """
     folder = locate(name_or_folder)
     wanted = _tensors(inner)
@@ -56,7 +56,7 @@ def load_weights(inner: Any, name_or_folder: str) -> None:
 
 
 def _tensors(inner: Any) -> dict[str, Tensor]:
-    """Return what files hold by name: parameters without those of an adapter, once, and persistent buffers."""
+    """Return the tensors that weight files contain: base parameters (tied ones once) and persistent buffers."""
     saved = inner.state_dict()
     buffers = {name: buffer for name, buffer in inner.named_buffers() if name in saved}
     return dict(named_parameters(inner)) | buffers
@@ -71,7 +71,7 @@ def _set(tensor: Tensor, values: Tensor, name: str, published: str) -> None:
 
 
 def _check_rest(inner: Any, rest: set[str], published: str) -> None:
-    """Reject leftover weights: they are of a different model or quantized."""
+    """Reject leftover weights, which mean that the files are quantized or belong to a different model."""
     tied = {*(inner._tied_weights_keys or ())}
     ignored = [*(inner._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"attn\.(masked_)?bias$"]
     unknown = sorted(n for n in rest - tied if not any(re.search(pattern, n) for pattern in ignored))
@@ -89,7 +89,7 @@ def _load_converted(folder: Path, name: str) -> Any:
             str(folder), dtype=torch.float32, trust_remote_code=False, output_loading_info=True
         )
     wrong = [*report["missing_keys"], *report["mismatched_keys"]]
-    if wrong:  # transformers would draw them at random
+    if wrong:  # transformers would initialize them randomly
         reason = f"its files do not have {wrong[0]}" + (f" and {len(wrong) - 1} more" if len(wrong) > 1 else "")
         raise ConfigError(f"model.pretrained={name}", reason, "model.pretrained=<a complete copy>")
     return whole
@@ -109,23 +109,23 @@ def _without_progress_bars() -> Iterator[None]:
 
 
 def save_weights(inner: Any, folder: Path, *, published: str, end_of_text: int | None) -> None:
-    """Write a folder that `transformers` loads, and compare what it loads with the model.
+    """Write a folder that `transformers` can load, then load it and compare it with the model.
 
     Args:
-        inner: The model, not sharded.
+        inner: Unsharded model.
         folder: Created if necessary.
-        published: Folder or hub name that the model came from, for its settings of generation.
-        end_of_text: Token that ends an answer now; None: as before.
+        published: Folder or hub name that the model came from; its generation settings are copied.
+        end_of_text: Id of the token that now ends an answer; None keeps the original.
 
     Raises:
-        OSError: The files cannot be written, or read back differently.
+        OSError: The files cannot be written, or differ when read back.
     """
     from transformers import GenerationConfig
 
     source = Path(published).expanduser()
     try:
         inner.generation_config = GenerationConfig.from_pretrained(str(source) if source.is_dir() else published)
-    except OSError:  # a model need not have any
+    except OSError:  # generation settings are optional
         log.info("%s has no settings of generation to copy", published)
     known = inner.generation_config.eos_token_id
     if end_of_text is not None and end_of_text not in (known if isinstance(known, list) else [known]):

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 in the format of `DeepseekV3ForCausalLM`, which has a file name for each matrix of each expert."""
+"""DeepSeek-V3 in the format of `DeepseekV3ForCausalLM`, which stores each matrix of each expert separately."""
 
 from typing import Any, ClassVar
 
@@ -61,7 +61,7 @@ class DeepSeekV3Format(LlamaFormat):
 
     @override
     def entries(self) -> list[Entry]:
-        """Return every parameter, a tied head once, and the biases that balance experts."""
+        """Return every parameter, a tied head once, and the expert load-balancing biases."""
         model, first = self.moe, self.moe.num_dense_layers
         biases = [
             Entry(f"blocks.{index}.mlp.router.bias", (f"model.layers.{index}.{_BIAS}",), (model.num_experts,))
@@ -81,7 +81,7 @@ class DeepSeekV3Format(LlamaFormat):
         return Entry(name, names, (num_rows,) * len(names), stacked=True)
 
     def _sizes(self) -> dict[str, tuple[str, Any]]:
-        """Return setting and value of ours by key of config.json."""
+        """Map each config.json key to our setting and its value."""
         model = self.moe
         sizes = {
             "first_k_dense_replace": "num_dense_layers",
@@ -118,7 +118,7 @@ class DeepSeekV3Format(LlamaFormat):
     @override
     def with_defaults(self, config: HFConfig) -> HFConfig:
         full = dict(super().with_defaults({**_DEFAULTS, **config}))
-        if full["num_local_experts"] is not None:  # another name of the same
+        if full["num_local_experts"] is not None:  # alias of the same setting
             full["n_routed_experts"] = full["num_local_experts"]
         return full
 
@@ -134,7 +134,7 @@ class DeepSeekV3Format(LlamaFormat):
         """Return config.json, without dtype and special tokens.
 
         Raises:
-            ConfigError: The model computes what a DeepSeek-V3 does not.
+            ConfigError: The model differs from the DeepSeek-V3 architecture.
         """
         model = self.moe
         if model.router_scores != "sigmoid":
@@ -146,7 +146,7 @@ class DeepSeekV3Format(LlamaFormat):
         return super().config() | {
             **{key: value for key, (_, value) in self._sizes().items()},
             "architectures": ["DeepseekV3ForCausalLM"],
-            "head_dim": model.rope_dim,  # transformers' word for what has a position
+            "head_dim": model.rope_dim,  # what transformers calls the rotary part of a head
             "intermediate_size": model.dense_ffn_hidden_size or model.ffn_hidden_size,
             "model_type": "deepseek_v3",
             "num_nextn_predict_layers": 0,

@@ -15,14 +15,14 @@ HFConfig = Mapping[str, Any]  # config.json
 
 @dataclass(frozen=True)
 class Entry:
-    """One of our parameters or buffers: published tensors concatenated by rows, then zero rows as padding.
+    """One parameter or buffer of ours: published tensors concatenated along rows, then zero rows as padding.
 
     Attributes:
-        name: In `model.named_parameters()` or `model.named_buffers()`.
-        published: Tensor names in the file.
-        rows: Number of our rows that each of them fills.
-        transposed: The file has [in, out] (GPT-2's Conv1D), ours is [out, in].
-        stacked: Ours has an axis for the tensors of the file, [E, out, in].
+        name: Name in `model.named_parameters()` or `model.named_buffers()`.
+        published: Tensor names in the weight file.
+        rows: Number of our rows that each published tensor fills.
+        transposed: The file stores [in, out] (GPT-2's Conv1D), we store [out, in].
+        stacked: We stack the published tensors along a new axis, [E, out, in].
     """
 
     name: str
@@ -32,14 +32,14 @@ class Entry:
     stacked: bool = False
 
     def assemble(self, read: Callable[[str], Tensor], *, shape: torch.Size) -> Tensor:
-        """Return our tensor, of `shape`.
+        """Assemble our tensor, with the given `shape`.
 
         Args:
-            read: Tensor name in the file -> tensor.
-            shape: Of our parameter, padding included.
+            read: Reads a tensor from the file by name.
+            shape: Shape of our parameter, padding included.
 
         Raises:
-            ValueError: The shapes in the file do not fit.
+            ValueError: The shapes in the file do not match.
         """
         parts = [read(name) for name in self.published]
         if self.transposed:
@@ -57,7 +57,7 @@ class Entry:
         return pad_rows(rows, num_rows=shape[0])
 
     def publish(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the file's tensors, by name: contiguous copies on the CPU, without padding."""
+        """Return the published tensors by name: contiguous CPU copies without padding."""
         whole = parameter.detach().cpu()
         unpadded = (whole.flatten(0, 1) if self.stacked else whole)[: sum(self.rows)]
         parts = torch.split(unpadded, list(self.rows))
@@ -69,12 +69,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Setting:
-    """One key of config.json and the value that fits our model.
+    """A config.json key and the value that matches our model.
 
     Attributes:
-        key: In config.json.
-        value: Of our model.
-        ours: Our setting, such as `model.num_layers`; None: no setting makes the two agree.
+        key: Key in config.json.
+        value: Value that matches our model.
+        ours: Name of our setting, such as `model.num_layers`; None if no setting can make the two agree.
     """
 
     key: str
@@ -82,7 +82,7 @@ class Setting:
     ours: str | None
 
     def difference(self, config: HFConfig) -> str | None:
-        """Return one line in three clauses; None if they agree."""
+        """Return one line in three clauses (problem, reason, fix); None if the values agree."""
         if self.key not in config:
             return f"config.json has no {self.key}, which this model needs; type another model=…"
         if config[self.key] == self.value:
@@ -101,9 +101,9 @@ class Format(Protocol):
     """The published form of one architecture.
 
     Attributes:
-        model: Ours.
-        outside: Published names of our modules outside of blocks.
-        blocks: Published name of the blocks.
+        model: Our model.
+        outside: Published names of modules outside the blocks.
+        blocks: Published name of the list of blocks.
     """
 
     model: Decoder
@@ -111,12 +111,12 @@ class Format(Protocol):
     blocks: ClassVar[str]
 
     def entries(self) -> list[Entry]:
-        """Return every parameter, tied ones once, and the buffers that are published."""
+        """Return every parameter, tied ones once, and every published buffer."""
         entries = []
         for name, parameter in named_parameters(self.model):
             module, _, kind = name.rpartition(".")
             if module in self.outside:
-                # the others have one row per token, which ours pads
+                # all others have one row per token id, and we pad the vocabulary
                 rows = parameter.shape[0] if module in ("norm", "position") else self.model.vocab_size
                 entry = Entry(name, (f"{self.outside[module]}.{kind}",), (rows,))
             else:
@@ -126,23 +126,23 @@ class Format(Protocol):
         return entries
 
     def block_entry(self, name: str, inner: str, *, parameter: nn.Parameter, block: str) -> Entry:
-        """Return the entry of a parameter of a block.
+        """Return the entry for a block parameter.
 
         Args:
-            name: Of the parameter.
-            inner: Of its module in the block.
-            parameter: Ours.
+            name: Full name of the parameter.
+            inner: Name of its module within the block.
+            parameter: Our parameter.
             block: Published name of the block.
         """
 
     def settings(self, config: HFConfig) -> list[Setting]:
-        """Return the values that `config`, completed by `with_defaults`, must have."""
+        """Return the values that `config`, completed by `with_defaults`, must contain."""
 
     def with_defaults(self, config: HFConfig) -> HFConfig:
-        """Return `config` with the defaults of transformers for absent keys."""
+        """Return `config` with transformers' defaults for missing keys."""
 
     def full_name(self, name: str) -> str | None:
-        """Return the name that `entries` uses for a tensor in the file; None for a tensor that is no weight."""
+        """Return the name that `entries` uses for a tensor in the file; None if the tensor is not a weight."""
 
     def config(self) -> dict[str, Any]:
-        """Return config.json of the model, without dtype and special tokens."""
+        """Return the model's config.json, without dtype and special tokens."""

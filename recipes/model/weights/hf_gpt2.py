@@ -1,4 +1,4 @@
-"""GPT-2 in the format of `GPT2LMHeadModel`, whose matrices are transposed (Conv1D)."""
+"""GPT-2 in the format of `GPT2LMHeadModel`, which stores transposed matrices (Conv1D)."""
 
 import re
 from typing import Any, ClassVar
@@ -9,7 +9,7 @@ from typing_extensions import override
 from recipes.model.gpt2 import GPT2
 from recipes.model.weights.hf_format import Entry, Format, HFConfig, Setting
 
-# within block i: our name -> published name; the matrices among them are transposed
+# within block i: our name -> published name; matrices are transposed
 _IN_BLOCK = {
     "attention_norm": "ln_1",
     "attention.qkv": "attn.c_attn",
@@ -18,7 +18,7 @@ _IN_BLOCK = {
     "mlp.up": "mlp.c_fc",
     "mlp.out": "mlp.c_proj",
 }
-_MASKS = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")  # old files save the mask
+_MASKS = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")  # old files contain the causal mask
 _DEFAULTS = {  # transformers' GPT2Config
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
@@ -50,9 +50,9 @@ class GPT2Format(Format):
         return Entry(name, (published,), (parameter.shape[0],), transposed=parameter.dim() == 2)
 
     def settings(self, config: HFConfig) -> list[Setting]:
-        """Return the values that a completed config.json must have."""
+        """Return the values that a completed config.json must contain."""
         model = self.model
-        tanh = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
+        tanh = ("gelu_new", "gelu_pytorch_tanh")  # two names for the same function
         activation = config["activation_function"]
         return [
             Setting("model_type", "gpt2", None),
@@ -70,13 +70,13 @@ class GPT2Format(Format):
         ]
 
     def with_defaults(self, config: HFConfig) -> HFConfig:
-        """Return `config` with the defaults of transformers for absent keys."""
+        """Return `config` with transformers' defaults for missing keys."""
         return {**_DEFAULTS, **config}
 
     def full_name(self, name: str) -> str | None:
-        """Return `transformer.h.0.ln_1.weight` for `h.0.ln_1.weight`: the oldest files lack the prefix.
+        """Add the prefix that the oldest files lack: `h.0.ln_1.weight` becomes `transformer.h.0.ln_1.weight`.
 
-        None for a saved mask, or the copy of a tied head.
+        None for a saved mask or the copy of a tied head.
         """
         if name == "lm_head.weight":
             return None if self.model.tie_embeddings else name

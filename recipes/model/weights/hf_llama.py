@@ -1,4 +1,4 @@
-"""Llama in the format of `LlamaForCausalLM`; with `qk_norm`, of `Qwen3ForCausalLM`."""
+"""Llama in the format of `LlamaForCausalLM`, or with `qk_norm` in that of `Qwen3ForCausalLM`."""
 
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ _IN_BLOCK = {  # our name -> published name, one to one
     "mlp.up": "mlp.up_proj",
     "mlp.out": "mlp.down_proj",
 }
-_DEFAULTS = {  # transformers' LlamaConfig; published files of Qwen3 contain what differs
+_DEFAULTS = {  # transformers' LlamaConfig; published Qwen3 configs state every value that differs
     "attention_bias": False,
     "head_dim": None,
     "hidden_act": "silu",
@@ -36,7 +36,7 @@ _DEFAULTS = {  # transformers' LlamaConfig; published files of Qwen3 contain wha
     "use_sliding_window": False,
 }
 _KNOWN_ROPES = "default, or llama3 as Llama 3.1 to 3.3 use it"
-_LLAMA3_ROPE = {  # the rotary scaling that `rope_scaling_factor` means, factor aside
+_LLAMA3_ROPE = {  # rotary scaling that `rope_scaling_factor` implies, apart from the factor
     "rope_type": "llama3",
     "low_freq_factor": LOW_FREQ_FACTOR,
     "high_freq_factor": HIGH_FREQ_FACTOR,
@@ -48,7 +48,7 @@ class LlamaFormat(Format):
     """The published form of a `Llama`; see `hf_format.Format`.
 
     Attributes:
-        known_kinds: Values of `model_type` that it is for.
+        known_kinds: Supported values of `model_type`.
     """
 
     outside: ClassVar[dict[str, str]] = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -68,9 +68,9 @@ class LlamaFormat(Format):
         return Entry(name, (f"{block}.{_IN_BLOCK[inner]}.weight",), (parameter.shape[0],))
 
     def settings(self, config: HFConfig) -> list[Setting]:
-        """Return the values that a completed config.json must have."""
+        """Return the values that a completed config.json must contain."""
         model = self.model
-        longest = max(model.max_seq_len, config["max_position_embeddings"])  # shorter is fine
+        longest = max(model.max_seq_len, config["max_position_embeddings"])  # a shorter context is fine
         return [
             Setting("kind", self.known_kinds, None),
             Setting("qk_norm", model.qk_norm, "model.qk_norm"),
@@ -95,7 +95,7 @@ class LlamaFormat(Format):
         ]
 
     def with_defaults(self, config: HFConfig) -> HFConfig:
-        """Return `config` with the defaults of transformers for absent keys.
+        """Return `config` with transformers' defaults for missing keys.
 
         Adds kind, qk_norm, quantization, rope_type and rope_factor, which `settings` compares.
         """
@@ -108,8 +108,8 @@ class LlamaFormat(Format):
         full["kind"] = self.known_kinds if known else full["model_type"]
         full["qk_norm"] = full["model_type"] == "qwen3"
         full["quantization"] = {"quant_method": "none", **(full["quantization_config"] or {})}["quant_method"]
-        # transformers 5 keeps theta and scaling in `rope_parameters`, earlier ones in two keys,
-        # of which the second called its `rope_type` `type` at first
+        # transformers 5 stores theta and scaling in `rope_parameters`; earlier versions used two keys, and the second,
+        # `rope_scaling`, originally had `type` instead of `rope_type`
         scaling = full["rope_parameters"] or full["rope_scaling"] or {}
         rope = {"type": "default", **scaling}
         rope = {"rope_type": rope["type"], **rope}
@@ -121,7 +121,7 @@ class LlamaFormat(Format):
         return full
 
     def full_name(self, name: str) -> str | None:
-        """Return `name`; None for saved rotary frequencies, or the copy of a tied head."""
+        """Return `name`; None for saved rotary frequencies or the copy of a tied head."""
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.model.tie_embeddings):
             return None
         return name

@@ -1,4 +1,4 @@
-"""A Llama with experts in the format of `MixtralForCausalLM`, which has a file name for each matrix of each expert."""
+"""Llama with experts in the format of `MixtralForCausalLM`, which stores each matrix of each expert separately."""
 
 from typing import Any, ClassVar
 
@@ -58,7 +58,7 @@ class MixtralFormat(LlamaFormat):
         """Return config.json, without dtype and special tokens.
 
         Raises:
-            ConfigError: The model computes what a Mixtral does not.
+            ConfigError: The model differs from the Mixtral architecture.
         """
         _check_routing(self.moe)
         return super().config() | {
@@ -74,7 +74,7 @@ class MixtralFormat(LlamaFormat):
 
 
 def _check_routing(model: MoeLlama) -> None:
-    """Check that the model routes as a Mixtral does."""
+    """Reject a model that does not route like Mixtral."""
     if model.router_scores != "softmax" or not model.renormalize_weights:
         raise ConfigError(
             "mode=export",

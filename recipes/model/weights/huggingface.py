@@ -1,4 +1,4 @@
-"""Load and export weights in the format of `transformers`. Loads one tensor at a time; exports one copy."""
+"""Load and export weights in the format of `transformers`: one tensor at a time to load, one full copy to export."""
 
 import json
 import os
@@ -32,18 +32,18 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
-_MOST_NAMES = 10  # of tensors that an error lists: a model with experts has thousands
+_MOST_NAMES = 10  # tensor names listed in an error: a model with experts has thousands
 
 
 def load_pretrained(model: nn.Module, name_or_folder: str | Path) -> None:
     """Fill every parameter and buffer of `model` from published weights.
 
     Args:
-        model: A GPT2, Llama or HuggingFace, on the device of the run, sharded or not.
-        name_or_folder: A folder with config.json and weights, or a hub name.
+        model: GPT2, Llama or HuggingFace model on the device of the run, sharded or not.
+        name_or_folder: Folder with config.json and weights, or a hub name.
 
     Raises:
-        ValueError: config.json and the model differ, or the weights are not found; every difference is listed and
+        ValueError: config.json does not match the model (every difference is listed), or the weights are missing;
             nothing was loaded.
     """
     if isinstance(model, HuggingFace):
@@ -51,33 +51,33 @@ def load_pretrained(model: nn.Module, name_or_folder: str | Path) -> None:
         model.init_buffers()
         return
     folder = locate(str(name_or_folder))
-    layout = _format(getattr(model, "whole", None) or model)  # of a pipeline, `model` is a stage
+    layout = _format(getattr(model, "whole", None) or model)  # under pipeline parallelism, `model` is one stage
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     _check_config(layout, config=config, folder=folder)
     with open_weights(folder) as weights:
         names = _check_names(layout, weights=weights, folder=folder)
-        _language_model(model).init_buffers()  # before weights: some formats have values of buffers
+        _language_model(model).init_buffers()  # before the weights: some formats also store buffers
         tensors: dict[str, Tensor] = {**dict(named_buffers(model)), **dict(named_parameters(model))}
         for entry in layout.entries():
             tensor = tensors.get(entry.name)
-            if tensor is not None:  # else another stage has it
+            if tensor is not None:  # else it belongs to another stage
                 fill(tensor, entry.assemble(lambda name: weights.read(names[name]), shape=tensor.shape))
 
 
 def export_pretrained(model: nn.Module, folder: str | Path, *, tokenizer_folder: str | Path | None = None) -> None:
-    """Write a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+    """Write a folder that `transformers.AutoModelForCausalLM.from_pretrained` can load.
 
     The file is read back and compared with the model, bit for bit, before this returns. Vocabulary padding is not
     exported.
 
     Args:
-        model: A GPT2, Llama or HuggingFace, not sharded.
-        folder: Created if necessary; files of the same names are replaced.
-        tokenizer_folder: Its tokenizer files are copied and its end-of-text token is written into config.json; None:
+        model: Unsharded GPT2, Llama or HuggingFace model.
+        folder: Created if necessary; existing files with the same names are overwritten.
+        tokenizer_folder: Source of the tokenizer files; its end-of-text token is written into config.json. None exports
             no tokenizer.
 
     Raises:
-        OSError: The file cannot be written, or reads back differently.
+        OSError: The file cannot be written, or differs when read back.
     """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def export_pretrained(model: nn.Module, folder: str | Path, *, tokenizer_folder:
     parameters: dict[str, Tensor] = {**dict(named_buffers(model)), **dict(named_parameters(model))}
     sharded = [name for name, value in parameters.items() if isinstance(value, DTensor)]
     assert not sharded, f"gather the model before it is exported: {len(sharded)} sharded parameters"
-    settings = layout.config()  # first: an error leaves nothing behind
+    settings = layout.config()  # first, so that an error leaves no files behind
     tensors: dict[str, Tensor] = {}
     for entry in layout.entries():
         tensors |= entry.publish(parameters[entry.name])
@@ -137,7 +137,7 @@ def _check_config(layout: Format, *, config: HFConfig, folder: Path) -> None:
 
 
 def _check_names(layout: Format, *, weights: PublishedWeights, folder: Path) -> dict[str, str]:
-    """Return full name -> name in the file, for exactly the tensors of `layout`."""
+    """Map full names to names in the file, for exactly the tensors of `layout`."""
     in_file = {layout.full_name(name): name for name in weights.names()}
     in_file.pop(None, None)
     wanted = {name for entry in layout.entries() for name in entry.published}
@@ -155,8 +155,8 @@ def _check_names(layout: Format, *, weights: PublishedWeights, folder: Path) -> 
 
 
 def _copy_tokenizer(source: str | Path, target: Path) -> int | None:
-    """Copy the tokenizer's files; return the id of its end-of-text token, None if it has none."""
-    from tokenizers import Tokenizer  # an export without a tokenizer does not need the import
+    """Copy the tokenizer files; return the id of the end-of-text token, or None if there is none."""
+    from tokenizers import Tokenizer  # lazy: an export without a tokenizer does not need it
 
     source = Path(source)
     for name in _TOKENIZER_FILES:
@@ -164,7 +164,7 @@ def _copy_tokenizer(source: str | Path, target: Path) -> int | None:
             shutil.copyfile(source / name, target / name)
     settings = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
     token = {"eos_token": None, **settings}["eos_token"]
-    if isinstance(token, dict):  # older files have the token with its flags
+    if isinstance(token, dict):  # older files store the token as an object with flags
         token = token["content"]
     if token is None:
         return None

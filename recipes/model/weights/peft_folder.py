@@ -12,26 +12,26 @@ from recipes.errors import ConfigError
 from recipes.model.init import fill, unsharded_shape
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-# settings that change what an adapter computes, by their names in peft and here
+# settings that change what an adapter computes: name in peft -> our name
 _OF_LORA = {"r": "r", "lora_alpha": "alpha", "use_rslora": "scales_by_root", "use_dora": "dora"}
 
 
 def name_in_peft(name: str) -> str:
     """Return the name of an adapter parameter in a peft folder."""
-    # it drops the name of the adapter, and the `weight` of a vector of lengths with it
+    # peft omits the adapter name, and `.weight` after a magnitude vector
     plain = name.removeprefix("inner.").replace(".default", "")
     return f"base_model.model.{plain.replace('lora_magnitude_vector.weight', 'lora_magnitude_vector')}"
 
 
 def save_adapter(model: Any, folder: Path) -> None:
-    """Write a folder that `peft.PeftModel.from_pretrained` loads beside the published model.
+    """Write a folder that `peft.PeftModel.from_pretrained` can load on top of the published model.
 
     Args:
-        model: A HuggingFace with an adapter, not sharded.
+        model: Unsharded HuggingFace model with an adapter.
         folder: Created if necessary.
 
     Raises:
-        ConfigError: The layers of the model have other names than the published ones.
+        ConfigError: The layer names of the model differ from the published ones.
     """
     from safetensors.torch import save_file
 
@@ -58,14 +58,14 @@ def save_adapter(model: Any, folder: Path) -> None:
 
 
 def load_adapter(model: nn.Module, pretrained: str) -> None:
-    """Set the weights of an adapter to those of a folder of peft, in place.
+    """Load adapter weights from a peft folder in place.
 
     Args:
-        model: With an adapter, sharded or not.
-        pretrained: The folder.
+        model: Model with an adapter, sharded or not.
+        pretrained: The peft folder.
 
     Raises:
-        ConfigError: It is no such folder, or its adapter is of another kind, rank or place.
+        ConfigError: Not a peft folder, or its adapter has another type, rank or target modules.
     """
     folder, typed = Path(pretrained).expanduser(), f"adapter.pretrained={pretrained}"
     fix = f"adapter.pretrained=<folder with {CONFIG} and {WEIGHTS}>, or null"

@@ -1,4 +1,4 @@
-"""Load torchvision's ResNet-18 weights into ours, without torchvision."""
+"""Load torchvision's ResNet-18 weights into our ResNet-18, without torchvision."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from recipes.model.init import fill
 from recipes.model.resnet18 import ResNet18
 
 _BLOCK = re.compile(r"layer([1-4])\.([01])\.(.+)")
-_PREFIXES = (  # outside of blocks: ours, torchvision's
+_PREFIXES = (  # outside the blocks: our prefix, torchvision's prefix
     ("stem_conv.", "conv1."),
     ("stem_norm.", "bn1."),
     ("head.", "fc."),
@@ -20,7 +20,7 @@ _PREFIXES = (  # outside of blocks: ours, torchvision's
 
 
 def our_name(name: str) -> str:
-    """Return `blocks.2.shortcut.1.bias` for `layer2.0.downsample.1.bias`."""
+    """Map a torchvision name to ours: `layer2.0.downsample.1.bias` to `blocks.2.shortcut.1.bias`."""
     if match := _BLOCK.fullmatch(name):
         stage, place, rest = match.groups()
         rest = rest.replace("bn", "norm").replace("downsample", "shortcut")
@@ -32,10 +32,10 @@ def our_name(name: str) -> str:
 
 
 def load_pretrained(model: ResNet18, file: str | Path) -> None:
-    """Fill `model` from a .safetensors or .pth file with torchvision's names.
+    """Fill `model` from a .safetensors or .pth file with torchvision's parameter names.
 
     Raises:
-        ConfigError: There is no such file, or names or shapes differ; every difference is listed and nothing was
+        ConfigError: The file is missing, or names or shapes differ; every difference is listed and nothing was
             loaded.
     """
     path = Path(file)

@@ -1,6 +1,6 @@
 """Save and load ZeRO-partitioned weights and optimizer state under torch's parameter names.
 
-DeepSpeed's own checkpoints fit one world size and one stage and hold pickled objects; these load in every strategy.
+DeepSpeed's own checkpoints fit only one world size and stage and contain pickled objects; these load in every strategy.
 No collectives.
 """
 
@@ -24,16 +24,16 @@ class ZeroState:
         self._parameters: list[nn.Parameter] = []
 
     def remember(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the parameters in torch's order, before DeepSpeed replaces them with flat ones."""
+        """Record the parameters in torch's order before DeepSpeed replaces them with flat ones."""
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     @torch.no_grad()
     def model(self, module: nn.Module, *, writes_unsharded: bool) -> dict[str, Part]:
-        """Return this rank's shards of a module by name, from the float32 master weights where they exist.
+        """Return this rank's shards of a module by name, from the float32 master weights if there are any.
 
         Args:
             module: The module that DeepSpeed's engine wraps.
-            writes_unsharded: Whether this rank writes tensors that every rank holds unsharded.
+            writes_unsharded: Whether this rank writes tensors that are unsharded on every rank.
         """
         parts: dict[str, Part] = {}
         optimizer = _stage_3_optimizer(module.parameters())
@@ -53,11 +53,11 @@ class ZeroState:
 
     @torch.no_grad()
     def optimizer(self, optimizer: Any, *, writes_unsharded: bool) -> dict[str, Any]:
-        """Return this rank's shards of the optimizer state, keyed as torch's `state_dict`, and the hyper-parameters.
+        """Return this rank's shards of the optimizer state, keyed like torch's `state_dict`, and the hyperparameters.
 
         Args:
             optimizer: DeepSpeed's optimizer.
-            writes_unsharded: Whether this rank writes tensors that every rank holds unsharded.
+            writes_unsharded: Whether this rank writes tensors that are unsharded on every rank.
         """
         state: dict[int, dict[str, Part]] = {}
         _link(optimizer)
@@ -80,7 +80,7 @@ class ZeroState:
         }
 
     def _groups(self, optimizer: Any) -> list[dict[str, Any]]:
-        """Return each group's hyper-parameters with the indices of its parameters in torch's order."""
+        """Return each group's hyperparameters with its parameter indices in torch's order."""
         index_by_id = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         groups = []
         for group, members in zip(optimizer.param_groups, _list_members(optimizer), strict=True):
@@ -90,11 +90,11 @@ class ZeroState:
 
     @torch.no_grad()
     def load_model(self, module: nn.Module, saved: Mapping[str, SavedTensor]) -> None:
-        """Copy saved tensors into this rank's shard of the weights and of the master weights.
+        """Copy saved tensors into this rank's shards of the weights and master weights.
 
         Args:
             module: The module that DeepSpeed's engine wraps.
-            saved: Every tensor by name.
+            saved: Saved tensors by name.
         """
         # a checkpoint may omit frozen parameters
         named = {name: p for name, p in module.named_parameters() if p.requires_grad or name in saved}
@@ -113,11 +113,11 @@ class ZeroState:
 
     @torch.no_grad()
     def load_optimizer(self, optimizer: Any, saved: dict[str, Any]) -> None:
-        """Give DeepSpeed's optimizer its saved state.
+        """Load saved state into DeepSpeed's optimizer.
 
         Args:
             optimizer: DeepSpeed's optimizer, before its first step.
-            saved: Keyed as torch's `state_dict`, with `SavedTensor` for tensors.
+            saved: State keyed like torch's `state_dict`, with tensors as `SavedTensor`.
         """
         if not any(saved["state"].values()):
             return
@@ -130,7 +130,7 @@ class ZeroState:
             stage_3.write_moments(optimizer, moments, scalars)
             return
         for flat in optimizer.single_partition_of_fp32_groups:
-            # [elements of this rank], including padding, which no parameter overwrites
+            # [elements on this rank], including padding, which no parameter overwrites
             zeros = {name: torch.zeros_like(flat.data) for name in moments[self._parameters[0]]}
             # torch counts steps in place: groups sharing one tensor would count each step twice
             optimizer.optimizer.state[flat] = {**copy.deepcopy(scalars), **zeros}
@@ -142,12 +142,12 @@ class ZeroState:
 
 
 def is_stage_3(optimizer: Any) -> bool:
-    """Return whether DeepSpeed's optimizer runs at stage 3."""
+    """Return whether DeepSpeed's optimizer is a stage 3 optimizer."""
     return hasattr(optimizer, "fp32_partitioned_groups_flat")
 
 
 def flat_weights(optimizer: Any) -> list[Tensor]:
-    """Return the flat master weights that DeepSpeed's inner optimizer steps."""
+    """Return the flat master weights that DeepSpeed's inner optimizer updates."""
     if is_stage_3(optimizer):
         return list(optimizer.fp32_partitioned_groups_flat)
     return list(optimizer.single_partition_of_fp32_groups)
@@ -156,7 +156,7 @@ def flat_weights(optimizer: Any) -> list[Tensor]:
 def advance_step_count(optimizer: Any, num_steps: int) -> None:
     """Advance DeepSpeedCPUAdam 0.19.8 to a step, updating its beta powers one step at a time; 10 µs per step.
 
-    If set to a later step at once, it recomputes the powers, which differ in the last bit from those of an
+    When set directly to a later step, it recomputes the powers, and their last bit differs from that of an
     uninterrupted run.
     """
     beta1, beta2 = optimizer.param_groups[0]["betas"]
@@ -169,7 +169,7 @@ def advance_step_count(optimizer: Any, num_steps: int) -> None:
 
 
 def _split_state(optimizer: torch.optim.Optimizer) -> tuple[list[str], dict[str, Tensor]]:
-    """Return the names of state with one value per element, and state with one value per parameter, such as `step`."""
+    """Return the names of per-element state, and the per-parameter state, such as `step`."""
     for state in optimizer.state.values():
         names = [name for name, value in state.items() if getattr(value, "ndim", 0) > 0]
         scalars: dict[str, Tensor] = {
@@ -182,7 +182,7 @@ def _split_state(optimizer: torch.optim.Optimizer) -> tuple[list[str], dict[str,
 
 
 def _read_scalars(optimizer: Any, saved: Mapping[str, SavedTensor]) -> dict[str, Any]:
-    """Return state with one value per parameter, such as `step`, in the form the engine's optimizer needs."""
+    """Return per-parameter state, such as `step`, in the form that the engine's optimizer needs."""
     base = optimizer.optimizer
     scalars = {name: value.read() for name, value in saved.items() if not value.shape}  # 0-dim
     if type(base).__name__ == "DeepSpeedCPUAdam":  # counts steps in an int
@@ -196,7 +196,7 @@ def _read_scalars(optimizer: Any, saved: Mapping[str, SavedTensor]) -> dict[str,
 def _link(optimizer: Any) -> None:
     """Link each parameter to its optimizer state.
 
-    DeepSpeed 0.19.8 links them once, when only the first group has state: parameters of later groups would have none.
+    DeepSpeed 0.19.8 links them once, when only the first group has state, leaving out parameters of later groups.
     """
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
         optimizer._hp_optimizer_states_linked = False
@@ -208,15 +208,15 @@ def _part(parameter: Any, name: str | None, *, writes_unsharded: bool) -> Part |
 
     Args:
         parameter: Parameter of the module.
-        name: Name of the optimizer state; None for the master weights.
+        name: Name of the optimizer state; None selects the master weights.
         writes_unsharded: Whether this rank writes frozen parameters, which every rank holds.
     """
-    if not hasattr(parameter, "_hp_mapping"):  # frozen: there is no master copy
+    if not hasattr(parameter, "_hp_mapping"):  # frozen: no master copy
         return unsharded_part(parameter) if writes_unsharded else None
     mapping = parameter._hp_mapping
-    if mapping is None:  # the parameter is in other ranks' partitions
+    if mapping is None:  # the parameter is entirely in other ranks' partitions
         return None
-    fragment = mapping.get_hp_fragment(name)  # [elements of this rank]
+    fragment = mapping.get_hp_fragment(name)  # [elements on this rank]
     start = mapping.lp_fragment_address.start
     return Part(tensor=fragment.detach(), offsets=(start,), unsharded_shape=parameter.shape)
 
@@ -230,13 +230,13 @@ def _write(parameter: Any, saved: SavedTensor) -> None:
 
 
 def _read_fragment(mapping: Any, saved: SavedTensor) -> Tensor:
-    """Read the elements that this rank holds at stages 1 and 2 as a flat tensor."""
+    """Read this rank's elements at stages 1 and 2 as a flat tensor."""
     address = mapping.lp_fragment_address
     return saved.read_range(address.start, address.start + address.numel)
 
 
 def _stage_3_optimizer(parameters: Iterable[Any]) -> Any:
-    """Return DeepSpeed's optimizer, which parameters reference at stage 3; None at the other stages."""
+    """Return DeepSpeed's optimizer, to which parameters refer at stage 3; None at the other stages."""
     optimizers = (getattr(parameter, "_z3_optimizer", None) for parameter in parameters)
     return next((optimizer for optimizer in optimizers if optimizer is not None), None)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from recipes.checkpoint.saved_tensor import SavedTensor
 from recipes.checkpoint.shard_file import Part
 
-# by parameter, then by name of optimizer state or None for the master weights: a flat tensor, padded
+# by parameter, then by optimizer state name (None for the master weights): a flat, padded tensor
 Fragments = dict[nn.Parameter, dict[str | None, Tensor]]
 
 
@@ -21,7 +21,7 @@ def read_fragments(optimizer: Any, names: Sequence[str | None]) -> Fragments:
 
     Args:
         optimizer: DeepSpeed's optimizer.
-        names: Names of optimizer state; None stands for the master weights.
+        names: Optimizer state names; None selects the master weights.
     """
     fragments: Fragments = {}
     for index, members in enumerate(optimizer.fp16_groups):
@@ -57,7 +57,7 @@ def write_frozen(parameter: Any, saved: SavedTensor) -> None:
     fragment = _read_padded(parameter, saved)
     if parameter.ds_tensor.status.name == "AVAILABLE":
         parameter.ds_tensor.copy_(fragment)
-    else:  # on a disk
+    else:  # on disk
         parameter.nvme_swapper.swap_out_partitioned_params([parameter], [fragment])
     if parameter.numel() == parameter.ds_numel:
         parameter.data.copy_(saved.read())
@@ -67,16 +67,16 @@ def write_frozen(parameter: Any, saved: SavedTensor) -> None:
 def write_moments(
     optimizer: Any, saved: Mapping[nn.Parameter, Mapping[str, SavedTensor]], scalars: dict[str, Any]
 ) -> None:
-    """Create the optimizer state of every sub-group from saved tensors; otherwise the first step creates it.
+    """Create the optimizer state of every sub-group from saved tensors, instead of letting the first step create it.
 
     Args:
         optimizer: DeepSpeed's optimizer, before its first step.
-        saved: State with one value per element, by parameter and name.
-        scalars: State with one value per parameter, such as Adam's `step`.
+        saved: Per-element state, by parameter and name.
+        scalars: Per-parameter state, such as Adam's `step`.
     """
     for index, members in enumerate(optimizer.fp16_groups):
         with in_memory(optimizer, index, writes_back=True) as flat:
-            # [elements of this rank], padding included
+            # [elements on this rank], including padding
             moments = {name: torch.zeros_like(flat.data) for name in saved[members[0]]}
             for parameter in members:
                 for name, moment in moments.items():
@@ -87,17 +87,17 @@ def write_moments(
 
 
 def fragment_part(parameter: Any, fragment: Tensor) -> Part | None:
-    """Return the part of a padded fragment that a rank writes; None if the fragment is only padding."""
+    """Return the part of a padded fragment that this rank writes; None if it is all padding."""
     start, stop = _bounds(parameter)
     if start >= stop:
         return None
-    tensor = fragment.detach().flatten()[: stop - start]  # [elements of this rank] without padding
+    tensor = fragment.detach().flatten()[: stop - start]  # [elements on this rank], without padding
     return Part(tensor=tensor, offsets=(start,), unsharded_shape=parameter.ds_shape)
 
 
 @contextlib.contextmanager
 def in_memory(optimizer: Any, sub_group: int, *, writes_back: bool) -> Iterator[Tensor]:
-    """Yield the flat master weights of a sub-group while they and its optimizer state are in memory.
+    """Yield the flat master weights of a sub-group while they and the optimizer state are in memory.
 
     Args:
         optimizer: DeepSpeed's optimizer.

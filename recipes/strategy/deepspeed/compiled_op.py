@@ -1,4 +1,4 @@
-"""Load DeepSpeed's just-in-time compiled operators: one process compiles, and a killed build blocks no other."""
+"""Load DeepSpeed's JIT-compiled operators: one process compiles, and a killed build does not block later ones."""
 
 import contextlib
 import fcntl
@@ -13,7 +13,7 @@ from torch.utils import cpp_extension
 
 LOGGER = logging.getLogger("lightning_recipes")
 _LOCK_FILE = "recipes.lock"
-_BATON_FILE = "lock"  # of torch.utils.file_baton
+_BATON_FILE = "lock"  # created by torch.utils.file_baton
 _UNHELD_SECONDS = 180.0  # longer than a build takes: another machine may be building in a shared folder
 _POLL_SECONDS = 0.1
 _HOW_LONG = "once for this environment: one to two minutes"
@@ -23,9 +23,9 @@ def load_op(builder: Any) -> Any:
     """Load an operator, compiled by one process at a time and once for all runs.
 
     torch 2.13 reserves a build folder with a file named `lock`. A process killed while compiling leaves that file
-    behind, and every later one would silently wait forever. Here processes take turns with a kernel lock, which is
-    released when its holder exits. The locked file names the compiling process: a process that finds a name in it
-    while holding the lock knows that the named process is dead and that `lock` is stale.
+    behind, and every later process would silently wait forever. Here processes take turns with a kernel lock, which is
+    released when its holder exits. The locked file contains the name of the compiling process: a process that acquires
+    the lock and finds a name in the file knows that the named process is dead and that `lock` is stale.
 
     Args:
         builder: DeepSpeed op builder, such as `deepspeed.ops.op_builder.CPUAdamBuilder()`.
@@ -40,7 +40,7 @@ def load_op(builder: Any) -> Any:
     folder = Path(cpp_extension._get_build_directory(builder.name, verbose=False))
     with (folder / _LOCK_FILE).open("a+", encoding="utf-8") as file:
         compiled = folder / f"{builder.name}.so"
-        # without the lock, the process named there may be alive
+        # without the lock, the named process may still be alive
         dead = _read(file) if _lock(file, compiled) else ""
         _clear_baton(folder / _BATON_FILE, dead, builder.name)
         if not compiled.exists():
@@ -53,7 +53,7 @@ def load_op(builder: Any) -> Any:
 
 
 def _lock(file: TextIO, compiled: Path) -> bool:
-    """Wait for the lock; return False on a file system without locks."""
+    """Wait for the lock; return False if the file system has no locks."""
     try:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -62,7 +62,7 @@ def _lock(file: TextIO, compiled: Path) -> bool:
                 who = _read(file) or "another process"
                 LOGGER.info(f"Waiting for {who}, which compiles {compiled.stem}, {_HOW_LONG}")
             fcntl.lockf(file, fcntl.LOCK_EX)
-    except OSError as error:  # better to compile than to give up
+    except OSError as error:  # compiling without a lock is better than giving up
         LOGGER.warning(f"{file.name} is not locked: {error.strerror}")
         return False
     return True
@@ -89,9 +89,9 @@ def _clear_baton(baton: Path, dead: str, name: str) -> None:
 
 
 def _is_open(path: Path) -> bool:
-    """Return whether one of this user's local processes has a file open, as torch has its lock while compiling."""
+    """Return whether a local process of this user has the file open; torch keeps its lock open while compiling."""
     for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # the process has exited, or belongs to another user
+        with contextlib.suppress(OSError):  # the process has exited or belongs to another user
             if os.readlink(link) == str(path.resolve()):
                 return True
     return False

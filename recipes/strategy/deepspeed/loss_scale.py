@@ -33,8 +33,8 @@ def attach_scaler(optimizer: Any) -> None:
 def _grow_after_the_step(optimizer: Any) -> None:
     """Grow the scale after the update instead of before it.
 
-    DeepSpeed 0.19.8 doubles it between the norm and the update, so gradients scaled by the old scale are divided by
-    the new one: the update is halved wherever clipping does not act.
+    DeepSpeed 0.19.8 doubles it between computing the norm and updating, so gradients scaled by the old scale are
+    divided by the new one: the update is halved wherever clipping does not act.
     """
     step, update_scale = optimizer.step, optimizer._update_scale
     is_updated = True
@@ -72,5 +72,5 @@ def load_scaler_state(optimizer: Any, state: dict[str, Any]) -> None:
     """Restore a saved scale and step count."""
     scaler = optimizer.loss_scaler
     scaler.cur_scale = state["scale"]
-    # DeepSpeed counts from the last overflow; with that at -1, `cur_iter` is GradScaler's growth tracker
+    # DeepSpeed counts from the last overflow; if that is -1, `cur_iter` equals GradScaler's growth tracker
     scaler.cur_iter, scaler.last_overflow_iter = state["_growth_tracker"], -1

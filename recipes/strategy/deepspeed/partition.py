@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from recipes.numerics.grouped_linear import GroupedLinear
 
 ALIGNMENT = 1024  # elements; DeepSpeed needs an even number for NCCL
-BUCKET_ELEMENTS = 200_000_000  # Lightning's default: 0.8 GB in float32, twice that if communication overlaps
-# Elements of a rank's shard in host memory at a time while the optimizer steps, with the rest on disk: four
+BUCKET_ELEMENTS = 200_000_000  # Lightning's default: 0.8 GB in float32, twice that with overlapped communication
+# Elements of a rank's shard in host memory at a time during the optimizer step, with the rest on disk: four
 # page-locked buffers of this size, 1.6 GB in float32. DeepSpeed closes a group with the parameter that fills it.
 DISK_SUB_GROUP = 100_000_000
 DISK_THREADS = 4  # per disk read or write; a single thread leaves an NVMe disk idle
@@ -22,13 +22,13 @@ def fit_buckets(zero: dict[str, Any], model: nn.Module) -> None:
     """Limit communication buckets to an eighth of the model; the default would double a small model's gradient memory.
 
     Args:
-        zero: `zero_optimization` of DeepSpeed's config, changed in place.
-        model: On any device.
+        zero: `zero_optimization` section of DeepSpeed's config; modified in place.
+        model: Model on any device.
     """
     sizes = [parameter.numel() for parameter in model.parameters()]
     bucket = min(BUCKET_ELEMENTS, sum(sizes) // 8) // ALIGNMENT * ALIGNMENT
     zero |= dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), max(bucket, ALIGNMENT))
-    if "offload_param" in zero:  # each buffer holds one parameter in transit to the disk
+    if "offload_param" in zero:  # each buffer holds one parameter on its way to or from disk
         zero["offload_param"]["buffer_size"] = -(-max(sizes) // ALIGNMENT) * ALIGNMENT
 
 
@@ -42,15 +42,15 @@ def partition(
     """Create, fill and partition the parameters in place, one at a time.
 
     Args:
-        model: On the meta device.
+        model: Model on the meta device.
         initialize: Initializes every parameter through the `fill_whole` attribute that this function sets.
         config: DeepSpeed's config, with `zero_optimization`.
-        device: Where each unsharded parameter is created, and where buffers stay.
+        device: Device on which each unsharded parameter is created and buffers stay.
     """
     import deepspeed
 
     zero_init = deepspeed.zero.Init(config_dict_or_path=config)
-    # a tied weight has several slots: replacing one alone would untie it
+    # a tied weight has several slots; replacing only one would untie it
     slots: dict[int, Slots] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -68,15 +68,15 @@ def partition(
 def gather_in_compute_dtype(blocks: Iterable[nn.Module], optimizer: Any, dtype: torch.dtype) -> None:
     """All-gather the weights of linear layers in autocast's dtype: half the traffic, identical results.
 
-    Traffic is halved but not memory: DeepSpeed casts the gathered weights back. Gradients are still reduced in float32.
+    Memory is not halved: DeepSpeed casts the gathered weights back. Gradients are still reduced in float32.
     DeepSpeed 0.19.8 has one attribute for both directions, `comm_dtype`, set by its `lower_precision_safe_modules`;
-    here it applies to the all-gather only, and the optimizer sees float32.
+    here it applies only to the all-gather, and the optimizer sees float32.
 
     Args:
-        blocks: Blocks whose linear layers run only under autocast. This excludes the head: a tied head is also an
+        blocks: Blocks whose linear layers run only under autocast. The head is excluded: if tied, it is also an
             embedding, which autocast leaves in float32.
         optimizer: DeepSpeed's optimizer at stage 3.
-        dtype: bfloat16 or float16.
+        dtype: Autocast dtype, bfloat16 or float16.
     """
     for parameter in list_cast_weights(blocks):
         parameter.comm_dtype = dtype  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ def gather_in_compute_dtype(blocks: Iterable[nn.Module], optimizer: Any, dtype: 
 
 
 def list_cast_weights(blocks: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters of the blocks' linear layers, which autocast casts before each product."""
+    """Return the parameters of the blocks' linear layers, which autocast casts before each matmul."""
     modules = (module for block in blocks for module in block.modules())
     cast = (module for module in modules if isinstance(module, nn.Linear | GroupedLinear))
     return [parameter for module in cast for parameter in module.parameters(recurse=False)]

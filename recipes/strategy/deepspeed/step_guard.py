@@ -1,6 +1,6 @@
-"""Skip or clip a step inside a ZeRO optimizer, where its gradient norm is first known: one comparison per step.
+"""Skip or clip a step inside a ZeRO optimizer, where the gradient norm is first known: one comparison per step.
 
-A skipped step looks to DeepSpeed like an overflow that leaves the loss scale unchanged.
+To DeepSpeed, a skipped step looks like an overflow that leaves the loss scale unchanged.
 """
 
 from typing import Any
@@ -16,12 +16,12 @@ class StepGuardMixin:
     """Implements the attributes of `recipes.strategy.Engine` for steps inside a ZeRO optimizer.
 
     DeepSpeed 0.19.8 keeps the norm in a local variable of its step; the only call between that point and the update is
-    `_update_scale`. So this records the norm where it is computed and decides where `_update_scale` is called.
+    `_update_scale`. This class therefore records the norm where it is computed and decides in `_update_scale`.
 
     Attributes:
-        guard: Decides which steps to skip; None executes every step.
+        guard: Decides which steps to skip; None skips none.
         clipping: Adaptive norm limit in addition to the fixed one; None disables it.
-        clip_threshold: Norm limit of the last step, a 0-dim tensor; inf without a limit, None before the first step.
+        clip_threshold: Norm limit of the last step, 0-dim; inf without a limit, None before the first step.
     """
 
     deepspeed_engine: Any
@@ -32,8 +32,8 @@ class StepGuardMixin:
     def hook_into(self, optimizer: Any) -> None:
         """Insert this guard between the norm and the update of DeepSpeed's optimizer."""
         self._hooked = optimizer
-        self._fixed_limit = optimizer.clip_grad or torch.inf  # DeepSpeed's 0 means none
-        # steps skipped for other reasons than an overflow; DeepSpeed counts both together
+        self._fixed_limit = optimizer.clip_grad or torch.inf  # DeepSpeed uses 0 for no limit
+        # steps skipped for reasons other than an overflow; DeepSpeed counts both together
         self._num_skipped = 0
         self._skipped_norm: Tensor | None = None  # norm of the last step if the guard skipped it, 0-dim
         self._scaled_norm: Tensor | None = None
@@ -66,21 +66,21 @@ class StepGuardMixin:
             has_overflow: Whether DeepSpeed itself skips the step.
         """
         scaled, self._scaled_norm, self._skipped_norm = self._scaled_norm, None, None
-        # before the update below, which may change it: these gradients have the old scale
+        # read before the update below, which may change it: these gradients have the old scale
         scale = self._hooked.loss_scale
         self._update_scale(has_overflow)
-        # an overflow found before the norm leaves no norm; one found in the norm makes it NaN or inf
+        # an overflow detected before the norm leaves no norm; one detected in the norm makes it NaN or inf
         norm = torch.tensor(torch.inf) if has_overflow or scaled is None else scaled / scale  # 0-dim
         self._clip(norm)
         if self.guard is None:
             return
         if has_overflow or scaled is None:
-            self.guard.judge(norm)  # called at every step, so that its statistics include this one
+            self.guard.judge(norm)  # called every step, so that its statistics include this one
             # without a dynamic loss scaler, an overflow is a spike
             self._num_skipped += not self._hooked.dynamic_loss_scale
             return
         if bool(self.guard.judge(norm)):
-            self._hooked.overflow = True  # read after `_update_scale`: DeepSpeed now returns without an update
+            self._hooked.overflow = True  # checked after `_update_scale`: DeepSpeed then returns without an update
             self._num_skipped += 1
             self._skipped_norm = norm
 
@@ -93,7 +93,7 @@ class StepGuardMixin:
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Global norm before clipping of the last optimizer step, a 0-dim tensor; None before the first."""
+        """Global norm before clipping in the last optimizer step, 0-dim; None before the first step."""
         if self._skipped_norm is not None:
             return self._skipped_norm
         norm = self.deepspeed_engine.get_global_grad_norm()
@@ -101,5 +101,5 @@ class StepGuardMixin:
 
     @property
     def num_overflows(self) -> int:
-        """Optimizer steps skipped because a gradient was not finite under a loss scale."""
+        """Number of optimizer steps skipped because a scaled gradient was not finite."""
         return int(self.deepspeed_engine.skipped_steps) - self._num_skipped

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 1 to 3: partitions optimizer state, then also gradients, then also weights over ranks."""
+"""DeepSpeed ZeRO 1 to 3: partition optimizer state, then gradients, then weights over ranks."""
 
 import importlib
 import logging
@@ -53,20 +53,20 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
 
     Args:
         devices: Devices of this node, one per rank.
-        precision: Dtypes of weights and matrix products.
-        checkpoint_io: Writes and reads checkpoints; None uses Lightning's.
+        precision: Dtypes of weights and matmuls.
+        checkpoint_io: Writes and reads checkpoints; None uses Lightning's default.
         mesh: Mesh of shards and context-parallel ranks; None makes every rank data-parallel.
         stage: 1 partitions optimizer state, 2 also gradients, 3 also weights.
         offload_optimizer: Where to keep optimizer state; DeepSpeedCPUAdam then steps in host memory. None keeps it on
             the device.
         offload_parameters: Where to keep weights between uses, at stage 3; None keeps them on the device.
-        nvme_path: Folder that `nvme` offloads to.
+        nvme_path: Folder for offloading to `nvme`.
     """
 
     option: ClassVar[str] = "deepspeed_stage_{stage}"
     clips_by_value: ClassVar[bool] = False
     state_layout: ClassVar[str] = "zero"
-    accepts_device_list: ClassVar[bool] = False  # a rank's GPU is its local rank
+    accepts_device_list: ClassVar[bool] = False  # each rank uses the GPU of its local rank
 
     frees_gradients = True
 
@@ -86,9 +86,9 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
         on_gpu = devices[0].type == "cuda"
         if not on_gpu:
             os.environ["DS_ACCELERATOR"] = "cpu"
-            # else stage 3 starts `numactl` for every gradient bucket to count devices (0.19.8, CPU_Accelerator)
+            # otherwise stage 3 starts `numactl` for every gradient bucket to count devices (0.19.8, CPU_Accelerator)
             os.environ["LOCAL_SIZE"] = str(len(devices))
-        # ninja, which builds DeepSpeedCPUAdam, is looked up on PATH; it is next to this Python, activated or not
+        # ninja, which builds DeepSpeedCPUAdam, is looked up on PATH; it is next to this Python, even if not activated
         os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         super().__init__(
             stage=stage,
@@ -107,7 +107,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
         assert isinstance(self.config, dict), "Lightning builds it from the arguments above"
-        # else DeepSpeed rejects every offloaded optimizer but DeepSpeedCPUAdam, such as SGD
+        # otherwise DeepSpeed rejects every offloaded optimizer except DeepSpeedCPUAdam, such as SGD
         self.config["zero_force_ds_cpu_optimizer"] = False
         self.config |= to_deepspeed_config(precision)
         # Lightning's `thread_count` sets a name that DeepSpeed 0.19.8 does not read
@@ -127,7 +127,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
     def setup_distributed(self) -> None:
         """Join the process group through DeepSpeed.
 
-        On a CPU it would first compile a shared-memory all-reduce; gloo, which every strategy uses, is enough.
+        On a CPU it would first compile a shared-memory all-reduce; gloo, which every strategy uses, is sufficient.
         """
         if self.root_device.type == "cpu":
             backend: Any = importlib.import_module("deepspeed.comm.torch")
@@ -137,7 +137,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
 
     @override
     def _set_node_environment_variables(self) -> None:
-        """Set LOCAL_RANK, from which DeepSpeed selects the GPU: 0 where each rank sees only one GPU."""
+        """Set LOCAL_RANK, from which DeepSpeed selects the GPU: 0 if each rank sees only one GPU."""
         super()._set_node_environment_variables()
         if self.root_device.type == "cuda":
             os.environ["LOCAL_RANK"] = str(self.root_device.index)
@@ -145,7 +145,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
     @property
     @override
     def root_device(self) -> torch.device:
-        """Device of this rank; on a CPU its index is the rank, which DeepSpeed compares with 0."""
+        """Device of this rank; on a CPU its index is the rank, because DeepSpeed compares it with 0."""
         assert self.parallel_devices is not None
         device = self.parallel_devices[self.local_rank]
         return device if device.type == "cuda" else torch.device("cpu", self.local_rank)
@@ -153,17 +153,17 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
     @override
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Partition nothing yet: the model is still on the meta device, and `materialize` partitions it."""
+        """Do not partition yet: the model is still on the meta device, and `materialize` partitions it."""
         yield
 
     def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> nn.Module:
-        """Give the model storage and weights; at stage 3 one parameter at a time, so that no rank holds the model."""
+        """Allocate and initialize the model; at stage 3 one parameter at a time, so that no rank holds it unsharded."""
         if self.groups.context is not None:
             apply_context_parallel(model, self.groups.context)
         if self._uses_disk:
             from deepspeed.ops.op_builder import AsyncIOBuilder
 
-            load_op(AsyncIOBuilder())  # before DeepSpeed loads it itself
+            load_op(AsyncIOBuilder())  # before DeepSpeed itself would load it
         assert isinstance(self.config, dict)
         fit_buckets(self.config["zero_optimization"], model)
         if self.config["zero_optimization"]["stage"] < 3:
@@ -171,7 +171,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
             initialize(model)
         else:
             get_blocks(model, "deepspeed_stage_3")
-            # `zero.Init` reads batch size and precision, which Lightning fills in later
+            # `zero.Init` reads the batch size and precision, which Lightning fills in later
             complete_deepspeed_config(self)
             partition(model, initialize, config=self.config, device=self._communication_device)
         return model
@@ -185,7 +185,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
         from deepspeed.ops.adam import DeepSpeedCPUAdam
         from deepspeed.ops.op_builder import CPUAdamBuilder
 
-        load_op(CPUAdamBuilder())  # before the constructor below loads it itself
+        load_op(CPUAdamBuilder())  # before the constructor below would load it
         group = optimizer.param_groups[0]
         cpu_adam: torch.optim.Optimizer = DeepSpeedCPUAdam(
             optimizer.param_groups,
@@ -200,7 +200,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
     def init_deepspeed(self) -> None:
         """Start the engine, with DeepSpeed's own loss scaler for float16 under autocast.
 
-        DeepSpeed 0.19.8 would put a torch GradScaler into each rank's optimizer instead, which clips before it
+        Otherwise DeepSpeed 0.19.8 puts a torch GradScaler into each rank's optimizer, which clips before it
         unscales and does not share the overflow flag: ranks would skip different steps.
         """
         super().init_deepspeed()
@@ -229,7 +229,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
         """Run the backward pass without DeepSpeed's division by the number of accumulation steps.
 
         Lightning has already divided by it (#6170, 2.6.6). Lightning also decides when an accumulation window ends, so
-        that both count the same optimizer steps.
+        both count the same optimizer steps.
         """
         assert self.lightning_module is not None
         ends_window = not is_accumulating(self.lightning_module.trainer)
@@ -274,7 +274,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return the state with its tensors still on disk, and restore the loss scale."""
+        """Return the state, with its tensors still on disk, and restore the loss scale."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self._precision.scales_loss and MixedPrecision.__qualname__ in checkpoint:
             load_scaler_state(self.optimizers[0], checkpoint[MixedPrecision.__qualname__])
@@ -282,13 +282,13 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Load this rank's shard of the weights and of the master weights."""
+        """Load this rank's shards of the weights and master weights."""
         assert self.lightning_module is not None
         self._state.load_model(self.lightning_module, checkpoint["state_dict"])
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Load this rank's shard of the optimizer state."""
+        """Load this rank's shards of the optimizer state."""
         task: Any = self.lightning_module
         [every] = checkpoint["optimizer_states"]
         saved = select_state(every, checkpoint["parameters"], task.optimized_parameters, checkpoint["tied"])

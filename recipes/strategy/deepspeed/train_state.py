@@ -26,8 +26,8 @@ class TrainStateMixin:
         """Yield every tensor that a step changes, with its name.
 
         Args:
-            writes_back: Whether the caller overwrites them; low-precision weights are then refreshed from the master
-                weights.
+            writes_back: Whether the caller overwrites the tensors; low-precision weights are then refreshed from the
+                master weights.
         """
         optimizer, module = self.optimizers[0], self.lightning_module
         if is_stage_3(optimizer):
@@ -43,7 +43,7 @@ class TrainStateMixin:
         """Remove optimizer state that was created after a snapshot.
 
         Args:
-            names: From `live_tensors`.
+            names: Names from `live_tensors`.
         """
         flats = flat_weights(self.optimizers[0])
         for name in names:
@@ -79,7 +79,7 @@ def _stages_1_and_2(optimizer: Any, module: nn.Module) -> Iterator[tuple[str, Te
         yield f"master/{index}", flat.data
         yield from _moments(optimizer, flat, index)
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad:  # weights frozen under an adapter never change
+        if parameter.requires_grad:  # frozen weights under an adapter never change
             yield f"weight/{name}", parameter.data
 
 
@@ -89,10 +89,10 @@ def _stage_3(optimizer: Any, module: nn.Module, *, writes_back: bool) -> Iterato
             yield f"master/{index}", flat.data
             yield from _moments(optimizer, flat, index)
             if writes_back:
-                # after the caller has overwritten the master weights, before they are moved out of memory
+                # after the caller has overwritten the master weights, before they leave memory
                 optimizer._reassign_or_swap_out_partitioned_parameters(index)
     for name, parameter in module.named_parameters():
-        # small parameters stay gathered: the loop above has not refreshed that copy
+        # small parameters stay gathered; the loop above does not refresh that copy
         if parameter.requires_grad and parameter.numel() == parameter.ds_numel:  # type: ignore[attr-defined]
             yield f"weight/{name}", parameter.data
 
