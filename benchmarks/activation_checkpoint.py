@@ -1,6 +1,6 @@
-"""Memory and time of a step under each `activation_checkpoint=`: measured on this machine's CPU, and planned for it.
+"""Memory and time per step for each `activation_checkpoint=`: measured on this machine's CPU, and planned for it.
 
-Times are of eager steps, in turns, and of each the shortest: other work on the machine only ever adds.
+Eager steps are timed in turns, and the shortest time is reported: other load on the machine can only add time.
 """
 
 import sys
@@ -45,8 +45,8 @@ OPTIONS: dict[str, list[str]] = {
 
 
 def measure_peak(overrides: Sequence[str]) -> int:
-    """Return the most bytes that torch's allocator had given out in the third step of a run."""
-    torch._dynamo.reset()  # a budget is no guard: blocks compiled under another one would be used again
+    """Return the peak number of bytes allocated by torch in the third step of a run."""
+    torch._dynamo.reset()  # the budget is not a guard: blocks compiled under another budget would be reused
     with PeakMemory(2) as memory:
         run = build_run([*COMMON, *MODEL, "eval_every=1000", *overrides])
         run.trainer.callbacks.append(memory)  # type: ignore[attr-defined]

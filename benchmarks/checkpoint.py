@@ -1,4 +1,4 @@
-"""What saving costs a run of GPT-2 124M with AdamW: stall, seconds until verified, memory and hashing.
+"""Cost of saving for GPT-2 124M with AdamW: stall, seconds until verified, memory and hashing.
 
 Synchronous and asynchronous saves alternate in one run.
 """
@@ -17,7 +17,7 @@ from recipes.checkpoint.manifest import find_content_fault, read_manifest
 from recipes.checkpoint.saver import CheckpointSaver
 
 STEPS_BETWEEN = 8
-NUM_SAVES = 13  # the first one allocates, and is reported separately
+NUM_SAVES = 13  # the first save allocates memory and is reported separately
 OVERRIDES = [
     "model=gpt2",
     "data=random_tokens",
@@ -33,7 +33,7 @@ OVERRIDES = [
 
 
 class AlternateSaves(Callback):
-    """Makes every other save synchronous, and times each step from its start to the next start."""
+    """Makes every other save synchronous, and times each step from its start to the start of the next."""
 
     def __init__(self, saver: CheckpointSaver) -> None:
         self.writer = saver._writer
@@ -66,7 +66,7 @@ def main() -> None:
     lines = (run.folder / "events.jsonl").read_text().splitlines()
     saves = [event for event in map(json.loads, lines) if event["event"] == "checkpoint"]
     saves = [event for event in saves if event["step"] % STEPS_BETWEEN == 0]
-    # three of the last steps before each save: nothing is being written
+    # three of the last steps before each save, when nothing is being written
     quiet = [seconds[event["step"] - back - 1] for event in saves[1:] for back in (2, 3, 4)]
     rows = [
         _row("training waits", saves[1:], seconds, statistics.median(quiet), behind=False),
@@ -86,7 +86,7 @@ def main() -> None:
 
 def _row(name: str, saves: list[dict[str, Any]], seconds: list[float], quiet: float, *, behind: bool) -> dict[str, Any]:
     chosen = [event for event in saves if _is_asynchronous(event["step"]) == behind]
-    # steps that run while the files are written
+    # steps that run while files are being written
     during = [
         seconds[index]
         for event in chosen
@@ -103,13 +103,13 @@ def _row(name: str, saves: list[dict[str, Any]], seconds: list[float], quiet: fl
 
 
 def _added(event: dict[str, Any], seconds: list[float], quiet: float) -> float:
-    """Return the seconds that the steps from a save to shortly before the next took longer than usual."""
+    """Return the extra seconds spent in steps from a save until shortly before the next one."""
     around = seconds[event["step"] - 1 : event["step"] + STEPS_BETWEEN - 4]
     return round(sum(around) - len(around) * quiet, 3)
 
 
 def _hash_seconds(checkpoint: Path) -> float:
-    """Return the seconds to hash every file again, as a load does, from the page cache."""
+    """Return the seconds to hash every file again, as loading does, from the page cache."""
     manifest = read_manifest(checkpoint)
     assert manifest is not None
     began = time.perf_counter()

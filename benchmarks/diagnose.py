@@ -1,9 +1,9 @@
-"""Runs made to fail, and healthy ones: what does `mode=diagnose` say first, and does it keep quiet about the others?
+"""Check `mode=diagnose` on deliberately broken and healthy runs: is its first finding right, are healthy runs quiet?
 
-`python benchmarks/diagnose.py` trains each of them in a process of its own, ten minutes on one core, and records their
-curves, reduced, for the tests. Names of runs train these alone and record nothing else.
-`python benchmarks/diagnose.py clean` counts findings in healthy runs of other seeds, `python benchmarks/diagnose.py
-kinds` in the kinds of training of `benchmarks/spikes.py healthy`.
+`python benchmarks/diagnose.py` trains each run in a separate process, ten minutes on one core, and records reduced
+curves for the tests. With run names as arguments, only those are trained and nothing is recorded.
+`python benchmarks/diagnose.py clean` counts findings in healthy runs with other seeds, and `python
+benchmarks/diagnose.py kinds` in the kinds of training from `benchmarks/spikes.py healthy`.
 """
 
 import csv
@@ -31,7 +31,7 @@ from callbacks.diagnosis.run import make_run
 
 ROOT = Path(__file__).parent.parent
 RECORDED = ROOT / "tests/callbacks/diagnosis/runs"
-# what the symptoms read of a config
+# config settings that the symptoms read
 SETTINGS = (
     "mode._target_",
     "model.vocab_size",
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def _train_alone(name: str, folder: Path, *more: str) -> float:
-    """Train in a process of its own; return how long it took."""
+    """Train in a separate process; return the seconds it took."""
     began = time.perf_counter()
     program = [sys.executable, str(Path(__file__)), "train", name, str(folder)]
     if name in RECIPE_RUNS:
@@ -111,7 +111,7 @@ def _train(name: str, folder: Path) -> None:
 
 
 def _record(run: Path, folder: Path) -> None:
-    """Write what the symptoms read: curves of four digits, a few settings, the status."""
+    """Write the data that the symptoms read: curves rounded to four digits, a few settings, and the status."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     points, _ = read_points(run / "metrics.csv")
@@ -155,7 +155,7 @@ def _reduce(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _count_seeds() -> list[dict[str, Any]]:
-    """Count the findings in the healthy runs of train.py with other seeds."""
+    """Count the findings in healthy train.py runs with other seeds."""
     rows = []
     for name in [name for name, expected in EXPECTED.items() if expected is None and name in RECIPE_RUNS]:
         found: list[str] = []
@@ -170,7 +170,7 @@ def _count_seeds() -> list[dict[str, Any]]:
 def _count_kinds() -> list[dict[str, Any]]:
     """Count the findings in other kinds of healthy training."""
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # losses of 1e-38 would make each step ten times as slow
+    torch.set_flush_denormal(True)  # losses of 1e-38 would slow each step down tenfold
     rows = []
     for kind in KINDS:
         found = []

@@ -1,7 +1,7 @@
-"""Trainings made to fail, each in its own way, and healthy ones beside them: a minute on one core, most of them less.
+"""Runs that each fail in a different way, and healthy runs for comparison: at most a minute each on one core.
 
-`RECIPE_RUNS` are overrides of train.py; `DIGITS_RUNS` are a Lightning module of somebody who does not use this project,
-with Lightning's own CSVLogger and names such as `train_loss` and `lr-Adam`.
+`RECIPE_RUNS` are train.py overrides; `DIGITS_RUNS` use a Lightning module whose author does not use this project, with
+Lightning's CSVLogger and metric names such as `train_loss` and `lr-Adam`.
 """
 
 import sys
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from callbacks import MemoryMonitor, SpeedMonitor
 
-# a GPT of 200,000 parameters on the source of the standard library
+# a GPT with 200,000 parameters, trained on the source code of the standard library
 _SMALL = (
     "trainer.accelerator=cpu",
     "model.num_layers=2",
@@ -37,10 +37,10 @@ _SMALL = (
     "save_every=null",
     "warmup_steps=40",
     "trainer.max_steps=400",
-    "callbacks=[grad_norm,throughput,memory,loss_scale]",  # no LossSpikeRollback, which prevents some of this
+    "callbacks=[grad_norm,throughput,memory,loss_scale]",  # no LossSpikeRollback: it prevents some failures
 )
 
-# overrides of train.py, by the name of the run
+# run name -> train.py overrides
 RECIPE_RUNS: dict[str, tuple[str, ...]] = {
     "no_learning_rate": (*_SMALL, "optimizer.lr=1e-12"),
     "too_high_rate": (
@@ -93,9 +93,9 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
     """Scanned digits: images [N, 64] and classes [N].
 
     Args:
-        images: 0 to 1.
-        labels: Classes.
-        sleep: Seconds that the n-th fetch of a sample takes in addition.
+        images: Pixel values from 0 to 1.
+        labels: Class of each image.
+        sleep: Maps the fetch count to the extra seconds that a fetch takes.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, sleep: Callable[[int], float] | None = None) -> None:
@@ -114,20 +114,20 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass(frozen=True, kw_only=True)
 class DigitsRun:
-    """A classifier of scanned digits, and what is wrong with it.
+    """A classifier of scanned digits with a planted problem.
 
     Attributes:
-        learning_rate: Of Adam, or of SGD if there is a momentum.
-        num_train: Training images; the rest validates.
-        noise: Standard deviation of what is added to each training image.
-        wrong_labels: Fraction of the training images whose class is a random one, the same all the time.
-        shuffles_labels: Whether each training batch has its classes in another order than its images.
-        bad_steps: Steps at which this happens by mistake.
+        learning_rate: Learning rate of Adam, or of SGD if there is momentum.
+        num_train: Number of training images; the rest are for validation.
+        noise: Standard deviation of the noise added to each training image.
+        wrong_labels: Fraction of training images with a random class, fixed for the whole run.
+        shuffles_labels: Whether the classes of each training batch are shuffled relative to its images.
+        bad_steps: Steps at which only that batch's classes are shuffled.
         corrupted_steps: Steps whose gradient is 20 times too large.
-        is_sorted: Whether training goes through the classes one by one, in every epoch.
-        sleep: Seconds that the n-th fetch of a sample takes in addition.
-        kept_mib: What each step leaves in memory.
-        random_inputs: Size of random vectors to memorize in place of the images; nothing to validate on.
+        is_sorted: Whether every epoch goes through the training images class by class.
+        sleep: Maps the fetch count to the extra seconds that a fetch takes.
+        kept_mib: Memory that each step leaks.
+        random_inputs: Dimension of random vectors to memorize instead of the images; disables validation.
     """
 
     seed: int = 0
@@ -149,7 +149,7 @@ class DigitsRun:
 
 
 class DigitsModule(lightning.LightningModule):
-    """A LightningModule as its author would write it; it logs under names of its own."""
+    """A LightningModule as a user would write it, with its own metric names."""
 
     def __init__(self, run: DigitsRun) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class DigitsModule(lightning.LightningModule):
         return torch.optim.Adam(self.parameters(), self.run.learning_rate)
 
 
-# 352 steps if not said otherwise, 44 an epoch
+# 352 steps unless stated otherwise, 44 per epoch
 DIGITS_RUNS: dict[str, DigitsRun] = {
     "shuffled_labels": DigitsRun(shuffles_labels=True),
     "bad_batches": DigitsRun(bad_steps=(97, 150, 211, 260, 330), learning_rate=3e-3),
@@ -234,7 +234,7 @@ def train_digits(run: DigitsRun, folder: Path) -> None:
     trainer.fit(DigitsModule(run), loader, DataLoader(Samples(images[val], classes[val]), batch_size=200))
 
 
-# the first finding of each run; None: nothing
+# the expected first finding for each run; None means no finding
 EXPECTED: dict[str, str | None] = {
     "no_learning_rate": "nothing_learned",
     "shuffled_labels": "nothing_learned",

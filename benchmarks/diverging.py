@@ -1,6 +1,6 @@
-"""A run that diverges from a learning rate of 3, without and with LossSpikeRollback; draws docs/assets/diverging.png.
+"""Train at a diverging learning rate of 3, with and without LossSpikeRollback; plot docs/assets/diverging.png.
 
-`python benchmarks/diverging.py <folder without> <folder with>` draws two existing runs.
+`python benchmarks/diverging.py <folder without> <folder with>` plots two existing runs.
 """
 
 import csv

@@ -1,4 +1,4 @@
-"""Exact match of `recipe=sft_strings` on held-out prompts, beside its controls and a run without packing."""
+"""Exact match of `recipe=sft_strings` on held-out prompts, compared with controls and a run without packing."""
 
 import statistics
 import sys
@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from measure import build_run, report
 
 EVERY = 100
-EXAMPLES_PER_ROW = 9  # that fit into 128 tokens, on average
+EXAMPLES_PER_ROW = 9  # average number that fits into 128 tokens
 UNPACKED = ["data.packing=false", f"global_batch_size={8 * EXAMPLES_PER_ROW}", f"eval_samples={64 * EXAMPLES_PER_ROW}"]
 CASES: dict[str, list[str]] = {
     "untrained (one step)": ["trainer.max_steps=1", "warmup_steps=1"],
@@ -23,7 +23,7 @@ CASES: dict[str, list[str]] = {
 
 
 class _Clock(Callback):
-    """Records the seconds and the non-padding tokens of each step, and exact match at each validation."""
+    """Records the seconds and non-padding tokens of each step, and the exact match at each validation."""
 
     def __init__(self) -> None:
         self.exact_match: list[float] = []
@@ -45,7 +45,7 @@ class _Clock(Callback):
 
 
 def train(case: str) -> dict[str, Any]:
-    """Train, answer the held-out prompts, and return the row of a case."""
+    """Train, answer the held-out prompts, and return the result row for a case."""
     print(case, file=sys.stderr)
     clock = _Clock()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Measure how much `recipe=mixture` forgets its first data, by the share of it that is replayed."""
+"""Measure how much `recipe=mixture` forgets its original data, by the fraction of it that is replayed."""
 
 import sys
 import tempfile
@@ -13,7 +13,7 @@ SEEDS = (1234, 7)
 
 
 def train(share: float, seed: int) -> dict[str, Any]:
-    """Train on code, then on string tasks with a share of code; return the row."""
+    """Train on code, then on string tasks with a given fraction of code; return the result row."""
     print(f"{share:.0%} replayed, seed {seed}", file=sys.stderr)
     stage = f"{{from: {8 * OLD_STEPS}, weights: {{code: {share}, letters: {1 - share}}}}}"
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Check everything that needs a GPU, on the first machine that has one: no network, 10 minutes (15 on two GPUs).
+"""Check everything that needs a GPU on the first machine that has one: no network, 10 minutes (15 on two GPUs).
 
 python benchmarks/gpu_check.py                            every check; `make gpu-check`
 python benchmarks/gpu_check.py --throughput               tokens/s of recipes instead; `make bench-gpu`
@@ -6,7 +6,7 @@ python benchmarks/gpu_check.py --only mfu --only parity   some of them
 python benchmarks/gpu_check.py --tiny --accelerator cpu   the same code on a CPU, in seconds; nothing is recorded
 python benchmarks/gpu_check.py --table                    the tables of all GPUs measured so far
 
-Each check runs in a process of its own; a failure is recorded and the others go on. Exit code 1: one has failed.
+Each check runs in a separate process; failures are recorded and the others continue. Exit code 1: a check failed.
 """
 
 import argparse
@@ -43,7 +43,7 @@ _NAME_WIDTH = max(len(check.name) for check in (*CHECKS, *THROUGHPUT))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the checks, write what they found, and return the exit code."""
+    """Run the checks, write their results, and return the exit code."""
     args = _parse(arguments)
     if args.table:
         print(make_tables(args.results or RESULTS))
@@ -76,7 +76,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="of all checks together")
     parser.add_argument("--results", type=Path, help="folder of the result files")
     parser.add_argument("--table", action="store_true", help="print the tables of all GPUs and exit")
-    # what a check is given by the process that starts it
+    # passed to the process that runs a single check
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--num-gpus", type=int, help=argparse.SUPPRESS)
@@ -87,7 +87,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run_all(args: argparse.Namespace, settings: Settings, *, total_seconds: float) -> int:
-    """Run what was asked for, print each outcome, and record them."""
+    """Run the selected checks, print each outcome, and record them."""
     plan = THROUGHPUT if args.throughput else CHECKS
     wanted = args.only or [check.name for check in plan]
     if unknown := [name for name in wanted if name not in {check.name for check in plan}]:
@@ -117,7 +117,7 @@ def _run_all(args: argparse.Namespace, settings: Settings, *, total_seconds: flo
 
 
 def _get_command(check: Check, settings: Settings) -> list[str]:
-    """Return the command that runs one check in a process of its own."""
+    """Return the command that runs one check in a separate process."""
     command = [sys.executable, str(Path(__file__)), "--one", check.name, "--folder", str(settings.folder)]
     command += ["--accelerator", settings.accelerator, "--num-gpus", str(settings.num_gpus)]
     command += ["--tiny"] if settings.is_tiny else []
@@ -125,7 +125,7 @@ def _get_command(check: Check, settings: Settings) -> list[str]:
 
 
 def _run_one(name: str, settings: Settings) -> int:
-    """Run one check in this process and write its outcome; what it raises ends this process with a traceback."""
+    """Run one check in this process and write its outcome; an exception ends this process with a traceback."""
     [check] = [check for check in (MACHINE, *CHECKS, *THROUGHPUT) if check.name == name]
     module, _, function = check.function.partition(":")
     run: Any = getattr(importlib.import_module(f"gpu_checks.{module}"), function)
@@ -149,7 +149,7 @@ def _print(check: Check, outcome: Outcome) -> None:
 def _record(
     args: argparse.Namespace, settings: Settings, machine: dict[str, Any], outcomes: Sequence[tuple[Check, Outcome]]
 ) -> None:
-    """Write the result file; into benchmarks/results/, and the tables of the docs, only what a GPU did at full size."""
+    """Write the result file; only full-size GPU results go into benchmarks/results/ and the tables in the docs."""
     is_measurement = settings.accelerator == "gpu" and not settings.is_tiny
     folder = args.results or (RESULTS if is_measurement else None)
     if folder is None:

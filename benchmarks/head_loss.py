@@ -1,4 +1,4 @@
-"""Loss and gradients of a language model's head: all logits at once, in chunks, and torch's own function, in turn."""
+"""Loss and gradients of a language model head, timed in turns: all logits at once, chunked, and torch's function."""
 
 import functools
 import statistics

@@ -1,4 +1,4 @@
-"""The three float32 products of a linear layer by MKL and by oneDNN, in turns, in one thread and in all."""
+"""The three float32 matmuls of a linear layer with MKL and oneDNN, in turns, on one thread and on all threads."""
 
 import statistics
 import time
@@ -12,7 +12,7 @@ from torch import Tensor
 from recipes.numerics.linear import linear, weight_gradient
 
 ROUNDS = 20
-# rows, inputs, outputs of a layer
+# rows, input features, output features
 SHAPES = {
     "GPT-2 4 x 128, MLP": (768, 128, 512),
     "GPT-2 124M, QKV": (1024, 768, 2304),

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: build a run from overrides, time steps in turns, write a table with the machine's name."""
+"""Benchmark utilities: build a run from overrides, time steps in turns, write a table with the machine's name."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class InTurn(Callback):
-    """Runs a step of another loop before each step of the recipe and times both, so that drift affects both equally."""
+    """Runs another loop's step before each recipe step and times both, so that drift affects them equally."""
 
     def __init__(self, other_step: Callable[[], None]) -> None:
         self.other_step = other_step
@@ -46,7 +46,7 @@ class InTurn(Callback):
 
 
 def wait_for_device() -> None:
-    """Wait until the GPU, if there is one, is idle."""
+    """Wait until the GPU is idle, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -69,10 +69,10 @@ def run_in_turn(
     """Run a recipe and another loop in turns; return the paired step seconds of both.
 
     Args:
-        overrides: Of the recipe.
-        other_step: A step of the loop.
-        skip: Steps at the beginning that are not returned.
-        with_callbacks: Whether the recipe has its default callbacks and writers of rows and checkpoints.
+        overrides: Overrides of the recipe.
+        other_step: Executes one step of the other loop.
+        skip: Number of initial steps to exclude.
+        with_callbacks: Whether the recipe keeps its default callbacks, metric logging and checkpoints.
     """
     run, in_turn = build_run(overrides), InTurn(other_step)
     if not with_callbacks:
@@ -83,19 +83,19 @@ def run_in_turn(
 
 
 def in_turn(num_rounds: int) -> Iterator[int]:
-    """Yield round numbers, printed to stderr; each contender runs once per round, so that drift affects all equally."""
+    """Yield round numbers, printed to stderr; each contender runs once per round, so drift affects all equally."""
     for number in range(num_rounds):
         print(f"round {number + 1} of {num_rounds}", file=sys.stderr)
         yield number
 
 
 def report(name: str, rows: list[dict[str, Any]], *, command: str | None = None) -> None:
-    """Print a table and write it to a file with the machine, the versions, the command and the date.
+    """Print a table and write it to a file with the machine, versions, command and date.
 
     Args:
-        name: Name of the file in `results/`, without its suffix.
-        rows: Rows with the same keys, which are the columns.
-        command: The command that was typed; None: the script of that name.
+        name: File name in `results/`, without suffix.
+        rows: Rows with identical keys, which become the columns.
+        command: Command as typed; None uses the script of that name.
     """
     columns = list(rows[0])
     widths = [max(len(column), *(len(str(row[column])) for row in rows)) for column in columns]

@@ -1,4 +1,4 @@
-"""Bytes per rank in weights, gradients and Adam's optimizer state, counted on CPU ranks and predicted."""
+"""Bytes per rank for weights, gradients and Adam's optimizer state, measured on CPU ranks and predicted."""
 
 import sys
 import tempfile

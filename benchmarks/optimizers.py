@@ -1,4 +1,4 @@
-"""The default recipe with each optimizer at its own settings: validation loss after equal steps, and time per step."""
+"""The default recipe with each optimizer's own settings: validation loss after equal steps, and time per step."""
 
 import statistics
 import sys
@@ -9,14 +9,14 @@ import torch
 from measure import build_run, in_turn, report, wait_for_device
 from step_overhead import plain_loop
 
-NUM_STEPS = 100  # of the 700 of the recipe: the same learning-rate schedule, shorter
+NUM_STEPS = 100  # the recipe has 700; the learning-rate schedule is compressed
 TIMED_ROUNDS = 20
-# option of conf/optimizer/ for models of two million parameters
+# options in conf/optimizer/ for models with two million parameters
 OPTIONS = ("adamw_nano", "adamw_8bit_nano", "schedule_free_nano", "lion_nano", "adafactor_nano", "muon_nano")
 
 
 def overrides(option: str) -> list[str]:
-    """Return the recipe with one optimizer, without what costs time and changes nothing."""
+    """Return the recipe's overrides for one optimizer, without features that cost time but change nothing."""
     return [
         f"optimizer={option}",
         f"trainer.max_steps={NUM_STEPS}",
@@ -29,7 +29,7 @@ def overrides(option: str) -> list[str]:
 
 
 def train(option: str) -> dict[str, Any]:
-    """Train the recipe; return the row of an optimizer without times."""
+    """Train the recipe; return an optimizer's result row, without times."""
     print(option, file=sys.stderr)
     run = build_run(overrides(option))
     run.trainer.fit(run.task, datamodule=run.data)
@@ -46,7 +46,7 @@ def train(option: str) -> dict[str, Any]:
 
 
 def time_steps() -> dict[str, float]:
-    """Return the seconds of a step with each optimizer, medians of steps in turn."""
+    """Return the median seconds per step of each optimizer, measured in turns."""
     loops = {option: plain_loop(overrides(option)) for option in OPTIONS}
     seconds: dict[str, list[float]] = {option: [] for option in OPTIONS}
     for number in in_turn(TIMED_ROUNDS):

@@ -1,6 +1,6 @@
 """The parity table: every strategy on its real engine, in CPU processes, compared with one device. About 5 minutes.
 
-`python benchmarks/parity.py meshes` does so for ranks that divide matrices, sequences, layers and experts, as long.
+`python benchmarks/parity.py meshes` does the same for tensor, context, pipeline and expert parallelism, in 5 minutes.
 """
 
 import itertools
@@ -24,7 +24,7 @@ LOGGED = ("train/loss", "grad/norm", "first")
 
 
 def run(cases: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """Run cases on ranks and return their results by name; a failed case ends the benchmark."""
+    """Run cases on ranks and return their results by name; exit if a case fails."""
     folder = Path(tempfile.mkdtemp(prefix="parity_"))
     results = run_on_ranks(cases, world_size=world_size, folder=folder, timeout_seconds=1800.0)
     for name, result in results.items():
@@ -35,7 +35,7 @@ def run(cases: dict[str, Any], world_size: int) -> dict[str, Any]:
 def differences(
     results: dict[str, Any], reference: dict[str, dict[str, Any]], world_size: int
 ) -> dict[str, dict[str, float]]:
-    """Return the largest relative difference of loss and gradient norm of each case from its reference."""
+    """Return each case's largest relative difference of loss and gradient norm from its reference."""
     found = {}
     for name, result in results.items():
         rows, expected = result["rows"], reference[name.split(" | ")[1]]["rows"]
@@ -45,7 +45,7 @@ def differences(
 
 
 def one_device(model: str, precision: str) -> dict[str, Any]:
-    """Return the reference case; batch normalization depends on the micro-batch, so it has two for two ranks."""
+    """Return the reference case; batch norm depends on the micro-batch, so it has two, to match two ranks."""
     num_micro_batches = 2 if model == "resnet18" else 1
     return case(
         model,
@@ -57,7 +57,7 @@ def one_device(model: str, precision: str) -> dict[str, Any]:
 
 
 def grid(names: list[str], models: list[str], precision: str, world_size: int, splits: Any) -> dict:
-    """Return cases by `strategy | model, precision | micro-batches`."""
+    """Return the cases, keyed by `strategy | model, precision | micro-batches`."""
     return {
         f"{name} | {model}, {precision} | {accumulate}": case(
             model,
@@ -70,13 +70,13 @@ def grid(names: list[str], models: list[str], precision: str, world_size: int, s
     }
 
 
-# ranks; of all others two
+# number of ranks; all other meshes use two
 MESH_SIZES = {"tp2, cp2": 4, "tp2, two replicas": 4, "pp2, tp2": 4, "pp2, cp2": 4}
 MESH_SIZES |= {"ep4": 4, "ep2, two replicas": 4, "ep4, cp2": 4}
 
 
 def meshes() -> None:
-    """Compare every mesh with one device: four layers, so that each of two ranks may have two stages."""
+    """Compare every mesh with one device; four layers, so that each of two ranks can hold two stages."""
     more = {"gpt2": ["model.num_layers=4"], "llama": ["model.num_layers=4", "model.num_kv_heads=2"], "experts": []}
 
     def make(name: str, model: str, split: int, ranks: int) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def meshes() -> None:
 
 
 def main() -> None:
-    models = [model for model in MODELS if model != "experts"]  # of which: `meshes`, tests/parity/test_moe.py
+    models = [model for model in MODELS if model != "experts"]  # covered by `meshes` and tests/parity/test_moe.py
     pairs = [(model, "32-true") for model in models] + [("gpt2", "bf16-mixed")]
     reference = run({f"{model}, {precision}": one_device(model, precision) for model, precision in pairs}, 1)
     several = [name for name in STRATEGIES if name not in ("single", "hsdp")]
@@ -127,7 +127,7 @@ def main() -> None:
 
 
 def table(found: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """Return a row per strategy and a column per experiment: the largest differences of loss and norm of all splits."""
+    """Return a row per strategy and a column per experiment: the largest loss and norm differences over all splits."""
     columns = [
         ("gpt2, 32-true", 1),
         ("gpt2, 32-true", 2),

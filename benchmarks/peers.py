@@ -1,7 +1,7 @@
-"""A training step of a recipe against hand-written PyTorch, plain Lightning, the Hugging Face Trainer and litgpt.
+"""A recipe's training step compared with hand-written PyTorch, plain Lightning, the Hugging Face Trainer and litgpt.
 
-Each contender runs in a process of its own, one after the other, in several rounds: A B C A B C. A table shows the
-median over rounds and, for each peer, how many times as long its step takes as the recipe's in the same round.
+Each contender runs in a separate process, one after the other, in several rounds: A B C A B C. A table shows the
+median over rounds and, for each peer, its step time relative to the recipe's in the same round.
 """
 
 import json
@@ -48,11 +48,11 @@ LARGE = replace(
     hidden_size=768,
     batch=4,
     steps=6,
-    skip=16,  # in a virtual machine, memory that is touched first takes the host's time
+    skip=16,  # in a virtual machine, first-touch page faults cost host time
     threads=None,
 )
 OF_GPT2 = ("by_hand", "plain_lightning", "hf_trainer")
-# the training, and who else can run it
+# the training setup, and the peers that can run it
 CASES: dict[str, tuple[Spec, tuple[str, ...]]] = {
     "GPT-2 4 x 128, 12 x 64 tokens, float32, 1 thread": (SMALL, OF_GPT2),
     "Llama 4 x 128, 12 x 64 tokens, float32, 1 thread": (
@@ -65,7 +65,7 @@ CASES: dict[str, tuple[Spec, tuple[str, ...]]] = {
 
 
 def run(contender: str, spec: Spec) -> dict[str, float]:
-    """Return what a contender reports of a training, in a process of its own."""
+    """Run a contender in a separate process and return its reported results."""
     python = PEERS if contender in ("hf_trainer", "litgpt_pretrain") else sys.executable
     script = Path(__file__).parent / "contenders" / f"{contender}.py"
     finished = subprocess.run([python, str(script), spec.to_argument()], capture_output=True, text=True, check=False)
@@ -76,7 +76,7 @@ def run(contender: str, spec: Spec) -> dict[str, float]:
 
 
 def compare(case: str, tokens: Path) -> list[dict[str, Any]]:
-    """Return the rows of one case: a contender each."""
+    """Return the rows of one case, one per contender."""
     spec, peers = CASES[case]
     spec = replace(spec, tokens=str(tokens))
     entries = [(name, compiled) for compiled in (False, True) for name in ("recipe", *peers)]
@@ -105,7 +105,7 @@ def main() -> None:
         tokens = Path(folder) / "tokens.bin"
         np.random.default_rng(0).integers(64, size=4_000_000, dtype=np.uint16).tofile(tokens)
         rows = {case: compare(case, tokens) for case in chosen}
-    if len(chosen) < len(CASES):  # words of a case on the command line: the others keep their rows
+    if len(chosen) < len(CASES):  # some cases were selected on the command line; the others keep their rows
         for row in json.loads((RESULTS / "peers.json").read_text(encoding="utf-8"))["rows"]:
             if row["case"] not in chosen:
                 rows.setdefault(row["case"], []).append(row)

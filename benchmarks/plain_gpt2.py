@@ -1,4 +1,4 @@
-"""A hand-written GPT-2 training loop without any framework: the speed to compare with."""
+"""A hand-written GPT-2 training loop without a framework, as a speed reference."""
 
 import itertools
 import math
@@ -58,7 +58,7 @@ class Gpt(nn.Module):
 
 
 class Windows(Dataset[Tensor]):
-    """Sequences of one token more than the length, [T + 1] int64, from a raw file of uint16 tokens."""
+    """Sequences of sequence length + 1 tokens, [T + 1] int64, from a raw file of uint16 tokens."""
 
     def __init__(self, path: str, *, length: int, count: int) -> None:
         self.tokens = np.memmap(path, dtype=np.uint16, mode="r")
@@ -73,7 +73,7 @@ class Windows(Dataset[Tensor]):
 
 
 def random_windows(path: str, *, batch: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield inputs and targets, [B, T] each, from random places of a raw file of uint16 tokens."""
+    """Yield inputs and targets, [B, T] each, from random positions in a raw file of uint16 tokens."""
     tokens = np.memmap(path, dtype=np.uint16, mode="r")
     while True:
         starts = torch.randint(len(tokens) - length - 1, (batch,)).tolist()
@@ -92,16 +92,16 @@ def train(
     device: str | None = None,
     batches: Iterator[tuple[Tensor, Tensor]] | None = None,
 ) -> Iterator[float]:
-    """Yield the seconds of each step: no logging, no callbacks.
+    """Train, and yield the seconds of each step: no logging, no callbacks.
 
     Args:
-        shape: (padded vocabulary, length, layers, heads, channels).
+        shape: (padded vocabulary size, sequence length, layers, heads, channels).
         batch: Sequences per step.
-        steps: Steps in all.
-        bf16: Whether products are in bfloat16.
-        compile_: Whether the model is compiled.
-        device: `cuda` or `cpu`; None for a GPU if there is one.
-        batches: Inputs and targets, [B, T] each; None: one fixed random batch.
+        steps: Total number of steps.
+        bf16: Whether matmuls are in bfloat16.
+        compile_: Whether to compile the model.
+        device: `cuda` or `cpu`; None uses a GPU if there is one.
+        batches: Inputs and targets, [B, T] each; None uses one fixed random batch.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Planned against measured: the most bytes of tensors that a rank holds in a step, on CPU ranks of real runs."""
+"""Planned against measured: peak bytes of tensors on a rank during a step, for real runs on CPU ranks."""
 
 import statistics
 import sys

@@ -1,9 +1,9 @@
-"""Planned against published: runs whose ranks divide matrices, sequences, layers and experts, to a trillion weights.
+"""Planned against published: runs with tensor, context, pipeline or expert parallelism, up to a trillion parameters.
 
 Llama 3 405B: arXiv 2407.21783, table 4. GPT up to a trillion parameters: arXiv 2205.05198, table 5, whose FLOPs count
-attention in full. DeepSeek-V3: arXiv 2412.19437, sections 1 and 3: 180,000 hours of an H800 for 10^12 tokens, 1,543 a
-second; of the FLOPs that this collection counts and the peak in bfloat16, 44 %. Memory was not published, but that it
-was enough.
+attention in full. DeepSeek-V3: arXiv 2412.19437, sections 1 and 3: 180,000 H800 hours for 10^12 tokens, 1,543 tokens
+per second and GPU, or 44 % MFU by this project's FLOP count and bfloat16 peak. Memory was not published, but it
+was sufficient.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ def _gpt(layers: int, hidden: int, heads: int, *, stages: int, batch: int) -> li
     ]
 
 
-# name, hardware, published MFU in per cent, overrides, what differs
+# name, hardware, published MFU in percent, overrides, differences
 RUNS: tuple[tuple[str, str, float, list[str], str], ...] = (
     ("Llama 3 405B, 8,192 tokens", "h100x8192", 43.0, [*_LLAMA, "global_batch_size=2048"], _TWO_STAGES),
     ("Llama 3 405B, 8,192 tokens", "h100x16384", 41.0, [*_LLAMA, "global_batch_size=2048"], _TWO_STAGES),

@@ -1,6 +1,6 @@
-"""Planned against published: MFU of runs on A100 and H100 that others have reported, by the roofline of mode=plan.
+"""Planned against published: MFU of runs on A100 and H100 reported by others, against the roofline of mode=plan.
 
-The settings are the nearest that this collection has; what differs stands beside each row.
+The settings are the closest that this project has; each row lists the differences.
 """
 
 from dataclasses import replace
@@ -15,8 +15,8 @@ from recipes.plan.plan import make_plan
 from recipes.plan.roofline import Rates, get_rates
 
 LLAMA = ["model=llama_8b", "activation_checkpoint=every_block"]
-LLM_C = ["precision=bf16-true"]  # its weights and hidden states have 16 bits
-# who, device and how many, published MFU by PaLM's count in per cent, overrides, what differs
+LLM_C = ["precision=bf16-true"]  # 16-bit weights and hidden states
+# who, device and count, published MFU in percent (PaLM's count), overrides, differences
 RUNS: tuple[tuple[str, str, float, list[str], str], ...] = (
     (
         "build-nanogpt",
@@ -113,10 +113,10 @@ RUNS: tuple[tuple[str, str, float, list[str], str], ...] = (
 
 
 def as_of_torchtitan(rates: Rates) -> Rates:
-    """Return the rates of its H100s, which its docs/performance.md describes: 96 GB of HBM2e, 2.4 TB/s, 500 W.
+    """Return the rates of torchtitan's H100s, described in its docs/performance.md: 96 GB of HBM2e, 2.4 TB/s, 500 W.
 
-    Power grows as the cube of the clock where a chip runs at its limit, so 500 W instead of 700 leave 89 % of the clock
-    to what is limited by arithmetic.
+    At the power limit, power grows as the cube of the clock, so 500 W instead of 700 W leaves 89 % of the clock for
+    compute-bound work.
     """
     clock = (500 / 700) ** (1 / 3)
     forward, backward = rates.attention
@@ -124,7 +124,7 @@ def as_of_torchtitan(rates: Rates) -> Rates:
 
 
 def find_device(hardware: str) -> tuple[Cluster, Rates]:
-    """Return some devices, and what one of them reaches."""
+    """Return the devices and the rates that each of them reaches."""
     cluster = find_cluster(hardware, per_node=None, num_nodes=1, interconnect=None, memory_gib=None)
     device = cluster.device
     assert device.full_name is not None
@@ -139,7 +139,7 @@ def main() -> None:
         sharded = "model=llama_8b" in overrides
         recipe = "recipe=single_bf16" if "x" not in hardware else f"recipe={'fsdp' if sharded else 'ddp'}_bf16"
         batch = [] if any(item.startswith("global") for item in overrides) else ["global_batch_size=512"]
-        # as they were: eager unless they say otherwise, with all logits at once
+        # as published: eager unless stated otherwise, with all logits at once
         common = ["mode=plan", "data=random_tokens", recipe, "compile=false", "loss_chunk_tokens=null", *batch]
         composed, mistakes = compose_and_check([*common, *overrides])
         assert composed is not None

@@ -1,6 +1,6 @@
-"""Planned against measured: seconds of an optimizer step on this CPU, with `plan.hardware=measured`.
+"""Planned against measured: seconds per optimizer step on this CPU, with `plan.hardware=measured`.
 
-Each run trains a few steps in this process, and is then planned in it: the machine may drift between the two.
+Each run trains a few steps and is then planned in the same process, because the machine's speed may drift.
 """
 
 import statistics
@@ -51,7 +51,7 @@ CASES: dict[str, list[str]] = {
 
 
 class Steps(Callback):
-    """Seconds from the start of a step's first micro-batch to the end of its last."""
+    """Records the seconds from the start of a step's first micro-batch to the end of its last."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

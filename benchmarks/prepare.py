@@ -1,8 +1,8 @@
-"""`mode=prepare` on a gigabyte of text: speed of each part, memory, and how many of the planted copies it finds.
+"""`mode=prepare` on a gigabyte of text: speed of each stage, memory, and the fraction of planted copies found.
 
 python benchmarks/prepare.py
 
-Beside datatrove, in an environment of its own, since its versions would replace ours:
+To compare with datatrove, install it in a separate environment, because it would replace versions used here:
 
 python3 -m venv .venv-datatrove
 .venv-datatrove/bin/pip install 'datatrove[processing]==0.10.1' orjson spacy
@@ -27,8 +27,8 @@ from measure import in_turn, report
 ROOT = Path(__file__).parent.parent
 CORPUS_MB, PEERS_MB, ROUNDS = 1000, 20, 3
 WORDS_A_DOCUMENT = 500
-COPIES = {"exact": 0.02, "near": 0.05}  # of all documents
-CHANGED = 0.01  # of the words of a near copy: a Jaccard similarity of about 0.9
+COPIES = {"exact": 0.02, "near": 0.05}  # fractions of all documents
+CHANGED = 0.01  # fraction of words changed in a near copy: Jaccard similarity of about 0.9
 RULES = "quality=[gopher,c4,fineweb]"
 NO_COPIES = ("mode.exact_copies=false", "mode.near_copies=null")
 CASES: dict[str, tuple[str, ...]] = {
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[str, ...]] = {
 
 
 def write_corpus(path: Path, num_bytes: int) -> tuple[int, int]:
-    """Write documents of words with the frequencies of English prose; return all documents and the near copies."""
+    """Write documents with the word frequencies of English prose; return the numbers of documents and near copies."""
     words, counts = np.unique(" ".join(pydoc_data.topics.topics.values()).split(), return_counts=True)
     frequencies = counts / counts.sum()
     rng = np.random.default_rng(0)
@@ -66,7 +66,7 @@ def write_corpus(path: Path, num_bytes: int) -> tuple[int, int]:
 
 
 class _Memory(threading.Thread):
-    """The largest memory of a process and its children, their shared pages counted once."""
+    """Tracks the peak memory of a process and its children, counting shared pages once."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -96,7 +96,7 @@ def _held(pid: int) -> int:
 
 
 def prepare(name: str, corpus: Path, folder: Path, planted: tuple[int, int]) -> dict[str, Any]:
-    """Run a case and return its row."""
+    """Run a case and return its result row."""
     print(name, file=sys.stderr)
     output = folder / "out"
     options = [option for option in CASES[name] if option != "evaluation"]
@@ -122,20 +122,20 @@ def prepare(name: str, corpus: Path, folder: Path, planted: tuple[int, int]) -> 
         "peak memory, MiB": f"{memory.peak_bytes / 2**20:,.0f}",
         "documents": f"{found['documents']:,}",
         "kept": f"{found['kept']:,}",
-        # rules drop copies before they are compared
+        # the rules drop copies before the comparison
         "planted near copies found": f"{near / planted[1]:.1%}" if near and RULES not in options else "",
     }
 
 
 def compare() -> list[dict[str, Any]]:
-    """Prepare 20 MB here and by datatrove, in turn, with two processes each; return a row for each kind of work."""
+    """Prepare 20 MB here and with datatrove, in turns, with two processes each; return a row per kind of work."""
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_corpus(folder / "corpus", PEERS_MB * 10**6)
         lines = (folder / "corpus").read_text().splitlines(keepends=True)
         (folder / "parts").mkdir()
-        for part in range(2):  # a file for each of its processes
+        for part in range(2):  # one file for each datatrove process
             (folder / "parts" / f"{part}.jsonl").write_text("".join(lines[part::2]))
         for title, what, options in (
             ("rules of Gopher, C4, FineWeb", "filters", CASES["rules of Gopher, C4, FineWeb"]),

@@ -1,6 +1,6 @@
-"""Resume from the checkpoint of every strategy under every other, on any number of ranks.
+"""Resume checkpoints of every strategy under every other strategy, on any number of ranks.
 
-Ten steps, a checkpoint, ten more steps under another strategy; the table has the largest relative difference of a loss
+Ten steps, a checkpoint, then ten steps under another strategy; the table lists the largest relative loss difference
 from an uninterrupted run on one device.
 """
 
@@ -80,7 +80,7 @@ def _cell(
     name: str,
     ranks: int,
 ) -> str:
-    """Return `same bits` if a run resumed under its own strategy is equal, else the difference from one device."""
+    """Return `same bits` if resuming under the same strategy is exact, else the difference from one device."""
     assert [row["train/samples"] for row in rows] == [row["train/samples"] for row in reference[HALF:]]
     if row["written by"] == f"{name}, {ranks}":
         own = written[row["written by"]]["rows"][HALF:]

@@ -1,7 +1,7 @@
-"""The cost of a snapshot and a rollback under every engine, and what the callback adds to a step.
+"""Cost of a snapshot and a rollback under every engine, and the callback's overhead per step.
 
-GPT-2 with 124 million parameters on one rank, a quarter of it on two; AdamW, and sequences of 16 tokens to keep steps
-short. Then `gpt2_nano` with the defaults: time in all hooks of the callback, including a snapshot every 50 steps.
+GPT-2 with 124 million parameters on one rank, or a quarter of that on two; AdamW, and sequences of 16 tokens to keep
+steps short. Then `gpt2_nano` with defaults: time in all hooks of the callback, including a snapshot every 50 steps.
 """
 
 import statistics
@@ -88,7 +88,7 @@ def _row(name: str, world_size: int, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _time_hooks(spikes: Any) -> list[float]:
-    """Return a list whose only element adds up the seconds spent in all hooks of the callback from now on."""
+    """Return a list whose only element accumulates the seconds spent in all hooks of the callback from now on."""
     spent = [0.0]
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:

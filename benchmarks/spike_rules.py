@@ -1,6 +1,6 @@
-"""Rules that detect spikes: those of other projects, restated from their published definitions, and ours.
+"""Spike detection rules: ours, and those of other projects, reimplemented from their published definitions.
 
-Each takes the all-reduced loss and the gradient norm before clipping of every step, and returns the steps it flags.
+Each rule takes the all-reduced loss and the gradient norm before clipping for every step, and returns flagged steps.
 """
 
 import math
@@ -18,15 +18,15 @@ Series = Sequence[float]
 
 
 def ours(losses: Series, norms: Series) -> list[int]:
-    """Flag 8 deviations of loss, 16 of log norm, or drift, by median and MAD of the last 128 steps not flagged.
+    """Flag 8 deviations of loss, 16 of log norm, or drift, by median and MAD of the last 128 unflagged steps.
 
-    As the recipes for language models are set.
+    These are the settings of the language model recipes.
     """
     return _flag(losses, norms, drift_threshold=1.75, min_rise=0.0)
 
 
 def ours_by_default(losses: Series, norms: Series) -> list[int]:
-    """Flag what is also 3 times as far above the median as any step before, and no drift: `LossSpikeRollback()`."""
+    """Also require 3 times the largest earlier rise above the median, and ignore drift: `LossSpikeRollback()`."""
     return _flag(losses, norms, drift_threshold=None, min_rise=3.0)
 
 
@@ -48,9 +48,9 @@ def _flag(losses: Series, norms: Series, *, drift_threshold: float | None, min_r
 
 
 def olmo_core(losses: Series, norms: Series) -> list[int]:
-    """Flag 6 deviations above the mean of the last 128 values, from 64 values on (OLMo-core, SkipStepOptimizer).
+    """Flag 6 deviations above the mean of the last 128 values, after 64 values (OLMo-core, SkipStepOptimizer).
 
-    It skips the step, on loss or norm; every value joins the window.
+    Skips the step, on loss or norm; every value enters the window.
     """
     windows = [deque[float](maxlen=128), deque[float](maxlen=128)]
     flagged = []
@@ -60,7 +60,7 @@ def olmo_core(losses: Series, norms: Series) -> list[int]:
             if len(window) >= 64:
                 mean = sum(window) / len(window)
                 variance = sum((v - mean) ** 2 for v in window) / (len(window) - 1)
-                # negated, as a comparison with NaN is false: NaN is flagged, as OLMo-core's update factor is then 0
+                # negated because comparisons with NaN are false: NaN is flagged, as OLMo-core's update factor is then 0
                 out |= not value <= mean + 6 * math.sqrt(variance)
             window.append(value)
         if out:
@@ -71,7 +71,7 @@ def olmo_core(losses: Series, norms: Series) -> list[int]:
 def llm_foundry(losses: Series, norms: Series) -> list[int]:
     """Flag 5 steps in a row above twice the mean of the window, or a window half above 10 (llm-foundry, KillLossSpike).
 
-    The window is 5 % of the run, at least 100 steps. It ends the run or logs.
+    The window is 5 % of the run, at least 100 steps. Ends the run or logs.
     """
     window = deque[float](maxlen=max(100, len(losses) // 20))
     flagged, running = [], 0
@@ -87,7 +87,7 @@ def llm_foundry(losses: Series, norms: Series) -> list[int]:
 
 
 def lightning(losses: Series, norms: Series) -> list[int]:
-    """Flag 3 times the mean of the last 10 losses, or NaN and inf (Lightning 2.6, SpikeDetection). It ends the run."""
+    """Flag 3 times the mean of the last 10 losses, or NaN and inf (Lightning 2.6, SpikeDetection); ends the run."""
     window = deque[float](maxlen=10)
     flagged = []
     for step, loss in enumerate(losses, start=1):
@@ -101,7 +101,7 @@ def lightning(losses: Series, norms: Series) -> list[int]:
 
 
 def zclip(losses: Series, norms: Series) -> list[int]:
-    """Flag a norm 2.5 deviations above moving averages with decay 0.97, after 25 steps (ZClip). It clips."""
+    """Flag a norm 2.5 deviations above moving averages with decay 0.97, after 25 steps (ZClip); clips."""
     flagged: list[int] = []
     first, mean, variance = list[float](), 0.0, 0.0
     for step, norm in enumerate(norms, start=1):

@@ -1,6 +1,6 @@
-"""Faults injected into real runs: which are detected, how many steps late, by whose rule, and does the run recover.
+"""Faults injected into real runs: which rules detect them, how many steps late, and whether the run recovers.
 
-For each fault three runs of a small GPT on real text: with LossSpikeRollback, without it, and without the fault.
+Each fault takes three runs of a small GPT on real text: with LossSpikeRollback, without it, and without the fault.
 `python benchmarks/spikes.py clean` counts false alarms in 100,000 steps of clean runs, and
 `python benchmarks/spikes.py healthy` in 100,000 steps of each of 24 other kinds of training (an hour; `healthy 20000`
 takes twelve minutes).
@@ -43,7 +43,7 @@ MODEL = [
     "log_every=1",
     "trainer.accelerator=cpu",
 ]
-# number of ranks, number of seeds
+# name -> number of ranks, number of seeds
 ENGINES = {
     "single": (1, 4),
     "ddp": (2, 2),
@@ -127,7 +127,7 @@ def _outcome(engine: str, kind: str, guarded: Any, bare: Any, clean: Any) -> dic
 
 
 def _later(result: Any) -> float:
-    """Return the mean loss of all steps from 200 after the fault."""
+    """Return the mean loss of all steps from 200 steps after the fault."""
     losses = [row["train/loss"] for row in result["rows"] if row["step"] > AT + LATER]
     return statistics.fmean(losses) if losses else float("inf")
 
@@ -160,7 +160,7 @@ def _clean() -> list[dict[str, Any]]:
                 f"trainer.max_steps={CLEAN_STEPS}",
                 f"eval_every={CLEAN_STEPS}",
                 "callbacks=[grad_norm]",
-                "seed=99",  # not the seed whose curves norm_threshold was chosen on
+                "seed=99",  # not the seed whose curves norm_threshold was tuned on
                 *overrides,
             ],
             "faults": [],
@@ -181,9 +181,9 @@ def _clean() -> list[dict[str, Any]]:
 
 
 def _healthy(kind: str, num_steps: int) -> dict[str, Any]:
-    """Train one healthy kind; count what each rule flags."""
+    """Train one healthy kind; count the steps that each rule flags."""
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # losses of 1e-38 would make each step ten times as slow
+    torch.set_flush_denormal(True)  # losses of 1e-38 would slow each step down tenfold
     series = list(record(kind, num_steps=num_steps, seed=99))
     losses, norms = [loss for loss, _, _ in series], [norm for _, norm, _ in series]
     flagged = {rule: len(flags(losses, norms)) for rule, flags in RULES.items()}

@@ -1,4 +1,4 @@
-"""Seconds from a command to its help, a config error or the first optimizer step. Fresh processes, warm cache."""
+"""Seconds from a command to its help text, config error or first optimizer step. Fresh processes, warm cache."""
 
 import statistics
 import subprocess
@@ -14,7 +14,7 @@ NUM_ROUNDS = 5
 
 
 def seconds_until(arguments: list[str], prefix: str) -> float:
-    """Return the seconds from starting the command to its first line with this prefix."""
+    """Return the seconds from starting the command to its first output line with this prefix."""
     folder = tempfile.mkdtemp(prefix="benchmark_")
     began = time.perf_counter()
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""An optimizer step of a recipe and of a plain PyTorch loop around the same model and loader, in turns."""
+"""Optimizer step of a recipe and of a plain PyTorch loop with the same model and data loader, timed in turns."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ SMALL = (
     "seq_len=32",
     "global_batch_size=4",
 )
-# number of steps and overrides of each case
+# number of steps and overrides for each case
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "step of 2 ms": (600, SMALL),
     "the same, a row every 10 steps": (600, (*SMALL, "log_every=10")),
@@ -26,7 +26,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 def overrides(case: str) -> list[str]:
-    """Return a run without saving and evaluation, so that only what every step costs is left."""
+    """Return a run without saving and evaluation, which leaves only the per-step cost."""
     num_steps, settings = CASES[case]
     return [
         *settings,
@@ -39,7 +39,7 @@ def overrides(case: str) -> list[str]:
 
 
 def plain_loop(typed: Sequence[str]) -> Callable[[], None]:
-    """Return one step of the model, batches, optimizer, schedule and clipping of some overrides, and nothing else."""
+    """Return a bare training step with the model, batches, optimizer, schedule and clipping of the overrides."""
     run = build_run(typed)
     task: Any = run.task
     task.trainer = run.trainer

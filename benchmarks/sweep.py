@@ -1,10 +1,10 @@
-"""Measure the start-up of runs: from the command to the first step, alone and per job of a sweep, against Hydra's own.
+"""Measure run start-up: from the command to the first step, alone and per sweep job, compared with Hydra's launcher.
 
     python benchmarks/sweep.py [--jobs 8] [--rounds 3]
 
-Hydra's basic launcher runs the jobs one after the other; there, too, train.py gives every job a new
-process tree (jobs in one process would share process groups, random numbers and loggers). The time of a job is from the
-end of the previous job to its own first step; the launchers alternate.
+Hydra's basic launcher runs jobs sequentially; there, too, train.py starts a new process tree for each job, because
+jobs in one process would share process groups, random state and loggers. A job is timed from the end of the previous
+job to its own first step; the launchers alternate.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class FirstStep(Callback):
 
 
 def run_command(folder: Path, sweep: str, *overrides: str) -> tuple[float, float]:
-    """Run a command; return its start, in seconds since the epoch, and its duration."""
+    """Run a command; return its start time, in seconds since the epoch, and its duration."""
     command = [
         sys.executable,
         str(ROOT / "train.py"),
@@ -63,7 +63,7 @@ def _environ(folder: Path) -> dict[str, str]:
 
 
 def seconds_of_jobs(folder: Path, began: float) -> list[float]:
-    """Return the seconds from the end of the previous job, or from the command, to the first step of each job."""
+    """Return each job's seconds from the end of the previous job, or from the command, to its first step."""
     jobs = sorted(folder.glob("*/first_step.json"), key=lambda file: json.loads(file.read_text()))
     found, free_at = [], began
     for job in jobs:

@@ -1,4 +1,4 @@
-"""The cost of observing per step: throughput, memory, diagnosis, rows and every logger, timed hook by hook."""
+"""Cost of monitoring per step: throughput, memory, diagnosis, metric rows and every logger, timed hook by hook."""
 
 import os
 import time
@@ -41,7 +41,7 @@ HOOKS = [name for name in dir(Callback) if name.startswith("on_") and "train_bat
 
 
 class Timer:
-    """Adds up the seconds of wrapped calls by name, while it is on."""
+    """Accumulates the seconds spent in wrapped calls by name, while it is on."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -70,11 +70,11 @@ class TurnOn(Callback):
 
 
 def hook_milliseconds(overrides: list[str]) -> dict[str, float]:
-    """Return the milliseconds per step of each observing class; rows include the work of every logger."""
+    """Return the milliseconds per step in each monitoring class; rows include the work of every logger."""
     run, timer = build_run([*OVERRIDES, *overrides]), Timer()
     for callback in run.trainer.callbacks:  # type: ignore[attr-defined]
         name = type(callback).__name__
-        if name not in WATCHING or name == "RowWriter":  # whose hook also calls callbacks that act after the row
+        if name not in WATCHING or name == "RowWriter":  # its hook also calls callbacks that act after the row
             continue
         for hook in HOOKS:
             if getattr(type(callback), hook) is not getattr(Callback, hook):

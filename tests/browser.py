@@ -1,4 +1,4 @@
-"""Drive a headless Chromium over its DevTools protocol, with a WebSocket of our own: nothing to install."""
+"""Drive headless Chromium over its DevTools protocol with our own WebSocket client, so there is nothing to install."""
 
 import base64
 import json
@@ -16,10 +16,10 @@ PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 
 
 class Chromium:
-    """One browser process, started in half a second to a few seconds; open any number of tabs in it.
+    """A browser process with any number of tabs; takes half a second to a few seconds to start.
 
     Args:
-        profile: An empty folder.
+        profile: Empty folder for the browser profile.
     """
 
     def __init__(self, profile: Path) -> None:
@@ -43,7 +43,7 @@ class Chromium:
             raise
 
     def new_tab(self) -> "Tab":
-        """Open a tab with a pointer, a window size and a console of its own."""
+        """Open a tab with its own pointer, window size and console."""
         request = Request(f"http://127.0.0.1:{self._port}/json/new?about:blank", method="PUT")
         with urlopen(request, timeout=20) as response:
             target = json.load(response)
@@ -56,10 +56,10 @@ class Chromium:
 
 
 class Tab:
-    """A tab; exceptions and console messages of its page are collected in `console`.
+    """A browser tab; exceptions and console messages of its page are collected in `console`.
 
     Args:
-        connection: A WebSocket to its DevTools.
+        connection: WebSocket to the tab's DevTools.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -74,7 +74,7 @@ class Tab:
         self._socket.close()
 
     def open(self, page: Path, *, width: int, height: int = 900, dark: bool = False) -> None:
-        """Load a file in a window of this size; a narrow one is a phone with a touch screen."""
+        """Load a file in a window of this size; a narrow window emulates a phone with a touch screen."""
         is_phone = width < 600
         self.console.clear()
         self.send(
@@ -89,13 +89,13 @@ class Tab:
         self.settle()
 
     def value(self, script: str) -> Any:
-        """Evaluate a JavaScript expression; await it if it is a promise."""
+        """Evaluate a JavaScript expression, awaiting a promise."""
         result = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
     def settle(self) -> None:
-        """Wait two frames, so that whatever was requested has been drawn."""
+        """Wait two frames, so that all pending rendering is done."""
         self.value("new Promise((r) => requestAnimationFrame(() => requestAnimationFrame(() => r(1))))")
 
     def wait(self, script: str) -> None:
@@ -107,7 +107,7 @@ class Tab:
         raise TimeoutError(script)
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
-        """Send `Moved`, `Pressed` or `Released` at a point of the window, in pixels."""
+        """Send `Moved`, `Pressed` or `Released` at a window position in pixels."""
         self.send("Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, **more)
 
     def click(self, x: float, y: float, *, times: int = 1) -> None:
@@ -117,7 +117,7 @@ class Tab:
         self.settle()
 
     def drag(self, x: float, to: float, y: float) -> None:
-        """Drag from x to `to` in four moves."""
+        """Drag from x to `to` in four steps."""
         self.mouse("Moved", x, y)
         self.mouse("Pressed", x, y, button="left", buttons=1, clickCount=1)
         for fraction in (0.3, 0.7, 1.0):
@@ -137,12 +137,12 @@ class Tab:
         self.settle()
 
     def screenshot(self, path: Path) -> None:
-        """Write the whole page, not only the window, as a PNG."""
+        """Save the entire page, not only the visible window, as a PNG."""
         shot = self.send("Page.captureScreenshot", captureBeyondViewport=True, format="png")
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Call a DevTools method and return its result; events that arrive before it are noted."""
+        """Call a DevTools method and return its result; events that arrive first are recorded."""
         self._last_id += 1
         text = json.dumps({"id": self._last_id, "method": method, "params": parameters})
         _write_frame(self._socket, text.encode())
@@ -202,7 +202,7 @@ def _write_frame(connection: socket.socket, payload: bytes) -> None:
 
 
 def _read_message(connection: socket.socket) -> bytes:
-    """Read frames up to the last one of a message."""
+    """Read frames until a message is complete."""
     message = b""
     while True:
         first, second = _read(connection, 2)

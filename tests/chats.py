@@ -1,4 +1,4 @@
-"""Conversations, a byte-level tokenizer with turns, and templates in the manner of five published models."""
+"""Conversations, a byte-level tokenizer with turn tokens, and chat templates modeled on five published models."""
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
@@ -30,7 +30,7 @@ TAGS = """{%- for m in messages -%}
 {{ '<|' + m['role'] + '|>\\n' + m['content'] + eos_token + '\\n' }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|assistant|>\\n' }}{%- endif -%}"""
-# CHATML, with what the assistant writes marked
+# CHATML with the assistant's output marked
 WITH_BLOCKS = CHATML.replace(
     "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}",
     "{{ '<|im_start|>' + m['role'] + '\\n' }}{% if m['role'] == 'assistant' %}"
@@ -50,7 +50,7 @@ def messages_of(chat: list[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 def make_backend() -> Backend:
-    """Return a backend of bytes and special tokens that puts `<s>` before every text."""
+    """Return a byte-level backend with special tokens that puts `<s>` before every text."""
     vocab = byte_alphabet() | {token: NUM_BYTES + i for i, token in enumerate(SPECIAL)}
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -1,4 +1,4 @@
-"""Fixtures of every test: one thread, a cache of its own and no leftover log handlers."""
+"""Fixtures for every test: one thread, a separate cache, and no leftover log handlers."""
 
 import logging
 import os
@@ -21,13 +21,13 @@ from support import write_texts
 
 torch.set_num_threads(1)
 warm_python.patch()
-# a shell starts background jobs with Ctrl-C ignored, and every rank that a test starts would inherit that
+# a shell starts background jobs with Ctrl-C ignored, and every rank started by a test would inherit that
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# DeepSpeed compiles with the ninja of this environment, everywhere: another one would compile all of it once more
+# DeepSpeed must always use this environment's ninja: a different one would recompile everything
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-# what DeepSpeed compiles is kept with the environment
+# cache DeepSpeed's compiled operators with the environment
 os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(sys.prefix) / "torch_extensions")
 
 
@@ -35,10 +35,10 @@ os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(sys.prefix) / "torch_extensions")
 _STARTS_PROCESSES = re.compile(
     r"\b(subprocess|multiprocessing|run_train|run_on_ranks|Started|Sweeps|Killer|Browser|slurm|os\.fork)\b"
 )
-_STARTERS = {"run_group", "rows", "results", "browser", "sweeps", "slurm"}  # and fixtures that do
+_STARTERS = {"run_group", "rows", "results", "browser", "sweeps", "slurm"}  # fixtures that start processes
 
 
-# the workers of pytest-xdist share the files, the longest first: else one is idle while the other ends its last one
+# pytest-xdist distributes files, so the longest go first: otherwise one worker is idle while another finishes its last
 _LONGEST = (
     "benchmarks/test_gpu_check.py",
     "test_train.py",
@@ -61,7 +61,7 @@ _HEAVY = {line for line in (Path(__file__).parent / "heavy.txt").read_text().spl
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `make test-fast` leaves out, and begin with the longest files."""
+    """Mark the tests that `make test-fast` excludes, and run the longest files first."""
     tests = Path(__file__).parent
     starts: dict[Path, bool] = {}
     for item in items:
@@ -76,10 +76,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Import beside the collection what the started processes need; the workers of pytest-xdist share one server."""
+    """Import what started processes need, in parallel with collection; pytest-xdist workers share one server."""
     if hasattr(config, "workerinput"):
         warm_python.State.address = config.workerinput["warm_python_address"]
-        # threads of two workers that wait for each other on the same cores take up to nine times as long as one thread
+        # threads of two workers that contend for the same cores take up to nine times as long as one thread
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     elif "not processes" not in config.option.markexpr:
         warm_python.start()
@@ -87,7 +87,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell a worker of pytest-xdist where the server listens."""
+    """Pass the server's address to a pytest-xdist worker."""
     node.workerinput["warm_python_address"] = warm_python.State.address
 
 
@@ -97,25 +97,25 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Decide before any fixture of the test starts a process."""
+    """Enable warm Python, unless the test needs a fresh one, before any fixture starts a process."""
     warm_python.State.is_on = item.get_closest_marker("fresh_python") is None
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep the token caches of tests apart from those of the user."""
+    """Keep token caches of tests separate from the user's."""
     os.environ["RECIPES_CACHE"] = str(tmp_path_factory.getbasetemp() / "cache")
 
 
 @pytest.fixture
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a folder of 24 small texts with structure to learn, the same on every machine."""
+    """Return a folder of 24 small texts with learnable structure, identical on every machine."""
     return str(write_texts(tmp_path_factory.getbasetemp() / "texts"))
 
 
 @pytest.fixture(autouse=True)
 def _own_log() -> Iterator[None]:
-    """Remove the log handlers that a test has opened."""
+    """Remove the log handlers that a test has added."""
     yield
     logger = logging.getLogger("lightning_recipes")
     for handler in list(logger.handlers):
@@ -126,7 +126,7 @@ def _own_log() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Start a real SLURM on this machine, for the tests of one file."""
+    """Start a real SLURM cluster on this machine for the tests in one file."""
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
@@ -146,7 +146,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 
 @pytest.fixture
 def tab(chromium: Chromium) -> Iterator[Tab]:
-    """Open a tab of its own for each test: no pointer, zoom or console of another one."""
+    """Open a separate tab for each test, so that pointer, zoom and console are not shared."""
     opened = chromium.new_tab()
     yield opened
     opened.close()

@@ -1,4 +1,4 @@
-"""Code blocks and commands of README.md and the pages of docs/: which are run, which are composed, and why."""
+"""Code blocks and commands in README.md and docs/: which are run, which are only composed, and why."""
 
 import re
 import shlex
@@ -20,7 +20,7 @@ _NOT_RUN = "not run: "
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A fenced block of a page, with the comment in the line before it."""
+    """A fenced code block of a page, with the comment on the line before it."""
 
     page: Path
     language: str
@@ -29,20 +29,20 @@ class Block:
 
     @property
     def reason(self) -> str | None:
-        """Why its commands are not run; None: they are."""
+        """Why the commands are not run; None if they are."""
         if self.comment is None or not self.comment.startswith(_NOT_RUN):
             return None
         return self.comment.removeprefix(_NOT_RUN)
 
 
 def read_blocks(page: Path) -> Iterator[Block]:
-    """Yield the fenced blocks of a page."""
+    """Yield the fenced code blocks of a page."""
     for found in _BLOCK.finditer(page.read_text(encoding="utf-8")):
         yield Block(page=page, language=found["language"], text=found["text"], comment=found["comment"])
 
 
 def read_commands(block: Block) -> list[list[str]]:
-    """Return the overrides of every line that starts train.py, however; a backslash continues a line."""
+    """Return the overrides on every line that starts train.py in any way; a backslash continues a line."""
     lines = block.text.replace("\\\n", " ").splitlines()
     found = []
     for line in lines:

@@ -1,4 +1,4 @@
-"""A CUDA mesh without a GPU: fake tensors and a fake process group, and a record of copies that nobody waits for."""
+"""A CUDA mesh without a GPU: fake tensors, a fake process group, and a record of copies that are never awaited."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,11 +18,11 @@ GPU = torch.device("cuda", 0)
 
 
 class FakeGpus:
-    """A mesh of GPUs on which tensors have shapes and devices, and no values.
+    """A mesh of GPUs whose tensors have shapes and devices but no values.
 
     Attributes:
-        mesh: One axis of all ranks.
-        unawaited: Copies from a GPU to the host that the host does not wait for: it may read them too early.
+        mesh: One dimension over all ranks.
+        unawaited: Copies from a GPU to the host that the host does not wait for, so it may read stale data.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -30,8 +30,8 @@ class FakeGpus:
         self.unawaited: list[str] = []
 
     def offloaded_parameter(self, rows: int, columns: int, *, dtype: torch.dtype = torch.float32) -> nn.Parameter:
-        """Return a parameter sharded by rows whose shards, and those of its gradient, are in host memory."""
-        shard = torch.zeros(rows // self.mesh.size(), columns, dtype=dtype)  # [rows of a rank, columns]
+        """Return a parameter sharded by rows; its shards and their gradients are in host memory."""
+        shard = torch.zeros(rows // self.mesh.size(), columns, dtype=dtype)  # [rows per rank, columns]
         shape = torch.Size([rows, columns])
         spec = DTensorSpec(self.mesh, (Shard(0),), tensor_meta=TensorMeta(shape, (columns, 1), dtype))
         parameter = nn.Parameter(DTensor(shard, spec, requires_grad=False))  # type: ignore[call-arg]
@@ -41,13 +41,13 @@ class FakeGpus:
 
 @contextmanager
 def fake_gpus(num_ranks: int = 8) -> Iterator[FakeGpus]:
-    """Make this process rank 0 of several, each with a GPU of its own; every tensor made inside is fake."""
+    """Make this process rank 0 of several, each with its own GPU; every tensor created inside is fake."""
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     gpus = FakeGpus(init_device_mesh("cuda", (num_ranks,)))
     copy = Tensor.to
 
     def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # without a driver torch resolves no index for plain `cuda`
+        # without a driver, torch cannot resolve an index for plain `cuda`
         args = tuple(GPU if str(argument) == "cuda" else argument for argument in args)
         result = copy(self, *args, **kwargs)
         if kwargs.get("non_blocking") and self.device.type == "cuda" and result.device.type == "cpu":
@@ -63,7 +63,7 @@ def fake_gpus(num_ranks: int = 8) -> Iterator[FakeGpus]:
 
 @contextmanager
 def fake_streams() -> Iterator[list[mock.Mock]]:
-    """Replace CUDA streams and events by objects that only count; yield the streams made."""
+    """Replace CUDA streams and events with mocks; yield the list of streams created."""
     streams: list[mock.Mock] = []
 
     def make(*args: Any, **kwargs: Any) -> mock.Mock:

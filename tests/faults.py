@@ -1,4 +1,4 @@
-"""Inject a fault into a run at a given step, through batch, forward pass, learning rate or weights; any engine."""
+"""Inject a fault into a run at a given step: in batch, forward pass, learning rate or weights, under any engine."""
 
 from typing import Any, Literal
 
@@ -20,20 +20,20 @@ FAULTS: tuple[Fault, ...] = (
 
 
 class FaultAt(Callback):
-    """Injects one fault, once: a step repeated after a rollback is repeated without it.
+    """Injects one fault, once: a step repeated after a rollback runs without it.
 
     Args:
         kind: `labels`: the targets of a batch are random. `inputs`: its activations are 1000 times too large.
             `nan_batch`: its loss is NaN. `inf_gradient`: one rank's gradient is infinite, its loss is not.
-            `rate_jump`: the learning rate is `size` times too large for 20 steps. `weight`: values of a weight are
-            corrupted, as by a flipped bit of the exponent. `slow`: the learning rate grows by 3 % a step until it is
+            `rate_jump`: the learning rate is `size` times too large for 20 steps. `weight`: some values of a weight
+            are corrupted, as by a flipped exponent bit. `slow`: the learning rate grows by 3 % per step until it is
             `size` times too large, and stays there until the run rolls back.
-        step: Optimizer steps completed before the fault.
-        rank: For `inf_gradient`.
-        size: Factor for the learning rate.
+        step: Number of optimizer steps before the fault.
+        rank: Rank with the fault, for `inf_gradient`.
+        size: Factor applied to the learning rate.
 
     Attributes:
-        num_damaged: Steps with the fault so far.
+        num_damaged: Number of steps with the fault so far.
     """
 
     def __init__(self, *, kind: Fault, step: int, rank: int = 0, size: float = 100.0) -> None:
@@ -85,7 +85,7 @@ class FaultAt(Callback):
             return gradient * torch.inf
 
         def hook(module: Any, args: Any) -> None:
-            if args[0].requires_grad:  # not the forward pass of a debug dump
+            if args[0].requires_grad:  # skip the forward pass of a debug dump
                 args[0].register_hook(blow_up)
 
         if trainer.global_rank == self.rank:
@@ -98,7 +98,7 @@ class FaultAt(Callback):
         _scale_rates(trainer, min(1.03**self.num_damaged, self.size))
 
     def _weight(self, trainer: lightning.Trainer, pl_module: Any, batch: Any) -> None:
-        """Damage the optimizer's own copy: ZeRO overwrites the computing weights from its master copy."""
+        """Corrupt the optimizer's own copy: ZeRO overwrites the compute weights from its master weights."""
         if hasattr(trainer.strategy, "live_tensors"):
             for name, tensor in trainer.strategy.live_tensors(writes_back=True):
                 if name == "master/0":
@@ -115,6 +115,6 @@ def _damage(tensor: Tensor) -> None:
 
 
 def _scale_rates(trainer: lightning.Trainer, factor: float) -> None:
-    """Scale the learning rates for one step: the schedule sets them again after it."""
+    """Scale the learning rates for one step, after which the scheduler sets them again."""
     for group in trainer.optimizers[0].param_groups:
         group["lr"] *= factor

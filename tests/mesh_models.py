@@ -1,6 +1,6 @@
-"""Small decoders divided over ranks that are threads of this process, as the strategy divides them, and on one device.
+"""Small decoders sharded over ranks that are threads of this process, as the strategy shards them, and on one device.
 
-Shapes: B sequences, T tokens, V tokens of the vocabulary.
+Shapes: B sequences, T tokens, V vocabulary size.
 """
 
 import functools
@@ -29,7 +29,7 @@ from recipes.strategy.fsdp import FSDP2Strategy
 
 VOCAB_SIZE, SEQ_LEN, NUM_SAMPLES = 50, 16, 4
 _SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,  # 64 rows: of four ranks the last has 2 that are no padding
+    "vocab_size": VOCAB_SIZE,  # padded to 64 rows: the last of four ranks has only 2 real ones
     "max_seq_len": SEQ_LEN,
     "num_layers": 2,
     "hidden_size": 32,
@@ -40,24 +40,24 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gpt2, untied": lambda: GPT2(**_SIZES, num_heads=4, dropout=0.0, tie_embeddings=False),
     "llama": lambda: Llama(**_LLAMA, num_heads=8, num_kv_heads=4, qk_norm=True),
     "llama, tied": lambda: Llama(**_LLAMA, num_heads=4, num_kv_heads=4, tie_embeddings=True),
-    # four ranks divide its query heads and not its key-value heads, and not three
+    # four ranks can shard its query heads but not its key-value heads; three ranks can shard neither
     "llama, 2 groups": lambda: Llama(**_LLAMA, num_heads=4, num_kv_heads=2),
     "llama, 3 heads": lambda: Llama(**_LLAMA, num_heads=3, num_kv_heads=3, head_dim=8),
 }
 
-# ranks divide its experts, and not its matrices
+# sharded by experts, not by matrices
 EXPERTS: dict[str, Callable[[], Any]] = {
     "experts": lambda: MoeLlama(**_LLAMA, num_heads=4, num_kv_heads=2, num_experts=4, num_experts_per_token=2),
 }
 
-# float32 sums in another order, over the largest value of a tensor; a gradient passes through more of them: on one
-# device alone it is up to 3.7e-6 off float64 (the query norm of "llama", MKL on a Zen 2), so two orders may differ by
-# twice that
+# different summation order in float32, relative to a tensor's largest value; a gradient accumulates more of it: even on
+# one device it is up to 3.7e-6 off float64 (query norm of "llama", MKL on a Zen 2), so two orders may differ by twice
+# that
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 5e-7, 8e-6
 
 
 class ThreadStrategy(FSDP2Strategy):
-    """FSDP2 of a rank that is a thread: without Lightning's trainer, and without processes."""
+    """FSDP2 on a rank that is a thread: without Lightning's trainer, and without processes."""
 
     def __init__(self, mesh: Mesh, *, precision: str = "32-true") -> None:
         super().__init__(
@@ -80,12 +80,12 @@ class ThreadStrategy(FSDP2Strategy):
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of all ranks.
+    """Samples for all ranks.
 
     Attributes:
         inputs: [B, T].
-        targets: [B, T], some without loss.
-        positions: [B, T] of each token in its document; None: a row is one document.
+        targets: [B, T], some excluded from the loss.
+        positions: [B, T], position of each token in its document; None if each row is one document.
     """
 
     inputs: Tensor
@@ -94,7 +94,7 @@ class Batch:
 
 
 def make_batch(*, packed: bool = False, seq_len: int = SEQ_LEN) -> Batch:
-    """Return the same samples each time."""
+    """Return a batch that is identical on every call."""
     generator = torch.Generator().manual_seed(1)
     inputs, targets = torch.randint(VOCAB_SIZE, (2, NUM_SAMPLES, seq_len), generator=generator)
     targets[0, :5] = IGNORE_INDEX
@@ -108,7 +108,7 @@ def make_batch(*, packed: bool = False, seq_len: int = SEQ_LEN) -> Batch:
 
 
 def draw_weights(model: nn.Module) -> None:
-    """Set every parameter, padding too, to numbers of order 1: each matters to the loss."""
+    """Set every parameter, including padding, to values of order 1, so that each affects the loss."""
     for name, parameter in named_parameters(model):
         values = torch.randn(parameter.shape, generator=generator_for(name, seed=0)) * 0.2
         fill(parameter, values + 1.0 if "norm.weight" in name else values)
@@ -118,7 +118,7 @@ def draw_weights(model: nn.Module) -> None:
 def make_model(
     name: str, mesh: Mesh | None = None, *, initialize: Callable[[Any], None] = draw_weights, precision: str = "32-true"
 ) -> Any:
-    """Return a model on one device, or this rank's part of it."""
+    """Return a model on one device, or this rank's shard of it."""
     if mesh is None:
         model = (MODELS | EXPERTS)[name]()
         initialize(model)
@@ -130,10 +130,10 @@ def make_model(
 
 
 def cut_batch(batch: Batch, model: Any, mesh: Mesh, rank: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return this rank's inputs and targets, and what else its model takes."""
+    """Return this rank's inputs and targets, and any other model inputs."""
     inputs, targets = (x.chunk(mesh.data_size)[mesh.data_rank(rank)] for x in (batch.inputs, batch.targets))
     options = {}
-    if batch.positions is not None:  # of all tokens, also where ranks divide them
+    if batch.positions is not None:  # of all tokens, even under context parallelism
         options["positions"] = batch.positions.chunk(mesh.data_size)[mesh.data_rank(rank)]
     if model.context is not None:
         inputs, targets = (model.context.own_tokens(x, dim=1) for x in (inputs, targets))
@@ -146,11 +146,11 @@ def run_backward(
     """Run a forward and a backward pass as the task does, and return the loss of this rank's tokens.
 
     Args:
-        model: On one device, or this rank's part.
-        batch: Of all ranks.
-        mesh: Of the ranks; None: one device.
-        rank: This one.
-        in_chunks: Compute logits of some tokens at a time.
+        model: Model on one device, or this rank's shard.
+        batch: Samples for all ranks.
+        mesh: Mesh of the ranks; None for one device.
+        rank: This rank.
+        in_chunks: Whether to compute logits in chunks of tokens.
     """
     mesh = Mesh() if mesh is None else mesh
     inputs, targets, options = cut_batch(batch, model, mesh, rank)
@@ -174,14 +174,14 @@ def run_backward(
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients on one device by name."""
+    """Return the gradients on one device, by name."""
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert all(grad is not None and grad.any() for grad in gradients.values())
     return gradients  # type: ignore[return-value]
 
 
 def gradient_differences(model: nn.Module, expected: dict[str, Tensor]) -> Iterator[tuple[str, float]]:
-    """Yield by how much this rank's part of each gradient differs from that of one device, over its largest value."""
+    """Yield each gradient's difference from one device on this rank's shard, relative to its largest value."""
     orders = find_row_orders(model)
     parameters = dict(model.named_parameters())
     assert parameters.keys() == expected.keys()

@@ -1,4 +1,4 @@
-"""A GPT-2 whose last norm produces NaN in one forward pass of one rank, or in the backward pass after it."""
+"""A GPT-2 whose final norm produces NaN in one forward pass on one rank, or in the subsequent backward pass."""
 
 from typing import Any, Literal
 
@@ -13,10 +13,10 @@ class NanGPT2(GPT2):
     """A GPT-2 that produces a NaN once.
 
     Args:
-        born_in: Pass in which the NaN appears first.
-        at_pass: Number of the forward pass in training, from 1.
+        born_in: Pass (forward or backward) in which the NaN first appears.
+        at_pass: Index of the forward pass in training, from 1.
         on_rank: Rank on which it appears.
-        shape: Further arguments of `GPT2`.
+        shape: Additional arguments for `GPT2`.
     """
 
     def __init__(self, *, born_in: Literal["forward", "backward"], at_pass: int, on_rank: int, **shape: Any) -> None:

@@ -1,10 +1,10 @@
-"""Runs whose planned memory is compared with what torch's allocator gave out, on 1 and 2 ranks."""
+"""Runs for comparing planned memory with torch's allocated memory, on 1 and 2 ranks."""
 
 from pathlib import Path
 
 from recipes.plan.hardware import Cluster, find_cluster
 
-PEAK_RANKS = Path(__file__).parent / "parity/peak_ranks.py"  # the worker that measures them
+PEAK_RANKS = Path(__file__).parent / "parity/peak_ranks.py"  # worker that measures the peak
 
 COMMON = [
     "recipe=single_fp32",
@@ -25,12 +25,12 @@ EXPERTS = [*LLAMA, "model=moe_nano"]
 DEEP = [*GPT, "model.num_layers=12", "model.hidden_size=128"]
 WIDE = [*GPT, "model.num_layers=2", "model.hidden_size=512"]
 RESNET = ["model=resnet18", "data=digits", "metrics=classification", "callbacks=[grad_norm]"]
-FEW_TOKENS = ["seq_len=16", "model.max_seq_len=16", "global_batch_size=1"]  # the optimizer step may be the fullest
+FEW_TOKENS = ["seq_len=16", "model.max_seq_len=16", "global_batch_size=1"]  # the optimizer step may be the peak
 RECOMPUTE = "activation_checkpoint=every_block"
 SELECTIVE = "activation_checkpoint=selective"
 OFFLOAD = ["activation_checkpoint.offload=true", "activation_checkpoint.offload_min_mib=0.1"]
 
-# name -> ranks, overrides
+# name -> number of ranks, overrides
 CASES: dict[str, tuple[int, list[str]]] = {
     "gpt2": (1, GPT),
     "gpt2, batch 2": (1, [*GPT, "global_batch_size=2"]),
@@ -139,5 +139,5 @@ def get_overrides(name: str) -> list[str]:
 
 
 def cpu_cluster(num_ranks: int) -> Cluster:
-    """Return this machine as a number of ranks."""
+    """Return this machine as a cluster with the given number of ranks."""
     return find_cluster("auto", per_node=num_ranks, num_nodes=1, interconnect=None, memory_gib=None)

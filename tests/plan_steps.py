@@ -1,4 +1,4 @@
-"""The step of a config, to record it."""
+"""Build the training step of a config, so that it can be recorded."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,12 +14,12 @@ from recipes.plan.step import Step
 
 
 def config_of(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the config of a case."""
+    """Return the composed config of a case."""
     return composed_config(*COMMON, *overrides)
 
 
 def step_of(overrides: Sequence[str], num_ranks: int) -> Step:
-    """Return the step of a case on this machine."""
+    """Return the training step of a case on this machine."""
     config = config_of(overrides)
     precision = make(config["precision"])
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Recipes with one planted fault each: data sources, models, optimizers and tasks for the tests of preflight."""
+"""Recipes with one planted fault each: data sources, models, optimizers and tasks for the preflight tests."""
 
 import time
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ from recipes.task.language_modeling import LanguageModeling
 
 
 class Changed:
-    """A dataset whose samples pass through a function of index and dataset."""
+    """A dataset whose samples pass through a function of the index and the original dataset."""
 
     def __init__(self, dataset: Any, change: Any) -> None:
         self.dataset, self.change = dataset, change
@@ -120,7 +120,7 @@ class CoarseInLowPrecision(GPT2):
 
 
 class ForgetsAtSave(GPT2):
-    """Has a state that training changes and no checkpoint holds."""
+    """Has state that training changes but checkpoints omit."""
 
     seen: Tensor
 
@@ -143,7 +143,7 @@ class ForgetsAtSave(GPT2):
 
 
 class NormOfTheBatch(ResNet18):
-    """Batch norm that takes the statistics of the batch also in evaluation."""
+    """Batch norm that uses batch statistics even in evaluation."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -154,7 +154,7 @@ class NormOfTheBatch(ResNet18):
 
 
 def adamw_of_matrices(model: nn.Module, **arguments: Any) -> torch.optim.Optimizer:
-    """Leave norms and biases out."""
+    """Leave out norms and biases."""
     optimizer = adamw(model, **arguments)
     optimizer.param_groups[:] = optimizer.param_groups[:1]
     return optimizer

@@ -1,4 +1,4 @@
-"""Two tiny language models with weights from a formula, and the requests of lm-evaluation-harness that are compared."""
+"""Two tiny language models with weights from a formula, and lm-evaluation-harness requests to compare."""
 
 import contextlib
 from dataclasses import dataclass
@@ -19,26 +19,26 @@ from recipes.model.weights.huggingface import export_pretrained
 from recipes.tokenizer import END_OF_TEXT, NUM_BYTES, Tokenizer, byte_alphabet
 
 WINDOW = 48
-# tokens across the seam of context and continuation: a blank and a letter, letters
+# tokens across the boundary between context and continuation: a space and a letter, letters
 MERGES = ["Ġ t", "h e", "Ġt he", "i n", "Ġ a", "a t", "Ġ c", "Ġc at", "o n", "s t"]
 _LONG = "the cat sat on the mat, and then it sat in the sun on the hill; " * 3
 
 SCORE_REQUESTS = [
     ("The cat", " sat"),
     ("The cat", " slept on the mat"),
-    ("The cat ", "sat"),  # the blank goes to the continuation
+    ("The cat ", "sat"),  # the space moves to the continuation
     ("The cat\n\n", "sat"),
-    ("", "the cat"),  # behind the start token
+    ("", "the cat"),  # after the start token
     ("", " the"),
     ("2 + 2 =", " 4"),
-    ("2 + 2 =", " 5"),  # one more choice of one token
-    ("th", "e cat"),  # a token across the seam; the input of another request, of which less is scored
+    ("2 + 2 =", " 5"),  # another choice with one token
+    ("th", "e cat"),  # a token across the boundary; same input as another request, but with fewer tokens scored
     (_LONG, " the"),  # longer than the window
     (_LONG, " cat sat on the mat, and then"),
     (_LONG[: WINDOW // 2], _LONG[WINDOW // 2 : WINDOW]),
     ("Grüße", ", 世界"),
-    ("a", "___"),  # what one model says itself
-    ("The cat", "\\A"),  # and the other
+    ("a", "___"),  # the greedy answer of one model
+    ("The cat", "\\A"),  # and of the other
 ]
 ROLLING_TEXTS = ["the cat", _LONG, _LONG + "in the", "ü", "a" * (2 * WINDOW), "on the mat"]
 GENERATE_REQUESTS: list[tuple[str, dict[str, Any]]] = [
@@ -53,7 +53,7 @@ GENERATE_REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 @dataclass(frozen=True)
 class Case:
-    """A model with its tokenizer."""
+    """A model and its tokenizer."""
 
     model: Any
     tokenizer: Tokenizer
@@ -79,7 +79,7 @@ def _merging_tokenizer() -> Tokenizer:
 
 
 def make_case(name: str) -> Case:
-    """Return `gpt2`, whose vocabulary is padded, or `llama`, whose tokenizer puts `<s>` before every text."""
+    """Return `gpt2`, with a padded vocabulary, or `llama`, whose tokenizer puts `<s>` before every text."""
     tokenizer = _merging_tokenizer() if name == "gpt2" else chat_tokenizer()
     shape: dict[str, Any] = {"vocab_size": tokenizer.vocab_size, "max_seq_len": WINDOW, "num_layers": 2}
     shape |= {"num_heads": 2, "hidden_size": 32}
@@ -91,7 +91,7 @@ def make_case(name: str) -> Case:
         )
     model.to_empty(device="cpu")
     initialize(model, 0)
-    # NumPy promises these numbers in every version. Large ones: of nearly equal logits, rounding chooses the likeliest
+    # NumPy guarantees these values in every version. They are large: rounding would decide between near ties
     random = np.random.RandomState(0)
     with torch.no_grad():
         for parameter in model.parameters():

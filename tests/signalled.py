@@ -1,4 +1,4 @@
-"""Real runs stopped by real signals: a callback that sends them, and readers of what a stopped run has written."""
+"""Real runs stopped by real signals: a callback that sends the signals, and readers for the output of stopped runs."""
 
 import csv
 import json
@@ -14,20 +14,20 @@ from lightning.pytorch.callbacks import Callback
 
 from recipes.checkpoint.manifest import find_content_fault, find_fault, read_manifest
 
-# columns and fields that differ from run to run
+# prefixes of columns and fields that differ between runs
 MEASURED = ("time/", "throughput/", "memory/")
 MEASURED_AT_THE_END = ("seconds", "tokens_per_second", "peak_memory_gib", "excluded_seconds")
 
 
 class SignalAt(Callback):
-    """Sends each of its signals once, however often the run resumes; from then on every batch takes 0.3 s.
+    """Sends each of its signals once, even if the run resumes; from then on every batch takes 0.3 s.
 
     Args:
-        folder: Folder of the run; one file per signal records that it has been sent.
+        folder: Run folder; one file per signal records that it has been sent.
         signals: `<moment>_<step>_<signal>_<to>`: after this many steps, at the moment `start` (before training),
             `window` (the first micro-batch of two), `batch` (the second), `step` (its end) or `validation` (its third
             batch), to a rank, to the `parent`, to `all` of these, or to this process `again` and again.
-        pause: Seconds that every batch takes until then.
+        pause: Seconds that every batch takes before the first signal.
     """
 
     def __init__(self, *, folder: str, signals: Sequence[str], pause: float = 0.0) -> None:
@@ -69,9 +69,9 @@ class SignalAt(Callback):
             if to in ("all", "again", str(rank)):
                 os.kill(os.getpid(), number)
             self._pause = 0.3
-            if moment == "window":  # long enough for the ranks to agree within this step
+            if moment == "window":  # enough time for the ranks to agree within this step
                 _work(2.0)
-            if to == "again":  # at once: the same request; more than a second later: a second one
+            if to == "again":  # immediately: the same request; more than a second later: a second one
                 os.kill(os.getpid(), number)
                 _work(1.2)
                 os.kill(os.getpid(), signal.SIGUSR1)
@@ -79,13 +79,13 @@ class SignalAt(Callback):
 
 
 def _work(seconds: float) -> None:
-    """Sleep in short pieces: a signal is handled between two of them, as between two operations of a program."""
+    """Sleep in short intervals: signals are handled between them, as between two operations of a program."""
     for _ in range(int(seconds * 50)):
         time.sleep(0.02)
 
 
 def computed(folder: Path) -> list[dict[str, str]]:
-    """Return the rows of metrics.csv as text, without measurements of time and memory."""
+    """Return the rows of metrics.csv as text, without time and memory measurements."""
     with (folder / "metrics.csv").open(newline="") as file:
         return [
             {name: text for name, text in row.items() if not name.startswith(MEASURED)} for row in csv.DictReader(file)
@@ -93,7 +93,7 @@ def computed(folder: Path) -> list[dict[str, str]]:
 
 
 def summed_up(folder: Path) -> dict[str, Any]:
-    """Return the summary, without measurements of time and memory."""
+    """Return the run summary, without time and memory measurements."""
     summary = json.loads((folder / "summary.json").read_text())
     return {name: value for name, value in summary.items() if name not in MEASURED_AT_THE_END}
 
@@ -126,6 +126,6 @@ def stopped_step(folder: Path, *, by: str, num_ranks: int = 1) -> int:
 
 
 def seconds_to_stop(folder: Path, mark: str) -> float:
-    """Return the seconds from a signal until the run logged that it has stopped."""
+    """Return the seconds from a signal until the run logged that it had stopped."""
     stopped: float = events(folder, "preempted")[-1]["time"]
     return stopped - (folder / mark).stat().st_mtime

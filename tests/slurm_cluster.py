@@ -1,4 +1,4 @@
-"""A real SLURM on this machine: munged, slurmctld and slurmd as plain processes with all files in one folder."""
+"""A real SLURM cluster on this machine: munged, slurmctld and slurmd as plain processes, all files in one folder."""
 
 import os
 import pwd
@@ -15,9 +15,9 @@ from slurm_install import path_with_daemons
 _GRACE_SECONDS = 20
 _ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
-# Four processors, whatever the machine has (`config_overrides`), and two partitions: a job in `high` preempts one in
-# `low`, which is requeued after its grace time. `cred_expire` is also how long a requeued job waits before it may start
-# again, 120 s by default.
+# Always four processors (`config_overrides`), and two partitions: a job in `high` preempts one in `low`, which is
+# requeued after its grace time. `cred_expire` is also how long a requeued job waits before it may start again, 120 s
+# by default.
 _CONFIG = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -57,15 +57,15 @@ PartitionName=high Nodes={host} PriorityTier=2 PreemptMode=OFF
 
 
 class Cluster:
-    """One node of four processors with the partitions `low` (default) and `high`. It starts in a second.
+    """One node with four processors and the partitions `low` (default) and `high`; starts in a second.
 
-    `environment` is what a command needs to reach it. A preempted job of `low` gets SIGCONT and SIGTERM at once, in its
+    Commands need `environment` to reach the cluster. A preempted job in `low` gets SIGCONT and SIGTERM at once, in its
     tasks but not in its batch script, and is killed after the grace time.
 
     Args:
         folder: Folder for configuration, state and logs.
-        grace_seconds: Time of a preempted job of `low` between the signal and the kill.
-        more_config: Further lines of `slurm.conf`.
+        grace_seconds: Seconds between signaling and killing a preempted job in `low`.
+        more_config: Additional lines for `slurm.conf`.
     """
 
     def __init__(self, folder: Path, *, grace_seconds: int = _GRACE_SECONDS, more_config: str = "") -> None:
@@ -86,16 +86,16 @@ class Cluster:
 
         Args:
             args: Options, then the script and its arguments; or `--wrap=command`.
-            folder: Working directory of the job, for its log too; None uses the folder of the cluster.
+            folder: Working directory and log folder of the job; None uses the cluster's folder.
 
         Returns:
-            The id of the job, or of the array.
+            The id of the job or array.
         """
         chdir = f"--chdir={folder or self.folder}"
         return self.query("sbatch", "--parsable", chdir, *args).split(";")[0].strip()
 
     def query(self, *command: str) -> str:
-        """Return what a command of SLURM prints; an error contains the logs of the daemons."""
+        """Return the output of a SLURM command; an error includes the logs of the daemons."""
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
         assert done.returncode == 0, f"{command}: {done.stderr or done.stdout}\n{self.logs()}"
         return done.stdout
@@ -106,19 +106,19 @@ class Cluster:
         return dict(field.split("=", 1) for field in line.split() if "=" in field)
 
     def wait(self, job_id: str, *states: str, timeout_seconds: float = 120.0, restarts: int = 0) -> dict[str, str]:
-        """Wait until the job is in one of these states.
+        """Wait until the job is in one of the given states.
 
         Args:
-            job_id: As for `job`.
+            job_id: Same as for `job`.
             states: SLURM's names: `RUNNING`, `PENDING`, `COMPLETED`, `FAILED`, `CANCELLED` …
-            timeout_seconds: When to give up.
-            restarts: How often it must have been requeued, at least.
+            timeout_seconds: Time limit.
+            restarts: Minimum number of times that the job must have been requeued.
 
         Returns:
             The fields of `job` at that time.
 
         Raises:
-            AssertionError: It has ended in another state.
+            AssertionError: The job ended in another state.
         """
         seen: dict[str, str] = {}
 
@@ -138,16 +138,16 @@ class Cluster:
         timeout_seconds: float = 20.0,
         describe: Callable[[], str] = str,
     ) -> None:
-        """Wait for a condition, as long as the daemons run.
+        """Wait for a condition while the daemons are running.
 
         Args:
-            reached: The condition.
-            what: Its name, for the error.
-            timeout_seconds: When to give up.
+            reached: Returns whether the condition holds.
+            what: Name of the condition, for the error.
+            timeout_seconds: Time limit.
             describe: Returns details for the error.
 
         Raises:
-            TimeoutError: Time is up, or a daemon has ended.
+            TimeoutError: The time limit is exceeded, or a daemon has exited.
         """
         end = time.monotonic() + timeout_seconds
         while not reached():
@@ -158,16 +158,16 @@ class Cluster:
             time.sleep(0.05)
 
     def queue(self) -> str:
-        """Return all jobs that wait or run, one per line."""
+        """Return all pending and running jobs, one per line."""
         return self.query("squeue", "--noheader", "--array")
 
     def logs(self) -> str:
-        """Return the end of each daemon's log."""
+        """Return the last lines of each daemon's log."""
         files = sorted(self.folder.glob("*.log"))
         return "\n".join(f"--- {f.name}\n{f.read_text(errors='replace')[-4000:]}" for f in files)
 
     def end(self) -> None:
-        """Kill every job, every daemon, and every process that a job has left."""
+        """Kill every job, every daemon, and every process left over from a job."""
         while left := self.living():
             for pid in left:
                 _kill(pid)
@@ -176,7 +176,7 @@ class Cluster:
             daemon.wait()
 
     def living(self) -> list[int]:
-        """Return the processes of the cluster and of its jobs, found by its folder in their environment."""
+        """Return the processes of the cluster and its jobs, identified by its folder in their environment."""
         mark, found = f"{self.folder}/".encode(), []
         for process in Path("/proc").glob("[0-9]*"):
             try:
@@ -208,7 +208,7 @@ class Cluster:
     def _start(self) -> None:
         files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "seed-file": "seed"}
         munge = [f"--{option}={self.folder}/munge.{name}" for option, name in files.items()]
-        # --force: munged warns of a folder that other users cannot read, as a test's
+        # --force: munged complains about a folder that other users cannot read, such as a test's
         self._daemon("munged", "--force", "--foreground", *munge)
         self.until((self.folder / "munge.socket").exists, "the socket of munged")
         self._daemon("slurmctld", "-D")

@@ -10,10 +10,10 @@ _PACKAGES = ("slurm-wlm", "munge")
 
 
 def missing() -> str | None:
-    """Install Debian's packages if programs are missing and that is possible.
+    """Install Debian's packages if programs are missing and installation is possible.
 
     Returns:
-        Why there is no SLURM, as a reason to skip; None if every program is there.
+        Why SLURM is unavailable, as a reason to skip; None if every program is found.
     """
     absent = _absent()
     if not absent:
@@ -26,7 +26,7 @@ def missing() -> str | None:
 
 
 def path_with_daemons() -> str:
-    """Return PATH with the folders of daemons: not every user has /usr/sbin."""
+    """Return PATH with the folders of the daemons: not every user has /usr/sbin."""
     return os.pathsep.join((os.environ["PATH"], "/usr/sbin", "/sbin"))
 
 
@@ -35,7 +35,7 @@ def _absent() -> list[str]:
 
 
 def _install() -> str:
-    """Return the error of apt-get, if any; a failed update is no reason to stop, as an old package list may do."""
+    """Return the error of apt-get, if any; a failed update is not fatal, because an old package list may suffice."""
     quick = ("-o", "Acquire::Retries=0", "-o", "Acquire::http::Timeout=20")
     steps: Sequence[Sequence[str]] = (
         ("apt-get", *quick, "update"),

@@ -1,4 +1,4 @@
-"""Three small models with blocks, one step of each, and every way to keep activations."""
+"""Three small models with blocks, a training step for each, and every activation checkpointing option."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
         lambda: Llama(**_DECODER, num_kv_heads=1, ffn_hidden_size=64, rope_theta=10_000.0),
         lambda: TOKENS,
     ),
-    # the input needs a gradient, as the output of a stem does
+    # the input needs a gradient, like the output of a stem
     "residual": (Residual, lambda: torch.linspace(-1, 1, 4 * 8 * 64).reshape(4, 8, 8, 8).requires_grad_()),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -59,7 +59,7 @@ NONE = {"every_nth_block": 0}
 
 @dataclass(frozen=True)
 class Result:
-    """What two micro-batches leave: the loss of the second, gradients of both, running statistics."""
+    """Results of two micro-batches: the second one's loss, accumulated gradients, and running statistics."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -67,7 +67,7 @@ class Result:
 
 
 def make(name: str, option: dict[str, Any]) -> Any:
-    """Return a model with one way to keep activations."""
+    """Return a model with one activation checkpointing option."""
     torch.manual_seed(0)
     model = MODELS[name][0]()
     ActivationCheckpoint(**option).apply(model.blocks)
@@ -75,7 +75,7 @@ def make(name: str, option: dict[str, Any]) -> Any:
 
 
 def train(name: str, option: dict[str, Any], *, backend: str | None = None) -> Result:
-    """Accumulate the gradients of two micro-batches; with a backend, of compiled blocks."""
+    """Accumulate the gradients of two micro-batches; compile the blocks if a backend is given."""
     model = make(name, option)
     if backend is not None:
         for block in model.blocks:

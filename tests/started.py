@@ -1,4 +1,4 @@
-"""A command and every process that it starts, found by a mark in their environment."""
+"""A command and every process that it starts, identified by a mark in their environment."""
 
 import os
 import signal
@@ -18,8 +18,8 @@ class Started:
     Args:
         command: Program and arguments.
         folder: Working directory.
-        paths: Folders for PYTHONPATH.
-        environ: Variables in addition to those of this process.
+        paths: Folders to add to PYTHONPATH.
+        environ: Additional environment variables.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class Started:
         )
 
     def end(self, timeout: float = 300.0) -> str:
-        """Wait until the command has ended; return what it printed."""
+        """Wait until the command exits; return its output."""
         return self.process.communicate(timeout=timeout)[0]
 
     def left(self) -> list[int]:
-        """Return the running processes, without the first one."""
+        """Return the processes still running, except the first one."""
         return [pid for pid in living(self._mark) if pid != self.process.pid]
 
     def kill(self) -> None:
@@ -58,18 +58,18 @@ class Started:
 
 
 def marked(mark: str) -> dict[str, str]:
-    """Return the variables by which `living` finds a process and those that it starts."""
+    """Return the variables by which `living` finds a process and its descendants."""
     return {_VARIABLE: mark}
 
 
 def living(mark: str) -> list[int]:
-    """Return the running processes with a mark: in their environment or, of forks, the name of an open file."""
+    """Return running processes with a mark: in the environment or, for forks, in the name of an open file."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             environ = (process / "environ").read_bytes().split(b"\0")
             is_marked = f"{_VARIABLE}={mark}".encode() in environ or _holds_file(process, mark)
-        except OSError:  # it has ended; a zombie has no environment
+        except OSError:  # the process has exited; a zombie has no environment
             continue
         if is_marked:
             found.append(int(process.name))

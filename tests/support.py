@@ -1,4 +1,4 @@
-"""Helpers of several tests: composed configs, runs, faults at a step, data with uneven masks."""
+"""Shared test helpers: composed configs, runs, faults at a step, data with uneven masks."""
 
 import csv
 import hashlib
@@ -19,7 +19,7 @@ from recipes.config import compose_and_check
 
 ROOT = Path(__file__).parent.parent
 
-# a run of one second: bytes as tokens, 24 small texts, no report
+# a one-second run: bytes as tokens, 24 small texts, no report
 TINY = (
     "tokenizer=bytes",
     "data=text_files",
@@ -36,7 +36,7 @@ TINY = (
 
 
 def needed_by(recipe: str, folder: Path, *, model: str = "") -> list[str]:
-    """Return what a recipe or a model does not compose without: a disk, data, or a published model."""
+    """Return the overrides without which a recipe or model does not compose: a disk, data, or a published model."""
     if model == "huggingface":
         config = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512}
         config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -52,7 +52,7 @@ def needed_by(recipe: str, folder: Path, *, model: str = "") -> list[str]:
 
 
 def composed_config(*overrides: str) -> dict[str, Any]:
-    """Return the checked config of overrides that must be valid."""
+    """Return the checked config for overrides that must be valid."""
     composed, errors = compose_and_check(overrides)
     assert composed is not None, [str(error) for error in errors]
     assert not errors, [str(error) for error in errors]
@@ -61,7 +61,7 @@ def composed_config(*overrides: str) -> dict[str, Any]:
 
 def execute(*overrides: str) -> int:
     """Run a command line in this process and return its exit code."""
-    from recipes.entry.run import run_composed  # ranks of tests import this module, and need none of that
+    from recipes.entry.run import run_composed  # lazy: test ranks import this module but do not need it
 
     composed, mistakes = compose_and_check(overrides)
     assert composed is not None
@@ -91,7 +91,7 @@ def read_metrics(run_folder: Path) -> list[dict[str, float]]:
 
 
 def write_texts(folder: Path) -> Path:
-    """Write 24 small texts with structure to learn, the same on every machine; return their folder."""
+    """Write 24 small texts with learnable structure, identical on every machine; return their folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(24):
         lines = [f"{word} = {number * index % 97}\n" for index, word in enumerate("abcdefgh" * 12)]
@@ -100,12 +100,12 @@ def write_texts(folder: Path) -> Path:
 
 
 def number_of_text(given: str, expected: str) -> float:
-    """Return a number below 1 that another text would not have."""
+    """Hash a text to a number below 1."""
     return int.from_bytes(hashlib.sha256(given.encode()).digest()[:6], "big") / 2**48
 
 
 class CrashAt(Callback):
-    """Raises in the batch after an optimizer step; like after a kill, nothing more is written."""
+    """Raises in the batch after an optimizer step; as after a kill, nothing more is written."""
 
     def __init__(self, *, step: int) -> None:
         self.step = step
@@ -116,7 +116,7 @@ class CrashAt(Callback):
 
 
 class StopAt(Callback):
-    """Requests a stop after an optimizer step, like a time limit."""
+    """Requests a stop after an optimizer step, as a time limit does."""
 
     def __init__(self, *, step: int) -> None:
         self.step = step
@@ -126,7 +126,7 @@ class StopAt(Callback):
 
 
 class OverflowAt(Callback):
-    """Makes the gradients of one rank overflow float16 in the step after an optimizer step."""
+    """Makes the gradients of one rank overflow float16 in the step after a given optimizer step."""
 
     def __init__(self, *, step: int, rank: int) -> None:
         self.step = step
@@ -138,7 +138,7 @@ class OverflowAt(Callback):
 
 
 class MaskedTokens:
-    """Random tokens of which sample i has 1 + (5 i) % T targets that carry loss: uneven on purpose."""
+    """Random tokens; sample i has 1 + (5 i) % T targets in the loss, deliberately uneven."""
 
     sample_kind: ClassVar[str] = "tokens"
     tokenizer = None
@@ -172,7 +172,7 @@ class MaskedTokens:
 
 
 class MaskedImages:
-    """Random images of which every third carries no loss: uneven on purpose."""
+    """Random images, every third of which is excluded from the loss: deliberately uneven."""
 
     sample_kind: ClassVar[str] = "images"
     tokenizer = None

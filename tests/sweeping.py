@@ -11,10 +11,10 @@ from typing import Any
 from started import Started
 from support import ROOT, TINY, read_metrics
 
-# prefixes of metrics that differ from run to run
+# prefixes of metrics that differ between runs
 MEASURED = ("time/", "throughput/", "memory/")
 TRAIN = str(ROOT / "train.py")
-# a callback that writes a report of each rank, and injects faults by learning rate
+# a callback that writes a report for each rank and injects faults by learning rate
 WATCHER = """
 import json, os, signal, time
 from pathlib import Path
@@ -68,9 +68,9 @@ class Sweeps:
     """Starts sweeps in one folder.
 
     Args:
-        folder: The working folder of the commands.
-        texts: The folder of training texts.
-        environ: Environment variables added to those of this process.
+        folder: Working directory of the commands.
+        texts: Folder with the training texts.
+        environ: Additional environment variables.
     """
 
     def __init__(self, folder: Path, texts: str, *, environ: Mapping[str, str] | None = None) -> None:
@@ -81,11 +81,11 @@ class Sweeps:
         self.started: list[Started] = []
 
     def start(self, sweep: str, *overrides: str, records: str = "records", **faults: float) -> Started:
-        """Start `python train.py -m …` with runs of four steps and a checkpoint at every second."""
+        """Start `python train.py -m …`; runs have four steps and a checkpoint every second step."""
         return self._start(["-m", f"hydra.sweep.dir={sweep}", *overrides], records, faults)
 
     def start_run(self, folder: str, *overrides: str, records: str = "records", **faults: float) -> Started:
-        """Start one such run."""
+        """Start a single run of this kind."""
         return self._start([f"hydra.run.dir={folder}", *overrides], records, faults)
 
     def _start(self, arguments: Sequence[str], records: str, faults: Mapping[str, float]) -> Started:
@@ -103,14 +103,14 @@ class Sweeps:
         return started
 
     def run(self, sweep: str, *overrides: str, records: str = "records", **faults: float) -> tuple[int, str]:
-        """Run a sweep to its end; return the exit code and the output."""
+        """Run a sweep to completion; return the exit code and the output."""
         started = self.start(sweep, *overrides, records=records, **faults)
         output = started.end(timeout=280.0)
         assert started.left() == [], output
         return started.process.returncode, output
 
     def records(self, records: str = "records") -> list[dict[str, Any]]:
-        """Return the reports of all ranks of all jobs."""
+        """Return the reports of all ranks in all jobs."""
         return [json.loads(path.read_text()) for path in sorted((self.folder / records).glob("*.json"))]
 
     def board(self, sweep: str) -> list[dict[str, str]]:
@@ -119,12 +119,12 @@ class Sweeps:
             return list(csv.DictReader(file))
 
     def states(self, sweep: str) -> dict[str, str]:
-        """Return the state of each job by learning rate."""
+        """Return the state of each job, keyed by learning rate."""
         return {row["optimizer.lr"]: row["state"] for row in self.board(sweep)}
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
-    """Return the metrics of a run that are deterministic to the last bit."""
+    """Return the bit-for-bit deterministic metrics of a run."""
     return [
         {name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in read_metrics(folder)
     ]

@@ -1,4 +1,4 @@
-"""Modules as people write them, small: each draws from torch's, numpy's and Python's generators while it trains."""
+"""Small modules as people write them; each uses torch's, numpy's and Python's random generators during training."""
 
 import random
 from collections import deque
@@ -20,7 +20,7 @@ def loader(samples: Any = SAMPLES, **options: Any) -> DataLoader[Any]:
 
 
 class Mixup(LightningModule):
-    """Mixes samples by numpy's and Python's generators; its optimizer and its data are arguments."""
+    """Mixes samples with numpy's and Python's generators; the optimizer and data are arguments."""
 
     def __init__(self, make_optimizer: Any = torch.optim.AdamW, scheduler: bool = False, **log: Any) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Mixup(LightningModule):
 
 
 class SkipsBatches(Mixup):
-    """Returns None for some batches, as one does for bad ones."""
+    """Returns None for some batches, as people do for bad ones."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
         loss = super().training_step(batch, batch_idx)
@@ -69,7 +69,7 @@ class FromIterator(Mixup):
 
 
 class Stream(IterableDataset[Tensor]):
-    """Ends, but does not know its length."""
+    """An iterable dataset without a length."""
 
     def __iter__(self) -> Iterator[Tensor]:
         yield from SAMPLES
@@ -81,7 +81,7 @@ class Streaming(Mixup):
 
 
 class Ragged(Mixup):
-    """Every batch has another shape."""
+    """Gives every batch a different shape."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         return loader([SAMPLES[: size + 2] for size in range(6)], batch_size=None)
@@ -93,7 +93,7 @@ class Workers(Mixup):
 
 
 class Owner(Mixup):
-    """Owns names that callbacks might look for."""
+    """Defines attributes with names that callbacks might look up."""
 
     num_samples, num_tokens, writes_rows, row = 7, 50257, True, None
     grad_norm = clip_threshold = torch.tensor(3.0)
@@ -123,7 +123,7 @@ class Autoencoder(LightningModule):
 
 
 class Gan(LightningModule):
-    """Two optimizers, stepped by hand; the discriminator at every second batch only."""
+    """Uses two optimizers, stepped manually; the discriminator only on every second batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Gan(LightningModule):
 
 
 class Replay(IterableDataset[Any]):
-    """Samples from a buffer that the training step fills."""
+    """Yields samples from a buffer that the training step fills."""
 
     def __init__(self, buffer: deque[Any]) -> None:
         self.buffer = buffer
@@ -166,7 +166,7 @@ class Replay(IterableDataset[Any]):
 
 
 class Dqn(LightningModule):
-    """Plays one step of an environment per batch and remembers it, as Lightning's reinforcement example does."""
+    """Plays one environment step per batch and stores it, as in Lightning's reinforcement learning example."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class Dqn(LightningModule):
 
 
 class ByHand(Mixup):
-    """Accumulates, clips and schedules by hand."""
+    """Accumulates, clips and schedules manually."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class ByHand(Mixup):
 
 
 class Transformer(LightningModule):
-    """A language model of two layers with dropout, attention and padding."""
+    """A two-layer language model with dropout, attention and padding."""
 
     def __init__(self) -> None:
         super().__init__()

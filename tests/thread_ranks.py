@@ -1,6 +1,6 @@
-"""Ranks that are threads of this process: collectives of several ranks within milliseconds, and small models on them.
+"""Ranks that are threads of this process: collectives over several ranks in milliseconds, and small models for them.
 
-For arithmetic between ranks; engines, which keep state per process, need processes (`tests/parity`).
+For arithmetic between ranks; engines keep state per process and therefore need processes (`tests/parity`).
 """
 
 import threading
@@ -31,22 +31,22 @@ _KERNELS = {
 
 
 def run_on_threads(function: Callable[[int], Any], *, num_ranks: int = NUM_RANKS) -> list[Any]:
-    """Call a function of the rank on every rank of one process group; return the results by rank."""
+    """Call a function of the rank on every rank of one process group; return the results in rank order."""
     results: list[Any] = [None] * num_ranks
     errors: list[BaseException] = []
-    # text is generated under settings of the process, which threads would leave in the order in which they end
+    # text generation selects attention kernels process-wide, and threads would restore them in the order they end
     kernels = [kernel for kernel, is_enabled in _KERNELS.items() if is_enabled()]
     with _threads_as_ranks(), torch.compiler.set_stance("default"), sdpa_kernel(kernels):
         store, num_threads = dist.HashStore(), torch.get_num_threads()
 
         def work(rank: int) -> None:
-            torch.set_num_threads(num_threads)  # with another number, products add in another order
+            torch.set_num_threads(num_threads)  # another number of threads would change the summation order of matmuls
             dist.init_process_group("threaded", rank=rank, world_size=num_ranks, store=store)
             try:
                 results[rank] = function(rank)
             except BaseException as error:
                 errors.append(error)
-                ProcessLocalGroup.exception_handle(error)  # the others wait in a collective
+                ProcessLocalGroup.exception_handle(error)  # the others are waiting in a collective
             finally:
                 dist.destroy_process_group()
 
@@ -73,7 +73,7 @@ def _threads_as_ranks() -> Iterator[None]:
 
 
 class Layer(nn.Module):
-    """Matrices with fewer rows than ranks, with rows that do not divide, and three in one."""
+    """Matrices with fewer rows than ranks, with unevenly sharded rows, and three fused in one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,13 +87,13 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Parameters for an optimizer; it computes nothing."""
+    """Provides parameters for an optimizer; computes nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(9, 6)
         self.blocks = nn.ModuleList([Layer(), Layer()])
-        generator = torch.Generator().manual_seed(0)  # the threads share torch's own
+        generator = torch.Generator().manual_seed(0)  # threads share torch's default generator
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.5, generator=generator)
 
@@ -105,13 +105,13 @@ def train(
     num_steps: int = 3,
     skips: int | None = None,
 ) -> tuple[list[Tensor], Any]:
-    """Step an optimizer with random gradients, as one of the ranks that the caller is.
+    """Step an optimizer with random gradients, as the calling rank.
 
     Args:
-        make: Makes the optimizer of a model.
-        layout: How the ranks hold the model; None: this rank alone holds it.
-        num_steps: Steps.
-        skips: A step in which no parameter has a gradient; None: none.
+        make: Creates the optimizer for a model.
+        layout: How the model is sharded over the ranks; None keeps it unsharded on this rank.
+        num_steps: Number of steps.
+        skips: Step in which no parameter has a gradient; None for no such step.
 
     Returns:
         The unsharded parameters, and the optimizer.

@@ -1,4 +1,4 @@
-"""A module that trains by a clock which only its data, its steps and its validations move."""
+"""A module whose clock advances only with its data, steps and validations."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ STEP, FETCH, VALIDATION = 0.75, 0.25, 64.0
 
 
 def timed(base: type, clock: Any, *, first_step: float = STEP, counts: bool = True) -> Any:
-    """A module whose first step takes `first_step` and which consumes 2 samples of 8 tokens a batch."""
+    """Return a module whose first step takes `first_step` and that consumes 2 samples of 8 tokens per batch."""
 
     class Slow(Dataset[Any]):
         def __len__(self) -> int:

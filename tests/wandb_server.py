@@ -1,4 +1,4 @@
-"""The part of a W&B server that a run needs: it keeps the rows it is sent and reports what it has of a run."""
+"""The part of a W&B server that a run needs: it stores the rows sent to it and reports its data for a run."""
 
 import contextlib
 import gzip
@@ -13,7 +13,7 @@ KEY = "0123456789" * 4  # W&B checks the length
 
 
 class Runs:
-    """What the server has of each run, by id: rows, summary and exit codes."""
+    """Data stored for each run, by id: rows, summary and exit codes."""
 
     def __init__(self) -> None:
         self.rows: dict[str, list[str]] = {}
@@ -28,7 +28,7 @@ class Runs:
         return [(row["_step"], row["trainer/global_step"]) for row in rows]
 
     def stream(self, run_id: str, sent: dict[str, Any]) -> None:
-        """Store rows at the offset that the sender gives, and the newest summary."""
+        """Store rows at the offset given by the sender, and the latest summary."""
         for name, chunk in (sent.get("files") or {}).items():
             if name == "wandb-history.jsonl":
                 self.rows[run_id][chunk["offset"] :] = chunk["content"]
@@ -41,7 +41,7 @@ class Runs:
         """Answer the GraphQL queries that open a run.
 
         Raises:
-            LookupError: The query is another one.
+            LookupError: The query is of another kind.
         """
         name = str(variables.get("name"))
         if "mutation UpsertBucket" in query:
@@ -70,7 +70,7 @@ class Runs:
 
 @contextlib.contextmanager
 def serving() -> Iterator[Runs]:
-    """Serve on a free port."""
+    """Serve on a free port and yield the stored runs."""
     runs = Runs()
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,12 +1,12 @@
-"""`subprocess.Popen([sys.executable, …])` without the seconds of imports: forked from one process that holds torch.
+"""`subprocess.Popen([sys.executable, …])` without seconds of imports: forked from a process that has imported torch.
 
 `patch()` replaces `subprocess.Popen` in this process. Scripts, torchrun and modules of recipes/ are then forked by a
-server that has imported torch, Lightning, DeepSpeed and the rest once, and become what the command line says: own
-process id, own environment, own standard streams, real signals, real exit status. What such a process starts is
-forked by the same server. Everything else is started as ever: other programs, `-c`, other modules, other options.
+server that has imported torch, Lightning, DeepSpeed and the rest once, and behave as the command line says: own
+process id, environment and standard streams, real signals, real exit status. Their child processes are forked by the
+same server. Everything else is started as usual: other programs, `-c`, other modules, other options.
 
-A fork is no new interpreter: modules are imported already, the interpreter is not taken down at its end, and
-/proc/<pid>/environ is the server's. Tests of such things carry `@pytest.mark.fresh_python`.
+A fork is not a new interpreter: modules are already imported, the interpreter does not finalize at exit, and
+/proc/<pid>/environ is the server's. Tests that depend on these are marked with `@pytest.mark.fresh_python`.
 """
 
 import array
@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).parent.parent
 MARK_FOLDER = Path(tempfile.gettempdir()) / "warm_python_marks"  # see `started.living`
 _REAL = subprocess.Popen
-# what a run imports sooner or later; other versions may have no such module
+# imported by most runs eventually; some may not exist in other versions
 _MODULES = (
     "deepspeed",
     "deepspeed.runtime.zero.muon.muon_optimizer",
@@ -60,7 +60,7 @@ _MODULES = (
     "callbacks",
 )
 _ONE_OF_OURS = ("recipes", "callbacks")
-# composed once by the server: a fork then has Hydra's trees and the signatures of these in its caches
+# composed once by the server, so that forks have Hydra's trees and these signatures in their caches
 _STRATEGIES = ("single", "ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3")
 _COMPOSED = (
     "tokenizer=bytes data=text_files ~callbacks.report ~callbacks.sample_text",
@@ -69,7 +69,7 @@ _COMPOSED = (
 
 
 class State:
-    """Of this process: where the server listens, and whether it is used."""
+    """State of this process: the server's address, and whether the server is used."""
 
     address: str | None = None
     is_on = True
@@ -77,15 +77,15 @@ class State:
 
 
 def patch() -> None:
-    """Start Pythons warm from now on, in this process and in those it starts so."""
+    """Start Python processes warm from now on, in this process and in those started this way."""
     subprocess.Popen = WarmPopen  # type: ignore[misc]
     torchrun = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
-    if torchrun in sys.modules:  # it has imported the class
+    if torchrun in sys.modules:  # torchrun has already imported the class
         sys.modules[torchrun].Popen = WarmPopen  # type: ignore[attr-defined]
 
 
 def start() -> str:
-    """Start the server and return its address. It is not waited for: it imports while the tests are collected."""
+    """Start the server and return its address; do not wait, because it imports while tests are collected."""
     State.address = f"{tempfile.mkdtemp(prefix='warm_')}/socket"
     environ = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-P", __file__, State.address]
@@ -94,7 +94,7 @@ def start() -> str:
 
 
 def stop() -> None:
-    """Kill what still runs, and the server."""
+    """Kill the remaining processes and the server."""
     if State.server is not None and State.server.stdin is not None:
         State.server.stdin.close()
         State.server.wait()
@@ -103,7 +103,7 @@ def stop() -> None:
 
 
 class WarmPopen(_REAL):  # type: ignore[type-arg, misc, valid-type]
-    """A `subprocess.Popen` that has a Python forked where it can."""
+    """A `subprocess.Popen` that forks Python from the server if possible."""
 
     _connection: socket.socket | None = None
 
@@ -151,14 +151,14 @@ _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
 def _request(given: dict[str, Any]) -> dict[str, Any] | None:
-    """What to ask the server for; None where the command is no Python, or one that must be new."""
+    """Return the request for the server; None if the command is not Python or needs a new interpreter."""
     command = given["args"]
     if isinstance(command, (str, bytes, os.PathLike)) or given["shell"]:
         return None
     words = [os.fsdecode(word) for word in command]
     path = (given["env"] or os.environ).get("PATH")
     if words[0] == "/usr/bin/env" and shutil.which(words[1], path=path) == sys.executable:
-        words = [sys.executable, *words[2:]]  # as W&B's agent starts a trial
+        words = [sys.executable, *words[2:]]  # how W&B's agent starts a trial
     other = ("executable", "preexec_fn", "pass_fds", "gid", "gids", "uid")
     if not State.is_on or words[0] != sys.executable or any(given.get(name) for name in other):
         return None
@@ -178,7 +178,7 @@ def _request(given: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _parse(words: list[str]) -> dict[str, Any] | None:
-    """`[-P] [-u] (-m module | script) …` as kind, what, arguments; None where it is started as ever."""
+    """Parse `[-P] [-u] (-m module | script) …` into kind, what, arguments; None if it must be started as usual."""
     safe = False
     while words and words[0] in ("-P", "-u"):
         safe |= words.pop(0) == "-P"
@@ -193,7 +193,7 @@ def _parse(words: list[str]) -> dict[str, Any] | None:
 
 def _connect() -> socket.socket:
     address = State.address or start()
-    ends = time.monotonic() + 120  # fifteen seconds of imports, beside whatever else runs
+    ends = time.monotonic() + 120  # fifteen seconds of imports, under any other load
     while True:
         connection = socket.socket(socket.AF_UNIX)
         try:
@@ -217,7 +217,7 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 class Server:
-    """Fork, and report to each client how its process ended."""
+    """Forks processes, and reports to each client how its process ended."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -229,10 +229,10 @@ class Server:
         os.set_blocking(theirs, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(theirs)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # from the terminal
 
     def serve(self) -> None:
-        """Until standard input closes."""
+        """Serve until standard input closes."""
         while True:
             ready, _, _ = select.select([self._listening, self._wakeup, 0], [], [])
             if self._wakeup in ready:
@@ -265,7 +265,7 @@ class Server:
             if not pid:
                 return
             if (client := self._clients.pop(pid, None)) is not None:
-                with contextlib.suppress(OSError):  # nobody waits for it any more
+                with contextlib.suppress(OSError):  # the client is no longer waiting
                     client.sendall(status.to_bytes(8, "big"))
                 client.close()
 
@@ -276,8 +276,8 @@ class Server:
 
 
 def _become(request: dict[str, Any], fds: list[int], address: str) -> NoReturn:
-    """Be the process that the command line describes."""
-    exit_code = 70  # the lines below say what is wrong
+    """Turn this process into the one that the command line describes."""
+    exit_code = 70  # the code below prints the error
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # the server's: it still needs its folders
     try:
         signal.set_wakeup_fd(-1)
@@ -285,7 +285,7 @@ def _become(request: dict[str, Any], fds: list[int], address: str) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked_signals"])  # as a child inherits it
+        signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked_signals"])  # as inherited by a child
         if request["session"]:
             os.setsid()
         elif request["group"] >= 0:
@@ -293,11 +293,11 @@ def _become(request: dict[str, Any], fds: list[int], address: str) -> NoReturn:
         for standard, fd in enumerate(fds):
             os.dup2(fd, standard)
         os.closerange(3, 4096)
-        # Python's own ones remember what they were opened on: a file can seek, a pipe cannot
+        # Python's originals remember the kind of file they were opened on: a file can seek, a pipe cannot
         sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
         _take_environ(request["environ"])
-        # where W&B writes a table before it copies it: the server's folder would be deleted by whoever ends first
+        # where W&B writes a table before copying it: the first process to exit would delete the server's folder
         sys.modules["wandb.sdk.data_types._private"].MEDIA_TMP.name = tempfile.mkdtemp(dir=Path(address).parent)
         os.chdir(request["folder"])
         State.address, State.server = address, None
@@ -315,7 +315,7 @@ def _take_environ(environ: dict[str, str]) -> None:
     os.environ.update(environ)
     if mark := environ.get("STARTED_BY_A_TEST"):
         MARK_FOLDER.mkdir(exist_ok=True)
-        # an open file of this name is inherited by whatever this process forks
+        # all forks of this process inherit an open file with this name
         fd = os.open(MARK_FOLDER / mark.replace("/", "|"), os.O_RDWR | os.O_CREAT)
         os.set_inheritable(fd, True)
     import torch
@@ -324,7 +324,7 @@ def _take_environ(environ: dict[str, str]) -> None:
 
 
 def _take_parent(parent: int) -> None:
-    """Name the process that has asked for this one as its parent; what this process forks has itself as parent."""
+    """Report the requesting process as the parent; forks of this process have it as their parent."""
     pid, real = os.getpid(), os.getppid
     os.getppid = lambda: parent if os.getpid() == pid else real()
 
@@ -367,14 +367,14 @@ def _run(request: dict[str, Any]) -> int:
 
 
 def _run_script(path: str) -> None:
-    """As `runpy.run_path`, in a `__main__` that stays: callbacks may be defined in it."""
+    """Run a script like `runpy.run_path`, but keep its `__main__`: callbacks may be defined in it."""
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__file__ = path
     exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)
 
 
 def _finds_ours() -> bool:
-    """Whether the path leads to the project that is imported already: else it must be imported again, from there."""
+    """Return whether the path leads to the project already imported; otherwise it must be imported from there."""
     for entry in sys.path:
         for name in _ONE_OF_OURS:
             candidate = Path(entry or ".", name)
@@ -407,7 +407,7 @@ def main(arguments: Sequence[str]) -> None:
     num_threads = len(list(Path("/proc/self/task").iterdir()))
     assert num_threads == 1, f"{num_threads} threads where processes are forked"
     gc.collect()
-    gc.freeze()  # a child's collector leaves these pages shared
+    gc.freeze()  # so that the child's garbage collector leaves these pages shared
     sys.modules["warm_python"] = sys.modules["__main__"]
     Server(arguments[0]).serve()
 
@@ -423,7 +423,7 @@ def _import_ours() -> None:
 
 
 def _remember_the_processor() -> None:
-    """DeepSpeed asks three times, 1.2 s each, before it loads DeepSpeedCPUAdam; the answer does not change."""
+    """Cache the processor lookup: DeepSpeed repeats it three times, 1.2 s each, before loading DeepSpeedCPUAdam."""
     import cpuinfo
 
     found = cpuinfo.get_cpu_info()

@@ -1,5 +1,5 @@
-"""The checks of `gpu_check.py`: what has to hold on a GPU, each by real commands or runs with overrides as typed.
+"""The checks of `gpu_check.py`: requirements on a GPU, tested with real commands, or runs built from typed overrides.
 
-`plan.py` lists them. A check is a function `(Settings) -> Outcome` that runs in a process of its own; it raises `Skip`
-where the machine lacks what it needs. Anything else that it raises is a failure, recorded with its last lines.
+`plan.py` lists them. A check is a function `(Settings) -> Outcome` that runs in a separate process; it raises `Skip`
+if the machine lacks something that it needs. Any other exception is a failure, recorded with its last lines.
 """

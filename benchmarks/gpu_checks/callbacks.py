@@ -1,4 +1,4 @@
-"""What the checks add to a run: a kill, a failing rank, a digest of the train state, a record of synchronizations."""
+"""Callbacks that checks add to a run: a kill, a failing rank, a digest of the train state, a synchronization log."""
 
 import os
 import signal
@@ -19,11 +19,11 @@ from gpu_checks.runs import ROOT, wait_for_checkpoint
 
 
 class KillAt(Callback):
-    """Kills its process after an optimizer step, once an earlier checkpoint is complete; not in a resumed run.
+    """Kills its process after an optimizer step, once an earlier checkpoint is complete; does nothing in a resumed run.
 
     Args:
-        step: Optimizer steps completed.
-        after_checkpoint: Step of the checkpoint.
+        step: Number of optimizer steps before the kill.
+        after_checkpoint: Step of the checkpoint to wait for.
     """
 
     def __init__(self, *, step: int, after_checkpoint: int) -> None:
@@ -53,11 +53,11 @@ class FailAt(Callback):
 
 
 class StateDigests(Callback):
-    """Hashes weights and optimizer state after every step, and once more after each rollback.
+    """Hashes weights and optimizer state after every step, and again after each rollback.
 
     Attributes:
-        after_step: Digests by step, of the newest time it was executed, and by tensor.
-        rollbacks: (from step, to step, tensors compared, names of those that are not as they were at that step).
+        after_step: Digests by step (last execution of that step), then by tensor.
+        rollbacks: (from step, to step, tensors compared, names of tensors that differ from their state at that step).
     """
 
     def __init__(self) -> None:
@@ -69,14 +69,14 @@ class StateDigests(Callback):
 
     def on_rollback(self, trainer: lightning.Trainer, pl_module: Any, from_step: int, to_step: int) -> None:
         restored, original = digest_state(trainer), self.after_step[to_step]
-        # ZeRO-3 keeps gathered copies of some weights, at some times: all others are in both
+        # ZeRO-3 sometimes keeps gathered copies of some weights; all other tensors are in both
         common = sorted(restored.keys() & original.keys())
         unequal = [name for name in common if restored[name] != original[name]]
         self.rollbacks.append((from_step, to_step, len(common), unequal))
 
 
 def digest_state(trainer: lightning.Trainer) -> dict[str, str]:
-    """Return the XXH3-128 of each of this rank's weights, buffers and tensors of optimizer state."""
+    """Return the XXH3-128 of each of this rank's weights, buffers and optimizer state tensors."""
     digests = {}
     for name, tensor in live_tensors(trainer, writes_back=False):
         flat = tensor.detach().cpu().contiguous().reshape(-1)  # [N]
@@ -87,18 +87,18 @@ def digest_state(trainer: lightning.Trainer) -> dict[str, str]:
 class SyncRecorder(Callback):
     """Records every wait of the host for the GPU in a range of optimizer steps, with the lines that caused it.
 
-    CUDA reports copies and reads that wait (`torch.cuda.set_sync_debug_mode`); `torch.cuda.synchronize`, which it
-    does not report, is recorded as well. Waiting for an event is allowed: the spike detector reads a step's values when
-    the next one has been queued.
+    CUDA reports copies and reads that block (`torch.cuda.set_sync_debug_mode`); `torch.cuda.synchronize`, which it
+    does not report, is recorded as well. Waiting for an event is allowed: the spike detector reads a step's values
+    after the next step has been queued.
 
     Args:
-        first_step: First optimizer step of the range, from 1; recording begins before its batch is trained on.
+        first_step: First optimizer step in the range, from 1; recording begins before its training batch is used.
         last_step: Last step; recording ends when the next batch has been fetched.
-        set_mode: `torch.cuda.set_sync_debug_mode`.
+        set_mode: Function with the signature of `torch.cuda.set_sync_debug_mode`.
 
     Attributes:
-        waits: Lines of this project, innermost last, one text per wait.
-        num_steps: Optimizer steps recorded.
+        waits: Source lines of this project, innermost last, one string per wait.
+        num_steps: Number of optimizer steps recorded.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class SyncRecorder(Callback):
 
 
 def _describe_stack() -> str:
-    """Return the innermost three lines of the stack in this project, and the innermost of all."""
+    """Return the innermost three stack frames in this project, and the innermost frame overall."""
     frames = traceback.extract_stack()[:-2]
     ours = [frame for frame in frames if frame.filename.startswith(str(ROOT)) and "site-packages" not in frame.filename]
     shown = [*ours[-3:], *([] if ours and ours[-1] is frames[-1] else frames[-1:])]
@@ -169,13 +169,13 @@ def _describe_stack() -> str:
 
 
 class StepClock(Callback):
-    """Times windows of optimizer steps with a clock of its own, from the first batch of one to that of the next.
+    """Times windows of optimizer steps with its own clock, from the first batch of a window to that of the next.
 
     Args:
-        every: Optimizer steps in a window.
+        every: Number of optimizer steps per window.
 
     Attributes:
-        step_seconds: By the last step of the window, the mean over its steps.
+        step_seconds: Mean over each window, by its last step.
     """
 
     def __init__(self, *, every: int) -> None:
@@ -195,7 +195,7 @@ class StepClock(Callback):
 
 
 class WaitsForSaves(Callback):
-    """Waits for each checkpoint to be complete before the next one is due, so that saves never overlap."""
+    """Waits until each checkpoint is complete before the next one is due, so that saves never overlap."""
 
     def __init__(self, *, save_every: int) -> None:
         self.save_every = save_every

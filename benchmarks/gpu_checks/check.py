@@ -1,4 +1,4 @@
-"""What a check is given and what it returns. Imports no torch: the process that starts the checks needs none."""
+"""Inputs and outputs of a check. Does not import torch: the process that starts the checks does not need it."""
 
 import json
 from collections.abc import Sequence
@@ -9,19 +9,19 @@ from typing import Any, Literal
 Accelerator = Literal["gpu", "cpu"]
 Verdict = Literal["pass", "fail", "skipped"]
 
-_CPU_PATIENCE = 6.0  # a CPU may be shared, and nothing is measured on it
+_CPU_PATIENCE = 6.0  # a CPU may be shared, and no speeds are measured on it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Where and how large to run.
+    """Where to run, and at what size.
 
     Attributes:
-        accelerator: What `trainer.accelerator` is set to.
-        is_tiny: Seconds in all instead of minutes: tiny models, and speeds are reported but not judged.
-        num_gpus: That torch sees.
-        memory_gib: Of one GPU; None on a CPU.
-        folder: For everything that the check writes.
+        accelerator: Value of `trainer.accelerator`.
+        is_tiny: Take seconds instead of minutes: models are tiny, and speeds are reported but not judged.
+        num_gpus: Number of GPUs visible to torch.
+        memory_gib: Memory of one GPU; None on a CPU.
+        folder: Folder for all files that the check writes.
     """
 
     accelerator: Accelerator
@@ -36,7 +36,7 @@ class Settings:
         return [f"trainer.accelerator={self.accelerator}", "trainer.devices=1"]
 
     def limit(self, seconds: float) -> float:
-        """Return how long something may take here that may take so long on a GPU."""
+        """Scale a time limit for a GPU to this accelerator."""
         return seconds * (_CPU_PATIENCE if self.accelerator == "cpu" else 1.0)
 
 
@@ -46,14 +46,14 @@ class Skip(Exception):  # noqa: N818  not an error
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a check ended.
+    """Result of a check.
 
     Attributes:
-        verdict: Whether what has to hold holds; `skipped`: not known.
-        headline: The figures that matter, a few words for a table.
-        note: Why it failed or was skipped; what is worth knowing otherwise.
-        figures: Everything that was measured.
-        seconds: That it took, imports included.
+        verdict: Whether the requirement holds; `skipped` if unknown.
+        headline: Main figures, in a few words for a table.
+        note: Why the check failed or was skipped; otherwise any remarks.
+        figures: All measurements.
+        seconds: Duration, including imports.
     """
 
     verdict: Verdict
@@ -68,7 +68,7 @@ class Outcome:
 
     @classmethod
     def from_json(cls, text: str) -> "Outcome":
-        """Return what `to_json` wrote."""
+        """Parse the output of `to_json`."""
         return cls(**json.loads(text))
 
 
@@ -76,10 +76,10 @@ def judge(failures: Sequence[str], *, headline: str, figures: dict[str, Any], no
     """Return an outcome that passes if there are no failures.
 
     Args:
-        failures: What does not hold, a sentence each with its numbers.
-        headline: For the table.
-        figures: Everything that was measured.
-        note: What is worth knowing if it passes.
+        failures: One sentence, including the figures, for each requirement that does not hold.
+        headline: Main figures for the table.
+        figures: All measurements.
+        note: Remarks for a passed check.
     """
     verdict: Verdict = "fail" if failures else "pass"
     return Outcome(verdict=verdict, headline=headline, note="; ".join(failures) or note, figures=figures)
@@ -87,14 +87,14 @@ def judge(failures: Sequence[str], *, headline: str, figures: dict[str, Any], no
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A check by name.
+    """A named check.
 
     Attributes:
-        name: As in `--only`.
-        passes_if: What has to hold, for the table.
+        name: Name, as in `--only`.
+        passes_if: The requirement, for the table.
         function: `module:function` in this package, imported by the process that runs it.
-        arguments: Keyword arguments of the function besides `settings`.
-        limit_seconds: After which it is ended and has failed.
+        arguments: Keyword arguments of the function in addition to `settings`.
+        limit_seconds: Time after which the check is killed and fails.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What this machine has: device, driver, libraries, and which kernels run. Each kernel is tried, none is assumed."""
+"""This machine's device, driver, libraries and working kernels. Each kernel is tried, none is assumed."""
 
 import importlib.util
 import os
@@ -24,12 +24,12 @@ _TENSOR_CORES_WITH_BF16 = (8, 0)  # compute capability of Ampere
 
 
 def machine(settings: Settings) -> Outcome:
-    """Report versions and devices: what is recorded with every result."""
+    """Report versions and devices, which are recorded with every result."""
     return judge([], headline="", figures=describe_machine() | {"gpus": describe_gpus()})
 
 
 def environment(settings: Settings) -> Outcome:
-    """Try every kernel and tool; fail if a recipe could not run fast on this GPU."""
+    """Try every kernel and tool; fail if a recipe would be slow on this GPU."""
     device = torch.device("cuda" if settings.accelerator == "gpu" else "cpu")
     kernels = {name: _try(partial(kernel, device)) for name, kernel in KERNELS.items()}
     figures = {"kernels": kernels, "tools": describe_tools()}
@@ -41,7 +41,7 @@ def environment(settings: Settings) -> Outcome:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return versions of Python, torch, its libraries and the driver; None for what is not there."""
+    """Return versions of Python, torch, its libraries and the driver; None for missing ones."""
     found = describe_environment([])
     has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
     return {
@@ -59,7 +59,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_gpus() -> list[dict[str, Any]]:
-    """Return name, memory and capability of every GPU, and whether the first can read it directly; empty without."""
+    """Return name, memory, capability and peer access from the first GPU for every GPU; empty if there is none."""
     if not torch.cuda.is_available():
         return []
     gpus = []
@@ -78,7 +78,7 @@ def describe_gpus() -> list[dict[str, Any]]:
 
 
 def describe_tools() -> dict[str, bool]:
-    """Return what DeepSpeed's operators and torch.compile need of the machine, and whether it is there."""
+    """Return whether each tool that DeepSpeed's operators and torch.compile need is installed."""
     from torch.utils.cpp_extension import CUDA_HOME
 
     return {
@@ -92,11 +92,11 @@ def describe_tools() -> dict[str, bool]:
 
 
 def find_failures(kernels: dict[str, str], gpus: list[dict[str, Any]]) -> list[str]:
-    """Return what every recipe needs on a GPU and this one does not do.
+    """Return the kernels that every recipe needs on a GPU but that do not work on this one.
 
     Args:
-        kernels: By name, `works` or the reason why not.
-        gpus: From `describe_gpus`.
+        kernels: For each kernel, `works` or the reason why not.
+        gpus: Result of `describe_gpus`.
     """
     needed = ["fused AdamW", "torch.compile"]
     is_modern = bool(gpus) and tuple(gpus[0]["capability"]) >= _TENSOR_CORES_WITH_BF16
@@ -117,7 +117,7 @@ def _try(kernel: Callable[[], None]) -> str:
 
 
 def _attend(backend: SDPBackend, device: torch.device) -> None:
-    """Attend forward and backward as a block of GPT-2 does, by one backend."""
+    """Run attention forward and backward with one backend, in the shape of a GPT-2 block."""
     shape = (2, 12, 128, 64)  # [B, H, T, C / H]
     q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
     with sdpa_kernel(backend):
@@ -127,7 +127,7 @@ def _attend(backend: SDPBackend, device: torch.device) -> None:
 
 
 def _step_fused(device: torch.device) -> None:
-    """Take a step of fused AdamW, and one that `found_inf` skips on the device."""
+    """Take one step of fused AdamW, and one that `found_inf` skips on the device."""
     weight = torch.nn.Parameter(torch.ones(64, device=device))
     optimizer: Any = torch.optim.AdamW([weight], lr=0.1, fused=True)
     weight.grad = torch.ones_like(weight)
@@ -152,7 +152,7 @@ def _multiply_bf16(device: torch.device) -> None:
 
 
 def _multiply_tf32(device: torch.device) -> None:
-    """Multiply with TF32 allowed: its ten bits of mantissa show in the error."""
+    """Multiply with TF32 allowed; its ten mantissa bits show in the error."""
     a, b = (torch.randn(256, 256, device=device) for _ in "ab")
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
@@ -165,7 +165,7 @@ def _multiply_tf32(device: torch.device) -> None:
 
 
 def _compile(device: torch.device) -> None:
-    """Compile and run a small function: triton on a GPU, the C++ compiler on a CPU."""
+    """Compile and run a small function: Triton on a GPU, the C++ compiler on a CPU."""
 
     def small(x: Tensor) -> Tensor:
         return (2 * x + 1).relu().sum()

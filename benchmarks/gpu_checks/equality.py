@@ -1,4 +1,4 @@
-"""The same numbers from every engine: float32, bfloat16 and float16, one rank and two, and after a resume."""
+"""Same losses and norms from every engine: float32, bfloat16 and float16, one rank and two, and after resuming."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,13 +17,13 @@ from gpu_checks.rank_cases import (
 )
 from gpu_checks.runs import TINY_GPT2, Finished, run_train
 
-PROMISED = 1e-5  # largest relative difference of a loss or norm in float32: sums in another order stay below 1e-6
-ACROSS_DEVICES = 1e-4  # other kernels than those of a CPU; TF32, which must be off, would show as 1e-3
+PROMISED = 1e-5  # largest relative difference of loss or norm in float32; a different summation order stays below 1e-6
+ACROSS_DEVICES = 1e-4  # kernels differ from those of a CPU; TF32, which must be off, would show as 1e-3
 ENGINES = ["fsdp", "fsdp, cpu offload", "ZeRO-1", "ZeRO-2", "ZeRO-2, offload", "ZeRO-3", "ZeRO-3, offload"]
 ON_TWO = ["ddp", "fsdp", "fsdp, gradient sync per step", "ZeRO-1", "ZeRO-2", "ZeRO-2, offload", "ZeRO-3"]
 ONE_OF_EACH = ["fsdp", "ZeRO-2", "ZeRO-3"]
 _RESUMED_ON_TWO = ["ddp", "fsdp", "ZeRO-3"]
-# what `--tiny` runs of each list: the others differ in what tests/parity covers on a CPU
+# subset of each list for `--tiny`; the others differ only in ways that tests/parity covers on a CPU
 _TINY = {
     "parity": ["fsdp", "fsdp, cpu offload", "ZeRO-1", "ZeRO-2, offload", "ZeRO-3"],
     "low precision": ["fsdp", "ZeRO-2"],
@@ -33,9 +33,9 @@ _TINY = {
     "resume on two": ["fsdp"],
 }
 _PRECISIONS = ("bf16-mixed", "16-mixed")
-_FROM_FLOAT32 = 1e-3  # 1e-5 on a CPU: roundings of up to 4e-3 that average out over the targets of eight steps
+_FROM_FLOAT32 = 1e-3  # 1e-5 on a CPU: rounding errors of up to 4e-3 average out over the targets of eight steps
 _SPLITS, _TINY_SPLITS = (1, 2, 4, 8, 16), (1, 2, 4)
-_FAILED_RANK_SECONDS = 90.0  # for a run to end once a rank has failed, imports included
+_FAILED_RANK_SECONDS = 90.0  # time for a run to end after a rank fails, including imports
 _STREAM_WARNING = "AccumulateGrad node's stream does not match"
 _COMPARED = ("train/loss", "grad/norm")
 
@@ -43,10 +43,10 @@ Differences = dict[str, dict[str, float]]
 
 
 def parity(settings: Settings) -> Outcome:
-    """Compare the curve of every engine on one device with that of `strategy=single`, in float32."""
+    """Compare every engine's curve on one device with that of `strategy=single`, in float32."""
     names = choose_engines(settings, "parity", ENGINES)
     cases = {name: make_case(settings, name) for name in ["single", *names]}
-    # its norm is of host tensors, for which a process group that another case has opened with NCCL alone has no backend
+    # its norm is of host tensors, but a process group opened by another case with NCCL alone has no CPU backend
     apart = {"fsdp, cpu offload": cases.pop("fsdp, cpu offload")}
     if settings.accelerator == "gpu":
         cases["single on the CPU"] = make_case(settings, "single", "trainer.accelerator=cpu")
@@ -57,9 +57,9 @@ def parity(settings: Settings) -> Outcome:
 
 
 def low_precision(settings: Settings) -> Outcome:
-    """Compare engines in bfloat16 and float16 with one device, and one device with float32.
+    """Compare engines in bfloat16 and float16 with a single device, and that with float32.
 
-    One device splits the batch in several ways: how far its own curves differ, by roundings alone, is the unit.
+    The single device splits the batch in several ways: the spread of its curves, due to rounding alone, is the unit.
     """
     names = choose_engines(settings, "low precision", ONE_OF_EACH)
     splits = _TINY_SPLITS if settings.is_tiny else _SPLITS
@@ -77,7 +77,7 @@ def low_precision(settings: Settings) -> Outcome:
         alone = rows[f"{precision} x1"]
         spread = find_differences({f"x{n}": rows[f"{precision} x{n}"] for n in splits[1:]}, alone)
         found = find_differences({f"{precision}, {name}": rows[f"{precision}, {name}"] for name in names}, alone)
-        # the maximum over a few orders of summation is itself random: twice as much has the same cause
+        # the maximum over a few summation orders is itself random: twice that can still be rounding
         limits = {key: 2 * max(values[key] for values in spread.values()) for key in _COMPARED}
         for key in _COMPARED:
             of_key = {name: {key: values[key]} for name, values in found.items()}
@@ -94,7 +94,7 @@ def low_precision(settings: Settings) -> Outcome:
 
 
 def resume_of_engines(settings: Settings) -> Outcome:
-    """Compare the third step after a resume from the second with that of a run without one: the same bits."""
+    """Require bit-identical results in step 3, with and without resuming from the checkpoint of step 2."""
     names = ["single", *choose_engines(settings, "resume", ONE_OF_EACH)]
     figures, failures = _resume(settings, names, world_size=1)
     headline = f"{len(names)} engines" if not failures else ""
@@ -102,10 +102,10 @@ def resume_of_engines(settings: Settings) -> Outcome:
 
 
 def two_ranks(settings: Settings) -> Outcome:
-    """Compare two ranks with one device, resume on two, and let one of two ranks fail; with NCCL on GPUs.
+    """Compare two ranks with one device, resume on two, and let one of two ranks fail; uses NCCL on GPUs.
 
     Raises:
-        Skip: There is one GPU.
+        Skip: There is only one GPU.
     """
     if settings.accelerator == "gpu" and settings.num_gpus < 2:
         raise Skip(f"needs two GPUs; this machine has {settings.num_gpus}")
@@ -129,7 +129,7 @@ def two_ranks(settings: Settings) -> Outcome:
 
 
 def packed(settings: Settings) -> Outcome:
-    """Compare the curve of packed examples under FlexAttention with that under the dense mask, here and on the CPU."""
+    """Compare FlexAttention on packed examples with a dense mask, on this device and on the CPU."""
     if settings.accelerator == "cpu":
         raise Skip("FlexAttention needs a GPU: a CPU takes the dense mask")
     cache = str(settings.folder / "examples")
@@ -153,12 +153,12 @@ def packed(settings: Settings) -> Outcome:
 
 
 def choose_engines(settings: Settings, check: str, names: Sequence[str]) -> list[str]:
-    """Return the engines of a check that this environment has; with `--tiny` some of them."""
+    """Return the installed engines of a check; with `--tiny`, a subset."""
     return only_installed(_TINY[check] if settings.is_tiny else names)
 
 
 def _resume(settings: Settings, names: Sequence[str], *, world_size: int) -> tuple[dict[str, Any], list[str]]:
-    """Return for each engine `same bits` or the values of both runs that differ, and a sentence about each."""
+    """Return `same bits` or both runs' differing values for each engine, and a sentence for each failure."""
     more = ["trainer.max_steps=3", "save_every=2", "eval_every=3", "trainer.deterministic=true"]
     cases = {engine: make_case(settings, engine, *more, world_size=world_size) for engine in names}
     worker = PARITY / "resume_ranks.py"
@@ -173,7 +173,7 @@ def _resume(settings: Settings, names: Sequence[str], *, world_size: int) -> tup
 
 
 def _fail_on_rank_1(settings: Settings, starter: str) -> Finished:
-    """Start two ranks of which one raises, and wait for both."""
+    """Start two ranks, one of which raises, and wait for both."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     overrides = [*TINY_GPT2, "data=random_tokens", "strategy=ddp", f"trainer.accelerator={settings.accelerator}"]
     overrides += ["trainer.devices=2", "global_batch_size=4", "trainer.max_steps=6", "save_every=null"]
@@ -186,7 +186,7 @@ def _fail_on_rank_1(settings: Settings, starter: str) -> Finished:
 
 
 def find_differences(rows: Mapping[str, Rows], reference: Rows) -> Differences:
-    """Return the largest relative difference of loss and norm of each curve but the reference; inf for a NaN."""
+    """Return each curve's largest relative difference of loss and norm from the reference; inf for NaN."""
     found: Differences = {}
     for name, curve in rows.items():
         if curve is reference:
@@ -195,13 +195,13 @@ def find_differences(rows: Mapping[str, Rows], reference: Rows) -> Differences:
         found[name] = {}
         for key in _COMPARED:
             of_steps = [abs(row[key] / other[key] - 1) for row, other in zip(curve, reference, strict=True)]
-            # a maximum may pass over a NaN
+            # `max` may ignore NaN
             found[name][key] = max(of_steps) if all(map(math.isfinite, of_steps)) else math.inf
     return found
 
 
 def find_excess(differences: Mapping[str, Mapping[str, float]], limits: Mapping[str, float]) -> list[str]:
-    """Return a sentence for each difference above the limit of its name."""
+    """Return a sentence for each difference above its limit."""
     return [
         f"{name}: {key} differs by {value:.1e}, more than {limits[name]:.0e}"
         for name, found in differences.items()
@@ -211,6 +211,6 @@ def find_excess(differences: Mapping[str, Mapping[str, float]], limits: Mapping[
 
 
 def largest(differences: Differences) -> str:
-    """Return the largest difference of loss and of norm as text."""
+    """Format the largest differences of loss and norm as text."""
     loss, norm = (max(found[key] for found in differences.values()) for key in _COMPARED)
     return f"loss {loss:.0e}, norm {norm:.0e}"

@@ -1,4 +1,4 @@
-"""Run each check in a process of its own, within its time and that of all: a failure never stops the others."""
+"""Run each check in a separate process, with a time limit per check and overall: a failure never stops the others."""
 
 import contextlib
 import os
@@ -16,9 +16,9 @@ from gpu_checks.check import Check, Outcome, Settings
 
 ROOT = Path(__file__).parents[2]
 OUTCOME_FILE, LOG_FILE = "outcome.json", "check.log"
-LEFT_OUT = "left out"  # begins the note of a check that the time of all was too short for
+LEFT_OUT = "left out"  # start of the note for checks that did not fit into the total time
 _NUM_LAST_LINES = 12
-_LEAST_SECONDS = 10.0  # not worth starting a check with less time left
+_LEAST_SECONDS = 10.0  # with less time left, starting a check is not worthwhile
 
 Command = Callable[[Check, Settings], list[str]]
 
@@ -31,14 +31,14 @@ def run_checks(
     command: Command,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[tuple[Check, Outcome]]:
-    """Run checks one after the other and yield each with its outcome.
+    """Run checks one after the other, and yield each with its outcome.
 
     Args:
-        checks: In this order.
-        settings: Their `folder` gets one folder per check, deleted after a check that has passed.
-        total_seconds: For all of them; those that do not fit are skipped and say so.
-        command: The command that runs one check.
-        clock: Seconds.
+        checks: Checks in the order to run.
+        settings: Each check gets a subfolder of `folder`, deleted if it passes.
+        total_seconds: Time limit for all checks; those that do not fit are skipped with a note.
+        command: Returns the command that runs one check.
+        clock: Returns the current time in seconds.
     """
     ends = clock() + total_seconds
     for check in checks:
@@ -47,13 +47,13 @@ def run_checks(
             note = f"{LEFT_OUT}: the {total_seconds:.0f} s of all checks are used up"
             yield check, Outcome(verdict="skipped", note=note)
             continue
-        # a comma in a folder would be a sweep of hydra.run.dir
+        # a comma in the folder name would turn hydra.run.dir into a sweep
         of_check = replace(settings, folder=settings.folder / re.sub(r"\W+", "_", check.name))
         of_check.folder.mkdir(parents=True)
         began = clock()
         of_check_seconds = settings.limit(check.limit_seconds)
         limit_seconds = min(of_check_seconds, left)
-        # models this small are fastest on one thread
+        # models this small run fastest on one thread
         environ = os.environ | ({"OMP_NUM_THREADS": "1"} if settings.accelerator == "cpu" else {})
         outcome = run_alone(command(check, of_check), of_check.folder, limit_seconds=limit_seconds, environ=environ)
         if outcome is None and limit_seconds < of_check_seconds:
@@ -70,16 +70,16 @@ def run_checks(
 def run_alone(
     command: Sequence[str], folder: Path, *, limit_seconds: float, environ: Mapping[str, str] = os.environ
 ) -> Outcome | None:
-    """Run a command that writes an outcome into a folder; none of its processes is left on return.
+    """Run a command that writes an outcome into a folder; all its processes have ended on return.
 
     Args:
         command: Program and arguments.
-        folder: For the outcome, and for what the command prints.
-        limit_seconds: After which its processes are killed.
+        folder: Folder for the outcome and the command's output.
+        limit_seconds: Time after which its processes are killed.
         environ: Environment variables.
 
     Returns:
-        The outcome; a failure with its last lines where it wrote none; None if its time was up.
+        The outcome; a failure with the last output lines if none was written; None on a timeout.
     """
     with (folder / LOG_FILE).open("w") as log:
         process = subprocess.Popen(
@@ -97,7 +97,7 @@ def run_alone(
             return None
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also what the command has started
+                os.killpg(process.pid, signal.SIGKILL)  # includes its child processes
             process.wait()
     if code == 0 and (folder / OUTCOME_FILE).is_file():
         return Outcome.from_json((folder / OUTCOME_FILE).read_text())
@@ -111,9 +111,9 @@ def _read_last_lines(folder: Path) -> str:
 
 
 def hide_paths(text: str, folder: Path) -> str:
-    """Return a text without the folders of this machine: results are published."""
+    """Remove this machine's folders from a text, because results are published."""
     names = {folder: "<folder>", ROOT: ".", Path(sys.prefix): "<environment>", Path.home(): "~"}
     forms = {form: shown for path, shown in names.items() for form in (str(path), str(path.resolve()))}
-    for form in sorted(forms, key=len, reverse=True):  # one may lie in another
+    for form in sorted(forms, key=len, reverse=True):  # longest first, because folders may be nested
         text = text.replace(form, forms[form])
     return text

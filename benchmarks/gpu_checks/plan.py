@@ -1,4 +1,4 @@
-"""The list of checks, and that of throughput measurements. Imports no torch."""
+"""Lists of checks and throughput measurements. Does not import torch."""
 
 from gpu_checks.check import Check
 
@@ -25,7 +25,7 @@ CHECKS = (
         name="parity",
         passes_if="FSDP2, ZeRO 1-3 and offload within 1e-5 of one device in float32",
         function="equality:parity",
-        limit_seconds=180.0,  # DeepSpeed compiles its Adam for the host once
+        limit_seconds=180.0,  # DeepSpeed compiles its CPU Adam once
     ),
     Check(
         name="low precision",
@@ -96,17 +96,17 @@ def _speed(name: str, *overrides: str, micro: int, sample_gib: float, state_gib:
     )
 
 
-# GiB per sample and of the state, as mode=plan says: estimates that choose the micro-batch, not results
+# GiB per sample and for the train state, from mode=plan: estimates that choose the micro-batch, not results
 _GPT2 = {"micro": 64, "sample_gib": 0.36, "state_gib": 2.5}
 _MEDIUM = {"micro": 32, "sample_gib": 0.95, "state_gib": 6.5}
 _LARGE = {"micro": 24, "sample_gib": 1.7, "state_gib": 14.0}
 _XL = {"micro": 16, "sample_gib": 2.7, "state_gib": 28.0}
-_LLAMA = {"micro": 32, "sample_gib": 1.3, "state_gib": 3.0}  # of 2048 tokens
-_LLAMA_1B = {"micro": 8, "sample_gib": 4.2, "state_gib": 24.0}  # of 2048 tokens
-_LLAMA_1B_LONG = {"micro": 2, "sample_gib": 16.5, "state_gib": 24.0}  # of 8192 tokens
+_LLAMA = {"micro": 32, "sample_gib": 1.3, "state_gib": 3.0}  # 2048 tokens
+_LLAMA_1B = {"micro": 8, "sample_gib": 4.2, "state_gib": 24.0}  # 2048 tokens
+_LLAMA_1B_LONG = {"micro": 2, "sample_gib": 16.5, "state_gib": 24.0}  # 8192 tokens
 _ONE = "recipe=single_bf16"
 
-# bf16 is compiled, as compile=auto does on a GPU
+# bf16 is compiled, because compile=auto does so on a GPU
 THROUGHPUT = (
     _speed("gpt2", _ONE, "model=gpt2", **_GPT2),
     _speed("gpt2, eager", _ONE, "model=gpt2", "compile=false", **_GPT2),

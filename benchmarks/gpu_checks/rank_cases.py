@@ -1,4 +1,4 @@
-"""The experiment of tests/parity on this accelerator: many runs in one process group, each with its engine."""
+"""The tests/parity experiment on this accelerator: many runs in one process group, each with its own engine."""
 
 import importlib.util
 import sys
@@ -15,20 +15,20 @@ from ranks import WORKER, run_on_ranks  # noqa: E402
 
 from gpu_checks.check import Settings  # noqa: E402
 
-_LIMIT_SECONDS = 180.0  # of one process group
+_LIMIT_SECONDS = 180.0  # time limit for one process group
 
 Rows = list[dict[str, float]]
 
 
 def make_case(settings: Settings, name: str, *more: str, world_size: int = 1, accumulate: int = 2) -> dict[str, Any]:
-    """Return the case of an engine.
+    """Return the case for an engine.
 
     Args:
-        settings: Of the check.
-        name: Of the engine, as in tests/parity/cases.py.
-        more: Further overrides.
-        world_size: Ranks.
-        accumulate: Micro-batches that a rank splits its samples into.
+        settings: Settings of the check.
+        name: Name of the engine, as in tests/parity/cases.py.
+        more: Additional overrides.
+        world_size: Number of ranks.
+        accumulate: Number of micro-batches per rank and step.
     """
     known = case("gpt2", strategy=STRATEGIES[name], precision="32-true", accumulate=accumulate, world_size=world_size)
     return known | {"overrides": [*known["overrides"], f"trainer.accelerator={settings.accelerator}", *more]}
@@ -40,14 +40,14 @@ def run_cases(
     """Run cases in one process group; return their results by name.
 
     Args:
-        settings: Of the check.
-        name: Of their folder.
-        cases: From `make_case`, by name.
-        world_size: Ranks.
-        worker: Script that runs them as one rank.
+        settings: Settings of the check.
+        name: Name of the output folder.
+        cases: Cases from `make_case`, by name.
+        world_size: Number of ranks.
+        worker: Script that runs the cases as one rank.
 
     Raises:
-        RuntimeError: A case raised.
+        RuntimeError: A case failed.
     """
     folder, timeout_seconds = settings.folder / name, settings.limit(_LIMIT_SECONDS)
     results = run_on_ranks(
@@ -60,18 +60,18 @@ def run_cases(
 
 
 def run_curves(settings: Settings, name: str, cases: Mapping[str, Any], *, world_size: int = 1) -> dict[str, Rows]:
-    """Run cases in one process group; return the rows of each."""
+    """Run cases in one process group; return the metric rows of each case."""
     results = run_cases(settings, name, cases, world_size=world_size)
     return {key: found["rows"] for key, found in results.items()}
 
 
 def only_installed(names: Sequence[str]) -> list[str]:
-    """Return the engines of a list that this environment has."""
+    """Return the engines in a list that are installed."""
     has_deepspeed = importlib.util.find_spec("deepspeed") is not None
     return [name for name in names if has_deepspeed or not name.startswith("ZeRO")]
 
 
 def describe_missing(names: Sequence[str]) -> str:
-    """Return which engines of a list are not installed; empty if all are."""
+    """Name the engines in a list that are not installed; empty if all are."""
     missing = [name for name in names if name not in only_installed(names)]
     return f"without {', '.join(missing)}: DeepSpeed is not installed" if missing else ""

@@ -1,4 +1,4 @@
-"""The result file of a GPU, and the tables made from all of them. Imports no torch."""
+"""Result file of a GPU, and tables generated from all result files. Does not import torch."""
 
 import json
 import re
@@ -19,20 +19,20 @@ SECTIONS: dict[str, tuple[str, tuple[Check, ...]]] = {
 
 
 def get_result_file(folder: Path, *, accelerator: str, device: str, num_gpus: int) -> Path:
-    """Return the file of a device: `gpu_nvidia_h100_80gb_hbm3.json`, with `_x2` for two of them."""
+    """Return a device's result file, such as `gpu_nvidia_h100_80gb_hbm3.json`, with `_x2` for two GPUs."""
     slug = re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
     return folder / f"{accelerator}_{slug}{f'_x{num_gpus}' if num_gpus > 1 else ''}.json"
 
 
 def write_section(path: Path, section: str, content: dict[str, Any], *, device: str, num_gpus: int) -> None:
-    """Write the results of one command into the file of a device; those of the other command stay.
+    """Write one command's results into a device's file, keeping those of the other command.
 
     Args:
-        path: From `get_result_file`.
+        path: Path from `get_result_file`.
         section: `checks` or `throughput`.
         content: The command, its date, and `rows` by name.
-        device: Its name.
-        num_gpus: How many of it.
+        device: Name of the device.
+        num_gpus: Number of GPUs.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     record = json.loads(path.read_text()) if path.is_file() else {}
@@ -41,12 +41,12 @@ def write_section(path: Path, section: str, content: dict[str, Any], *, device: 
 
 
 def describe_rows(outcomes: Sequence[tuple[Check, Outcome]]) -> dict[str, Any]:
-    """Return the outcomes by name, as they are written to the file."""
+    """Return the outcomes by name, in the format of the result file."""
     return {check.name: json.loads(outcome.to_json()) for check, outcome in outcomes}
 
 
 def make_tables(folder: Path = RESULTS) -> str:
-    """Return the tables of checks and of throughput: a column per GPU that has been measured, and no figure else."""
+    """Return the check and throughput tables: a column per GPU measured, and no other figures."""
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("gpu_*.json"))]
     return "\n\n".join(_make_table(section, records) for section in SECTIONS)
 
@@ -70,7 +70,7 @@ def _describe_device(record: dict[str, Any], section: str) -> str:
 
 
 def _describe_cell(rows: dict[str, Any], name: str) -> str:
-    """Return `pass: figures`, `fail: figures` or `skipped: reason`; empty if it was not run."""
+    """Return `pass: figures`, `fail: figures` or `skipped: reason`; empty if the check was not run."""
     if name not in rows:
         return ""
     row = rows[name]
@@ -79,10 +79,10 @@ def _describe_cell(rows: dict[str, Any], name: str) -> str:
 
 
 def write_docs(docs: Path = DOCS, folder: Path = RESULTS) -> None:
-    """Write the tables between the markers of a document.
+    """Write the tables between the markers in a document.
 
     Raises:
-        ValueError: It has no such markers.
+        ValueError: The document has no markers.
     """
     text = docs.read_text()
     head, begin, rest = text.partition(BEGIN)

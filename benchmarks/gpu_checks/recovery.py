@@ -1,4 +1,4 @@
-"""A run cannot be lost: resumed after a kill bit for bit, rolled back after a NaN, ended as documented."""
+"""A run survives failures: bit-for-bit resume after a kill, rollback after a NaN, documented exit codes."""
 
 import math
 import signal
@@ -18,13 +18,13 @@ from recipes.run_folder import CHECKPOINTS, METRICS_FILE, read_rows
 from recipes.runtime.exit_codes import ExitCode
 
 _STEPS, _SAVED, _KILLED = 8, 4, 6
-_LIMIT_SECONDS = 120.0  # of one command
-_HOST_LIMIT_BYTES = 16 * 2**30  # of the address space on a CPU; torch alone needs up to 4 GiB
+_LIMIT_SECONDS = 120.0  # time limit for one command
+_HOST_LIMIT_BYTES = 16 * 2**30  # limit on the address space on a CPU; torch alone needs up to 4 GiB
 _COMPUTED = ("train/loss", "grad/norm", "lr", "train/samples")
 
 
 def resume_after_kill(settings: Settings) -> Outcome:
-    """Train 8 steps; then 4 of them, a kill, and the rest with the same command: compare every byte of the state."""
+    """Train 8 steps; then 4, a kill, and the rest with the same command; compare every byte of the train state."""
     model = TINY_GPT2 if settings.is_tiny else ["model=gpt2", "seq_len=256"]
     common = [*model, "data=random_tokens", "precision=bf16-mixed", "global_batch_size=8", "micro_batch_size=4"]
     common += [*settings.on_one_device, f"trainer.max_steps={_STEPS}", f"save_every={_SAVED}", "log_every=1"]
@@ -61,9 +61,9 @@ def resume_after_kill(settings: Settings) -> Outcome:
 
 
 def _hash_state(run: Finished) -> dict[str, str]:
-    """Return the hash of each file of tensors of the last checkpoint: weights, optimizer state, random state.
+    """Return a hash per tensor file in the last checkpoint: weights, optimizer state, random state.
 
-    Of the tensors in the order of their names: the file itself has those in front that the optimizer created first.
+    Tensors are hashed in name order, because files store them in the order of creation by the optimizer.
 
     Raises:
         RuntimeError: The checkpoint is missing or damaged.
@@ -83,13 +83,13 @@ def _hash_state(run: Finished) -> dict[str, str]:
 
 
 def rollback(settings: Settings) -> Outcome:
-    """Make the loss of one step an outlier: it is skipped, the run rolls back, the restored state has the same bits."""
+    """Make one step's loss an outlier: it is skipped, the run rolls back, and the restored state has the same bits."""
     names = ["single", *choose_engines(settings, "rollback", ONE_OF_EACH)]
     steps, fault_after, every = 16, 10, 4
     more = [f"trainer.max_steps={steps}", f"eval_every={steps}", "callbacks=[grad_norm,loss_scale,loss_spike]"]
     more += ["callbacks.loss_spike.max_skips=0", f"callbacks.loss_spike.snapshot_every={every}"]
     more += [f"callbacks.loss_spike.quarantine_steps={every}", "callbacks.loss_spike.snapshot_storage=memory"]
-    # ten steps are enough to know a loss a thousand times too large
+    # ten steps are enough to recognize a loss a thousand times too large
     more += ["callbacks.loss_spike.window=8", "callbacks.loss_spike.warmup_steps=8"]
     more += ["callbacks.loss_spike.loss_threshold=50", "callbacks.loss_spike.drift_threshold=null"]
     cases = {name: make_case(settings, name, *more) | {"fault_after": fault_after} for name in names}
@@ -113,8 +113,8 @@ def rollback(settings: Settings) -> Outcome:
 
 
 def out_of_memory(settings: Settings) -> Outcome:
-    """Train with a far too large micro-batch: exit code 71, three overrides, the cheapest first, and no traceback."""
-    # of logits alone 26 GB on a CPU; on a GPU hundreds of GB of activations
+    """Train with a far too large micro-batch: exit code 71, three overrides, cheapest first, and no traceback."""
+    # 26 GB of logits alone on a CPU; hundreds of GB of activations on a GPU
     size = [*TINY_GPT2, "model.vocab_size=50000", "seq_len=16"] if settings.accelerator == "cpu" else ["model=gpt2"]
     micro_batch_size = 8192 if settings.accelerator == "cpu" else 4096
     overrides = [*size, "data=random_tokens", *settings.on_one_device, f"global_batch_size={micro_batch_size}"]
@@ -124,7 +124,7 @@ def out_of_memory(settings: Settings) -> Outcome:
         "eval_samples=1",
         "callbacks=[memory]",
         "loader.num_workers=0",
-        "loss_chunk_tokens=null",  # in chunks, logits fill no memory
+        "loss_chunk_tokens=null",  # chunked logits would not fill the memory
     ]
     limit_bytes = _HOST_LIMIT_BYTES if settings.accelerator == "cpu" else None
     ended = run_train(settings, "run", overrides, limit_seconds=settings.limit(_LIMIT_SECONDS), limit_bytes=limit_bytes)

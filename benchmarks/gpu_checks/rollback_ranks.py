@@ -1,6 +1,6 @@
 """Inject an outlier into a run with snapshots, case by case, as one rank: rollback_ranks.py <cases> <results>.
 
-The result is what the events say, the final loss, and which tensors of the restored state are not what they were.
+The result is the events, the final loss, and the restored tensors that differ from their original state.
 """
 
 import sys
@@ -20,7 +20,7 @@ from recipes.run_folder import EVENTS_FILE, read_json_lines  # noqa: E402
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train through the fault."""
+    """Train through the injected outlier."""
     run = build(composed_config(*case["overrides"]) | {"data": case["data"]}, folder, [])
     digests = StateDigests()
     run.trainer.callbacks[:0] = [FaultAt(kind="inputs", step=case["fault_after"]), digests]  # type: ignore[attr-defined]

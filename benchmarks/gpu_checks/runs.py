@@ -1,4 +1,4 @@
-"""Start runs as a user does: `train.py` in a process of its own, or the same config built and trained in this one."""
+"""Start runs as a user would: `train.py` in a separate process, or the same config built and trained in this one."""
 
 import os
 import resource
@@ -18,7 +18,7 @@ from recipes.run_folder import CHECKPOINTS
 from recipes.runtime.console import open_console
 
 ROOT = Path(__file__).parents[2]
-# two layers of 32 channels: fast on a CPU, and every kernel of a large model is in it
+# two layers of 32 channels: fast on a CPU, and they use every kernel that a large model uses
 TINY_GPT2 = [
     "model=gpt2_nano",
     "model.vocab_size=64",
@@ -27,7 +27,7 @@ TINY_GPT2 = [
     "model.num_heads=2",
     "model.hidden_size=32",
 ]
-# trains on random tokens and does nothing else, with the callbacks that watch a run
+# only trains on random tokens, with the monitoring callbacks
 QUIET = [
     "data=random_tokens",
     "eval_samples=1",
@@ -40,7 +40,7 @@ QUIET = [
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A command that has ended: its exit code, what it printed, its run folder, the seconds it took."""
+    """A finished command: exit code, output, run folder and duration in seconds."""
 
     code: int
     output: str
@@ -60,12 +60,12 @@ def run_train(
     """Run `python train.py …` and wait for it.
 
     Args:
-        settings: Of the check.
-        name: Of the run's folder.
-        overrides: As typed.
-        launcher: Options of Python before the script, such as `-m torch.distributed.run`.
-        limit_seconds: After which `subprocess.TimeoutExpired` is raised.
-        limit_bytes: Of the address space of the run; None for no limit.
+        settings: Settings of the check.
+        name: Name of the run folder.
+        overrides: Overrides, as typed.
+        launcher: Python options before the script, such as `-m torch.distributed.run`.
+        limit_seconds: Time after which `subprocess.TimeoutExpired` is raised.
+        limit_bytes: Limit on the run's address space; None for no limit.
     """
     folder = settings.folder / name
     command = [sys.executable, *launcher, str(ROOT / "train.py"), *overrides, f"hydra.run.dir={folder}"]
@@ -92,10 +92,10 @@ def fit_here(settings: Settings, name: str, overrides: Sequence[str], callbacks:
     """Train a run in this process and return it.
 
     Args:
-        settings: Of the check.
-        name: Of the run's folder.
-        overrides: As typed.
-        callbacks: In front of all others.
+        settings: Settings of the check.
+        name: Name of the run folder.
+        overrides: Overrides, as typed.
+        callbacks: Callbacks to insert before all others.
     """
     folder = settings.folder / name
     folder.mkdir()
@@ -111,10 +111,10 @@ def fit_here(settings: Settings, name: str, overrides: Sequence[str], callbacks:
 
 
 def wait_for_checkpoint(run_folder: Path, step: int, *, limit_seconds: float = 120.0) -> Path:
-    """Wait until the checkpoint of a step is complete and return it.
+    """Wait until the checkpoint of a step is complete, and return its path.
 
     Raises:
-        TimeoutError: It is not in time.
+        TimeoutError: The checkpoint is not complete in time.
     """
     folder = run_folder / CHECKPOINTS / f"step_{step:07d}.ckpt"
     ends = time.monotonic() + limit_seconds

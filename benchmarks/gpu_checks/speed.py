@@ -1,4 +1,4 @@
-"""Tokens/s and MFU of recipes, checked against a hand-timed PyTorch loop and a clock of their own."""
+"""Tokens/s and MFU of recipes, checked against a hand-timed PyTorch loop and an independent clock."""
 
 import gc
 import sys
@@ -21,20 +21,20 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from plain_gpt2 import train as train_by_hand
 
-Shape = tuple[int, int, int, int, int]  # padded vocabulary, tokens, layers, heads, channels
+Shape = tuple[int, int, int, int, int]  # padded vocabulary size, sequence length, layers, heads, channels
 GPT2_124M: Shape = (50304, 1024, 12, 12, 768)
 TINY: Shape = (64, 16, 2, 2, 32)
 # GiB of activations per sample of 1024 tokens, eager, in bfloat16; GiB of weights, gradients and optimizer state. The
-# hand-written loop needs more than the recipe: its cross entropy copies the logits to float32.
+# hand-written loop needs more than the recipe: its cross-entropy copies the logits to float32.
 _GPT2_GIB = (1.4, 2.0)
 _CLOCK_TOLERANCE = 0.03  # between SpeedMonitor and a second clock in the same run
-_LEAST_OF_BY_HAND = 0.9  # of the speed of the hand-written loop, which logs, checks and saves nothing
-_FLOP_TOLERANCE = 1e-3  # norms, biases and positions are counted by both
+_LEAST_OF_BY_HAND = 0.9  # relative to the hand-written loop, which logs, checks and saves nothing
+_FLOP_TOLERANCE = 1e-3  # both counts include norms, biases and positions
 _LOG_EVERY = 10
 
 
 def mfu(settings: Settings) -> Outcome:
-    """Time GPT-2 124M in bfloat16 by hand, then as a recipe by SpeedMonitor and by a second clock."""
+    """Time GPT-2 124M in bfloat16 by hand, then as a recipe with SpeedMonitor and an independent clock."""
     shape = TINY if settings.is_tiny else GPT2_124M
     batch = 4 if settings.is_tiny else fit_micro_batch(settings, 48, *_GPT2_GIB)
     flops = count_flops(shape)
@@ -63,11 +63,11 @@ def mfu(settings: Settings) -> Outcome:
 
 
 def find_disagreements(figures: dict[str, Any], *, judges_speed: bool) -> list[str]:
-    """Return a sentence for each pair of figures that should agree and does not.
+    """Return a sentence for each pair of figures that should agree but does not.
 
     Args:
-        figures: Of `mfu`.
-        judges_speed: Whether times are compared too, or the count of FLOPs alone.
+        figures: Figures from `mfu`.
+        judges_speed: Whether to compare times as well as the FLOP count.
     """
     failures = []
     counted = figures["flops_per_token_of_the_recipe"] / figures["flops_per_token"]
@@ -84,19 +84,19 @@ def find_disagreements(figures: dict[str, Any], *, judges_speed: bool) -> list[s
 
 
 def count_flops(shape: Shape) -> float:
-    """Return FLOPs per token of GPT-2, forward and backward, by PaLM's 6 N + 12 L C T; written out independently."""
+    """Return forward and backward FLOPs per token of GPT-2 by PaLM's 6 N + 12 L C T, computed independently."""
     vocab, length, layers, _, channels = shape
-    # a block: 4 C^2 of attention, 8 C^2 of the MLP, 9 C of biases, 4 C of norms
+    # per block: 4 C^2 in attention, 8 C^2 in the MLP, 9 C in biases, 4 C in norms
     block = 12 * channels**2 + 13 * channels
     num_parameters = vocab * channels + length * channels + layers * block + 2 * channels
     return 6.0 * num_parameters + 12.0 * layers * channels * length
 
 
 def time_by_hand(settings: Settings, shape: Shape, batch: int) -> list[float]:
-    """Return the seconds of the steady steps of the hand-written loop: by CUDA events on a GPU."""
+    """Return the seconds of the hand-written loop's steady-state steps; uses CUDA events on a GPU."""
     steps, skipped = (8, 3) if settings.is_tiny else (30, 10)
     device = "cuda" if settings.accelerator == "gpu" else "cpu"
-    # compiled where the recipe is: with compile=auto, on a GPU
+    # compiled under the same condition as the recipe: with compile=auto, on a GPU
     loop = train_by_hand(shape, batch=batch, steps=steps, bf16=True, compile_=device == "cuda", device=device)
     seconds = list(_time_each(loop, on_gpu=device == "cuda"))
     del loop
@@ -123,14 +123,14 @@ def _time_each(loop: Iterator[float], *, on_gpu: bool) -> Iterator[float]:
 
 
 def _train_recipe(settings: Settings, batch: int) -> dict[str, Any]:
-    """Train the recipe of the README with its default callbacks; return medians over windows of ten steps."""
+    """Train the README's recipe with its default callbacks; return medians over windows of ten steps."""
     model = TINY_GPT2 if settings.is_tiny else ["model=gpt2"]
     overrides = ["recipe=single_bf16", *model, *QUIET, *settings.on_one_device, f"global_batch_size={batch}"]
     overrides += [f"log_every={_LOG_EVERY}", f"trainer.max_steps={5 * _LOG_EVERY + 1}"]
     clock = StepClock(every=_LOG_EVERY)
     run = fit_here(settings, "recipe", overrides, [clock])
     rows = {int(row["step"]): row for row in read_rows(run.folder / METRICS_FILE)}
-    windows = [step for step in sorted(clock.step_seconds) if step > _LOG_EVERY]  # the first has the first step in it
+    windows = [step for step in sorted(clock.step_seconds) if step > _LOG_EVERY]  # without the window of step 1
     assert len(windows) == 4, f"windows end at {windows}"
 
     def of_windows(name: str) -> float | None:
@@ -159,15 +159,15 @@ def throughput(
     state_gib: float,
     num_gpus: int = 1,
 ) -> Outcome:
-    """Train a recipe by its command and return its speed.
+    """Train a recipe from its command and return its speed.
 
     Args:
-        settings: Of the check.
-        overrides: As typed.
-        micro_batch_size: That fits into 80 GB.
-        sample_gib: Of activations per sample, to choose less where there is less memory.
-        state_gib: Of weights, gradients and optimizer state.
-        num_gpus: 0 for all, two at least.
+        settings: Settings of the check.
+        overrides: Overrides, as typed.
+        micro_batch_size: Size that fits into 80 GB.
+        sample_gib: Activation memory per sample, used to reduce the micro-batch on smaller devices.
+        state_gib: Memory for weights, gradients and optimizer state.
+        num_gpus: Number of GPUs; 0 uses all, and requires at least two.
 
     Raises:
         Skip: There are too few GPUs, or DeepSpeed is not installed.
@@ -208,7 +208,7 @@ def throughput(
 
 
 def fit_micro_batch(settings: Settings, at_most: int, sample_gib: float, state_gib: float) -> int:
-    """Return the micro-batch, halved until it fills at most nine tenths of the memory; 2 on a CPU."""
+    """Return the micro-batch size, halved until it needs at most nine tenths of the memory; 2 on a CPU."""
     if settings.memory_gib is None:
         return 2
     micro = at_most

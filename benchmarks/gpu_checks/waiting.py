@@ -1,4 +1,4 @@
-"""What training waits for: nothing at a skipped step, and next to nothing at a checkpoint."""
+"""Time that training waits: none at a skipped step, and almost none at a checkpoint."""
 
 from collections.abc import Callable
 from statistics import median
@@ -12,18 +12,18 @@ from gpu_checks.rank_cases import PARITY
 from gpu_checks.runs import QUIET, TINY_GPT2, fit_here
 from recipes.run_folder import EVENTS_FILE, read_json_lines
 
-assert PARITY.is_dir()  # tests/ is importable from here on
+assert PARITY.is_dir()  # makes tests/ importable
 
 from faults import FaultAt  # noqa: E402
 
 _LOG_EVERY = 10
-_FIRST, _LAST = 12, 19  # no row, no snapshot, no validation, no save is due
+_FIRST, _LAST = 12, 19  # no row, snapshot, validation or save is due
 _FAULT = 15
-_LARGEST_STALL = 0.25  # of the time that a synchronous save takes
+_LARGEST_STALL = 0.25  # fraction of the time that a synchronous save takes
 
 
 def spike_skip_without_sync(settings: Settings) -> Outcome:
-    """Record every wait for the GPU in steps without a row, one of which is skipped for its NaN.
+    """Record every wait for the GPU in steps without a metric row, one of which is skipped because of a NaN.
 
     Raises:
         Skip: There is no GPU to wait for.
@@ -34,14 +34,14 @@ def spike_skip_without_sync(settings: Settings) -> Outcome:
 
 
 def record_skip(settings: Settings, *, set_mode: Callable[[str], None]) -> Outcome:
-    """Train with the default callbacks and a NaN in step 15; record steps 12 to 19.
+    """Train with the default callbacks and a NaN in step 15; record waits in steps 12 to 19.
 
     Args:
-        settings: Of the check.
-        set_mode: `torch.cuda.set_sync_debug_mode`.
+        settings: Settings of the check.
+        set_mode: Function with the signature of `torch.cuda.set_sync_debug_mode`.
     """
     recorder = SyncRecorder(first_step=_FIRST, last_step=_LAST, set_mode=set_mode)
-    # `max_dumps=0`: a dump of the spike reads the batch, and waits on purpose
+    # `max_dumps=0`: dumping a spike reads the batch, a deliberate wait
     overrides = [*TINY_GPT2, *QUIET, *settings.on_one_device, "precision=bf16-mixed", "global_batch_size=8"]
     overrides += [f"log_every={_LOG_EVERY}", "trainer.max_steps=24", "callbacks.loss_spike.max_dumps=0"]
     run = fit_here(settings, "run", overrides, [recorder, FaultAt(kind="nan_batch", step=_FAULT - 1)])
@@ -57,7 +57,7 @@ def record_skip(settings: Settings, *, set_mode: Callable[[str], None]) -> Outco
 
 
 def asynchronous_save(settings: Settings) -> Outcome:
-    """Compare how long training stands still at an asynchronous and at a synchronous save of GPT-2 124M."""
+    """Compare how long asynchronous and synchronous saves of GPT-2 124M stall training."""
     every, num_saves = (2, 3) if settings.is_tiny else (10, 4)
     model = TINY_GPT2 if settings.is_tiny else ["model=gpt2"]
     overrides = [*model, "data=random_tokens", *settings.on_one_device, "precision=bf16-mixed", "global_batch_size=8"]
@@ -77,7 +77,7 @@ def asynchronous_save(settings: Settings) -> Outcome:
         first, *others = [save for save in saves if save["step"] % every == 0]
         figures[name] = {
             "stall_seconds": median(save["stall_seconds"] for save in others),
-            "stall_seconds_of_the_first": first["stall_seconds"],  # it also allocates page-locked memory
+            "stall_seconds_of_the_first": first["stall_seconds"],  # also allocates pinned memory
             "seconds_until_verified": median(save["seconds"] for save in others),
             "checkpoint_gib": round(first["bytes"] / 2**30, 3),
             "num_saves": 1 + len(others),

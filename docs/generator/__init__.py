@@ -1,1 +1,1 @@
-"""Pages and tables of the documentation that are made from conf/, the source and benchmarks/results/."""
+"""Generate documentation pages and tables from conf/, the source code and benchmarks/results/."""

@@ -1,4 +1,4 @@
-"""Write every generated page and table: `python -m docs.generator`; with `--check`, name those that are behind."""
+"""Write every generated page and table: `python -m docs.generator`; `--check` lists those that are out of date."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ DOCS = Path(__file__).parents[1]
 
 
 def make_pages() -> dict[Path, str]:
-    """Return the content that each generated page, or page with generated tables, should have."""
+    """Return the expected content of each generated page, or page with generated tables."""
     pages = {
         DOCS / "reference/recipes.md": make_recipes_page(),
         DOCS / "reference/settings.md": make_settings_page(),

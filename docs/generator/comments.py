@@ -1,4 +1,4 @@
-"""Comments of a YAML file of conf/: what its header says, and what is written beside each key."""
+"""Read the comments of a YAML file in conf/: the header and the comment on each key."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ _COMMAND = re.compile(r"\s*(python|torchrun) ")
 
 
 def read_header(path: Path) -> tuple[str, list[str]]:
-    """Return the comment at the top of a file as one line of text, and the commands in it."""
+    """Return the comment at the top of a file as a single line, and the commands it contains."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
@@ -22,7 +22,7 @@ def read_header(path: Path) -> tuple[str, list[str]]:
 
 
 def read_comments(path: Path) -> dict[str, str]:
-    """Return the comment beside each key, by its dotted path; one that goes on in the next lines is joined."""
+    """Map each key's dotted path to its trailing comment; continuation lines are joined."""
     comments: dict[str, str] = {}
     parents: list[tuple[int, str]] = []
     last = None

@@ -1,4 +1,4 @@
-"""Tables of measurements: every figure from a file of benchmarks/results/, with its command, machine and date."""
+"""Tables of measurements: every figure comes from benchmarks/results/, with its command, machine and date."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from docs.generator.table import make_table
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 _BLOCK = re.compile(r"<!-- table: (?P<name>\w+) -->\n.*?<!-- end of table -->", re.DOTALL)
-# keys of a result file that are programs' names -> heading
+# result keys that are names in code -> column heading
 _HEADINGS = {
     "saving": "saving",
     "saves": "saves",
@@ -36,7 +36,7 @@ _PACKAGES = ("torch", "lightning", "deepspeed")
 
 
 def fill_tables(text: str) -> str:
-    """Return a page with the table of every `<!-- table: name -->` written from `benchmarks/results/name.json`."""
+    """Return a page with every `<!-- table: name -->` filled in from `benchmarks/results/name.json`."""
     return _BLOCK.sub(lambda found: _make_block(found["name"]), text)
 
 
@@ -47,7 +47,7 @@ def _make_block(name: str) -> str:
 
 
 def _describe(record: dict[str, Any]) -> str:
-    """Return the sentence that says how a table was measured."""
+    """Return the sentence that describes how a table was measured."""
     versions = ", ".join(f"{name} {record['packages'][name]}" for name in _PACKAGES if name in record["packages"])
     where = f"{', '.join(record['devices'])} with {record['num_cpus']} cores"
     return f"`{record['command']}`, {record['date']}, on {where}; Python {record['python']}, {versions}."

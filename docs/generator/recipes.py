@@ -1,4 +1,4 @@
-"""The page of recipes: what each file of conf/recipe/ is for, and what it changes."""
+"""Generate the recipe page: what each file in conf/recipe/ is for and what it changes."""
 
 from typing import Any
 
@@ -18,9 +18,9 @@ _GROUPS = ("strategy", "precision", "optimizer", "scheduler", "activation_checkp
 
 
 def make_recipes_page() -> str:
-    """Return the page: a table of all recipes, then each with its comment, its command and its file."""
+    """Return the page: a table of all recipes, then each recipe with its comment, command and file."""
     names = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml"))
-    names.sort(key=lambda name: name != "quickstart")  # the default first
+    names.sort(key=lambda name: name != "quickstart")  # default recipe first
     rows, sections = [], []
     default = _flatten(compose_run(["recipe=quickstart"]).config)
     for name in names:
@@ -43,7 +43,7 @@ def _make_commands(commands: list[str]) -> str:
 
 
 def _list_changes(config: dict[str, Any], default: dict[str, object]) -> list[dict[str, str]]:
-    """Return the settings that differ from those of the default run; names of folders are none of a recipe."""
+    """Return the settings that differ from the default run, except folder names."""
     composed = _flatten(config)
     changed = [key for key in composed if composed[key] != default.get(key)]
     keys = [key for key in changed if key != "name" and not key.endswith(".cache_dir")]

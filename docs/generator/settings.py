@@ -1,4 +1,4 @@
-"""The page of settings: every key of conf/, its type, default, range and meaning."""
+"""Generate the settings page: type, default, range and meaning of every key in conf/."""
 
 import ast
 import re
@@ -30,7 +30,7 @@ _SKIPPED = ("recipe", "hydra")
 
 
 def make_settings_page() -> str:
-    """Return the page: the shared settings, then one section per group."""
+    """Return the page: shared settings, then one section per group."""
     groups = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name not in _SKIPPED)
     shared = _shared_rows()
     rows = {group: _group_rows(group) for group in groups}
@@ -40,7 +40,7 @@ def make_settings_page() -> str:
 
 
 def _complete(rows: list[dict[str, str]]) -> None:
-    """Fill what an option that changes a setting leaves out: the file that introduces it has type and meaning."""
+    """Fill in missing types and meanings of overridden settings from the file that introduces them."""
     known: dict[str, dict[str, str]] = {}
     for row in rows:
         for column in ("type", "range", "meaning"):
@@ -61,14 +61,14 @@ def _shared_rows() -> list[dict[str, str]]:
 
 
 def _described_in_help() -> dict[str, str]:
-    """Return what `--help` says about each setting; several can share a line."""
+    """Return the description of each setting in `--help`; several settings can share a line."""
     template = _load(CONF / "config.yaml")["hydra"]["help"]["template"].partition("== Settings")[2]
     lines = (re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in template.splitlines())
     return {name.strip(): text for line in lines if len(line) == 2 for name in line[0].split(",") for text in [line[1]]}
 
 
 def _section(group: str, rows: list[dict[str, str]]) -> str:
-    """Return the options of a group and their settings, those that several options share once."""
+    """Return a group's options and their settings; settings shared by several options appear once."""
     paths = sorted((CONF / group).glob("*.yaml"))
     options = [{"option": f"`{group}={path.stem}`", "what it is": read_header(path)[0]} for path in paths]
     owners: dict[tuple[tuple[str, str], ...], list[str]] = {}
@@ -83,7 +83,7 @@ def _section(group: str, rows: list[dict[str, str]]) -> str:
 
 
 def _group_rows(group: str) -> list[dict[str, str]]:
-    """Return the settings of every option of a group, one after the other."""
+    """Return the settings of every option in a group, option by option."""
     paths = sorted((CONF / group).glob("*.yaml"))
     return [row | {"options": path.stem} for path in paths for row in _option_rows(group, path)]
 
@@ -109,7 +109,7 @@ def _option_rows(group: str, path: Path) -> list[dict[str, str]]:
 def _leaves(
     node: dict[str, Any], prefix: str = "", target: str | None = None
 ) -> list[tuple[str, Any, str | None, str]]:
-    """Return every setting below a node: dotted key, value, the constructor that takes it and the argument's name."""
+    """Return each setting below a node: dotted key, value, the constructor that takes it, and the argument name."""
     target = node.get("_target_", target)
     found: list[tuple[str, Any, str | None, str]] = []
     for name, value in node.items():
@@ -124,7 +124,7 @@ def _leaves(
 
 
 def _is_list_of_panels(name: str) -> bool:
-    return name == "sections"  # of conf/dashboard/, a page of its own in the report
+    return name == "sections"  # conf/dashboard/ panels are documented on a separate report page
 
 
 def _row(key: str, value: object, annotation: ast.expr | None, meaning: str) -> dict[str, str]:
@@ -139,7 +139,7 @@ def _row(key: str, value: object, annotation: ast.expr | None, meaning: str) -> 
 
 
 def _capitalize(text: str) -> str:
-    """Begin a sentence, unless its first word is a value or a name in code."""
+    """Capitalize a sentence, unless it starts with a value or a name in code."""
     return text[:1].upper() + text[1:] if re.match(r"[a-z]+ (?!\|)", text) else text
 
 
@@ -150,7 +150,7 @@ def _show(value: object) -> str:
 
 
 def _describe(annotation: ast.expr | None) -> tuple[str, str]:
-    """Return the type as it is typed, and the range that `Annotated` declares."""
+    """Return the type as written in overrides, and the range declared with `Annotated`."""
     if annotation is None:
         return "", ""
     ranges: list[str] = []
@@ -190,7 +190,7 @@ def _document(target: str | None, name: str) -> str:
 
 @cache
 def _documented(target: str) -> dict[str, str]:
-    """Return what the docstring of a class, its constructor or a function says about each argument."""
+    """Return the docstring's description of each argument of a class, its constructor or a function."""
     module, _, name = target.rpartition(".")
     try:
         node = find(name, parse(module_file(module)).body)

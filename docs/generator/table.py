@@ -1,17 +1,17 @@
-"""Markdown tables."""
+"""Format Markdown tables."""
 
 from collections.abc import Mapping, Sequence
 
 
 def make_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Return rows with equal keys as a table; a newline ends it."""
+    """Format rows with identical keys as a table that ends with a newline."""
     columns = list(rows[0])
     lines = [columns, ["---"] * len(columns), *([escape(row[column]) for column in columns] for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def escape(value: object) -> str:
-    """Return a value as a cell: `|` would end it, and `<` outside of code begin a tag."""
+    """Format a value as a cell: escape `|`, which would end the cell, and `<` outside code, which would start a tag."""
     if value is None:
         return ""
     parts = str(value).replace("|", "\\|").replace("\n", " ").split("`")

@@ -23,7 +23,7 @@ class ActivationCheckpoint:
 
     Attributes:
         every_nth_block: 1 recomputes all blocks, 2 every second one, 0 none.
-        keep: What a recomputed block saves: only its inputs, or also the outputs of matmuls, convolutions and
+        keep: Tensors that a recomputed block saves: only its inputs, or also the outputs of matmuls, convolutions and
             attention, so that only cheaper operations are recomputed.
         keep_every_nth_product: With `keep=products`, 2 saves every second matmul.
         memory_budget: Fraction of a compiled block's activations that torch's partitioner may save; it recomputes the

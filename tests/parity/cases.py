@@ -1,4 +1,4 @@
-"""The experiment that every strategy must reproduce: steps with uneven masks, clipping, AdamW and warm-up."""
+"""The experiment that every strategy must reproduce: steps with uneven masks, clipping, AdamW and warmup."""
 
 import math
 import os
@@ -16,7 +16,7 @@ COMMON = [
     "warmup_steps=5",
     "log_every=1",
     f"eval_every={NUM_STEPS}",
-    "eval_samples=49",  # of 50: odd, so that one of two ranks is padded
+    "eval_samples=49",  # out of 50: odd, so that one of two ranks is padded
     "save_every=null",
     "seed=7",
     "callbacks=[grad_norm,loss_scale]",
@@ -50,7 +50,7 @@ MODELS: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 
 def case(model: str, *, strategy: list[str], precision: str, accumulate: int, world_size: int) -> dict[str, Any]:
-    """Return one way to run the experiment: its overrides, and the data node that replaces the composed one."""
+    """Return a variant of the experiment: its overrides, and the data node that replaces the composed one."""
     overrides, data = MODELS[model]
     micro_batch_size = GLOBAL_BATCH_SIZE // (accumulate * count_data_ranks(strategy, world_size))
     return {
@@ -67,7 +67,7 @@ def case(model: str, *, strategy: list[str], precision: str, accumulate: int, wo
 
 
 def count_data_ranks(strategy: list[str], world_size: int) -> int:
-    """Return the ranks that have different samples."""
+    """Return the number of ranks with different samples."""
     typed = dict(override.split("=", 1) for override in strategy)
     sizes = (int(typed.get(f"{name}_parallel_size", 1)) for name in ("tensor", "context", "pipeline"))
     return world_size // math.prod(sizes)
@@ -87,7 +87,7 @@ STRATEGIES: dict[str, list[str]] = {
     "ZeRO-3": ["strategy=deepspeed_stage_3"],
     "ZeRO-3, offload": ["strategy=deepspeed_stage_3_offload"],
 }
-# ranks that divide matrices, sequences or layers, under the engines that take part in it
+# tensor, context and pipeline parallelism, under the engines that support it
 _FSDP, _PP = "strategy=fsdp", "pipeline_parallel_size=2"
 MESHES: dict[str, list[str]] = {
     "tp2": [_FSDP, "tensor_parallel_size=2"],
@@ -127,7 +127,7 @@ PACKED_DATA = {
     "tokenizer": {"_target_": "recipes.tokenizer.bytes.Bytes"},
     "seq_len": 48,
     "vocab_size": 257,
-}  # and a cache_dir
+}  # plus a cache_dir
 _PACKED = [
     *("model.vocab_size=257", "model.max_seq_len=48", "optimizer.lr=5e-3", "eval_samples=null"),
     "callbacks=[grad_norm,loss_scale,answer_check]",
@@ -139,7 +139,7 @@ _PACKED = [
 def packed_case(
     strategy: str, *more: str, world_size: int, accumulate: int = 2, model: str = "gpt2", cache_dir: str | None = None
 ) -> dict[str, Any]:
-    """Return the experiment on packed examples, with answers to validation questions."""
+    """Return the experiment on packed examples, including answers to validation questions."""
     made = case(model, strategy=ENGINES[strategy], precision="32-true", accumulate=accumulate, world_size=world_size)
     return made | {"overrides": [*made["overrides"], *_PACKED, *more], "data": PACKED_DATA | {"cache_dir": cache_dir}}
 
@@ -163,21 +163,21 @@ MIXED_DATA = {
 
 
 def mixed_case(strategy: str, *, world_size: int, accumulate: int = 2, more: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the experiment on packed examples and noise in one stream, with a second validation."""
+    """Return the experiment on a mixture of packed examples and noise, with a second validation set."""
     other = ("+data@eval_data.other=random_tokens", "+eval_data.other.seed=3", "tokenizer=bytes")
     made = packed_case(strategy, *other, *more, world_size=world_size, accumulate=accumulate)
     return made | {"data": MIXED_DATA}
 
 
 def with_cache_dir(data: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Return a node of data whose texts are cached in a folder."""
+    """Return a data node whose texts are cached in a folder."""
     if "sources" in data:
         return data | {"sources": {name: with_cache_dir(node, folder) for name, node in data["sources"].items()}}
     return data | {"cache_dir": folder} if "tokenizer" in data else data
 
 
 def largest_difference(rows: list[dict[str, float]], reference: list[dict[str, float]]) -> dict[str, float]:
-    """Return the largest relative difference of loss and norm over all steps."""
+    """Return the largest relative differences of loss and norm over all steps."""
     assert len(rows) == len(reference), f"{len(rows)} rows != {len(reference)}"
     return {
         name: max(abs(row[name] - other[name]) / abs(other[name]) for row, other in zip(rows, reference, strict=True))
@@ -186,7 +186,7 @@ def largest_difference(rows: list[dict[str, float]], reference: list[dict[str, f
 
 
 def memory_case(name: str, *, world_size: int, num_layers: int = 4) -> dict[str, Any]:
-    """Return three steps on very little data, so that memory is the train state: 31 million parameters in 4 layers."""
+    """Return three steps on very little data, so that the train state dominates memory: 31M parameters in 4 layers."""
     size = {
         "model.vocab_size": 4096,
         "model.hidden_size": 768,
@@ -213,7 +213,7 @@ def memory_case(name: str, *, world_size: int, num_layers: int = 4) -> dict[str,
 
 
 def overflow_case(name: str, *more: str, world_size: int, model: str = "gpt2") -> dict[str, Any]:
-    """Return six steps in float16; in the third step, the last rank's gradients overflow."""
+    """Return six float16 steps; in the third step, the last rank's gradients overflow."""
     base = case(model, strategy=ENGINES[name], precision="16-mixed", accumulate=2, world_size=world_size)
     overrides = [override for override in base["overrides"] if not override.startswith("save_every")]
     overrides += ["trainer.max_steps=6", "eval_every=6", "save_every=4", *more]

@@ -1,4 +1,4 @@
-"""Each group of cases runs once, in one process group; its tests read the results."""
+"""Run each group of cases once, in one process group; tests read the results."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ Run = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def run_group(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Run a group of cases on N ranks and return the results by name; each group runs once per session."""
+    """Return a function that runs a group of cases on N ranks, once per session, and returns the results by name."""
     done: dict[str, dict[str, Any]] = {}
 
     def run(name: str, cases: dict[str, Any], *, world_size: int) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def run_group(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture
 def rows(run_group: Run) -> Callable[..., list[dict[str, float]]]:
-    """Return the rows of one case of a group; fail with its traceback where it raised."""
+    """Return a function that returns the rows of one case in a group, or fails with the case's traceback."""
 
     def find_rows(group: str, cases: dict[str, Any], name: str, *, world_size: int) -> list[dict[str, float]]:
         result = run_group(group, cases, world_size=world_size)[name]

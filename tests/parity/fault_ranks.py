@@ -1,6 +1,6 @@
 """Train with injected faults, case by case, as one rank: python fault_ranks.py <cases.json> <results.json>.
 
-A case is a list of overrides, a data node and a list of faults; the result is the rows and events of the run.
+A case is a list of overrides, a data node and a list of faults; the result is the run's rows and events.
 """
 
 import json
@@ -18,7 +18,7 @@ from recipes.build import build  # noqa: E402
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train; return the rows and events that the run wrote."""
+    """Train; return the metric rows and events of the run."""
     config = composed_config(*case["overrides"])
     config |= {"data": case["data"]} if "data" in case else {}
     run = build(config, folder, [])

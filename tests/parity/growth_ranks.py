@@ -1,6 +1,6 @@
 """Train in float16 with a loss scale that doubles every second step: python growth_ranks.py <cases> <results>.
 
-With `as_upstream`, DeepSpeed doubles its scale at its own point of the step, without our correction.
+With `as_upstream`, DeepSpeed doubles its scale where it normally does within the step, without our correction.
 """
 
 import sys
@@ -20,7 +20,7 @@ _grow_after_the_step = zero_loss_scale._grow_after_the_step
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train; return the rows."""
+    """Train; return the metric rows."""
     zero_loss_scale._grow_after_the_step = (lambda optimizer: None) if case["as_upstream"] else _grow_after_the_step
     run = build(composed_config(*case["overrides"]) | {"data": case["data"]}, folder, [])
     scaler = getattr(run.trainer.precision_plugin, "scaler", None)

@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer state on a rank: counted storage by storage, and in theory."""
+"""Bytes of weights, gradients and optimizer state on a rank: counted per storage, and in theory."""
 
 import gc
 from typing import Any
@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def held_bytes(module: torch.nn.Module) -> int:
-    """Return the bytes of every live tensor's storage in this process, gradients included, each storage once."""
-    gc.collect()  # what nobody refers to any more is garbage, and no state, whenever it would have been collected
+    """Return the bytes of all live tensor storages in this process, including gradients; each storage counts once."""
+    gc.collect()  # unreferenced tensors are garbage, not state, whenever they would have been collected
     tensors = [item for item in gc.get_objects() if isinstance(item, Tensor)]
     tensors += [weight.grad for weight in module.parameters() if weight.grad is not None]
     tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
@@ -24,7 +24,7 @@ def held_bytes(module: torch.nn.Module) -> int:
 
 
 class HeldBytes(Callback):
-    """Counts bytes where weights, gradients and optimizer state all exist: before and after the second step."""
+    """Counts bytes while weights, gradients and optimizer state all exist: before and after the second step."""
 
     def __init__(self) -> None:
         self.most = 0
@@ -49,7 +49,7 @@ def bytes_per_parameter(strategy: str, num_ranks: int) -> float:
         "single": 16.0,
         "ddp": 16.0,
         "fsdp": 16 / num_ranks,
-        "hsdp": 16 / 2,  # shards of two ranks
+        "hsdp": 16 / 2,  # sharded over two ranks
         "ZeRO-1": 4 + 4 + 12 / num_ranks,
         "ZeRO-2": 4 + 16 / num_ranks,
         "ZeRO-3": 20 / num_ranks,

@@ -1,7 +1,7 @@
-"""Train, and save again what was just loaded, as one rank: python mesh_resume_ranks.py <cases.json> <results.json>.
+"""Train, and save the state that was just loaded, as one rank: python mesh_resume_ranks.py <cases.json> <results.json>.
 
-The result is the rows of metrics and, of a resumed run, the tensors that differ between the checkpoint that it loaded
-and the one that it writes before its first step.
+The result is the metric rows and, for a resumed run, the tensors that differ between the loaded checkpoint and the one
+saved again before the first step.
 """
 
 import sys
@@ -21,7 +21,7 @@ from recipes.checkpoint.saved_tensor import SavedTensor, open_tensors  # noqa: E
 
 
 class SavesAgain(Callback):
-    """Writes a checkpoint of what was loaded."""
+    """Saves a checkpoint of the state that was just loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,13 +34,13 @@ class SavesAgain(Callback):
 
 
 def open_checkpoint(folder: Path) -> dict[str, SavedTensor]:
-    """Return the tensors of a checkpoint without the states of random generators, which belong to ranks."""
+    """Return the tensors of a checkpoint, except RNG states, which are specific to a rank."""
     found = open_tensors(path for path in sorted(folder.iterdir()) if is_shard(path.name))
     return {name: tensor for name, tensor in found.items() if not name.startswith("rng/")}
 
 
 def compare(first: Path, second: Path) -> list[str]:
-    """Return the names of the tensors that differ in a bit, or that one checkpoint lacks."""
+    """Return the names of tensors that differ in any bit or are missing from one checkpoint."""
     one, other = open_checkpoint(first), open_checkpoint(second)
     differing = set(one) ^ set(other)
     return sorted(

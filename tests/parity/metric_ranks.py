@@ -1,6 +1,6 @@
 """Compute validation metrics of fixed logits, as one rank: python metric_ranks.py <cases.json> <results.json>.
 
-A case is a number of samples and a micro-batch size; this rank has its share of the samples, padding included.
+A case is a number of samples and a micro-batch size; this rank gets its shard of the samples, including padding.
 """
 
 import os
@@ -24,7 +24,7 @@ from recipes.numerics.loss import cross_entropy_sum  # noqa: E402
 
 
 class Predicted:
-    """Logits of ten classes, larger for the right one, as the inputs of samples."""
+    """Logits for ten classes, largest for the correct one, used as the inputs of samples."""
 
     def __init__(self, num_samples: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -40,7 +40,7 @@ class Predicted:
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the metrics of all ranks' samples; also without ranks, for the reference."""
+    """Return the metrics over all ranks' samples; also works without ranks, for the reference."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")

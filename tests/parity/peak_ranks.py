@@ -1,4 +1,4 @@
-"""Measure, as one rank, the most bytes that torch's allocator had given out in the third step of each case.
+"""Measure, as one rank, torch's peak allocated bytes in the third step of each case.
 
 `python peak_ranks.py <cases.json> <results.json>`; a case is a list of overrides.
 """
@@ -22,10 +22,10 @@ from recipes.trial.peak_memory import PeakMemory  # noqa: E402
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train three steps; return the peak of the third in bytes, of the rank that holds most.
+    """Train three steps; return the third step's peak in bytes, on the rank with the highest.
 
-    With several ranks the smallest of three runs: gloo frees what it has sent in threads that the profile does not see,
-    now and then, and such bytes seem to stay. `enough_bytes` of the case ends them early: that they could fall to.
+    With several ranks, take the smallest of three runs: gloo sometimes frees sent buffers in threads that the profiler
+    does not see, so they seem to stay allocated. Stop early once the peak is at most `enough_bytes` of the case.
     """
     peak = _run_once(case, folder)
     for _ in range(0 if world_size() == 1 else 2):

@@ -1,4 +1,4 @@
-"""Materialize one model on one rank and measure the host memory it takes: python place_model.py <cases> <results>."""
+"""Materialize one model on one rank and measure its host memory: python place_model.py <cases> <results>."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from recipes.build import build  # noqa: E402
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process."""
+    """Return the resident set size of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

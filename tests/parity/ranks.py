@@ -20,14 +20,14 @@ def run_on_ranks(
     timeout_seconds: float = 580.0,
     worker: Path = WORKER,
 ) -> Any:
-    """Run `worker` on `world_size` real processes in one process group; return the JSON that it wrote on rank 0.
+    """Run `worker` on `world_size` real processes in one process group; return the JSON written by rank 0.
 
     Args:
-        cases: What the worker reads.
+        cases: Input for the worker.
         world_size: Number of ranks.
-        folder: For input, result and logs.
-        timeout_seconds: Of all ranks.
-        worker: The script.
+        folder: Folder for input, results and logs.
+        timeout_seconds: Time limit for all ranks together.
+        worker: Script that each rank runs.
     """
     folder.mkdir(parents=True, exist_ok=True)
     cases_file, results_file = folder / "cases.json", folder / "results.json"
@@ -39,7 +39,7 @@ def run_on_ranks(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "RECIPES_RANK_FILE": str(cases_file),  # any value marks the process as a rank, which spawns no others
+        "RECIPES_RANK_FILE": str(cases_file),  # any value marks the process as a rank, which spawns no ranks itself
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
     }
@@ -64,7 +64,7 @@ def run_on_ranks(
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], *, timeout_seconds: float) -> list[int | None]:
-    """Return the exit statuses; None for a rank that was still running, usually blocked on one that died.
+    """Return the exit codes; None for a rank that was still running, usually blocked on a rank that died.
 
     Raises:
         TimeoutError: Some ranks are still running, and none has failed.
@@ -75,7 +75,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], *, timeout_seconds: float) -
         if None not in codes:
             return codes
         if any(codes):
-            deadline = min(deadline, time.monotonic() + 5)  # the others may be about to say why
+            deadline = min(deadline, time.monotonic() + 5)  # the others may be about to report why
         time.sleep(0.05)
     if any(codes):
         return codes

@@ -1,7 +1,7 @@
 """Train and resume, case by case, as one rank: python resume_ranks.py <cases.json> <results.json>.
 
 A case is a list of overrides and, optionally, a data node that replaces the composed one. Each case trains to step 3,
-then again from its checkpoint of step 2; the result is the last row of both runs.
+then again from its checkpoint at step 2; the result is the last row of both runs.
 """
 
 import gc
@@ -18,7 +18,7 @@ from recipes.build import build  # noqa: E402
 
 
 def train(case: dict[str, Any], folder: Path, *more: str) -> dict[str, float]:
-    """Train; return the last row of metrics."""
+    """Train; return the last metric row."""
     folder.mkdir(exist_ok=True)
     config = composed_config(*case["overrides"], *more)
     config |= {"data": case["data"]} if "data" in case else {}
@@ -29,7 +29,7 @@ def train(case: dict[str, Any], folder: Path, *more: str) -> dict[str, float]:
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train without interruption, then resume from the checkpoint in the middle."""
+    """Train without interruption, then resume from the middle checkpoint."""
     uninterrupted = train(case, folder / "uninterrupted")
     gc.collect()
     checkpoint = folder / "uninterrupted/checkpoints/step_0000002.ckpt"

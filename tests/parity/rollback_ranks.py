@@ -53,7 +53,7 @@ class Losses(Callback):
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train; return the loss of every step, and what the run left."""
+    """Train; return the loss of every step, the metric rows, the snapshot size and the files left behind."""
     config = composed_config(*case["overrides"]) | {"data": case["data"]}
     run = build(config, folder, [])
     arguments = yaml.safe_load((ROOT / "conf/callbacks/loss_spike.yaml").read_text())["loss_spike"]

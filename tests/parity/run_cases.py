@@ -1,7 +1,7 @@
 """Run many cases in one process group, as one rank: python run_cases.py <cases.json> <results.json>.
 
 A case is a list of overrides and a data node that replaces the composed one; its result is the rows of metrics.csv
-and, where `count` is set, the bytes that this rank held. `overflow` names a step and a rank.
+and, if `count` is set, the bytes held by this rank. `overflow` selects a step and a rank.
 """
 
 import gc
@@ -27,7 +27,7 @@ from recipes.strategy.deepspeed.partition import gather_in_compute_dtype  # noqa
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train; return the rows of metrics."""
+    """Train; return the metric rows."""
     config = composed_config(*case["overrides"]) | {"data": case["data"]}
     run = build(config, folder, [])
     if "gathers_in_float32" in case:
@@ -50,7 +50,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def run_all(run_case: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
-    """Run every case of the file named on the command line, each in its own folder next to the results."""
+    """Run every case in the file given on the command line, each in its own folder next to the results."""
     torch.set_num_threads(1)
     cases, results_file = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     results: dict[str, Any] = {}

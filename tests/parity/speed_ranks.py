@@ -1,7 +1,7 @@
 """Train while measuring speed and loss independently: python speed_ranks.py <cases.json> <results.json>.
 
-The last rank waits in every forward pass. The result is the rows, the time at which rank 0 ended each step, and the
-loss sum and target count of the first step's samples under the first weights.
+The last rank sleeps in every forward pass. The result is the metric rows, the time at which rank 0 finished each step,
+and the loss sum and target count of the first step's samples with the initial weights.
 """
 
 import sys
@@ -23,7 +23,7 @@ from recipes.build import build  # noqa: E402
 
 
 class IndependentMeasurement(Callback):
-    """Slows the forward passes of one rank, and measures step times and the first loss with its own clock and sum."""
+    """Slows down the forward passes of one rank; measures step times and the first loss independently."""
 
     def __init__(self, wait_seconds: float) -> None:
         self.wait_seconds = wait_seconds

@@ -1,7 +1,7 @@
-"""Train with zclip, EMA and regularizers on, as one rank: python switch_ranks.py <cases.json> <results.json>.
+"""Train with zclip, EMA and regularizers enabled, as one rank: python switch_ranks.py <cases.json> <results.json>.
 
-The result is the rows, some weights and their moving averages in the last checkpoint, and the same of a run resumed
-from the checkpoint in the middle.
+The result is the metric rows, some weights and their EMA in the last checkpoint, and the same for a run resumed from
+the middle checkpoint.
 """
 
 import sys

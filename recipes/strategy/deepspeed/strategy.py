@@ -57,9 +57,9 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
         checkpoint_io: Writes and reads checkpoints; None uses Lightning's default.
         mesh: Mesh of shards and context-parallel ranks; None makes every rank data-parallel.
         stage: 1 partitions optimizer state, 2 also gradients, 3 also weights.
-        offload_optimizer: Where to keep optimizer state; DeepSpeedCPUAdam then steps in host memory. None keeps it on
+        offload_optimizer: Storage for optimizer state; DeepSpeedCPUAdam then steps in host memory. None keeps it on
             the device.
-        offload_parameters: Where to keep weights between uses, at stage 3; None keeps them on the device.
+        offload_parameters: Storage for weights between uses, at stage 3; None keeps them on the device.
         nvme_path: Folder for offloading to `nvme`.
     """
 
