@@ -163,7 +163,7 @@ def test_an_exception_in_one_rank_prints_one_traceback(start: Start) -> None:
     assert output.count("Traceback (most recent call last)") == 1
     assert "rank 1 of 2 failed:\n" in output
     assert "OSError: the disk is gone" in output
-    assert "checkpoint step_0000002.ckpt" in output.splitlines()[-1]
+    assert "checkpoint: step_0000002.ckpt" in output.splitlines()[-1]
 
 
 @pytest.mark.parametrize("kind", ["raise", "raise_while_busy"])
