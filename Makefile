@@ -13,6 +13,9 @@
 # The pip that comes with Python 3.11 takes two minutes to decide what 130 packages need, a new one half of one. Modules
 # are compiled when they are imported first: half of what is installed never is.
 PYTHON ?= python3
+# Some containers forbid Python to write bytecode: every process would compile torch and Lightning again, two to four
+# seconds each. Here it goes into .venv.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 PEERS := .venv-peers
 RUN := $(VENV)/bin/python

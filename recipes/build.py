@@ -43,6 +43,7 @@ from recipes.model.documents import choose_document_kernel
 from recipes.numerics.accumulation import Accumulation, divide
 from recipes.precision import Precision, set_float32_products
 from recipes.run_folder import TOKENIZER_FOLDER
+from recipes.runtime.allocator import keep_freed_memory
 from recipes.runtime.console import LOGGER
 from recipes.runtime.devices import get_devices
 from recipes.runtime.world import Ranks
@@ -222,6 +223,8 @@ def _build_trainer(
     accumulation: Accumulation,
 ) -> lightning.Trainer:
     devices = get_devices(config["trainer"], ranks)
+    if devices[0].type == "cpu":
+        keep_freed_memory()
     is_run = trains(config)
     saver: CheckpointSaver = make(config["checkpoint"])
     # fall back from a damaged checkpoint to an older one, unless the user asked for that checkpoint
