@@ -19,6 +19,7 @@ from lightning.fabric.plugins.environments import (  # type: ignore[attr-defined
     TorchElasticEnvironment,
 )
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import Logger
 from torchmetrics import Metric
@@ -135,6 +136,8 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         eval_samples=get_eval_samples(config) if takes_steps(config) else None,
     )
     trainer = _build_trainer(config, folder, ranks, mesh, precision, accumulation)
+    if isinstance(trainer.accelerator, CPUAccelerator):
+        keep_freed_memory()
     trainer.strategy.num_micro_batches = num_micro_batches  # type: ignore[attr-defined]
     task = build_task(config, precision)
     task.awaits_checkpoint = checkpoint is not None  # every mode loads it
@@ -223,8 +226,6 @@ def _build_trainer(
     accumulation: Accumulation,
 ) -> lightning.Trainer:
     devices = get_devices(config["trainer"], ranks)
-    if devices[0].type == "cpu":
-        keep_freed_memory()
     is_run = trains(config)
     saver: CheckpointSaver = make(config["checkpoint"])
     # fall back from a damaged checkpoint to an older one, unless the user asked for that checkpoint

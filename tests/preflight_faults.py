@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from recipes.data.digits import Digits
 from recipes.data.text_files import TextFiles
 from recipes.model.gpt2 import GPT2
-from recipes.model.resnet18 import ResNet18
+from recipes.model.resnet import ResNet18
 from recipes.optimizer.adamw import adamw
 from recipes.task.language_modeling import LanguageModeling
 

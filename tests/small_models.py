@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from recipes.activation_checkpoint import ActivationCheckpoint
 from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
-from recipes.model.resnet18 import ResidualBlock
+from recipes.model.resnet import ResidualBlock
 
 _DECODER: dict[str, Any] = {"vocab_size": 64, "max_seq_len": 16, "num_layers": 4, "num_heads": 2, "hidden_size": 32}
 
@@ -20,7 +20,7 @@ class Residual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(ResidualBlock(in_channels=8, out_channels=8, stride=1) for _ in range(4))
+        self.blocks = nn.ModuleList(ResidualBlock(in_channels=8, channels=8, stride=1) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, 8, H, W] -> [B, 8, H, W]"""

@@ -123,7 +123,8 @@ SET_DATA = ("sft", "mixture")
 DIVIDED = {"tp_bf16": 2, "fsdp_tp_bf16": 2, "cp_bf16": 2, "ep_bf16": 2, "pp_bf16": 2, "fsdp_tp_pp_bf16": 4}
 WITH_EXPERTS = {"moe_nano", "moe_8x7b", "deepseek_nano", "deepseek_v3"}
 BY_EXPERTS = ("ep_bf16", "pp_bf16")  # recipes that divide them
-UNDIVIDED = {"resnet18", "huggingface", "gpt2_xl", *WITH_EXPERTS}
+IMAGE_MODELS = {"resnet18", "resnet50"}
+UNDIVIDED = {*IMAGE_MODELS, "huggingface", "gpt2_xl", *WITH_EXPERTS}
 # every recipe once and every model once; all pairs in `make test-long`
 ONCE = {*zip(RECIPES, itertools.cycle(MODELS), strict=False), *zip(itertools.cycle(RECIPES), MODELS, strict=False)}
 
@@ -134,7 +135,7 @@ ONCE = {*zip(RECIPES, itertools.cycle(MODELS), strict=False), *zip(itertools.cyc
         pytest.param(*pair, marks=[] if pair in ONCE else [pytest.mark.slow])
         for pair in itertools.product(RECIPES, MODELS)
         # these recipes set the data: text, and two of them its tokenizer
-        if not (pair[0].startswith(SET_DATA) and pair[1] == "resnet18")
+        if not (pair[0].startswith(SET_DATA) and pair[1] in IMAGE_MODELS)
         and not (pair[0] in ("sft_strings", "mixture") and pair[1] == "huggingface")
         and (pair[1] in WITH_EXPERTS or pair[0] != "ep_bf16")
         and not (pair[0] in DIVIDED and pair[1] in (UNDIVIDED - WITH_EXPERTS if pair[0] in BY_EXPERTS else UNDIVIDED))

@@ -84,9 +84,9 @@ CHECKS = (
 )
 
 
-def _speed(name: str, *overrides: str, micro: int, sample_gib: float, state_gib: float, num_gpus: int = 1) -> Check:
+def _speed(name: str, *overrides: str, micro: int, sample_gib: float, state_gib: float, **more: int | bool) -> Check:
     arguments = {"overrides": list(overrides), "micro_batch_size": micro}
-    arguments |= {"sample_gib": sample_gib, "state_gib": state_gib, "num_gpus": num_gpus}
+    arguments |= {"sample_gib": sample_gib, "state_gib": state_gib, "num_gpus": 1, **more}
     return Check(
         name=name,
         passes_if=" ".join(overrides),
@@ -104,6 +104,7 @@ _XL = {"micro": 16, "sample_gib": 2.7, "state_gib": 28.0}
 _LLAMA = {"micro": 32, "sample_gib": 1.3, "state_gib": 3.0}  # 2048 tokens
 _LLAMA_1B = {"micro": 8, "sample_gib": 4.2, "state_gib": 24.0}  # 2048 tokens
 _LLAMA_1B_LONG = {"micro": 2, "sample_gib": 16.5, "state_gib": 24.0}  # 8192 tokens
+_RESNET50 = {"micro": 256, "sample_gib": 0.1, "state_gib": 0.5, "takes_images": True}  # 224 x 224 pixels, eager
 _ONE = "recipe=single_bf16"
 
 # bf16 is compiled, because compile=auto does so on a GPU
@@ -130,4 +131,6 @@ THROUGHPUT = (
     _speed("llama_1b", _ONE, "model=llama_1b", "seq_len=2048", **_LLAMA_1B),
     _speed("llama_1b, fp8", _ONE, "model=llama_1b", "seq_len=2048", "precision=fp8-mixed", **_LLAMA_1B),
     _speed("llama_1b, 8192 tokens", _ONE, "model=llama_1b", "seq_len=8192", **_LLAMA_1B_LONG),
+    _speed("resnet50", _ONE, "model=resnet50", "optimizer=sgd", **_RESNET50),
+    _speed("resnet50, eager", _ONE, "model=resnet50", "optimizer=sgd", "compile=false", **_RESNET50),
 )

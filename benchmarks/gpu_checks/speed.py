@@ -14,7 +14,7 @@ from callbacks.throughput.peak_flops import get_peak
 from gpu_checks.callbacks import StepClock
 from gpu_checks.check import Outcome, Settings, Skip, judge
 from gpu_checks.rank_cases import only_installed
-from gpu_checks.runs import QUIET, TINY_GPT2, fit_here, run_train
+from gpu_checks.runs import BARE, QUIET, TINY_GPT2, TINY_IMAGES, fit_here, run_train
 from recipes.run_folder import METRICS_FILE, SUMMARY_FILE, read_rows
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -158,8 +158,9 @@ def throughput(
     sample_gib: float,
     state_gib: float,
     num_gpus: int = 1,
+    takes_images: bool = False,
 ) -> Outcome:
-    """Train a recipe from its command and return its speed.
+    """Train a recipe from its command and return its speed in tokens or images per second.
 
     Args:
         settings: Settings of the check.
@@ -168,6 +169,7 @@ def throughput(
         sample_gib: Activation memory per sample, used to reduce the micro-batch on smaller devices.
         state_gib: Memory for weights, gradients and optimizer state.
         num_gpus: Number of GPUs; 0 uses all, and requires at least two.
+        takes_images: Whether the model takes images, not tokens.
 
     Raises:
         Skip: There are too few GPUs, or DeepSpeed is not installed.
@@ -179,10 +181,11 @@ def throughput(
     count = num_gpus or settings.num_gpus
     micro = 4 if settings.is_tiny else fit_micro_batch(settings, micro_batch_size, sample_gib, state_gib)
     steps = 20 if settings.is_tiny else 50
-    typed = [*overrides, *(TINY_GPT2 if settings.is_tiny else [])]
+    tiny = TINY_IMAGES if takes_images else TINY_GPT2
+    typed = [*overrides, *(tiny if settings.is_tiny else [])]
     typed += [f"micro_batch_size={micro}", f"global_batch_size={micro * count}"]
     also = [
-        *QUIET,
+        *(BARE if takes_images else QUIET),
         f"trainer.accelerator={settings.accelerator}",
         f"trainer.devices={count}",
         f"log_every={_LOG_EVERY}",
@@ -192,13 +195,14 @@ def throughput(
     if ended.code:
         return judge([f"exit code {ended.code}: {ended.output[-800:]}"], headline="", figures={"typed": typed})
     rows = [row for row in read_rows(ended.folder / METRICS_FILE) if _LOG_EVERY < row["step"] <= steps]
-    names = ("throughput/tokens_per_second", "throughput/mfu", "throughput/mfu_causal", "time/step_seconds")
+    per_second = "samples_per_second" if takes_images else "tokens_per_second"
+    names = (f"throughput/{per_second}", "throughput/mfu", "throughput/mfu_causal", "time/step_seconds")
     figures: dict[str, Any] = {"typed": " ".join(typed), "micro_batch_size": micro}
     for name in (*names, "memory/allocated_peak_gib", "time/data_wait_fraction"):
         values = [row[name] for row in rows if name in row]
         figures[name.partition("/")[2]] = median(values) if values else None
     figures["seconds_until_the_end"] = round(ended.seconds, 1)
-    headline = f"{figures['tokens_per_second']:,.0f} tokens/s"
+    headline = f"{figures[per_second]:,.0f} {'images' if takes_images else 'tokens'}/s"
     if figures["mfu"] is not None:
         headline += f", MFU {figures['mfu']:.3f}"
     if figures["allocated_peak_gib"] is not None:

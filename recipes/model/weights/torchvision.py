@@ -1,4 +1,4 @@
-"""Load torchvision's ResNet-18 weights into our ResNet-18, without torchvision."""
+"""Load torchvision's ResNet weights into our models, without torchvision."""
 
 import re
 from pathlib import Path
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from recipes.errors import ConfigError
 from recipes.model.init import fill
-from recipes.model.resnet18 import ResNet18
+from recipes.model.resnet import ResNet
 
-_BLOCK = re.compile(r"layer([1-4])\.([01])\.(.+)")
+_BLOCK = re.compile(r"layer([1-4])\.(\d+)\.(.+)")
 _PREFIXES = (  # outside the blocks: our prefix, torchvision's prefix
     ("stem_conv.", "conv1."),
     ("stem_norm.", "bn1."),
@@ -19,19 +19,21 @@ _PREFIXES = (  # outside the blocks: our prefix, torchvision's prefix
 )
 
 
-def our_name(name: str) -> str:
-    """Map a torchvision name to ours: `layer2.0.downsample.1.bias` to `blocks.2.shortcut.1.bias`."""
+def our_name(name: str, model: ResNet) -> str:
+    """Map a torchvision name to ours: `layer2.0.downsample.1.bias` of ResNet-18 to `blocks.2.shortcut.1.bias`."""
     if match := _BLOCK.fullmatch(name):
-        stage, place, rest = match.groups()
+        stage, index, rest = int(match[1]) - 1, int(match[2]), match[3]
+        if index >= model.STAGE_BLOCKS[stage]:
+            return name  # of a deeper ResNet
         rest = rest.replace("bn", "norm").replace("downsample", "shortcut")
-        return f"blocks.{2 * (int(stage) - 1) + int(place)}.{rest}"
+        return f"blocks.{model.find_block(stage, index)}.{rest}"
     for ours, published in _PREFIXES:
         if name.startswith(published):
             return ours + name.removeprefix(published)
     return name
 
 
-def load_pretrained(model: ResNet18, file: str | Path) -> None:
+def load_pretrained(model: ResNet, file: str | Path) -> None:
     """Fill `model` from a .safetensors or .pth file with torchvision's parameter names.
 
     Raises:
@@ -42,7 +44,7 @@ def load_pretrained(model: ResNet18, file: str | Path) -> None:
     if not path.is_file():
         raise ConfigError(f"model.pretrained={file}", "there is no such file", "model.pretrained=null")
     read = load_file(path) if path.suffix == ".safetensors" else _load_pickle(path)
-    weights = {our_name(name): tensor for name, tensor in read.items()}
+    weights = {our_name(name, model): tensor for name, tensor in read.items()}
     targets = model.state_dict(keep_vars=True)
     differences = [f"{name} is missing" for name in targets if name not in weights]
     differences += [f"{name} is unknown" for name in weights if name not in targets]

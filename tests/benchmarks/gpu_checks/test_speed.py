@@ -6,7 +6,7 @@ import pytest
 import torch
 from gpu_checks.check import Settings
 from gpu_checks.plan import THROUGHPUT
-from gpu_checks.runs import QUIET
+from gpu_checks.runs import BARE, QUIET
 from gpu_checks.speed import GPT2_124M, count_flops, find_disagreements, fit_micro_batch
 from support import composed_config
 
@@ -64,5 +64,6 @@ def test_every_throughput_command_composes(number: int, monkeypatch: pytest.Monk
     arguments = THROUGHPUT[number].arguments
     size = ["micro_batch_size=2", f"global_batch_size={2 * (arguments['num_gpus'] or 2)}"]
     ranks = "trainer.devices=2" if arguments["num_gpus"] == 0 else "trainer.devices=1"
-    config = composed_config(*arguments["overrides"], *QUIET, *size, ranks)
+    quiet = BARE if "takes_images" in arguments else QUIET
+    config = composed_config(*arguments["overrides"], *quiet, *size, ranks)
     assert config["trainer"]["accelerator"] == "auto"

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from recipes.model.flops import Flops, flops_per_sample
 from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
-from recipes.model.resnet18 import ResNet18
+from recipes.model.resnet import ResNet, ResNet18, ResNet50
 
 GPT2_SHAPES = {  # layers, heads, hidden_size
     "124M": (12, 12, 768),
@@ -95,19 +95,23 @@ def test_gpt2_differs_from_torchs_counter_by_norms_biases_and_positions_alone(
 
 
 @pytest.mark.parametrize(("small_images", "image_size"), [(False, 224), (True, 32), (True, 8)])
-def test_resnet18_forward_equals_torchs_counter(small_images: bool, image_size: int) -> None:
+@pytest.mark.parametrize("architecture", [ResNet18, ResNet50])
+def test_resnet_forward_equals_torchs_counter(architecture: type[ResNet], small_images: bool, image_size: int) -> None:
     with torch.device("meta"):
-        model = ResNet18(num_classes=1000, in_channels=3, small_images=small_images)
+        model = architecture(num_classes=1000, in_channels=3, small_images=small_images)
         images = torch.empty(2, 3, image_size, image_size)
     with FlopCounterMode(display=False) as counter:
         model(images)
     assert model.flops_per_sample(image_size).palm == 3 * counter.get_total_flops() / 2
 
 
-def test_resnet18_forward_takes_the_published_1_81_billion_multiply_adds() -> None:
+@pytest.mark.parametrize(("architecture", "multiply_adds"), [(ResNet18, 1_814_073_344), (ResNet50, 4_089_184_256)])
+def test_resnet_forward_takes_the_published_1_81_and_4_09_billion_multiply_adds(
+    architecture: type[ResNet], multiply_adds: int
+) -> None:
     with torch.device("meta"):
-        model = ResNet18(num_classes=1000, in_channels=3, small_images=False)
-    assert model.flops_per_sample(224).palm / 6 == 1_814_073_344
+        model = architecture(num_classes=1000, in_channels=3, small_images=False)
+    assert model.flops_per_sample(224).palm / 6 == multiply_adds
 
 
 # those that are complete: a model of transformers is in test_huggingface.py

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from recipes.model.gpt2 import GPT2
 from recipes.model.init import fill, generator_for, named_parameters, normal_
 from recipes.model.llama import Llama
-from recipes.model.resnet18 import ResNet18
+from recipes.model.resnet import ResNet18
 from recipes.model.weights import await_checkpoint, initialize
 
 torch.set_num_threads(1)

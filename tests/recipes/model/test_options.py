@@ -24,10 +24,11 @@ NUM_PARAMETERS = {  # without vocabulary padding
     "moe_nano": 4_233_024,
     "moe_8x7b": 46_702_792_704,
     "resnet18": 11_172_810,
+    "resnet50": 25_557_032,
 }
 
 
-FAMILIES = {"deepseek": "moe"}  # of another module than the option's name
+FAMILIES = {"deepseek": "moe", "resnet18": "resnet", "resnet50": "resnet"}  # of another module than the option's name
 
 
 def build(option: str, **changes: object) -> nn.Module:
@@ -52,7 +53,7 @@ def test_every_option_is_counted_here() -> None:
 
 @pytest.mark.parametrize("option", NUM_PARAMETERS)
 def test_number_of_parameters(option: str) -> None:
-    changes = {} if option == "resnet18" else {"vocab_pad_multiple": 1}
+    changes = {} if option.startswith("resnet") else {"vocab_pad_multiple": 1}
     model = build(option, **changes)
     assert count(model) == NUM_PARAMETERS[option]
     everything = [*model.parameters(), *model.buffers()]

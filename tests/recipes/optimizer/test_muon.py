@@ -15,7 +15,7 @@ from torch.optim import _muon
 from recipes.config.instantiate import make as instantiate
 from recipes.errors import ConfigError
 from recipes.model.gpt2 import GPT2
-from recipes.model.resnet18 import ResNet18
+from recipes.model.resnet import ResNet18
 from recipes.optimizer import DividesWork, muon
 from recipes.optimizer.muon import Muon, orthogonalize
 

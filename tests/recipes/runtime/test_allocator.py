@@ -3,9 +3,12 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from support import ROOT
+from support import ROOT, TINY, composed_config
+
+import recipes.build
 
 pytestmark = pytest.mark.skipif("glibc" not in os.confstr("CS_GNU_LIBC_VERSION"), reason="an option of glibc")
 
@@ -52,3 +55,10 @@ def test_settings_of_the_user_are_kept_and_every_tensor_faults_in_again(variable
     kept, faults = count_page_faults(**variables)
     assert not kept
     assert faults > NUM_TENSORS * PAGES * 0.9
+
+
+def test_a_run_on_a_cpu_keeps_freed_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = []
+    monkeypatch.setattr(recipes.build, "keep_freed_memory", lambda: calls.append(1))
+    recipes.build.build(composed_config(*TINY, "trainer.accelerator=cpu"), tmp_path, [])
+    assert len(calls) == 1

@@ -8,7 +8,7 @@ from torch import nn
 from recipes.errors import ConfigError
 from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
-from recipes.model.resnet18 import ResNet18
+from recipes.model.resnet import ResNet18
 from recipes.precision import Precision
 from recipes.strategy import get_blocks
 from recipes.strategy.fsdp import FSDP2Strategy, HSDPStrategy

@@ -101,12 +101,12 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         ["precision=bf16-mixed"],
     ),
     f"{_TP} {_IMAGES}": (
-        "tensor_parallel_size=2 model._target_=recipes.model.resnet18.ResNet18: it does not declare how it is"
+        "tensor_parallel_size=2 model._target_=recipes.model.resnet.ResNet18: it does not declare how it is"
         f" sharded over ranks; type tensor_parallel_size=1, or {_MODELS}",
         ["tensor_parallel_size=1", "model=gpt2 data=stdlib_text task=language_modeling"],
     ),
     f"{_CP} {_IMAGES}": (
-        "context_parallel_size=2 model._target_=recipes.model.resnet18.ResNet18: it does not declare how it is"
+        "context_parallel_size=2 model._target_=recipes.model.resnet.ResNet18: it does not declare how it is"
         f" sharded over ranks; type context_parallel_size=1, or {_MODELS}",
         ["context_parallel_size=1", "model=llama_160m data=stdlib_text task=language_modeling"],
     ),

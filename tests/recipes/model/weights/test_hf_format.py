@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
-from recipes.model.resnet18 import ResNet18
+from recipes.model.resnet import ResNet18
 from recipes.model.weights.huggingface import export_pretrained, load_pretrained
 
 torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""ResNet-18: shapes, initial weights, torchvision's names."""
+"""ResNet-18 and ResNet-50: shapes, initial weights, torchvision's names."""
 
 import math
 from pathlib import Path
@@ -9,37 +9,43 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from recipes.errors import ConfigError
-from recipes.model.resnet18 import ResNet18
+from recipes.model.resnet import ResNet, ResNet18, ResNet50
 from recipes.model.weights import initialize
 
 torch.set_num_threads(1)
 
 
-def digits(**changes: object) -> ResNet18:
+ARCHITECTURES = pytest.mark.parametrize("architecture", [ResNet18, ResNet50])
+
+
+def digits(architecture: type[ResNet] = ResNet18, **changes: object) -> ResNet:
     settings = {"num_classes": 10, "in_channels": 1, "small_images": True}
-    model = ResNet18(**(settings | changes))  # type: ignore[arg-type]
+    model = architecture(**(settings | changes))  # type: ignore[arg-type]
     initialize(model, seed=0)
     return model
 
 
-def their_name(name: str) -> str:
+def their_name(name: str, architecture: type[ResNet] = ResNet18) -> str:
     """Return torchvision's name of ours: the inverse of `our_name`, written independently."""
     if name.startswith("blocks."):
         _, index, rest = name.split(".", 2)
         rest = rest.replace("norm", "bn").replace("shortcut", "downsample")
-        return f"layer{int(index) // 2 + 1}.{int(index) % 2}.{rest}"
+        places = {ResNet18: "11223344", ResNet50: "1112222333333444"}[architecture]  # type: ignore[index]
+        stage = places[int(index)]
+        return f"layer{stage}.{places[: int(index)].count(stage)}.{rest}"
     for ours, theirs in (("stem_conv", "conv1"), ("stem_norm", "bn1"), ("head", "fc")):
         name = name.replace(ours, theirs)
     return name
 
 
-def test_first_loss_is_ln_of_the_classes_and_logits_have_one_row_per_image() -> None:
-    model = digits()
+@ARCHITECTURES
+def test_first_loss_is_ln_of_the_classes_and_logits_have_one_row_per_image(architecture: type[ResNet]) -> None:
+    model = digits(architecture)
     images = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     logits = model(images)
     assert logits.shape == (4, 10)
     loss = F.cross_entropy(logits, torch.arange(4))
-    # The head's 0.01 on 512 features of order 1 makes logits of std 0.2.
+    # The head's 0.01 on 512 features of order 1 makes logits of std 0.2, on 2048 of 0.45
     assert loss.item() == pytest.approx(math.log(10), abs=0.3)
 
 
@@ -55,21 +61,26 @@ def test_init_sets_statistics_of_batch_norm_as_well_as_weights() -> None:
         assert torch.equal(value, model.state_dict()[name]), name
 
 
-def test_blocks_begin_as_identities() -> None:
-    block = digits().blocks[0]
-    x = torch.rand(2, 64, 4, 4)
+@ARCHITECTURES
+def test_blocks_begin_as_identities(architecture: type[ResNet]) -> None:
+    block = digits(architecture).blocks[1]  # the first of ResNet-50 changes the shape
+    x = torch.rand(2, block.conv1.in_channels, 4, 4)
     assert torch.equal(block(x), x)
 
 
+@ARCHITECTURES
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
-def test_torchvisions_names_are_read_back_into_equal_weights(tmp_path: Path, suffix: str) -> None:
-    source = digits()
+def test_torchvisions_names_are_read_back_into_equal_weights(
+    tmp_path: Path, suffix: str, architecture: type[ResNet]
+) -> None:
+    source = digits(architecture)
     source(torch.rand(4, 1, 8, 8))
-    named = {their_name(name): value for name, value in source.state_dict().items()}
+    named = {their_name(name, architecture): value for name, value in source.state_dict().items()}
     assert {"layer2.0.downsample.1.running_var", "layer4.1.bn2.bias", "fc.weight"} <= set(named)
-    file = tmp_path / f"resnet18{suffix}"
+    assert ("layer3.5.bn3.bias" in named) == (architecture is ResNet50)
+    file = tmp_path / f"resnet{suffix}"
     save_file(named, file) if suffix == ".safetensors" else torch.save(named, file)
-    model = digits(pretrained=str(file))
+    model = digits(architecture, pretrained=str(file))
     for name, value in source.state_dict().items():
         assert torch.equal(value, model.state_dict()[name]), name
 
@@ -81,6 +92,13 @@ def test_weights_of_another_shape_are_rejected_and_every_difference_is_listed(
     save_file(named, tmp_path / "resnet18.safetensors")
     with pytest.raises(ValueError, match=r"stem_conv\.weight is .*; head\.weight is .*; head\.bias is"):
         digits(num_classes=7, in_channels=3, pretrained=str(tmp_path / "resnet18.safetensors"))
+
+
+def test_weights_of_a_deeper_resnet_are_rejected_and_its_additional_blocks_are_listed(tmp_path: Path) -> None:
+    named = {their_name(name, ResNet50): value for name, value in digits(ResNet50).state_dict().items()}
+    save_file(named, tmp_path / "resnet50.safetensors")
+    with pytest.raises(ValueError, match=r"blocks\.0\.conv3\.weight is unknown.*layer1\.2\.conv1\.weight is unknown"):
+        digits(pretrained=str(tmp_path / "resnet50.safetensors"))
 
 
 def test_a_file_that_is_not_there_is_rejected() -> None:

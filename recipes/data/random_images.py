@@ -1,0 +1,126 @@
+"""Reproducible random images instead of photos, to measure speed and memory: one copy per image, no files.
+
+Shapes: C channels, S x S pixels.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from recipes.data.order import mix64
+from recipes.errors import ConfigError
+from recipes.tokenizer import Tokenizer
+
+_VAL_STREAM = 1 << 62  # validation counts its images from here, training from 0
+_NUM_STARTS = 2**16  # different images: windows of one buffer of noise, because drawing each takes 100 times as long
+
+
+class NoiseImages(Dataset[dict[str, Tensor]]):
+    """Sample i is a window of one buffer of normal noise; its position and its class depend only on (seed, i).
+
+    Args:
+        num_samples: Number of samples.
+        num_classes: Classes are in [0, num_classes).
+        in_channels: C.
+        image_size: S.
+        seed: Seed of images and classes.
+        first_sample: Offset in the random stream, which keeps two datasets with the same seed distinct.
+    """
+
+    targets_per_sample: int | None = 1
+    tokens_per_sample: int = 0
+
+    def __init__(
+        self, *, num_samples: int, num_classes: int, in_channels: int, image_size: int, seed: int, first_sample: int
+    ) -> None:
+        self.num_samples = num_samples
+        self.num_classes = num_classes
+        self.shape = (in_channels, image_size, image_size)
+        self.seed = seed & ((1 << 64) - 1)
+        self.first_sample = first_sample
+        num_values = in_channels * image_size**2
+        noise = np.random.default_rng(self.seed).standard_normal(num_values + _NUM_STARTS, np.float32)
+        self._noise = torch.from_numpy(noise)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return one sample: inputs [C, S, S] float with mean 0 and variance 1, targets a class, 0-dim int64."""
+        if not -self.num_samples <= index < self.num_samples:
+            raise IndexError(f"sample {index} of {self.num_samples}")
+        sample = np.array([self.first_sample + index % self.num_samples], dtype=np.uint64)
+        key = mix64(np.array([self.seed], dtype=np.uint64))
+        [bits] = mix64(mix64(sample) ^ key).tolist()
+        start, label = bits % _NUM_STARTS, (bits >> 16) % self.num_classes
+        image = self._noise[start : len(self._noise) - _NUM_STARTS + start].view(self.shape)  # [C, S, S]
+        return {"inputs": image, "targets": torch.tensor(label)}
+
+
+@dataclass(kw_only=True)
+class RandomImages:
+    """Normal noise with random classes; by construction, the validation loss cannot fall below log(num_classes).
+
+    Args:
+        num_classes: Classes are in [0, num_classes).
+        in_channels: Channels of an image.
+        image_size: Height and width in pixels.
+        num_samples: Training samples in one epoch.
+        num_val_samples: Validation samples, which differ from the training samples.
+        seed: Seed of images and classes; the order of samples depends on the seed of the run.
+
+    Raises:
+        ConfigError: A setting is not positive.
+    """
+
+    sample_kind: ClassVar[str] = "images"
+    tokenizer: ClassVar[Tokenizer | None] = None  # the samples are not text
+
+    num_classes: int
+    in_channels: int
+    image_size: Annotated[int, ">= 1"]
+    num_samples: Annotated[int, ">= 1"]
+    num_val_samples: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_classes", "in_channels", "image_size", "num_samples", "num_val_samples"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"data.{name}={value}", "random images need at least 1", f"data.{name}=32")
+
+    def prepare(self) -> None:
+        """Do nothing: there are no files."""
+
+    @property
+    def fingerprint(self) -> str:
+        """All settings that the images and classes depend on."""
+        return f"noise_images/{self.num_classes}/{self.in_channels}/{self.image_size}/{self.seed}"
+
+    def describe(self) -> str:
+        """Return the number of samples."""
+        size = f"{self.image_size} x {self.image_size}"
+        return f"{self.num_samples:,} random images of {size}, which teach nothing"
+
+    def train(self) -> NoiseImages:
+        """Return the training samples."""
+        return self._images(num_samples=self.num_samples, first_sample=0)
+
+    def val(self) -> NoiseImages:
+        """Return the validation samples."""
+        return self._images(num_samples=self.num_val_samples, first_sample=_VAL_STREAM)
+
+    def _images(self, *, num_samples: int, first_sample: int) -> NoiseImages:
+        return NoiseImages(
+            num_samples=num_samples,
+            num_classes=self.num_classes,
+            in_channels=self.in_channels,
+            image_size=self.image_size,
+            seed=self.seed,
+            first_sample=first_sample,
+        )
