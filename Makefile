@@ -66,6 +66,8 @@ benchmark: $(VENV)/.installed-test
 	$(RUN) benchmarks/prepare.py
 	$(RUN) benchmarks/parity.py
 	$(RUN) benchmarks/memory.py
+	$(RUN) benchmarks/activation_checkpoint.py
+	$(RUN) benchmarks/activation_checkpoint.py share
 	$(RUN) benchmarks/plan_accuracy.py
 	$(RUN) benchmarks/plan_published.py
 	$(RUN) benchmarks/plan_time.py

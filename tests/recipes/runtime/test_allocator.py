@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import ROOT, TINY, composed_config
+from support import ROOT, composed_config
 
 import recipes.build
 
@@ -18,7 +18,7 @@ SCRIPT = f"""
 import resource, torch
 from recipes.runtime.allocator import keep_freed_memory
 print(keep_freed_memory())
-for _ in range(4):  # glibc's aligned allocation asks for a little more than a freed tensor leaves at first
+for _ in range(30):  # glibc 2.36 needs up to nine: its aligned allocation asks for more than a freed tensor leaves
     torch.ones(2**24)  # 64 MiB: allocated, touched and freed
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range({NUM_TENSORS}):
@@ -40,7 +40,7 @@ def count_page_faults(**variables: str) -> tuple[bool, int]:
     return printed[0] == "True", int(printed[1])
 
 
-def test_eight_tensors_after_four_freed_ones_fault_less_than_a_tenth_of_a_tensors_pages() -> None:
+def test_eight_tensors_after_thirty_freed_ones_fault_less_than_a_tenth_of_a_tensors_pages() -> None:
     kept, faults = count_page_faults()
     assert kept
     assert faults < PAGES / 10
@@ -60,5 +60,5 @@ def test_settings_of_the_user_are_kept_and_every_tensor_faults_in_again(variable
 def test_a_run_on_a_cpu_keeps_freed_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = []
     monkeypatch.setattr(recipes.build, "keep_freed_memory", lambda: calls.append(1))
-    recipes.build.build(composed_config(*TINY, "trainer.accelerator=cpu"), tmp_path, [])
+    recipes.build.build(composed_config("data=random_tokens", "trainer.accelerator=cpu"), tmp_path, [])
     assert len(calls) == 1
