@@ -1,4 +1,4 @@
-"""What makes a run faster or smaller keeps its curve: chunks of the loss, resharding, reduction, float8 on shards."""
+"""What makes a run faster or smaller keeps its curve: compilation, chunks, resharding, reduction, float8 on shards."""
 
 from typing import Any
 
@@ -22,6 +22,11 @@ _add("16-mixed, chunks", "fsdp", CHUNKS, precision="16-mixed")
 _add("16-mixed, all logits", "fsdp", "loss_chunk_tokens=null", precision="16-mixed")
 _add("32-true, chunks", "ddp", CHUNKS, precision="32-true")
 _add("32-true, all logits", "ddp", "loss_chunk_tokens=null", precision="32-true")
+_BUDGET = ["activation_checkpoint=memory_budget", "activation_checkpoint.memory_budget=0.3"]
+for _strategy in ("ddp", "fsdp", "ZeRO-1", "ZeRO-2"):
+    _add(f"{_strategy}, eager", _strategy, precision="32-true")
+    _add(f"{_strategy}, compiled", _strategy, "compile=true", precision="32-true")
+    _add(f"{_strategy}, memory budget", _strategy, "compile=true", *_BUDGET, precision="32-true")
 _UNTIED = ["model.tie_embeddings=false", "model.vocab_size=512"]  # an embedding larger than a block
 _add("untied, fsdp", "fsdp", *_UNTIED, model="llama")
 _add("untied, ddp", "ddp", *_UNTIED, model="llama")
@@ -59,6 +64,15 @@ def test_a_loss_in_chunks_is_that_of_all_logits_to_float32s_last_digits(on_two: 
     difference = largest_difference(on_two("32-true, chunks"), on_two("32-true, all logits"))
     assert difference["train/loss"] < 1e-6  # sums in another order: measured 1.2e-7
     assert difference["grad/norm"] < 1e-6  # likewise 3.2e-7
+
+
+@pytest.mark.parametrize("name", ["compiled", "memory budget"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ZeRO-1", "ZeRO-2"])
+def test_compiled_blocks_have_the_numbers_of_eager_ones(strategy: str, name: str, on_two: Any) -> None:
+    # fused kernels round the same formulas in another order
+    difference = largest_difference(on_two(f"{strategy}, {name}"), on_two(f"{strategy}, eager"))
+    assert difference["train/loss"] < 1e-5
+    assert difference["grad/norm"] < 1e-5
 
 
 def test_an_untied_head_and_embedding_have_groups_of_their_own_and_the_numbers_of_ddp(on_two: Any) -> None:
