@@ -13,8 +13,8 @@
 # The pip that comes with Python 3.11 takes two minutes to decide what 130 packages need, a new one half of one. Modules
 # are compiled when they are imported first: half of what is installed never is.
 PYTHON ?= python3
-# Some containers forbid Python to write bytecode: every process would compile torch and Lightning again, two to four
-# seconds each. Here it goes into .venv.
+# Some containers set this variable, so that every process compiles torch and Lightning again, two to four seconds
+# each. Unset, the bytecode is cached in .venv.
 unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 PEERS := .venv-peers

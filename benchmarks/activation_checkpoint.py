@@ -91,9 +91,9 @@ def compare_shares() -> None:
         plain = plain or (planned_xl, measured)
         rows.append(
             {
-                "peak memory": name,
+                "option": name,
                 "GPT-2 1.5B, planned, GiB": round(planned_xl / 2**30, 1),
-                "share, %": round(100 * planned_xl / plain[0], 1),
+                "share planned, %": round(100 * planned_xl / plain[0], 1),
                 "scaled, planned, MiB": round(planned / MIB, 1),
                 "scaled, measured, MiB": round(measured / MIB, 1),
                 "share measured, %": round(100 * measured / plain[1], 1),

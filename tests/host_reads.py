@@ -1,4 +1,7 @@
-"""Count what makes the host wait for the device: reads of tensors between logged steps, by their place in the code."""
+"""Count reads of tensors by the host, which make it wait for the device, between logged steps and by place.
+
+Counts the methods in `READS`, not other operators that wait, such as indexing by a mask.
+"""
 
 import sys
 from collections import Counter

@@ -84,9 +84,18 @@ CHECKS = (
 )
 
 
-def _speed(name: str, *overrides: str, micro: int, sample_gib: float, state_gib: float, **more: int | bool) -> Check:
+def _speed(
+    name: str,
+    *overrides: str,
+    micro: int,
+    sample_gib: float,
+    state_gib: float,
+    num_gpus: int = 1,
+    takes_images: bool = False,
+) -> Check:
     arguments = {"overrides": list(overrides), "micro_batch_size": micro}
-    arguments |= {"sample_gib": sample_gib, "state_gib": state_gib, "num_gpus": 1, **more}
+    arguments |= {"sample_gib": sample_gib, "state_gib": state_gib, "num_gpus": num_gpus}
+    arguments |= {"takes_images": takes_images}
     return Check(
         name=name,
         passes_if=" ".join(overrides),

@@ -42,6 +42,7 @@ class Digits:
     """Ten classes with about 180 images each; the split is fixed and does not depend on the seed."""
 
     sample_kind: ClassVar[str] = "images"
+    num_channels: ClassVar[int] = 1
     fingerprint: str = "digits"
     tokenizer: Tokenizer | None = None  # the samples are not text
 

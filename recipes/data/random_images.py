@@ -1,4 +1,4 @@
-"""Reproducible random images instead of photos, to measure speed and memory: one copy per image, no files.
+"""Reproducible random images, to measure speed and memory without files: one copy per image.
 
 Shapes: C channels, S x S pixels.
 """
@@ -15,33 +15,30 @@ from recipes.data.order import mix64
 from recipes.errors import ConfigError
 from recipes.tokenizer import Tokenizer
 
-_VAL_STREAM = 1 << 62  # validation counts its images from here, training from 0
-_NUM_STARTS = 2**16  # different images: windows of one buffer of noise, because drawing each takes 100 times as long
+_NUM_STARTS = 2**16  # distinct images: windows of one buffer of noise, because drawing each takes 100 times as long
 
 
 class NoiseImages(Dataset[dict[str, Tensor]]):
     """Sample i is a window of one buffer of normal noise; its position and its class depend only on (seed, i).
+
+    There are 65,536 distinct windows, so images repeat in a longer epoch.
 
     Args:
         num_samples: Number of samples.
         num_classes: Classes are in [0, num_classes).
         in_channels: C.
         image_size: S.
-        seed: Seed of images and classes.
-        first_sample: Offset in the random stream, which keeps two datasets with the same seed distinct.
+        seed: Seed of the noise, and of positions and classes.
     """
 
     targets_per_sample: int | None = 1
     tokens_per_sample: int = 0
 
-    def __init__(
-        self, *, num_samples: int, num_classes: int, in_channels: int, image_size: int, seed: int, first_sample: int
-    ) -> None:
+    def __init__(self, *, num_samples: int, num_classes: int, in_channels: int, image_size: int, seed: int) -> None:
         self.num_samples = num_samples
         self.num_classes = num_classes
         self.shape = (in_channels, image_size, image_size)
         self.seed = seed & ((1 << 64) - 1)
-        self.first_sample = first_sample
         num_values = in_channels * image_size**2
         noise = np.random.default_rng(self.seed).standard_normal(num_values + _NUM_STARTS, np.float32)
         self._noise = torch.from_numpy(noise)
@@ -51,10 +48,13 @@ class NoiseImages(Dataset[dict[str, Tensor]]):
         return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return one sample: inputs [C, S, S] float with mean 0 and variance 1, targets a class, 0-dim int64."""
+        """Return one sample: inputs [C, S, S] float with mean 0 and variance 1, targets a class, 0-dim int64.
+
+        The inputs are a view of the noise: do not change them in place.
+        """
         if not -self.num_samples <= index < self.num_samples:
             raise IndexError(f"sample {index} of {self.num_samples}")
-        sample = np.array([self.first_sample + index % self.num_samples], dtype=np.uint64)
+        sample = np.array([index % self.num_samples], dtype=np.uint64)
         key = mix64(np.array([self.seed], dtype=np.uint64))
         [bits] = mix64(mix64(sample) ^ key).tolist()
         start, label = bits % _NUM_STARTS, (bits >> 16) % self.num_classes
@@ -71,7 +71,7 @@ class RandomImages:
         in_channels: Channels of an image.
         image_size: Height and width in pixels.
         num_samples: Training samples in one epoch.
-        num_val_samples: Validation samples, which differ from the training samples.
+        num_val_samples: Validation samples, from noise of another seed.
         seed: Seed of images and classes; the order of samples depends on the seed of the run.
 
     Raises:
@@ -92,7 +92,7 @@ class RandomImages:
         for name in ("num_classes", "in_channels", "image_size", "num_samples", "num_val_samples"):
             value = getattr(self, name)
             if value < 1:
-                raise ConfigError(f"data.{name}={value}", "random images need at least 1", f"data.{name}=32")
+                raise ConfigError(f"data.{name}={value}", "random images need at least 1", f"data.{name}=1")
 
     def prepare(self) -> None:
         """Do nothing: there are no files."""
@@ -109,18 +109,17 @@ class RandomImages:
 
     def train(self) -> NoiseImages:
         """Return the training samples."""
-        return self._images(num_samples=self.num_samples, first_sample=0)
+        return self._images(num_samples=self.num_samples, seed=self.seed)
 
     def val(self) -> NoiseImages:
         """Return the validation samples."""
-        return self._images(num_samples=self.num_val_samples, first_sample=_VAL_STREAM)
+        return self._images(num_samples=self.num_val_samples, seed=~self.seed)
 
-    def _images(self, *, num_samples: int, first_sample: int) -> NoiseImages:
+    def _images(self, *, num_samples: int, seed: int) -> NoiseImages:
         return NoiseImages(
             num_samples=num_samples,
             num_classes=self.num_classes,
             in_channels=self.in_channels,
             image_size=self.image_size,
-            seed=self.seed,
-            first_sample=first_sample,
+            seed=seed,
         )

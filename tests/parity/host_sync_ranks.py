@@ -14,7 +14,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from host_reads import HostReads  # noqa: E402
 from run_cases import run_all  # noqa: E402
-from support import composed_config, read_metrics  # noqa: E402
+from support import composed_config  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 
 from recipes.build import build  # noqa: E402
@@ -52,7 +52,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, of_rank)
-    return {"ranks": of_ranks, "rows": read_metrics(folder) if run.trainer.is_global_zero else []}
+    return {"ranks": of_ranks}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""On two ranks, between logged steps: the host reads nothing from the device, and no engine breaks a block's graph."""
+"""On two ranks, between logged steps: what the host reads, and that DDP and FSDP2 break no block's graph."""
 
 from pathlib import Path
 from typing import Any

@@ -250,9 +250,11 @@ def check_kinds(
     if kinds["model"] != kinds["data"]:
         typed = {override.partition("=")[0] for override in overrides}
         if "data" in typed and "model" not in typed:  # the data was chosen: adapt the model
-            fix = "model=gpt2_nano" if kinds["data"] == "tokens" else "model=resnet18"
+            images = "model=resnet50" if "image_size" in config["data"] else "model=resnet18"
+            fix = "model=gpt2_nano" if kinds["data"] == "tokens" else images
         else:
-            fix = "data=stdlib_text" if kinds["model"] == "tokens" else "data=digits"
+            images = "data=digits" if config["model"].get("in_channels") == 1 else "data=random_images"
+            fix = "data=stdlib_text" if kinds["model"] == "tokens" else images
         yield ConfigError(
             f"{named['model']} {named['data']}",
             f"the model takes {kinds['model']}, the data gives {kinds['data']}",

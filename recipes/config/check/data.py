@@ -13,7 +13,8 @@ _NAME = re.compile(r"[\w-]+")
 
 
 def check_data(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check every named data source: its name, which is part of a metric, and the kind of data."""
+    """Check the channels of images and every named data source: its name, part of a metric, and the kind of data."""
+    yield from _check_channels(config)
     kinds = {
         section: find_signature(node.get("_target_")).constants.get("sample_kind")
         for section, node in list_data(config)
@@ -50,3 +51,13 @@ def _check_tokenizers(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 def _names(members: object) -> list[str]:
     return [str(name) for name in members] if isinstance(members, Mapping) else []
+
+
+def _check_channels(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Reject images whose number of channels is not that of the model, if both are known."""
+    takes, gives = select(config, "model.in_channels"), select(config, "data.in_channels")
+    if gives is None:
+        gives = find_signature(select(config, "data._target_")).constants.get("num_channels")
+    if isinstance(takes, int) and isinstance(gives, int) and takes != gives:
+        reason = f"the number of channels of the images of data= is {gives}"
+        yield ConfigError(f"model.in_channels={takes}", reason, f"model.in_channels={gives}, or another data=")

@@ -64,6 +64,6 @@ def test_every_throughput_command_composes(number: int, monkeypatch: pytest.Monk
     arguments = THROUGHPUT[number].arguments
     size = ["micro_batch_size=2", f"global_batch_size={2 * (arguments['num_gpus'] or 2)}"]
     ranks = "trainer.devices=2" if arguments["num_gpus"] == 0 else "trainer.devices=1"
-    quiet = BARE if "takes_images" in arguments else QUIET
+    quiet = BARE if arguments["takes_images"] else QUIET
     config = composed_config(*arguments["overrides"], *quiet, *size, ranks)
     assert config["trainer"]["accelerator"] == "auto"

@@ -41,6 +41,13 @@ def test_images_have_mean_0_and_variance_1_and_classes_are_uniform() -> None:
     assert ((counts - 200) ** 2 / 200).sum() < 27  # chi square, 9 degrees of freedom: once in a thousand seeds
 
 
+def test_training_and_validation_share_no_image() -> None:
+    train, val = source().train(), source().val()
+    images = [{tuple(split[i]["inputs"].flatten().tolist()) for i in range(len(split))} for split in (train, val)]
+    assert len(images[1]) == 64
+    assert not images[0] & images[1]
+
+
 def test_an_index_outside_is_an_index_error() -> None:
     with pytest.raises(IndexError):
         source().train()[2000]
@@ -49,4 +56,4 @@ def test_an_index_outside_is_an_index_error() -> None:
 def test_no_samples_are_rejected_with_the_override() -> None:
     with pytest.raises(ConfigError) as caught:
         source(num_val_samples=0)
-    assert str(caught.value) == ("data.num_val_samples=0: random images need at least 1; type data.num_val_samples=32")
+    assert str(caught.value) == ("data.num_val_samples=0: random images need at least 1; type data.num_val_samples=1")

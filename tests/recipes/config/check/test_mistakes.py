@@ -108,6 +108,16 @@ MESSAGES = {
         "tokenizer.vocab_size=5000: the model has model.vocab_size=2048 tokens; type model.vocab_size=5000"
     ),
     "data=digits": ("model=gpt2_nano data=digits: the model takes tokens, the data gives images; type model=resnet18"),
+    "data=random_images": (
+        "model=gpt2_nano data=random_images: the model takes tokens, the data gives images; type model=resnet50"
+    ),
+    "model=resnet50 data=stdlib_text": (
+        "model=resnet50 data=stdlib_text: the model takes images, the data gives tokens; type data=random_images"
+    ),
+    "model=resnet50 data=digits": (
+        "model.in_channels=3: the number of channels of the images of data= is 1;"
+        " type model.in_channels=1, or another data="
+    ),
     "model=resnet18 data=stdlib_text": (
         "model=resnet18 data=stdlib_text: the model takes images, the data gives tokens; type data=digits"
     ),
