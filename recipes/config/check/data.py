@@ -13,8 +13,8 @@ _NAME = re.compile(r"[\w-]+")
 
 
 def check_data(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check the channels of images and every named data source: its name, part of a metric, and the kind of data."""
-    yield from _check_channels(config)
+    """Check images against the model, and every named data source: its name, part of a metric, and its kind of data."""
+    yield from _check_images(config)
     kinds = {
         section: find_signature(node.get("_target_")).constants.get("sample_kind")
         for section, node in list_data(config)
@@ -53,11 +53,15 @@ def _names(members: object) -> list[str]:
     return [str(name) for name in members] if isinstance(members, Mapping) else []
 
 
-def _check_channels(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Reject images whose number of channels is not that of the model, if both are known."""
+def _check_images(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Reject images with other channels or more classes than the model has, where both are known."""
     takes, gives = select(config, "model.in_channels"), select(config, "data.in_channels")
     if gives is None:
         gives = find_signature(select(config, "data._target_")).constants.get("num_channels")
     if isinstance(takes, int) and isinstance(gives, int) and takes != gives:
         reason = f"the number of channels of the images of data= is {gives}"
         yield ConfigError(f"model.in_channels={takes}", reason, f"model.in_channels={gives}, or another data=")
+    classes, given = select(config, "model.num_classes"), select(config, "data.num_classes")
+    if isinstance(classes, int) and isinstance(given, int) and given > classes:
+        reason = f"the model has model.num_classes={classes}"
+        yield ConfigError(f"data.num_classes={given}", reason, f"model.num_classes={given}")

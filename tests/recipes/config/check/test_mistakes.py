@@ -118,6 +118,9 @@ MESSAGES = {
         "model.in_channels=3: the number of channels of the images of data= is 1;"
         " type model.in_channels=1, or another data="
     ),
+    "model=resnet50 data.num_classes=2000": (
+        "data.num_classes=2000: the model has model.num_classes=1000; type model.num_classes=2000"
+    ),
     "model=resnet18 data=stdlib_text": (
         "model=resnet18 data=stdlib_text: the model takes images, the data gives tokens; type data=digits"
     ),
