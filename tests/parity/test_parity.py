@@ -77,7 +77,6 @@ KEPT = {
     f"{engine} x1, {name}": TWO[f"{engine} x1"] | {"overrides": [*TWO[f"{engine} x1"]["overrides"], *overrides]}
     for engine in ("ddp", "fsdp", "ZeRO-1", "ZeRO-2", "ZeRO-3")
     for name, overrides in (("recomputed", _RECOMPUTED), ("selective, offloaded", _OFFLOADED))
-    if name != "recomputed" or engine in ("fsdp", "ZeRO-3")
 }
 TWO_SHORT |= KEPT
 FOUR = _cases(["hsdp"], world_size=4, splits=SPLITS)
