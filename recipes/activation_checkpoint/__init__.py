@@ -1,10 +1,13 @@
 """Activation checkpointing: recompute the activations of blocks, or offload them to host memory.
 
-Every option gives the same loss and gradients, bit for bit in eager mode. `recompute` recomputes activations in the
+Every option gives the same loss and gradients, bit for bit in eager mode; what is recomputed draws the random numbers
+of the forward pass again, or they are kept. `recompute` recomputes activations in the
 backward pass instead of saving them; `host_offload` saves them in host memory.
 """
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -69,11 +72,23 @@ class ActivationCheckpoint:
 
 def _with_budget(fraction: float) -> Entered:
     """Return a context that sets the budget while a block runs; the first call compiles the block."""
-    from torch._functorch import config
+    from torch._functorch import config as partitioner
+    from torch._inductor import config as inductor
 
-    patch: Callable[..., Any] = config.patch
+    from recipes.activation_checkpoint.random_ops import KeepRandomNumbers
 
-    def budget(block: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        return patch(activation_memory_budget=fraction)
+    patch_budget: Callable[..., Any] = partitioner.patch
+    patch_passes: Callable[..., Any] = inductor.patch
+    # a budget of 0 ignores which results must be kept, the smallest one above it does not
+    budget = max(fraction, sys.float_info.min)
+    keep_random_numbers = KeepRandomNumbers()
 
-    return budget
+    @contextlib.contextmanager
+    def apply() -> Generator[None, None, None]:
+        with patch_budget(activation_memory_budget=budget), patch_passes(joint_custom_post_pass=keep_random_numbers):
+            yield
+
+    def enter(block: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return apply()
+
+    return enter

@@ -187,7 +187,7 @@ def test_unsharded_parameters_are_not_offloaded(one_rank: None, copies: list[Any
 
 
 @pytest.fixture
-def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[str], list[mock.Mock]]]:
+def order() -> Iterator[tuple[list[str], list[mock.Mock]]]:
     """What a GPU would be given: waits and copies in order, and the streams made."""
     made: list[str] = []
     numbers = itertools.count()
@@ -206,7 +206,8 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[str], list[moc
         recorded.record = lambda stream: made.append(f"record {number}")
         return recorded
 
-    with fake_streams() as streams, FakeTensorMode():
+    # a patch of its own: undone after the fake streams, it would leave one of them in torch
+    with fake_streams() as streams, pytest.MonkeyPatch.context() as monkeypatch, FakeTensorMode():
         make_stream = torch.cuda.Stream
 
         def stream() -> mock.Mock:
