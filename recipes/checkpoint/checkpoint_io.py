@@ -56,7 +56,7 @@ class FolderCheckpointIO(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Start saving this rank's shards."""
         rank = dist.get_rank() if dist.is_initialized() else 0
-        plain, parts = split_state(checkpoint, rank=rank)
+        plain, of_rank, parts = split_state(checkpoint, rank=rank)
         manifest = Manifest(
             step=checkpoint["global_step"],
             world_size=_world_size(),
@@ -65,7 +65,7 @@ class FolderCheckpointIO(CheckpointIO):
             metrics=dict(self.metrics),
             files={},
         )
-        self.writer.begin(Path(path), plain, parts, manifest)
+        self.writer.begin(Path(path), plain, parts, manifest, of_rank=of_rank)
 
     @override
     def load_checkpoint(

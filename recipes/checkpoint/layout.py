@@ -1,6 +1,7 @@
 """Convert between Lightning's checkpoint dict and a folder: tensor names on disk, and the contents of run.pt.
 
 Weights keep their names; optimizer state is `optimizer/<state>/<parameter>`, generator states `rng/<rank>/<source>`.
+What a rank keeps that is neither a weight nor a sharded or replicated tensor is `values/<rank>`: serialized plain data.
 """
 
 import io
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from recipes.checkpoint.saved_tensor import SavedTensor
 from recipes.checkpoint.shard_file import Part
+from recipes.errors import ConfigError
 
 RUN_FILE = "run.pt"
-_OPTIMIZER, _RNG = "optimizer", "rng"
+_OPTIMIZER, _RNG, _VALUES = "optimizer", "rng", "values"
 State = dict[str, Any]
 
 
@@ -35,37 +38,143 @@ def is_shard(name: str) -> bool:
 # --- Lightning's checkpoint -> plain data and tensors, and back ---
 
 
-def split_state(checkpoint: State, *, rank: int) -> tuple[State, dict[str, Part]]:
-    """Separate plain data from the tensors that this rank writes.
+def split_state(checkpoint: State, *, rank: int) -> tuple[State, State, dict[str, Part]]:
+    """Separate plain data of the run, plain data of this rank, and the tensors that this rank writes.
 
     Args:
-        checkpoint: Lightning's checkpoint, with `Part` for tensors and four more keys: `rng`, the generator states of
+        checkpoint: Lightning's checkpoint, with `Part` for tensors and five more keys: `rng`, the generator states of
             this rank; `parameters`, the names of its optimizer's parameters; `every_parameter`, those of all ranks,
-            which may have other layers; `tied`, names that share the tensor of another name.
+            which may have other layers; `tied`, names that share the tensor of another name; `group_values`, what the
+            optimizer keeps in its parameter groups.
         rank: Rank of this process.
 
     Returns:
-        Plain data, and shards by their names on disk.
+        Plain data of the run, which rank 0 writes; plain data of this rank, empty if there is none; and shards by
+        their names on disk.
     """
     parts = {name: part for name, part in checkpoint["state_dict"].items() if name not in checkpoint["tied"]}
     parts |= {f"{_RNG}/{rank}/{source}": part for source, part in checkpoint["rng"].items()}
-    optimizers = []
     own: list[str] = checkpoint["parameters"]
     every: list[str] = checkpoint.get("every_parameter") or own
-    number = {name: index for index, name in enumerate(every)}
-    for optimizer in checkpoint["optimizer_states"]:
-        # include entries without tensors: rank 0, which writes run.pt, may hold no shard of some parameters
-        state: dict[int, State] = {number[own[index]]: {} for index in optimizer["state"]}
-        for index, values in optimizer["state"].items():
-            for key, value in values.items():
-                if isinstance(value, Part):
-                    parts[f"{_OPTIMIZER}/{key}/{own[index]}"] = value
-                else:
-                    state[number[own[index]]][key] = value
-        optimizers.append(optimizer | {"state": state})
-    left_out = ("state_dict", "every_parameter", _RNG)
+    [optimizer] = checkpoint["optimizer_states"]
+    # keys that are no parameter: some optimizers keep state of the whole model under a name
+    others = {key: value for key, value in optimizer["state"].items() if not isinstance(key, int)}
+    of_parameters: dict[str, State] = {}
+    for index, values in optimizer["state"].items():
+        for key, value in values.items() if index not in others else ():
+            if isinstance(value, Part):
+                parts[f"{_OPTIMIZER}/{key}/{own[index]}"] = value
+            else:
+                of_parameters.setdefault(own[index], {})[key] = value
+    kept = {
+        "parameters": of_parameters,
+        "groups": checkpoint["group_values"] if any(checkpoint["group_values"]) else [],
+        "others": others,
+        "top": {key: value for key, value in optimizer.items() if key not in ("state", "param_groups")},
+    }
+    of_rank: State = {"optimizer": kept} if any(kept.values()) else {}
+    if rank and checkpoint.get("callbacks"):
+        of_rank["callbacks"] = checkpoint["callbacks"]
+    left_out = ("state_dict", "every_parameter", "group_values", _RNG)
     plain = {key: value for key, value in checkpoint.items() if key not in left_out}
-    return plain | {"parameters": every, "optimizer_states": optimizers}, parts
+    plain |= {"parameters": every, "optimizer_states": [{"param_groups": optimizer["param_groups"]}]}
+    return plain, of_rank, parts
+
+
+def values_part(of_rank: State, *, rank: int) -> dict[str, Part]:
+    """Return the plain data of a rank as a tensor under its name on disk; nothing if there is none.
+
+    Raises:
+        TypeError: A value could not be loaded again.
+    """
+    if not of_rank:
+        return {}
+    content = torch.frombuffer(bytearray(serialize(of_rank)), dtype=torch.uint8)  # [bytes]
+    return {f"{_VALUES}/{rank}": Part(tensor=content, offsets=(0,), unsharded_shape=content.shape)}
+
+
+def read_values(checkpoint: State, rank: int) -> State:
+    """Return the plain data of one rank that saved a checkpoint; empty if it had none."""
+    saved: SavedTensor | None = checkpoint[_VALUES].get(rank)
+    if saved is None:
+        return {}
+    of_rank: State = torch.load(io.BytesIO(saved.read().numpy().tobytes()), map_location="cpu", weights_only=True)
+    return of_rank
+
+
+def merge_optimizer_values(checkpoint: State, *, rank: int, is_same_mesh: bool) -> State:
+    """Return what an optimizer keeps beside sharded and replicated tensors, from the ranks that saved it.
+
+    On the same mesh a rank gets its own values, where it has any. On another mesh shards have other owners, so a value
+    is taken if all ranks that saved one agree.
+
+    Args:
+        checkpoint: Checkpoint from `merge_state`.
+        rank: Rank of this process.
+        is_same_mesh: Whether this run has the strategy and the mesh of the saving run.
+
+    Returns:
+        `parameters`, values by name of the parameter and key; `groups`, values of each parameter group by key;
+        `others`, state under keys that are no parameter; `top`, further keys of the optimizer's `state_dict`.
+
+    Raises:
+        ConfigError: Ranks of another mesh keep different values.
+    """
+    merged: dict[tuple[Any, ...], Any] = {}
+    own: dict[tuple[Any, ...], Any] = {}
+    read: set[bytes] = set()
+    for saving_rank, saved in checkpoint[_VALUES].items():
+        content = saved.read().numpy().tobytes()
+        if content in read and saving_rank != rank:
+            continue  # of many ranks with the same values one is enough
+        read.add(content)
+        flat = _flatten_values(read_values(checkpoint, saving_rank).get("optimizer", {}))
+        if saving_rank == rank:
+            own = flat
+        for place, value in flat.items():
+            if place in merged and not is_same_mesh and not are_equal(merged[place], value):
+                raise ConfigError(
+                    f"resume=… trainer.devices and sizes of the mesh with {checkpoint['optimizer']}",
+                    f"its ranks keep different values of {'/'.join(str(part) for part in place[1:])}, each for its own"
+                    " shards",
+                    "resume=… with the strategy, the number of devices and the mesh of the checkpoint",
+                )
+            merged.setdefault(place, value)
+    return _unflatten_values(merged | own if is_same_mesh else merged)
+
+
+def _flatten_values(values: State) -> dict[tuple[Any, ...], Any]:
+    """Return values by their place: section, parameter or group, key."""
+    flat: dict[tuple[Any, ...], Any] = {}
+    for section in ("parameters", "others"):
+        for name, of_name in values.get(section, {}).items():
+            flat |= {(section, name, key): value for key, value in of_name.items()}
+    for index, group in enumerate(values.get("groups", ())):
+        flat |= {("groups", index, key): value for key, value in group.items()}
+    return flat | {("top", key): value for key, value in values.get("top", {}).items()}
+
+
+def _unflatten_values(flat: Mapping[tuple[Any, ...], Any]) -> State:
+    merged: State = {"parameters": {}, "others": {}, "groups": {}, "top": {}}
+    for (section, *names, key), value in flat.items():
+        target = merged[section]
+        for name in names:
+            target = target.setdefault(name, {})
+        target[key] = value
+    return merged
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Return whether two values are equal in type and bits; NaN equals itself."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(are_equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(are_equal, one, other))
+    return bool(one == other or (one != one and other != other))
 
 
 def select_state(optimizer: State, saved: list[str], own: list[str], tied: Mapping[str, str]) -> State:
@@ -86,12 +195,16 @@ def select_state(optimizer: State, saved: list[str], own: list[str], tied: Mappi
 
 
 def merge_state(plain: State, tensors: Mapping[str, SavedTensor]) -> State:
-    """Rebuild Lightning's checkpoint, with `SavedTensor` for tensors and the states of every rank under `rng`."""
+    """Rebuild Lightning's checkpoint, with `SavedTensor` for tensors and two more keys.
+
+    `rng` has the generator states of every rank, `values` the serialized plain data of the ranks that have some.
+    """
     weights: State = {}
     index_by_name = {name: index for index, name in enumerate(plain["parameters"])}
     [optimizer] = plain["optimizer_states"]
-    state = {index: dict(values) for index, values in optimizer["state"].items()}
+    state: dict[int, State] = {}
     rng: dict[int, State] = {}
+    values: dict[int, SavedTensor] = {}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition("/")
         middle, _, last = rest.partition("/")
@@ -99,6 +212,8 @@ def merge_state(plain: State, tensors: Mapping[str, SavedTensor]) -> State:
             state.setdefault(index_by_name[last], {})[middle] = tensor
         elif kind == _RNG:
             rng.setdefault(int(middle), {})[last] = tensor
+        elif kind == _VALUES:
+            values[int(middle)] = tensor
         else:
             weights[name] = tensor
     weights |= {name: weights[other] for name, other in plain["tied"].items()}
@@ -106,6 +221,7 @@ def merge_state(plain: State, tensors: Mapping[str, SavedTensor]) -> State:
         "state_dict": weights,
         "optimizer_states": [optimizer | {"state": dict(sorted(state.items()))}],
         _RNG: [rng[rank] for rank in sorted(rng)],
+        _VALUES: dict(sorted(values.items())),
     }
 
 

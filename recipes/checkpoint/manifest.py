@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = 1
+FORMAT = 2  # format 1 lacked what optimizers keep outside tensors on ranks other than the first
 _OWN_HASH = "hash_of_this_file_without_this_line"
 _READ_BYTES = 16 << 20
 
@@ -64,22 +64,28 @@ class Manifest:
 
 def read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of a checkpoint folder; None if it is missing, damaged or of another format."""
+    fields = _read_fields(folder)
+    if fields is None or fields.pop("format") != FORMAT:
+        return None
+    try:
+        files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
+        return Manifest(files=files, **fields) if all(_is_file_name(name) for name in files) else None
+    except (AttributeError, KeyError, TypeError):
+        return None
+
+
+def _read_fields(folder: Path) -> dict[str, Any] | None:
+    """Return the fields of an undamaged manifest of any format."""
     try:
         text = (folder / MANIFEST_FILE).read_text(encoding="utf-8")
-        fields = json.loads(text)
+        fields: dict[str, Any] = json.loads(text)
         own_hash = fields.pop(_OWN_HASH)
         as_written = _dump(fields | {_OWN_HASH: own_hash})
         # compare the text too: a flipped bit in whitespace would leave the fields, and so the hash, unchanged
-        if text != as_written or own_hash != _hash(_dump(fields)):
-            return None
-        if fields.pop("format") != FORMAT:
-            return None
-        files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
-        if not all(_is_file_name(name) for name in files):
-            return None
-        return Manifest(files=files, **fields)
+        is_whole = text == as_written and own_hash == _hash(_dump(fields)) and "format" in fields
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return None
+    return fields if is_whole else None
 
 
 def _is_file_name(name: str) -> bool:
@@ -93,6 +99,9 @@ def find_fault(folder: Path) -> str | None:
         return "there is no such folder"
     manifest = read_manifest(folder)
     if manifest is None:
+        fields = _read_fields(folder)
+        if fields is not None and fields["format"] != FORMAT:
+            return f"it has format {fields['format']}, which this version does not load; continue it with its own"
         reason = "is damaged" if (folder / MANIFEST_FILE).exists() else "is missing"
         return f"its {MANIFEST_FILE} {reason}"
     for name, record in manifest.files.items():

@@ -118,7 +118,7 @@ def get_checkpoint_bytes(trainer: lightning.Trainer) -> int:
     }
     task = trainer.lightning_module
     task.on_save_checkpoint(checkpoint)
-    _, parts = split_state(checkpoint, rank=trainer.global_rank)
+    _, _, parts = split_state(checkpoint, rank=trainer.global_rank)
     # float64 is exact up to 2^53 bytes
     on_rank = torch.tensor(float(sum(part.tensor.nbytes for part in parts.values())), dtype=torch.float64)  # 0-dim
     return int(trainer.strategy.sum_over_ranks(on_rank))  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from recipes.checkpoint.layout import select_state
+from recipes.checkpoint.layout import merge_optimizer_values, select_state
 from recipes.checkpoint.saved_tensor import SavedTensor
 from recipes.checkpoint.shard_file import Part
 from recipes.lightning_internals import unwrap_optimizer
@@ -40,6 +40,29 @@ class PerRankSavingMixin:
         """True makes Lightning pass the saved state to `load_optimizer_state_dict`."""
         return True
 
+    def read_optimizer_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return the saved optimizer state of this rank's parameters; hand the values of groups to the task.
+
+        Raises:
+            ConfigError: Ranks of another mesh keep different values of one parameter.
+        """
+        strategy: Any = self
+        task = strategy.lightning_module
+        values = merge_optimizer_values(
+            checkpoint, rank=strategy.global_rank, is_same_mesh=task.is_of_same_mesh(checkpoint)
+        )
+        task.take_group_values(values["groups"])
+        names: list[str] = checkpoint["parameters"]
+        [optimizer] = checkpoint["optimizer_states"]
+        state = {
+            index: optimizer["state"].get(index, {}) | values["parameters"].get(name, {})
+            for index, name in enumerate(names)
+            if index in optimizer["state"] or name in values["parameters"]
+        }
+        saved = select_state(optimizer | {"state": state}, names, task.optimized_parameters, checkpoint["tied"])
+        merged: dict[str, Any] = saved | values["top"] | {"state": saved["state"] | values["others"]}
+        return merged
+
 
 class ShardSavingMixin(PerRankSavingMixin):
     """Saving for strategies with torch's own tensors and optimizers, unsharded or sharded by rows."""
@@ -61,23 +84,40 @@ class ShardSavingMixin(PerRankSavingMixin):
         )
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return this rank's shards of the optimizer state, keyed as torch's `state_dict`."""
-        saved = unwrap_optimizer(optimizer).state_dict()
+        """Return what this rank saves of the optimizer state, keyed as torch's `state_dict`.
+
+        State of a replicated parameter is the same on all its ranks, so one of them saves it. State of a sharded
+        parameter belongs to its rank, unless the optimizer names it in `replicated_state` or it is a step count.
+        """
+        inner = unwrap_optimizer(optimizer)
+        saved: dict[str, Any] = inner.state_dict()
         orders = find_row_orders(self.lightning_module)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        state = {}
+        replicated = {"step", *getattr(inner, "replicated_state", ())}
+        writes_unsharded = self._ranks.writes_unsharded
+        state: dict[Any, Any] = {}
         for index, values in saved["state"].items():
+            if not isinstance(index, int):  # of no parameter
+                state[index] = values
+                continue
             if is_copy(parameters[index]):
                 continue
-            tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
+            is_sharded = isinstance(parameters[index], DTensor)
+            tensors = {
+                key: value
+                for key, value in values.items()
+                if isinstance(value, Tensor) and (not is_sharded or key in replicated or isinstance(value, DTensor))
+            }
+            others = {key: value for key, value in values.items() if key not in tensors}
             order = orders.get(id(parameters[index]))
-            state[index] = {key: value for key, value in values.items() if key not in tensors} | get_shards(
+            shards = get_shards(
                 tensors,
                 constant=tensors,
-                writes_unsharded=self._ranks.writes_unsharded,
+                writes_unsharded=writes_unsharded,
                 row_orders={} if order is None else dict.fromkeys(tensors, order),
             )
-        return {"state": state, "param_groups": saved["param_groups"]}
+            state[index] = shards | (others if is_sharded or writes_unsharded else {})
+        return saved | {"state": state}
 
     @property
     def _ranks(self) -> Any:
@@ -89,10 +129,8 @@ class ShardSavingMixin(PerRankSavingMixin):
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load the optimizer state of this rank's parameters."""
-        own, tied = self.lightning_module.optimized_parameters, checkpoint["tied"]
-        for optimizer, every in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            saved = select_state(every, checkpoint["parameters"], own, tied)
-            load_optimizer(optimizer, saved, find_row_orders(self.lightning_module))
+        [optimizer] = self.optimizers
+        load_optimizer(optimizer, self.read_optimizer_state(checkpoint), find_row_orders(self.lightning_module))
 
 
 def get_shards(
@@ -174,19 +212,36 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], row_
             for key, value in values.items()
         }
         for index, values in saved["state"].items()
+        if isinstance(index, int)
     }
+    others = {key: values for key, values in saved["state"].items() if key not in state}  # of no parameter
     # use this run's hyper-parameters: `fused` determines on which device torch puts a saved step
     inner: Any = unwrap_optimizer(optimizer)
     groups = inner.state_dict()["param_groups"]
     in_float32 = {EMA_KEY, *getattr(inner, "float32_state", ())}
-    inner.load_state_dict(saved | {"state": state, "param_groups": groups})
+    inner.load_state_dict(saved | {"state": state | others, "param_groups": groups})
     for index, values in state.items():
-        loaded = inner.state[parameters[index]]
+        parameter = parameters[index]
+        loaded = inner.state[parameter]
         for key, value in values.items():
+            if not isinstance(value, Tensor):
+                # torch 2.13 rebuilds what can be iterated over, and so turns a string into that of a generator
+                loaded[key] = _to_device(value, parameter.device)
             # torch casts all state to the parameter's dtype, as needed to resume in another precision; but this would
             # round a float32 average of bfloat16 weights, and any state that an optimizer keeps in float32
-            if key in in_float32 and isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
+            elif key in in_float32 and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(loaded[key].device)
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    """Return plain data with the tensors in it on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _to_device(entry, device) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_to_device(entry, device) for entry in value)
+    return value
 
 
 def _read_like(parameter: Tensor, saved: Any, row_order: RowOrder | None) -> Any:

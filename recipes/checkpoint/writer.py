@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 import xxhash
 
-from recipes.checkpoint.layout import RUN_FILE, serialize, shard_name
+from recipes.checkpoint.layout import RUN_FILE, serialize, shard_name, values_part
 from recipes.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, find_fault, sync
 from recipes.checkpoint.retention import LAST, UNFINISHED, set_aside, update_symlink
 from recipes.checkpoint.shard_file import Part, write_shard
@@ -101,7 +101,15 @@ class CheckpointWriter:
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._group = connect_hosts()
 
-    def begin(self, path: Path, plain: Mapping[str, Any], parts: Mapping[str, Part], manifest: Manifest) -> None:
+    def begin(
+        self,
+        path: Path,
+        plain: Mapping[str, Any],
+        parts: Mapping[str, Part],
+        manifest: Manifest,
+        *,
+        of_rank: Mapping[str, Any] | None = None,
+    ) -> None:
         """Start a save, after waiting for the previous one.
 
         Args:
@@ -109,6 +117,7 @@ class CheckpointWriter:
             plain: State of the run without tensors; only rank 0's is written.
             parts: Tensors that this rank writes.
             manifest: Manifest, complete except for its files.
+            of_rank: Plain state of this rank alone, written with its tensors; None if there is none.
         """
         began = time.perf_counter()
         if self._thread is not None:
@@ -120,7 +129,7 @@ class CheckpointWriter:
         try:
             # not in the thread: training changes the state as soon as this returns
             content = serialize(plain) if rank == 0 else None
-            self._staging.begin(parts)
+            self._staging.begin({**parts, **values_part(dict(of_rank or {}), rank=rank)})
         except Exception as error:  # reported by the thread: the other ranks' threads wait for it
             problem = _describe(error)
         arguments = (path, content, problem, manifest, rank, began)

@@ -34,6 +34,7 @@ class Adafactor(GroupwiseOptimizer):
 
     accepts_flat_partitions: ClassVar[bool] = False
     float32_state: ClassVar[tuple[str, ...]] = ("row_var", "col_var", "variance")
+    replicated_state: ClassVar[tuple[str, ...]] = ("row_var", "col_var")  # the same on all ranks, sharded or not
 
     def __init__(
         self,

@@ -85,7 +85,7 @@ class Muon(GroupwiseOptimizer):
         for group in groups:
             group["params"] = [parameter for parameter in group["params"] if parameter not in hidden]
         self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]] or groups[:1],
+            groups,
             lr=lr if adamw_lr is None else adamw_lr,
             betas=(float(betas[0]), float(betas[1])),
             eps=eps,

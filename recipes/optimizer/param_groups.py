@@ -1,7 +1,9 @@
 """Parameter groups: weight decay acts on matrices, never on biases and norms."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from recipes.adapter import is_factor
@@ -19,7 +21,9 @@ def decay_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any
         weight_decay: Weight decay of the matrices.
 
     Returns:
-        One or two groups with `params`, `weight_decay` and `group_name` (`decay`, `no_decay`).
+        Two groups with `params`, `weight_decay` and `group_name` (`decay`, `no_decay`). One of them may be empty, as
+        that of the matrices of a pipeline stage may be, but every rank has the same groups: schedules and checkpoints
+        go by their number. Without any trainable parameter no group.
     """
     trainable = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     # decaying the scaling factors of an adapter toward zero would switch off the activations they multiply
@@ -29,4 +33,15 @@ def decay_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any
         {"params": matrices, "weight_decay": weight_decay, "group_name": "decay"},
         {"params": vectors, "weight_decay": 0.0, "group_name": "no_decay"},
     ]
-    return [group for group in groups if group["params"]]
+    return groups if trainable else []
+
+
+def drop_unused_groups(optimizer: torch.optim.Optimizer, *, used: Sequence[bool]) -> None:
+    """Remove the groups that are empty on every rank, in place: DeepSpeed cannot partition an empty group.
+
+    Args:
+        optimizer: Optimizer before its first step.
+        used: Whether any rank has a parameter in a group, for each group.
+    """
+    kept = [group for group, is_used in zip(optimizer.param_groups, used, strict=True) if is_used]
+    optimizer.param_groups[:] = kept

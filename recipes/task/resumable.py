@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
-from recipes.checkpoint.layout import shard_name
+from recipes.checkpoint.layout import are_equal, read_values, shard_name
 from recipes.checkpoint.rng_state import restore, rng_state, seed_rank
 from recipes.checkpoint.shard_file import write_shard
 from recipes.clipping import Clipping
@@ -23,7 +23,10 @@ from recipes.model.weights.adapter import has_adapter
 from recipes.numerics.collectives import gather_objects
 from recipes.numerics.ema import NAME as AVERAGE
 from recipes.numerics.nf4 import list_nf4
+from recipes.optimizer.param_groups import drop_unused_groups
 from recipes.task.resumed import check_base, check_model, check_optimizer, recount_micro_batches
+
+_RATES = ("lr", "initial_lr")
 
 
 class Resumable(lightning.LightningModule):
@@ -56,6 +59,7 @@ class Resumable(lightning.LightningModule):
         self.optimized_parameters: list[str] = []
         self._every_parameter: list[str] = []
         self._hyperparameters: list[dict[str, Any]] = []
+        self._resumed_group_values: dict[int, dict[str, Any]] = {}
         self._resumed_optimizer: str | None = None
         self._resumed_rng: list[Any] | None = None
         self._rng_is_restored = False
@@ -74,6 +78,11 @@ class Resumable(lightning.LightningModule):
         """
         self._optimizer = getattr(optimizer, "state_of", type(optimizer).__name__)
         check_optimizer(self._optimizer, self._resumed_optimizer)
+        used = [[bool(group["params"]) for group in optimizer.param_groups]]
+        pipeline = self.trainer.strategy.groups.pipeline  # type: ignore[attr-defined]
+        if pipeline is not None:
+            used = gather_objects(used[0], pipeline)
+        drop_unused_groups(optimizer, used=[any(of_group) for of_group in zip(*used, strict=True)])
         names = {id(parameter): name for name, parameter in self.named_parameters()}
         self.optimized_parameters = [
             names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]
@@ -94,6 +103,25 @@ class Resumable(lightning.LightningModule):
             {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
 
+    def take_group_values(self, values: dict[int, dict[str, Any]]) -> None:
+        """Keep what the optimizer of a checkpoint kept in its parameter groups, by number, for `resume_optimizer`."""
+        self._resumed_group_values = values
+
+    def _get_group_values(self) -> list[dict[str, Any]]:
+        """Return what the optimizer itself keeps in its groups: values that are no longer those of the config.
+
+        Some optimizers estimate a step size or count steps there. Learning rates follow from the config.
+        """
+        current = self.trainer.optimizers[0].param_groups if self.trainer.optimizers else []
+        return [
+            {
+                key: value
+                for key, value in group.items()
+                if key not in ("params", *_RATES) and (key not in configured or not are_equal(value, configured[key]))
+            }
+            for group, configured in zip(current, self._hyperparameters, strict=True)
+        ]
+
     def resume_optimizer(self, schedule: Callable[[int], float]) -> None:
         """Set hyperparameters and learning rates from the config; keep the optimizer state of the checkpoint.
 
@@ -102,8 +130,8 @@ class Resumable(lightning.LightningModule):
         """
         optimizer, scheduler = self.trainer.optimizers[0], self.lr_schedulers()
         assert isinstance(scheduler, LambdaLR), "configure_optimizers returns one LambdaLR"
-        for group, configured in zip(optimizer.param_groups, self._hyperparameters, strict=True):
-            group |= configured | {"initial_lr": configured["lr"]}
+        for index, (group, configured) in enumerate(zip(optimizer.param_groups, self._hyperparameters, strict=True)):
+            group |= configured | {"initial_lr": configured["lr"]} | self._resumed_group_values.get(index, {})
             group["lr"] = configured["lr"] * schedule(scheduler.last_epoch)
         scheduler.base_lrs = [configured["lr"] for configured in self._hyperparameters]
         self.restore_rng()
@@ -131,11 +159,12 @@ class Resumable(lightning.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["consumed"] = {"samples": self.num_samples, "tokens": self.num_tokens}
         checkpoint["strategy"] = type(self.trainer.strategy).__name__
-        checkpoint["model_ranks"] = self._model_ranks
+        checkpoint["mesh"] = self._mesh_sizes
         checkpoint["loggers"] = {type(logger).__name__: logger.version for logger in self.trainer.loggers}
         checkpoint["optimizer"] = self._optimizer
         checkpoint["parameters"] = self.optimized_parameters
         checkpoint["every_parameter"] = self._every_parameter
+        checkpoint["group_values"] = self._get_group_values()
         checkpoint["base"] = self._base_of_adapter
         frozen = self.frozen_names()
         for name in frozen:
@@ -152,7 +181,7 @@ class Resumable(lightning.LightningModule):
         if self.whole_model is not None:  # includes the layers of other pipeline ranks
             shapes = {f"model.{name}": tensor.shape for name, tensor in self.whole_model.state_dict().items()}
         check_model(shapes, checkpoint["state_dict"])
-        check_base(self._base_of_adapter, checkpoint.get("base"))  # absent from files of earlier versions
+        check_base(self._base_of_adapter, checkpoint["base"])
         self.awaits_checkpoint = False
         self.num_samples = checkpoint["consumed"]["samples"]
         self.num_tokens = checkpoint["consumed"]["tokens"]
@@ -162,10 +191,14 @@ class Resumable(lightning.LightningModule):
         self._resumed_optimizer = checkpoint["optimizer"]
         if self._optimizer is not None:  # some engines load after the optimizer is built
             check_optimizer(self._optimizer, self._resumed_optimizer)
-        # RNG states belong to a rank's place in the mesh; `model_ranks` is absent from files of earlier versions
-        is_same_mesh = checkpoint.get("model_ranks", {}) == self._model_ranks
-        self._resumed_rng = checkpoint["rng"] if is_same_mesh else []
-        self.recipes_restore_scalars(checkpoint.get("clipping", {}))  # absent from files of earlier versions
+        # RNG states belong to a rank's place in the mesh, whichever ranks shard the weights
+        is_same_place = _get_model_sizes(checkpoint["mesh"]) == _get_model_sizes(self._mesh_sizes)
+        self._resumed_rng = checkpoint["rng"] if is_same_place else []
+        if self.is_of_same_mesh(checkpoint):
+            # Lightning would give every rank the callback states of rank 0
+            of_rank = read_values(checkpoint, self.trainer.global_rank)
+            checkpoint["callbacks"] = of_rank.get("callbacks", checkpoint.get("callbacks", {}))
+        self.recipes_restore_scalars(checkpoint["clipping"])
         if not self._keeps_average:
             for state in checkpoint["optimizer_states"][0]["state"].values():
                 state.pop(AVERAGE, None)
@@ -184,10 +217,15 @@ class Resumable(lightning.LightningModule):
         write_shard(path, on_host)
 
     @property
-    def _model_ranks(self) -> dict[str, int]:
-        """Number of ranks along each model-parallel mesh dimension that has more than one."""
+    def _mesh_sizes(self) -> dict[str, Any]:
+        """Number of ranks along each mesh dimension that has more than one, and the schedule of a pipeline."""
         mesh: Mesh = self.trainer.strategy.mesh  # type: ignore[attr-defined]
-        return {name: size for name, size in mesh.sizes().items() if name not in ("replicate", "shard")}
+        return mesh.sizes() | ({"schedule": mesh.pipeline_schedule} if mesh.pipeline > 1 else {})
+
+    def is_of_same_mesh(self, checkpoint: dict[str, Any]) -> bool:
+        """Return whether each rank of this run holds what the same rank of the saving run held."""
+        is_same_engine = checkpoint["strategy"] == type(self.trainer.strategy).__name__
+        return is_same_engine and bool(checkpoint["mesh"] == self._mesh_sizes)
 
     @functools.cached_property
     def whole_model(self) -> nn.Module | None:
@@ -253,3 +291,8 @@ class Resumable(lightning.LightningModule):
         skip_validation_once(trainer, step=to_step)  # if this step is due for validation, that has already run
         if from_step == trainer.max_steps:
             trainer.should_stop = False  # the run was about to end, but now has steps to repeat
+
+
+def _get_model_sizes(sizes: dict[str, Any]) -> dict[str, int]:
+    """Return the sizes of the mesh dimensions along which ranks work on the same samples."""
+    return {name: size for name, size in sizes.items() if name not in ("replicate", "shard", "schedule")}

@@ -16,7 +16,7 @@ from run_cases import run_all  # noqa: E402
 from support import composed_config, read_metrics  # noqa: E402
 
 from recipes.build import build  # noqa: E402
-from recipes.checkpoint.layout import is_shard  # noqa: E402
+from recipes.checkpoint.layout import are_equal, is_shard, merge_optimizer_values  # noqa: E402
 from recipes.checkpoint.saved_tensor import SavedTensor, open_tensors  # noqa: E402
 
 
@@ -26,23 +26,31 @@ class SavesAgain(Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:  # the first hook after the task has resumed
+        if self.path.exists():
+            return
         trainer.save_checkpoint(self.path)
         outcome = trainer.strategy.checkpoint_io.writer.poll(wait=True)
         assert outcome is not None
         assert outcome.is_valid, outcome
 
 
-def open_checkpoint(folder: Path) -> dict[str, SavedTensor]:
-    """Return the tensors of a checkpoint, except RNG states, which are specific to a rank."""
+def open_checkpoint(folder: Path) -> tuple[dict[str, SavedTensor], dict[str, Any]]:
+    """Return the tensors of a checkpoint and what the optimizer kept beside them.
+
+    Without RNG states, which are specific to a rank, and without the states of callbacks.
+    """
     found = open_tensors(path for path in sorted(folder.iterdir()) if is_shard(path.name))
-    return {name: tensor for name, tensor in found.items() if not name.startswith("rng/")}
+    values = {int(name.partition("/")[2]): tensor for name, tensor in found.items() if name.startswith("values/")}
+    kept = merge_optimizer_values({"values": values}, rank=0, is_same_mesh=True)
+    return {name: tensor for name, tensor in found.items() if not name.startswith(("rng/", "values/"))}, kept
 
 
 def compare(first: Path, second: Path) -> list[str]:
-    """Return the names of tensors that differ in any bit or are missing from one checkpoint."""
-    one, other = open_checkpoint(first), open_checkpoint(second)
+    """Return the names of tensors and values that differ in any bit or are missing from one checkpoint."""
+    (one, kept), (other, kept_again) = open_checkpoint(first), open_checkpoint(second)
     differing = set(one) ^ set(other)
+    differing |= {name for name in kept if not are_equal(kept[name], kept_again[name])}
     return sorted(
         differing | {name for name in set(one) & set(other) if not torch.equal(one[name].read(), other[name].read())}
     )
@@ -50,6 +58,7 @@ def compare(first: Path, second: Path) -> list[str]:
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     config = composed_config(*case["overrides"]) | {"data": case["data"]}
+    config |= {"optimizer": case["optimizer"]} if "optimizer" in case else {}
     run = build(config, folder, [])
     again = folder / "again.ckpt"
     if run.checkpoint is not None:

@@ -59,7 +59,7 @@ class ZeroState:
             optimizer: DeepSpeed's optimizer.
             writes_unsharded: Whether this rank writes tensors that are unsharded on every rank.
         """
-        state: dict[int, dict[str, Part]] = {}
+        state: dict[int, dict[str, Any]] = {}
         _link(optimizer)
         names, scalars = _split_state(optimizer.optimizer)
         sharded = is_stage_3(optimizer)
@@ -73,7 +73,10 @@ class ZeroState:
             }
             state[index] = {name: part for name, part in parts.items() if part is not None}
             if writes_unsharded:
-                state[index] |= {name: unsharded_part(value) for name, value in scalars.items()}
+                state[index] |= {
+                    name: unsharded_part(value) if isinstance(value, Tensor) else value
+                    for name, value in scalars.items()
+                }
         return {
             "state": state if names or scalars else {},
             "param_groups": self._groups(optimizer),
@@ -117,12 +120,12 @@ class ZeroState:
 
         Args:
             optimizer: DeepSpeed's optimizer, before its first step.
-            saved: State keyed like torch's `state_dict`, with tensors as `SavedTensor`.
+            saved: State keyed like torch's `state_dict`, with `SavedTensor` for tensors of parameters.
         """
         if not any(saved["state"].values()):
             return
         moments = {
-            parameter: {name: value for name, value in saved["state"][index].items() if value.shape}
+            parameter: {name: value for name, value in saved["state"][index].items() if _is_per_element(value)}
             for index, parameter in enumerate(self._parameters)
         }
         scalars = _read_scalars(optimizer, next(iter(saved["state"].values())))
@@ -168,29 +171,37 @@ def advance_step_count(optimizer: Any, num_steps: int) -> None:
         )
 
 
-def _split_state(optimizer: torch.optim.Optimizer) -> tuple[list[str], dict[str, Tensor]]:
+def _split_state(optimizer: torch.optim.Optimizer) -> tuple[list[str], dict[str, Any]]:
     """Return the names of per-element state, and the per-parameter state, such as `step`."""
     for state in optimizer.state.values():
         names = [name for name, value in state.items() if getattr(value, "ndim", 0) > 0]
-        scalars: dict[str, Tensor] = {
-            name: torch.as_tensor(value, dtype=torch.float32).cpu()  # 0-dim
-            for name, value in state.items()
-            if name not in names and value is not None
+        scalars = {name: value for name, value in state.items() if name not in names and value is not None}
+        if type(optimizer).__name__ == "DeepSpeedCPUAdam":  # counts steps in an int, torch's Adam in a tensor
+            scalars = {name: torch.tensor(value, dtype=torch.float32) for name, value in scalars.items()}  # 0-dim
+        return names, {
+            name: value.float().cpu() if isinstance(value, Tensor) else value for name, value in scalars.items()
         }
-        return names, scalars
     return [], {}
 
 
-def _read_scalars(optimizer: Any, saved: Mapping[str, SavedTensor]) -> dict[str, Any]:
+def _is_per_element(value: Any) -> bool:
+    return isinstance(value, SavedTensor) and len(value.shape) > 0
+
+
+def _read_scalars(optimizer: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return per-parameter state, such as `step`, in the form that the engine's optimizer needs."""
     base = optimizer.optimizer
-    scalars = {name: value.read() for name, value in saved.items() if not value.shape}  # 0-dim
+    scalars = {
+        name: value.read() if isinstance(value, SavedTensor) else value
+        for name, value in saved.items()
+        if not _is_per_element(value)
+    }
     if type(base).__name__ == "DeepSpeedCPUAdam":  # counts steps in an int
         advance_step_count(base, int(scalars["step"]))
         return {name: int(value) for name, value in scalars.items()}
     fused = base.param_groups[0].get("fused")  # a fused optimizer keeps its step count on the device
     device = flat_weights(optimizer)[0].device if fused else "cpu"
-    return {name: value.to(device) for name, value in scalars.items()}
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in scalars.items()}
 
 
 def _link(optimizer: Any) -> None:

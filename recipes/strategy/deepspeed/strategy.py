@@ -17,7 +17,6 @@ from lightning.pytorch.strategies.ddp import DDPStrategy
 from torch import Tensor, nn
 from typing_extensions import override
 
-from recipes.checkpoint.layout import select_state
 from recipes.checkpoint.shards import PerRankSavingMixin
 from recipes.lightning_internals import (
     complete_deepspeed_config,
@@ -289,7 +288,4 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load this rank's shards of the optimizer state."""
-        task: Any = self.lightning_module
-        [every] = checkpoint["optimizer_states"]
-        saved = select_state(every, checkpoint["parameters"], task.optimized_parameters, checkpoint["tied"])
-        self._state.load_optimizer(self.optimizers[0], saved)
+        self._state.load_optimizer(self.optimizers[0], self.read_optimizer_state(checkpoint))

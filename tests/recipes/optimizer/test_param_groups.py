@@ -7,7 +7,7 @@ from support import composed_config
 from recipes.config.instantiate import make
 from recipes.model.gpt2 import GPT2
 from recipes.model.weights import initialize
-from recipes.optimizer.param_groups import decay_groups
+from recipes.optimizer.param_groups import decay_groups, drop_unused_groups
 
 
 def small() -> GPT2:
@@ -35,6 +35,17 @@ def test_frozen_parameters_are_in_no_group() -> None:
     # two embeddings, weight and bias of the last norm
     assert sum(len(group["params"]) for group in groups) == len(trainable) == 4
     assert all(parameter.requires_grad for group in groups for parameter in group["params"])
+
+
+def test_every_rank_has_the_same_groups_whichever_of_them_are_empty() -> None:
+    vectors, matrices = torch.nn.LayerNorm(4), torch.nn.Linear(4, 4, bias=False)
+    names = [[group["group_name"] for group in decay_groups(model, weight_decay=0.1)] for model in (vectors, matrices)]
+    assert names == [["decay", "no_decay"]] * 2
+    optimizer = torch.optim.AdamW(decay_groups(vectors, weight_decay=0.1), fused=True)
+    vectors(torch.ones(2, 4)).sum().backward()
+    optimizer.step()  # an empty group is stepped over
+    drop_unused_groups(optimizer, used=[False, True])
+    assert [group["group_name"] for group in optimizer.param_groups] == ["no_decay"]
 
 
 @pytest.mark.parametrize(
