@@ -1,14 +1,28 @@
 """Protocols that models implement, and the parameter names that initialization and weight loading rely on."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from recipes.model.flops import Flops
 from recipes.model.kv_cache import KeyValueCache
 
-__all__ = ["Flops", "ImageModel", "KeyValueCache", "LanguageModel", "Model"]
+__all__ = ["Flops", "ImageModel", "KeyValueCache", "LanguageModel", "Model", "Stack"]
+
+
+class Stack(NamedTuple):
+    """Several matrices in one weight, for optimizers that compute with whole matrices.
+
+    Attributes:
+        sizes: Outputs of each matrix; with several groups, of each matrix in a group.
+        num_groups: Number of groups that repeat these sizes, such as heads that hold query, key and value each.
+        by_columns: Whether the weight is stored as [inputs, outputs], unlike that of `nn.Linear`.
+    """
+
+    sizes: tuple[int, ...]
+    num_groups: int = 1
+    by_columns: bool = False
 
 
 class Model(Protocol):

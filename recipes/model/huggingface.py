@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from recipes.model import Stack
 from recipes.model.flops import Flops, decoder_flops_per_token
 from recipes.model.init import fill, generator_for, named_parameters
 from recipes.model.transformers_models import (
@@ -17,6 +18,7 @@ from recipes.model.transformers_models import (
     check_kind,
     check_sizes,
     find_blocks,
+    find_stacks,
     load_config,
     make_model,
     make_model_on_meta,
@@ -127,6 +129,10 @@ class HuggingFace(nn.Module):
             return self.inner(input_ids=tokens, use_cache=False, **options).logits  # [B, T, V]
         hidden = self.inner.base_model(input_ids=tokens, use_cache=False, **options).last_hidden_state  # [B, T, W]
         return self.inner.get_output_embeddings()(hidden, reduce)
+
+    def stacks(self) -> dict[str, Stack | None]:
+        """Return the matrices in the weights of fused layers, by layer; None where it is not known which there are."""
+        return {f"inner.{name}": stack for name, stack in find_stacks(self.inner).items()}
 
     def make_cache(self, *, capacity: int, padding: Tensor | None = None) -> "TransformersCache":
         """Return an empty cache for `forward`; arguments as for `KeyValueCache`."""

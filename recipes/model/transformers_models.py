@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 
 from recipes.errors import ConfigError
+from recipes.model import Stack
+from recipes.model.init import unsharded_shape
 from recipes.numerics.torchao_import import without_warnings_of_torchao
 
 log = logging.getLogger("lightning_recipes")
@@ -112,6 +115,45 @@ def find_blocks(inner: Any, *, name: str) -> tuple[str, str]:
             return parent, own
     reason = f"{type(inner).__name__} does not say which of its modules are blocks (_no_split_modules)"
     raise ConfigError(f"model.name={name}", reason, "model.name=<another model>, or model=llama_1b and the like")
+
+
+# layers that compute several matrix products at once, under the names that models of transformers give them
+_FUSED = re.compile(r"c_attn|qkv|query_key_value|gate_(and_)?up|in_proj|kv_proj|^(wi|w12|w13)$", re.IGNORECASE)
+
+
+def find_stacks(inner: Any) -> dict[str, Stack | None]:
+    """Return the matrices in the weights of fused layers, by layer; None where it is not known which there are.
+
+    Read from the forward passes of transformers 5.24.
+    """
+    found: dict[str, Stack | None] = {}
+    for name, module in inner.named_modules():
+        own = name.rpartition(".")[2]
+        if isinstance(getattr(module, "weight", None), torch.Tensor) and _FUSED.search(own):
+            found[name] = _find_stack(inner.config, own, module)
+    return found
+
+
+def _find_stack(config: Any, own: str, module: Any) -> Stack | None:
+    kind, heads = config.model_type, getattr(config, "num_attention_heads", 1)
+    shape = unsharded_shape(module.weight)
+    outputs = shape[1] if kind == "gpt2" else shape[0]  # GPT-2 stores weights as [inputs, outputs]
+    head = outputs // (3 * heads)  # features of a head where keys and values have as many heads as queries
+    if own == "gate_up_proj":
+        return Stack((outputs // 2, outputs // 2))
+    if kind == "gpt2":
+        return Stack((outputs // 3,) * 3, by_columns=True)
+    if kind in ("gpt_neox", "persimmon") or (kind == "gpt_bigcode" and not config.multi_query):
+        return Stack((head,) * 3, num_groups=heads)
+    if kind == "gpt_bigcode":
+        keys = config.hidden_size // heads
+        return Stack((outputs - 2 * keys, keys, keys))
+    if kind == "codegen":  # stored for four devices, whatever their number
+        return Stack((outputs // 12,) * 3, num_groups=4)
+    if kind == "phi3":
+        keys = config.num_key_value_heads * (outputs // (heads + 2 * config.num_key_value_heads))
+        return Stack((outputs - 2 * keys, keys, keys))
+    return None
 
 
 def check_kind(config: Any, *, name: str) -> None:

@@ -6,6 +6,7 @@ statistics of many parameters are summed over ranks in one all-reduce, and the n
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from recipes.optimizer.groupwise import GroupwiseOptimizer
-from recipes.optimizer.param_groups import decay_groups
+from recipes.optimizer.param_groups import check_matrices, decay_groups
 from recipes.optimizer.shards import Layout, get_layout, local
 
 
@@ -22,6 +23,7 @@ class Adafactor(GroupwiseOptimizer):
     """Adafactor with decoupled weight decay and steps relative to the scale of a parameter.
 
     A convolution kernel counts as a matrix with one row per output channel; vectors have a second moment per element.
+    Rows of a vocabulary's padding enter no mean.
 
     Args:
         model: Model whose trainable parameters are optimized; vectors are not decayed.
@@ -30,6 +32,9 @@ class Adafactor(GroupwiseOptimizer):
         eps: Square root of the minimum second moment, and minimum parameter RMS for relative steps.
         clip_threshold: Maximum RMS of an update before it is multiplied by the step size.
         weight_decay: Weight decay of matrices, multiplied by the learning rate.
+
+    Raises:
+        ConfigError: A weight stacks the matrices of several layers, such as experts.
     """
 
     accepts_flat_partitions: ClassVar[bool] = False
@@ -42,7 +47,7 @@ class Adafactor(GroupwiseOptimizer):
         *,
         lr: Annotated[float, "> 0, < inf"],
         beta2_decay: Annotated[float, "<= 0"],
-        eps: tuple[Annotated[float, "> 0"], Annotated[float, ">= 0"]],
+        eps: tuple[Annotated[float, ">= 1e-18"], Annotated[float, ">= 0"]],
         clip_threshold: Annotated[float, ">= 1"],
         weight_decay: Annotated[float, ">= 0"],
     ) -> None:
@@ -52,22 +57,25 @@ class Adafactor(GroupwiseOptimizer):
             "eps": (float(eps[0]), float(eps[1])),
             "clip_threshold": clip_threshold,
         }
+        check_matrices(model, optimizer="adafactor")
+        self._real_rows = dict(_find_padded(model))
         super().__init__(decay_groups(model, weight_decay=weight_decay), defaults)
 
     @override
     def step_chunk(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         layout, (eps1, eps2) = get_layout(parameters[0]), group["eps"]
+        rows = [self._real_rows.get(parameter, len(parameter)) for parameter in parameters]
         states = [self._count(parameter) for parameter in parameters]
         grads = [_as_matrix(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        sizes, mean_squares = _measure(parameters, grads, layout)
+        sizes, mean_squares = _measure(parameters, grads, rows, layout)
         kept = [moment for state in states for moment in _moments(state)]
         weights = [state["step"] ** group["beta2_decay"] for state in states for _ in _moments(state)]  # first 1
         torch._foreach_lerp_(kept, mean_squares, weights)
-        updates = _second_moments(states, layout, eps1)  # of the elements of this rank
+        updates = _second_moments(states, rows, layout, eps1)  # of the elements of this rank
         torch._foreach_clamp_min_(updates, eps1 * eps1)
         torch._foreach_rsqrt_(updates)
         torch._foreach_mul_(updates, grads)
-        counts = [parameter.numel() for parameter in parameters]
+        counts = _count_elements(parameters, rows)
         rms = _sum_over_shards(_root_mean_squares(updates, counts).square(), layout).sqrt()  # [parameters]
         scales = sizes.clamp(min=eps2) / (rms / group["clip_threshold"]).clamp(min=1.0)  # [parameters]
         torch._foreach_mul_(updates, scales.unbind())
@@ -93,38 +101,57 @@ class Adafactor(GroupwiseOptimizer):
         return state
 
 
+def _find_padded(model: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
+    """Yield each weight with rows for tokens that do not exist, and its number of rows without them.
+
+    They are zero and stay zero; a mean over all rows would depend on how far the vocabulary is padded.
+    """
+    vocab_size = getattr(model, "vocab_size", None)
+    named = dict(model.named_parameters())
+    for name in ("embedding.weight", "head.weight"):  # see `recipes.model.Model`
+        if name in named and vocab_size is not None and len(named[name]) > vocab_size:
+            yield named[name], vocab_size
+
+
+def _count_elements(parameters: Sequence[Tensor], rows: Sequence[int]) -> list[int]:
+    """Return the number of elements of each parameter in its rows that are not padding."""
+    return [num_rows * math.prod(parameter.shape[1:]) for parameter, num_rows in zip(parameters, rows, strict=True)]
+
+
 def _moments(state: dict[str, Any]) -> list[Tensor]:
     """Return the stored second moments: of rows, [R], and columns, [C]; or of this rank's shard of a vector."""
     return [local(state["variance"])] if "variance" in state else [state["row_var"], state["col_var"]]
 
 
-def _second_moments(states: list[dict[str, Any]], layout: Layout, eps1: float) -> list[Tensor]:
+def _second_moments(states: list[dict[str, Any]], num_rows: Sequence[int], layout: Layout, eps1: float) -> list[Tensor]:
     """Return the second moment of every element of this rank, [rows, C] or [rows], in new tensors."""
     found = []
-    for state in states:
+    for state, num_real in zip(states, num_rows, strict=True):
         if "variance" in state:
             found.append(local(state["variance"]).clone())
             continue
         row_var, col_var = state["row_var"], state["col_var"]
         rows = layout.rows(of=len(row_var))
-        found.append(torch.outer(row_var[rows] / row_var.mean().clamp(min=eps1), col_var))
+        found.append(torch.outer(row_var[rows] / row_var[:num_real].mean().clamp(min=eps1), col_var))
     return found
 
 
-def _measure(parameters: list[nn.Parameter], grads: list[Tensor], layout: Layout) -> tuple[Tensor, list[Tensor]]:
+def _measure(
+    parameters: list[nn.Parameter], grads: list[Tensor], rows: Sequence[int], layout: Layout
+) -> tuple[Tensor, list[Tensor]]:
     """Return the RMS of each parameter, [parameters], and the mean squares of their gradients.
 
     The latter are, for a matrix, those of the rows, [R], then those of the columns, [C]; for a vector, the square of
     each element of this rank.
     """
-    counts = [parameter.numel() for parameter in parameters]
+    counts = _count_elements(parameters, rows)
     pieces = [_root_mean_squares([_as_matrix(parameter) for parameter in parameters], counts)]
     places, lengths, divisors = [slice(0, len(parameters))], [len(parameters)], [1.0]
-    matrices = [pair for pair in zip(parameters, grads, strict=True) if pair[1].ndim == 2]
-    for parameter, grad in matrices:
+    matrices = [each for each in zip(parameters, grads, rows, strict=True) if each[1].ndim == 2]
+    for parameter, grad, num_real in matrices:
         num_rows, num_columns = len(parameter), grad.shape[1]
         pieces += [_norms_along(grad, dim=1), _norms_along(grad, dim=0)]
-        divisors += [num_columns**0.5, num_rows**0.5]
+        divisors += [num_columns**0.5, num_real**0.5]
         places += [layout.rows(of=num_rows), slice(0, num_columns)]
         lengths += [num_rows, num_columns]
     torch._foreach_div_(pieces, divisors)

@@ -4,8 +4,10 @@
 step, independent of the batch size; the matrices are distributed over ranks.
 """
 
+import logging
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -16,12 +18,14 @@ from typing_extensions import override
 
 from recipes.adapter import is_factor
 from recipes.errors import ConfigError
+from recipes.model import Stack
 from recipes.model.init import unsharded_shape
 from recipes.optimizer.groupwise import GroupwiseOptimizer
-from recipes.optimizer.param_groups import decay_groups
+from recipes.optimizer.param_groups import check_matrices, decay_groups
 from recipes.optimizer.shards import get_layout, in_chunks, local
 from recipes.optimizer.whole_matrices import WholeMatrices
 
+LOGGER = logging.getLogger("lightning_recipes")
 # RMS of an AdamW update in units of the learning rate (arXiv 2502.16982, section 2.2): matching it allows the learning
 # rate and weight decay of AdamW to be reused.
 _ADAMW_RMS = 0.2
@@ -40,14 +44,22 @@ class StacksMatrices(Protocol):
         """Return the rows of each matrix in a stack, by the name of the parameter in the module."""
 
 
+@runtime_checkable
+class NamesStacks(Protocol):
+    """A model that names its fused layers, whose weights stack matrices by rows, by columns or in groups."""
+
+    def stacks(self) -> dict[str, Stack | None]:
+        """Return the matrices in the weight of each fused layer, by name; None if they are not known."""
+
+
 class Muon(GroupwiseOptimizer):
     """Muon for the matrices inside `model.blocks`, AdamW for embeddings, head, norms and biases.
 
-    A convolution kernel counts as a matrix with one row per output channel.
+    A convolution kernel counts as a matrix with one row per output channel. What is taken as a matrix is logged.
 
     Args:
         model: Model whose trainable parameters are optimized; vectors are not decayed. Modules that stack matrices in
-            one parameter, such as queries, keys and values, implement `StacksMatrices`.
+            one parameter, such as queries, keys and values, implement `StacksMatrices`, or the model `NamesStacks`.
         lr: Peak learning rate, on the scale of AdamW; the scheduler multiplies it.
         adamw_lr: Peak learning rate of parameters updated by AdamW; None: `lr`.
         momentum: Decay rate of the Nesterov momentum of hidden matrices, per optimizer step.
@@ -61,7 +73,7 @@ class Muon(GroupwiseOptimizer):
         product_dtype: Dtype of the matmuls; None: bfloat16 on a GPU, float32 elsewhere.
 
     Raises:
-        ConfigError: There is no matrix in `model.blocks`.
+        ConfigError: There is no matrix in `model.blocks`, or it is not known which matrices a weight stacks.
     """
 
     accepts_flat_partitions: ClassVar[bool] = False
@@ -79,8 +91,10 @@ class Muon(GroupwiseOptimizer):
     ) -> None:
         self.replicas: dist.ProcessGroup | None = None
         self.product_dtype: torch.dtype | None = None
+        check_matrices(model, optimizer="muon")
         hidden = _hidden_matrices(model)
-        self._stacks = dict(_find_stacks(model))
+        self._stacks = {parameter: stack for parameter, stack in _find_stacks(model) if parameter in hidden}
+        _log_matrices(model, hidden, self._stacks)
         groups = decay_groups(model, weight_decay=weight_decay)
         for group in groups:
             group["params"] = [parameter for parameter in group["params"] if parameter not in hidden]
@@ -130,12 +144,8 @@ class Muon(GroupwiseOptimizer):
             return _local_grad(parameters[index]).lerp(momenta, momentum)  # [rows of this rank, ...]
 
         def direction(index: int, matrix: Tensor) -> Tensor:
-            rows = self._stacks.get(parameters[index], (len(matrix),))
-            stacked = matrix.split(rows)  # type: ignore[no-untyped-call]
-            parts = [orthogonalize(part) for part in stacked]
-            # elements of an orthogonal [R, C] have a root mean square of 1 / sqrt(max(R, C))
-            scaled = [part.mul_(_ADAMW_RMS * math.sqrt(max(part.shape))) for part in parts]
-            return scaled[0] if len(scaled) == 1 else torch.cat(scaled)  # [R, C]
+            stack = self._stacks.get(parameters[index])
+            return _orthogonalize_scaled(matrix) if stack is None else _orthogonalize_stack(matrix, stack)
 
         for index, rows in matrices.map(direction, read=read):
             weights = local(parameters[index])
@@ -165,12 +175,37 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     return x.mT if is_tall else x
 
 
+def _orthogonalize_scaled(matrix: Tensor) -> Tensor:
+    """Return an orthogonal matrix [R, C] whose elements have the root mean square of an AdamW update."""
+    # elements of an orthogonal [R, C] have a root mean square of 1 / sqrt(max(R, C))
+    return orthogonalize(matrix).mul_(_ADAMW_RMS * math.sqrt(max(matrix.shape)))
+
+
+def _orthogonalize_stack(matrix: Tensor, stack: Stack) -> Tensor:
+    """Orthogonalize each matrix of a stack [R, C] by itself."""
+    rows = matrix.mT if stack.by_columns else matrix  # [outputs, inputs]
+    groups = rows.reshape(stack.num_groups, -1, rows.shape[1])  # [groups, outputs of a group, inputs]
+    parts = groups.split(stack.sizes, dim=1)  # type: ignore[no-untyped-call]
+    done = [_orthogonalize_scaled(part.reshape(-1, rows.shape[1])).reshape(part.shape) for part in parts]
+    joined = torch.cat(done, dim=1).view(rows.shape)
+    return joined.mT.contiguous() if stack.by_columns else joined
+
+
 def _hidden_matrices(model: nn.Module) -> dict[nn.Parameter, None]:
-    """Return the trainable parameters with two or more dimensions in the blocks of a model, in order."""
+    """Return the trainable parameters with two or more dimensions in the blocks of a model, in order.
+
+    Without embeddings, whose rows are looked up one by one.
+    """
     blocks = getattr(model, "blocks", None)
     named = [] if blocks is None else blocks.named_parameters()
+    rows = {
+        parameter
+        for module in ([] if blocks is None else blocks.modules())
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for parameter in module.parameters(recurse=False)
+    }
     trained = [parameter for name, parameter in named if parameter.requires_grad and not is_factor(name)]
-    hidden = {parameter: None for parameter in trained if len(unsharded_shape(parameter)) >= 2}
+    hidden = {p: None for p in trained if len(unsharded_shape(p)) >= 2 and p not in rows}
     if not hidden:
         what = "`blocks`" if blocks is None else "trained matrix in its `blocks`"
         raise ConfigError(
@@ -181,15 +216,60 @@ def _hidden_matrices(model: nn.Module) -> dict[nn.Parameter, None]:
     return hidden
 
 
-def _find_stacks(model: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[int, ...]]]:
-    """Yield each parameter that is a stack of matrices, with the rows of each."""
-    for module in model.modules():
+def _find_stacks(model: nn.Module) -> Iterator[tuple[nn.Parameter, Stack]]:
+    """Yield each trained parameter that is a stack of matrices.
+
+    Raises:
+        ConfigError: It is not known which matrices a weight stacks.
+    """
+    for name, parameter, stack in _find_fused_weights(model):
+        if not parameter.requires_grad:
+            continue
+        if stack is None:
+            raise ConfigError(
+                "optimizer=muon",
+                f"{name} computes several matrix products at once, and it is not known where one ends in its weight",
+                "optimizer=adamw",
+            )
+        outputs = unsharded_shape(parameter)[1 if stack.by_columns else 0]
+        assert sum(stack.sizes) * stack.num_groups == outputs, f"{name}: {stack} is not {outputs} outputs"
+        yield parameter, stack
+
+
+def _find_fused_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Stack | None]]:
+    """Yield name, weight and stack of each layer that stacks matrices, also in the modules of torch."""
+    for path, module in model.named_modules():
+        stacks: dict[str, Stack | None] = {}
         if isinstance(module, StacksMatrices):
-            for name, rows in module.stacked_rows().items():
-                parameter = module.get_parameter(name)
-                num_rows = unsharded_shape(parameter)[0]
-                assert sum(rows) == num_rows, f"{name}: {rows} are not {num_rows} rows"
-                yield parameter, rows
+            stacks = {name.rpartition(".")[0]: Stack(rows) for name, rows in module.stacked_rows().items()}
+        elif isinstance(module, NamesStacks):
+            stacks = module.stacks()
+        for name, stack in stacks.items():
+            layer: Any = module.get_submodule(name)
+            yield f"{path}.{name}".lstrip("."), layer.weight, stack
+            for factor in getattr(layer, "lora_B", {}).values():  # its rows are the outputs of the layer
+                yield f"{path}.{name}.lora_B", factor.weight, stack and stack._replace(by_columns=False)
+        if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
+            yield f"{path}.in_proj_weight", module.in_proj_weight, Stack((module.embed_dim,) * 3)
+        if isinstance(module, nn.LSTM | nn.GRU):
+            gates = Stack((module.hidden_size,) * (4 if isinstance(module, nn.LSTM) else 3))
+            for name, parameter in module.named_parameters(recurse=False):
+                if name.startswith(("weight_ih", "weight_hh")):
+                    yield f"{path}.{name}", parameter, gates
+
+
+def _log_matrices(model: nn.Module, hidden: Collection[nn.Parameter], stacks: Mapping[nn.Parameter, Stack]) -> None:
+    """Log which parameters are taken as matrices, those of all blocks together."""
+    blocks: Any = model.blocks
+    counts: Counter[str] = Counter()
+    for name, parameter in blocks.named_parameters():
+        if parameter in hidden:
+            shape, stack = unsharded_shape(parameter), stacks.get(parameter)
+            rows, columns = shape[0], math.prod(shape[1:])
+            how = "" if stack is None else f" as {len(stack.sizes)} matrices"
+            counts[f"{name.partition('.')[2]} [{rows}, {columns}]{how}"] += 1
+    described = ", ".join(f"{count} x {name}" for name, count in counts.items())
+    LOGGER.info("Muon orthogonalizes %s; AdamW updates everything else", described)
 
 
 def _local_grad(parameter: nn.Parameter) -> Tensor:

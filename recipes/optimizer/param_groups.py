@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from recipes.adapter import is_factor
+from recipes.errors import ConfigError
 from recipes.model.init import unsharded_shape
 
 
@@ -45,3 +47,32 @@ def drop_unused_groups(optimizer: torch.optim.Optimizer, *, used: Sequence[bool]
     """
     kept = [group for group, is_used in zip(optimizer.param_groups, used, strict=True) if is_used]
     optimizer.param_groups[:] = kept
+
+
+def check_matrices(model: nn.Module, *, optimizer: str) -> None:
+    """Reject a weight that stacks the matrices of several layers along an axis of its own, such as experts.
+
+    For optimizers that treat a weight with two or more axes as one matrix. Kernels of convolutions are matrices with
+    one row per output channel.
+
+    Args:
+        model: Model whose trainable parameters are optimized.
+        optimizer: Name of the optimizer, for the message.
+
+    Raises:
+        ConfigError: There is such a weight.
+    """
+    kernels = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, _ConvNd)
+        for parameter in module.parameters(recurse=False)
+    }
+    for name, parameter in model.named_parameters():
+        shape = unsharded_shape(parameter)
+        if parameter.requires_grad and id(parameter) not in kernels and sum(size > 1 for size in shape) > 2:
+            raise ConfigError(
+                f"optimizer={optimizer}",
+                f"{name}, {list(shape)}, stacks matrices, such as those of all experts, and it would treat them as one",
+                "optimizer=adamw",
+            )

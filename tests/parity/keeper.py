@@ -1,4 +1,4 @@
-"""An optimizer as strangers write them: it keeps numbers, lists of tensors, words, and values of groups and of the whole.
+"""An optimizer as strangers write them: it keeps numbers, words and lists, of parameters, groups and the whole model.
 
 Every one of them changes the next step, so that a resume without it shows.
 """

@@ -1,4 +1,4 @@
-"""Every optimizer resumes from every pipeline schedule, whatever it keeps in its state: on its own mesh and on others."""
+"""Every optimizer resumes from every pipeline schedule, on its own mesh and others, whatever it keeps in its state."""
 
 import itertools
 from pathlib import Path
@@ -118,7 +118,7 @@ def test_values_that_differ_between_ranks_are_not_taken_on_another_mesh(curves: 
 
 @pytest.mark.parametrize("name", KEEPERS)
 def test_each_value_that_the_keeper_keeps_changes_its_steps(name: str, curves: dict[Any, Any]) -> None:
-    """The control: a run that starts anew does not follow the second half of the curve."""
+    """The control: a run from the start does not follow the second half of the curve."""
     rows = curves[name, "", "single"]["rows"]
     assert rows[0]["train/loss"] - rows[-1]["train/loss"] > 0.002
     assert largest_difference(rows[:HALF], rows[HALF:])["train/loss"] > 1e-3

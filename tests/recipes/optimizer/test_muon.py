@@ -2,7 +2,11 @@
 
 import copy
 import math
+import tempfile
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +16,17 @@ from thread_ranks import LAYOUTS, NUM_RANKS, Net, run_on_threads, train
 from torch import Tensor, nn
 from torch.optim import _muon
 
+from recipes.adapter.lora import Lora
 from recipes.config.instantiate import make as instantiate
 from recipes.errors import ConfigError
+from recipes.model import Stack
 from recipes.model.gpt2 import GPT2
+from recipes.model.huggingface import HuggingFace
 from recipes.model.resnet import ResNet18
+from recipes.model.weights import initialize
+from recipes.model.weights.huggingface import export_pretrained
 from recipes.optimizer import DividesWork, muon
+from recipes.optimizer.adafactor import Adafactor
 from recipes.optimizer.muon import Muon, orthogonalize
 
 
@@ -30,6 +40,10 @@ def make(model: nn.Module, *, adamw_lr: float | None = None) -> Muon:
         eps=1e-8,
         weight_decay=0.1,
     )
+
+
+def make_adafactor(model: nn.Module) -> Adafactor:
+    return Adafactor(model, lr=0.1, beta2_decay=-0.8, eps=(1e-15, 1e-3), clip_threshold=1.0, weight_decay=0.0)
 
 
 def test_hidden_matrices_step_as_torchs_muon_and_the_rest_as_torchs_adamw() -> None:
@@ -219,3 +233,153 @@ def test_in_bfloat16_it_is_torchs(shape: tuple[int, int]) -> None:
 
 def test_a_matrix_of_zeros_stays_one() -> None:
     assert not orthogonalize(torch.zeros(4, 3)).any()
+
+
+# --- which tensors are matrices, in models of others ---
+
+
+def make_transformers(kind: str, **more: object) -> nn.Module:
+    """Return a nano model of transformers behind the wrapper, on the CPU with random weights."""
+    from transformers import AutoConfig
+
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    config = AutoConfig.for_model(kind, vocab_size=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, **more)
+    for name, value in (small | {"max_position_embeddings": 16} | more).items():
+        setattr(config, name, value)
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        return HuggingFace(name=folder, pretrained=None, max_seq_len=16, vocab_size=32)
+
+
+# kind, settings, layer -> which of its outputs belong to each matrix, found by running it
+FUSED = [
+    ("gpt2", {}, "attn.c_attn"),
+    ("gpt_neox", {}, "attention.query_key_value"),
+    ("gpt_bigcode", {"multi_query": True, "n_inner": 24}, "attn.c_attn"),
+    ("gpt_bigcode", {"multi_query": False, "n_inner": 24}, "attn.c_attn"),
+    ("codegen", {"num_attention_heads": 4, "rotary_dim": 4, "n_ctx": 16}, "attn.qkv_proj"),
+    ("phi3", {"num_key_value_heads": 1}, "self_attn.qkv_proj"),
+    ("phi3", {"num_key_value_heads": 1}, "mlp.gate_up_proj"),
+    ("persimmon", {}, "self_attn.query_key_value"),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "layer"), FUSED)
+def test_fused_layers_of_transformers_are_taken_apart_where_their_forward_pass_does(
+    kind: str, settings: dict[str, object], layer: str
+) -> None:
+    """Outputs of one matrix are exchangeable features of one product: queries, keys, values, gate or up.
+
+    A value is scaled: attention is linear in it, and in no query or key; a gate passes a nonlinearity, up does not.
+    """
+    torch.manual_seed(0)
+    model: Any = make_transformers(kind, **settings).eval()
+    stacks = dict(muon._find_stacks(model))
+    module = model.blocks[0].get_submodule(layer)
+    stack = stacks[module.weight]
+    num_outputs = sum(stack.sizes) * stack.num_groups
+    group = torch.arange(num_outputs).view(stack.num_groups, -1).split(stack.sizes, dim=1)
+    tokens = torch.randint(32, (1, 8))
+    parent: Any = model.blocks[0].get_submodule(layer.rpartition(".")[0])
+    seen: list[Tensor] = []
+    parent.register_forward_hook(lambda _, __, output: seen.append(output[0] if isinstance(output, tuple) else output))
+
+    def response(outputs: Tensor, factor: float) -> Tensor:
+        """Return what the module computes with some outputs of the fused layer scaled."""
+        scale = torch.ones(num_outputs)
+        scale[outputs] = factor
+        handle = module.register_forward_hook(lambda _, __, output: output * scale)
+        seen.clear()
+        with torch.no_grad():
+            model(tokens)
+        handle.remove()
+        return seen[0].double()
+
+    last = group[-1].flatten() if kind != "codegen" else group[1].flatten()  # CodeGen has query, value, key
+    zero, one, two = (response(last, factor) for factor in (0.0, 1.0, 2.0))
+    torch.testing.assert_close(two - one, one - zero, rtol=1e-4, atol=1e-6)  # all of it is linear
+    assert (one - zero).abs().max() > 1e-5
+    others = torch.tensor(sorted(set(range(num_outputs)) - set(last.tolist())))
+    for index in others[:: max(len(others) // 6, 1)]:
+        zero, one, two = (response(index[None], factor) for factor in (0.0, 1.0, 60.0))
+        assert not torch.allclose((two - one) / 59, one - zero, rtol=1e-3, atol=1e-9), f"output {index} is linear, too"
+
+
+def test_a_transposed_stack_steps_as_the_same_stack_by_rows_and_groups_as_matrices_apart() -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(12, 5)
+    apart = torch.cat([muon._orthogonalize_scaled(part) for part in matrix.split(4)])
+    by_rows = muon._orthogonalize_stack(matrix, Stack((4, 4, 4)))
+    torch.testing.assert_close(by_rows, apart, rtol=0, atol=0)
+    by_columns = muon._orthogonalize_stack(matrix.mT.contiguous(), Stack((4, 4, 4), by_columns=True))
+    torch.testing.assert_close(by_columns.mT, apart)
+    mixed = matrix.view(3, 2, 2, 5).transpose(0, 1).reshape(12, 5)  # two heads, each with two rows of every matrix
+    in_groups = muon._orthogonalize_stack(mixed, Stack((2, 2, 2), num_groups=2))
+    expected = apart.view(3, 2, 2, 5).transpose(0, 1).reshape(12, 5)
+    torch.testing.assert_close(in_groups, expected)
+
+
+@pytest.mark.parametrize("make_optimizer", [make, make_adafactor])
+def test_the_stacked_experts_of_transformers_are_rejected(make_optimizer: Callable[[nn.Module], Any]) -> None:
+    model = make_transformers("mixtral", num_key_value_heads=1, num_local_experts=4)
+    with pytest.raises(ConfigError, match=r"experts\.gate_up_proj, \[4, 48, 16\], stacks matrices, such as those of"):
+        make_optimizer(model)
+
+
+def test_a_fused_layer_of_unknown_order_is_rejected() -> None:
+    model: Any = make_transformers("gpt_neox")
+    model.inner.config.model_type = "unknown"
+    with pytest.raises(ConfigError, match=r"query_key_value computes several matrix products at once"):
+        make(model)
+
+
+def test_what_is_taken_as_a_matrix_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="lightning_recipes"):
+        make(make_transformers("gpt2"))
+    [line] = [record.getMessage() for record in caplog.records if "orthogonalizes" in record.getMessage()]
+    assert "2 x attn.c_attn.weight [16, 48] as 3 matrices, 2 x attn.c_proj.weight [16, 16], " in line
+
+
+def test_fused_weights_of_torch_modules_and_adapters_are_taken_apart_and_embeddings_are_none() -> None:
+    blocks = nn.ModuleList(
+        [nn.ModuleList([nn.MultiheadAttention(4, 1), nn.LSTM(4, 3), nn.GRU(4, 3), nn.Embedding(5, 4)])]
+    )
+    model = nn.Module()
+    model.blocks = blocks
+    optimizer = make(model)
+    names = {parameter: name for name, parameter in blocks[0].named_parameters()}
+    assert {names[parameter]: stack.sizes for parameter, stack in optimizer._stacks.items()} == {
+        "0.in_proj_weight": (4, 4, 4),
+        "1.weight_ih_l0": (3, 3, 3, 3),
+        "1.weight_hh_l0": (3, 3, 3, 3),
+        "2.weight_ih_l0": (3, 3, 3),
+        "2.weight_hh_l0": (3, 3, 3),
+    }
+    assert "3.weight" not in {names[parameter] for parameter in optimizer.param_groups[0]["params"]}
+    adapted = GPT2(vocab_size=8, max_seq_len=4, num_layers=1, num_heads=2, hidden_size=4, dropout=0.0)
+    Lora(r=2, alpha=2, dropout=0.0, target_modules="all", scales_by_root=False, dora=False).apply(adapted)
+    assert [stack.sizes for stack in make(adapted)._stacks.values()] == [(4, 4, 4)]  # B of the fused layer
+
+
+@pytest.mark.parametrize("make_optimizer", [make, make_adafactor])
+def test_gpt2_of_transformers_takes_the_steps_of_our_own(
+    make_optimizer: Callable[[nn.Module], Any], tmp_path: Path
+) -> None:
+    own = GPT2(vocab_size=32, max_seq_len=16, num_layers=2, num_heads=2, hidden_size=16, dropout=0.0)
+    initialize(own, seed=0)
+    export_pretrained(own, tmp_path)
+    theirs = HuggingFace(name=str(tmp_path), pretrained=str(tmp_path), max_seq_len=16, vocab_size=32)
+    initialize(theirs, seed=0)
+    losses: list[list[float]] = []
+    for model in (own, theirs.eval()):
+        optimizer, tokens = make_optimizer(model), torch.arange(32).view(2, 16) * 5 % 32  # [B, T]
+        losses.append([])
+        for _ in range(5):
+            loss = nn.functional.cross_entropy(model(tokens)[:, :, :32].flatten(0, 1), tokens.flatten())
+            losses[-1].append(float(loss))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    # float32 products of transposed matrices, in another order
+    assert losses[0] == pytest.approx(losses[1], rel=2e-6)
+    assert losses[0][0] - losses[0][-1] > 0.05
