@@ -18,6 +18,7 @@ from recipes.launcher.job import Job
 from recipes.runtime.console import LOGGER, open_console
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.lock import lock_run_folder
+from recipes.sweep.command_line import job_overrides as identify_job
 from recipes.sweep.leaderboard import read_objective
 from recipes.sweep.session import MULTIRUN
 from recipes.sweep.settings import Settings
@@ -51,8 +52,9 @@ class SubprocessLauncher(Launcher):
         with lock_run_folder(self.create_folder(), setting="hydra.sweep.dir"):
             sweep = self.open_sweep()
             jobs = self._prepare(sweep, job_overrides, initial_job_idx)
-            source = _FixedJobs([job for job in jobs if sweep.should_start(job)])
-            log_start(sweep, jobs)
+            unique = list({job.number: job for job in jobs}.values())
+            source = _FixedJobs([job for job in unique if sweep.should_start(job)])
+            log_start(sweep, unique)
             MULTIRUN.exit_code = max(MULTIRUN.exit_code, sweep.run(source))
             if MULTIRUN.exit_code in (ExitCode.PREEMPTED, ExitCode.TERMINATED):
                 raise SystemExit(MULTIRUN.exit_code)
@@ -116,14 +118,24 @@ class SubprocessLauncher(Launcher):
         return Path(os.path.expanduser(self._config.hydra.sweep.dir))
 
     def _prepare(self, sweep: Sweep, job_overrides: Sequence[Sequence[str]], first_number: int) -> list[Job]:
-        """Compose and check all jobs; reject invalid ones, or stop before the first job starts."""
+        """Compose and check all jobs; reject invalid ones, or stop before the first job starts.
+
+        Overrides that repeat those of another job stand for that job, which runs once: `-m optimizer.lr=1e-3,0.001`.
+        """
         if len(job_overrides) >= _MANY_JOBS:
             LOGGER.info(f"Composing and checking {len(job_overrides)} jobs")
         jobs: list[Job] = []
         invalid: list[tuple[Job, list[ConfigError]]] = []
+        known: dict[tuple[str, ...], Job] = {}
         for number, overrides in enumerate(job_overrides, start=first_number):
+            identity = tuple(sorted(identify_job(overrides)))
+            if identity in known:
+                LOGGER.info(f"job {number} would repeat job {known[identity].number} and is not run")
+                jobs.append(known[identity])
+                continue
             job, mistakes = sweep.prepare(overrides, number, partial(self.get_folder_name, overrides))
             jobs.append(job)
+            known[identity] = job
             if mistakes:
                 invalid.append((job, mistakes))
         if invalid and not sweep.settings.skip_invalid:

@@ -30,6 +30,9 @@ _SUMMARY_NUMBERS = (
     "num_parameters",
 )
 
+# the metric that is logged during the run for a number of summary.json
+LOGGED_METRICS = {"best_val_loss": "val/loss", "val_loss": "val/loss", "train_loss": "train/loss"}
+
 
 def check_objective(name: str) -> None:
     """Check that a run can have this objective.
@@ -55,12 +58,23 @@ def read_objective(folder: Path, name: str) -> float | None:
         folder: The run folder.
         name: A key of `summary.json`, or a column of `metrics.csv`, whose last value is used.
     """
+    value = _find_objective(folder, name)
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def has_objective(folder: Path, name: str) -> bool:
+    """Return whether the run has written the objective, as a number, NaN or inf; a summary has null for the latter."""
+    logged_as = LOGGED_METRICS.get(name)
+    return _find_objective(folder, name) is not None or logged_as in _last_values(folder / METRICS_FILE)
+
+
+def _find_objective(folder: Path, name: str) -> float | None:
     summary = read_summary(folder)
     if summary is None:
         return None
     values = summary if name in summary else _last_values(folder / METRICS_FILE)
     value: Any = values.get(name)
-    return float(value) if value is not None and math.isfinite(value) else None
+    return None if value is None else float(value)
 
 
 def rank_jobs(jobs: Sequence[Job], objective: str, direction: Direction) -> list[Job]:

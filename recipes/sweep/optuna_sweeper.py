@@ -17,7 +17,7 @@ from recipes.runtime.console import LOGGER
 from recipes.runtime.lock import lock_run_folder
 from recipes.sweep.hydra_launcher import SubprocessLauncher
 from recipes.sweep.leaderboard import Direction
-from recipes.sweep.optuna_study import StudySource
+from recipes.sweep.optuna_study import RESULTS, StudySource
 from recipes.sweep.search_space import Choice, SearchSpace, read_space
 from recipes.sweep.session import MULTIRUN
 
@@ -139,7 +139,7 @@ class OptunaSweeper(Sweeper):
                 f" {sweep.launcher.describe()}, in {folder}"
             )
             source.log_start()
-            MULTIRUN.exit_code = sweep.run(source)
+            MULTIRUN.exit_code = sweep.run(source, results=RESULTS)
 
     def _open_study(self, folder: Path, direction: Direction) -> Any:
         import optuna

@@ -1,9 +1,11 @@
 """Read the progress of a job from its `metrics.csv`, incrementally: microseconds per row."""
 
 import csv
+import math
 import os
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 from recipes.run_folder import METRICS_FILE
 
@@ -27,7 +29,8 @@ class Progress:
         self._path = folder / METRICS_FILE
         self._start: tuple[float, int] | None = None  # time and number of the first step seen
         self._file: tuple[int, bytes] | None = None  # inode and header of the file read so far
-        self._offset = 0
+        self._offset = 0  # of the newest row
+        self._newest = b""  # its line up to the step
         self._columns: list[str] = []
 
     def read(self) -> list[dict[str, float]]:
@@ -37,10 +40,10 @@ class Progress:
                 # of the open file: the path may already name another one
                 status = os.fstat(file.fileno())
                 header, is_shorter = file.readline(), status.st_size < self._offset
-                if (status.st_ino, header) != self._file or is_shorter:
+                if (status.st_ino, header) != self._file or is_shorter or not self._is_at_newest(file):
                     self._file = (status.st_ino, header)
                     self._columns = next(csv.reader([header.decode()]), [])
-                    self._offset = len(header)
+                    self._offset, self._newest = len(header), b""
                 file.seek(self._offset)
                 lines = file.readlines()
         except FileNotFoundError:
@@ -52,7 +55,9 @@ class Progress:
                 break  # being written; read again at the next call
             rows.append(row)
         # the offset stays before the newest row, which is rewritten until its step ends
-        self._offset += sum(map(len, complete[: max(0, len(rows) - 1)]))
+        if rows:
+            self._offset += sum(map(len, complete[: len(rows) - 1]))
+            self._newest = complete[len(rows) - 1].partition(b",")[0] + b","
         for row in rows:
             self.last |= row
         if rows:
@@ -69,6 +74,11 @@ class Progress:
         step_seconds = (time.monotonic() - started_at) / (self.step - first_step)
         return step_seconds * max(0, self.max_steps - self.step)
 
+    def _is_at_newest(self, file: BinaryIO) -> bool:
+        """Return whether the newest row is still where it was; a run that rolls back removes rows and writes others."""
+        file.seek(self._offset - 1 if self._newest else 0)
+        return not self._newest or file.read(1 + len(self._newest)) == b"\n" + self._newest
+
     def _parse(self, line: bytes) -> dict[str, float] | None:
         """Return a row; None if it is a mixture of its old and new content."""
         try:
@@ -77,7 +87,7 @@ class Progress:
             row = {name: float(cell) for name, cell in pairs if cell}
         except (ValueError, csv.Error, StopIteration):
             return None
-        return row if "step" in row else None
+        return row if math.isfinite(row.get("step", math.nan)) else None
 
     def _update_step(self, step: int) -> None:
         if self._start is None or step < self.step:  # the run has resumed or rolled back

@@ -1,6 +1,6 @@
 """One sweep: its folder and its jobs, which are all composed and checked before the first one starts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +112,12 @@ class Sweep:
             return False
         return not job.state.is_over
 
-    def run(self, source: Source) -> int:
-        """Run the jobs of the source and return the exit code of the sweep.
+    def run(self, source: Source, *, results: Collection[State] = (State.FINISHED, State.PRUNED)) -> int:
+        """Run the jobs of the source and return the exit code of the sweep: that of its worst job.
+
+        Args:
+            source: Supplies the jobs.
+            results: Ends of a job that do not count as a failure of the sweep, if any of its jobs has finished.
 
         Raises:
             KeyboardInterrupt: On Ctrl-C, after all jobs have ended.
@@ -130,7 +134,9 @@ class Sweep:
             self._report.log_end()
         if stop_signal is not None:
             return worst_exit_code(self._requested)
-        codes = [job.exit_code for job in self._requested if not job.state.is_over]
+        has_finished = any(job.state is State.FINISHED for job in self.jobs)
+        failed = [job for job in self._requested if not (job.state.is_over or (has_finished and job.state in results))]
+        codes = [job.exit_code for job in failed]
         return max((ExitCode.CRASHED if code is None or code < 0 else code for code in codes), default=0)
 
     def reject(self, job: Job, mistakes: Sequence[ConfigError]) -> None:

@@ -10,13 +10,12 @@ from hydra.errors import HydraException
 from recipes.config.compose import MODE_OF_SWEEPS
 from recipes.config.overrides import parse_override
 from recipes.errors import ConfigError
+from recipes.sweep.leaderboard import LOGGED_METRICS
 from recipes.sweep.search_space import Choice, Interval, SearchSpace
 
 # names of parameters, from W&B's schema of a sweep (pip install 'wandb[sweeps]': sweeps/config/schema.json)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _MAX_VALUES = 1000  # in an enumerated list
-# the metric that is logged during the run for a number of summary.json
-_RUNNING_METRICS = {"best_val_loss": "val/loss", "val_loss": "val/loss", "train_loss": "train/loss"}
 # overrides of this command or of `-m`, which the trials must not get
 _COMMAND_KEYS = ("mode", "hydra/sweeper", "hydra/launcher")
 _COMMAND_SECTIONS = ("mode.", "hydra.sweeper.", "hydra.sweep.", "hydra.launcher.")
@@ -166,12 +165,12 @@ def _listed(key: str, interval: Interval) -> list[int | float]:
 
 def _running_metric(objective: str) -> str:
     """Return the metric by which running trials are compared."""
-    if objective in _RUNNING_METRICS:
-        return _RUNNING_METRICS[objective]
+    if objective in LOGGED_METRICS:
+        return LOGGED_METRICS[objective]
     if "/" in objective:
         return objective
     raise ConfigError(
         f"mode.early_terminate=… sweep.objective={objective}",
         "it is known only at the end of a trial",
-        f"sweep.objective={_RUNNING_METRICS['val_loss']}",
+        f"sweep.objective={LOGGED_METRICS['val_loss']}",
     )

@@ -110,6 +110,19 @@ def test_with_skip_invalid_the_valid_jobs_run_and_the_others_are_rejected(
     assert [result.overrides for result in results] == [["seed=1"], ["seed=-1"], ["seed=2"]]
 
 
+def test_a_job_that_repeats_another_one_is_run_once_and_has_its_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = FakeSweep(tmp_path, {0: State.FINISHED, 2: State.FINISHED}, skip_invalid=False)
+    # -m seed=1,1,2 lr=3
+    results = make_launcher(sweep, monkeypatch).launch([["seed=1", "lr=3"], ["lr=3", "seed=1"], ["seed=2", "lr=3"]], 0)
+    assert sweep.started == [0, 2]
+    assert [result.return_value for result in results] == [2.5, 2.5, 2.5]
+    printed = capsys.readouterr().out
+    assert "job 1 would repeat job 0 and is not run" in printed
+    assert "Sweep: 2 jobs" in printed
+
+
 @pytest.mark.parametrize("sweeper", [GRID, STUDY])
 def test_a_finished_job_returns_its_objective_and_a_failed_one_an_error_only_to_a_sweeper_that_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sweeper: str

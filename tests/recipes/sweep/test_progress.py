@@ -81,3 +81,21 @@ def test_a_row_that_is_being_overwritten_is_read_again(tmp_path: Path, partial_r
     file.write_text("step,train/loss,val/loss\n1,5.5,\n2,5.2,\n3,5.0,\n")
     progress.read()
     assert progress.step == 3
+
+
+def test_a_file_that_lost_rows_to_a_rollback_and_grew_again_is_read_from_its_beginning(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.csv"
+    file.write_text("step,train/loss,grad/norm\n1,5.5,1.0\n2,5.4,1.0\n3,5.3,1.0\n")
+    progress = Progress(tmp_path, 10)
+    assert len(progress.read()) == 3
+    # the same file, and not shorter: where row 3 was there is now the middle of row 2
+    file.write_text("step,train/loss,grad/norm\n1,5.5,1.0\n2,nan,123456789.123456789\n")
+    assert progress.read()[-1] == {
+        "step": 2,
+        "train/loss": pytest.approx(float("nan"), nan_ok=True),
+        "grad/norm": 123456789.123456789,
+    }
+    assert progress.step == 2
+    # another row 2 begins where row 2 was
+    file.write_text("step,train/loss,grad/norm\n1,5.5,1.0\n3,5.3,1.0\n")
+    assert [row["step"] for row in progress.read()] == [1, 3]
