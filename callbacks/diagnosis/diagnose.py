@@ -7,7 +7,7 @@ from typing import Any
 
 from .catalogue import CATALOGUE
 from .finding import SEVERITIES, Finding, Symptom
-from .read import read_run
+from .read import read_run, read_runs
 from .run import DESCRIBED, ROLES, Run
 
 # alternative curves, one of which is enough
@@ -55,23 +55,31 @@ class Diagnosis:
         }
 
 
-def diagnose(path: Path | str, *, steps_per_epoch: float | None = None) -> list[Finding]:
+def diagnose(path: Path | str, *, run: str | None = None, steps_per_epoch: float | None = None) -> list[Finding]:
     """Return the problems found in a run, most harmful and certain first; empty if there are none.
 
     Args:
-        path: A run folder, any folder with a `metrics.csv`, or a metrics CSV file of any name.
+        path: A run folder, any folder with a `metrics.csv`, or a file in a format of `read`, beside this module.
+        run: Name of the run, if the file holds several.
         steps_per_epoch: Optimizer steps per epoch; None infers them from the run's columns or config if possible.
 
     Raises:
         FileNotFoundError: The file does not exist.
-        ValueError: The file is empty, is not a table, or has no step column or no numbers.
+        ValueError: The file is empty, is not a table, or has no step column or no numbers; or it holds several runs and
+            none of them is named.
     """
-    return list(diagnose_run(path, steps_per_epoch=steps_per_epoch).findings)
+    return list(diagnose_run(path, run=run, steps_per_epoch=steps_per_epoch).findings)
 
 
-def diagnose_run(path: Path | str, *, steps_per_epoch: float | None = None) -> Diagnosis:
+def diagnose_run(path: Path | str, *, run: str | None = None, steps_per_epoch: float | None = None) -> Diagnosis:
     """Return the findings of a run and which symptoms were checked; takes the same arguments as `diagnose`."""
-    return examine(read_run(Path(path), steps_per_epoch=steps_per_epoch))
+    return examine(read_run(Path(path), run=run, steps_per_epoch=steps_per_epoch))
+
+
+def diagnose_runs(path: Path | str, *, steps_per_epoch: float | None = None) -> dict[str, Diagnosis]:
+    """Return the diagnosis of each run of a file by name; the name is empty if the file does not have one."""
+    runs = read_runs(Path(path), steps_per_epoch=steps_per_epoch)
+    return {name: examine(run) for name, run in runs.items()}
 
 
 def examine(run: Run) -> Diagnosis:

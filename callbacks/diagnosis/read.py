@@ -1,9 +1,25 @@
-"""Read a run folder or any metrics.csv, tolerating gaps, NaN, repeated headers and a truncated last line."""
+"""Read the curves of runs from a run folder or from the files that other programs write.
+
+Every format becomes one or more tables, a header and rows of cells, and every table becomes points by column:
+
+- metrics.csv of a run, Lightning's CSVLogger, and any table with a column of steps; separated by `,` `;` `|` or tabs
+- W&B's export of a chart: a column `<run> - <metric>` per run, with `__MIN` and `__MAX` beside it
+- TensorBoard's export of one metric, CSV (`Wall time,Step,Value`) or JSON
+- MLflow's metrics: a row per value, with the columns `key` or `metric`, `value`, `step` and the run, or the files
+  `mlruns/…/metrics/<metric>`
+- trainer_state.json of transformers, and JSON Lines with one object per step
+- the history of Keras, as CSVLogger writes it or as JSON: a row per epoch
+
+Gaps, NaN, repeated headers and a truncated last line are tolerated and noted.
+"""
 
 import csv
 import io
 import json
 import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -15,24 +31,97 @@ from .run import Points, Run, make_run
 
 METRICS = "metrics.csv"
 _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, if available
-_STEP_COLUMNS = ("step", "global_step", "trainer/global_step", "_step", "iteration", "iter")
 _GAP = 10  # times the usual distance between rows
 
+# names of columns, in lower case
+_STEPS = (
+    *("step", "global_step", "trainer/global_step", "train/global_step", "_step", "iteration", "iter"),
+    *("steps", "global step", "current_steps"),
+)
+_EPOCHS = ("epoch", "epochs", "train/epoch")  # the steps of a table without any, one row per epoch
+_METRIC_NAMES = ("key", "metric", "metric_name", "metric name", "tag", "name")  # of a table with one value per row
+_RUN_NAMES = ("run", "run_name", "run name", "run_id", "run id", "run_uuid")
+_VALUE = "value"
+_TIMES = ("wall time", "wall_time", "timestamp", "time", "relative time", "is_nan", "")  # beside a single value
 
-def read_run(path: Path, *, steps_per_epoch: float | None = None) -> Run:
+_WANDB_COLUMN = re.compile(r"(?P<run>.+) - (?P<metric>[^ ].*)")
+_WANDB_RANGE = ("__MIN", "__MAX")
+_TENSORBOARD_NAME = re.compile(r"(?:run-(?P<run>.*)-)?tag-(?P<tag>.+)")
+_MLFLOW_FILE = re.compile(r"(\d{12,} \S+ \d+\r?\n?)+")  # time, value, step; the name of the file is the metric
+_DECIMAL_COMMA = re.compile(r"[+-]?[\d.]*,\d+([eE][+-]?\d+)?")
+_HELP = "rename the column of steps to step, or export again with the step as the x axis"
+
+
+@dataclass
+class _Table:
+    """One table, of one run or of several.
+
+    Attributes:
+        header: Names of the columns.
+        rows: Cells; a row of another length is not part of the table.
+        notes: Irregularities, one sentence each.
+    """
+
+    header: list[str]
+    rows: list[list[str]]
+    notes: list[str] = field(default_factory=list)
+
+    def find(self, names: Sequence[str]) -> int | None:
+        """Return the index of the first column with one of the names, in the order of the names."""
+        lower = [name.lower() for name in self.header]
+        return next((lower.index(name) for name in names if name in lower), None)
+
+
+def read_run(path: Path, *, run: str | None = None, steps_per_epoch: float | None = None) -> Run:
     """Read a run's curves, and `config.yaml` or `hparams.yaml`, `summary.json` and `events.jsonl` in the same folder.
 
     Args:
-        path: A folder with a `metrics.csv`, or a metrics CSV file of any name.
+        path: A folder with a `metrics.csv`, or a file of a format above.
+        run: Name of the run, if the file holds several.
         steps_per_epoch: Optimizer steps per epoch; None infers them from the run's columns or config if possible.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is empty, is not a table, or has no step column or no numbers; or it holds several runs and
+            none of them is named.
+    """
+    points, notes = read_points(_find_table(path), run=run)
+    return _make_run(_find_table(path).parent, points, notes, steps_per_epoch)
+
+
+def read_runs(path: Path, *, steps_per_epoch: float | None = None) -> dict[str, Run]:
+    """Read every run of a file, like `read_run`, by name; the name is empty if the file does not have one.
 
     Raises:
         FileNotFoundError: The file does not exist.
         ValueError: The file is empty, is not a table, or has no step column or no numbers.
     """
-    table = path / METRICS if path.is_dir() else path
-    points, notes = read_points(table)
-    folder = table.parent
+    table = _find_table(path)
+    found = _read_all_points(table)
+    return {name: _make_run(table.parent, points, notes, steps_per_epoch) for name, (points, notes) in found.items()}
+
+
+def read_points(path: Path, *, run: str | None = None) -> tuple[Points, list[str]]:
+    """Read every column's non-empty cells by step, and notes on irregularities, one sentence each.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is empty, is not a table, or has no step column or no numbers; or it holds several runs and
+            none of them is named.
+    """
+    found = _read_all_points(path)
+    if run is None and len(found) == 1:
+        return next(iter(found.values()))
+    if run is None or run not in found:
+        raise ValueError(f"{path} holds the runs {', '.join(found)}; choose one of them")
+    return found[run]
+
+
+def _find_table(path: Path) -> Path:
+    return path / METRICS if path.is_dir() else path
+
+
+def _make_run(folder: Path, points: Points, notes: Sequence[str], steps_per_epoch: float | None) -> Run:
     summary = read_object(folder / "summary.json")
     return make_run(
         points,
@@ -45,30 +134,163 @@ def read_run(path: Path, *, steps_per_epoch: float | None = None) -> Run:
     )
 
 
-def read_points(path: Path) -> tuple[Points, list[str]]:
-    """Read every column's non-empty cells by step, and notes on irregularities, one sentence each.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        ValueError: The file is empty, is not a table, or has no step column or no numbers.
-    """
+def _read_all_points(path: Path) -> dict[str, tuple[Points, list[str]]]:
+    """Read the points of every run, by its name."""
     if not path.exists():
         raise FileNotFoundError(f"there is no {path.name} in {path.parent}")
-    text = path.read_bytes().decode("utf-8-sig", errors="replace")
+    text = _decode(path.read_bytes())
     if not text.strip():
         raise ValueError(f"{path} is empty")
     if "\0" in text:
         raise ValueError(f"{path} is not a text file")
-    rows = list(csv.reader(io.StringIO(text, newline="")))
-    header = [name.strip() for name in rows[0]]
-    step_column = next((header.index(name) for name in _STEP_COLUMNS if name in header), None)
-    if step_column is None:
-        shown = ", ".join(header[:8])[:120]
-        raise ValueError(f"{path} has no column of steps ({', '.join(_STEP_COLUMNS)}); its first line is {shown!r}")
-    columns, notes = _collect(rows[1:], header, step_column)
-    if not columns:
+    table = _read_json_table(text, path) if text.lstrip()[0] in "[{" else _read_csv_table(text, path)
+    found = {}
+    for name, one in _split_runs(table, path).items():
+        step_column = one.find(_STEPS)
+        if step_column is None:
+            one, step_column = _with_epochs_as_steps(one, path)
+        columns, notes = _collect(one.rows, one.header, step_column)
+        if columns:
+            found[name] = columns, [*one.notes, *notes, *_describe_gaps(columns)]
+    if not found:
         raise ValueError(f"{path} has no row with a number")
-    return columns, [*notes, *_describe_gaps(columns)]
+    return found
+
+
+def _decode(data: bytes) -> str:
+    is_utf16 = data[:2] in (b"\xff\xfe", b"\xfe\xff")  # what spreadsheets call Unicode text
+    return data.decode("utf-16" if is_utf16 else "utf-8-sig", errors="replace")
+
+
+def _read_csv_table(text: str, path: Path) -> _Table:
+    """Read separated values; the separator is the one that divides the first line into the most cells."""
+    if _MLFLOW_FILE.fullmatch(text):
+        lines = [line.split() for line in text.splitlines()]
+        return _Table(["key", "value", "step"], [[path.name, value, step] for _, value, step in lines])
+    first, _, rest = text.lstrip("\r\n").partition("\n")
+    if first.lower().startswith("sep="):  # a hint for spreadsheets
+        first, _, rest = rest.partition("\n")
+    separator = max(",;\t|", key=lambda mark: len(next(csv.reader([first], delimiter=mark), [])))
+    rows = list(csv.reader(io.StringIO(f"{first}\n{rest}", newline=""), delimiter=separator))
+    header = [name.strip().removeprefix("# ") for name in rows[0]]
+    if separator != ",":
+        rows = [[_with_decimal_point(cell) for cell in row] for row in rows]
+    return _Table(header, rows[1:])
+
+
+def _with_decimal_point(cell: str) -> str:
+    is_number = _DECIMAL_COMMA.fullmatch(cell.strip())
+    return cell.replace(".", "").replace(",", ".") if is_number else cell
+
+
+def _read_json_table(text: str, path: Path) -> _Table:
+    """Read JSON, or JSON Lines.
+
+    Raises:
+        ValueError: It has neither rows nor columns.
+    """
+    content = _parse_json(text)
+    if content is None:
+        content = [_parse_json(line) for line in text.split("\n")]
+    if isinstance(content, dict):
+        content = content.get("log_history", content.get("history", content))
+    if isinstance(content, dict):
+        lists = {name: values for name, values in content.items() if isinstance(values, list)}
+        num_rows = max(map(len, lists.values()), default=0)
+        if lists and not any(name.lower() in (*_STEPS, *_EPOCHS) for name in lists):
+            lists["epoch"] = list(range(num_rows))  # as Keras numbers them
+        columns = [
+            {name: values[row] for name, values in lists.items() if row < len(values)} for row in range(num_rows)
+        ]
+        content = columns or [content]
+    if content and all(isinstance(row, list) and len(row) == 3 for row in content):
+        return _Table(["Wall time", "Step", "Value"], [[str(cell) for cell in row] for row in content])
+    # the last entry of transformers' trainer has means over the whole run
+    rows = [row for row in content if isinstance(row, dict) and "train_runtime" not in row]
+    if not rows:
+        raise ValueError(f"{path} has no rows: JSON is read as one object per step, or as lists of values by name")
+    return _tabulate(rows)
+
+
+def _tabulate(rows: Iterable[Mapping[str, Any]]) -> _Table:
+    rows = list(rows)
+    header = list(dict.fromkeys(str(name) for row in rows for name in row))
+    return _Table(header, [["" if row.get(name) is None else str(row[name]) for name in header] for row in rows])
+
+
+def _split_runs(table: _Table, path: Path) -> dict[str, _Table]:
+    """Return the table of each run, with one column per metric."""
+    steps, value = table.find(_STEPS), table.find((_VALUE,))
+    known = {*_STEPS, *_METRIC_NAMES, *_RUN_NAMES, *_TIMES, _VALUE}
+    if steps is not None and value is not None and known.issuperset(name.lower() for name in table.header):
+        return _spread_values(table, steps, value, path)
+    keep = [index for index, name in enumerate(table.header) if not name.endswith(_WANDB_RANGE)]
+    prefixed = {index: match for index in keep if (match := _WANDB_COLUMN.fullmatch(table.header[index]))}
+    if not prefixed:
+        return {"": table}
+    shared = [index for index in keep if index not in prefixed]
+    found = {}
+    for run in dict.fromkeys(match["run"] for match in prefixed.values()):
+        own = [index for index, match in prefixed.items() if match["run"] == run]
+        header = [table.header[index] for index in shared] + [prefixed[index]["metric"] for index in own]
+        rows = [[row[index] for index in (*shared, *own)] for row in table.rows if len(row) == len(table.header)]
+        # in the rows of the other runs this one has no value
+        rows = [row for row in rows if any(cell.strip() for cell in row[len(shared) :])]
+        found[run] = _Table(header, rows)
+    return found
+
+
+def _spread_values(table: _Table, steps: int, value: int, path: Path) -> dict[str, _Table]:
+    """Return a table per run from one with a value per row, whose metric is a column or part of the file's name."""
+    metric, run = table.find(_METRIC_NAMES), table.find(_RUN_NAMES)
+    from_file = _TENSORBOARD_NAME.fullmatch(path.stem)
+    name, notes = "loss", []
+    if from_file is not None:
+        name = from_file["tag"]
+    elif metric is None:
+        notes = ["its values are taken as the training loss; to name them, call the file tag-<metric>.csv"]
+    rows_by_run: dict[str, list[dict[str, str]]] = {}
+    for row in table.rows:
+        if len(row) == len(table.header):
+            of_run = row[run] if run is not None else (from_file["run"] or "" if from_file is not None else "")
+            cells = {"step": row[steps], (row[metric] if metric is not None else name): row[value]}
+            rows_by_run.setdefault(of_run.strip("."), []).append(cells)
+    found = {}
+    for of_run, rows in rows_by_run.items():
+        by_step: dict[str, dict[str, str]] = {}
+        # a row per value becomes a row per step; the values of one metric keep their order
+        for cells in rows if metric is None else []:
+            by_step[f"{len(by_step)}"] = cells
+        for cells in rows if metric is not None else []:
+            by_step.setdefault(cells["step"], {}).update(cells)
+        found[of_run] = _tabulate(by_step.values())
+        found[of_run].notes += notes
+    return found
+
+
+def _with_epochs_as_steps(table: _Table, path: Path) -> tuple[_Table, int]:
+    """Return the table with a column of steps made from that of epochs, and its index.
+
+    Raises:
+        ValueError: There is no column of epochs either.
+    """
+    epochs = table.find(_EPOCHS)
+    if epochs is None or len(table.rows) < 2:  # one epoch is no curve
+        shown = ", ".join(table.header[:8])[:120]
+        raise ValueError(
+            f"{path} has no column of steps ({', '.join(_STEPS[:7])}) or epochs: {_HELP}; its first line is {shown!r}"
+        )
+    values = [_parse(row[epochs]) for row in table.rows if len(row) == len(table.header)]
+    are_whole = all(value is None or value == int(value) for value in values if value is None or math.isfinite(value))
+    rows = [
+        [row[epochs] if are_whole else str(number), *(cell for index, cell in enumerate(row) if index != epochs)]
+        if len(row) == len(table.header)
+        else row
+        for number, row in enumerate(table.rows)
+    ]
+    header = ["step", *(name for index, name in enumerate(table.header) if index != epochs)]
+    note = "it has no steps: the steps here are epochs" if are_whole else "it has no steps: the rows are numbered"
+    return _Table(header, rows, [*table.notes, note]), 0
 
 
 def _collect(rows: list[list[str]], header: list[str], step_column: int) -> tuple[Points, list[str]]:

@@ -1,6 +1,7 @@
 """A run's curves by role, independent of column names, together with its settings."""
 
 import fnmatch
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -165,10 +166,17 @@ def make_run(
 def _find_curve(points: Points, patterns: Sequence[str]) -> Curve | None:
     for pattern in patterns:
         for name, column in points.items():
-            if column and (name.lower() == pattern or ("*" in pattern and fnmatch.fnmatchcase(name.lower(), pattern))):
+            if column and _matches(name.lower(), pattern):
                 rows = sorted(dict(column).items())  # keep the last row of a repeated step
                 return Curve(name, [step for step, _ in rows], [value for _, value in rows])
     return None
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if "*" in pattern:
+        return fnmatch.fnmatchcase(name, pattern)
+    # `Training Loss` of a notebook; TensorBoard writes the tag `train/loss` as train_loss in names of files
+    return name == pattern or re.sub("[ /-]", "_", name) == pattern.replace("/", "_")
 
 
 def _find_epoch_starts(run: Run, steps_per_epoch: float | None) -> list[int]:

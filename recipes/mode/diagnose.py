@@ -27,10 +27,11 @@ def diagnose(
 
     Args:
         composed: Unused; each run has its own config.
-        runs: Run folders, globs, folders that contain run folders, or files with a column of steps.
+        runs: Run folders, globs, folders that contain run folders, or files of metrics.
         path: JSON file for the findings of all runs; None writes no file.
         steps_per_epoch: Optimizer steps per epoch; None derives it from the column `epoch`, if there is one.
-        diagnose_run: `(path, steps_per_epoch=)` -> a diagnosis, with `lines()` and `as_dict()`.
+        diagnose_run: `(path, steps_per_epoch=)` -> diagnoses by the name of the run in the file, which is empty if it
+            has none; each has `lines()` and `as_dict()`.
 
     Returns:
         The exit code, always 0.
@@ -47,13 +48,15 @@ def diagnose(
     found: dict[str, Any] = {}
     for run in _find_tables([runs] if isinstance(runs, str) else runs):
         try:
-            diagnosis = diagnose_run(run, steps_per_epoch=steps_per_epoch)
+            diagnoses = diagnose_run(run, steps_per_epoch=steps_per_epoch)
         except (OSError, ValueError) as error:
             raise ConfigError(f"mode.runs=[{run}]", str(error), _FIX) from error
-        LOGGER.info(escape_controls(f"{run}:"))
-        for line in diagnosis.lines():
-            LOGGER.info(escape_controls(f"  {line}"))
-        found[str(run)] = diagnosis.as_dict()
+        for name, diagnosis in diagnoses.items():
+            title = f"{run}: {name}" if name else str(run)
+            LOGGER.info(escape_controls(f"{title}:"))
+            for line in diagnosis.lines():
+                LOGGER.info(escape_controls(f"  {line}"))
+            found[title] = diagnosis.as_dict()
     if path is not None:
         write_atomically(Path(path).expanduser(), json.dumps(found, indent=2) + "\n")
     return 0

@@ -1,12 +1,13 @@
 """Tables as other programs leave them: columns under other names, gaps, NaN, repeated headers, a last line cut off."""
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 
 from callbacks.diagnosis.diagnose import diagnose_run
-from callbacks.diagnosis.read import read_points, read_run
+from callbacks.diagnosis.read import read_points, read_run, read_runs
 
 HEADER = "step,train/loss,val/loss\n"
 
@@ -98,6 +99,156 @@ def test_what_is_no_table_of_metrics_is_an_error(tmp_path: Path, content: bytes,
 def test_a_folder_without_metrics_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no metrics\.csv"):
         read_run(tmp_path)
+
+
+LOSSES = [3.0, 2.5, 2.0]
+LOG_HISTORY = [
+    {"epoch": 0.1, "grad_norm": 1.5, "learning_rate": 1e-3, "loss": 3.0, "step": 10},
+    {"epoch": 0.2, "grad_norm": 1.2, "learning_rate": 1e-3, "loss": 2.5, "step": 20},
+    {"epoch": 0.2, "eval_loss": 2.4, "eval_runtime": 1.0, "step": 20},
+    {"epoch": 0.3, "grad_norm": 1.1, "learning_rate": 1e-3, "loss": 2.0, "step": 30},
+    {"epoch": 0.3, "train_loss": 2.5, "train_runtime": 9.0, "step": 30},
+]
+KERAS = {"loss": LOSSES, "val_loss": [3.1, 2.9, 2.8], "accuracy": [0.1, 0.2, 0.3]}
+# name of a file, its content, the steps of the training loss, and the other roles
+FORMATS = {
+    "the export of a W&B chart": (
+        "wandb.csv",
+        '"Step","run-a - train/loss","run-a - train/loss__MIN","run-a - train/loss__MAX"\n'
+        '"0","3.0","1","9"\n"10","2.5","1","9"\n"20","2.0","1","9"\n',
+        [0, 10, 20],
+        set(),
+    ),
+    "the history of a run, by W&B's client": (
+        "history.csv",
+        ",_step,_runtime,train/loss,eval/loss\n0,0,1.5,3.0,\n1,1,1.6,2.5,2.9\n2,2,1.7,2.0,\n",
+        [0, 1, 2],
+        {"val_loss"},
+    ),
+    "TensorBoard's CSV, whose file names the metric": (
+        "run-version_0-tag-train_loss.csv",
+        "Wall time,Step,Value\n1700000000.0,0,3.0\n1700000001.0,10,2.5\n1700000002.0,20,2.0\n",
+        [0, 10, 20],
+        set(),
+    ),
+    "TensorBoard's JSON": (
+        "run-.-tag-Loss_train.json",
+        "[[1700000000.0, 0, 3.0], [1700000001.0, 10, 2.5], [1700000002.0, 20, 2.0]]",
+        [0, 10, 20],
+        set(),
+    ),
+    "trainer_state.json of transformers": (
+        "trainer_state.json",
+        json.dumps({"best_metric": None, "global_step": 30, "log_history": LOG_HISTORY}),
+        [10, 20, 30],
+        {"val_loss", "learning_rate", "grad_norm", "epoch"},
+    ),
+    "JSON Lines, the last one cut off": (
+        "trainer_log.jsonl",
+        "".join(f'{{"current_steps": {i + 1}, "loss": {loss}, "lr": 0.1}}\n' for i, loss in enumerate(LOSSES))
+        + '{"cur',
+        [1, 2, 3],
+        {"learning_rate"},
+    ),
+    "the table in a notebook of transformers": (
+        "notebook.tsv",
+        "Step\tTraining Loss\tValidation Loss\n10\t3.0\t3.1\n20\t2.5\t2.9\n30\t2.0\t2.8\n",
+        [10, 20, 30],
+        {"val_loss"},
+    ),
+    "CSVLogger of Keras": (
+        "training.log",
+        "epoch,accuracy,loss,val_loss\n0,0.1,3.0,3.1\n1,0.2,2.5,2.9\n2,0.3,2.0,2.8\n",
+        [0, 1, 2],
+        {"val_loss"},
+    ),
+    "the history of Keras as JSON": ("history.json", json.dumps(KERAS), [0, 1, 2], {"val_loss"}),
+    "CSVLogger of Lightning, with a row for each epoch": (
+        "metrics.csv",
+        "epoch,step,train_loss_epoch,train_loss_step,val_loss\n0,49,,3.0,\n0,99,,2.5,\n0,99,,,2.9\n0,99,2.7,,\n1,149,,2.0,\n",
+        [49, 99, 149],
+        {"val_loss", "epoch"},
+    ),
+    "MLflow's metric history": (
+        "history.csv",
+        "run_id,key,value,timestamp,step,is_nan\n"
+        + "".join(
+            f"8f3,train_loss,{loss},170000000{i},{i},False\n8f3,val_loss,3,1,{i},False\n"
+            for i, loss in enumerate(LOSSES)
+        ),
+        [0, 1, 2],
+        {"val_loss"},
+    ),
+    "a metric in MLflow's folder": (
+        "train_loss",
+        "1700000000000 3.0 0\n1700000001000 2.5 5\n1700000002000 2.0 10\n",
+        [0, 5, 10],
+        set(),
+    ),
+    "semicolons and decimal commas, with a hint for spreadsheets": (
+        "export.csv",
+        "sep=;\nStep;Train Loss;LR\n1;3,0;1e-3\n2;2,5;0,001\n1000;2,0;0,001\n",
+        [1, 2, 1000],
+        {"learning_rate"},
+    ),
+    "names in capital letters, after a byte order mark": (
+        "export.csv",
+        "\ufeffGlobal Step,Training_Loss,Eval Loss\n1,3.0,\n2,2.5,2.9\n3,2.0,\n",
+        [1, 2, 3],
+        {"val_loss"},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FORMATS)
+def test_files_of_other_programs_are_read(tmp_path: Path, what: str) -> None:
+    name, text, steps, roles = FORMATS[what]
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    run = read_run(tmp_path / name)
+    assert list(run.curves["loss"].values) == LOSSES
+    assert list(run.curves["loss"].steps) == steps
+    assert run.curves.keys() == {"loss", *roles}
+
+
+def test_each_run_of_a_file_is_read_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "wandb.csv").write_text(
+        '"Step","lr - 1e-3 - train/loss","lr - 1e-3 - train/loss__MIN","b - train/loss","b - val/loss"\n'
+        '"0","3.0","1","","2.9"\n"10","","","2.5","2.8"\n'
+    )
+    (tmp_path / "mlflow.csv").write_text("Run,metric,step,value\nx,loss,1,3\ny,loss,1,2\nx,loss,2,2.5\n")
+    wandb, mlflow = read_runs(tmp_path / "wandb.csv"), read_runs(tmp_path / "mlflow.csv")
+    assert {
+        name: dict(zip(run.curves["loss"].steps, run.curves["loss"].values, strict=True)) for name, run in wandb.items()
+    } == {
+        "lr - 1e-3": {0: 3.0},
+        "b": {10: 2.5},
+    }
+    assert list(wandb["b"].curves["val_loss"].values) == [2.9, 2.8]
+    assert {name: list(run.curves["loss"].values) for name, run in mlflow.items()} == {"x": [3.0, 2.5], "y": [2.0]}
+    assert list(read_run(tmp_path / "mlflow.csv", run="y").curves["loss"].values) == [2.0]
+    with pytest.raises(ValueError, match="holds the runs x, y; choose one of them"):
+        read_run(tmp_path / "mlflow.csv")
+
+
+def test_values_without_a_name_are_taken_as_the_loss_and_a_value_beside_other_metrics_is_one_of_them(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "tb.csv").write_text("Wall time,Step,Value\n1,0,3.0\n2,10,2.5\n")
+    run = read_run(tmp_path / "tb.csv")
+    assert list(run.curves["loss"].values) == [3.0, 2.5]
+    assert "taken as the training loss; to name them, call the file tag-<metric>.csv" in run.notes[0]
+    (tmp_path / "ppo.csv").write_text("step,loss,value\n0,3.0,0.5\n10,2.5,0.6\n")
+    assert list(read_run(tmp_path / "ppo.csv").curves["loss"].values) == [3.0, 2.5]
+
+
+def test_a_table_without_steps_says_what_to_do(tmp_path: Path) -> None:
+    text = '"Relative Time (Process)","run-a - train/loss"\n"0.5","3.0"\n"1.5","2.5"\n'
+    with pytest.raises(
+        ValueError, match="rename the column of steps to step, or export again with the step as the x axis"
+    ):
+        read_run(write(tmp_path, text))
+    with pytest.raises(ValueError, match="JSON is read as one object per step"):
+        read_run(write(tmp_path, "[1, 2]"))
 
 
 @pytest.mark.parametrize("row", ["1,3.0", "1,nan", "1,0", "1,-5", "1,1e300"])

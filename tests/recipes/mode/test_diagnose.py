@@ -44,6 +44,19 @@ def test_a_folder_or_a_glob_means_every_run_below_it(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.count("  no finding\n") == 5
 
 
+def test_each_run_of_an_export_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "".join(f'"{10 * i}","{5 - i / 50}","{5 - i / 50 if i < 100 else i / 20}"\n' for i in range(200))
+    (tmp_path / "w.csv").write_text('"Step","good - train/loss","bad - train/loss"\n' + rows)
+    assert start(f"mode.runs=[{tmp_path}/w.csv]", f"mode.path={tmp_path / 'found.json'}") == 0
+    printed = capsys.readouterr().out
+    assert f"{tmp_path}/w.csv: good:\n  no finding\n" in printed
+    assert f"{tmp_path}/w.csv: bad:\n  1. diverged (critical)" in printed
+    assert list(json.loads((tmp_path / "found.json").read_text())) == [
+        f"{tmp_path}/w.csv: good",
+        f"{tmp_path}/w.csv: bad",
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
