@@ -5,7 +5,7 @@ Read `build` first: it creates every component of a run. The config keys are doc
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from recipes.config.compose import Composed, Config, freeze
 from recipes.config.instantiate import make, make_model
 from recipes.config.mesh import get_mesh
 from recipes.config.ranks import get_ranks
-from recipes.config.resume import find_tokenizer, with_saved_parts
+from recipes.config.resume import find_tokenizer, is_other_data, with_saved_parts
 from recipes.config.traits import get_compile_mode, get_eval_samples, takes_steps, trains, tries_convolutions
 from recipes.data.datamodule import StreamDataModule
 from recipes.errors import ConfigError
@@ -43,7 +43,7 @@ from recipes.model.decoder import choose_attention_kernel
 from recipes.model.documents import choose_document_kernel
 from recipes.numerics.accumulation import Accumulation, divide
 from recipes.precision import Precision, set_float32_products
-from recipes.run_folder import TOKENIZER_FOLDER
+from recipes.run_folder import TOKENIZER_FOLDER, find_run_folder, read_config
 from recipes.runtime.allocator import keep_freed_memory
 from recipes.runtime.console import LOGGER
 from recipes.runtime.devices import get_devices
@@ -69,6 +69,7 @@ class Run:
         tokenizer_folder: Tokenizer of the run that `checkpoint` belongs to; without a checkpoint, of this run.
         overrides: Command-line overrides as typed.
         tags: User-defined labels.
+        other_data: Data nodes whose text is not that of the run that `checkpoint` belongs to, such as `data`.
         freeze: Writes the config into the folder.
     """
 
@@ -83,6 +84,7 @@ class Run:
     tokenizer_folder: Path
     overrides: list[str]
     tags: list[str]
+    other_data: Sequence[str] = ()
     freeze: Callable[[], None] = lambda: None
 
 
@@ -110,6 +112,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         ConfigError: The config does not fit the machine, the data or the checkpoint.
     """
     checkpoint = find_checkpoint(config["resume"], folder)
+    other_data = _find_other_data(config, checkpoint)
     if checkpoint is not None:
         config = with_saved_parts(config, checkpoint)
     lightning.seed_everything(config["seed"], verbose=False)
@@ -153,7 +156,19 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         tokenizer_folder=find_tokenizer(checkpoint) or folder / TOKENIZER_FOLDER,
         overrides=overrides,
         tags=config["tags"],
+        other_data=other_data,
     )
+
+
+def _find_other_data(config: Config, checkpoint: Path | None) -> list[str]:
+    """Return the nodes whose text is not that of the run that a checkpoint belongs to."""
+    folder = None if checkpoint is None else find_run_folder(checkpoint)
+    if folder is None:
+        return []
+    trained_on = read_config(folder)
+    own = [trained_on["data"], *(trained_on.get("eval_data") or {}).values()]
+    nodes = {"data": config["data"]} | {f"eval_data.{name}": node for name, node in config.get("eval_data", {}).items()}
+    return [name for name, node in nodes.items() if node and all(is_other_data(node, one or {}) for one in own)]
 
 
 def build_task(config: Config, precision: Precision) -> TrainingTask:

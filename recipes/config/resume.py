@@ -193,6 +193,14 @@ def _with_tokenizer(data: Any, tokenizer: Config) -> Any:
     return data | {"tokenizer": tokenizer} if has_one else data
 
 
+def is_other_data(data: Config, trained_on: Config) -> bool:
+    """Return whether a data node reads other text than that of a run, and keeps the way that run was split."""
+    if all(data.get(key) == trained_on.get(key) for key in ("_target_", "path")):
+        return False
+    is_same_kind = data.get("_target_") == trained_on.get("_target_")
+    return not (is_same_kind and any(data.get(key) != trained_on.get(key) for key in ("val_fraction", "val_path")))
+
+
 def find_tokenizer(checkpoint: Path | None) -> Path | None:
     """Return the tokenizer in the run folder of a checkpoint; None if there is none."""
     run = find_run_folder(checkpoint) if checkpoint is not None else None

@@ -43,8 +43,9 @@ class DataSource(Protocol):
     """One option of conf/data.
 
     Optional members: `collate`, which batches samples of different lengths; `questions`, which returns questions and
-    answers as tokens; and for text sources `corpus`, in which case `prepare` accepts a tokenizer to use instead of the
-    source's own.
+    answers as tokens; `hold_out_all`, which makes all data validation data; `val_fingerprint`, like `fingerprint` for
+    the validation samples alone; for text sources `corpus`, in which case `prepare` accepts a tokenizer to use instead
+    of the source's own; and `split_texts` with `hold_out`, by which sources of equal texts agree on one split.
 
     Attributes:
         sample_kind: "tokens" or "images"; a plain literal, because the config check reads it from source.
@@ -75,6 +76,11 @@ def prepare_with(source: Any, tokenizer: Tokenizer | None) -> None:
         source.prepare(tokenizer)
     else:
         source.prepare()
+
+
+def get_val_fingerprint(source: Any) -> str:
+    """Return a string that is equal for equal validation samples; after `prepare`."""
+    return str(getattr(source, "val_fingerprint", None) or source.fingerprint)
 
 
 @contextmanager

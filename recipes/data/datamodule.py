@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Subset
 from typing_extensions import override
 
-from recipes.data import DataSource, SampleDataset, in_section, prepare_with
+from recipes.data import DataSource, SampleDataset, get_val_fingerprint, in_section, prepare_with
 from recipes.data.batches import Batch, RankShare, TrainingStream
 from recipes.data.loader_process import SignalProofLoader
 from recipes.data.order import Order, RepeatedOrder, ShuffledOrder
@@ -59,6 +59,7 @@ class StreamDataModule(lightning.LightningDataModule):
         self._seed = seed
         self._eval_samples = eval_samples
         self._num_workers = num_workers
+        self._has_warned = False
         self._period: int | None = None  # samples after which the stream repeats
         if overfit_batches is not None:
             self._period = overfit_batches * accumulation.global_batch_size
@@ -77,6 +78,7 @@ class StreamDataModule(lightning.LightningDataModule):
         for name, source in self.eval_sources.items():
             with in_section(f"eval_data.{name}"):
                 prepare_with(source, self.source.tokenizer)
+        self._warn_of_shared_texts()
 
     @override
     def setup(self, stage: str) -> None:
@@ -150,7 +152,8 @@ class StreamDataModule(lightning.LightningDataModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position} | self._stream_identity()
+        validation = {"validation": self._validation_identity()}
+        return {"position": self.position} | self._stream_identity() | validation
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -164,6 +167,14 @@ class StreamDataModule(lightning.LightningDataModule):
                 " samples",
                 ", ".join(changed),
                 self.position,
+            )
+        # files of earlier versions do not name the validation samples
+        may_differ = saved["fingerprint"] != current["fingerprint"]
+        if saved.get("validation", "" if may_differ else self._validation_identity()) != self._validation_identity():
+            LOGGER.warning(
+                "The validation split %s from that of the checkpoint: val/loss up to here and from here on is measured"
+                " on different samples, and `best` compares the two; checkpoint.keep_best=0 keeps no best checkpoint",
+                "differs" if "validation" in saved else "may differ",
             )
 
     def samples_of_step(self, position: int) -> list[dict[str, Any]]:
@@ -206,6 +217,27 @@ class StreamDataModule(lightning.LightningDataModule):
             "fingerprint": self.source.fingerprint,
             "period": self._period,
         }
+
+    def _validation_identity(self) -> str:
+        """Return what determines the validation samples of the source."""
+        return f"{get_val_fingerprint(self.source)}/{self._eval_samples}/{self._period}"
+
+    def _warn_of_shared_texts(self) -> None:
+        """Log, once, how many texts of the additional validation sets are trained on."""
+        if self._has_warned or not hasattr(self.source, "split_texts"):
+            return
+        self._has_warned = True
+        texts: Any = self.source.split_texts()
+        trained = texts["key"][texts["num_train"] > 0]
+        for name, source in self.eval_sources.items():
+            if hasattr(source, "split_texts"):
+                held_out: Any = source.split_texts()
+                held_out = held_out["key"][held_out["num_train"] < held_out["num_tokens"]]
+                if num_shared := int(np.isin(held_out, trained).sum()):
+                    LOGGER.warning(
+                        "%d of the %d validation texts of eval_data.%s are also trained on: its loss is too low",
+                        *(num_shared, len(held_out), name),
+                    )
 
     def _order(self, dataset: Any) -> Order:
         order = dataset.make_order(self._seed) if hasattr(dataset, "make_order") else None

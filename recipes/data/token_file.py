@@ -87,10 +87,15 @@ class TokenFile:
                 self._windows(train, 0, train.num_tokens),
                 self._windows(val, 0, val.num_tokens),
             )
-        check_length(windows[0], split="training", fix="data.path=<more tokens>")
+        if self.val_fraction < 1:
+            check_length(windows[0], split="training", fix="data.path=<more tokens>")
         fix = "a larger data.val_fraction, or data.val_path=<more tokens>"
         check_length(windows[1], split="validation", fix=fix)
         self._prepared = windows
+
+    def hold_out_all(self) -> None:
+        """Use the whole file for validation; called before `prepare`, by modes that do not train."""
+        self.val_path, self.val_fraction = None, 1.0
 
     @property
     def fingerprint(self) -> str:

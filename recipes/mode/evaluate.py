@@ -48,6 +48,8 @@ def evaluate(
 
 def _evaluate_split(run: Run, split: Literal["train", "val"], weights: Weights, answers: Callback | None) -> None:
     task, checkpoint = load_task(run, weights)
+    # a run has trained on no part of another text: all of it is validation data
+    whole = _hold_out_other_data(run) if split == "val" else []
     run.data.trainer = run.trainer
     run.data.prepare_data()
     if isinstance(task, LanguageModeling) and answers is not None and split == "val":
@@ -62,13 +64,31 @@ def _evaluate_split(run: Run, split: Literal["train", "val"], weights: Weights, 
         "checkpoint": str(checkpoint),
         "data": run.data.source.fingerprint,
         "split": split,
+        "whole": whole,
         "samples": num_samples,
         "weights": weights,
     }
     _write(run, split, record | results)
     described = {"checkpoint": checkpoint.name, "weights": weights, "data": run.data.source.fingerprint}
     add_evaluations(run.folder, {split: described | results})
-    LOGGER.info(f"{checkpoint} on the {num_samples:,} samples of {split}: {_list_metrics(results)}")
+    is_whole = "data" in whole
+    part = f"all {num_samples:,} samples of the data" if is_whole else f"the {num_samples:,} samples of {split}"
+    if not is_whole:
+        other = run.data.source.val() if split == "train" else run.data.source.train()
+        part += f", {num_samples / (num_samples + len(other)):.2g} of the data"
+    if others := [name for name in whole if name != "data"]:
+        part += f", and all of {', '.join(others)}"
+    LOGGER.info(f"{checkpoint} on {part}: {_list_metrics(results)}")
+
+
+def _hold_out_other_data(run: Run) -> list[str]:
+    """Make the data that is not the run's own validation data as a whole; return the names of those nodes."""
+    sources = {"data": run.data.source} | {f"eval_data.{name}": one for name, one in run.data.eval_sources.items()}
+    # a mixture has none: its parts say how much of each is read
+    whole = {name: hold_out for name in run.other_data if (hold_out := getattr(sources[name], "hold_out_all", None))}
+    for hold_out in whole.values():
+        hold_out()
+    return list(whole)
 
 
 def _evaluate_tasks(run: Run, evaluator: Evaluator, weights: Weights) -> None:

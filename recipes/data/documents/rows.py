@@ -1,12 +1,12 @@
 """Text documents stored as rows of files or of a dataset, with a validation split."""
 
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recipes.data.read_rows import Row, Rows
+from recipes.data.text.token_corpus import hash_text
 from recipes.errors import ConfigError
 
 
@@ -32,6 +32,10 @@ class RowPiece:
     def read(self) -> str:
         """Return the text."""
         return self.text
+
+    def text_key(self) -> int:
+        """Return the hash of the text."""
+        return hash_text(self.text)
 
 
 class RowCorpus:
@@ -76,8 +80,7 @@ class RowCorpus:
         limit = int(val_fraction * 2.0**64)
 
         def is_val(piece: RowPiece) -> bool:
-            digest = hashlib.blake2b(piece.text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-            return int.from_bytes(digest, "little") < limit
+            return piece.text_key() < limit
 
         return is_val
 

@@ -1,6 +1,7 @@
 """Data source for fine-tuning on conversations, or on prompts with answers."""
 
 import functools
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from recipes.data.instructions.conversation import Reader
 from recipes.data.instructions.rows import ExampleRows, pad_rows
 from recipes.data.instructions.store import ExampleStore, cached_examples
 from recipes.data.read_rows import Rows, open_rows
+from recipes.data.text.token_cache import SPLIT_TEXT
 from recipes.errors import ConfigError
 from recipes.runtime.world import num_cores
 from recipes.tokenizer import TextCorpus, Tokenizer, TokenizerConfig
@@ -89,8 +91,45 @@ class Instructions:
         self._cache_dir = cache_dir
         self._known_ids = vocab_size
         self._num_processes = num_processes
+        self._held_out = np.zeros(0, dtype=np.uint64)  # questions that another source validates on
         self._opened: dict[str, Rows] = {}
         self._prepared: tuple[Tokenizer, dict[str, ExampleStore], dict[str, ExampleRows]] | None = None
+
+    def hold_out_all(self) -> None:
+        """Use all rows of `path` for validation; called before `prepare`, by modes that do not train."""
+        self._val_path, self._val_fraction = None, 1.0
+
+    def split_texts(self) -> NDArray[np.void]:
+        """Return the split of each question, as `SPLIT_TEXT`; it is not cut: its number of tokens is given as 1."""
+        stores = self._ready()[1]
+        found = []
+        for name, store, examples in self._splits(stores):
+            texts = np.ones(len(examples), dtype=SPLIT_TEXT)
+            texts["key"], texts["num_train"] = store.questions[examples], name == "train"
+            found.append(texts)
+        return np.concatenate(found)
+
+    def hold_out(self, keys: NDArray[np.uint64], num_train: NDArray[np.int64]) -> int:
+        """Do not train on questions of which no token is to be trained on; return the number of such examples.
+
+        They become validation examples, unless those are rows of `val_path`.
+
+        Args:
+            keys: Sorted hashes of the questions.
+            num_train: Tokens of each to train on.
+
+        Raises:
+            ConfigError: No example is left for training.
+        """
+        tokenizer, stores, _ = self._ready()
+        before = {name: len(examples) for name, _, examples in self._splits(stores)}
+        self._held_out = np.array(keys[num_train == 0])
+        splits = {name: (store, examples) for name, store, examples in self._splits(stores)}
+        num_held_out = before["train"] - len(splits["train"][1])
+        if num_held_out:
+            rows = {name: self._rows(store, examples, name) for name, (store, examples) in splits.items()}
+            self._prepared = tokenizer, stores, rows
+        return num_held_out
 
     def corpus(self) -> TextCorpus:
         """Return the text of the training rows, with a hash of it.
@@ -165,7 +204,17 @@ class Instructions:
         """Equal for equal samples."""
         _, stores, _ = self._ready()
         names = "+".join(store.folder.name for store in stores.values())
-        return f"{names}/{self._val_fraction}/{self.seq_len}/{'packed' if self.packs else 'padded'}"
+        own = f"{names}/{self._val_fraction}/{self.seq_len}/{'packed' if self.packs else 'padded'}"
+        if not len(self._held_out):
+            return own
+        return f"{own}/{hashlib.blake2b(self._held_out.tobytes(), digest_size=12).hexdigest()}"
+
+    @property
+    def val_fingerprint(self) -> str:
+        """Equal for equal validation samples."""
+        store = self._ready()[1].get("val", self._ready()[1]["train"])
+        examples = hashlib.blake2b(self.val().examples.tobytes(), digest_size=12).hexdigest()
+        return f"{store.folder.name}/{examples}/{self.seq_len}/{'packed' if self.packs else 'padded'}"
 
     def describe(self) -> str:
         """Return the amount of data and the fraction with a loss."""
@@ -218,11 +267,15 @@ class Instructions:
 
     def _splits(self, stores: dict[str, ExampleStore]) -> Iterator[tuple[str, ExampleStore, NDArray[np.int64]]]:
         train = stores["train"]
+        is_held_out = np.isin(train.questions, self._held_out)
         if "val" in stores:
-            yield "train", train, np.arange(len(train), dtype=np.int64)
+            yield "train", train, np.flatnonzero(~is_held_out)
             yield "val", stores["val"], np.arange(len(stores["val"]), dtype=np.int64)
             return
-        is_val = train.questions < np.uint64(int(self._val_fraction * 2.0**64))
+        if self._val_fraction >= 1:
+            yield "val", train, np.arange(len(train), dtype=np.int64)
+            return
+        is_val = is_held_out | (train.questions < np.uint64(int(self._val_fraction * 2.0**64)))
         yield "train", train, np.flatnonzero(~is_val)
         yield "val", train, np.flatnonzero(is_val)
 

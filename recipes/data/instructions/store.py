@@ -22,6 +22,7 @@ from recipes.data.instructions.chat_template import ExampleTokenizer, Tokenized
 from recipes.data.instructions.conversation import Reader
 from recipes.data.parallel import group_by_bytes, map_in_order
 from recipes.data.read_rows import Row
+from recipes.data.text.token_corpus import hash_text
 from recipes.errors import ConfigError
 
 log = logging.getLogger("lightning_recipes")
@@ -182,9 +183,8 @@ def _encode(rows: Sequence[Row], *, reader: Reader, tokenizer: ExampleTokenizer)
     encoded = []
     for row in rows:
         example = reader.read(row.parse(), place=row.place)
-        question = hashlib.blake2b(example.question.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         is_chat = not isinstance(example.answer, str)
-        encoded.append((row.place, int.from_bytes(question, "little"), is_chat, tokenizer(example)))
+        encoded.append((row.place, hash_text(example.question), is_chat, tokenizer(example)))
     return encoded
 
 

@@ -2,16 +2,23 @@
 
 import functools
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from recipes.data import DataSource, in_section, prepare_with
+import numpy as np
+from numpy.typing import NDArray
+
+from recipes.data import DataSource, get_val_fingerprint, in_section, prepare_with
 from recipes.data.mixture.samples import MixedSamples, MixedValidation, collate
 from recipes.data.mixture.stages import PERIOD, Stages
+from recipes.data.text.token_cache import SPLIT_TEXT
 from recipes.errors import ConfigError
 from recipes.tokenizer import TextCorpus, Tokenizer
+
+LOGGER = logging.getLogger("lightning_recipes")
 
 _TOLERANCE = 1e-6  # for the sum of weights
 _EXAMPLE = "+data@data.sources.code=stdlib_text"
@@ -83,9 +90,25 @@ class Mixture:
             if longest > self._seq_len:
                 reason = f"a sample of the mixture has at most {self._seq_len} tokens"
                 raise ConfigError(f"data.sources.{name}.seq_len={longest}", reason, f"seq_len={longest}")
+        _share_split(self.sources)
+        self._mix()
+
+    def _mix(self) -> None:
         train = MixedSamples({name: source.train() for name, source in self.sources.items()}, self._stages)
         val = MixedValidation({name: source.val() for name, source in self.sources.items()}, self._last_stage)
         self._prepared = train, val
+
+    def split_texts(self) -> NDArray[np.void]:
+        """Return the split of each text of all sources, as `SPLIT_TEXT`; after `prepare`."""
+        found = [source.split_texts() for source in self.sources.values() if hasattr(source, "split_texts")]
+        return np.concatenate(found) if found else np.zeros(0, dtype=SPLIT_TEXT)
+
+    def hold_out(self, keys: NDArray[np.uint64], num_train: NDArray[np.int64]) -> int:
+        """Train at most on the first tokens of some texts, in every source; see `TextSource.hold_out`."""
+        divided = [source for source in self.sources.values() if hasattr(source, "hold_out")]
+        num_held_out: int = sum(source.hold_out(keys, num_train) for source in divided)
+        self._mix()
+        return num_held_out
 
     def check_run(self, num_samples: int) -> None:
         """Check that a run does not exceed `max_repeats` for any source.
@@ -126,6 +149,12 @@ class Mixture:
     def collate(self) -> Callable[[Sequence[Any]], Any]:
         """Collate function."""
         return functools.partial(collate, seq_len=self._seq_len)
+
+    @property
+    def val_fingerprint(self) -> str:
+        """String that is equal for equal validation samples, which have the weights of the last stage."""
+        parts = [f"{name}={get_val_fingerprint(source)}" for name, source in self.sources.items()]
+        return f"{'+'.join(parts)}/{next(counts.tolist() for _, counts in self._last_stage)}"
 
     @property
     def fingerprint(self) -> str:
@@ -205,6 +234,33 @@ def _read_start(where: str, stage: object, *, after: int) -> int:
         reason = f"stages follow each other, and the one before begins at sample {after:,}"
         raise ConfigError(f"{where}.from={start}", reason, f"{where}.from={after + 100_000}")
     return start
+
+
+def _share_split(sources: Mapping[str, Any]) -> None:
+    """Hold out of every source what any of them holds out, so that none trains on what another one validates on.
+
+    A text that is cut, because the tail of its source is validation data, is cut at the same token in every source;
+    where it has another number of tokens, as the question of a conversation, no source trains on any part of it.
+    """
+    divided = {name: source for name, source in sources.items() if hasattr(source, "split_texts")}
+    if len(divided) < 2:
+        return
+    texts = np.concatenate([np.asarray(source.split_texts()) for source in divided.values()])
+    texts = texts[np.isin(texts["key"], texts["key"][texts["num_train"] < texts["num_tokens"]])]
+    if not len(texts):
+        return
+    texts = texts[np.argsort(texts["key"], kind="stable")]
+    keys, firsts = np.unique(texts["key"], return_index=True)
+    num_train = np.minimum.reduceat(texts["num_train"], firsts)
+    shortest, longest = (of.reduceat(texts["num_tokens"], firsts) for of in (np.minimum, np.maximum))
+    num_train[shortest != longest] = 0
+    for name, source in divided.items():
+        with in_section(f"data.sources.{name}"):
+            num_held_out = source.hold_out(keys, num_train)
+        if num_held_out:
+            LOGGER.info(
+                f"{name}: {num_held_out:,} texts are validation data of another source, so they are held out here, too"
+            )
 
 
 class _JoinedText:

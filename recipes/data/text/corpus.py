@@ -88,6 +88,10 @@ class Piece:
         """Whether this is the last piece of the document."""
         return self.stop == self.document.num_bytes
 
+    def text_key(self) -> int:
+        """Return the hash of the whole document, as `hash_text` gives it for its text."""
+        return int.from_bytes(bytes.fromhex(file_digest(self.document.path, num_bytes=8)), "little")
+
     def read(self) -> str:
         """Return the text.
 
@@ -259,11 +263,11 @@ def _read_digests(memory: Path) -> dict[str, str]:
     return known
 
 
-def file_digest(path: Path) -> str:
+def file_digest(path: Path, *, num_bytes: int = 16) -> str:
     """Return the hash of one file, read in bounded memory."""
     try:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=num_bytes)).hexdigest()
     except OSError as error:
         raise unreadable(path, error) from error
 

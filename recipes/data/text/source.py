@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from recipes.cache import open_cache_dir
 from recipes.data.text.corpus import Corpus, Document, unreadable
 from recipes.data.text.sequences import TokenWindows, check_length
-from recipes.data.text.token_cache import Split, TokenCache, cached_tokens
+from recipes.data.text.token_cache import Split, TokenCache, cached_tokens, hold_out
 from recipes.data.text.token_corpus import TokenCorpus
 from recipes.errors import ConfigError
 from recipes.tokenizer import TextCorpus, Tokenizer, TokenizerConfig
@@ -106,8 +108,38 @@ class TextSource(ABC):
             )
         cache = cached_tokens(corpus, tokenizer, val_fraction=self.val_fraction, num_processes=self._num_processes)
         self._prepared = tokenizer, cache
-        self.train()  # both check that they have at least one sample
-        self.val()
+        self._check_splits()
+
+    def hold_out_all(self) -> None:
+        """Use the whole text for validation; called before `prepare`, by modes that do not train."""
+        self.val_fraction = 1.0
+
+    def split_texts(self) -> NDArray[np.void]:
+        """Return the split of each document, as `SPLIT_TEXT`; after `prepare`."""
+        return self.cache.texts
+
+    def hold_out(self, keys: NDArray[np.uint64], num_train: NDArray[np.int64]) -> int:
+        """Train at most on the first tokens of some texts; what is held out is validation data.
+
+        Args:
+            keys: Sorted hashes of the texts.
+            num_train: Tokens of each to train on.
+
+        Returns:
+            The number of documents that were trained on further than that.
+
+        Raises:
+            ConfigError: A split is shorter than one sample.
+        """
+        tokenizer, cache = self._ready()
+        texts = np.array(cache.texts)
+        place = np.minimum(np.searchsorted(keys, texts["key"]), len(keys) - 1)
+        limit = np.where(keys[place] == texts["key"], num_train[place], texts["num_train"])
+        num_held_out = int((limit < texts["num_train"]).sum())
+        if num_held_out:
+            self._prepared = tokenizer, hold_out(cache, np.minimum(limit, texts["num_train"]))
+            self._check_splits()
+        return num_held_out
 
     def train(self) -> TokenWindows:
         """Return the training samples."""
@@ -132,7 +164,13 @@ class TextSource(ABC):
     def fingerprint(self) -> str:
         """String that is equal for equal tokens in the same split."""
         meta = self.cache.meta
-        return f"{meta.content_hash}/{meta.tokenizer_fingerprint}/{meta.val_fraction}"
+        own = f"{meta.content_hash}/{meta.tokenizer_fingerprint}/{meta.val_fraction}"
+        return f"{own}/{meta.held_out}" if meta.held_out else own
+
+    @property
+    def val_fingerprint(self) -> str:
+        """String that is equal for equal validation samples."""
+        return f"{self.cache.meta.tokenizer_fingerprint}/{self.cache.meta.val_hash}/{self.seq_len}"
 
     def describe(self) -> str:
         """Return the amount of text, and the unigram loss."""
@@ -148,6 +186,12 @@ class TextSource(ABC):
         documents = self.cache.documents("train", start=start, stop=start + self.seq_len + 1)
         tokens = self.train()[sample]["inputs"].tolist()
         return {"documents": documents, "text": self.tokenizer.decode(tokens)}
+
+    def _check_splits(self) -> None:
+        """Check that both splits have at least one sample."""
+        if self.val_fraction < 1:
+            self.train()
+        self.val()
 
     def _ready(self) -> tuple[Tokenizer, TokenCache]:
         assert self._prepared is not None, "prepare() comes first"

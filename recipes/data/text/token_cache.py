@@ -1,14 +1,16 @@
 """Token cache on disk, written once per (content, tokenizer, split); reopening it only costs hashing the corpus.
 
 `<cache_dir>/tokens/<key>/` holds `train.bin` and `val.bin`, raw little-endian ids with the end-of-text token after
-every document; `documents.jsonl`, one line per document and split in which it has tokens; and `meta.json`.
+every document; `documents.jsonl`, one line per document and split in which it has tokens; `texts.npy`, the split of
+each document as numbers; and `meta.json`.
 """
 
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -22,9 +24,11 @@ from recipes.tokenizer import Tokenizer
 
 Split = Literal["train", "val"]
 
+# a document: hash of its text, tokens that are trained on, the first ones, and all tokens
+SPLIT_TEXT = np.dtype([("key", "<u8"), ("num_train", "<i8"), ("num_tokens", "<i8")])
 Row = tuple[str, Split, int, int]  # document, split, offset of its first token in the split, number of tokens
 
-FORMAT_VERSION = 1  # increase when the same key produces different files
+FORMAT_VERSION = 2  # increase when the same key produces different files
 _CHUNK_TOKENS = 1024 * 1024
 
 
@@ -35,6 +39,8 @@ class TokenCacheMeta:
     Attributes:
         unigram_entropy_nats: Validation loss of a unigram model fitted to the training tokens with add-one smoothing.
             A network with a higher loss has learned nothing about context. None without validation tokens.
+        val_hash: Hash of the validation tokens.
+        held_out: Hash of what `hold_out` moved to the validation split; empty if nothing.
     """
 
     format_version: int
@@ -49,6 +55,8 @@ class TokenCacheMeta:
     num_train_tokens: int
     num_val_tokens: int
     unigram_entropy_nats: float | None
+    val_hash: str
+    held_out: str = ""
 
 
 class TokenCache:
@@ -69,6 +77,12 @@ class TokenCache:
     def num_tokens(self, split: Split) -> int:
         """Return the number of tokens of a split."""
         return self.meta.num_train_tokens if split == "train" else self.meta.num_val_tokens
+
+    @property
+    def texts(self) -> NDArray[np.void]:
+        """The split of each document, in order, as `SPLIT_TEXT`."""
+        texts: NDArray[np.void] = np.load(self.folder / "texts.npy", mmap_mode="r")
+        return texts
 
     def documents(self, split: Split, *, start: int, stop: int) -> list[dict[str, Any]]:
         """Find the documents that tokens [start, stop) of a split come from; reads the index once.
@@ -127,8 +141,51 @@ def cached_tokens(
             num_train_tokens=num_train,
             num_val_tokens=num_val,
             unigram_entropy_nats=_unigram_entropy(temporary, dtype=dtype, vocab_size=tokenizer.vocab_size),
+            val_hash=_hash_file(temporary / "val.bin"),
         )
-        (temporary / "meta.json").write_text(json.dumps(asdict(meta), indent=2) + "\n", "utf-8")
+        _write_meta(temporary, meta)
+
+    build_once(folder, build, is_complete=is_complete)
+    return TokenCache(folder)
+
+
+def hold_out(cache: TokenCache, num_train: NDArray[np.int64]) -> TokenCache:
+    """Return the same tokens with another split; safe in any number of processes.
+
+    Args:
+        cache: Tokens in their own split.
+        num_train: Tokens of each document to train on, the first ones, [number of documents].
+    """
+    digest = hashlib.blake2b(num_train.astype("<i8").tobytes(), digest_size=12).hexdigest()
+    key = hashlib.blake2b(f"{cache.folder.name} {digest}".encode(), digest_size=12).hexdigest()
+    folder = cache.folder.with_name(key)
+    meta, texts = cache.meta, np.array(cache.texts)
+
+    def build(temporary: Path) -> None:
+        splits: tuple[Split, Split] = ("train", "val")
+        tokens = {split: _map_tokens(cache.path(split), meta.dtype) for split in splits}
+        read, written, rows = {"train": 0, "val": 0}, {"train": 0, "val": 0}, list[Row]()
+        with (temporary / "train.bin").open("wb") as train, (temporary / "val.bin").open("wb") as val:
+            for name, text, wanted in zip(_read_names(cache.folder), texts, num_train.tolist(), strict=True):
+                own = {"train": int(text["num_train"]), "val": int(text["num_tokens"]) - int(text["num_train"])}
+                document = np.concatenate([tokens[split][read[split] : read[split] + own[split]] for split in splits])
+                read = {split: read[split] + own[split] for split in splits}
+                for split, file, part in (("train", train, document[:wanted]), ("val", val, document[wanted:])):
+                    if len(part):
+                        file.write(part.tobytes())
+                        rows.append((name, split, written[split], len(part)))
+                        written[split] += len(part)
+        _write_index(temporary / "documents.jsonl", rows)
+        texts["num_train"] = num_train
+        np.save(temporary / "texts.npy", texts)
+        changes = {
+            "num_train_tokens": written["train"],
+            "num_val_tokens": written["val"],
+            "unigram_entropy_nats": _unigram_entropy(temporary, dtype=meta.dtype, vocab_size=meta.vocab_size),
+            "val_hash": _hash_file(temporary / "val.bin"),
+            "held_out": digest,
+        }
+        _write_meta(temporary, replace(meta, **changes))
 
     build_once(folder, build, is_complete=is_complete)
     return TokenCache(folder)
@@ -136,7 +193,7 @@ def cached_tokens(
 
 def is_complete(folder: Path) -> bool:
     """Return whether a folder has its files, with the sizes given by `meta.json`."""
-    if not (folder / "meta.json").is_file() or not (folder / "documents.jsonl").is_file():
+    if not all((folder / name).is_file() for name in ("meta.json", "documents.jsonl", "texts.npy")):
         return False
     try:
         cache = TokenCache(folder)
@@ -178,7 +235,7 @@ def _write_tokens(
     val_fraction: float,
 ) -> tuple[int, int, int]:
     """Write `train.bin`, `val.bin` and `documents.jsonl`; return the numbers of documents and of tokens per split."""
-    rows = []
+    rows, keys = list[Row](), array("Q")
     train_path, val_path = folder / "train.bin", folder / "val.bin"
     with train_path.open("wb") as train_file, val_path.open("wb") as val_file:
         train, val = _SplitWriter("train", train_file), _SplitWriter("val", val_file)
@@ -188,6 +245,7 @@ def _write_tokens(
             if piece.ends_document:
                 writer.write(end)
                 rows.append(writer.end_document(piece.name))
+                keys.append(piece.text_key())
     num_documents, num_train, num_val = len(rows), train.num_tokens, val.num_tokens
     if num_val == 0:
         num_val = round(num_train * val_fraction)
@@ -195,6 +253,7 @@ def _write_tokens(
         _move_tail(folder, num_bytes=num_train * end.itemsize)
         rows = list(_split_rows(rows, num_train=num_train))
     _write_index(folder / "documents.jsonl", rows)
+    _write_texts(folder / "texts.npy", keys, rows)
     return num_documents, num_train, num_val
 
 
@@ -213,6 +272,45 @@ def _write_index(path: Path, rows: list[Row]) -> None:
         for name, split, offset, num_tokens in rows:
             row = {"name": name, "split": split, "offset": offset, "num_tokens": num_tokens}
             file.write(json.dumps(row) + "\n")
+
+
+def _write_texts(path: Path, keys: Sequence[int], rows: Sequence[Row]) -> None:
+    """Write the split of each document; a document that is cut has two rows, the training part first."""
+    texts = np.zeros(len(keys), dtype=SPLIT_TEXT)
+    texts["key"] = keys
+    number, previous = -1, None
+    for name, split, _, num_tokens in rows:
+        number += (name, split) != (previous, "val")
+        previous = name if split == "train" else None
+        texts["num_tokens"][number] += num_tokens
+        texts["num_train"][number] += num_tokens if split == "train" else 0
+    assert number == len(keys) - 1, (number, len(keys))
+    np.save(path, texts)
+
+
+def _read_names(folder: Path) -> Iterator[str]:
+    """Yield the name of each document, in order."""
+    previous = None
+    with (folder / "documents.jsonl").open(encoding="utf-8") as lines:
+        for line in lines:
+            row = json.loads(line)
+            if (row["name"], row["split"]) != (previous, "val"):
+                yield row["name"]
+            previous = row["name"] if row["split"] == "train" else None
+
+
+def _write_meta(folder: Path, meta: TokenCacheMeta) -> None:
+    (folder / "meta.json").write_text(json.dumps(asdict(meta), indent=2) + "\n", "utf-8")
+
+
+def _map_tokens(path: Path, dtype: str) -> NDArray[np.unsignedinteger]:
+    little_endian = np.dtype(dtype).newbyteorder("<")
+    return np.memmap(path, little_endian, mode="r") if path.stat().st_size else np.zeros(0, little_endian)
+
+
+def _hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=12)).hexdigest()
 
 
 def _move_tail(folder: Path, *, num_bytes: int) -> None:

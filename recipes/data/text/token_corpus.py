@@ -1,5 +1,6 @@
 """Protocol of a corpus to tokenize: ordered documents in pieces, with a hash and a validation split."""
 
+import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -16,6 +17,8 @@ class TextPiece(Protocol):
     @property
     def ends_document(self) -> bool: ...
     def read(self) -> str: ...
+    def text_key(self) -> int:
+        """Return a hash of the text of the whole document, equal for equal texts of any source."""
 
 
 class TokenCorpus(TextCorpus, Protocol):
@@ -31,3 +34,8 @@ class TokenCorpus(TextCorpus, Protocol):
 
     def check_unchanged(self) -> None:
         """Check that the documents have not changed since they were hashed."""
+
+
+def hash_text(text: str) -> int:
+    """Return the hash of a text that says which texts are equal, in 64 bits."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

@@ -136,6 +136,10 @@ class TokenShards:
     def __post_init__(self) -> None:
         self._prepared: tuple[ShardWindows, ShardWindows] | None = None
 
+    def hold_out_all(self) -> None:
+        """Use all files for validation; called before `prepare`, by modes that do not train."""
+        self.val_path = self.path
+
     def prepare(self) -> None:
         """List the files and read the headers of `.npy` files; a second call does nothing.
 

@@ -5,12 +5,14 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import MaskedTokens
 
 from recipes.data import datamodule
 from recipes.data.datamodule import StreamDataModule
+from recipes.data.text.token_cache import SPLIT_TEXT
 from recipes.numerics.accumulation import Accumulation
 
 
@@ -116,6 +118,45 @@ def test_a_position_in_other_data_logs_one_warning(caplog: pytest.LogCaptureFixt
     [record] = caplog.records
     assert "seed 4 -> 3, num_samples 36 -> 37" in record.getMessage()
     assert data.position == 8
+
+
+def test_other_validation_samples_are_named_with_what_it_means_for_the_best_checkpoint(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data, _ = stream(micro_batch_size=2, accumulate=1)
+    other, _ = stream(micro_batch_size=2, accumulate=1, eval_samples=6)
+    logging.getLogger("lightning_recipes").propagate = True
+    data.load_state_dict(data.state_dict() | {"seed": 4})
+    assert "validation" not in caplog.text, "the order of the training data has no part in it"
+    caplog.clear()
+    data.load_state_dict(other.state_dict())
+    [record] = caplog.records
+    assert "The validation split differs from that of the checkpoint" in record.getMessage()
+    assert "`best` compares the two" in record.getMessage()
+    caplog.clear()
+    earlier = {key: value for key, value in data.state_dict().items() if key != "validation"}
+    data.load_state_dict(earlier)  # the files of versions that did not name it
+    assert caplog.records == []
+    data.load_state_dict(earlier | {"fingerprint": "another text"})
+    assert "The validation split may differ" in caplog.records[-1].getMessage()
+
+
+def test_texts_of_an_additional_validation_set_that_are_trained_on_are_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def source_of(texts: list[tuple[int, int, int]]) -> Any:
+        source = Numbered(num_samples=37, seq_len=4, vocab_size=8)
+        source.split_texts = lambda: np.array(texts, dtype=SPLIT_TEXT)  # type: ignore[attr-defined]
+        return source
+
+    data, _ = stream(micro_batch_size=2, accumulate=1)
+    data.source = source_of([(1, 9, 9), (2, 0, 9), (3, 4, 9)])  # trained on, held out, and cut
+    data.eval_sources = {"mine": source_of([(1, 0, 9), (2, 0, 9), (3, 0, 9), (4, 9, 9)])}
+    logging.getLogger("lightning_recipes").propagate = True
+    data.prepare_data()
+    data.prepare_data()
+    [record] = caplog.records
+    assert "2 of the 3 validation texts of eval_data.mine are also trained on" in record.getMessage()
 
 
 def test_five_validation_samples_are_spread_over_the_split() -> None:

@@ -143,6 +143,30 @@ def test_evaluate_gives_the_validation_loss_of_the_run(run: Path) -> None:
     (run / "evaluate_val.json").unlink()
 
 
+def test_another_text_is_evaluated_as_a_whole_and_the_runs_own_in_its_validation_split(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other.txt").write_text("ab" * 400)  # 801 tokens with the end: 25 samples of 32
+    assert execute(f"resume={run}", "mode=evaluate", f"data.path={tmp_path}/other.txt") == 0
+    found = json.loads((run / "evaluate_val.json").read_text())
+    assert (found["samples"], found["whole"]) == (25, ["data"])
+    assert "on all 25 samples of the data: loss" in capsys.readouterr().out
+    rows = f"data=documents data.path={tmp_path}/rows.jsonl".split()
+    (tmp_path / "rows.jsonl").write_text('{"text": "' + "ab" * 400 + '"}\n')
+    assert execute(f"resume={run}", "mode=evaluate", *rows) == 0
+    again = json.loads((run / "evaluate_val.json").read_text())
+    assert (again["samples"], again["loss"]) == (25, found["loss"])
+    assert execute(f"resume={run}", "mode=evaluate", f"data.path={tmp_path}/other.txt", "data.val_fraction=0.5") == 0
+    assert json.loads((run / "evaluate_val.json").read_text())["samples"] == 12
+    assert "on the 12 samples of val, 0.5 of the data: loss" in capsys.readouterr().out
+    more = ["+data@eval_data.mine=text_files", f"eval_data.mine.path={tmp_path}/other.txt"]
+    assert execute(f"resume={run}", "mode=evaluate", *more) == 0
+    added = json.loads((run / "evaluate_val.json").read_text())
+    assert added["whole"] == ["eval_data.mine"]
+    assert added["mine/loss"] == pytest.approx(found["loss"], rel=1e-6)
+    (run / "evaluate_val.json").unlink()
+
+
 def test_evaluations_are_in_the_summary_beside_what_was_there_and_name_their_checkpoint(
     run: Path, tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """A mixture reads each source as if it were alone, in its share, with one tokenizer, and says what is wrong."""
 
 import json
+import logging
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from recipes.data.documents.source import Documents
 from recipes.data.instructions.source import Instructions
 from recipes.data.mixture.source import Mixture
 from recipes.data.order import ShuffledOrder
@@ -59,6 +61,27 @@ def question_source(folder: Path, *, packing: bool = True) -> Instructions:
 def mixture_of(sources: dict[str, Any], weights: dict[str, float], **settings: Any) -> Mixture:
     settings = {"stages": [], "max_repeats": None, "seq_len": SEQ_LEN} | settings
     return Mixture(sources=sources, weights=weights, **settings)
+
+
+def rows_source(folder: Path, texts: list[str], **settings: Any) -> Documents:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    settings = {
+        "tokenizer": Bytes(),
+        "seq_len": SEQ_LEN,
+        "val_fraction": 0.2,
+        "cache_dir": str(folder / "cache"),
+    } | settings
+    return Documents(path=str(path), text_field="text", domain_field=None, hub_split="train", **settings)
+
+
+def read_tokens(source: Any, split: str) -> list[int]:
+    return np.fromfile(source.cache.path(split), dtype=source.cache.meta.dtype).tolist()
+
+
+def documents_of(source: Any, split: str) -> set[bytes]:
+    """Return the documents, or parts of one, of a split."""
+    return set(bytes(token if token < 256 else 0 for token in read_tokens(source, split)).split(b"\0")) - {b""}
 
 
 def two_texts(folder: Path, weights: dict[str, float] | None = None, **settings: Any) -> Mixture:
@@ -267,3 +290,71 @@ def test_a_source_alone_is_the_source_without_a_mixture(tmp_path: Path) -> None:
     order = train.make_order(5)
     alone = ShuffledOrder(len(train), order._orders[0].seed)
     assert order.indices(np.arange(100)).tolist() == alone.indices(np.arange(100)).tolist()
+
+
+@pytest.mark.parametrize("num_files", [30, 5])  # complete documents are held out, or the tail of the text
+def test_a_text_of_two_sources_is_in_one_split(
+    tmp_path: Path, num_files: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="lightning_recipes")
+    files = text_source(tmp_path, "shared", num_files=num_files)
+    shared = [path.read_text() for path in sorted(Path(files.path).iterdir())]
+    rows = rows_source(tmp_path, [*reversed(shared), *(f"own {index} " * 9 for index in range(40))])
+    (tmp_path / "alone").mkdir()
+    alone = text_source(tmp_path / "alone", "shared", num_files=num_files)
+    alone.prepare()
+    mixture = mixture_of({"files": files, "rows": rows}, {"files": 0.5, "rows": 0.5})
+    mixture.prepare()
+    train, val = (documents_of(files, split) | documents_of(rows, split) for split in ("train", "val"))
+    known = {text.encode() for text in shared}
+    assert not train & val
+    if num_files == 30:
+        assert len(val & known) > 1
+        assert train | val >= known, "each text is complete in its split"
+        assert documents_of(alone, "val") <= val, "what a source holds out alone stays held out"
+    else:
+        cut = (documents_of(files, "train") & documents_of(rows, "train")) - known
+        assert all(any(text.startswith(head) for text in known) for head in cut), "cut at the same token in both"
+    assert "are validation data of another source, so they are held out here, too" in caplog.text
+    # all tokens are still there, and the split is found again in the cache
+    assert sorted(read_tokens(files, "train") + read_tokens(files, "val")) == sorted(
+        read_tokens(alone, "train") + read_tokens(alone, "val")
+    )
+    assert len(mixture.train()) > 0
+    assert rows.cache.meta.held_out
+    assert rows.fingerprint.endswith(f"/{rows.cache.meta.held_out}")
+
+
+def test_sources_without_a_text_in_common_keep_the_split_they_have_alone(tmp_path: Path) -> None:
+    mixture = two_texts(tmp_path)
+    for name, source in mixture.sources.items():
+        alone = TextFiles(
+            path=str(tmp_path / name),
+            tokenizer=Bytes(),
+            seq_len=SEQ_LEN,
+            val_fraction=0.2,
+            cache_dir=str(tmp_path / "cache"),
+        )
+        alone.prepare()
+        assert source.fingerprint == alone.fingerprint
+        assert source.cache.folder == alone.cache.folder  # type: ignore[attr-defined]
+
+
+def test_a_question_of_two_sources_and_a_document_are_in_one_split_also_in_a_mixture_of_mixtures(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "more").mkdir()
+    first, second = question_source(tmp_path), question_source(tmp_path / "more")
+    second._val_fraction = 0.5
+    documents = rows_source(tmp_path, [f"{i}+1=" for i in range(0, 200, 2)] + [f"own {i} " * 5 for i in range(40)])
+    inner = mixture_of({"first": first, "documents": documents}, {"first": 0.5, "documents": 0.5})
+    outer = mixture_of({"inner": inner, "second": second}, {"inner": 0.5, "second": 0.5})
+    outer.prepare()
+    texts = outer.split_texts()
+    trained, held_out = texts["key"][texts["num_train"] > 0], texts["key"][texts["num_train"] < texts["num_tokens"]]
+    assert len(trained) > 100
+    assert len(held_out) > 200
+    assert not np.isin(trained, held_out).any()
+    assert len(inner.train().parts["first"]) == len(first.train()), "the inner mixture reads the new split"
+    questions = {tuple(prompt) for prompt, _ in first.questions(1000)}
+    assert len(questions) > 70, "about half of the 200, not a fifth"
