@@ -26,6 +26,7 @@ from torchmetrics import Metric
 
 from recipes.checkpoint.resume import find_checkpoint, names_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
+from recipes.config.check.metrics import find_wrong_directions
 from recipes.config.compose import Composed, Config, freeze
 from recipes.config.instantiate import make, make_model
 from recipes.config.mesh import get_mesh
@@ -47,7 +48,7 @@ from recipes.run_folder import TOKENIZER_FOLDER, find_run_folder, read_config
 from recipes.runtime.allocator import keep_freed_memory
 from recipes.runtime.console import LOGGER
 from recipes.runtime.devices import get_devices
-from recipes.runtime.world import Ranks
+from recipes.runtime.world import Ranks, global_rank
 from recipes.task.base import TrainingTask
 
 SINGLE_DEVICE = {"_target_": "recipes.strategy.single.SingleDevice", "_partial_": True}
@@ -115,6 +116,9 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     other_data = _find_other_data(config, checkpoint)
     if checkpoint is not None:
         config = with_saved_parts(config, checkpoint)
+    if trains(config) and global_rank() == 0:
+        for mistake in find_wrong_directions(config):
+            LOGGER.warning(str(mistake))
     lightning.seed_everything(config["seed"], verbose=False)
     precision: Precision = make(config["precision"])
     set_float32_products(precision)

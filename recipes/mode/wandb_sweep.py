@@ -54,7 +54,7 @@ def wandb_sweep(
     Raises:
         ConfigError: W&B cannot search this space with this method, or the file cannot be written.
     """
-    check_objective(objective)
+    check_objective(objective, direction)
     space, fixed, mistakes = _parse(composed)
     if mistakes:
         LOGGER.error(format_report(mistakes))

@@ -8,9 +8,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
+from recipes.config.check.metrics import find_wrong_direction
 from recipes.errors import ConfigError
 from recipes.launcher.job import Job, State
 from recipes.run_folder import METRICS_FILE, read_rows, read_summary, write_atomically
+from recipes.runtime.console import LOGGER
 
 SWEEP_FILE = "sweep.csv"
 Direction = Literal["minimize", "maximize"]
@@ -34,11 +36,12 @@ _SUMMARY_NUMBERS = (
 LOGGED_METRICS = {"best_val_loss": "val/loss", "val_loss": "val/loss", "train_loss": "train/loss"}
 
 
-def check_objective(name: str) -> None:
-    """Check that a run can have this objective.
+def check_objective(name: str, direction: Direction = "minimize") -> None:
+    """Check that a run can have this objective, and warn if its worst value would rank first.
 
     Args:
         name: A key of `summary.json` or a column of `metrics.csv`.
+        direction: Whether it is minimized or maximized.
 
     Raises:
         ConfigError: It is neither.
@@ -49,6 +52,8 @@ def check_objective(name: str) -> None:
             f"no run has this metric; a summary has {' '.join(_SUMMARY_NUMBERS)}",
             f"sweep.objective={(get_close_matches(name, _SUMMARY_NUMBERS, 1) or ['val_loss'])[0]}",
         )
+    if mistake := find_wrong_direction("sweep.objective", name, "sweep.direction", direction):
+        LOGGER.warning(str(mistake))
 
 
 def read_objective(folder: Path, name: str) -> float | None:

@@ -11,6 +11,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
+from recipes.config.check.metrics import find_wrong_direction
 from recipes.config.overrides import make_override, to_overrides
 from recipes.errors import ConfigError, ConfigErrors
 from recipes.runtime.console import LOGGER
@@ -78,6 +79,12 @@ class OptunaSweeper(Sweeper):
                 f"it takes {' or '.join(get_args(Direction))}",
                 f"hydra.sweeper.prune_direction={get_args(Direction)[0]}",
             )
+        if self._pruner is not None and (
+            mistake := find_wrong_direction(
+                "hydra.sweeper.prune_on", self._prune_on, "hydra.sweeper.prune_direction", self._prune_direction
+            )
+        ):
+            LOGGER.warning(str(mistake))
         launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )

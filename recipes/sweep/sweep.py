@@ -50,7 +50,7 @@ class Sweep:
         keys: Sequence[str],
         typed: Sequence[str],
     ) -> None:
-        check_objective(settings.objective)
+        check_objective(settings.objective, settings.direction)
         self.folder = folder
         self.settings = settings
         self.launcher = launcher

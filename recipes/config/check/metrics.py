@@ -1,5 +1,6 @@
 """Check the validation metrics: their nodes, and settings that name a metric that no validation computes."""
 
+import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -14,6 +15,16 @@ _READERS = {
     "checkpoint.best_metric": "checkpoint.keep_best",
     "callbacks.early_stop.monitor": "callbacks.early_stop.patience",
 }
+# settings that name a metric -> the one that says which direction is better
+_DIRECTIONS = {
+    "checkpoint.best_metric": "checkpoint.best_mode",
+    "callbacks.early_stop.monitor": "callbacks.early_stop.mode",
+}
+# the last part of a name says which direction is better; of any other name it is not known
+_HIGHER_IS_BETTER = re.compile(
+    r"accuracy|exact_match|auroc|f1|recall|precision|bleu|rouge|(^|_)acc($|_)|per_second|mfu"
+)
+_LOWER_IS_BETTER = re.compile(r"loss|perplexity|error")
 
 
 def check_metrics(config: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -49,6 +60,33 @@ def check_readers(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             yield ConfigError(
                 f"{setting}={name}", f"validation computes {' '.join(computed)}", f"{setting}={near}, or +metrics.…"
             )
+
+
+def find_wrong_directions(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Yield the settings by which the worst would count as the best; only a warning, as names are all that is known."""
+    for setting, direction in _DIRECTIONS.items():
+        name, wanted = select(config, setting), select(config, direction)
+        is_used = setting not in _READERS or select(config, _READERS[setting])
+        if is_used and (mistake := find_wrong_direction(setting, name, direction, wanted)):
+            yield mistake
+
+
+def find_wrong_direction(setting: str, name: object, direction: str, wanted: object) -> ConfigError | None:
+    """Return what is wrong with the direction of a metric; None if nothing is, or its direction is not known.
+
+    Args:
+        setting: The setting that names the metric.
+        name: The metric.
+        direction: The setting of its direction: `min` or `minimize`, `max` or `maximize`.
+        wanted: Its value.
+    """
+    last = str(name).rpartition("/")[2]
+    is_high, is_low = _HIGHER_IS_BETTER.search(last) is not None, _LOWER_IS_BETTER.search(last) is not None
+    other = {"min": "max", "max": "min", "minimize": "maximize", "maximize": "minimize"}.get(str(wanted))
+    if is_high == is_low or other is None or str(wanted).startswith("max" if is_high else "min"):
+        return None
+    reason = f"{direction}={wanted} takes the worst for the best: a {'higher' if is_high else 'lower'} {last} is better"
+    return ConfigError(f"{setting}={name}", reason, f"{direction}={other}")
 
 
 def _list_computed(config: Mapping[str, Any]) -> Iterator[str]:

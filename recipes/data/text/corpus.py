@@ -1,5 +1,6 @@
 """Corpus of text files in a fixed order, read in pieces in bounded memory, with a content hash."""
 
+import codecs
 import hashlib
 import json
 import logging
@@ -90,7 +91,8 @@ class Piece:
 
     def text_key(self) -> int:
         """Return the hash of the whole document, as `hash_text` gives it for its text."""
-        return int.from_bytes(bytes.fromhex(file_digest(self.document.path, num_bytes=8)), "little")
+        digest = file_digest(self.document.path, num_bytes=8, skips_mark=True)
+        return int.from_bytes(bytes.fromhex(digest), "little")
 
     def read(self) -> str:
         """Return the text.
@@ -105,7 +107,8 @@ class Piece:
         except OSError as error:
             raise unreadable(self.document.path, error) from error
         try:
-            return data.decode("utf-8")
+            text = data.decode("utf-8")
+            return text.removeprefix("\ufeff") if self.start == 0 else text  # a byte order mark is no text
         except UnicodeDecodeError as error:
             raise not_utf8(self.document.path, error, start=self.start) from error
 
@@ -263,10 +266,12 @@ def _read_digests(memory: Path) -> dict[str, str]:
     return known
 
 
-def file_digest(path: Path, *, num_bytes: int = 16) -> str:
-    """Return the hash of one file, read in bounded memory."""
+def file_digest(path: Path, *, num_bytes: int = 16, skips_mark: bool = False) -> str:
+    """Return the hash of one file, with or without a byte order mark, read in bounded memory."""
     try:
         with path.open("rb") as file:
+            if skips_mark and file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+                file.seek(0)
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=num_bytes)).hexdigest()
     except OSError as error:
         raise unreadable(path, error) from error

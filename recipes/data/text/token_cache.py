@@ -170,7 +170,7 @@ def hold_out(cache: TokenCache, num_train: NDArray[np.int64]) -> TokenCache:
                 own = {"train": int(text["num_train"]), "val": int(text["num_tokens"]) - int(text["num_train"])}
                 document = np.concatenate([tokens[split][read[split] : read[split] + own[split]] for split in splits])
                 read = {split: read[split] + own[split] for split in splits}
-                for split, file, part in (("train", train, document[:wanted]), ("val", val, document[wanted:])):
+                for split, file, part in zip(splits, (train, val), (document[:wanted], document[wanted:]), strict=True):
                     if len(part):
                         file.write(part.tobytes())
                         rows.append((name, split, written[split], len(part)))
@@ -178,14 +178,15 @@ def hold_out(cache: TokenCache, num_train: NDArray[np.int64]) -> TokenCache:
         _write_index(temporary / "documents.jsonl", rows)
         texts["num_train"] = num_train
         np.save(temporary / "texts.npy", texts)
-        changes = {
-            "num_train_tokens": written["train"],
-            "num_val_tokens": written["val"],
-            "unigram_entropy_nats": _unigram_entropy(temporary, dtype=meta.dtype, vocab_size=meta.vocab_size),
-            "val_hash": _hash_file(temporary / "val.bin"),
-            "held_out": digest,
-        }
-        _write_meta(temporary, replace(meta, **changes))
+        changed = replace(
+            meta,
+            num_train_tokens=written["train"],
+            num_val_tokens=written["val"],
+            unigram_entropy_nats=_unigram_entropy(temporary, dtype=meta.dtype, vocab_size=meta.vocab_size),
+            val_hash=_hash_file(temporary / "val.bin"),
+            held_out=digest,
+        )
+        _write_meta(temporary, changed)
 
     build_once(folder, build, is_complete=is_complete)
     return TokenCache(folder)
@@ -278,10 +279,10 @@ def _write_texts(path: Path, keys: Sequence[int], rows: Sequence[Row]) -> None:
     """Write the split of each document; a document that is cut has two rows, the training part first."""
     texts = np.zeros(len(keys), dtype=SPLIT_TEXT)
     texts["key"] = keys
-    number, previous = -1, None
+    number, previous = -1, ""
     for name, split, _, num_tokens in rows:
-        number += (name, split) != (previous, "val")
-        previous = name if split == "train" else None
+        number += not (split == "val" and name == previous)
+        previous = name if split == "train" else ""
         texts["num_tokens"][number] += num_tokens
         texts["num_train"][number] += num_tokens if split == "train" else 0
     assert number == len(keys) - 1, (number, len(keys))
@@ -290,13 +291,13 @@ def _write_texts(path: Path, keys: Sequence[int], rows: Sequence[Row]) -> None:
 
 def _read_names(folder: Path) -> Iterator[str]:
     """Yield the name of each document, in order."""
-    previous = None
+    previous = ""
     with (folder / "documents.jsonl").open(encoding="utf-8") as lines:
         for line in lines:
             row = json.loads(line)
-            if (row["name"], row["split"]) != (previous, "val"):
+            if not (row["split"] == "val" and row["name"] == previous):
                 yield row["name"]
-            previous = row["name"] if row["split"] == "train" else None
+            previous = row["name"] if row["split"] == "train" else ""
 
 
 def _write_meta(folder: Path, meta: TokenCacheMeta) -> None:

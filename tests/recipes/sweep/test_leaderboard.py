@@ -74,6 +74,14 @@ def test_an_unknown_objective_is_rejected_with_the_nearest_name() -> None:
     check_objective("val/perplexity")
 
 
+def test_an_objective_with_the_wrong_direction_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    check_objective("best_val_loss", "minimize")
+    check_objective("val/accuracy", "maximize")
+    assert caplog.records == []
+    check_objective("val/accuracy", "minimize")
+    assert "a higher accuracy is better; type sweep.direction=maximize" in caplog.text
+
+
 def test_a_job_of_an_earlier_command_is_found_by_its_overrides_in_any_order_but_only_once(
     tmp_path: Path,
 ) -> None:

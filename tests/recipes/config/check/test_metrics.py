@@ -3,6 +3,7 @@
 import pytest
 
 from recipes.config import compose_and_check
+from recipes.config.check.metrics import find_wrong_directions
 
 F1 = "torchmetrics.classification.MulticlassF1"
 MESSAGES = {
@@ -71,3 +72,29 @@ def test_a_mistake_is_reported_with_the_override_that_fixes_it(typed: str) -> No
 def test_a_choice_of_metrics_that_fits_is_valid(typed: str) -> None:
     _, mistakes = compose_and_check(typed.split())
     assert not mistakes, [str(mistake) for mistake in mistakes]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        (
+            "model=resnet18 checkpoint.best_metric=val/accuracy",
+            ["checkpoint.best_mode=min takes the worst for the best"],
+        ),
+        ("model=resnet18 checkpoint.best_metric=val/accuracy checkpoint.best_mode=max", []),
+        ("checkpoint.best_mode=max", ["checkpoint.best_metric=val/loss: checkpoint.best_mode=max takes the worst"]),
+        ("checkpoint.best_metric=val/accuracy checkpoint.keep_best=0", []),
+        (
+            "callbacks.early_stop.patience=3 callbacks.early_stop.monitor=val/mine/exact_match",
+            ["a higher exact_match is better; type callbacks.early_stop.mode=max"],
+        ),
+        ("callbacks.early_stop.monitor=val/accuracy", []),  # off
+        ("checkpoint.best_metric=val/calibration checkpoint.best_mode=max", []),  # not known
+    ],
+)
+def test_a_metric_whose_worst_value_would_count_as_the_best_is_named(overrides: str, lines: list[str]) -> None:
+    composed, _ = compose_and_check(overrides.split())
+    assert composed is not None
+    found = [str(mistake) for mistake in find_wrong_directions(composed.config)]
+    assert len(found) == len(lines)
+    assert all(line in text for line, text in zip(lines, found, strict=True))

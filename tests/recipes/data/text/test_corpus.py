@@ -8,6 +8,7 @@ import pytest
 
 from recipes.data.text import corpus as corpus_module
 from recipes.data.text.corpus import PIECE_BYTES, Corpus, Document, content_digests
+from recipes.data.text.token_corpus import hash_text
 from recipes.errors import ConfigError
 
 
@@ -19,6 +20,14 @@ def test_joined_pieces_equal_the_documents(make_corpus, text):
     assert "".join(piece.read() for piece in pieces) == "first" + long
     assert max(piece.stop - piece.start for piece in pieces) <= 2 * PIECE_BYTES
     assert len(pieces) == 4
+
+
+def test_a_byte_order_mark_at_the_start_of_a_file_is_no_text(make_corpus):
+    marked, plain = (
+        list(make_corpus({"a.txt": mark + b"first \xef\xbb\xbf"}).pieces()) for mark in (b"\xef\xbb\xbf", b"")
+    )
+    assert [piece.read() for piece in marked] == [piece.read() for piece in plain] == ["first \ufeff"]
+    assert marked[0].text_key() == plain[0].text_key() == hash_text("first \ufeff")
 
 
 def test_a_cut_stands_between_two_lines_that_begin_at_the_margin(make_corpus, text):
