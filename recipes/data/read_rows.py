@@ -4,6 +4,7 @@ import glob
 import gzip
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".txt.gz")
 _PARQUET_BATCH = 1024  # rows in memory at a time
 _SHOWN_CHARACTERS = 60
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Row:
         """Return the fields.
 
         Raises:
-            ConfigError: The line is not JSON, or not an object.
+            ConfigError: The line is not JSON, or not an object, or has half of a surrogate pair.
         """
         fields: Any = self.content
         if isinstance(fields, bytes):
@@ -51,6 +53,8 @@ class Row:
                 fields = json.loads(fields)
             except (ValueError, RecursionError) as error:
                 raise _bad_json(self.place, error) from error
+            if _SURROGATE.search(self.content):  # most are halves of a pair, which is one character
+                _check_characters(fields, self.place)
         if not isinstance(fields, dict):
             shown = json.dumps(fields, ensure_ascii=False)[:_SHOWN_CHARACTERS]
             raise ConfigError(self.place, f"a row has named fields, and this one is {shown}", '{"<field>": …} there')
@@ -210,6 +214,16 @@ class HubRows:
         """Yield all rows."""
         for index, fields in enumerate(self._rows):
             yield Row(f"{self.name} row {index + 1}", dict(fields))
+
+
+def _check_characters(fields: object, place: str) -> None:
+    """Reject half of a surrogate pair: JSON can hold it, but it is no character, and no tokenizer reads it."""
+    try:
+        json.dumps(fields, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start]).strip("'")
+        fix = "the row without it, or with U+FFFD in its place"
+        raise ConfigError(place, f"it has {half}, half of a surrogate pair, which is no character", fix) from error
 
 
 def _text_row(document: Document, field: str) -> Iterator[Row]:

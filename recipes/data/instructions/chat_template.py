@@ -126,6 +126,22 @@ def prompt_for_answer(message: str, tokenizer: Tokenizer) -> tuple[list[int], in
     return tokenizer.encode_rendered(text).ids, tokenizer.find_end(answered.tokens[answered.is_answer].tolist())
 
 
+def trains_on_end(tokenizer: Tokenizer, template: ChatTemplate, *, train_on: TrainOn) -> bool:
+    """Return whether the loss covers a token after the text of an answer, from which a model learns to end its turn.
+
+    It does not if the template ends a turn outside of its `{% generation %}` block, or only begins the next one, as
+    that of GLM-4 does. A template that rejects the example counts as one that covers it.
+    """
+    asked, answered = {"role": "user", "content": "Is it so?"}, {"role": "assistant", "content": "It is so."}
+    example = Example(place="", prompt=None, answer=[asked, answered, asked, answered])
+    try:
+        tokenized = ExampleTokenizer(tokenizer, template, train_on=train_on)(example)
+    except ConfigError:
+        return True
+    trained = tokenized.tokens[tokenized.carries_loss].tolist()
+    return bool(trained) and trained[-1] != tokenizer.encode(answered["content"])[-1]
+
+
 class ExampleTokenizer:
     """Turns examples into tokens and loss masks; picklable.
 

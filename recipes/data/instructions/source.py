@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recipes.cache import open_cache_dir
-from recipes.data.instructions.chat_template import ExampleTokenizer, TrainOn, find_template
+from recipes.data.instructions.chat_template import ExampleTokenizer, TrainOn, find_template, trains_on_end
 from recipes.data.instructions.conversation import Reader
 from recipes.data.instructions.rows import ExampleRows, pad_rows
 from recipes.data.instructions.store import ExampleStore, cached_examples
@@ -185,6 +185,13 @@ class Instructions:
         }
         rows = {name: self._rows(store, examples, name) for name, store, examples in self._splits(stores)}
         if any(store.meta.num_conversations for store in stores.values()):
+            if not trains_on_end(tokenizer, template, train_on=self._train_on):
+                LOGGER.warning(
+                    "The template of %s ends an answer where nothing is trained on: the model will not learn to stop."
+                    " data.template=<file.jinja> with the end of a turn inside of {%% generation %%}, or"
+                    " data.train_on=all, trains on it",
+                    template.name,
+                )
             tokenizer = tokenizer.with_chat_template(template.source)
         self._prepared = tokenizer, stores, rows
         self._warn(stores, rows)

@@ -144,3 +144,12 @@ def test_a_damaged_gz_file_is_named(damage: Any, tmp_path: Path) -> None:
     (tmp_path / "b.jsonl.gz").write_bytes(damage(gzip.compress((tmp_path / "a.jsonl").read_bytes())))
     with pytest.raises(ConfigError, match="b.jsonl.gz: it cannot be read: (?!None)"):
         read(tmp_path / "b.jsonl.gz")
+
+
+def test_half_of_a_surrogate_pair_is_named_and_a_pair_is_one_character(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "\\ud83d\\ude00 \\\\ud800"}\n{"text": "cut \\ud83d"}\n')
+    first, second = open_rows(str(path), setting="data.path", hub_split="train")
+    assert first.parse() == {"text": "\U0001f600 \\ud800"}
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2: it has \\ud83d, half of a surrogate pair"):
+        second.parse()

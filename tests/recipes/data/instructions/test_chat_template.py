@@ -12,6 +12,7 @@ from recipes.data.instructions.chat_template import (
     ExampleTokenizer,
     find_template,
     prompt_for_answer,
+    trains_on_end,
 )
 from recipes.data.instructions.conversation import Example
 from recipes.errors import ConfigError
@@ -60,6 +61,24 @@ def test_a_special_token_stands_once_at_the_beginning(chat: int, text: str) -> N
     tokens, _ = tokenize(BRACKETS, messages_of(CHATS[chat]))
     assert tokens.count(256) == 1, "the template writes <s>, and the tokenizer adds none"
     assert chat_tokenizer().decode(tokens).startswith(f"<s>{text}")
+
+
+@pytest.mark.parametrize("train_on", ["answers", "last_answer"])
+@pytest.mark.parametrize(
+    ("template", "is_covered"),
+    [
+        (CHATML, True),
+        (WITH_BLOCKS, True),
+        (WITH_BLOCKS.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}"), False),
+        # as of GLM-4: the next turn ends an answer
+        ("{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endfor %}", False),
+        *((template, True) for template in TEMPLATES.values()),
+    ],
+)
+def test_a_template_whose_end_of_a_turn_carries_no_loss_is_recognized(
+    template: str, is_covered: bool, train_on: Any
+) -> None:
+    assert trains_on_end(chat_tokenizer(), ChatTemplate(template, "a test"), train_on=train_on) is is_covered
 
 
 def test_without_blocks_every_answer_and_its_end_carry_loss() -> None:
