@@ -48,9 +48,9 @@ class Row:
             ConfigError: The line is not JSON, or not an object, or has half of a surrogate pair.
         """
         fields: Any = self.content
-        if isinstance(fields, bytes):
+        if isinstance(self.content, bytes):
             try:
-                fields = json.loads(fields)
+                fields = json.loads(self.content)
             except (ValueError, RecursionError) as error:
                 raise _bad_json(self.place, error) from error
             if _SURROGATE.search(self.content):  # most are halves of a pair, which is one character

@@ -228,6 +228,8 @@ class Instructions:
         _, stores, rows = self._ready()
         num_tokens = sum(store.meta.num_tokens for store in stores.values())
         num_loss = sum(store.meta.num_loss_tokens for store in stores.values())
+        if "train" not in rows:
+            return f"{len(rows['val'].examples):,} validation examples"
         train, val = rows["train"], rows["val"]
         fill = train.num_inputs / (len(train) * self.seq_len)
         packed = f" in {len(train):,} rows of {self.seq_len}, {fill:.0%} full" if self.packs else ""

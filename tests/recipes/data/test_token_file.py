@@ -37,6 +37,14 @@ def test_the_tail_is_for_validation(source, tmp_path):
     assert data.tokenizer is None
 
 
+def test_all_of_another_file_is_evaluated_whatever_the_run_validated_on(source, tmp_path):
+    data = source(write(tmp_path / "t.bin", range(101)), val_path=str(tmp_path / "gone.bin"))
+    data.hold_out_all()
+    data.prepare()
+    assert len(data.val()) == 10
+    assert data.val()[0]["inputs"].tolist() == list(range(10))
+
+
 def test_a_separate_validation_file_leaves_the_other_for_training(source, tmp_path):
     val = write(tmp_path / "v.bin", range(500, 521))
     data = source(write(tmp_path / "t.bin", range(101)), val_path=str(val))

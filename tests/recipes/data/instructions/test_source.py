@@ -210,3 +210,13 @@ def test_a_question_leaves_room_for_its_answer(tmp_path: Path) -> None:
     assert len(source_of(tmp_path, rows, val_fraction=0.5).questions(10)) == 10
     longer = [{"prompt": f"{i:04}=", "completion": "x" * 27} for i in range(100)]
     assert source_of(tmp_path, longer, val_fraction=0.5).questions(10) == []
+
+
+def test_all_rows_of_another_path_are_evaluated_whatever_the_run_validated_on(tmp_path: Path) -> None:
+    own = source_of(tmp_path, sums(40), val_path=write(tmp_path / "val.jsonl", sums(3)))
+    assert len(own.val().examples) == 3
+    own._prepared = None
+    own.hold_out_all()
+    own.prepare()
+    assert len(own.val().examples) == 40
+    assert own.describe() == "40 validation examples"
