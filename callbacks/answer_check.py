@@ -4,12 +4,13 @@ import json
 import logging
 import re
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
+from .files import LineFile
 from .logged_step import completed_steps, run_folder
 from .profiler_hooks import get_profiler
 from .protocols import SupportsAnswers
@@ -68,6 +69,7 @@ class AnswerCheck(Callback):
         self.num_questions = num_questions
         self.num_tokens = num_tokens
         self._score = score
+        self._file: LineFile | None = None
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -87,7 +89,27 @@ class AnswerCheck(Callback):
         scores = [self.judge(given, expected) for _, expected, given in answers]
         pl_module.log("val/exact_match", sum(scores) / len(scores), rank_zero_only=False, sync_dist=False)
         if trainer.is_global_zero:
-            _write(trainer, answers, scores)
+            _log_answers(trainer, answers, scores)
+            self._write(trainer, answers, scores)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._file is not None:
+            self._file.finish()
+
+    def _write(self, trainer: Trainer, answers: list[tuple[str, str, str]], scores: list[float]) -> None:
+        folder = run_folder(trainer)
+        if folder is None:
+            return
+        path = folder / "answers.jsonl"
+        if self._file is None or self._file.path != path:
+            self._file = LineFile(path)
+        rows = [
+            {"step": completed_steps(trainer), "question": question, "expected": expected, "given": given}
+            | {"score": score}
+            for (question, expected, given), score in zip(answers, scores, strict=True)
+        ]
+        self._file.append([json.dumps(row) for row in rows])
 
     def judge(self, given: str, expected: str) -> float:
         """Return the score of an answer, from 0 to 1."""
@@ -106,7 +128,7 @@ class AnswerCheck(Callback):
         return None if found is None else str(found)
 
 
-def _write(trainer: Trainer, answers: list[tuple[str, str, str]], scores: list[float]) -> None:
+def _log_answers(trainer: Trainer, answers: list[tuple[str, str, str]], scores: list[float]) -> None:
     step = completed_steps(trainer)
     wrong = next((answer for answer, score in zip(answers, scores, strict=True) if score < 1.0), None)
     shown = ""
@@ -119,11 +141,3 @@ def _write(trainer: Trainer, answers: list[tuple[str, str, str]], scores: list[f
     total = float(sum(scores))
     count = f"{total:.0f}" if total.is_integer() else f"{total:.1f}"
     log.info("%s%s of %d answers are correct%s", when, count, len(scores), shown)
-    folder = run_folder(trainer)
-    if folder is None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "answers.jsonl").open("a", encoding="utf-8") as file:
-        for (question, expected, given), score in zip(answers, scores, strict=True):
-            row: dict[str, Any] = {"step": step, "question": question, "expected": expected, "given": given}
-            file.write(json.dumps(row | {"score": score}) + "\n")

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
+from .files import LineFile
 from .logged_step import StepCounter, completed_steps, run_folder
 from .profiler_hooks import get_profiler
 from .protocols import SupportsText
@@ -86,6 +87,7 @@ class SampleText(Callback):
         self.seed = seed
         self._steps = StepCounter()
         self._sampled_at: int | None = None  # step of the latest sample
+        self._file: LineFile | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -106,6 +108,11 @@ class SampleText(Callback):
         if self._sampled_at != completed_steps(trainer):
             self._sample(trainer, pl_module)
 
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._file is not None:
+            self._file.finish()
+
     def _sample(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not isinstance(pl_module, SupportsText):
             return
@@ -122,7 +129,18 @@ class SampleText(Callback):
                     seed=self.seed,
                 )
                 if text is not None and trainer.is_global_zero:
-                    _log_sample(trainer, prompt=prompt, text=text)
+                    self._log_sample(trainer, prompt=prompt, text=text)
+
+    def _log_sample(self, trainer: Trainer, *, prompt: str, text: str) -> None:
+        step = completed_steps(trainer)
+        log.info("%s", framed(prompt + text, title=f"sample at step {step}, prompt {prompt!r}"))
+        folder = run_folder(trainer)
+        if folder is None:
+            return
+        path = folder / "samples.jsonl"
+        if self._file is None or self._file.path != path:
+            self._file = LineFile(path)
+        self._file.append([json.dumps({"step": step, "prompt": prompt, "text": text})])
 
 
 @contextmanager
@@ -136,16 +154,6 @@ def _inference_state(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for submodule, training in modes:
             submodule.training = training
-
-
-def _log_sample(trainer: Trainer, *, prompt: str, text: str) -> None:
-    step = completed_steps(trainer)
-    log.info("%s", framed(prompt + text, title=f"sample at step {step}, prompt {prompt!r}"))
-    folder = run_folder(trainer)
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
 
 
 def framed(text: str, *, title: str) -> str:

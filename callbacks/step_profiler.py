@@ -10,6 +10,7 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from torch.profiler import ProfilerActivity, profile
 from typing_extensions import override
 
+from .files import filling, write_atomically
 from .logged_step import StepCounter, output_folder
 from .profiler_hooks import get_profiler
 
@@ -107,18 +108,19 @@ class StepProfiler(Callback):
             trace.stop()
             self._write(trainer, trace)
         except Exception as error:
-            log.warning(f"the trace could not be written: {type(error).__name__}: {error}")
+            log.warning(f"the trace could not be written: {type(error).__name__}: {error}. The run goes on")
         finally:
             get_profiler(trainer).stop(FOLDER)
 
     def _write(self, trainer: Trainer, trace: Any) -> None:
         folder = output_folder(trainer) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        trace.export_chrome_trace(str(folder / f"rank_{trainer.global_rank:05d}.trace.json.gz"))
+        with filling(folder) as unfinished:
+            trace.export_chrome_trace(str(unfinished / f"rank_{trainer.global_rank:05d}.trace.json.gz"))
         if not trainer.is_global_zero:
             return
         operators = top_operators(trace)
-        (folder / "operators.json").write_text(json.dumps(operators, indent=2) + "\n", encoding="utf-8")
+        write_atomically(folder / "operators.json", json.dumps(operators, indent=2) + "\n")
         top = ", ".join(f"{operator['name']} {operator['share']:.0%}" for operator in operators[:3])
         num_steps = self._done - self._after
         steps = "1 step" if num_steps == 1 else f"{num_steps} steps"

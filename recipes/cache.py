@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from recipes.errors import ConfigError
+from recipes.files import DISK_ERRORS, describe, sync
 
 log = logging.getLogger(__name__)
+_FIX = "RECIPES_CACHE=<folder> before the command, or data.cache_dir=<folder>"
 
 _LEFTOVER_SECONDS = 24 * 3600.0  # another host's temporary folder counts as abandoned after a day without changes
 _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -31,7 +33,7 @@ def open_cache_dir(cache_dir: str) -> Path:
         ConfigError: The folder cannot be created or written to.
     """
     path = Path(cache_dir).expanduser().absolute()
-    fix = "RECIPES_CACHE=<folder> before the command, or data.cache_dir=<folder>"
+    fix = _FIX
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -48,9 +50,26 @@ def build_once(target: Path, build: Callable[[Path], None], *, is_complete: Call
         target: Folder to build.
         build: Fills an empty temporary folder, which is then renamed to `target`; an exception leaves nothing behind.
         is_complete: Returns whether a folder has all of the files that `build` writes; if not, it is rebuilt.
+
+    Raises:
+        ConfigError: The disk is full, fails or is read-only.
     """
     if is_complete(target):
         return
+    try:
+        _build(target, build, is_complete=is_complete)
+    except OSError as error:
+        if error.errno not in DISK_ERRORS or (error.filename and not _is_of(Path(error.filename), target)):
+            raise
+        reason = f"{target} cannot be written: {describe(error)}"
+        raise ConfigError(f"data.cache_dir={target.parent}", reason, _FIX) from error
+
+
+def _is_of(path: Path, target: Path) -> bool:
+    return path.is_relative_to(target.parent) or target.is_relative_to(path)
+
+
+def _build(target: Path, build: Callable[[Path], None], *, is_complete: Callable[[Path], bool]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.with_name(f".{target.name}.lock")) as is_locked:
         if is_complete(target):
@@ -120,8 +139,4 @@ def _remove_leftovers(target: Path) -> None:
 def _flush(folder: Path) -> None:
     """Flush all files to disk before the rename makes them visible."""
     for path in [*folder.rglob("*"), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync(path)

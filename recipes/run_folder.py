@@ -1,6 +1,7 @@
-"""File names, atomic writes and readers for the files in a run folder."""
+"""File names and readers for the files in a run folder; `recipes.files` writes them."""
 
 import csv
+import errno
 import itertools
 import json
 import math
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.errors import ConfigError
+from recipes.files import describe, probe, write_atomically
 
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
@@ -27,27 +29,6 @@ SPIKES_FOLDER = "spikes"
 TOKENIZER_FOLDER = "tokenizer"
 
 
-def write_atomically(path: Path, text: str, *, fsync: bool = False) -> None:
-    """Write a small file atomically: readers see the old or the new content, even if the process is killed.
-
-    Args:
-        path: File to write, in an existing folder.
-        text: Complete content.
-        fsync: Whether to flush to disk before the rename, for files that must survive a power failure.
-
-    Raises:
-        OSError: The disk is full or the folder cannot be written to; the old content is still there.
-    """
-    unfinished = path.with_name(f".{path.name}.tmp")
-    unfinished.unlink(missing_ok=True)  # left by a killed process, or a symlink in a folder from elsewhere
-    with unfinished.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        if fsync:
-            file.flush()
-            os.fsync(file.fileno())
-    unfinished.replace(path)
-
-
 def create_new(folder: Path, *, stem: str) -> Path:
     """Create and return a new folder; if it exists, append the next free number to `stem`."""
     for number in itertools.count(2):
@@ -60,6 +41,33 @@ def create_new(folder: Path, *, stem: str) -> Path:
     return folder
 
 
+def claim_output(path: str | Path, setting: str, *, is_file: bool = False) -> Path:
+    """Return the folder or file that a mode writes at its end; create its folder and check that it takes files.
+
+    Call it before the work: what could not be kept at the end would be found only then.
+
+    Args:
+        path: As set; `~` is the home folder.
+        setting: Its key, for the error message.
+        is_file: Whether `path` names a file, whose folder is created.
+
+    Raises:
+        ConfigError: The disk is full, or the folder cannot be created or written to.
+    """
+    target = Path(path).expanduser()
+    folder = target.parent if is_file else target
+    try:
+        if is_file and target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        folder.mkdir(parents=True, exist_ok=True)
+        probe(folder)
+    except OSError as error:
+        kind = "file" if is_file else "folder"
+        fix = f"{setting}=<a {kind} of yours on a disk with space>"
+        raise ConfigError(f"{setting}={path}", f"it cannot be written to: {describe(error)}", fix) from error
+    return target
+
+
 def find_run_folder(path: Path) -> Path | None:
     """Return `path` if it is a run folder, or the run folder that contains the checkpoint `path`; None otherwise."""
     for candidate in (path, path.parent.parent):
@@ -70,7 +78,9 @@ def find_run_folder(path: Path) -> Path | None:
 
 def has_checkpoint(run_folder: Path) -> bool:
     """Return whether a run folder has a complete checkpoint; its hashes are not verified."""
-    return any((run_folder / CHECKPOINTS).glob("step_*.ckpt/manifest.json"))
+    folder = run_folder / CHECKPOINTS
+    # a tool that knows no links may have copied `last` alone
+    return any(next(folder.glob(f"{name}/manifest.json"), None) for name in ("step_*.ckpt", "last", "best"))
 
 
 # Each reader raises a ConfigError that names the file, the problem and the fix: people edit these files, copy them

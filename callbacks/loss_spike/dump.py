@@ -1,6 +1,5 @@
 """Write a debug dump of a spike: its batch, losses, weights and context. Costs one extra forward pass."""
 
-import contextlib
 import json
 import logging
 import math
@@ -15,10 +14,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from ..events import finite
+from ..files import replacing, tolerating, write_atomically
 from ..grad_norm.by_block import norms_by_block
 from ..logged_step import run_folder
 from ..protocols import SupportsSampleLosses, SupportsSavedWeights
-from ..ranks import gather_by_samples
+from ..ranks import all_ranks, gather_by_samples
 from .monitor import SpikeMonitor, Verdict
 from .train_state import rng_state
 
@@ -94,19 +94,24 @@ class SpikeDump:
         folder = Path(trainer.strategy.broadcast(str(folder)))
         parts = [part for part in self._newest if part.step == step]
         losses = [_get_sample_losses(trainer, pl_module, part.batch) for part in parts]
+        is_complete = False
         try:
             self._write_rank(trainer, pl_module, folder, parts, losses, verdict)
+            is_complete = True
         # a full disk or a batch that cannot be pickled must not end the run or leave other ranks waiting below
         except Exception as error:
-            log.warning(f"{folder} could not be written: {type(error).__name__}: {error}")
+            log.warning(f"{folder} could not be written: {type(error).__name__}: {error}. The run goes on")
+        if not all_ranks(is_complete, pl_module.device) and trainer.is_global_zero:
+            shutil.rmtree(folder / "weights", ignore_errors=True)  # `mode=replay` needs those of all ranks
         losses_by_rank = gather_by_samples([None if loss is None else loss.tolist() for loss in losses], trainer)
         weight_norms = norms_by_block(pl_module)
         if trainer.is_global_zero:
             content = _describe(trainer, verdict, monitor) | {"weight_norms": weight_norms}
-            with contextlib.suppress(OSError):  # logged above
+            with tolerating(folder / "spike.json"):
                 folder.mkdir(parents=True, exist_ok=True)
-                (folder / "spike.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
                 _write_samples(folder / "samples.jsonl", trainer, parts, losses_by_rank)
+                # last: a folder without it is no dump
+                write_atomically(folder / "spike.json", json.dumps(content, indent=2) + "\n")
                 log.warning(f"Step {step}: its batch and losses are in {folder}")
 
     @staticmethod
@@ -119,14 +124,13 @@ class SpikeDump:
         verdict: Verdict,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save(
-            {
-                "batches": [_to_host(part.batch) for part in parts],
-                "losses": losses,
-                "random": [part.rng_state for part in parts],
-            },
-            folder / f"rank_{trainer.global_rank:05d}.pt",
-        )
+        content = {
+            "batches": [_to_host(part.batch) for part in parts],
+            "losses": losses,
+            "random": [part.rng_state for part in parts],
+        }
+        with replacing(folder / f"rank_{trainer.global_rank:05d}.pt") as unfinished:
+            torch.save(content, unfinished)
         # on a GPU the next step has already run; if it was applied, the weights are no longer those of this step
         is_unchanged = verdict.skipped and verdict.measurement.step == trainer.global_step
         if isinstance(pl_module, SupportsSavedWeights) and is_unchanged:
@@ -183,7 +187,7 @@ def _write_samples(
         sample["loss"] = None if losses is None else finite(losses[sample["row"]])
     # NaN and inf, which are None here, come first
     samples.sort(key=lambda sample: -math.inf if sample["loss"] is None else -sample["loss"])
-    path.write_text("".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples), encoding="utf-8")
+    write_atomically(path, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples))
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from ..files import tolerating
 from ..logged_step import output_folder
 from ..memory.host_memory import available_bytes
 from ..ranks import all_ranks
@@ -58,7 +59,7 @@ class Rollback:
         self.num_bytes = 0
 
     def take(self, trainer: Trainer, *, clock: int, is_good: bool = False, **extras: Any) -> None:
-        """Take a snapshot of the current state, overwriting the oldest one.
+        """Take a snapshot of the current state, overwriting the oldest one. A full disk is logged: none is taken.
 
         Args:
             trainer: The trainer, at the end of a batch in which the optimizer has stepped.
@@ -76,13 +77,29 @@ class Rollback:
         snapshot, owners = self._ring.oldest(), dict[str, int]()
         if self._replicas is not None:
             owners = self._replicas.assign(live_tensors(trainer, writes_back=False), trainer.strategy.root_device)
-        snapshot.take(self._own(live_tensors(trainer, writes_back=False), owners))
+        if not self._copy(trainer, snapshot, owners):
+            return
         snapshot.scalars = live_scalars(trainer) | {"checkpoints": checkpoint_lists(trainer), "extras": extras}
         snapshot.scalars["owners"] = owners
         snapshot.step = trainer.global_step
         snapshot.taken_at = clock - self._quarantine_steps if is_good else clock
         self.num_bytes = snapshot.num_bytes
         self.seconds = time.perf_counter() - began
+
+    def _copy(self, trainer: Trainer, snapshot: Snapshot, owners: dict[str, int]) -> bool:
+        """Copy the tensors; return whether that succeeded on every rank. A collective if they are stored on disk."""
+        tensors = self._own(live_tensors(trainer, writes_back=False), owners)
+        if self._folder is None:
+            snapshot.take(tensors)
+            return True
+        is_complete = False
+        with tolerating(self._folder):
+            snapshot.take(tensors)
+            is_complete = True
+        if all_ranks(is_complete, trainer.strategy.root_device):
+            return True
+        snapshot.drop()  # no rank may roll back to it
+        return False
 
     def wait_until_copied(self) -> None:
         """Make the GPU, but not the host, wait for the copy; call it before the tensors change."""

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..files import reserve
+
 EARLY = "buffer/"  # prefix of tensors changed by the next forward pass, which are cloned on the device first
 Named = Iterable[tuple[str, Tensor]]
 
@@ -66,6 +68,9 @@ class Snapshot:
 
         Args:
             tensors: Pairs of unique name and tensor. A CPU tensor must only stay valid until the next one is yielded.
+
+        Raises:
+            OSError: The disk has no space for the files; the snapshot is empty.
         """
         self.step = None  # empty until the caller sets the step
         stream: Any = None
@@ -127,8 +132,10 @@ class Snapshot:
             # same shape as `tensor`; a non-blocking copy from a GPU needs pinned memory
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"{number}.bin"
+        reserve(path, tensor.nbytes)
         flat = torch.from_file(  # [number of elements]
-            str(self._folder / f"{number}.bin"),
+            str(path),
             shared=True,
             size=tensor.numel(),
             dtype=tensor.dtype,

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..files import replacing, write_atomically
 from .host_memory import available_bytes
 
 _MIB = 2**20
@@ -41,10 +42,10 @@ def write_dump(folder: Path, *, rank: int, error: BaseException) -> None:
     name = f"rank_{rank:05d}"
     parts = [str(error), _describe_host(), "The largest live tensors:", *_largest_tensors()]
     if torch.cuda.is_available():
-        snapshot = str(folder / f"{name}.pickle")
-        torch.cuda.memory._dump_snapshot(snapshot)  # type: ignore[no-untyped-call]
+        with replacing(folder / f"{name}.pickle") as unfinished:
+            torch.cuda.memory._dump_snapshot(str(unfinished))  # type: ignore[no-untyped-call]
         parts.append(torch.cuda.memory_summary())
-    (folder / f"{name}.txt").write_text("\n".join(parts) + "\n", encoding="utf-8")
+    write_atomically(folder / f"{name}.txt", "\n".join(parts) + "\n")
 
 
 def _describe_host() -> str:

@@ -88,5 +88,7 @@ class RunReport(Callback):
             folder = Path(folder)
             folder.mkdir(parents=True, exist_ok=True)
             write_report(folder, self._dashboard, rows=rows)
+        except OSError as error:
+            log.error(f"the report of {folder} could not be written: {error}")
         except Exception:
             log.exception("the report of %s could not be written", folder)

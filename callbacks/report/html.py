@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from ..files import write_atomically
 from ..progress.text import clock_text
 from .charts.axis import value_label
 from .charts.json_data import as_json
@@ -38,9 +39,7 @@ def render_page(*, title: str, body: str, data: dict[str, Any], styles: Sequence
 
 def write_page(path: Path, text: str) -> None:
     """Write a file atomically: a reader finds either the old page or the new one."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    write_atomically(path, text)
 
 
 def quoted_link(path: str) -> str:

@@ -6,6 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..files import tolerating
 from .charts.json_data import chart_data
 from .charts.png import write_png
 from .charts.series import (
@@ -43,6 +44,8 @@ def write_report(
 ) -> None:
     """Write `curves.png` and `report.html` to a run folder, from the files in it.
 
+    A file that a full disk rejects is logged.
+
     Needs `metrics.csv` unless `rows` is given; uses `summary.json`, `environment.json`, `config.yaml`, `plan.json`,
     `events.jsonl`, `samples.jsonl`, `spikes/` and `profile/operators.json` if they exist. Can be called again.
 
@@ -63,8 +66,10 @@ def write_report(
     groups, marks = get_groups(run, sections), get_marks(run.events)
     pictures = [chart for group in groups for chart in group.charts if chart.picture]
     if pictures:
-        write_png(run_folder / "curves.png", title=run.name, charts=pictures, marks=marks)
-    write_page(run_folder / "report.html", page_html(run, groups, marks))
+        with tolerating(run_folder / "curves.png"):
+            write_png(run_folder / "curves.png", title=run.name, charts=pictures, marks=marks)
+    with tolerating(run_folder / "report.html"):
+        write_page(run_folder / "report.html", page_html(run, groups, marks))
 
 
 def page_html(run: RunRecord, groups: Sequence[Group], marks: Sequence[Mark]) -> str:

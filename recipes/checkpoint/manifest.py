@@ -4,7 +4,6 @@ The hash is XXH3-128: faster than any disk, and it detects any flipped bit. The 
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -132,15 +131,6 @@ def hash_file(path: Path) -> str:
         while chunk := file.read(_READ_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Wait until the content of a file, or the entries of a folder, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _hash(text: str) -> str:

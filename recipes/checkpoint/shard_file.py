@@ -20,7 +20,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from recipes.checkpoint.manifest import FileRecord, sync
+from recipes.checkpoint.manifest import FileRecord
+from recipes.files import sync
 
 UNSHARDED_SHAPES = "whole_shapes"  # key in the header's metadata
 ROWS = "rows"  # metadata key for shards with rows from several places

@@ -17,10 +17,11 @@ import torch.distributed as dist
 import xxhash
 
 from recipes.checkpoint.layout import RUN_FILE, serialize, shard_name, values_part
-from recipes.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, find_fault, sync
+from recipes.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, find_fault
 from recipes.checkpoint.retention import LAST, UNFINISHED, set_aside, update_symlink
 from recipes.checkpoint.shard_file import Part, write_shard
 from recipes.checkpoint.staging import HostStaging
+from recipes.files import sync, tolerating
 from recipes.numerics.collectives import gather_objects
 from recipes.runtime.host_group import connect_hosts
 
@@ -234,8 +235,9 @@ class CheckpointWriter:
                     # only now: after a kill between the two renames `recover_interrupted` restores the old one
                     shutil.rmtree(replaced, ignore_errors=True)
                 sync(path.parent)
-                update_symlink(path.parent / LAST, path.name)
-                sync(path.parent)
+                with tolerating(path.parent / LAST):  # the checkpoint is complete without it
+                    update_symlink(path.parent / LAST, path.name)
+                    sync(path.parent)
                 return Outcome(path=path, step=outcome.step, bytes=complete.total_bytes)
         except Exception as error:  # returned: the other ranks wait for the outcome
             outcome = Outcome(path=path, step=outcome.step, error=_describe(error))

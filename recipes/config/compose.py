@@ -27,6 +27,7 @@ from recipes.config.traits import trains
 from recipes.config.trust import CONF as CONF
 from recipes.config.trust import find_trusted_folders, restrict_variables
 from recipes.errors import ConfigError
+from recipes.files import write_atomically
 from recipes.lr_scaling import scaled_lr
 from recipes.numerics.accumulation import steps_of
 from recipes.run_folder import CONFIG_FILE, create_new, find_run_folder
@@ -211,7 +212,7 @@ def freeze(composed: Composed) -> None:
     config = escape_interpolations(composed.config | {"resume": None}) | {"hydra": again}
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
     header = "# Run it again: python train.py --config-path <this folder> --config-name config\n"
-    (composed.run_folder / CONFIG_FILE).write_text(header + text, encoding="utf-8")
+    write_atomically(composed.run_folder / CONFIG_FILE, header + text, fsync=True)
 
 
 def _split_off_sweeps(overrides: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -1,6 +1,5 @@
 """Advice after running out of memory: the cheapest overrides that reduce memory use, and settings that would fit."""
 
-import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -11,8 +10,9 @@ from recipes.config.compose import Composed
 from recipes.config.mesh import count_data_ranks, largest_divisor
 from recipes.config.traits import get_traits, takes_steps
 from recipes.entry.light_import import without_unused_packages
+from recipes.files import append, tolerating, write_atomically
 from recipes.numerics.accumulation import divide
-from recipes.run_folder import OOM_FOLDER, has_checkpoint, write_atomically
+from recipes.run_folder import OOM_FOLDER, has_checkpoint
 from recipes.runtime.failure import is_host_out_of_memory, read_oom_of_other_rank
 from recipes.runtime.world import Ranks
 
@@ -156,16 +156,13 @@ def _next_strategy(strategy: str, node: dict[str, Any], *, of_host: bool) -> Ite
 
 
 def write_error_report(run_folder: Path, *, rank: int, step: int, error: str) -> None:
-    """Write this rank's out-of-memory event to a separate file: only rank 0 writes events.jsonl.
-
-    Raises:
-        OSError: The disk is full or the folder cannot be written to.
-    """
-    folder = run_folder / OOM_FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write this rank's out-of-memory event to a separate file: only rank 0 writes events.jsonl."""
+    path = run_folder / OOM_FOLDER / f"rank_{rank:05d}.json"
     event = {"time": round(time.time(), 3), "step": step, "event": "oom", "rank": rank}
     event |= {"error": error}
-    write_atomically(folder / f"rank_{rank:05d}.json", json.dumps(event) + "\n")
+    with tolerating(path):  # a full disk must not replace the real error
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(event) + "\n")
 
 
 def log_exit(run_folder: Path, events_file: Path) -> None:
@@ -181,5 +178,5 @@ def log_exit(run_folder: Path, events_file: Path) -> None:
         return
     end = {key: event[key] for key in ("time", "step")} | {"event": "end"}
     end |= {"status": "out_of_memory", "error": event["error"]}
-    with contextlib.suppress(OSError), events_file.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(event) + "\n" + json.dumps(end) + "\n")
+    with tolerating(events_file):
+        append(events_file, json.dumps(event) + "\n" + json.dumps(end) + "\n")

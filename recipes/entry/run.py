@@ -21,6 +21,7 @@ from recipes.entry.light_import import without_unused_packages
 from recipes.entry.out_of_memory import advise, describe_out_of_memory, log_exit
 from recipes.entry.spawn import spawn_ranks
 from recipes.errors import ConfigError, find_mistake, format_report
+from recipes.files import DISK_ERRORS, describe
 from recipes.run_folder import CHECKPOINTS, EVENTS_FILE, LOG_FILE, has_checkpoint
 from recipes.runtime.console import LOGGER, open_console
 from recipes.runtime.exit_codes import ExitCode
@@ -70,10 +71,10 @@ def _launch(composed: Composed, *, in_sweep: bool) -> int:
         # every rank looks for the newest checkpoint: an earlier run must have written its last one by now
         with _locked_folder(composed):
             pass
+        # until all ranks have exited, only rank 0 writes train.log
+        result = spawn_ranks(composed, ranks)
     except ConfigError as mistake:
         return _report_mistake(mistake)
-    # until all ranks have exited, only rank 0 writes train.log
-    result = spawn_ranks(composed, ranks)
     if result.exit_code == ExitCode.OUT_OF_MEMORY:
         log_exit(composed.run_folder, composed.run_folder / EVENTS_FILE)
     if result.report is not None:
@@ -135,7 +136,14 @@ def _locked_folder(composed: Composed) -> Iterator[None]:
         # the folder may have changed since the check: another start may have held the lock until now
         for mistake in check_run_folder(composed.config, composed.run_folder, continues=composed.continues):
             raise mistake
-        recover_interrupted(composed.run_folder / CHECKPOINTS)
+        try:
+            recover_interrupted(composed.run_folder / CHECKPOINTS)
+        except OSError as error:
+            raise ConfigError(
+                f"hydra.run.dir={composed.run_folder}",
+                f"{error.filename or CHECKPOINTS} cannot be changed: {describe(error)}",
+                f"chmod -R u+rwX {composed.run_folder}, or hydra.run.dir=<another folder>",
+            ) from error
         yield
 
 
@@ -175,6 +183,11 @@ def _execute(composed: Composed, ranks: Ranks) -> int:
         elif (mistake := _find_mistake(error, composed)) is not None:
             failure = _failure_from_mistake(mistake)
             last_line = None
+        elif isinstance(error, OSError) and error.errno in DISK_ERRORS and error.filename is not None:
+            # a result, a cache, a prepared document: training handles the files that it can go on without
+            text = f"{error.filename} could not be written: {describe(error)}; make room, then the same command"
+            failure = failure_from_exception(error, exit_code=ExitCode.UNSAVED, report=text)
+            last_line = None
         else:
             failure = failure_from_exception(error, exit_code=ExitCode.CRASHED, report=traceback.format_exc())
         _report_failure(failure, last_line, ranks)
@@ -212,8 +225,9 @@ def _find_mistake(error: BaseException, composed: Composed) -> ConfigError | Non
     """Return the config error that an exception is or wraps, or that a constructor raised about its arguments."""
     if (mistake := find_mistake(error)) is not None:
         return mistake
-    if isinstance(error, OSError) and (mistake := _find_unwritable_path(error, composed.config["mode"])) is not None:
-        return mistake
+    if isinstance(error, OSError):
+        is_full = error.errno in DISK_ERRORS
+        return None if is_full else _find_unwritable_path(error, composed.config["mode"])
     # Hydra's exception, by name: Hydra is not imported here
     if type(error).__name__ != "InstantiationException" or not isinstance(error.__cause__, TypeError | ValueError):
         return None

@@ -2,18 +2,21 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from recipes.config.compose import Composed, to_json
+from recipes.errors import ConfigError
+from recipes.files import describe, probe
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.failure import ERROR_FILE, STACK_SUFFIX, Failure, read_failure
 from recipes.runtime.process import python_path
@@ -98,6 +101,9 @@ def spawn_ranks(composed: Composed, ranks: Ranks) -> ProcessExit:
 
     The first SIGTERM or SIGUSR1 is forwarded to the ranks, which save and stop; a second one ends them at once, as
     does a second Ctrl-C.
+
+    Raises:
+        ConfigError: The temporary folder is full or cannot be written to.
     """
     processes: list[_RankProcess] = []
     received: list[int] = []
@@ -107,8 +113,7 @@ def spawn_ranks(composed: Composed, ranks: Ranks) -> ProcessExit:
         for process in processes:
             process.forward(number)
 
-    with tempfile.TemporaryDirectory(prefix="recipes_ranks_") as name, forward_signals_to(forward):
-        folder = Path(name)
+    with temporary_folder("recipes_ranks_") as folder, forward_signals_to(forward):
         (folder / _COMPOSED_FILE).write_text(to_json(composed), encoding="utf-8")
         port = _free_port()
         try:
@@ -125,6 +130,28 @@ def spawn_ranks(composed: Composed, ranks: Ranks) -> ProcessExit:
             return ProcessExit(exit_code=128 + second.number, report="Terminated by a second signal")
         finally:
             _kill(processes)
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """Yield a folder for messages between processes, which is removed afterwards.
+
+    Raises:
+        ConfigError: The temporary folder is full or cannot be written to.
+    """
+    try:
+        name = tempfile.mkdtemp(prefix=prefix)
+        probe(Path(name))
+    except OSError as error:
+        raise ConfigError(
+            f"TMPDIR={os.environ.get('TMPDIR', '')}",
+            f"the temporary folder cannot be written to: {describe(error)}",
+            "TMPDIR=<a folder on a larger disk> before the command",
+        ) from error
+    try:
+        yield Path(name)
+    finally:
+        shutil.rmtree(name, ignore_errors=True)
 
 
 def rank_environ(rank: int, world_size: int, port: int, composed: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from recipes.config.compose import Composed, from_json, to_json
 from recipes.errors import ConfigError
-from recipes.run_folder import write_atomically
+from recipes.files import write_atomically
 from recipes.runtime.exit_codes import ExitCode
 
 JOB_FILE = "job.json"

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 from recipes.config.traits import get_traits
 from recipes.errors import ConfigError
+from recipes.files import write_atomically
 from recipes.launcher import Handle
 from recipes.launcher.job import Job
 from recipes.launcher.slurm_queue import Queue
@@ -111,7 +112,7 @@ class Slurm:
         submitit = _import_submitit()
         folder.mkdir(parents=True, exist_ok=True)
         task = folder.resolve() / "task.sh"
-        task.write_text(TASK, encoding="utf-8")
+        write_atomically(task, TASK)
         python = [sys.executable, "-P", "-m", "recipes.launcher.job_main"]
         nodes, per_node, on_gpus = request
         options = {name: value for name, value in self._options.items() if value is not None}

@@ -4,6 +4,7 @@ import sys
 
 from recipes.config.compose import Composed, claim_folder
 from recipes.errors import ConfigError
+from recipes.run_folder import claim_output
 from recipes.runtime.console import LOGGER, open_console
 from recipes.runtime.world import started_by
 
@@ -31,7 +32,12 @@ def submit(composed: Composed) -> int:
     from recipes.runtime.exit_codes import ExitCode
 
     open_console()
-    composed = claim_folder(composed)
+    try:
+        claim_output(composed.run_folder.parent, "hydra.run.dir")
+        composed = claim_folder(composed)
+    except ConfigError as mistake:
+        print(format_report([mistake]), file=sys.stderr)
+        return ExitCode.INVALID_CONFIG
     config = composed.config
     if config["resume"] is None:
         config["resume"] = "auto"

@@ -3,14 +3,13 @@
 A row costs about 0.2 ms; Lightning's `log` takes that per metric. Rows and events are on disk as soon as logged.
 """
 
-import contextlib
 import csv
 import io
 import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
+from recipes.files import LineFile, count, get_causes, replace_end, tolerating, write_atomically
 from recipes.lightning_internals import align_row_step
 from recipes.run_folder import (
     EVENTS_FILE,
@@ -32,7 +32,6 @@ from recipes.run_folder import (
     complete_lines,
     read_cells,
     read_json_lines,
-    write_atomically,
 )
 
 LOGGER = logging.getLogger("lightning_recipes")
@@ -71,7 +70,8 @@ class RowWriter(Callback):
 class CsvLogger(Logger):
     """Writes metrics.csv, with one row per logged optimizer step, and events.jsonl.
 
-    Data that a full disk rejects stays in memory and is written with the next row or event.
+    Rows and events that a full disk rejects stay in memory and are written with the next ones; those that are still
+    missing at the end are named.
 
     Args:
         run_folder: The run folder.
@@ -86,7 +86,6 @@ class CsvLogger(Logger):
         self._rows: list[dict[str, float]] = []  # unwritten rows, then the newest row
         self._offset: int | None = None  # bytes of the file before `_rows`; None: the whole file
         self._is_written = True
-        self._has_warned = False
 
     @property
     @override
@@ -129,8 +128,9 @@ class CsvLogger(Logger):
     @rank_zero_only
     def log_event(self, event: str, step: int, **fields: Any) -> None:
         """Append one event to events.jsonl."""
-        with self._retried_later():
-            self._events.append(event, step, **fields)
+        self._events.append(event, step, **fields)
+        if event in ("end", "preempted"):  # the last of a run
+            self._events.finish()
 
     @rank_zero_only
     def has_event(self, event: str, step: int) -> bool:
@@ -140,9 +140,13 @@ class CsvLogger(Logger):
     @override
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Retry writing the rows that a full disk rejected."""
+        """Retry writing the rows that a full disk rejected, and name those that are missing."""
         if not self._is_written:
             self._write_rows()
+        if not self._is_written:
+            first, last = (int(self._rows[index]["step"]) for index in (0, -1))
+            steps = f"of step {first}" if first == last else f"of steps {first} to {last}"
+            LOGGER.error(f"{self._path} lacks {count(len(self._rows), 'row')}, {steps}: {get_causes(self._path)}")
 
     @rank_zero_only
     def resume_at(self, step: int, *, num_rollbacks: int = 0) -> None:
@@ -158,14 +162,14 @@ class CsvLogger(Logger):
     @rank_zero_only
     def on_rollback(self, trainer: Any, pl_module: Any, from_step: int, to_step: int) -> None:
         """Move the rows after the step that was rolled back to into a separate file."""
-        with self._retried_later():
-            dropped = [row for row in read_cells(self._path) if int(row["step"]) > to_step]
-            if dropped:
-                folder = self._folder / ROLLED_BACK_FOLDER
-                folder.mkdir(exist_ok=True)
-                name = f"steps_{to_step + 1:07d}_to_{from_step:07d}.csv"
-                write_atomically(folder / name, _csv_text(list(dropped[0]), dropped, header=True))
-        self._drop_rows_after(to_step)
+        dropped = [row for row in read_cells(self._path) if int(row["step"]) > to_step]
+        if dropped:
+            path = self._folder / ROLLED_BACK_FOLDER / f"steps_{to_step + 1:07d}_to_{from_step:07d}.csv"
+            with tolerating(path):
+                path.parent.mkdir(exist_ok=True)
+                write_atomically(path, _csv_text(list(dropped[0]), dropped, header=True))
+        with tolerating(self._path):
+            self._drop_rows_after(to_step)
 
     def _drop_rows_after(self, step: int) -> None:
         """Truncate rows at the end of the file, which needs no space and so succeeds on a full disk."""
@@ -175,21 +179,23 @@ class CsvLogger(Logger):
         complete = [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
         header, *lines = complete or [b""]
         lines = [line for line in lines if int(line.partition(b",")[0]) <= step]
-        if content:
-            os.truncate(self._path, len(b"".join([header, *lines])))
         self._columns = next(csv.reader([header.decode()]), [])
         # the row of the step itself stays in memory: a validation at that step may still follow
-        newest = [as_numbers(row) | {"step": step} for row in read_cells(self._path)[-1:] if int(row["step"]) == step]
+        cells = csv.DictReader([line.decode() for line in (header, *lines[-1:])])
+        newest = [as_numbers(row) | {"step": step} for row in cells if int(row["step"]) == step]
         self._rows = unwritten or newest
         in_memory = {int(row["step"]) for row in self._rows}
         self._offset = len(b"".join([header, *(n for n in lines if int(n.partition(b",")[0]) not in in_memory)]))
+        if content:
+            # last: if it fails, the next row still replaces everything after the offset
+            os.truncate(self._path, len(b"".join([header, *lines])))
         if unwritten:
             self._write_rows()
 
     def _write_rows(self) -> None:
         """Write the unwritten rows and the newest row, replacing it if it is already on disk."""
         self._is_written = False
-        with self._retried_later():
+        with tolerating(self._path):
             columns = list(dict.fromkeys(["step", *self._columns, *(n for r in self._rows for n in r)]))
             cells = [{name: _format(value) for name, value in row.items()} for row in self._rows]
             newest = _csv_text(columns, cells, header=False)
@@ -205,22 +211,9 @@ class CsvLogger(Logger):
                 replace_end(self._path, newest, self._offset)
             self._is_written = True
 
-    @contextlib.contextmanager
-    def _retried_later(self) -> Iterator[None]:
-        """Log the first write error in one line; keep the unwritten data for the next write."""
-        try:
-            yield
-        except OSError as error:
-            if not self._has_warned:
-                LOGGER.error(
-                    f"{self._folder} cannot be written to: {error.strerror};"
-                    " rows and events are kept in memory and written later"
-                )
-            self._has_warned = True
-
 
 class EventFile:
-    """Appends events to events.jsonl; lines that could not be written are written together with the next one.
+    """Appends events to events.jsonl.
 
     Args:
         run_folder: The run folder.
@@ -228,22 +221,15 @@ class EventFile:
 
     def __init__(self, *, run_folder: Path) -> None:
         self._path = run_folder / EVENTS_FILE
-        self._unwritten: list[str] = []
-        self._num_bytes: int | None = None  # of complete lines; None until the first write
+        self._lines = LineFile(self._path)
 
     def append(self, event: str, step: int, **fields: Any) -> None:
-        """Write one event.
+        """Write one event; if the disk is full, with the next one."""
+        self._lines.append([json.dumps({"time": round(time.time(), 3), "step": step, "event": event} | fields)])
 
-        Raises:
-            OSError: The disk is full; the event is written with the next one.
-        """
-        line = {"time": round(time.time(), 3), "step": step, "event": event} | fields
-        self._unwritten.append(json.dumps(line) + "\n")
-        self._path.touch()
-        if self._num_bytes is None:
-            self._num_bytes = self._path.stat().st_size
-        self._num_bytes = replace_end(self._path, "".join(self._unwritten), self._num_bytes)
-        self._unwritten = []
+    def finish(self) -> None:
+        """Name the events that could not be written."""
+        self._lines.finish()
 
     def drop_after(self, step: int, *, num_rollbacks: int) -> None:
         """Drop the events that training will repeat after a resume, and a last line torn by a kill.
@@ -267,23 +253,6 @@ class EventFile:
             or event.get("kept_on_resume", False)
         ]
         write_atomically(self._path, "".join(valid))
-        self._num_bytes = None
-
-
-def replace_end(path: Path, text: str, offset: int) -> int:
-    """Replace everything from a byte offset on with text, in one write.
-
-    Returns:
-        The new size of the file in bytes.
-
-    Raises:
-        OSError: The disk is full; part of the text may have been written after `offset`.
-    """
-    with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(text.encode())
-        file.truncate()
-        return file.tell()
 
 
 def _csv_text(columns: list[str], rows: Iterable[Mapping[str, str]], *, header: bool) -> str:

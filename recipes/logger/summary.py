@@ -1,7 +1,6 @@
 """Write summary.json, the outcome of a run, with fields declared by callbacks."""
 
 import json
-import logging
 import math
 import time
 from pathlib import Path
@@ -12,12 +11,11 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from recipes.errors import ConfigError
+from recipes.files import tolerating, write_atomically
 from recipes.model.init import unsharded_shape
-from recipes.run_folder import EVALUATIONS, SUMMARY_FILE, read_summary, write_atomically
+from recipes.run_folder import EVALUATIONS, SUMMARY_FILE, read_summary
 from recipes.runtime.failure import is_out_of_memory, is_peer_failure, read_oom_of_other_rank
 from recipes.runtime.signals import Preempted
-
-LOGGER = logging.getLogger("lightning_recipes")
 
 
 class SummaryWriter(Callback):
@@ -101,10 +99,8 @@ class SummaryWriter(Callback):
             "num_parameters": sum(unsharded_shape(p).numel() for p in pl_module.parameters()),
             **evaluations,
         }
-        try:
+        with tolerating(self._folder / SUMMARY_FILE):
             write_atomically(self._folder / SUMMARY_FILE, json.dumps(self.newest, indent=2) + "\n")
-        except OSError as error:
-            LOGGER.error(f"{SUMMARY_FILE} could not be written: {error.strerror}")
 
     def _read_evaluations(self) -> dict[str, Any]:
         """Return the evaluations in summary.json written by `mode=evaluate`; each names its checkpoint."""

@@ -2,6 +2,7 @@
 
 import logging
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -148,6 +149,8 @@ class TensorBoardLogger(Logger):
 
         if self._writer is not None:
             self._writer.close()  # type: ignore[no-untyped-call]
+        else:
+            _report_thread_errors(self._fail)
         self._writer = SummaryWriter(  # type: ignore[no-untyped-call]
             self.log_dir, purge_step=purge_step, max_queue=MAX_QUEUE, flush_secs=FLUSH_SECONDS
         )
@@ -238,10 +241,28 @@ class TensorBoardLogger(Logger):
         try:
             call()
         except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        if not self._has_failed:
             self._has_failed = True
             LOGGER.error(
                 f"{self.log_dir} cannot be written to any more: {error.strerror}; {METRICS_FILE} has every row"
             )
+
+
+def _report_thread_errors(report: Callable[[OSError], None]) -> None:
+    """Report a write error that ends TensorBoard's thread; Python would print its traceback."""
+    print_traceback = threading.excepthook
+
+    def hook(arguments: Any) -> None:
+        is_writer = type(arguments.thread).__module__.startswith("tensorboard.")
+        if is_writer and isinstance(arguments.exc_value, OSError):
+            report(arguments.exc_value)
+        else:
+            print_traceback(arguments)
+
+    threading.excepthook = hook
 
 
 def _verbatim(text: str) -> str:

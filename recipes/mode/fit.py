@@ -1,6 +1,5 @@
 """Train a run, and report how it ended as events, a final log line and an exit code."""
 
-import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,8 +79,7 @@ def _log_crash(run: Run, error: Exception) -> None:
     if is_out_of_memory(error):
         first_line = str(error).partition("\n")[0]
         rank = run.trainer.global_rank
-        with contextlib.suppress(OSError):  # a full disk must not replace the real error
-            write_error_report(run.folder, rank=rank, step=step, error=first_line)
+        write_error_report(run.folder, rank=rank, step=step, error=first_line)
         _log_out_of_memory(run, rank=rank, step=step, error=first_line)
     elif not is_peer_failure(error):
         log_event(run, "end", step, status="failed", error=f"{type(error).__name__}: {error}")

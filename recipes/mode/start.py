@@ -13,6 +13,8 @@ from typing_extensions import override
 from recipes.adapter.nf4_base import describe_base
 from recipes.build import Run
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
+from recipes.errors import ConfigError
+from recipes.files import describe, write_atomically
 from recipes.logger.csv import CsvLogger
 from recipes.mesh import Mesh
 from recipes.model.init import unsharded_shape
@@ -52,9 +54,31 @@ class RunStartCallback(Callback):
 
     @override
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        """Write the files without which the run could not be resumed.
+
+        Raises:
+            ConfigError: They cannot be written; those that were there are unchanged or complete.
+        """
+        if trainer.is_global_zero:
+            try:
+                self._write_files(trainer)
+            except OSError as error:
+                raise ConfigError(
+                    f"hydra.run.dir={self._run.folder}",
+                    f"{error.filename} cannot be written: {describe(error)}",
+                    "the same command once there is space, or hydra.run.dir=<a folder on another disk>",
+                ) from error
         self.has_begun = True
         if not trainer.is_global_zero:
             return
+        if step := trainer.global_step:
+            self._log_resume(step)
+        else:
+            log_event(self._run, "start", step)
+        for line in header(self._run, resumed_from=get_checkpoint_io(self._run).loaded):
+            LOGGER.info(line)
+
+    def _write_files(self, trainer: lightning.Trainer) -> None:
         run, step = self._run, trainer.global_step
         was_used = (run.folder / EVENTS_FILE).exists()
         run.freeze()
@@ -64,19 +88,13 @@ class RunStartCallback(Callback):
             "tags": run.tags,
             "num_ranks": trainer.world_size,
         }
-        (run.folder / ENVIRONMENT_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_atomically(run.folder / ENVIRONMENT_FILE, json.dumps(record, indent=2) + "\n", fsync=True)
         tokenizer = run.data.source.tokenizer
         if tokenizer is not None:
             tokenizer.save(run.folder / TOKENIZER_FOLDER)
         for logger in trainer.loggers:
             if was_used and hasattr(logger, "resume_at"):
                 logger.resume_at(step, num_rollbacks=_num_rollbacks(trainer))
-        if step:
-            self._log_resume(step)
-        else:
-            log_event(run, "start", step)
-        for line in header(run, resumed_from=get_checkpoint_io(run).loaded):
-            LOGGER.info(line)
 
     def _log_resume(self, step: int) -> None:
         run, io = self._run, get_checkpoint_io(self._run)

@@ -5,7 +5,6 @@ The output of a chunk depends only on its rows: three files, the last of which m
 
 import hashlib
 import json
-import os
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +20,7 @@ from recipes.data.documents.rows import read_text
 from recipes.data.parallel import group_by_bytes
 from recipes.data.read_rows import Row
 from recipes.errors import ConfigError
+from recipes.files import replacing
 from recipes.prepare.contamination import EvaluationSet
 from recipes.prepare.minhash import BandHasher, shingles
 from recipes.prepare.quality import clean, find_failures
@@ -210,10 +210,8 @@ def _list(listed: list[Any], entry: Any) -> None:
 @contextmanager
 def create_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing such that no partial file is ever visible."""
-    temporary = path.with_name(f".{path.name}")
-    with temporary.open("wb") as file:
+    with replacing(path) as unfinished, unfinished.open("wb") as file:
         yield file
-    os.replace(temporary, path)
 
 
 def write_file(path: Path, data: bytes) -> None:

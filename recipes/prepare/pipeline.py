@@ -125,9 +125,9 @@ class Pipeline:
             raise ConfigError(typed, "the folder is not empty", fix)
         try:
             self._work.mkdir(parents=True, exist_ok=True)
+            write_file(state, json.dumps(digest).encode())
         except OSError as error:
-            raise ConfigError(typed, f"it cannot be created: {error.strerror}", fix) from error
-        write_file(state, json.dumps(digest).encode())
+            raise ConfigError(typed, f"it cannot be written to: {error.strerror}", fix) from error
         return None
 
     def _judge(self, rows: Rows, num_processes: int) -> int:

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from recipes.files import reserve
 from recipes.prepare.chunk import chunk_path
 from recipes.prepare.minhash import shingles
 from recipes.prepare.near_duplicates import Bools, Copies, find_copies
 from recipes.prepare.ngrams import Hashes
 
-_KEYS = "keys.npy"
+_KEYS = "keys.bin"
 
 
 class Survivors:
@@ -93,7 +94,8 @@ class Survivors:
                 part = arrays["keys"]
             if keys is None:
                 shape = (len(self), part.shape[1])
-                keys = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint64, shape=shape)  # type: ignore[no-untyped-call]
+                reserve(path, shape[0] * shape[1] * np.dtype(np.uint64).itemsize)
+                keys = np.memmap(path, mode="r+", dtype=np.uint64, shape=shape)
             keys[start:stop] = part
         assert keys is not None, "there is a chunk"
         return keys

@@ -11,6 +11,7 @@ from typing import TextIO
 from typing_extensions import override
 
 from recipes.errors import escape_controls
+from recipes.files import append, count, get_causes, tolerating
 
 LOGGER = logging.getLogger("lightning_recipes")
 
@@ -52,17 +53,58 @@ class _PlainFormatter(logging.Formatter):
 
 
 class _ConsoleHandler(logging.StreamHandler[TextIO]):
-    """Stops writing on a closed pipe: after `| head` the run continues, and its log file is complete."""
+    """Goes on when the console takes no lines: a file on a full disk, or a pipe that was closed, as by `| head`."""
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        # what could not be written stays in the stream's buffer and comes with the next line
+        with tolerating(Path("the console")):
+            super().emit(record)
 
     @override
     def handleError(self, record: logging.LogRecord) -> None:
-        if not isinstance(sys.exc_info()[1], BrokenPipeError):
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+            raise error
+        if not isinstance(error, BrokenPipeError):
             super().handleError(record)
             return
         self.setLevel(logging.CRITICAL + 1)  # not removed: the logger is iterating over its handlers
         # buffered output would fail again at interpreter exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
         LOGGER.warning("Nobody reads the console any more: further lines are in the file alone")
+
+
+class _LogFile(logging.Handler):
+    """Appends whole lines to a file, and writes into it how many a full disk has rejected.
+
+    Args:
+        path: The file. An incomplete last line of a killed run gets an end.
+
+    Raises:
+        OSError: The file cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._num_missing = 0
+        append(path, "", keeps_torn=True)
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        gap = f"({count(self._num_missing, 'line')} missing: the disk was full)\n" if self._num_missing else ""
+        # counted first: the message that this file cannot be written comes here, too
+        self._num_missing += 1
+        with tolerating(self._path):
+            append(self._path, f"{gap}{self.format(record)}\n")
+            self._num_missing = 0
+
+    @override
+    def close(self) -> None:
+        if self._num_missing:
+            LOGGER.error(f"{self._path} lacks its last {count(self._num_missing, 'line')}: {get_causes(self._path)}")
+        super().close()
 
 
 class _ConsoleFilter(logging.Filter):
@@ -87,15 +129,15 @@ def open_console(log_file: Path | None = None, *, speaks: bool = True) -> None:
     """
     LOGGER.setLevel(logging.INFO if speaks else logging.WARNING)
     LOGGER.propagate = False
-    for handler in list(LOGGER.handlers):
-        LOGGER.removeHandler(handler)
-        handler.close()
+    for handler in reversed(LOGGER.handlers):
+        handler.close()  # a file that lacks lines says so on the console, which comes before it
+    LOGGER.handlers.clear()
     accept_any_text()
     console = _ConsoleHandler(sys.stdout)
     console.addFilter(_ConsoleFilter())
     LOGGER.addHandler(console)
     if log_file is not None:
-        LOGGER.addHandler(logging.FileHandler(log_file, encoding="utf-8"))
+        LOGGER.addHandler(_LogFile(log_file))
     for handler in LOGGER.handlers:
         handler.setFormatter(_PlainFormatter())
     for name in _NOISY_LOGGERS:

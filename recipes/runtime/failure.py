@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.run_folder import OOM_FOLDER, write_atomically
+from recipes.files import tolerating, write_atomically
+from recipes.run_folder import OOM_FOLDER
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable of torchrun: path of this rank's error file
 STACK_SUFFIX = ".stack"  # stack trace of a segmentation fault, next to the error file
@@ -116,7 +117,8 @@ def write_failure(failure: Failure, path: Path) -> None:
         "exit_code": failure.exit_code,
         "caused_by_peer": failure.caused_by_peer,
     }
-    write_atomically(path, json.dumps(fields))
+    with tolerating(path):  # the exit code says the rest
+        write_atomically(path, json.dumps(fields))
 
 
 def read_failure(path: Path) -> Failure | None:

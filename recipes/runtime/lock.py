@@ -11,6 +11,7 @@ from io import FileIO
 from pathlib import Path
 
 from recipes.errors import ConfigError
+from recipes.files import probe
 
 LOGGER = logging.getLogger("lightning_recipes")
 LOCK_FILE = ".lock"
@@ -27,7 +28,7 @@ def lock_run_folder(folder: Path, *, setting: str = "hydra.run.dir") -> Iterator
         setting: Config key of that folder, for the error message.
 
     Raises:
-        ConfigError: Another process holds the lock, or the folder cannot be written to.
+        ConfigError: Another process holds the lock, or the folder cannot be written to, as on a full disk.
     """
     # a POSIX record lock: unlike flock, it is not inherited by loader workers forked from this process,
     # so a worker that outlives its run cannot hold on to the folder
@@ -43,6 +44,7 @@ def lock_run_folder(folder: Path, *, setting: str = "hydra.run.dir") -> Iterator
                 )
             time.sleep(_POLL_SECONDS)
         try:
+            probe(folder)  # first: the lock of an earlier start is overwritten without taking space
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         except OSError as error:

@@ -45,6 +45,7 @@ def exit_process(exit_code: int) -> NoReturn:
     A failed rank does not wait for its peers: they may be waiting for it in a collective, and torchrun ends them once
     this process exits.
     """
+    _flush_streams()
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         sys.exit(exit_code)
@@ -57,6 +58,14 @@ def exit_process(exit_code: int) -> NoReturn:
             # after an abort there is no group left to destroy
             distributed.distributed_c10d._abort_process_group()
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush_streams()
     os._exit(exit_code)
+
+
+def _flush_streams() -> None:
+    """Flush the standard streams; where that fails, as on a full disk, the exit code must not become Python's 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -6,8 +6,9 @@ trial, while TPE alone learns from pruned ones and none from failed ones. A run 
 settings and fails.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,9 @@ class StudySource:
         prune_on: The metric that the pruner compares; None disables pruning.
         prune_sign: -1 if a lower metric is better but the study maximizes, or the other way round.
 
+    Attributes:
+        has_failed: Whether the storage took no more writes, as on a full disk: no trial was started since then.
+
     Raises:
         ConfigError: The folder has a study with another objective, direction or space.
     """
@@ -81,6 +85,7 @@ class StudySource:
         self._prune_sign = prune_sign
         self._folder = str(sweep.folder.resolve())
         self._is_stopped = False
+        self.has_failed = False
         # a sampler that has tried everything calls study.stop(), which raises outside of study.optimize
         study.stop = self._stop  # type: ignore[method-assign]
         self._check_definition()
@@ -98,14 +103,19 @@ class StudySource:
             LOGGER.info(f"{num_ended} trials have already ended, {len(self._interrupted)} are resumed")
 
     def next_jobs(self) -> Sequence[Job]:
-        """Return the next trial; none if all have been started, or only repetitions are proposed."""
-        while self._interrupted:
+        """Return the next trial; none if all have been started, only repetitions are proposed, or nothing is stored."""
+        with self._stopping_at_error():
+            return self._next_jobs()
+        return []
+
+    def _next_jobs(self) -> Sequence[Job]:
+        while self._interrupted and not self.has_failed:
             if (job := self._prepare(self._interrupted.pop(0))) is not None:
                 return [job]
         num_repeated = 0
         while (
             num_repeated < _MAX_REPETITIONS
-            and not self._is_stopped
+            and not (self._is_stopped or self.has_failed)
             and self._num_started() < self._num_trials
             and not self._is_used_up()
         ):
@@ -113,7 +123,7 @@ class StudySource:
             if (job := self._prepare(trial)) is not None:
                 return [job]
             num_repeated += _REPEATS in self._get_trials()[trial.number].user_attrs
-        if not self._trials and self._num_ended() < self._num_trials:
+        if not (self._trials or self.has_failed) and self._num_ended() < self._num_trials:
             self._log_early_end()
         return []
 
@@ -123,28 +133,49 @@ class StudySource:
         repetitions = self._repetitions.pop(job.number, [])
         if job.state.is_cut:
             return
-        trial.set_user_attr(_STATE, str(job.state))
-        self._tell(trial, job)
-        first = self._get_trials()[trial.number]
-        for repetition in repetitions:
-            self._repeat(repetition, first)
+        with self._stopping_at_error():
+            trial.set_user_attr(_STATE, str(job.state))
+            self._tell(trial, job)
+            first = self._get_trials()[trial.number]
+            for repetition in repetitions:
+                self._repeat(repetition, first)
 
     def should_prune(self, job: Job, rows: Sequence[Mapping[str, float]]) -> bool:
         """Report new values of the metric to Optuna; return whether its pruner stops the trial."""
-        if self._prune_on is None:
+        if self._prune_on is None or self.has_failed:
             return False
+        with self._stopping_at_error():
+            return self._report(job, rows, self._prune_on)
+        return False
+
+    def _report(self, job: Job, rows: Sequence[Mapping[str, float]], metric: str) -> bool:
         trial, reported = self._trials[job.number], self._reported[job.number]
         for row in rows:
             step = int(row["step"])
-            if self._prune_on in row and step not in reported:
-                trial.report(self._prune_sign * row[self._prune_on], step)
+            if metric in row and step not in reported:
+                trial.report(self._prune_sign * row[metric], step)
                 reported.add(step)
                 if trial.should_prune():
-                    LOGGER.info(
-                        f"job {job.number} is pruned at step {step}: {self._prune_on} {row[self._prune_on]:.6g}"
-                    )
+                    LOGGER.info(f"job {job.number} is pruned at step {step}: {metric} {row[metric]:.6g}")
                     return True
         return False
+
+    @contextlib.contextmanager
+    def _stopping_at_error(self) -> Iterator[None]:
+        """Start no more trials once the storage fails: running ones end, and the same command reads their results."""
+        from optuna.exceptions import StorageInternalError
+        from sqlalchemy.exc import SQLAlchemyError
+
+        try:
+            yield
+        except (StorageInternalError, SQLAlchemyError) as error:
+            if not self.has_failed:
+                reason = str(error.__cause__ or error).strip().partition("\n")[0]
+                LOGGER.error(
+                    f"The study could not be written: {reason}; no further trial starts until there is room,"
+                    " with the same command"
+                )
+            self.has_failed = True
 
     def _load_earlier_trials(self) -> None:
         """Collect the trials to resume, and queue the failed ones to retry."""

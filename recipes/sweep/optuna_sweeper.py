@@ -14,7 +14,9 @@ from typing_extensions import override
 from recipes.config.check.metrics import find_wrong_direction
 from recipes.config.overrides import make_override, to_overrides
 from recipes.errors import ConfigError, ConfigErrors
+from recipes.files import write_atomically
 from recipes.runtime.console import LOGGER
+from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.lock import lock_run_folder
 from recipes.sweep.hydra_launcher import SubprocessLauncher
 from recipes.sweep.leaderboard import Direction
@@ -121,7 +123,7 @@ class OptunaSweeper(Sweeper):
             raise ConfigErrors(mistakes, "The search space is invalid; nothing was started.")
         folder = self._hydra_launcher.create_folder()
         with lock_run_folder(folder, setting="hydra.sweep.dir"):
-            OmegaConf.save(self._config, folder / "multirun.yaml")
+            write_atomically(folder / "multirun.yaml", OmegaConf.to_yaml(self._config))
             sweep = self._hydra_launcher.open_sweep()
             if not sweep.launcher.limits_concurrency:
                 raise ConfigError(
@@ -147,6 +149,8 @@ class OptunaSweeper(Sweeper):
             )
             source.log_start()
             MULTIRUN.exit_code = sweep.run(source, results=RESULTS)
+            if source.has_failed:
+                MULTIRUN.exit_code = max(MULTIRUN.exit_code, ExitCode.UNSAVED)
 
     def _open_study(self, folder: Path, direction: Direction) -> Any:
         import optuna

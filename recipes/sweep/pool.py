@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from recipes.files import tolerating
 from recipes.launcher import Handle, Launcher
 from recipes.launcher.job import Job, State, state_from_exit_code
 from recipes.runtime.console import LOGGER
@@ -116,8 +117,11 @@ class Pool:
         jobs = self._source.next_jobs()
         self._is_exhausted = not jobs
         for job in jobs:
-            job.save()  # the job's process reads its config from this file
-        self._waiting += jobs
+            if save(job):  # the job's process reads its config from this file
+                self._waiting.append(job)
+                continue
+            job.exit_code = ExitCode.UNSAVED  # not started: the same command starts it
+            self._source.job_ended(job)
         return bool(jobs)
 
     def _start_jobs(self) -> None:
@@ -139,7 +143,7 @@ class Pool:
         self._progress[job.number] = Progress(job.folder, max_steps)
         self._started_at[job.number] = time.monotonic()
         job.state, job.exit_code, job.seconds = _current_state(handle), None, None
-        _save(job)
+        save(job)
         self._on_change(job)
         for number in self._signals:  # a signal may arrive while the launcher starts jobs
             handle.send_signal(number)
@@ -166,7 +170,7 @@ class Pool:
                 job.state = State.PRUNED
             elif stopped and job.state not in (State.FINISHED, State.PREEMPTED):
                 job.state = State.INTERRUPTED
-            _save(job)
+            save(job)
             self._source.job_ended(job)
             self._on_change(job)
 
@@ -178,7 +182,7 @@ class Pool:
             job = handle.job
             if (state := _current_state(handle)) is not job.state:
                 job.state = state  # a cluster has started the job, or queued it again
-                _save(job)
+                save(job)
                 self._on_change(job)
             rows = self._progress[number].read()
             if rows and number not in self._pruned and self._source.should_prune(job, rows):
@@ -216,12 +220,12 @@ def worst_exit_code(jobs: Sequence[Job]) -> int:
     return ExitCode.TERMINATED if any(job.state in unsaved for job in jobs) else ExitCode.PREEMPTED
 
 
-def _save(job: Job) -> None:
-    """Write `job.json`; a full disk is logged, since the running jobs need not fail with it."""
-    try:
+def save(job: Job) -> bool:
+    """Write `job.json` and return whether that succeeded; on a full disk the running jobs go on."""
+    with tolerating(job.file):
         job.save()
-    except OSError as error:
-        LOGGER.error(f"Cannot write {job.file}: {error.strerror}")
+        return True
+    return False
 
 
 def _current_state(handle: Handle) -> State:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from recipes.files import tolerating
 from recipes.launcher.job import Job, State
 from recipes.run_folder import CONFIG_FILE
 from recipes.runtime.console import LOGGER
@@ -85,7 +86,7 @@ class Report:
             now: Write the page without waiting for the minute to pass.
         """
         settings = self._settings
-        try:
+        with tolerating(self._folder / SWEEP_FILE):
             write_leaderboard(
                 self._folder,
                 self._jobs,
@@ -93,8 +94,6 @@ class Report:
                 objective=settings.objective,
                 direction=settings.direction,
             )
-        except OSError as error:
-            self._log_error_once(f"Cannot write {SWEEP_FILE}: {error.strerror}")
         if with_page and (now or time.monotonic() - self._page_written_at > _PAGE_SECONDS):
             self._page_written_at = time.monotonic()
             self._write_page()
@@ -120,7 +119,8 @@ class Report:
             return
         path = self._folder / PAGE
         try:
-            settings.compare(folders, path, sort=settings.objective, dashboard=settings.dashboard)
+            with tolerating(path):
+                settings.compare(folders, path, sort=settings.objective, dashboard=settings.dashboard)
         except Exception as error:  # logged: a page must not stop the jobs
             self._log_error_once(f"Cannot write {PAGE}: {type(error).__name__}: {error}")
 

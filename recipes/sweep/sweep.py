@@ -16,7 +16,7 @@ from recipes.runtime.exit_codes import ExitCode
 from recipes.sweep.command_line import job_overrides, resume_command
 from recipes.sweep.leaderboard import check_objective
 from recipes.sweep.live_table import LiveTable
-from recipes.sweep.pool import Pool, Source, worst_exit_code
+from recipes.sweep.pool import Pool, Source, save, worst_exit_code
 from recipes.sweep.report import Report
 from recipes.sweep.settings import Settings
 
@@ -143,7 +143,7 @@ class Sweep:
         """Record that a job's config is invalid."""
         job.state, job.exit_code = State.REFUSED, ExitCode.INVALID_CONFIG
         if job in self.jobs:  # else its folder is that of another job
-            job.save()
+            save(job)
         LOGGER.error(f"job {job.number} has an invalid config: {mistakes[0]}")
         self._report.write(with_page=False)
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as Backend
 
 from recipes.errors import ConfigError
+from recipes.files import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
@@ -163,9 +164,9 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Write the two files that `transformers.AutoTokenizer` loads."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / _TOKENIZER_FILE).write_text(self.to_json(), encoding="utf-8")
+        write_atomically(folder / _TOKENIZER_FILE, self.to_json(), fsync=True)
         settings = json.dumps(self._settings, indent=2, ensure_ascii=False)
-        (folder / _SETTINGS_FILE).write_text(settings + "\n", encoding="utf-8")
+        write_atomically(folder / _SETTINGS_FILE, settings + "\n", fsync=True)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:

@@ -7,6 +7,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...files import replacing
 from .axis import tick_label
 from .downsample import segments
 from .series import Chart, Curve, Mark
@@ -43,9 +44,8 @@ def write_png(path: Path, *, title: str, charts: Sequence[Chart], marks: Sequenc
         fills_row = i == 0 or (i == len(charts) - 1 and column == 0)
         cell = grid[row, :] if fills_row else grid[row, column]
         _draw_chart(figure.add_subplot(cell), chart, marks)
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, dpi=150, format="png")
-    partial.replace(path)
+    with replacing(path) as unfinished:
+        figure.savefig(unfinished, dpi=150, format="png")
 
 
 def _draw_chart(axes: Axes, chart: Chart, marks: Sequence[Mark]) -> None:

@@ -4,10 +4,8 @@ import codecs
 import hashlib
 import json
 import logging
-import os
 import re
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.errors import ConfigError
+from recipes.files import replacing, tolerating
 
 log = logging.getLogger(__name__)
 
@@ -250,7 +249,8 @@ def content_digests(documents: Sequence[Document], *, cache_dir: Path) -> list[s
         if document.mtime_ns < started_ns - _SETTLED_NS:
             settled[state] = digest
     if settled != known:
-        _write(memory, json.dumps(settled))
+        with tolerating(memory):
+            _write(memory, json.dumps(settled))
     return digests
 
 
@@ -294,6 +294,6 @@ def unreadable(path: Path, error: Exception) -> ConfigError:
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    # other processes may write the same file: each fills one of its own
+    with replacing(path, is_shared=True) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")

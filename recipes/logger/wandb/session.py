@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.run_folder import METRICS_FILE, read_rows, write_atomically
+from recipes.files import tolerating, write_atomically
+from recipes.run_folder import METRICS_FILE, read_rows
 
 LOGGER = logging.getLogger("lightning_recipes")
 ID_FILE = "wandb_run.json"
@@ -148,7 +149,7 @@ class SentRows:
             step, columns = self._step, self._columns
         columns = None if columns is None else sorted(columns)
         record = {"id": self.run_id, "step": step, "columns": columns}
-        with contextlib.suppress(OSError):
+        with tolerating(self._folder / ID_FILE):
             write_atomically(self._folder / ID_FILE, json.dumps(record) + "\n")
 
     def set_newest_at_server(self, step: int) -> None:

@@ -98,8 +98,10 @@ def test_rows_that_a_full_disk_rejects_are_written_once_it_has_space(
         rows = [line for line in (tmp_path / "metrics.csv").open() if line.endswith("\n")]
         assert len(rows) == 2  # the header and the first
     [message] = caplog.messages
-    assert "cannot be written to: File too large; rows and events are kept in memory" in message
+    assert message == f"{tmp_path}/metrics.csv could not be written: File too large. The run goes on"
     logger.log_metrics({"train/loss": 5.25}, step=4)
+    logger.finalize("success")
+    assert caplog.messages[1:] == [f"{tmp_path}/metrics.csv is written again"]
     assert read_metrics(tmp_path) == [
         {"step": step, "train/loss": step + 0.25} | ({"val/loss": 4.25} if step == 3 else {})
         for step in (1, 2, 3, 4, 5)
@@ -120,7 +122,7 @@ def test_a_rollback_on_a_full_disk_leaves_each_step_once(tmp_path: Path, caplog:
     logger.log_metrics({"train/loss": 30.5}, step=2)
     logger.log_metrics({"train/loss": 40.5}, step=3)
     assert [row["train/loss"] for row in read_metrics(tmp_path)] == [1.25, 2.25, 30.5, 40.5]
-    assert "cannot be written to" in caplog.messages[0]
+    assert "metrics.csv could not be written" in caplog.messages[0]
 
 
 def test_a_rollback_to_a_step_that_a_full_disk_rejected_keeps_its_row(tmp_path: Path) -> None:
