@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from recipes.checkpoint.manifest import find_fault, read_manifest
-from recipes.checkpoint.retention import resolve_symlink, steps_on_disk
+from recipes.checkpoint.retention import BEST, LAST, get_home, resolve_symlink, steps_on_disk
 from recipes.errors import ConfigError
 from recipes.run_folder import CHECKPOINTS
 
@@ -47,7 +47,7 @@ def names_checkpoint(resume: str | None) -> bool:
 
 
 def _find_named(checkpoint: Path) -> Path:
-    folder = resolve_symlink(checkpoint) or checkpoint  # `last` is a link
+    folder = resolve_symlink(checkpoint) or checkpoint  # `last` is a link, or was one
     reason = find_fault(folder)
     if reason is not None:
         raise ConfigError(
@@ -69,9 +69,9 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
 
 def get_fallbacks(checkpoint: Path) -> list[Path]:
     """Return the other checkpoints of the same run: earlier ones, then later ones, each newest first."""
-    folder, step = checkpoint.parent, _step_in_name(checkpoint)
+    folder, step = checkpoint.parent, _get_step(checkpoint)
     others = [path for path in reversed(_all(folder)) if path != checkpoint]
-    return sorted(others, key=lambda path: _step_in_name(path) > step)
+    return sorted(others, key=lambda path: _get_step(path) > step)
 
 
 def read_step(checkpoint: Path) -> int:
@@ -82,7 +82,17 @@ def read_step(checkpoint: Path) -> int:
 
 
 def _all(folder: Path) -> list[Path]:
-    return [path.resolve() for path in steps_on_disk(folder).values()]
+    """Return the checkpoints in ascending order, each before its copy in place of a link."""
+    copies = [folder / name for name in (BEST, LAST) if (folder / name).is_dir() and not (folder / name).is_symlink()]
+    # reversed by the callers: of equal steps the checkpoint itself is tried first
+    found = sorted([*copies, *steps_on_disk(folder).values()], key=_get_step)
+    return [path.resolve() for path in found]
+
+
+def _get_step(checkpoint: Path) -> int:
+    """Return the step in the name of a checkpoint; that of a copy, in its manifest."""
+    home = get_home(checkpoint) if checkpoint.name in (LAST, BEST) else checkpoint
+    return _step_in_name(home or checkpoint)
 
 
 def _step_in_name(checkpoint: Path) -> int:

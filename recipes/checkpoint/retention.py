@@ -1,6 +1,9 @@
 """Checkpoint retention: keep the newest, every N steps and the best; naming, links and deletion."""
 
+import itertools
+import logging
 import math
+import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -9,7 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 from recipes.checkpoint.manifest import Manifest, find_fault, read_manifest
+from recipes.files import write_atomically
 
+LOGGER = logging.getLogger("lightning_recipes")
 LAST, BEST = "last", "best"
 UNFINISHED = ".tmp"
 ROLLED_BACK = "rolled_back_{step:07d}"  # for checkpoints after the step to which the run was rolled back
@@ -89,7 +94,7 @@ def apply(retention: Retention, folder: Path) -> None:
 
 
 def rename_after(folder: Path, step: int, name: str) -> None:
-    """Rename the checkpoints after a step, from which the run continues.
+    """Rename the checkpoints after a step, from which the run continues; `point_links` follows.
 
     Args:
         folder: Folder of checkpoints.
@@ -102,9 +107,6 @@ def rename_after(folder: Path, step: int, name: str) -> None:
         if target.exists():
             shutil.rmtree(target)
         on_disk[later].rename(target)
-    remaining = [saved_step for saved_step in on_disk if saved_step <= step]
-    if remaining and len(remaining) < len(on_disk):
-        update_symlink(folder / LAST, checkpoint_name(max(remaining)))
 
 
 def remove(path: Path) -> None:
@@ -121,14 +123,16 @@ def set_aside(path: Path) -> Path:
 
 
 def recover_interrupted(folder: Path) -> None:
-    """Restore the names of valid checkpoints that were set aside when a run was killed.
+    """Restore the names of valid checkpoints: of those that a killed run had set aside, and of copies for links.
 
-    This happens when a step is saved again, between setting the old checkpoint aside and renaming the new one.
+    A checkpoint is set aside when its step is saved again, until the new one has its name.
     """
     for path in folder.glob(f"*{_TRASH}"):
         original = path.with_name(path.name.removesuffix(_TRASH))
         if not original.exists() and find_fault(path) is None:
             path.rename(original)
+    for name in (LAST, BEST):
+        adopt_copy(folder / name)
 
 
 def clean_up(folder: Path) -> None:
@@ -142,21 +146,77 @@ def clean_up(folder: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
+def point_links(retention: Retention, folder: Path) -> None:
+    """Point `last` to the newest checkpoint and `best` to the best one, if they point elsewhere."""
+    metrics = {step: manifest.metrics for step, manifest in get_manifests(folder).items()}
+    for link, steps in ((folder / LAST, [max(metrics, default=None)]), (folder / BEST, retention.get_best(metrics))):
+        name = checkpoint_name(steps[0]) if steps and steps[0] is not None else None
+        if name is not None and not (link.is_symlink() and os.readlink(link) == name):
+            update_symlink(link, name)
+
+
 def update_symlink(link: Path, name: str) -> None:
     """Atomically point a link to a checkpoint; on file systems without links, write a small file instead."""
+    adopt_copy(link)
     unfinished = link.with_name(link.name + UNFINISHED)
     unfinished.unlink(missing_ok=True)
     try:
         unfinished.symlink_to(name)
     except OSError:
-        unfinished.write_text(name + "\n", encoding="utf-8")
-    # replaces the old link atomically: a reader always finds one
-    unfinished.replace(link)
+        write_atomically(link, name + "\n")
+    else:
+        # replaces the old link atomically: a reader always finds one
+        unfinished.replace(link)
+
+
+def adopt_copy(link: Path) -> None:
+    """Restore a link where a tool that knows no links has left a copy: `cp -L`, object storage, zip.
+
+    A copy of a checkpoint that is there is deleted. If it is the only valid one of its step it gets that checkpoint's
+    name, and what is damaged another one: no checkpoint is ever lost.
+    """
+    if link.is_symlink() or not link.is_dir():
+        return
+    reason, home = find_fault(link), get_home(link)
+    if reason is not None or home is None:
+        link.rename(_free_name(link.with_name(f"damaged_{link.name}")))
+        LOGGER.warning(f"{link} was a folder and not a link, and no valid checkpoint: {reason}; it is renamed")
+        return
+    copy = link
+    if find_fault(home) is None:
+        copy = set_aside(link)
+        LOGGER.info(f"{link} was a copy of {home.name}, as tools that know no links leave it: it is a link again")
+    else:
+        if home.exists():
+            home.rename(_free_name(home.with_name(f"damaged_{home.name}")))
+        link.rename(home)
+        LOGGER.info(f"{link} was a folder with the only valid checkpoint of its step, which is now {home.name}")
+    update_symlink(link, home.name)
+    if copy != link:
+        shutil.rmtree(copy)
+
+
+def get_home(copy: Path) -> Path | None:
+    """Return the path that a checkpoint has by its manifest; None if there is no manifest."""
+    manifest = read_manifest(copy)
+    return None if manifest is None else copy.with_name(checkpoint_name(manifest.step))
+
+
+def _free_name(path: Path) -> Path:
+    names = itertools.chain([path], (path.with_name(f"{path.name}_{number}") for number in itertools.count(2)))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def resolve_symlink(link: Path) -> Path | None:
-    """Return the folder that a link points to; None if there is no such folder."""
+    """Return the folder that `last`, `best` or a checkpoint's name stands for; None if there is no such folder.
+
+    A link may be a small file, may hold a path from before the run was moved, or may have become a copy.
+    """
     target = link
-    if link.is_file() and _NAME.fullmatch(name := link.read_text(errors="replace", encoding="utf-8").strip()):
+    if link.is_symlink() and not link.exists():
+        target = link.with_name(Path(os.readlink(link)).name)
+    elif link.is_file() and _NAME.fullmatch(name := link.read_text(errors="replace", encoding="utf-8").strip()):
         target = link.with_name(name)
+    elif link.name in (LAST, BEST) and (home := get_home(link)) is not None and find_fault(home) is None:
+        target = home
     return target.resolve() if target.is_dir() else None

@@ -16,6 +16,7 @@ from recipes.checkpoint.retention import (
     apply,
     checkpoint_name,
     clean_up,
+    point_links,
     rename_after,
 )
 from recipes.checkpoint.save_log import SaveLog, warn_if_short
@@ -104,7 +105,7 @@ class CheckpointSaver(Checkpoint):
         self._saved_step = step
         self._saved_at = time.monotonic()
         if trainer.is_global_zero:
-            _clear(self._folder(trainer), step)
+            _clear(self._folder(trainer), step, self._retention)
         self._writer.connect()
         self._agreement = StepAgreement(step=step)
         self._seen_step = step
@@ -162,6 +163,7 @@ class CheckpointSaver(Checkpoint):
         if trainer.is_global_zero:
             try:
                 rename_after(self._folder(trainer), to_step, ROLLED_BACK)
+                point_links(self._retention, self._folder(trainer))
             except OSError as error:  # reported: the other ranks wait at the barrier
                 LOGGER.error(f"Checkpoints after step {to_step} keep their names: {error.strerror}")
         trainer.strategy.barrier()
@@ -284,7 +286,19 @@ class CheckpointSaver(Checkpoint):
         return Path(trainer.default_root_dir) / CHECKPOINTS
 
 
-def _clear(folder: Path, step: int) -> None:
-    """Remove leftovers of a killed run, and rename checkpoints after the step that this run resumes from."""
-    clean_up(folder)
-    rename_after(folder, step, f"abandoned_{{step:07d}}_{int(time.time())}")
+def _clear(folder: Path, step: int, retention: Retention) -> None:
+    """Remove leftovers of a killed run, rename checkpoints after the step that this run resumes from, mend the links.
+
+    Raises:
+        ConfigError: The folder cannot be changed.
+    """
+    try:
+        clean_up(folder)
+        rename_after(folder, step, f"abandoned_{{step:07d}}_{int(time.time())}")
+        point_links(retention, folder)
+    except OSError as error:
+        raise ConfigError(
+            f"hydra.run.dir={folder.parent}",
+            f"{error.filename or folder} cannot be changed: {error.strerror}",
+            f"chmod -R u+rwX {folder}, or hydra.run.dir=<another folder>",
+        ) from error

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from recipes.checkpoint.retention import resolve_symlink
 from recipes.config.compose import cluster_job_name
 from recipes.config.traits import list_data, trains
 from recipes.data.glob_files import expand_glob
@@ -64,6 +65,8 @@ def _check_resume(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterat
             )
         return
     folder = Path(resume)
+    if os.path.lexists(folder):  # unlike Path's methods, false for a name that is too long
+        folder = resolve_symlink(folder) or folder
     if not os.path.isdir(folder):  # unlike Path.is_dir, false for a name that is too long
         yield ConfigError(f"resume={resume}", "there is no such folder", "resume=<a run folder or a checkpoint>")
     elif not (folder / "manifest.json").is_file() and not has_checkpoint(folder):
