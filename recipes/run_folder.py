@@ -63,8 +63,10 @@ def claim_output(path: str | Path, setting: str, *, is_file: bool = False) -> Pa
         probe(folder)
     except OSError as error:
         kind = "file" if is_file else "folder"
+        is_in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
+        reason = "a file has the name of its folder" if is_in_the_way else describe(error)
         fix = f"{setting}=<a {kind} of yours on a disk with space>"
-        raise ConfigError(f"{setting}={path}", f"it cannot be written to: {describe(error)}", fix) from error
+        raise ConfigError(f"{setting}={path}", f"it cannot be written to: {reason}", fix) from error
     return target
 
 

@@ -16,10 +16,11 @@ from recipes.config.mesh import count_data_ranks
 from recipes.config.ranks import get_ranks
 from recipes.entry.spawn import ProcessExit, spawn_ranks
 from recipes.errors import ConfigError
+from recipes.files import write_atomically
 from recipes.plan.advice import Planner
 from recipes.plan.assumptions import Assumptions
 from recipes.plan.hardware import GIB, find_cluster
-from recipes.run_folder import write_atomically
+from recipes.run_folder import claim_output
 from recipes.runtime.console import LOGGER
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.world import Ranks
@@ -65,9 +66,10 @@ def batch_find(
         The exit code: 0; 71 if not even one sample fits; that of a trial that failed for another reason.
 
     Raises:
-        ConfigError: The global batch does not divide over the ranks, or the run resumes.
+        ConfigError: `path` cannot be written to, the global batch does not divide over the ranks, or the run resumes.
     """
     reject_resume(composed)
+    folder = None if path is None else claim_output(path, "mode.path")
     config = composed.config | {"mode": {"_target_": _TRY, "_partial_": True, "path": ""}}
     ranks = get_ranks(config)
     sizes = _find_sizes(config, ranks)
@@ -93,8 +95,8 @@ def batch_find(
     lines = describe(trials, global_batch_size=int(config["global_batch_size"]), limit=limit)
     for line in lines:
         LOGGER.info(line)
-    if path is not None:
-        _write(Path(path).expanduser(), trials, lines, write_page)
+    if folder is not None:
+        _write(folder, trials, lines, write_page)
     return ExitCode.FINISHED if any(trial.fits for trial in trials) else ExitCode.OUT_OF_MEMORY
 
 
@@ -228,7 +230,6 @@ def describe(trials: Sequence[Trial], *, global_batch_size: int, limit: float) -
 
 
 def _write(folder: Path, trials: Sequence[Trial], lines: list[str], write_page: Callable[..., None]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     ordered = sorted(trials, key=lambda trial: trial.size)
     tried = [
         {

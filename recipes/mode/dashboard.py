@@ -4,12 +4,13 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from recipes.config.compose import Composed
 from recipes.errors import ConfigError
+from recipes.files import write_atomically
 from recipes.mode.wandb_workspace import as_json, make_workspace
+from recipes.run_folder import claim_output
 from recipes.runtime.console import LOGGER
 
 DASHBOARD_FILE = "dashboard.json"
@@ -45,14 +46,15 @@ def dashboard(
         return make_workspace(sections, entity=entity, project=project, title=shown_title)
 
     if path is not None:
-        _write(make(entity or ""), Path(path).expanduser())
+        file = claim_output(path, "mode.path", is_file=True)
+        write_atomically(file, as_json(make(entity or "")) + "\n")
         LOGGER.info(f"The workspace's JSON is in {path}; to send it: the same command without mode.path=")
         return 0
     api, reason = _connect()
     if api is None:
         folder = composed.run_folder  # may not exist yet
-        file = (folder if folder.is_dir() else folder.parent) / DASHBOARD_FILE
-        _write(make(entity or ""), file)
+        file = claim_output((folder if folder.is_dir() else folder.parent) / DASHBOARD_FILE, "mode.path", is_file=True)
+        write_atomically(file, as_json(make(entity or "")) + "\n")
         LOGGER.info(
             f"Nothing was sent: {reason}; the workspace's JSON is in {file};"
             " to send it: `wandb login`, then this command again"
@@ -115,8 +117,3 @@ def _send(make: Callable[[str], Any], api: Any, entity: str | None, project: str
             "mode.entity=<yours> mode.project=<one that has a run with logger=wandb>",
         ) from error
     return str(workspace.url)
-
-
-def _write(workspace: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(as_json(workspace) + "\n", encoding="utf-8")

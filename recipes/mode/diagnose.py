@@ -8,8 +8,9 @@ from typing import Any
 
 from recipes.config.compose import Composed
 from recipes.errors import ConfigError, escape_controls
+from recipes.files import write_atomically
 from recipes.mode.report import find_runs
-from recipes.run_folder import METRICS_FILE, write_atomically
+from recipes.run_folder import METRICS_FILE, claim_output
 from recipes.runtime.console import LOGGER
 
 _FIX = f"mode.runs=[<a run folder, or a file like {METRICS_FILE}>]"
@@ -37,14 +38,14 @@ def diagnose(
         The exit code, always 0.
 
     Raises:
-        ConfigError: One of `runs` names no run or no table of metrics.
-        OSError: `path` cannot be written.
+        ConfigError: One of `runs` names no run or no table of metrics, or `path` cannot be written.
     """
     del composed
     if steps_per_epoch is not None and not steps_per_epoch > 0:
         raise ConfigError(
             f"mode.steps_per_epoch={steps_per_epoch}", "an epoch has at least one step", "mode.steps_per_epoch=null"
         )
+    file = None if path is None else claim_output(path, "mode.path", is_file=True)
     found: dict[str, Any] = {}
     for run in _find_tables([runs] if isinstance(runs, str) else runs):
         try:
@@ -57,8 +58,8 @@ def diagnose(
             for line in diagnosis.lines():
                 LOGGER.info(escape_controls(f"  {line}"))
             found[title] = diagnosis.as_dict()
-    if path is not None:
-        write_atomically(Path(path).expanduser(), json.dumps(found, indent=2) + "\n")
+    if file is not None:
+        write_atomically(file, json.dumps(found, indent=2) + "\n")
     return 0
 
 

@@ -1,15 +1,16 @@
 """Evaluate a checkpoint once on a whole split, or with an evaluator on its own tasks."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from lightning.pytorch.callbacks import Callback
 
 from recipes.build import Run
 from recipes.evaluator import Evaluator
+from recipes.files import write_atomically
 from recipes.mode.load import load_task, load_tokenizer
-from recipes.run_folder import add_evaluations, write_atomically
+from recipes.run_folder import add_evaluations, claim_output
 from recipes.runtime.console import LOGGER
 from recipes.task.language_modeling import LanguageModeling
 
@@ -37,8 +38,10 @@ def evaluate(
         The exit code, 0.
 
     Raises:
-        ConfigError: There is no checkpoint, or no average in it, or the evaluator does not support its settings.
+        ConfigError: There is no checkpoint, or no average in it, the evaluator does not support its settings, or the
+            run folder cannot be written to.
     """
+    claim_output(run.folder, "hydra.run.dir")
     if evaluator:
         _evaluate_tasks(run, evaluator, weights)  # type: ignore[arg-type]
     else:
@@ -68,9 +71,14 @@ def _evaluate_split(run: Run, split: Literal["train", "val"], weights: Weights, 
         "samples": num_samples,
         "weights": weights,
     }
+    LOGGER.info(f"{checkpoint} on {_describe_part(run, split, whole, num_samples)}: {_list_metrics(results)}")
     _write(run, split, record | results)
     described = {"checkpoint": checkpoint.name, "weights": weights, "data": run.data.source.fingerprint}
     add_evaluations(run.folder, {split: described | results})
+
+
+def _describe_part(run: Run, split: Literal["train", "val"], whole: Sequence[str], num_samples: int) -> str:
+    """Return which part of which data was evaluated."""
     is_whole = "data" in whole
     part = f"all {num_samples:,} samples of the data" if is_whole else f"the {num_samples:,} samples of {split}"
     if not is_whole:
@@ -78,7 +86,7 @@ def _evaluate_split(run: Run, split: Literal["train", "val"], weights: Weights, 
         part += f", {num_samples / (num_samples + len(other)):.2g} of the data"
     if others := [name for name in whole if name != "data"]:
         part += f", and all of {', '.join(others)}"
-    LOGGER.info(f"{checkpoint} on {part}: {_list_metrics(results)}")
+    return part
 
 
 def _hold_out_other_data(run: Run) -> list[str]:
@@ -97,13 +105,15 @@ def _evaluate_tasks(run: Run, evaluator: Evaluator, weights: Weights) -> None:
     task, checkpoint = load_task(run, weights)
     assert isinstance(task, LanguageModeling), "the config check admits only language models"
     record = evaluator.evaluate(task, tokenizer)
-    _write(run, evaluator.name, {"checkpoint": str(checkpoint), "weights": weights} | record)
     described = {"checkpoint": checkpoint.name, "weights": weights}
+    evaluations = {}
     for name, result in record["tasks"].items():
         metrics = {metric: found["value"] for metric, found in result["metrics"].items()}
-        add_evaluations(run.folder, {name: described | metrics})
+        evaluations[name] = described | metrics
         errors = {metric: found["stderr"] for metric, found in result["metrics"].items()}
         LOGGER.info(f"{checkpoint} on {name}: {_list_metrics(metrics, errors)}")
+    _write(run, evaluator.name, {"checkpoint": str(checkpoint), "weights": weights} | record)
+    add_evaluations(run.folder, evaluations)
 
 
 def _write(run: Run, name: str, record: Mapping[str, Any]) -> None:

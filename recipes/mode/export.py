@@ -1,6 +1,5 @@
 """Export weights in Hugging Face format and verify them. Writes and reads every tensor once."""
 
-from pathlib import Path
 from typing import Literal
 
 from recipes.build import Run
@@ -9,6 +8,7 @@ from recipes.model.weights import restore_precision
 from recipes.model.weights.adapter import has_adapter, merge_adapter
 from recipes.model.weights.huggingface import export_pretrained
 from recipes.model.weights.peft_folder import save_adapter
+from recipes.run_folder import claim_output
 from recipes.runtime.console import LOGGER
 from recipes.task.base import TrainingTask
 
@@ -28,10 +28,12 @@ def export(
         The exit code, 0.
 
     Raises:
-        ConfigError: There is no checkpoint, or no average in it.
+        ConfigError: There is no checkpoint, or no average in it, or the folder cannot be written to.
     """
+    folder = (
+        claim_output(path, "mode.path") if path is not None else claim_output(run.folder / "export", "hydra.run.dir")
+    )
     task, checkpoint = load_task(run, weights)
-    folder = Path(path).expanduser() if path is not None else run.folder / "export"
     tokenizer = run.tokenizer_folder
     if has_adapter(task.model):
         if adapter == "separate":

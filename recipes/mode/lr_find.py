@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 from recipes.config.compose import Composed
 from recipes.errors import ConfigError
-from recipes.run_folder import write_atomically
+from recipes.files import write_atomically
+from recipes.run_folder import claim_output
 from recipes.runtime.console import LOGGER
 from recipes.runtime.world import global_rank
 from recipes.trial.lr_range import RangeTest, read_range_test
@@ -40,13 +41,15 @@ def lr_find(
         The exit code, 0.
 
     Raises:
-        ConfigError: The range is empty, or the run resumes.
+        ConfigError: The range is empty, or the run resumes,
+            or `path` cannot be written to.
     """
     reject_resume(composed)
     if min_lr >= max_lr:
         raise ConfigError(
             f"mode.min_lr={min_lr:g} mode.max_lr={max_lr:g}", "the range is empty", "mode.min_lr=1e-6 mode.max_lr=1"
         )
+    folder = None if path is None else claim_output(path, "mode.path")
     config = composed.config
     recorder = LossRecorder(max_ratio=_LOST)
     rising = {
@@ -61,8 +64,8 @@ def lr_find(
     lines = describe(found, own_lr=config["optimizer"]["lr"])
     for line in lines:
         LOGGER.info(line)
-    if path is not None and global_rank() == 0:
-        _write(Path(path).expanduser(), found, lines, write_page)
+    if folder is not None and global_rank() == 0:
+        _write(folder, found, lines, write_page)
     return 0
 
 
@@ -94,7 +97,6 @@ def describe(found: RangeTest, *, own_lr: float) -> list[str]:
 
 
 def _write(folder: Path, found: RangeTest, lines: list[str], write_page: Callable[..., None]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {
         "steepest": found.steepest,
         "lowest": found.lowest,

@@ -12,7 +12,8 @@ from recipes.config.mesh import count_data_ranks
 from recipes.config.ranks import get_ranks
 from recipes.config.traits import get_traits
 from recipes.errors import ConfigError
-from recipes.run_folder import write_atomically
+from recipes.files import write_atomically
+from recipes.run_folder import claim_output
 from recipes.runtime.console import LOGGER
 from recipes.runtime.world import global_rank
 from recipes.trial.noise_scale import NoiseMeter, NoiseScale, StepNorms, estimate_noise_scale
@@ -37,7 +38,8 @@ def noise_scale(
         The exit code, 0.
 
     Raises:
-        ConfigError: The strategy does not expose gradients, or no micro-batch is smaller than the global batch.
+        ConfigError: The strategy does not expose gradients, or no micro-batch is smaller than the global batch,
+            or `path` cannot be written to.
     """
     config = _with_micro_batches(composed.config)
     if get_traits(config["strategy"]).state_layout == "zero":
@@ -46,6 +48,7 @@ def noise_scale(
             "DeepSpeed does not expose per-micro-batch gradients; the noise scale depends only on model and data",
             "strategy=fsdp, or strategy=ddp",
         )
+    folder = None if path is None else claim_output(path, "mode.path")
     meter = NoiseMeter()
     run = take_steps(config, folder=composed.run_folder, num_steps=num_steps, callbacks=[meter])
     large = run.accumulation.global_batch_size
@@ -54,8 +57,8 @@ def noise_scale(
     lines = describe(windows, global_batch_size=large, num_steps=num_steps, small=small)
     for line in lines:
         LOGGER.info(line)
-    if path is not None and global_rank() == 0:
-        _write(Path(path).expanduser(), windows, lines, write_page)
+    if folder is not None and global_rank() == 0:
+        _write(folder, windows, lines, write_page)
     return 0
 
 
@@ -150,7 +153,6 @@ def _advice(noise: float, batch: int) -> str:
 def _write(
     folder: Path, windows: Sequence[tuple[int, NoiseScale]], lines: list[str], write_page: Callable[..., None]
 ) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     finite = [
         {"step": step} | {k: v if math.isfinite(v) else None for k, v in asdict(w).items()} for step, w in windows
     ]

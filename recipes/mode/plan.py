@@ -11,6 +11,7 @@ from recipes.config.compose import Composed, Config
 from recipes.config.instantiate import make
 from recipes.config.ranks import requested_devices
 from recipes.errors import ConfigError
+from recipes.files import write_atomically
 from recipes.plan.advice import Planner, advise_settings, with_overrides
 from recipes.plan.assumptions import Assumptions
 from recipes.plan.hardware import MEASURED, Cluster, find_cluster
@@ -24,7 +25,7 @@ from recipes.plan.search import Found, describe_search, search_layouts
 from recipes.plan.search import as_json as search_as_json
 from recipes.plan.table import as_json, describe_memory, describe_rules, describe_time
 from recipes.precision import Precision
-from recipes.run_folder import PLAN_FILE, write_atomically
+from recipes.run_folder import PLAN_FILE, claim_output
 from recipes.runtime.console import LOGGER
 
 PAGE = "plan.html"
@@ -53,8 +54,10 @@ def plan(
         The exit code, 0, whether the run fits or not.
 
     Raises:
-        ConfigError: There is no such device, or the batch does not divide over its ranks.
+        ConfigError: There is no such device, or the batch does not divide over its ranks,
+            or `path` cannot be written to.
     """
+    folder = None if path is None else claim_output(path, "mode.path")
     config = composed.config
     assumed: Assumptions = make(config["plan"])
     cluster = _find_cluster(config, assumed)
@@ -90,8 +93,8 @@ def plan(
         record["search"] = search_as_json(found)
     if max_ranks is not None:
         record["scaling"] = _scale(composed, cluster, rates, max_ranks, lines)
-    if path is not None:
-        _write(Path(path).expanduser(), record, lines, write_page)
+    if folder is not None:
+        _write(folder, record, lines, write_page)
     return 0
 
 
@@ -173,7 +176,6 @@ def _find_rates(cluster: Cluster, find_peak: Callable[[str, str], Any], precisio
 
 
 def _write(folder: Path, record: dict[str, Any], lines: Sequence[str], write_page: Callable[..., None]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / PLAN_FILE, json.dumps(record, indent=2) + "\n")
     write_page(folder / PAGE, record, lines)
     LOGGER.info(str(folder / PAGE))

@@ -14,6 +14,7 @@ from typing_extensions import override
 from recipes.config.compose import Composed, Config
 from recipes.config.instantiate import make
 from recipes.data import DataSource
+from recipes.files import write_atomically
 from recipes.preflight import data as data_checks
 from recipes.preflight.gradients import GradientProbe, check_frozen, check_gradients, check_optimizer
 from recipes.preflight.model import Expected, check_model
@@ -26,7 +27,7 @@ from recipes.preflight.training import (
     draw,
     overfit,
 )
-from recipes.run_folder import write_atomically
+from recipes.run_folder import claim_output
 from recipes.runtime.console import LOGGER
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.world import global_rank
@@ -51,9 +52,11 @@ def preflight(
         The exit code: 0, or 4 if a check failed.
 
     Raises:
-        ConfigError: The machine or the data does not support the config, or the run resumes.
+        ConfigError: The machine or the data does not support the config, or the run resumes,
+            or `path` cannot be written to.
     """
     reject_resume(composed)
+    folder = None if path is None else claim_output(path, "mode.path")
     results: list[Result] = []
     checklist = Checklist(composed.config | {"compile": False}, composed.run_folder, overfit_steps=overfit_steps)
     for result in checklist.run():
@@ -62,8 +65,8 @@ def preflight(
             LOGGER.info(line)
     counts = {status: sum(result.status == status for result in results) for status in ("pass", "warn", "fail")}
     LOGGER.info(f"preflight: {counts['pass']} passed, {counts['warn']} warnings, {counts['fail']} failed")
-    if path is not None and global_rank() == 0:
-        _write(Path(path).expanduser(), results, checklist, write_page)
+    if folder is not None and global_rank() == 0:
+        _write(folder, results, checklist, write_page)
     return ExitCode.CHECK_FAILED if counts["fail"] else ExitCode.FINISHED
 
 
@@ -175,7 +178,6 @@ class _FirstBatch(Callback):
 
 
 def _write(folder: Path, results: Sequence[Result], checklist: Checklist, write_page: Callable[..., None]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     record = [asdict(result) for result in results]
     write_atomically(folder / "preflight.json", json.dumps({"results": record}, indent=2) + "\n")
     images = [(image.float().tolist(), label) for image, label in checklist.images]

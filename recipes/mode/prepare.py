@@ -16,6 +16,7 @@ from recipes.prepare.contamination import EvaluationSet
 from recipes.prepare.minhash import BandHasher, choose_bands
 from recipes.prepare.pipeline import DOCUMENTS, WORK, Pipeline
 from recipes.prepare.quality import RULES, check_rules
+from recipes.run_folder import claim_output
 from recipes.runtime.console import LOGGER
 from recipes.runtime.world import num_cores
 
@@ -60,7 +61,7 @@ def prepare(
         The exit code, 0.
 
     Raises:
-        ConfigError: A setting is invalid, or the documents cannot be read.
+        ConfigError: A setting is invalid, the documents cannot be read, or `output` cannot be written to.
     """
     rules = composed.config.get("quality", {})
     check_rules(rules)
@@ -72,6 +73,7 @@ def prepare(
     }
     folder = Path(output).expanduser()
     _check_output(folder, rows)
+    claim_output(folder, "mode.output")
     filters = Filters(
         folder=folder / WORK,
         text_field=source.text_field,

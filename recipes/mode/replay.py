@@ -13,8 +13,9 @@ from recipes.checkpoint.layout import is_shard
 from recipes.checkpoint.saved_tensor import open_tensors
 from recipes.checkpoint.shards import load_module
 from recipes.errors import ConfigError
+from recipes.files import write_atomically
 from recipes.mode.load import load_task
-from recipes.run_folder import SPIKES_FOLDER
+from recipes.run_folder import SPIKES_FOLDER, claim_output
 from recipes.runtime.console import LOGGER
 from recipes.strategy.torch_native import global_norm
 from recipes.task.base import TrainingTask
@@ -33,10 +34,11 @@ def replay(run: Run, *, step: int | None) -> int:
         The exit code, 0.
 
     Raises:
-        ConfigError: There is no dump of that step, or no checkpoint.
+        ConfigError: There is no dump of that step, it cannot be written to, or there is no checkpoint.
     """
     task, checkpoint = load_task(run, "trained")
     dump = _find_dump(checkpoint.parents[1] / SPIKES_FOLDER, step)
+    claim_output(dump, "resume")
     recorded = json.loads((dump / "spike.json").read_text(encoding="utf-8"))
     weights = dump / "weights"
     if weights.is_dir():
@@ -59,7 +61,7 @@ def replay(run: Run, *, step: int | None) -> int:
     loss, norm_by_block, norm = _recompute(run, task, rank_states)
     _print(recorded, dump, loss, norm, norm_by_block)
     result = {"loss": _finite(loss), "grad_norm": _finite(norm), "grad_norms": norm_by_block}
-    (dump / "replay.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_atomically(dump / "replay.json", json.dumps(result, indent=2) + "\n")
     return 0
 
 

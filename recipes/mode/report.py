@@ -8,7 +8,7 @@ from typing import Any
 
 from recipes.config.compose import Composed
 from recipes.errors import ConfigError
-from recipes.run_folder import CONFIG_FILE, EVENTS_FILE, LOG_FILE, METRICS_FILE, SUMMARY_FILE
+from recipes.run_folder import CONFIG_FILE, EVENTS_FILE, LOG_FILE, METRICS_FILE, SUMMARY_FILE, claim_output
 from recipes.runtime.console import LOGGER
 
 PAGE = "report.html"
@@ -39,11 +39,11 @@ def report(
         The exit code, 0.
 
     Raises:
-        ConfigError: One of `runs` names no run, or no run has `sort`.
+        ConfigError: One of `runs` names no run, no run has `sort`, or the page cannot be written.
     """
     del composed
     folders = find_runs([runs] if isinstance(runs, str) else runs)
-    page = _page_path(path, folders)
+    page = claim_output(_page_path(path, folders), "mode.path", is_file=True)
     try:
         write(folders, page, sort=sort, dashboard=dashboard)
     except LookupError as error:

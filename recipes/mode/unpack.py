@@ -1,6 +1,5 @@
 """Convert a GGUF file (llama.cpp) to a folder that `model=huggingface` can train."""
 
-import shutil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,7 +7,9 @@ import torch
 
 from recipes.config.compose import Composed
 from recipes.errors import ConfigError
+from recipes.files import filling
 from recipes.numerics.torchao_import import without_warnings_of_torchao
+from recipes.run_folder import claim_output
 from recipes.runtime.console import LOGGER
 
 _MAGIC = b"GGUF"
@@ -29,20 +30,16 @@ def unpack(composed: Composed, *, path: str, output: str, dtype: Literal["float3
         The exit code, 0.
 
     Raises:
-        ConfigError: It is not a GGUF file, or transformers cannot read its model from GGUF.
+        ConfigError: It is not a GGUF file, transformers cannot read its model from GGUF, or nothing can be written.
     """
     del composed
     file, folder = Path(path).expanduser().absolute(), Path(output).expanduser()
     _check(file, folder)
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        model, tokenizer = _load(file, getattr(torch, dtype))
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    claim_output(folder, "mode.output", is_file=True)
+    model, tokenizer = _load(file, getattr(torch, dtype))
+    with filling(folder) as unfinished:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
     num_weights = sum(weight.numel() for weight in model.parameters())
     LOGGER.info(
         f"{model.config.model_type} of {num_weights:,} weights in {dtype}: model=huggingface model.name={folder}"

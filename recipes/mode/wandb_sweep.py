@@ -14,7 +14,9 @@ from recipes.config.check.command_line import compose_overrides
 from recipes.config.compose import CONF, Composed
 from recipes.config.overrides import make_override, parse_override
 from recipes.errors import ConfigError, format_report
+from recipes.files import write_atomically
 from recipes.logger.wandb.init import DEFAULT_PROJECT
+from recipes.run_folder import claim_output
 from recipes.runtime.console import LOGGER
 from recipes.runtime.exit_codes import ExitCode
 from recipes.sweep.leaderboard import check_objective
@@ -66,9 +68,10 @@ def wandb_sweep(
         early_terminate=early_terminate,
         num_trials=num_trials,
     )
+    file = claim_output(path, "mode.path", is_file=True)
     command = trial_command(fixed, flags=_flags(composed))
     content = _head(composed, fixed) | sweep_config(space, search, command)
-    _write(content, Path(path).expanduser())
+    _write(content, file)
     return 0
 
 
@@ -150,12 +153,7 @@ def _write(content: dict[str, Any], path: Path) -> None:
         "# A W&B sweep, written by train.py mode=wandb_sweep. Start its agents in the folder where that command ran.\n"
     )
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000)
-    try:
-        path.write_text(header + text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"mode.path={path}", f"it cannot be written: {error.strerror}", "mode.path=<a file>"
-        ) from error
+    write_atomically(path, header + text)
     shown = shlex.quote(str(path))
     LOGGER.info(f"A {content['method']} search over {', '.join(content['parameters'])} is in {path}")
     LOGGER.info(f"Create the sweep: wandb sweep {shown}")

@@ -1,7 +1,6 @@
 """Load and export weights in the format of `transformers`: one tensor at a time to load, one full copy to export."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from recipes.errors import ConfigError
+from recipes.files import filling
 from recipes.model.gpt2 import GPT2
 from recipes.model.huggingface import HuggingFace
 from recipes.model.init import fill, named_buffers, named_parameters
@@ -79,8 +79,11 @@ def export_pretrained(model: nn.Module, folder: str | Path, *, tokenizer_folder:
     Raises:
         OSError: The file cannot be written, or differs when read back.
     """
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
+    with filling(Path(folder)) as target:
+        _export(model, target, tokenizer_folder)
+
+
+def _export(model: nn.Module, target: Path, tokenizer_folder: str | Path | None) -> None:
     if isinstance(model, HuggingFace):
         end_of_text = None if tokenizer_folder is None else _copy_tokenizer(tokenizer_folder, target)
         save_weights(model.inner, target, published=model.name, end_of_text=end_of_text)
@@ -93,9 +96,7 @@ def export_pretrained(model: nn.Module, folder: str | Path, *, tokenizer_folder:
     tensors: dict[str, Tensor] = {}
     for entry in layout.entries():
         tensors |= entry.publish(parameters[entry.name])
-    partial = target / "model.safetensors.partial"
-    save_file(tensors, partial, metadata={"format": "pt"})
-    os.replace(partial, target / "model.safetensors")
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     end_of_text = None if tokenizer_folder is None else _copy_tokenizer(tokenizer_folder, target)
     special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}

@@ -9,6 +9,7 @@ from torch import nn
 
 from recipes.adapter import is_adapter
 from recipes.errors import ConfigError
+from recipes.files import filling
 from recipes.model.init import fill, unsharded_shape
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -41,20 +42,20 @@ def save_adapter(model: Any, folder: Path) -> None:
     if model.pretrained is None:
         reason = "the weights beside the adapter were drawn from the seed, and are published nowhere"
         raise ConfigError("mode.adapter=separate", reason, "mode.adapter=merged")
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name_in_peft(name): parameter.detach().cpu().contiguous()
         for name, parameter in model.named_parameters()
         if is_adapter(name)
     }
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     config = model.adapter_config
     config.base_model_name_or_path = model.pretrained
     config.target_modules = {name.removeprefix("inner.") for name in config.target_modules}
     if getattr(config, "feedforward_modules", None):
         config.feedforward_modules = {name.removeprefix("inner.") for name in config.feedforward_modules}
     config.task_type = "CAUSAL_LM"
-    config.save_pretrained(str(folder))
+    with filling(folder) as unfinished:
+        save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
+        config.save_pretrained(str(unfinished))
 
 
 def load_adapter(model: nn.Module, pretrained: str) -> None:

@@ -256,6 +256,8 @@ def test_a_folder_of_another_adapter_is_refused_with_what_it_is(folder: str, tmp
 def test_a_separate_adapter_names_the_weights_that_it_was_trained_beside(folder: str, tmp_path: Path) -> None:
     model = adapted(folder, Lora(**LORA))
     save_adapter(model, tmp_path)
+    (tmp_path / "plain").touch()
+    assert {path.stat().st_mode for path in tmp_path.iterdir()} == {(tmp_path / "plain").stat().st_mode}
     assert peft.PeftConfig.from_pretrained(str(tmp_path)).base_model_name_or_path == folder
     model.pretrained = None
     with pytest.raises(ConfigError, match="drawn from the seed, and are published nowhere"):

@@ -92,13 +92,18 @@ def test_wrong_settings_are_mistakes(override: str, reason: str, capsys: pytest.
     assert reason in capsys.readouterr().out
 
 
-def test_a_file_that_cannot_be_written_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_written_is_a_mistake_before_any_run_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "no").touch()  # a file where the folder should be
     composed, _ = compose_and_check(
         ["mode=diagnose", f"mode.runs=[{RECORDED / 'clean_gpt'}]", f"mode.path={tmp_path}/no/x.json"]
     )
     assert composed is not None
     assert run_composed(composed) == ExitCode.INVALID_CONFIG
-    assert f"mode.path={tmp_path}/no/x.json" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert f"mode.path={tmp_path}/no/x.json" in output
+    assert "clean_gpt:" not in output
 
 
 def test_steps_per_epoch_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:

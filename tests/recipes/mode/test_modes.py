@@ -1,5 +1,7 @@
 """One small run and everything that is done with it: its files, evaluate, sample, export, resume."""
 
+import contextlib
+import io
 import json
 import shutil
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from full_disk import full_disk
 from support import TINY, composed_config, execute, read_metrics, write_texts
 
 from recipes.config import compose_and_check
@@ -236,6 +239,8 @@ def test_an_export_is_loaded_by_transformers_with_the_same_logits(run: Path, tmp
 
     folder = tmp_path / "exported"
     assert execute(f"resume={run}", "mode=export", f"mode.path={folder}") == 0
+    # the umask decides, and not safetensors: a server may run under another user
+    assert {path.stat().st_mode for path in folder.iterdir()} == {(run / "config.yaml").stat().st_mode}
     exported = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokens = AutoTokenizer.from_pretrained(folder)("value_1 = 2", return_tensors="pt")["input_ids"]
     assert tokens.tolist() == [list(b"value_1 = 2")]
@@ -406,3 +411,67 @@ def test_resume_auto_starts_in_an_empty_folder_and_resumes_in_a_used_one(typed: 
         "end",
     ]
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_a_run_is_evaluated_into_a_folder_that_is_new(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    folder = tmp_path / "a/new/one"
+    assert execute("mode=evaluate", f"resume={run}", f"hydra.run.dir={folder}") == 0
+    printed = capfd.readouterr().out
+    record = json.loads((folder / "evaluate_val.json").read_text())
+    assert f"loss {record['loss']:.4f}" in printed
+    assert json.loads((folder / "summary.json").read_text())["evaluations"]["val"]["loss"] == record["loss"]
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+@pytest.mark.parametrize("file", ["evaluate_val.json", "summary.json"])
+def test_numbers_that_cannot_be_kept_are_printed(
+    file: str, run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with full_disk(tmp_path, lambda path, number: path.endswith(file)), capfd.disabled():
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            assert execute("mode=evaluate", f"resume={run}", f"hydra.run.dir={tmp_path}/new") == 74
+    *_, numbers, last = output.getvalue().splitlines()
+    assert " of val: loss " in numbers
+    assert last == f"{tmp_path}/new/{file} could not be written: File too large; make room, then the same command"
+
+
+OUTPUTS = {
+    "evaluate": ["hydra.run.dir={path}"],
+    "export": ["mode.path={path}"],
+    "plan": ["mode.path={path}"],
+    "preflight": ["mode.path={path}"],
+    "batch_find": ["mode.path={path}"],
+    "lr_find": ["mode.path={path}"],
+    "noise_scale": ["mode.path={path}"],
+    "diagnose": ["mode.path={path}", "mode.runs=[{run}]"],
+    "report": ["mode.path={path}/page.html", "mode.runs=[{run}]"],
+    "dashboard": ["mode.path={path}"],
+    "wandb_sweep": ["mode.path={path}", "'optimizer.lr=tag(log,interval(1e-4,1e-2))'"],
+    "prepare": ["data=documents", "data.path={texts}", "mode.output={path}"],
+    "unpack": ["mode.path={gguf}", "mode.output={path}"],
+}
+
+
+@pytest.mark.parametrize("mode", OUTPUTS)
+def test_an_output_that_takes_no_file_is_rejected_before_the_work(
+    mode: str, run: Path, texts: Path, typed: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    values = {"path": tmp_path / "file/below", "run": run, "texts": texts, "gguf": tmp_path / "model.gguf"}
+    overrides = [text.strip("'").format(**values) for text in OUTPUTS[mode]]
+    if mode in ("evaluate", "export"):
+        overrides.append(f"resume={run}")
+    elif mode in ("preflight", "batch_find", "lr_find", "noise_scale"):
+        overrides = [*typed, "trainer.accelerator=cpu", *overrides]
+    assert execute(f"mode={mode}", *overrides) == 2
+    output = capfd.readouterr().out
+    assert "Traceback" not in output
+    setting = overrides[-2 if mode in ("evaluate", "export", "diagnose", "report", "wandb_sweep") else -1]
+    [named] = [line for line in output.splitlines() if str(tmp_path / "file/below") in line and line.startswith("1. ")]
+    assert named.startswith(f"1. {setting.partition('=')[0]}=")
+    assert "it cannot be written to: a file has the name of its folder" in output

@@ -91,6 +91,10 @@ def test_weights_are_those_of_the_model_that_the_file_was_made_from(tmp_path: Pa
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         assert torch.equal(found[name], values), name
+    # the umask decides, and not safetensors: a server may run under another user
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    (tmp_path / "plain").touch()
+    assert modes == {(tmp_path / "plain").stat().st_mode & 0o777}
 
 
 def test_quantized_weights_become_what_they_stand_for(tmp_path: Path) -> None:
