@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import stat
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,10 @@ log = logging.getLogger("lightning_recipes")
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG})
 _PROBE_BYTES = 64 << 10
 _OS_ERROR = re.compile(r"os error (\d+)|errno=(\d+)")  # of Rust and C++ libraries, in their messages
-_failing: dict[str, set[str]] = {}  # causes logged so far, by path, of files that cannot be written now
+_REPEAT_SECONDS = 600.0  # on a disk that is almost full, a short line fits where a long one did not
+_failing: dict[str, set[str]] = {}  # causes by path, of files that cannot be written now
+_logged: dict[tuple[str, str], float] = {}  # when a path and a cause were logged, monotonic seconds
+_open: set[str] = set()  # paths that were logged, and not yet that they are written again
 
 
 @contextlib.contextmanager
@@ -188,17 +192,27 @@ class LineFile:
 
 @contextlib.contextmanager
 def tolerating(path: Path) -> Iterator[None]:
-    """Log a failed write of `path` instead of raising: once per file and cause, and once when it works again."""
+    """Log a failed write of `path` instead of raising: once per file and cause, and once when it works again.
+
+    After that the same cause is logged again at the earliest ten minutes later.
+    """
+    name = str(path)
     try:
         yield
     except OSError as error:
         cause = describe(error)
-        causes = _failing.setdefault(str(path), set())
-        if cause not in causes:
+        causes, now = _failing.setdefault(name, set()), time.monotonic()
+        is_due = (name, cause) not in _logged or now - _logged[name, cause] > _REPEAT_SECONDS
+        if cause not in causes and is_due:
             causes.add(cause)
+            _open.add(name)
+            _logged[name, cause] = now
             log.error(f"{path} could not be written: {cause}. The run goes on")
+        causes.add(cause)
     else:
-        if _failing.pop(str(path), None) is not None:
+        _failing.pop(name, None)
+        if name in _open:
+            _open.discard(name)
             log.info(f"{path} is written again")
 
 

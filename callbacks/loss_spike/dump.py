@@ -18,7 +18,7 @@ from ..files import replacing, tolerating, write_atomically
 from ..grad_norm.by_block import norms_by_block
 from ..logged_step import run_folder
 from ..protocols import SupportsSampleLosses, SupportsSavedWeights
-from ..ranks import all_ranks, gather_by_samples
+from ..ranks import gather_by_samples, gather_objects
 from .monitor import SpikeMonitor, Verdict
 from .train_state import rng_state
 
@@ -101,7 +101,7 @@ class SpikeDump:
         # a full disk or a batch that cannot be pickled must not end the run or leave other ranks waiting below
         except Exception as error:
             log.warning(f"{folder} could not be written: {type(error).__name__}: {error}. The run goes on")
-        if not all_ranks(is_complete, pl_module.device) and trainer.is_global_zero:
+        if not all(gather_objects(is_complete)) and trainer.is_global_zero:
             shutil.rmtree(folder / "weights", ignore_errors=True)  # `mode=replay` needs those of all ranks
         losses_by_rank = gather_by_samples([None if loss is None else loss.tolist() for loss in losses], trainer)
         weight_norms = norms_by_block(pl_module)

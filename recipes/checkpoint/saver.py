@@ -287,7 +287,7 @@ class CheckpointSaver(Checkpoint):
 
 
 def _clear(folder: Path, step: int, retention: Retention) -> None:
-    """Remove leftovers of a killed run, rename checkpoints after the step that this run resumes from, mend the links.
+    """Remove leftovers of a killed run, rename checkpoints after the step that this run resumes from, point the links.
 
     Raises:
         ConfigError: The folder cannot be changed.

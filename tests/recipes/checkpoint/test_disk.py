@@ -1,5 +1,6 @@
 """Real full and read-only disks: no partial checkpoint remains, valid ones stay, training continues."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 from support import read_metrics
 
+from callbacks.sample_text import SampleText
 from recipes.checkpoint.manifest import find_fault
 from recipes.checkpoint.resume import newest_checkpoint
 from recipes.checkpoint.save_log import SaveError
@@ -175,6 +177,54 @@ def test_a_checkpoints_folder_that_is_read_only_for_five_steps_loses_one_checkpo
     [line] = [line for line in ended.lines if line.startswith("Could not save")]
     assert line.startswith("Could not save step_0000010.ckpt: Read-only file system")
     assert names(folder) == ["last", "step_0000020.ckpt"]
+
+
+@needs_mount
+def test_a_disk_that_is_full_from_step_3_on_ends_nothing_and_refuses_the_next_start(
+    overrides: list[str], train, disk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, filler = disk / "run", disk / "filler"
+
+    def fill() -> None:
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+
+    samples = SampleText(prompts=list("abcdefgh"), num_tokens=16, every_n_steps=1)
+    ended = train(folder, *SETTINGS, "save_every=10", callbacks=[samples, ActAfterSteps(step_3=fill)])
+    console = capfd.readouterr().out
+    assert ended.exit_code == 74  # the last checkpoint is missing
+    assert "Traceback" not in console
+    assert "Logging error" not in console
+    for name in ("samples.jsonl", "train.log"):
+        assert console.count(f"{folder}/{name} could not be written: No space left on device. The run goes on") == 1
+    assert f"{folder}/samples.jsonl lacks its last" in console
+    for name in ("samples.jsonl", "events.jsonl"):
+        lines = (folder / name).read_text().splitlines()
+        assert all(json.loads(line) for line in lines)
+    assert [row["step"] for row in read_metrics(folder)] == list(range(1, len(read_metrics(folder)) + 1))
+
+    composed, mistakes = compose_and_check([*overrides, *SETTINGS, "resume=auto", f"hydra.run.dir={folder}"])
+    assert composed is not None
+    assert not mistakes
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert run_composed(composed) == 2
+    assert "cannot be written: No space left on device" in capfd.readouterr().out
+    assert [path for path in before if path.read_bytes() != before[path] and path.name != "train.log"] == []
+
+
+def test_a_console_that_takes_no_line_ends_nothing(overrides: list[str], tmp_path: Path) -> None:
+    """As where the console is a file on a disk that is full; Python itself would exit with 120."""
+    command = [sys.executable, str(Path(__file__).parents[3] / "train.py"), *overrides, "trainer.max_steps=2"]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [*command, f"hydra.run.dir={tmp_path}/run"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+    log = (tmp_path / "run/train.log").read_text()
+    assert log.count("the console could not be written: No space left on device. The run goes on") == 1
+    assert "Finished: 2 steps" in log
 
 
 def test_a_run_writes_nothing_to_the_temporary_folder(
