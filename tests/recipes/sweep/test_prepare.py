@@ -148,7 +148,7 @@ def test_files_that_cannot_be_written_are_one_log_line_each_and_no_exception(
         for _ in range(2):
             report.write(with_page=True, now=True)
     assert caplog.text.count("Cannot write report.html: LookupError: no run has") == 1
-    assert caplog.text.count("Cannot write sweep.csv: Is a directory") == 1
+    assert caplog.text.count("sweep.csv could not be written: Is a directory. The run goes on") == 1
 
 
 def test_no_page_is_written_before_a_run_has_the_objective(tmp_path: Path) -> None:
