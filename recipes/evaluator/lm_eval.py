@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-from recipes.data.instructions.chat_template import find_template, prompt_for_answer
+from recipes.data.instructions.chat_template import find_template
 from recipes.errors import ConfigError
 from recipes.evaluator.scorer import Scorer
 from recipes.model import LanguageModel
@@ -110,12 +110,14 @@ class LmEval:
         """
         from lm_eval import simple_evaluate
 
+        if self.chat and tokenizer.chat_template is None:
+            reason = "the run was not trained on conversations and has no template for them"
+            raise ConfigError("evaluator.chat=true", reason, "evaluator.chat=false")
         scorer = Scorer(
             cast(LanguageModel, task.model),
             tokenizer,
             batch_size=self.batch_size,
             forward_context=task.trainer.precision_plugin.forward_context,
-            ends=_find_end_of_turn(tokenizer) if self.chat else [],
         )
         found = simple_evaluate(
             model=_make_harness_model(scorer, tokenizer),
@@ -215,14 +217,6 @@ def _make_harness_model(scorer: Scorer, tokenizer: Tokenizer) -> Any:
             return tokenizer.chat_template if chat_template else None
 
     return HarnessModel()
-
-
-def _find_end_of_turn(tokenizer: Tokenizer) -> list[int]:
-    if tokenizer.chat_template is None:
-        reason = "the run was not trained on conversations and has no template for them"
-        raise ConfigError("evaluator.chat=true", reason, "evaluator.chat=false")
-    _, end = prompt_for_answer("?", tokenizer)
-    return [] if end is None else [end]
 
 
 def _unknown(name: str, known: Sequence[str]) -> ConfigError:

@@ -10,8 +10,7 @@ Pair = tuple[list[int], list[int]]  # tokens of a context, and of the continuati
 class PromptTokens:
     """Tokenizes like `transformers`: a tokenizer's first tokens are prepended, and special tokens are parsed in text.
 
-    Elsewhere in this project the text of a special token is plain text; here results must be comparable with published
-    ones.
+    In training data the text of a special token is plain text; here results must be comparable with published ones.
 
     Args:
         tokenizer: Tokenizer of the run.
@@ -22,16 +21,13 @@ class PromptTokens:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._first = tokenizer.first_tokens
         spelling = tokenizer.special_tokens.get("bos_token")
         ids = self._read(spelling) if spelling is not None else []
         self.start: int = ids[0] if len(ids) == 1 else tokenizer.end_of_text
-        self._start_text = tokenizer.decode([self.start])
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text; a rendered conversation that begins with the first token gets no other one."""
-        first = [] if text.startswith(self._start_text) else self._first
-        return [*first, *self._read(text)]
+        return self._tokenizer.encode_start(text, reads_special_tokens=True)
 
     def split(self, context: str, continuation: str) -> Pair:
         """Return the tokens of a context, at least one, and of its continuation.

@@ -1,6 +1,7 @@
 """Score and generate text with a model of this project for lm-evaluation-harness.
 
-Results equal those of the harness's own class for transformers on the exported model. Rows are sorted by length,
+Results equal those of the harness's own class for transformers on the exported model, except that a generated text
+keeps its first blank where a decoder in the style of SentencePiece drops it. Rows are sorted by length,
 requests with the same input share a row, and the head computes only the logits of scored positions.
 
 Shapes: B rows, T tokens, W hidden size, N scored positions of a batch, K scored tokens of its requests, V vocabulary
@@ -10,13 +11,14 @@ size.
 import inspect
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from recipes.data.instructions.chat_template import find_stop_ids
 from recipes.errors import ConfigError
 from recipes.evaluator.generation import Generation, StopStrings
 from recipes.evaluator.prompt_tokens import Pair, PromptTokens
@@ -40,8 +42,6 @@ class Scorer:
         tokenizer: Tokenizer that the model was trained with.
         batch_size: Rows per forward pass.
         forward_context: Returns a context manager that sets the precision of a forward pass.
-        ends: Tokens that end a generated text, in addition to end-of-text.
-
     Attributes:
         num_truncated: Number of contexts truncated at the start to fit the model's window.
     """
@@ -53,14 +53,13 @@ class Scorer:
         *,
         batch_size: int,
         forward_context: Callable[[], AbstractContextManager[Any]],
-        ends: Collection[int] = (),
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._prompts = PromptTokens(tokenizer)
         self._batch_size = batch_size
         self._forward_context = forward_context
-        self._ends = {tokenizer.end_of_text, *ends}
+        self._ends = find_stop_ids(tokenizer)
         takes_reduce = "reduce" in inspect.signature(model.forward).parameters
         self._can_select_logits = takes_reduce and getattr(model, "computes_loss_in_chunks", True)
         self.num_truncated = 0
@@ -111,7 +110,8 @@ class Scorer:
                         ends=self._ends,
                         is_complete=ending.is_reached,
                     )
-                texts |= {index: ending.cut(answer.tokens) for index, answer in zip(batch, answers, strict=True)}
+                for index, answer in zip(batch, answers, strict=True):
+                    texts[index] = ending.cut(answer.tokens, prompt=prompts[index])
                 report.add(len(batch))
         return [texts[index] for index in range(len(requests))]
 
@@ -132,7 +132,8 @@ class Scorer:
         rows: dict[Row, list[int]] = {}  # input -> requests that share it, e.g. one-token choices
         for index, (context, continuation) in enumerate(pairs):
             if not 0 < len(continuation) <= window:
-                raise _cannot_score(self._tokenizer.decode(continuation), len(continuation), window)
+                text = self._tokenizer.decode_continuation(context, continuation)
+                raise _cannot_score(text, len(continuation), window)
             self.num_truncated += len(context) + len(continuation) > window + 1
             # the last token is scored but not read, so window + 1 tokens fit
             rows.setdefault(tuple([*context, *continuation][-window - 1 : -1]), []).append(index)

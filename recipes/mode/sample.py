@@ -28,9 +28,10 @@ def sample(
 
     Args:
         run: A run with a checkpoint of a language model.
-        prompt: Text to continue.
+        prompt: Text to continue, read as transformers reads it: after the tokens that the tokenizer puts before every
+            text, with its special tokens recognized.
         chat: Treat the prompt as a user message, formatted with the chat template that the run was trained with.
-        num_tokens: Maximum number of tokens to generate; generation stops earlier at an end-of-text token.
+        num_tokens: Maximum number of tokens to generate; generation stops earlier at the end of a text or turn.
         num_samples: Number of texts; text i is sampled with `seed + i`.
         temperature: 0 always picks the most likely token; 1 samples from the model's distribution.
         top_k: Sample only from the k most likely tokens; None samples from all.
@@ -47,16 +48,15 @@ def sample(
     task, _ = load_task(run, weights)
     assert isinstance(task, LanguageModeling), "the config check admits only language models"
     task.tokenizer = tokenizer = load_tokenizer(run, "mode=sample")
-    tokens, ends = (tokenizer.encode(prompt), []) if not chat else _ask(prompt, tokenizer)
+    given = _ask(prompt, tokenizer) if chat else prompt
     for number in range(num_samples):
         text = task.generate_text(
-            tokens,
+            given,
             num_tokens,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             seed=seed + number,
-            ends=ends,
         )
         if num_samples > 1:
             LOGGER.info(f"--- {number + 1} of {num_samples}, seed {seed + number}")
@@ -64,9 +64,9 @@ def sample(
     return 0
 
 
-def _ask(message: str, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+def _ask(message: str, tokenizer: Tokenizer) -> list[int]:
     if tokenizer.chat_template is None:
         reason = "the run was not trained on conversations and has no template for them"
         raise ConfigError("mode.chat=true", reason, "mode.chat=false, and a prompt in the format of the training data")
-    tokens, end = prompt_for_answer(message, tokenizer)
-    return tokens, [] if end is None else [end]
+    tokens, _ = prompt_for_answer(message, tokenizer)
+    return tokens

@@ -2,9 +2,10 @@
 
 import itertools
 from abc import ABC
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, cast
 
+from recipes.data.instructions.chat_template import find_stop_ids
 from recipes.model import LanguageModel
 from recipes.model.generate import generate, generate_batch
 from recipes.task.base import TrainingTask
@@ -35,23 +36,22 @@ class GeneratesText(TrainingTask, ABC):
         top_k: int | None,
         top_p: float | None,
         seed: int,
-        ends: Collection[int] = (),
     ) -> str | None:
         """Return the continuation of a prompt, without the prompt; None without a tokenizer. Call on every rank.
 
         Args:
-            prompt: Text or tokens; an empty prompt starts a new document.
+            prompt: Text, in which special tokens are recognized, or tokens; an empty prompt starts a new document.
             num_tokens: Maximum number of tokens to generate.
             temperature: 0: greedy; below 1: sharper; above 1: flatter.
             top_k: Sample from the k most likely tokens; None: all.
             top_p: Sample from the smallest set of tokens with this total probability; None: all.
             seed: Sampling seed.
-            ends: Stop tokens in addition to end-of-text.
         """
         if self.tokenizer is None:
             return None
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        prompt_tokens = tokens or [self.tokenizer.end_of_text]
+        if isinstance(prompt, str):
+            prompt = self.tokenizer.encode_start(prompt, reads_special_tokens=True)
+        prompt_tokens = prompt or [self.tokenizer.end_of_text]
         with self.trainer.precision_plugin.forward_context():
             tokens = generate(
                 cast(LanguageModel, self.model),
@@ -61,10 +61,10 @@ class GeneratesText(TrainingTask, ABC):
                 top_k=top_k,
                 top_p=top_p,
                 seed=seed,
-                ends=[self.tokenizer.end_of_text, *ends],
+                ends=find_stop_ids(self.tokenizer),
                 agree=self.trainer.strategy.broadcast,
             )
-        return self.tokenizer.decode(tokens)
+        return self.tokenizer.decode_continuation(prompt_tokens, tokens)
 
     recipes_generate_text = generate_text  # for the sampling callback
 
@@ -95,7 +95,7 @@ class GeneratesText(TrainingTask, ABC):
             return None
         questions: list[tuple[list[int], list[int]]] = self.source.questions(num_questions)
         found_ends = {self.tokenizer.find_end(answer) for _, answer in questions} - {None}
-        ends = cast(set[int], found_ends | {self.tokenizer.end_of_text})
+        ends = cast(set[int], found_ends | {*find_stop_ids(self.tokenizer)})
         if num_tokens is None:
             num_tokens = max((len(answer) for _, answer in questions), default=0) + _MORE_TOKENS
         found: list[tuple[str, str, str]] = []
@@ -120,8 +120,9 @@ class GeneratesText(TrainingTask, ABC):
                 # if the expected answer has no stop token, compare answers of the same length
                 has_end = len(until_end) < len(expected)
                 tokens = answer.tokens if has_end else answer.tokens[: len(expected)]
-                texts = [self.tokenizer.decode(part) for part in (prompt, until_end, tokens)]
+                given_text = self.tokenizer.decode_continuation(prompt, tokens)
                 if has_end and not answer.has_ended:
-                    texts[2] += _NOT_ENDED
-                found.append((texts[0], texts[1], texts[2]))
+                    given_text += _NOT_ENDED
+                expected_text = self.tokenizer.decode_continuation(prompt, until_end)
+                found.append((self.tokenizer.decode(prompt), expected_text, given_text))
         return found

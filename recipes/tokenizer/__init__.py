@@ -7,24 +7,34 @@ workers are forked. Instead, recipes/data/text/tokenize.py distributes texts ove
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
 
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
 
+log = logging.getLogger("lightning_recipes")
+
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
 
-_TOKENIZER_FILE = "tokenizer.json"
-_SETTINGS_FILE = "tokenizer_config.json"
+TOKENIZER_FILE = "tokenizer.json"
+SETTINGS_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
+GENERATION_FILE = "generation_config.json"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+MODEL_FILE = "config.json"
 
 
 class TextCorpus(Protocol):
@@ -55,15 +65,31 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class Tokenizer:
-    """A vocabulary with its rules; special tokens spelled out in a text are encoded as plain text."""
+    """A vocabulary with its rules; special tokens spelled out in a text are encoded as plain text.
 
-    def __init__(self, backend: Any, *, end_of_text: int, settings: dict[str, Any] | None = None) -> None:
+    Attributes:
+        end_of_text: Id of the token that ends a document.
+        first_tokens: Ids that the tokenizer puts before every text, such as `<s>`; usually none.
+        vocab_size: One more than the largest id.
+        fingerprint: Equal for equal ids.
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        *,
+        end_of_text: int,
+        settings: dict[str, Any] | None = None,
+        published_ids: Mapping[str, Any] | None = None,
+    ) -> None:
         """Wrap a backend.
 
         Args:
             backend: A `tokenizers.Tokenizer`; this object owns and modifies it.
             end_of_text: Id of the token that ends a document.
             settings: Content of `tokenizer_config.json` for transformers; None writes the minimum.
+            published_ids: `bos_token_id`, `eos_token_id` and `pad_token_id` as the config of the published model gives
+                them; None: they follow from the tokenizer.
         """
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         backend.no_truncation()
@@ -77,7 +103,10 @@ class Tokenizer:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": backend.id_to_token(end_of_text),
             "clean_up_tokenization_spaces": False,
+            "model_input_names": ["input_ids", "attention_mask"],  # decoders take no token types
         }
+        self._published_ids = dict(published_ids or {})
+        self.first_tokens: list[int] = _added_by(backend)[0]
         backend.encode_special_tokens = True
         self._backend = backend
         self.is_bytes = _is_bytes(backend)
@@ -106,19 +135,49 @@ class Tokenizer:
         finally:
             self._backend.encode_special_tokens = True
 
-    @property
-    def first_tokens(self) -> list[int]:
-        """Ids that a published tokenizer puts before every text, such as `<s>`; usually none."""
-        with_special, plain = (self._backend.encode("a", add_special_tokens=adds).ids for adds in (True, False))
-        start = next((i for i in range(len(with_special)) if with_special[i : i + len(plain)] == plain), 0)
-        ids: list[int] = with_special[:start]
-        return ids
+    def encode_start(self, text: str, *, reads_special_tokens: bool = False) -> list[int]:
+        """Return the token ids of a text that starts a sequence: after `first_tokens`, unless it begins with them.
+
+        Args:
+            text: A document, or the prompt of a generation.
+            reads_special_tokens: Whether special tokens spelled out in the text are recognized, as in transformers.
+                Right for what a person types; in a data set they are text.
+        """
+        ids: list[int] = self.encode_rendered(text).ids if reads_special_tokens else self.encode(text)
+        first = self.first_tokens
+        return ids if ids[: len(first)] == first else [*first, *ids]
 
     @property
     def special_tokens(self) -> dict[str, str]:
         """Special tokens by name, as used in chat templates: `bos_token`, `eos_token`, …"""
         named = {name: value for name, value in self._settings.items() if name.endswith("_token") and value}
         return {name: token_text(value) for name, value in named.items() if isinstance(value, str | dict)}
+
+    @property
+    def end_ids(self) -> list[int]:
+        """Ids that end a text: those that the published model stops at, then end-of-text."""
+        published = self._published_ids.get("eos_token_id") or []
+        return list(dict.fromkeys([*(published if isinstance(published, list) else [published]), self.end_of_text]))
+
+    def find_id(self, name: Literal["bos", "pad"]) -> int | None:
+        """Return the id of the beginning-of-text or padding token, of the published model or else of the tokenizer."""
+        published: int | None = self._published_ids.get(f"{name}_token_id")
+        token = self.special_tokens.get(f"{name}_token")
+        if published is not None or token is None:
+            return published
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    @property
+    def added_tokens(self) -> dict[str, dict[str, Any]]:
+        """`added_tokens_decoder` of `tokenizer_config.json`: id -> text and flags of each token beside the model's."""
+        flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+        added = self._backend.get_added_tokens_decoder()
+        return {str(id): {name: getattr(token, name) for name in flags} for id, token in sorted(added.items())}
+
+    def spell(self, id: int) -> str:
+        """Return the text of one vocabulary entry, such as `<|im_end|>`; empty for an id without one."""
+        return self._backend.id_to_token(id) or ""
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -145,12 +204,24 @@ class Tokenizer:
 
     def with_chat_template(self, template: str) -> Tokenizer:
         """Return a copy with a different chat template, which is saved with the trained model."""
-        return _from_json(self.to_json(), self.end_of_text, self._settings | {"chat_template": template})
+        settings = self._settings | {"chat_template": template}
+        return _from_json(self.to_json(), self.end_of_text, settings, self._published_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text; end-of-text is spelled out, invalid UTF-8 becomes U+FFFD."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=False)
         return text
+
+    def decode_continuation(self, prompt: Sequence[int], new: Sequence[int]) -> str:
+        """Return the text that new tokens add to a prompt.
+
+        Decoding them alone would differ: decoders in the style of SentencePiece drop the blank before the first token
+        of a text, and a character may begin in the prompt and end in the new tokens.
+        """
+        before, whole = self.decode(prompt), self.decode([*prompt, *new])
+        pairs = zip(before, whole, strict=False)
+        num_same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return whole[num_same:]
 
     @property
     def splits_at_lines(self) -> bool:
@@ -161,12 +232,39 @@ class Tokenizer:
         first, second = "one two;\n", "three (four)\n"
         return self.encode(first) + self.encode(second) == self.encode(first + second)
 
-    def save(self, folder: Path) -> None:
-        """Write the two files that `transformers.AutoTokenizer` loads."""
+    def shares_vocabulary(self, folder: Path) -> bool:
+        """Return whether the tokenizer in a folder has the same ids; a folder without one has those it was made for."""
+        if not (folder / TOKENIZER_FILE).is_file():
+            return bool(self._published_ids)
+        theirs = Backend.from_file(str(folder / TOKENIZER_FILE)).get_vocab(with_added_tokens=True)
+        return bool(theirs == self._backend.get_vocab(with_added_tokens=True))
+
+    def with_ids_of(self, folder: Path) -> Tokenizer:
+        """Return a tokenizer that also knows the ids in the config of a model, if it has the same vocabulary."""
+        ids = read_published_ids(folder)
+        if not ids or not self.shares_vocabulary(folder):
+            return self
+        ends = [*(self._published_ids.get("eos_token_id") or []), *ids.get("eos_token_id", [])]
+        ids |= self._published_ids | ({"eos_token_id": list(dict.fromkeys(ends))} if ends else {})
+        return _from_json(self.to_json(), self.end_of_text, self._settings, ids)
+
+    def save(self, folder: Path, *, settings: Mapping[str, Any] | None = None) -> None:
+        """Write the files that `transformers.AutoTokenizer` loads, and the ids of a published model.
+
+        Args:
+            folder: Created if necessary.
+            settings: Replace some in `tokenizer_config.json`.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / _TOKENIZER_FILE, self.to_json(), fsync=True)
-        settings = json.dumps(self._settings, indent=2, ensure_ascii=False)
-        write_atomically(folder / _SETTINGS_FILE, settings + "\n", fsync=True)
+        write_atomically(folder / TOKENIZER_FILE, self.to_json(), fsync=True)
+        _write_json(folder / SETTINGS_FILE, self._settings | (settings or {}))
+        if self._published_ids:
+            _write_json(folder / GENERATION_FILE, self._published_ids)
+        template = self._settings.get("chat_template")
+        if isinstance(template, str):  # where transformers looks first: a file of another template would win
+            write_atomically(folder / TEMPLATE_FILE, template, fsync=True)
+        else:
+            (folder / TEMPLATE_FILE).unlink(missing_ok=True)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -176,19 +274,17 @@ class Tokenizer:
             ConfigError: A tokenizer file is missing or damaged.
         """
         try:
-            settings = json.loads((folder / _SETTINGS_FILE).read_text(encoding="utf-8"))
-            backend = Backend.from_file(str(folder / _TOKENIZER_FILE))
-            end_of_text = backend.token_to_id(token_text(settings["eos_token"]))
-        except Exception as error:  # `tokenizers` raises no narrower class
-            raise _damaged(folder, str(error)) from error
-        if end_of_text is None:
-            raise _damaged(folder, f"its vocabulary has no {settings['eos_token']}")
-        return cls(backend, end_of_text=end_of_text, settings=settings)
+            if not (folder / SETTINGS_FILE).is_file():
+                raise ValueError(f"there is no {SETTINGS_FILE}")
+            return read_folder(folder)
+        except ValueError as error:
+            fix = f"the {TOKENIZER_FILE} and {SETTINGS_FILE} that were written there, from a copy"
+            raise ConfigError(str(folder), f"its tokenizer is damaged: {error}", fix) from error
 
     @classmethod
     def is_complete(cls, folder: Path) -> bool:
         """Return whether a folder contains a loadable tokenizer; takes about 10 ms."""
-        if not (folder / _TOKENIZER_FILE).is_file():
+        if not (folder / TOKENIZER_FILE).is_file():
             return False
         try:
             cls.load(folder)
@@ -203,12 +299,149 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as JSON."""
-        return _from_json, (self.to_json(), self.end_of_text, self._settings)
+        return _from_json, (self.to_json(), self.end_of_text, self._settings, self._published_ids)
 
 
-def _damaged(folder: Path, reason: str) -> ConfigError:
-    fix = f"the {_TOKENIZER_FILE} and {_SETTINGS_FILE} that were written there, from a copy"
-    return ConfigError(str(folder), f"its tokenizer is damaged: {reason}", fix)
+def read_folder(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a published model.
+
+    What transformers would read is read: `special_tokens_map.json` of older versions, chat templates in files of their
+    own, and which ids begin, end and pad a text by `config.json` and `generation_config.json`.
+
+    Raises:
+        ValueError: A file is missing or invalid, or the vocabulary has no end-of-text token.
+    """
+    file = folder / TOKENIZER_FILE
+    try:
+        backend = Backend.from_file(str(file))
+    except Exception as error:  # the library raises no narrower class
+        raise ValueError(f"{file} is not a valid tokenizer file ({error})") from error
+    settings = _read_json(folder / SETTINGS_FILE)
+    if "added_tokens_decoder" not in settings:
+        settings |= _read_json(folder / SPECIAL_TOKENS_FILE)
+    if (templates := _read_templates(folder)) is not None:
+        settings["chat_template"] = templates
+    published_ids = read_published_ids(folder)
+    eos_token = END_OF_TEXT if settings.get("eos_token") is None else token_text(settings["eos_token"])
+    end_of_text: int | None = backend.token_to_id(eos_token)
+    if end_of_text is None and settings.get("eos_token") is None and "eos_token_id" in published_ids:
+        end_of_text = published_ids["eos_token_id"][0]
+        eos_token = backend.id_to_token(end_of_text)
+    if end_of_text is None or eos_token is None:
+        raise ValueError(f"its vocabulary has no end-of-text token {eos_token}")
+    settings["eos_token"] = eos_token
+    settings["clean_up_tokenization_spaces"] = False  # it would drop blanks: decoding is the inverse of encoding
+    settings.setdefault("model_input_names", ["input_ids", "attention_mask"])  # decoders take no token types
+    _register_special_tokens(backend, settings)
+    _settle_added_tokens(backend, settings)
+    return Tokenizer(backend, end_of_text=end_of_text, settings=settings, published_ids=published_ids)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} does not hold an object")
+    return found
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", fsync=True)
+
+
+def _read_templates(folder: Path) -> str | list[dict[str, str]] | None:
+    """Return the chat template in a file of its own, or a list of several with their names; None if there is none."""
+    files = {path.stem: path for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
+    if (folder / TEMPLATE_FILE).is_file():
+        files = {"default": folder / TEMPLATE_FILE} | files
+    texts = [{"name": name, "template": path.read_bytes().decode("utf-8")} for name, path in files.items()]
+    if [text["name"] for text in texts] == ["default"]:
+        return texts[0]["template"]
+    return texts or None
+
+
+def read_published_ids(folder: Path) -> dict[str, Any]:
+    """Return the ids that begin, end (a list) and pad a text by the config and the generation settings of a model.
+
+    A model may have several ends, and often only one of the two files has all of them.
+    """
+    found: dict[str, Any] = {}
+    for config in (_read_json(folder / GENERATION_FILE), _read_json(folder / MODEL_FILE)):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = config.get(name)
+            ids = [id for id in (value if isinstance(value, list) else [value]) if isinstance(id, int) and id >= 0]
+            if name == "eos_token_id" and ids:
+                found[name] = list(dict.fromkeys([*found.get(name, []), *ids]))
+            elif ids:
+                found.setdefault(name, ids[0])
+    return found
+
+
+def _added_by(backend: Any) -> tuple[list[int], list[int]]:
+    """Return the ids that a tokenizer adds before and after a text."""
+    encoding = backend.encode("a", add_special_tokens=True)
+    is_added: list[int] = encoding.special_tokens_mask
+    first = is_added.index(0) if 0 in is_added else len(is_added)
+    last = is_added[::-1].index(0) if 0 in is_added else 0
+    return encoding.ids[:first], encoding.ids[len(is_added) - last :]
+
+
+def _register_special_tokens(backend: Any, settings: dict[str, Any]) -> None:
+    """Recognize every special token that the settings name, as transformers does; forget those without an id.
+
+    transformers would give a name without an id the first one beyond the vocabulary, for which no model has a row.
+    """
+
+    def is_known(token: Any) -> bool:
+        text = token_text(token)
+        if backend.token_to_id(text) is None:
+            log.info("%s of the tokenizer is not in its vocabulary, and is left out", text)
+            return False
+        if text not in known:
+            backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
+        return True
+
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for name, value in list(settings.items()):
+        if name.endswith("_token") and isinstance(value, str | dict) and value and not is_known(value):
+            del settings[name]
+        elif name.endswith("special_tokens") and isinstance(value, list):
+            settings[name] = [token for token in value if is_known(token)]
+
+
+def _settle_added_tokens(backend: Any, settings: dict[str, Any]) -> None:
+    """Make `tokenizer.json` alone decide what is added to a text: a beginning, and no end.
+
+    transformers 4 also reads `add_bos_token` and `add_eos_token`, transformers 5 does not. An end after every prompt
+    would leave a model nothing to continue.
+    """
+    first, last = _added_by(backend)
+    bos_token = None if settings.get("bos_token") is None else token_text(settings["bos_token"])
+    wants_bos = settings.get("add_bos_token")
+    if wants_bos and not first and bos_token is not None and backend.token_to_id(bos_token) is not None:
+        first = [backend.token_to_id(bos_token)]
+        log.info("The tokenizer puts %s before every text: add_bos_token in %s", bos_token, SETTINGS_FILE)
+    elif wants_bos is False and first:
+        shown = "".join(map(backend.id_to_token, first))
+        log.info("The tokenizer puts %s before every text, by %s; add_bos_token=false is void", shown, TOKENIZER_FILE)
+    if last:
+        log.info("%s, which the tokenizer puts after every text, is left out", "".join(map(backend.id_to_token, last)))
+    if last or first != _added_by(backend)[0]:
+        tokens = [(backend.id_to_token(id), id) for id in first]
+        before = [text for text, _ in tokens]
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A:0"],
+            pair=[*before, "$A:0", *(f"{text}:1" for text in before), "$B:1"],
+            special_tokens=tokens,
+        )
+    settings |= {
+        name: value for name, value in (("add_bos_token", bool(first)), ("add_eos_token", False)) if name in settings
+    }
 
 
 def token_text(token: str | dict[str, Any]) -> str:
@@ -216,8 +449,9 @@ def token_text(token: str | dict[str, Any]) -> str:
     return token if isinstance(token, str) else str(token["content"])
 
 
-def _from_json(serialized: str, end_of_text: int, settings: dict[str, Any]) -> Tokenizer:
-    return Tokenizer(Backend.from_str(serialized), end_of_text=end_of_text, settings=settings)
+def _from_json(serialized: str, end_of_text: int, settings: dict[str, Any], published_ids: dict[str, Any]) -> Tokenizer:
+    backend = Backend.from_str(serialized)
+    return Tokenizer(backend, end_of_text=end_of_text, settings=settings, published_ids=published_ids)
 
 
 def _is_bytes(backend: Any) -> bool:

@@ -4,6 +4,8 @@ A template may mark assistant text in `{% generation %}` blocks. Most published 
 by rendering the conversation without and with it, provided that the first text is a prefix of the second.
 """
 
+import functools
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,9 @@ from recipes.tokenizer import Tokenizer
 TrainOn = Literal["answers", "last_answer", "all"]
 Marked = tuple[list[int], list[tuple[int, int]]]  # tokens, and start and end of each answer
 
+log = logging.getLogger("lightning_recipes")
+
+_ANSWER = "yes"  # to find what a template puts after an answer
 _FOLDER = Path(__file__).parent / "templates"
 _SHOWN_CHARACTERS = 40
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -111,6 +116,8 @@ def find_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
 def prompt_for_answer(message: str, tokenizer: Tokenizer) -> tuple[list[int], int | None]:
     """Return the prompt tokens for an answer to a user message, and the stop token of the answer, if any.
 
+    A rendered conversation has the beginning-of-text token where its template says so, and nowhere else.
+
     Args:
         message: User message.
         tokenizer: Tokenizer with the chat template that the model was trained with.
@@ -118,12 +125,37 @@ def prompt_for_answer(message: str, tokenizer: Tokenizer) -> tuple[list[int], in
     Raises:
         ConfigError: The template rejects the conversation.
     """
-    template = find_template("auto", tokenizer)
     asked = [{"role": "user", "content": message}]
-    text, _ = template.render(asked, tokenizer, adds_prompt=True, tools=None)
-    example = Example(place="mode.prompt", prompt=asked, answer=[{"role": "assistant", "content": "yes"}])
-    answered = ExampleTokenizer(tokenizer, template, train_on="answers")(example)
-    return tokenizer.encode_rendered(text).ids, tokenizer.find_end(answered.tokens[answered.is_answer].tolist())
+    text, _ = find_template("auto", tokenizer).render(asked, tokenizer, adds_prompt=True, tools=None)
+    return tokenizer.encode_rendered(text).ids, next(iter(_find_ends_of_turn(tokenizer)), None)
+
+
+@functools.lru_cache(maxsize=4)  # rendering takes milliseconds, and the first time a second
+def find_stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return every token that ends a generated text: those of the tokenizer, and the end of a turn of its template.
+
+    Sampling, the check of answers, evaluators and exports all stop at these.
+    """
+    ends = tokenizer.end_ids
+    if tokenizer.chat_template is not None:
+        try:
+            ends = [*ends, *_find_ends_of_turn(tokenizer)]
+        except ConfigError as error:
+            log.info("The end of a turn is unknown: %s; %s", error.setting, error.reason)
+    return tuple(dict.fromkeys(ends))
+
+
+def _find_ends_of_turn(tokenizer: Tokenizer) -> list[int]:
+    """Return the special tokens that the template puts after an answer."""
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+    text, _ = find_template("auto", tokenizer).render(messages, tokenizer, adds_prompt=False, tools=None)
+    if _ANSWER not in text:
+        return []
+    stop = text.rindex(_ANSWER) + len(_ANSWER)
+    encoding = tokenizer.encode_rendered(text)
+    special = tokenizer.special_ids | {tokenizer.end_of_text}
+    places = zip(encoding.ids, encoding.offsets, strict=True)
+    return [id for id, (start, _) in places if start >= stop and id in special]
 
 
 def trains_on_end(tokenizer: Tokenizer, template: ChatTemplate, *, train_on: TrainOn) -> bool:

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from exported_models import Text, make_backend
 from scorer_cases import GENERATE_REQUESTS, ROLLING_TEXTS, SCORE_REQUESTS, WINDOW, Case, make_case
 
 from recipes.errors import ConfigError
 from recipes.evaluator.generation import Generation, StopStrings
 from recipes.evaluator.prompt_tokens import PromptTokens
+from recipes.tokenizer import Tokenizer
 
 REFERENCE = json.loads(Path(__file__).with_name("lm_eval_results.json").read_text(encoding="utf-8"))["models"]
 # up to 206 log-probabilities (-1,332 in all) summed in float32 in another order: largest difference 5.0e-5
@@ -153,3 +155,14 @@ def test_generation_stops_at_a_stop_string_even_if_it_is_a_special_token() -> No
     assert stop_strings.cut(spelled) == "a\nb"
     assert stop_strings.is_reached(tokenizer.encode("ü\n\n"))
     assert stop_strings.cut(tokenizer.encode("ü\n\nb")) == "ü"
+
+
+def test_a_stop_string_that_begins_with_a_blank_is_found_whatever_the_decoder_drops() -> None:
+    backend = make_backend(Text(True, has_start=False, has_several_ends=False, has_template=False))
+    tokenizer = Tokenizer(backend, end_of_text=backend.token_to_id("</s>"))
+    stop_strings = StopStrings([" the"], tokenizer)
+    answer = tokenizer.encode("the")  # after a prompt: a blank and a word
+    assert stop_strings.is_reached(answer)
+    prompt = tokenizer.encode("loss")
+    assert stop_strings.cut([*answer, *answer], prompt=prompt) == ""
+    assert StopStrings(["x"], tokenizer).cut(answer, prompt=prompt) == " the"

@@ -14,6 +14,7 @@ from recipes.model.gpt2 import GPT2
 from recipes.model.kv_cache import KeyValueCache, LayerCache
 from recipes.model.llama import Llama
 from recipes.task.language_modeling import LanguageModeling
+from recipes.tokenizer.bytes import byte_tokenizer
 
 torch.set_num_threads(1)
 
@@ -217,17 +218,8 @@ def test_a_task_samples_the_tokens_of_rank_0() -> None:
             sent.append(token)
             return 5
 
-    class Tokens:
-        end_of_text = 0
-
-        def encode(self, text: str) -> list[int]:
-            return [1, 2]
-
-        def decode(self, tokens: list[int]) -> str:
-            return str(tokens)
-
     task = SimpleNamespace(
-        tokenizer=Tokens(),
+        tokenizer=byte_tokenizer(),
         model=model_of("gpt2"),
         trainer=SimpleNamespace(
             strategy=Strategy(), precision_plugin=SimpleNamespace(forward_context=contextlib.nullcontext)
@@ -235,14 +227,14 @@ def test_a_task_samples_the_tokens_of_rank_0() -> None:
     )
     text = LanguageModeling.generate_text(
         task,  # type: ignore[arg-type]
-        "a prompt",
+        [1, 2],
         3,
         temperature=1.0,
         top_k=None,
         top_p=None,
         seed=0,
     )
-    assert text == "[5, 5, 5]"
+    assert text == "\x05\x05\x05"
     assert len(sent) == 3
 
 

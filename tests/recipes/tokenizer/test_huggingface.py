@@ -4,6 +4,8 @@ import json
 import sys
 
 import pytest
+from exported_models import Text, make_backend
+from tokenizers import processors
 
 from recipes.errors import ConfigError
 from recipes.tokenizer.bytes import byte_tokenizer
@@ -39,6 +41,123 @@ def test_other_settings_are_preserved_when_saved_again(folder):
     HuggingFace(name=str(folder)).make(None).save(folder / "again")
     saved = json.loads((folder / "again/tokenizer_config.json").read_text())
     assert saved["chat_template"] == "hello"
+
+
+@pytest.fixture
+def words(tmp_path):
+    """Publish a byte-level tokenizer, changed by settings, and return what is read from it."""
+
+    def publish(settings=(), *, like_sentencepiece=False, has_start=False, **files):
+        text = Text(like_sentencepiece, has_start, has_several_ends=False, has_template=False)
+        backend = make_backend(text)
+        if "post_processor" in files:
+            backend.post_processor = files.pop("post_processor")
+        backend.save(str(tmp_path / "tokenizer.json"))
+        settings = {"eos_token": "</s>"} | dict(settings)
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        for name, content in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        return HuggingFace(name=str(tmp_path)).make(None)
+
+    return publish
+
+
+def test_a_text_starts_with_what_the_tokenizer_puts_before_it_once(words):
+    tokenizer = words(has_start=True)
+    [start] = tokenizer.first_tokens
+    plain = tokenizer.encode("loss")
+    assert start not in plain
+    assert tokenizer.encode_start("loss") == [start, *plain]
+    assert tokenizer.encode_start("") == [start]
+    # typed by a person, the start is itself; in a data set it is five characters
+    assert tokenizer.encode_start("<s>loss", reads_special_tokens=True) == [start, *plain]
+    assert tokenizer.encode_start("<s>loss") == [start, *tokenizer.encode("<s>loss")]
+    assert words().encode_start("loss") == plain
+
+
+def test_add_bos_token_is_in_the_saved_tokenizer_and_an_end_after_every_prompt_is_not(words, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    named = {"bos_token": "<s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    ends = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", words().end_of_text)])
+    both = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", words().encode_rendered("<s>").ids[0]), ("</s>", 266)]
+    )
+    for settings, post_processor, has_start in (
+        ({"add_bos_token": True}, None, True),
+        ({"add_bos_token": False}, None, False),
+        ({"add_bos_token": True, "add_eos_token": True}, ends, True),
+        ({}, ends, False),
+        ({"add_bos_token": False}, both, True),  # transformers 5 reads tokenizer.json alone
+    ):
+        tokenizer = words(named | settings, post_processor=post_processor)
+        assert len(tokenizer.first_tokens) == has_start
+        tokenizer.save(tmp_path / "again")
+        theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "again"))
+        assert theirs("the loss")["input_ids"] == tokenizer.encode_start("the loss")
+
+
+def test_a_continuation_is_what_new_tokens_add_to_the_text_of_the_prompt(words):
+    tokenizer = words(like_sentencepiece=True)
+    prompt, new = tokenizer.encode("the loss"), tokenizer.encode("the  end")
+    assert tokenizer.decode(new) == "the  end", "alone, the blank before its first word is lost"
+    assert tokenizer.decode_continuation(prompt, new) == " the  end"
+    assert tokenizer.decode_continuation(prompt, []) == ""
+    assert tokenizer.decode_continuation([], new) == "the  end"
+
+
+@pytest.mark.parametrize("like_sentencepiece", [False, True])
+def test_a_character_that_begins_in_the_prompt_ends_in_the_continuation(words, like_sentencepiece):
+    tokenizer = words(like_sentencepiece=like_sentencepiece)
+    tokens = tokenizer.encode("a世b")
+    cut = len(tokens) - 2
+    assert "\ufffd" in tokenizer.decode(tokens[:cut])
+    assert tokenizer.decode_continuation(tokens[:cut], tokens[cut:]) == "世b"
+
+
+def test_names_of_special_tokens_come_from_the_files_of_every_version(words):
+    old = words({"eos_token": None}, special_tokens_map={"eos_token": {"content": "<|im_end|>"}, "bos_token": "<s>"})
+    assert old.spell(old.end_of_text) == "<|im_end|>"
+    assert old.special_tokens["bos_token"] == "<s>"
+    # transformers ignores the older file if the newer one lists the added tokens
+    new = words({"added_tokens_decoder": {}}, special_tokens_map={"eos_token": "<|im_end|>"})
+    assert new.spell(new.end_of_text) == "</s>"
+    end = new.encode_rendered("<|im_end|>").ids[0]
+    by_config = words({"eos_token": None}, config={"eos_token_id": end}, special_tokens_map={})
+    assert by_config.end_of_text == end
+
+
+def test_a_name_without_an_id_is_left_out_and_one_that_is_not_special_becomes_it(words):
+    tokenizer = words({"pad_token": "[PAD]", "sep_token": "the", "extra_special_tokens": ["<s>", "[X]"]})
+    assert tokenizer.special_tokens == {"eos_token": "</s>", "sep_token": "the"}
+    assert tokenizer.encode_rendered("the").ids[0] in tokenizer.special_ids
+
+
+def test_a_text_ends_where_any_config_of_the_model_says(words):
+    ends = words(generation_config={"eos_token_id": [9, 5]}, config={"eos_token_id": 7, "pad_token_id": -1})
+    assert ends.end_ids == [9, 5, 7, ends.end_of_text]
+    assert (ends.find_id("bos"), ends.find_id("pad")) == (None, None)
+    named = words({"bos_token": "<s>", "pad_token": "</s>"}, generation_config={}, config={"bos_token_id": None})
+    assert named.spell(named.find_id("bos")) == "<s>"
+    assert named.find_id("pad") == named.end_of_text
+    assert named.end_ids == [named.end_of_text]
+
+
+def test_templates_with_names_are_read_and_saved_from_files_and_from_a_list(words, tmp_path):
+    several = [{"name": "default", "template": "a"}, {"name": "rag", "template": "b"}]
+    assert words({"chat_template": several}).chat_template == "a"
+    (tmp_path / "chat_template.jinja").write_text("c\n")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/rag.jinja").write_text("d")
+    tokenizer = words({"chat_template": several})
+    assert tokenizer.chat_template == "c\n", "a file of its own comes first, as in transformers"
+    tokenizer.save(tmp_path / "again")
+    saved = json.loads((tmp_path / "again/tokenizer_config.json").read_text())["chat_template"]
+    assert saved == [{"name": "default", "template": "c\n"}, {"name": "rag", "template": "d"}]
+    tokenizer.with_chat_template("e").save(tmp_path / "again")
+    assert (tmp_path / "again/chat_template.jinja").read_text() == "e"
+    assert HuggingFace(name=str(tmp_path / "again")).make(None).chat_template == "e"
+    tokenizer.save(tmp_path / "again")
+    assert not (tmp_path / "again/chat_template.jinja").exists(), "of another template"
 
 
 def refuse(name):
