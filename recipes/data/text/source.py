@@ -13,7 +13,7 @@ from typing_extensions import override
 from recipes.cache import open_cache_dir
 from recipes.data.text.corpus import Corpus, Document, unreadable
 from recipes.data.text.sequences import TokenWindows, check_length
-from recipes.data.text.token_cache import Split, TokenCache, cached_tokens, hold_out
+from recipes.data.text.token_cache import Split, TokenCache, cached_tokens, describe_start, hold_out
 from recipes.data.text.token_corpus import TokenCorpus
 from recipes.errors import ConfigError
 from recipes.tokenizer import TextCorpus, Tokenizer, TokenizerConfig
@@ -165,12 +165,13 @@ class TextSource(ABC):
         """String that is equal for equal tokens in the same split."""
         meta = self.cache.meta
         own = f"{meta.content_hash}/{meta.tokenizer_fingerprint}/{meta.val_fraction}"
-        return f"{own}/{meta.held_out}" if meta.held_out else own
+        return own + (f"/{meta.held_out}" if meta.held_out else "") + describe_start(self.tokenizer)
 
     @property
     def val_fingerprint(self) -> str:
         """String that is equal for equal validation samples."""
-        return f"{self.cache.meta.tokenizer_fingerprint}/{self.cache.meta.val_hash}/{self.seq_len}"
+        meta = self.cache.meta
+        return f"{meta.tokenizer_fingerprint}/{meta.val_hash}/{self.seq_len}" + describe_start(self.tokenizer)
 
     def describe(self) -> str:
         """Return the amount of text, and the unigram loss."""

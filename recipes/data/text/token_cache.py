@@ -1,8 +1,8 @@
 """Token cache on disk, written once per (content, tokenizer, split); reopening it only costs hashing the corpus.
 
-`<cache_dir>/tokens/<key>/` holds `train.bin` and `val.bin`, raw little-endian ids with the end-of-text token after
-every document; `documents.jsonl`, one line per document and split in which it has tokens; `texts.npy`, the split of
-each document as numbers; and `meta.json`.
+`<cache_dir>/tokens/<key>/` holds `train.bin` and `val.bin`, raw little-endian ids: every document after the tokens that
+its tokenizer puts before a text, if any, and before the end-of-text token; `documents.jsonl`, one line per document and
+split in which it has tokens; `texts.npy`, the split of each document as numbers; and `meta.json`.
 """
 
 import hashlib
@@ -29,6 +29,7 @@ SPLIT_TEXT = np.dtype([("key", "<u8"), ("num_train", "<i8"), ("num_tokens", "<i8
 Row = tuple[str, Split, int, int]  # document, split, offset of its first token in the split, number of tokens
 
 FORMAT_VERSION = 2  # increase when the same key produces different files
+STARTS = "/documents start with "  # in the key of tokens and in the fingerprint of the data
 _CHUNK_TOKENS = 1024 * 1024
 
 
@@ -117,15 +118,21 @@ def cached_tokens(
         ConfigError: The text cannot be read; nothing is left in the cache.
     """
     recipe = f"{FORMAT_VERSION} {corpus.content_hash} {tokenizer.fingerprint} {val_fraction!r}"
+    recipe += describe_start(tokenizer)
     key = hashlib.blake2b(recipe.encode(), digest_size=12).hexdigest()
     folder = corpus.cache_dir / "tokens" / key
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
 
     def build(temporary: Path) -> None:
         pieces = tokenize(corpus, tokenizer, dtype=dtype, num_processes=num_processes)
-        end = np.array([tokenizer.end_of_text], dtype=dtype)
+        start, end = (np.array(ids, dtype=dtype) for ids in (tokenizer.first_tokens, [tokenizer.end_of_text]))
         num_documents, num_train, num_val = _write_tokens(
-            temporary, pieces, end=end, is_held_out=corpus.make_split(val_fraction), val_fraction=val_fraction
+            temporary,
+            pieces,
+            start=start,
+            end=end,
+            is_held_out=corpus.make_split(val_fraction),
+            val_fraction=val_fraction,
         )
         corpus.check_unchanged()
         meta = TokenCacheMeta(
@@ -192,6 +199,12 @@ def hold_out(cache: TokenCache, num_train: NDArray[np.int64]) -> TokenCache:
     return TokenCache(folder)
 
 
+def describe_start(tokenizer: Tokenizer) -> str:
+    """Return a part of the key of tokens: what is before a document, which earlier versions left out; else nothing."""
+    first = "".join(map(tokenizer.spell, tokenizer.first_tokens))
+    return f"{STARTS}{first}" if first else ""
+
+
 def is_complete(folder: Path) -> bool:
     """Return whether a folder has its files, with the sizes given by `meta.json`."""
     if not all((folder / name).is_file() for name in ("meta.json", "documents.jsonl", "texts.npy")):
@@ -231,6 +244,7 @@ def _write_tokens(
     folder: Path,
     pieces: Iterable[tuple[TextPiece, NDArray[np.unsignedinteger]]],
     *,
+    start: NDArray[np.unsignedinteger],
     end: NDArray[np.unsignedinteger],
     is_held_out: Callable[[TextPiece], bool],
     val_fraction: float,
@@ -242,6 +256,8 @@ def _write_tokens(
         train, val = _SplitWriter("train", train_file), _SplitWriter("val", val_file)
         for piece, tokens in pieces:
             writer = val if is_held_out(piece) else train
+            if writer.num_tokens == writer.document_start:
+                writer.write(start)
             writer.write(tokens)
             if piece.ends_document:
                 writer.write(end)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from chats import chat_tokenizer
 
 from recipes.data.text.corpus import Corpus, Document
 from recipes.data.text.token_cache import cached_tokens
@@ -79,6 +80,20 @@ def test_documents_end_with_the_end_of_text_token_and_the_tail_is_held_out(make_
     assert read(cache, "train").tolist() == [*b"abc", 256, *b"defgh"]
     assert read(cache, "val").tolist() == [*b"ij", 256]
     assert (cache.meta.num_train_tokens, cache.meta.num_val_tokens) == (9, 3)
+
+
+def test_documents_start_with_what_the_tokenizer_puts_before_every_text_and_under_another_key(make_corpus):
+    corpus = make_corpus({"a.txt": b"abc", "b.txt": b"defghij"})
+    tokenizer = chat_tokenizer()
+    start, end = tokenizer.first_tokens[0], tokenizer.end_of_text
+    cache = cached_tokens(corpus, tokenizer, val_fraction=0.25, num_processes=1)
+    assert read(cache, "train").tolist() == [start, *b"abc", end, start, *b"defg"]
+    assert read(cache, "val").tolist() == [*b"hij", end]
+    assert cache.documents("train", start=5, stop=7) == [{"name": "b.txt", "first_token": 0, "num_tokens": 2}]
+    before = f"1 {corpus.content_hash} {tokenizer.fingerprint} 0.25"  # the key of a cache without the start
+    assert cache.folder.name != hashlib.blake2b(before.encode(), digest_size=12).hexdigest()
+    without = f"1 {corpus.content_hash} {byte_tokenizer().fingerprint} 0.25"
+    assert make(corpus, 0.25).folder.name == hashlib.blake2b(without.encode(), digest_size=12).hexdigest()
 
 
 def test_the_index_says_which_document_a_token_comes_from(make_corpus):
