@@ -68,6 +68,7 @@ class Run:
         accumulation: Global batch and micro-batches.
         checkpoint: Checkpoint to resume from; None: start from step 0.
         tokenizer_folder: Tokenizer of the run that `checkpoint` belongs to; without a checkpoint, of this run.
+        published: Folder or hub name of the model that its weights or its architecture came from.
         overrides: Command-line overrides as typed.
         tags: User-defined labels.
         other_data: Data nodes whose text is not that of the run that `checkpoint` belongs to, such as `data`.
@@ -83,6 +84,7 @@ class Run:
     accumulation: Accumulation
     checkpoint: Path | None
     tokenizer_folder: Path
+    published: str | None
     overrides: list[str]
     tags: list[str]
     other_data: Sequence[str] = ()
@@ -114,6 +116,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     """
     checkpoint = find_checkpoint(config["resume"], folder)
     other_data = _find_other_data(config, checkpoint)
+    published: str | None = config["model"].get("pretrained") or config["model"].get("name")
     if checkpoint is not None:
         config = with_saved_parts(config, checkpoint)
     if trains(config) and global_rank() == 0:
@@ -158,6 +161,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         accumulation=accumulation,
         checkpoint=checkpoint,
         tokenizer_folder=find_tokenizer(checkpoint) or folder / TOKENIZER_FOLDER,
+        published=published,
         overrides=overrides,
         tags=config["tags"],
         other_data=other_data,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from recipes.errors import ConfigError
 from recipes.numerics.linear import Linear
-from recipes.numerics.nf4 import BLOCK, NF4Linear, list_nf4, num_bytes
+from recipes.numerics.nf4 import BLOCK, NF4Linear, dequantize, list_nf4, num_bytes
 
 
 def hold_in_nf4(model: nn.Module) -> None:
@@ -56,6 +56,13 @@ def unquantize(model: nn.Module) -> list[tuple[nn.Linear, Tensor]]:
         layer.weight = nn.Parameter(whole, requires_grad=False)
         layer.__class__ = Linear
     return layers
+
+
+@torch.no_grad()
+def dequantize_base(model: nn.Module) -> None:
+    """Replace NF4 weights in place by the values that they stand for, in the dtype of the run."""
+    for layer, rounded in unquantize(model):
+        layer.weight.copy_(dequantize(rounded))
 
 
 def describe_base(model: nn.Module) -> str | None:

@@ -5,8 +5,11 @@ from typing import Any, Literal
 
 from recipes.build import Run
 from recipes.checkpoint.shards import load_module
+from recipes.data.text.source import TextSource
+from recipes.data.text.token_cache import STARTS
 from recipes.errors import ConfigError
 from recipes.mode.start import get_checkpoint_io
+from recipes.model.weights.text_side import load_exported_tokenizer
 from recipes.numerics.ema import NAME as EMA_KEY
 from recipes.numerics.ema import OPTIMIZER_AVERAGE
 from recipes.runtime.console import LOGGER
@@ -39,6 +42,7 @@ def load_task(run: Run, weights: Literal["trained", "ema"]) -> tuple[TrainingTas
     if weights == "trained" and any(OPTIMIZER_AVERAGE in of_parameter for of_parameter in optimizer_state.values()):
         LOGGER.info("This run's optimizer averages the weights; to use that average, set mode.weights=ema")
     state_dict = state["state_dict"] if weights == "trained" else _averaged_state_dict(state)
+    _log_unseen_start(run, state)
     task.on_load_checkpoint(state)
     load_module(task, state_dict)
     loaded_path = get_checkpoint_io(run).loaded  # may be an older one: damaged checkpoints are skipped
@@ -79,4 +83,20 @@ def load_tokenizer(run: Run, typed: str) -> Tokenizer:
     if not run.tokenizer_folder.is_dir():
         reason = "the data of that run is not text: it has no tokenizer"
         raise ConfigError(f"{typed} resume={run.folder}", reason, "resume=<a run on text>")
-    return Tokenizer.load(run.tokenizer_folder)
+    return load_exported_tokenizer(run.tokenizer_folder, run.published)
+
+
+def _log_unseen_start(run: Run, state: dict[str, Any]) -> None:
+    """Log that a run of an earlier version read documents without the token that its tokenizer puts before a text."""
+    source: Any = run.data.source
+    texts = [part for part in getattr(source, "sources", {"": source}).values() if isinstance(part, TextSource)]
+    trained_on = str(state.get(type(run.data).__qualname__, {}).get("fingerprint"))
+    if not texts or STARTS in trained_on or not run.tokenizer_folder.is_dir():
+        return
+    tokenizer = Tokenizer.load(run.tokenizer_folder)
+    if tokenizer.first_tokens:
+        shown = "".join(map(tokenizer.spell, tokenizer.first_tokens))
+        LOGGER.warning(
+            f"The documents of this run began without {shown}, which its tokenizer puts before every text: now they"
+            " begin with it, and so do prompts and the export"
+        )

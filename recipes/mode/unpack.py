@@ -8,9 +8,11 @@ import torch
 from recipes.config.compose import Composed
 from recipes.errors import ConfigError
 from recipes.files import filling
+from recipes.model.weights.text_side import write_text_side
 from recipes.numerics.torchao_import import without_warnings_of_torchao
 from recipes.run_folder import claim_output
 from recipes.runtime.console import LOGGER
+from recipes.tokenizer import read_folder
 
 _MAGIC = b"GGUF"
 
@@ -40,6 +42,7 @@ def unpack(composed: Composed, *, path: str, output: str, dtype: Literal["float3
     with filling(folder) as unfinished:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
+        write_text_side(unfinished, tokenizer=read_folder(unfinished), published=None)
     num_weights = sum(weight.numel() for weight in model.parameters())
     LOGGER.info(
         f"{model.config.model_type} of {num_weights:,} weights in {dtype}: model=huggingface model.name={folder}"

@@ -241,14 +241,17 @@ class TransformersCache:
             positions = positions.clamp(min=0)
         self._mask = is_read if self._mask is None else torch.cat([self._mask, is_read], dim=1)
         model = inner.base_model if self._gives_hidden else inner
+        known = inspect.signature(model.forward).parameters
         # only the last logits of a prompt are needed
-        last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        last = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        # transformers 5.24 renames the argument, model by model, and warns of the old name
+        cache = {"cache" if "cache" in known else "past_key_values": self._cache}
         out = model(
             input_ids=tokens,
             position_ids=positions.expand(len(tokens), -1),
             attention_mask=None if self.padding is None else self._mask,
-            past_key_values=self._cache,
             use_cache=True,
+            **cache,
             **last,
         )
         self.length += num_new

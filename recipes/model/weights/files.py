@@ -12,6 +12,8 @@ from torch import Tensor
 
 from recipes.errors import ConfigError
 
+# beside the weights: configs, licences, vocabularies of other libraries
+SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", "NOTICE*", "USE_POLICY*"]
 # in order of preference; each may also be sharded. Pickle comes last and is restricted to tensors.
 _FILES = ("model.safetensors", "pytorch_model.bin")
 
@@ -51,12 +53,25 @@ def locate(name_or_folder: str) -> Path:
 
 def _download(snapshot_download: Any, name: str) -> Path:
     def fetch(*patterns: str) -> Path:
-        return Path(snapshot_download(name, allow_patterns=["config.json", *patterns]))
+        return Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, *patterns]))
 
     folder = fetch("model*.safetensors", "model.safetensors.index.json")
     if any(folder.glob("*.safetensors")):
         return folder
     return fetch("pytorch_model*.bin", "pytorch_model.bin.index.json")
+
+
+def published_folder(name: str) -> Path | None:
+    """Return the folder of a published model, or what the hub gave of it; None if neither is there any more."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        from huggingface_hub import snapshot_download  # optional
+
+        return Path(snapshot_download(name, local_files_only=True))
+    except (ImportError, OSError, ValueError):
+        return None
 
 
 class PublishedWeights:

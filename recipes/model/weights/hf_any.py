@@ -108,28 +108,16 @@ def _without_progress_bars() -> Iterator[None]:
             of_transformers.enable_progress_bar()
 
 
-def save_weights(inner: Any, folder: Path, *, published: str, end_of_text: int | None) -> None:
-    """Write a folder that `transformers` can load, then load it and compare it with the model.
+def save_weights(inner: Any, folder: Path) -> None:
+    """Write weights and config in the format of `transformers`, then load them and compare them with the model.
 
     Args:
         inner: Unsharded model.
         folder: Created if necessary.
-        published: Folder or hub name that the model came from; its generation settings are copied.
-        end_of_text: Id of the token that now ends an answer; None keeps the original.
 
     Raises:
         OSError: The files cannot be written, or differ when read back.
     """
-    from transformers import GenerationConfig
-
-    source = Path(published).expanduser()
-    try:
-        inner.generation_config = GenerationConfig.from_pretrained(str(source) if source.is_dir() else published)
-    except OSError:  # generation settings are optional
-        log.info("%s has no settings of generation to copy", published)
-    known = inner.generation_config.eos_token_id
-    if end_of_text is not None and end_of_text not in (known if isinstance(known, list) else [known]):
-        inner.generation_config.eos_token_id = inner.config.eos_token_id = end_of_text
     with _without_progress_bars():
         inner.save_pretrained(folder)
     loaded = _tensors(_load_converted(folder, str(folder)))

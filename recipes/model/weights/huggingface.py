@@ -1,7 +1,6 @@
 """Load and export weights in the format of `transformers`: one tensor at a time to load, one full copy to export."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,8 @@ from recipes.model.weights.hf_format import Entry, Format, HFConfig
 from recipes.model.weights.hf_gpt2 import GPT2Format
 from recipes.model.weights.hf_llama import LlamaFormat
 from recipes.model.weights.hf_mixtral import MixtralFormat
+from recipes.model.weights.text_side import load_exported_tokenizer, write_text_side
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-)
 _MOST_NAMES = 10  # tensor names listed in an error: a model with experts has thousands
 
 
@@ -64,30 +57,40 @@ def load_pretrained(model: nn.Module, name_or_folder: str | Path) -> None:
                 fill(tensor, entry.assemble(lambda name: weights.read(names[name]), shape=tensor.shape))
 
 
-def export_pretrained(model: nn.Module, folder: str | Path, *, tokenizer_folder: str | Path | None = None) -> None:
+def export_pretrained(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    tokenizer_folder: str | Path | None = None,
+    published: str | None = None,
+) -> None:
     """Write a folder that `transformers.AutoModelForCausalLM.from_pretrained` can load.
 
-    The file is read back and compared with the model, bit for bit, before this returns. Vocabulary padding is not
-    exported.
+    The files are read back before this returns: weights bit for bit, tokenizer, template and special ids by what they
+    give. Vocabulary padding is not exported.
 
     Args:
         model: Unsharded GPT2, Llama or HuggingFace model.
         folder: Created if necessary; existing files with the same names are overwritten.
-        tokenizer_folder: Source of the tokenizer files; its end-of-text token is written into config.json. None exports
-            no tokenizer.
+        tokenizer_folder: Source of the tokenizer; None: that of the published model, if there is one.
+        published: Folder or hub name that the weights came from; None: that of the model, if it has one.
 
     Raises:
-        OSError: The file cannot be written, or differs when read back.
+        ConfigError: transformers does not load the tokenizer as it was in training.
+        OSError: A file cannot be written, or differs when read back.
     """
+    published = published or (model.name if isinstance(model, HuggingFace) else getattr(model, "pretrained", None))
+    tokenizer = None if tokenizer_folder is None else load_exported_tokenizer(Path(tokenizer_folder), published)
     with filling(Path(folder)) as target:
-        _export(model, target, tokenizer_folder)
+        if isinstance(model, HuggingFace):
+            save_weights(model.inner, target)
+        else:
+            _write_weights(model, target)
+        write_text_side(target, tokenizer=tokenizer, published=published)
 
 
-def _export(model: nn.Module, target: Path, tokenizer_folder: str | Path | None) -> None:
-    if isinstance(model, HuggingFace):
-        end_of_text = None if tokenizer_folder is None else _copy_tokenizer(tokenizer_folder, target)
-        save_weights(model.inner, target, published=model.name, end_of_text=end_of_text)
-        return
+def _write_weights(model: nn.Module, target: Path) -> None:
+    """Write and read back the weights and the config of a model of this project."""
     layout = _format(model)
     parameters: dict[str, Tensor] = {**dict(named_buffers(model)), **dict(named_parameters(model))}
     sharded = [name for name, value in parameters.items() if isinstance(value, DTensor)]
@@ -98,9 +101,7 @@ def _export(model: nn.Module, target: Path, tokenizer_folder: str | Path | None)
         tensors |= entry.publish(parameters[entry.name])
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    end_of_text = None if tokenizer_folder is None else _copy_tokenizer(tokenizer_folder, target)
-    special = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-    config = settings | special | {"torch_dtype": dtype}
+    config = settings | {"torch_dtype": dtype}
     (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     _verify(layout, parameters=parameters, folder=target)
 
@@ -153,24 +154,6 @@ def _check_names(layout: Format, *, weights: PublishedWeights, folder: Path) -> 
             "model.pretrained=<a complete folder>",
         )
     return {str(full): name for full, name in in_file.items()}
-
-
-def _copy_tokenizer(source: str | Path, target: Path) -> int | None:
-    """Copy the tokenizer files; return the id of the end-of-text token, or None if there is none."""
-    from tokenizers import Tokenizer  # lazy: an export without a tokenizer does not need it
-
-    source = Path(source)
-    for name in _TOKENIZER_FILES:
-        if (source / name).is_file() and source.resolve() != target.resolve():
-            shutil.copyfile(source / name, target / name)
-    settings = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
-    token = {"eos_token": None, **settings}["eos_token"]
-    if isinstance(token, dict):  # older files store the token as an object with flags
-        token = token["content"]
-    if token is None:
-        return None
-    end_of_text: int | None = Tokenizer.from_file(str(source / "tokenizer.json")).token_to_id(token)
-    return end_of_text
 
 
 def _verify(layout: Format, *, parameters: dict[str, Tensor], folder: Path) -> None:

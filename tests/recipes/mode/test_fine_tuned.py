@@ -70,5 +70,8 @@ def test_an_export_is_ready_to_chat(runs: dict[str, Path]) -> None:
         asked = tokenizer.apply_chat_template(
             [{"role": "user", "content": "7?"}], add_generation_prompt=True, tokenize=False
         )
+        written = json.loads((runs[name] / "export/generation_config.json").read_text())
+        assert written["eos_token_id"] == tokenizer.eos_token_id == 256
+        assert written["bos_token_id"] is None, "no text begins with the end of one"
         assert asked == "<|im_start|>user\n7?<|endoftext|>\n<|im_start|>assistant\n"
         assert hf.AutoModelForCausalLM.from_pretrained(runs[name] / "export").config.vocab_size == 257

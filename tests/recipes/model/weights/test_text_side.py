@@ -1,0 +1,141 @@
+"""An export generates what the run generates, stops where it stops, and is read back whole, for every kind of model."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers as hf
+from exported_models import ADAPTERS, OWN, PUBLISHED, Kind, Text, make_model, publish_text
+
+from recipes.adapter.nf4_base import dequantize_base
+from recipes.data.instructions.chat_template import find_stop_ids, prompt_for_answer
+from recipes.model.generate import generate
+from recipes.model.weights.adapter import merge_adapter
+from recipes.model.weights.huggingface import export_pretrained
+from recipes.model.weights.peft_folder import save_adapter
+from recipes.model.weights.text_side import load_exported_tokenizer, write_text_side
+from recipes.numerics.nf4 import dequantize, list_nf4
+from recipes.tokenizer import Tokenizer, read_folder
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "top_k": None, "top_p": None, "seed": 0}
+NUM_TOKENS = 12
+PROMPT = "the  loss"
+HARD = "Grüße, 世界! 1234 5\n\n\tdef f(x):  return x**2 <|im_end|> don't </s>the\u00a0end "
+KINDS = [
+    *(Kind(family) for family in (*OWN, *PUBLISHED)),
+    *(
+        Kind(family, adapter, is_separate)
+        for family, adapter, is_separate in itertools.product(PUBLISHED, ADAPTERS, (False, True))
+    ),
+]
+TEXTS = [Text(*flags) for flags in itertools.product((False, True), repeat=4)]
+# every model with both values of each property of a tokenizer: a tokenizer and the one that differs in all of them
+QUICK_CASES = [
+    (Kind(family), text)
+    for index, family in enumerate((*OWN, *PUBLISHED))
+    for text in (TEXTS[index], TEXTS[15 - index])
+]
+QUICK_CASES += [
+    (Kind("any llama", "lora", True), TEXTS[7]),
+    (Kind("any qwen2", "dora"), TEXTS[12]),
+    (Kind("any qwen2", "ia3", True), TEXTS[9]),
+    (Kind("any qwen2", "qlora"), TEXTS[3]),
+    (Kind("any llama", "qlora", True), TEXTS[14]),
+]
+ALL_CASES = [case for case in itertools.product(KINDS, TEXTS) if case not in QUICK_CASES]
+
+
+@pytest.mark.parametrize(("kind", "text"), QUICK_CASES, ids=lambda part: str(part))
+def test_an_export_is_what_was_trained(kind: Kind, text: Text, tmp_path: Path) -> None:
+    check(kind, text, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "text"), ALL_CASES, ids=lambda part: str(part))
+def test_an_export_of_any_kind_is_what_was_trained(kind: Kind, text: Text, tmp_path: Path) -> None:
+    check(kind, text, tmp_path)
+
+
+def check(kind: Kind, text: Text, tmp_path: Path) -> None:
+    source, folder = tmp_path / "source", tmp_path / "export"
+    model = make_model(kind, publish_text(text, source), source)
+    tokenizer = read_folder(source)
+    tokenizer.save(tmp_path / "tokenizer")  # as a run keeps it
+    tokenizer = load_exported_tokenizer(tmp_path / "tokenizer", None)
+    prompts = [tokenizer.encode_start(PROMPT)]
+    if text.has_template:
+        prompts.append(prompt_for_answer(PROMPT, tokenizer)[0])
+    bring_an_end(model, prompts[-1], tokenizer)
+    ends = find_stop_ids(tokenizer)
+    own = [generate(model, prompt, NUM_TOKENS, **GREEDY, ends=ends) for prompt in prompts]
+
+    quantized = {name: dequantize(weight) for name, weight in list_nf4(model)}
+    if kind.is_separate:
+        save_adapter(model, folder)
+        write_text_side(folder, tokenizer=tokenizer, published=str(source))
+        base = hf.AutoModelForCausalLM.from_pretrained(source)
+        theirs = peft.PeftModel.from_pretrained(base, str(folder))
+        with torch.no_grad():
+            base.get_output_embeddings().weight.copy_(model.inner.get_output_embeddings().weight)
+            for name, values in quantized.items():
+                theirs.get_parameter(f"base_model.model.{name.removeprefix('inner.')}").copy_(values)
+    else:
+        if kind.adapter is not None:
+            dequantize_base(model)
+            merge_adapter(model)
+        export_pretrained(model, folder, tokenizer_folder=tmp_path / "tokenizer", published=str(source))
+        theirs = hf.AutoModelForCausalLM.from_pretrained(folder)
+    loaded, generation = hf.AutoTokenizer.from_pretrained(folder), hf.GenerationConfig.from_pretrained(folder)
+
+    check_text(tokenizer, loaded, prompts, text)
+    num_stopped = 0
+    for prompt, tokens in zip(prompts, own, strict=True):
+        found = theirs.generate(
+            torch.tensor([prompt]), generation_config=generation, max_new_tokens=NUM_TOKENS, do_sample=False
+        )[0].tolist()
+        new = found[len(prompt) :]
+        num_stopped += new[-1] in ends
+        assert (new[:-1] if new[-1] in ends else new) == tokens
+        before, whole = tokenizer.decode(prompt), loaded.decode([*prompt, *tokens])
+        continuation = tokenizer.decode_continuation(prompt, tokens)
+        # bytes that are no UTF-8 also make the newline before them, a byte of its own, unreadable
+        assert whole == before + continuation or ("\ufffd" in continuation and whole.endswith(continuation))
+    assert num_stopped >= 1
+    configs = [generation] if kind.is_separate else [generation, hf.AutoConfig.from_pretrained(folder)]
+    for config in configs:
+        assert config.eos_token_id == (ends[0] if len(ends) == 1 else list(ends))
+        assert config.bos_token_id == tokenizer.find_id("bos")
+        assert config.pad_token_id == (0 if text.has_start else None)
+    assert generation.max_new_tokens == 7, "what the publisher set stays"
+    assert (folder / "LICENSE").is_file() == text.has_several_ends
+
+
+@torch.no_grad()
+def bring_an_end(model: Any, prompt: list[int], tokenizer: Tokenizer) -> None:
+    """Swap the rows of an end and of a token in the head, until a text ends early: random weights never end one."""
+    inner = getattr(model, "inner", None)
+    weight = (
+        inner.get_output_embeddings().weight if inner is not None else getattr(model, "head", model.embedding).weight
+    )
+    end = find_stop_ids(tokenizer)[-1]
+    for place in range(3, NUM_TOKENS):
+        tokens = generate(model, prompt, NUM_TOKENS, **GREEDY)
+        if end in tokens:
+            return
+        weight[[tokens[place], end]] = weight[[end, tokens[place]]]
+    assert end in generate(model, prompt, NUM_TOKENS, **GREEDY)
+
+
+def check_text(tokenizer: Tokenizer, loaded: Any, prompts: list[list[int]], text: Text) -> None:
+    assert loaded(PROMPT)["input_ids"] == prompts[0]
+    assert loaded(HARD)["input_ids"] == tokenizer.encode_start(HARD, reads_special_tokens=True)
+    assert loaded(HARD, add_special_tokens=False)["input_ids"] == tokenizer.encode_rendered(HARD).ids
+    assert "token_type_ids" not in loaded(HARD)
+    assert prompts[0].count(loaded.convert_tokens_to_ids("<s>")) == text.has_start
+    assert (loaded.chat_template is not None) == text.has_template
+    if text.has_template:
+        chat = [{"role": "user", "content": PROMPT}]
+        assert loaded.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] == prompts[1]
