@@ -118,6 +118,7 @@ class LmEval:
             tokenizer,
             batch_size=self.batch_size,
             forward_context=task.trainer.precision_plugin.forward_context,
+            is_rendered=self.chat,
         )
         found = simple_evaluate(
             model=_make_harness_model(scorer, tokenizer),

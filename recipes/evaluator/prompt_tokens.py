@@ -14,19 +14,23 @@ class PromptTokens:
 
     Args:
         tokenizer: Tokenizer of the run.
+        is_rendered: Whether texts are rendered conversations, which begin as their template says, as in training.
 
     Attributes:
         start: Token for an empty context: beginning-of-sequence, or end-of-text if there is none.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, is_rendered: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._is_rendered = is_rendered
         spelling = tokenizer.special_tokens.get("bos_token")
         ids = self._read(spelling) if spelling is not None else []
         self.start: int = ids[0] if len(ids) == 1 else tokenizer.end_of_text
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text; a rendered conversation that begins with the first token gets no other one."""
+        if self._is_rendered:
+            return self._read(text)
         return self._tokenizer.encode_start(text, reads_special_tokens=True)
 
     def split(self, context: str, continuation: str) -> Pair:

@@ -42,6 +42,8 @@ class Scorer:
         tokenizer: Tokenizer that the model was trained with.
         batch_size: Rows per forward pass.
         forward_context: Returns a context manager that sets the precision of a forward pass.
+        is_rendered: Whether contexts are rendered conversations, which begin as their template says, as in training.
+
     Attributes:
         num_truncated: Number of contexts truncated at the start to fit the model's window.
     """
@@ -53,10 +55,11 @@ class Scorer:
         *,
         batch_size: int,
         forward_context: Callable[[], AbstractContextManager[Any]],
+        is_rendered: bool = False,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._prompts = PromptTokens(tokenizer)
+        self._prompts = PromptTokens(tokenizer, is_rendered=is_rendered)
         self._batch_size = batch_size
         self._forward_context = forward_context
         self._ends = find_stop_ids(tokenizer)

@@ -257,7 +257,7 @@ class Tokenizer:
         """
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / TOKENIZER_FILE, self.to_json(), fsync=True)
-        _write_json(folder / SETTINGS_FILE, self._settings | (settings or {}))
+        _write_json(folder / SETTINGS_FILE, {**self._settings, **(settings or {})})
         if self._published_ids:
             _write_json(folder / GENERATION_FILE, self._published_ids)
         template = self._settings.get("chat_template")
@@ -322,12 +322,13 @@ def read_folder(folder: Path) -> Tokenizer:
     if (templates := _read_templates(folder)) is not None:
         settings["chat_template"] = templates
     published_ids = read_published_ids(folder)
-    eos_token = END_OF_TEXT if settings.get("eos_token") is None else token_text(settings["eos_token"])
+    given = settings.get("eos_token")
+    eos_token = END_OF_TEXT if given is None else token_text(given)
     end_of_text: int | None = backend.token_to_id(eos_token)
-    if end_of_text is None and settings.get("eos_token") is None and "eos_token_id" in published_ids:
-        end_of_text = published_ids["eos_token_id"][0]
-        eos_token = backend.id_to_token(end_of_text)
-    if end_of_text is None or eos_token is None:
+    if end_of_text is None and given is None and "eos_token_id" in published_ids:
+        end_of_text = int(published_ids["eos_token_id"][0])
+        eos_token = backend.id_to_token(end_of_text) or eos_token
+    if end_of_text is None or backend.id_to_token(end_of_text) is None:
         raise ValueError(f"its vocabulary has no end-of-text token {eos_token}")
     settings["eos_token"] = eos_token
     settings["clean_up_tokenization_spaces"] = False  # it would drop blanks: decoding is the inverse of encoding

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
@@ -33,8 +34,9 @@ def save_adapter(model: Any, folder: Path) -> None:
 
     Raises:
         ConfigError: The layer names of the model differ from the published ones.
+        OSError: A tensor cannot be written, or differs when read back.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import load_file, save_file
 
     if not hasattr(model, "inner"):
         reason = f"{type(model).__name__} has other layers than the published model, so its adapter fits nothing else"
@@ -55,6 +57,9 @@ def save_adapter(model: Any, folder: Path) -> None:
     config.task_type = "CAUSAL_LM"
     with filling(folder) as unfinished:
         save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
+        read = load_file(unfinished / WEIGHTS)
+        if wrong := [name for name, tensor in tensors.items() if not torch.equal(read[name], tensor)]:
+            raise OSError(f"{folder / WEIGHTS}: {wrong[0]} reads back differently")
         config.save_pretrained(str(unfinished))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.data.instructions.chat_template import find_stop_ids, find_template
+from recipes.data.instructions.chat_template import find_stop_ids, find_template, prompt_for_answer
 from recipes.errors import ConfigError
 from recipes.model.weights.files import SMALL_FILES, published_folder
 from recipes.tokenizer import (
@@ -27,9 +27,17 @@ from recipes.tokenizer import (
 log = logging.getLogger("lightning_recipes")
 
 _NOT_COPIED = {MODEL_FILE, GENERATION_FILE, TOKENIZER_FILE, SETTINGS_FILE, TEMPLATE_FILE}  # written here
-_NOT_COPIED |= {"adapter_config.json", "trainer_state.json", "all_results.json", "tekken.json"}
+_NOT_COPIED |= {"chat_template.json", "adapter_config.json", "trainer_state.json", "all_results.json", "tekken.json"}
 # settings of generation under which transformers does not sample from the plain logits, or not greedily by default
-_CHANGING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size")
+_CHANGING: tuple[str, ...] = (
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+)
 _CHANGING += ("num_beams", "min_length", "min_new_tokens", "suppress_tokens", "bad_words_ids", "forced_eos_token_id")
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -101,11 +109,12 @@ def write_text_side(folder: Path, *, tokenizer: Tokenizer | None, published: str
         ids = {f"{name}_token_id": id for name, id in ids.items()} | {"eos_token_id": [*find_stop_ids(tokenizer)]}
     if isinstance(ids["eos_token_id"], list) and len(ids["eos_token_id"]) == 1:
         [ids["eos_token_id"]] = ids["eos_token_id"]
-    settings = {name: value for name, value in settings.items() if name not in _IDS}
+    settings = {name: value for name, value in settings.items() if name not in _IDS and not name.startswith("_")}
     if (folder / MODEL_FILE).is_file():  # an adapter has none
         _write(folder / MODEL_FILE, dict(sorted((_read(folder / MODEL_FILE) | ids).items())))
     if tokenizer is not None:
         _save_as_loaded(tokenizer, folder)
+        _log_start(tokenizer)
     _write(folder / GENERATION_FILE, settings | ids)
     _check_ids(folder, ids, settings)
 
@@ -159,9 +168,12 @@ def _find_difference(tokenizer: Tokenizer, folder: Path) -> str | None:
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        return _compare(tokenizer, AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False))
     except Exception as error:  # whatever the class of a tokenizer raises
-        return f"loading it raises {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return f"{type(error).__name__} is raised: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _compare(tokenizer: Tokenizer, loaded: Any) -> str | None:
     for text in _hard_texts(tokenizer):
         expected = tokenizer.encode_start(text, reads_special_tokens=True)
         found = loaded(text)["input_ids"]
@@ -203,6 +215,22 @@ def _find_other_rendering(tokenizer: Tokenizer, loaded: Any) -> str | None:
     return None
 
 
+def _log_start(tokenizer: Tokenizer) -> None:
+    """Log that conversations begin without what the tokenizer puts before every other text, where that is so."""
+    if tokenizer.chat_template is None or not tokenizer.first_tokens:
+        return
+    try:
+        tokens, _ = prompt_for_answer("?", tokenizer)
+    except ConfigError:
+        return
+    if tokens[: len(tokenizer.first_tokens)] != tokenizer.first_tokens:
+        log.info(
+            "Conversations began without %s, which the tokenizer puts before any other text: apply_chat_template leaves"
+            " it out, too; add_special_tokens=False where a rendered conversation is tokenized",
+            "".join(map(tokenizer.spell, tokenizer.first_tokens)),
+        )
+
+
 def _check_ids(folder: Path, ids: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Read back the ids as transformers does; drop settings of generation that it refuses."""
     changing = [f"{name}={json.dumps(settings[name])}" for name in _CHANGING if settings.get(name) is not None]
@@ -228,22 +256,3 @@ def _check_ids(folder: Path, ids: Mapping[str, Any], settings: Mapping[str, Any]
                 raise OSError(
                     f"{folder}: {type(config).__name__} reads {name} as {getattr(config, name, None)}, not {value}"
                 )
-
-
-def describe_start(tokenizer: Tokenizer) -> str | None:
-    """Return a line about conversations that begin without the token that the tokenizer puts before every text."""
-    if tokenizer.chat_template is None or not tokenizer.first_tokens:
-        return None
-    try:
-        text, _ = find_template("auto", tokenizer).render(
-            [{"role": "user", "content": "?"}], tokenizer, adds_prompt=True, tools=None
-        )
-    except ConfigError:
-        return None
-    first = tokenizer.first_tokens
-    if tokenizer.encode_rendered(text).ids[: len(first)] == first:
-        return None
-    shown = "".join(map(tokenizer.spell, first))
-    return (
-        f"a conversation begins without {shown}, as in training: add_special_tokens=False where its text is tokenized"
-    )

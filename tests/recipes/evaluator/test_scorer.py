@@ -109,6 +109,11 @@ def test_a_text_that_begins_with_bos_gets_no_second_bos() -> None:
     assert prompts.encode("<s>a") == prompts.encode("a") == [prompts.start, ord("a")]
 
 
+def test_a_rendered_conversation_begins_as_its_template_says() -> None:
+    prompts = PromptTokens(make_case("llama").tokenizer, is_rendered=True)
+    assert prompts.encode("<|im_start|>a") == prompts.encode("<s><|im_start|>a")[1:] == [258, ord("a")]
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1, 4, 5, 8, 9, 11])
 def test_a_rolling_window_scores_each_token_once(num_tokens: int) -> None:
     prompts = PromptTokens(make_case("gpt2").tokenizer)

@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -333,3 +334,10 @@ def test_weights_of_another_size_are_rejected(published: Any, tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
     with pytest.raises(ConfigError, match="has the shape .* not "):
         model_of(str(tmp_path), pretrained=published("qwen2")[1])
+
+
+def test_text_is_generated_without_a_warning(published: Any) -> None:
+    _, folder = published("llama")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(model_of(folder, pretrained=folder), [1, 2], 3, temperature=0.0, top_k=None, top_p=None, seed=0)

@@ -1,6 +1,8 @@
 """An export generates what the run generates, stops where it stops, and is read back whole, for every kind of model."""
 
 import itertools
+import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +11,20 @@ import pytest
 import torch
 import transformers as hf
 from exported_models import ADAPTERS, OWN, PUBLISHED, Kind, Text, make_model, publish_text
+from tokenizers import pre_tokenizers
 
 from recipes.adapter.nf4_base import dequantize_base
 from recipes.data.instructions.chat_template import find_stop_ids, prompt_for_answer
+from recipes.errors import ConfigError
 from recipes.model.generate import generate
+from recipes.model.huggingface import HuggingFace
 from recipes.model.weights.adapter import merge_adapter
 from recipes.model.weights.huggingface import export_pretrained
 from recipes.model.weights.peft_folder import save_adapter
 from recipes.model.weights.text_side import load_exported_tokenizer, write_text_side
 from recipes.numerics.nf4 import dequantize, list_nf4
 from recipes.tokenizer import Tokenizer, read_folder
+from recipes.tokenizer.bytes import byte_tokenizer
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "top_k": None, "top_p": None, "seed": 0}
 NUM_TOKENS = 12
@@ -139,3 +145,104 @@ def check_text(tokenizer: Tokenizer, loaded: Any, prompts: list[list[int]], text
     if text.has_template:
         chat = [{"role": "user", "content": PROMPT}]
         assert loaded.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] == prompts[1]
+
+
+def own_export(tmp_path: Path, text: Text, **files: Any) -> tuple[Tokenizer, Path]:
+    """Export a random Llama with a tokenizer as its publisher has changed it; return the tokenizer and the export."""
+    source, folder = tmp_path / "source", tmp_path / "export"
+    model = make_model(Kind("llama"), publish_text(text, source), source)
+    for name, content in files.items():
+        (source / f"{name}.json").write_text(json.dumps(content))
+    tokenizer = read_folder(source)
+    tokenizer.save(tmp_path / "tokenizer")
+    export_pretrained(model, folder, tokenizer_folder=tmp_path / "tokenizer", published=str(source))
+    return tokenizer, folder
+
+
+PLAIN = Text(is_like_sentencepiece=False, has_start=False, has_several_ends=False, has_template=False)
+
+
+def test_every_end_in_either_config_of_the_source_is_kept_and_other_ids_are_not_made_up(tmp_path: Path) -> None:
+    tokenizer, folder = own_export(
+        tmp_path, PLAIN, generation_config={"eos_token_id": [7, 50]}, config={"eos_token_id": 9, "bos_token_id": None}
+    )
+    for name in ("config.json", "generation_config.json"):
+        written = json.loads((folder / name).read_text())
+        assert written["eos_token_id"] == [7, 50, 9, tokenizer.end_of_text]
+        assert (written["bos_token_id"], written["pad_token_id"]) == (None, None)
+
+
+def test_settings_of_generation_that_change_the_text_are_kept_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="lightning_recipes")
+    settings = {"do_sample": False, "temperature": 0.9, "repetition_penalty": 1.1, "max_length": 20}
+    _, folder = own_export(tmp_path, PLAIN, generation_config=settings)
+    written = json.loads((folder / "generation_config.json").read_text())
+    assert settings.items() <= written.items()
+    assert "keeps do_sample=false, temperature=0.9, repetition_penalty=1.1 of the published model" in caplog.text
+
+
+def test_settings_of_generation_that_transformers_refuses_are_left_out_with_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer, folder = own_export(tmp_path, PLAIN, generation_config={"max_new_tokens": -1, "top_k": 3})
+    written = json.loads((folder / "generation_config.json").read_text())
+    assert written == {"bos_token_id": None, "eos_token_id": tokenizer.end_of_text, "pad_token_id": None}
+    assert "transformers refuses the settings of generation of the published model" in caplog.text
+
+
+def test_files_that_nothing_here_writes_are_copied_and_weights_and_other_templates_are_not(tmp_path: Path) -> None:
+    others = {"special_tokens_map": {"eos_token": "</s>"}, "preprocessor_config": {}, "added_tokens": {}}
+    skipped: dict[str, Any] = {"model.safetensors.index": {}, "trainer_state": {}, "chat_template": {}}
+    _, folder = own_export(tmp_path, PLAIN, **others, **skipped)
+    assert {f"{name}.json" for name in others} <= {path.name for path in folder.iterdir()}
+    assert not {f"{name}.json" for name in skipped} & {path.name for path in folder.iterdir()}
+
+
+def test_of_a_source_with_other_tokens_there_is_only_the_architecture(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    make_model(Kind("any qwen2"), publish_text(Text(True, True, True, True), source), source)
+    tokenizer = byte_tokenizer()
+    tokenizer.save(tmp_path / "tokenizer")
+    with torch.device("meta"):
+        vocab_size = json.loads((source / "config.json").read_text())["vocab_size"]
+        model = HuggingFace(name=str(source), pretrained=None, max_seq_len=16, vocab_size=vocab_size)
+    model.to_empty(device="cpu")
+    model.init_weights(0)
+    export_pretrained(model, tmp_path / "export", tokenizer_folder=tmp_path / "tokenizer")
+    loaded = hf.AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert loaded("a  1234")["input_ids"] == [*b"a  1234"]
+    generation = hf.GenerationConfig.from_pretrained(tmp_path / "export")
+    assert (generation.eos_token_id, generation.bos_token_id, generation.max_new_tokens) == (256, None, None)
+    assert not (tmp_path / "export/LICENSE").exists()
+
+
+def test_a_run_on_prepared_tokens_is_exported_with_the_tokenizer_of_the_published_model(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    model = make_model(Kind("any llama"), publish_text(Text(True, True, True, True), source), source)
+    export_pretrained(model, tmp_path / "export")
+    loaded = hf.AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert loaded(HARD)["input_ids"] == read_folder(source).encode_start(HARD, reads_special_tokens=True)
+    assert hf.GenerationConfig.from_pretrained(tmp_path / "export").eos_token_id == [2, 3]
+
+
+def test_a_tokenizer_that_transformers_does_not_load_as_it_was_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = hf.AutoTokenizer.from_pretrained
+
+    def load(*args: Any, **options: Any) -> Any:
+        theirs = loaded(*args, **options)
+        theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        return theirs
+
+    monkeypatch.setattr(hf.AutoTokenizer, "from_pretrained", load)
+    with pytest.raises(ConfigError, match="in the tokenizer that transformers loads from it, a text of .* or others"):
+        own_export(tmp_path, PLAIN)
+
+
+def test_transformers_still_replaces_the_rules_of_a_qwen2_whatever_class_its_files_name(tmp_path: Path) -> None:
+    """transformers#45920, in 5.24: when this fails, `_WITH_CODE` can go."""
+    make_model(Kind("any qwen2"), publish_text(PLAIN, tmp_path), tmp_path)
+    assert read_folder(tmp_path).encode("e\u0301") != hf.AutoTokenizer.from_pretrained(tmp_path)("e\u0301")["input_ids"]
