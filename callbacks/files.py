@@ -14,7 +14,7 @@ import shutil
 import stat
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 log = logging.getLogger("lightning_recipes")
@@ -74,10 +74,14 @@ def write_atomically(path: Path, text: str, *, fsync: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def filling(folder: Path) -> Iterator[Path]:
+def filling(folder: Path, *, owned: Collection[str] = ()) -> Iterator[Path]:
     """Yield a new folder, which becomes `folder`, or whose files replace those of the same names in it.
 
     For libraries that write several files of their own. Nothing changes on failure; other files in `folder` stay.
+
+    Args:
+        folder: Folder to fill.
+        owned: Names that are removed from `folder` on success if the new folder has none of that name.
 
     Raises:
         OSError: The disk is full or the folder cannot be written to.
@@ -105,8 +109,19 @@ def filling(folder: Path) -> Iterator[Path]:
                 target = folder / path.relative_to(unfinished)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 path.replace(target)
+            for name in owned:
+                if not (unfinished / name).exists():
+                    _remove(folder / name)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder that may not exist."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def append(path: Path, text: str, *, keeps_torn: bool = False) -> None:

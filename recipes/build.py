@@ -84,9 +84,9 @@ class Run:
     accumulation: Accumulation
     checkpoint: Path | None
     tokenizer_folder: Path
-    published: str | None
     overrides: list[str]
     tags: list[str]
+    published: str | None = None
     other_data: Sequence[str] = ()
     freeze: Callable[[], None] = lambda: None
 

@@ -10,7 +10,7 @@ from recipes.model.weights import restore_precision
 from recipes.model.weights.adapter import has_adapter, merge_adapter
 from recipes.model.weights.huggingface import export_pretrained
 from recipes.model.weights.peft_folder import save_adapter
-from recipes.model.weights.text_side import load_exported_tokenizer, write_text_side
+from recipes.model.weights.text_side import TEXT_FILES, load_exported_tokenizer, write_text_side
 from recipes.numerics.nf4 import list_nf4
 from recipes.run_folder import claim_output
 from recipes.runtime.console import LOGGER
@@ -51,7 +51,7 @@ def export(
         if list_nf4(task.model):
             LOGGER.info("The adapter was trained beside weights in NF4, and gives the same beside those alone")
         tokenizer = None if tokenizer_folder is None else load_exported_tokenizer(tokenizer_folder, run.published)
-        with filling(folder) as unfinished:
+        with filling(folder, owned=TEXT_FILES) as unfinished:
             save_adapter(task.model, unfinished)
             write_text_side(unfinished, tokenizer=tokenizer, published=run.published)
     else:

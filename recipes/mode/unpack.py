@@ -42,12 +42,22 @@ def unpack(composed: Composed, *, path: str, output: str, dtype: Literal["float3
     with filling(folder) as unfinished:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-        write_text_side(unfinished, tokenizer=read_folder(unfinished), published=None)
+        _settle_text_side(unfinished)
     num_weights = sum(weight.numel() for weight in model.parameters())
     LOGGER.info(
         f"{model.config.model_type} of {num_weights:,} weights in {dtype}: model=huggingface model.name={folder}"
     )
     return 0
+
+
+def _settle_text_side(folder: Path) -> None:
+    """Write the stop tokens into the configs, and make the tokenizer load as it is."""
+    try:
+        tokenizer = read_folder(folder)
+    except ValueError as error:
+        LOGGER.warning(f"{error}: it cannot be trained on text, and its stop tokens are unknown")
+        return
+    write_text_side(folder, tokenizer=tokenizer, published=None)
 
 
 def _check(file: Path, folder: Path) -> None:

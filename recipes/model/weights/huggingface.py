@@ -23,7 +23,7 @@ from recipes.model.weights.hf_format import Entry, Format, HFConfig
 from recipes.model.weights.hf_gpt2 import GPT2Format
 from recipes.model.weights.hf_llama import LlamaFormat
 from recipes.model.weights.hf_mixtral import MixtralFormat
-from recipes.model.weights.text_side import load_exported_tokenizer, write_text_side
+from recipes.model.weights.text_side import TEXT_FILES, load_exported_tokenizer, write_text_side
 
 _MOST_NAMES = 10  # tensor names listed in an error: a model with experts has thousands
 
@@ -81,7 +81,8 @@ def export_pretrained(
     """
     published = published or (model.name if isinstance(model, HuggingFace) else getattr(model, "pretrained", None))
     tokenizer = None if tokenizer_folder is None else load_exported_tokenizer(Path(tokenizer_folder), published)
-    with filling(Path(folder)) as target:
+    # settings of an earlier export of another model would be read with this one
+    with filling(Path(folder), owned=TEXT_FILES) as target:
         if isinstance(model, HuggingFace):
             save_weights(model.inner, target)
         else:

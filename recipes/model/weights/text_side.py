@@ -16,6 +16,7 @@ from recipes.model.weights.files import SMALL_FILES, published_folder
 from recipes.tokenizer import (
     GENERATION_FILE,
     MODEL_FILE,
+    MORE_TEMPLATES,
     SETTINGS_FILE,
     TEMPLATE_FILE,
     TOKENIZER_FILE,
@@ -28,6 +29,9 @@ log = logging.getLogger("lightning_recipes")
 
 _NOT_COPIED = {MODEL_FILE, GENERATION_FILE, TOKENIZER_FILE, SETTINGS_FILE, TEMPLATE_FILE}  # written here
 _NOT_COPIED |= {"chat_template.json", "adapter_config.json", "trainer_state.json", "all_results.json", "tekken.json"}
+# all that readers of an export look for beside its weights: what one export lacks, it must not have from an earlier one
+TEXT_FILES = (TOKENIZER_FILE, SETTINGS_FILE, TEMPLATE_FILE, GENERATION_FILE, MORE_TEMPLATES)
+TEXT_FILES += ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model")
 # settings of generation under which transformers does not sample from the plain logits, or not greedily by default
 _CHANGING: tuple[str, ...] = (
     "do_sample",
@@ -93,8 +97,11 @@ def write_text_side(folder: Path, *, tokenizer: Tokenizer | None, published: str
     if published is not None and source is None:
         log.info("%s is gone: its settings of generation and licences are not exported", published)
     if tokenizer is None and source is not None and (source / TOKENIZER_FILE).is_file():
-        log.info("The data had no tokenizer: that of %s is exported", published)
         tokenizer = read_folder(source)
+        log.info("The data had no tokenizer: that of %s is exported", published)
+        if tokenizer.first_tokens:
+            shown = "".join(map(tokenizer.spell, tokenizer.first_tokens))
+            log.info("It puts %s before every text; whether the tokens of the data had it is not known", shown)
     if source is not None and tokenizer is not None and not tokenizer.shares_vocabulary(source):
         source = None  # of the published model there is only the architecture: its ids are other tokens
     settings = _read(folder / GENERATION_FILE)
