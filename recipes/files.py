@@ -109,9 +109,8 @@ def filling(folder: Path, *, owned: Collection[str] = ()) -> Iterator[Path]:
                 target = folder / path.relative_to(unfinished)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 path.replace(target)
-            for name in owned:
-                if not (unfinished / name).exists():
-                    _remove(folder / name)
+            for name in set(owned) - {path.relative_to(unfinished).parts[0] for path in written}:
+                _remove(folder / name)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
