@@ -12,6 +12,7 @@ from typing import Any
 
 from recipes.data.instructions.chat_template import find_stop_ids, find_template, prompt_for_answer
 from recipes.errors import ConfigError
+from recipes.files import write_atomically
 from recipes.model.weights.files import SMALL_FILES, published_folder
 from recipes.tokenizer import (
     GENERATION_FILE,
@@ -30,7 +31,7 @@ log = logging.getLogger("lightning_recipes")
 _NOT_COPIED = {MODEL_FILE, GENERATION_FILE, TOKENIZER_FILE, SETTINGS_FILE, TEMPLATE_FILE}  # written here
 _NOT_COPIED |= {"chat_template.json", "adapter_config.json", "trainer_state.json", "all_results.json", "tekken.json"}
 # all that readers of an export look for beside its weights: what one export lacks, it must not have from an earlier one
-TEXT_FILES = (TOKENIZER_FILE, SETTINGS_FILE, TEMPLATE_FILE, GENERATION_FILE, MORE_TEMPLATES)
+TEXT_FILES: tuple[str, ...] = (TOKENIZER_FILE, SETTINGS_FILE, TEMPLATE_FILE, GENERATION_FILE, MORE_TEMPLATES)
 TEXT_FILES += ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model")
 # settings of generation under which transformers does not sample from the plain logits, or not greedily by default
 _CHANGING: tuple[str, ...] = (
@@ -132,7 +133,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def _copy_further_files(source: Path, folder: Path) -> None:
@@ -155,7 +156,7 @@ def _save_as_loaded(tokenizer: Tokenizer, folder: Path) -> None:
     for settings in ({}, as_it_is, as_it_is | _WITH_CODE):
         tokenizer.save(folder, settings=settings)
         if "auto_map" in settings:
-            (folder / f"{_MODULE}.py").write_text(_CODE, encoding="utf-8")
+            write_atomically(folder / f"{_MODULE}.py", _CODE)
         first, difference = difference, _find_difference(tokenizer, folder)
         if difference is None:
             if settings:

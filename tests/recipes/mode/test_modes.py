@@ -435,7 +435,8 @@ def test_numbers_that_cannot_be_kept_are_printed(
         with contextlib.redirect_stdout(output):
             assert execute("mode=evaluate", f"resume={run}", f"hydra.run.dir={tmp_path}/new") == 74
     *_, numbers, last = output.getvalue().splitlines()
-    assert " of val: loss " in numbers
+    assert " of val, " in numbers
+    assert ": loss " in numbers
     assert last == f"{tmp_path}/new/{file} could not be written: File too large; make room, then the same command"
 
 
