@@ -16,7 +16,7 @@ from recipes.launcher.submit import is_for_cluster, submit
 from recipes.runtime.console import accept_any_text
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.process import exit_process
-from recipes.runtime.world import find_wrong_variables, global_rank
+from recipes.runtime.world import find_wrong_variables, global_rank, settle_ranks
 from recipes.sweep.main import is_sweep, run_sweep
 
 
@@ -31,6 +31,8 @@ def main() -> int:
     if mistakes := [*find_wrong_variables(), *find_wrong_flags(args)]:
         print(format_report(mistakes), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
+    for line in settle_ranks():
+        print(line, file=sys.stderr)
     folder = Path(args.config_path) if args.config_path else Path(__file__).parent / "conf"
     name = args.config_name or "config"
     if mistakes := check_config_folder(folder, name, args.overrides):

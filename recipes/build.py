@@ -22,6 +22,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
 from torchmetrics import Metric
 
 from recipes.checkpoint.resume import find_checkpoint, names_checkpoint
@@ -114,6 +115,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     Raises:
         ConfigError: The config does not fit the machine, the data or the checkpoint.
     """
+    rank_zero_only.rank = global_rank()  # Lightning read it from the environment, when it was first imported
     checkpoint = find_checkpoint(config["resume"], folder)
     other_data = _find_other_data(config, checkpoint)
     published: str | None = config["model"].get("pretrained") or config["model"].get("name")

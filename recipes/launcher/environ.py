@@ -3,26 +3,10 @@
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 
-from recipes.runtime.world import RANK_FILE
+from recipes.runtime.world import OWN_PREFIX, OWN_VARIABLES, RANK_FILE
 
 # a process with these would join another run, as a rank or with its W&B id
-_RANK_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "NODE_RANK",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "PL_GLOBAL_SEED",
-    "WANDB_RUN_ID",
-    "WANDB_RESUME",
-    RANK_FILE,
-)
+_RUN_VARIABLES = (*OWN_VARIABLES, "PL_GLOBAL_SEED", "WANDB_RUN_ID", "WANDB_RESUME", RANK_FILE)
 _SLURM_PREFIX = "SLURM"
 _SLURM_KEPT = ("SLURM_CONF",)  # location of the cluster's configuration, independent of this process
 
@@ -32,7 +16,7 @@ def clean_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name not in _RANK_VARIABLES and not name.startswith("TORCHELASTIC_") and not _is_of_slurm(name)
+        if name not in _RUN_VARIABLES and not name.startswith(OWN_PREFIX) and not _is_of_slurm(name)
     }
 
 

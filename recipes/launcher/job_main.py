@@ -9,6 +9,7 @@ from recipes.launcher.job import read_job
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.process import die_with_parent, exit_process
 from recipes.runtime.signals import listen
+from recipes.runtime.world import settle_ranks
 
 WITH_PARENT = "--with-parent"  # the parent holds the other end of our standard input: die with it
 CORES = "RECIPES_CORES"  # cores of this job if several jobs share a machine, such as `0,1,2`
@@ -20,6 +21,8 @@ def main() -> int:
     listen(second_ends=False)  # the parent has blocked the signals until now
     if WITH_PARENT in flags:
         die_with_parent()
+    for line in settle_ranks():
+        print(line, file=sys.stderr)
     if CORES in os.environ:
         os.sched_setaffinity(0, map(int, os.environ.pop(CORES).split(",")))
     composed = read_job(Path(file)).composed

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,9 +22,70 @@ TORCHRUN_VARIABLES = (
     "MASTER_PORT",
 )
 _SLURM_COUNTS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS_PER_NODE")
-_COUNTS = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT", *_SLURM_COUNTS)
+_COUNTS = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT")
 # variable -> the one that it is smaller than
 _INDICES = {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE"}
+_SLURM_INDICES = {
+    "SLURM_PROCID": "SLURM_STEP_NUM_TASKS",
+    "SLURM_LOCALID": "SLURM_STEP_NUM_TASKS",
+    "SLURM_NODEID": "SLURM_STEP_NUM_TASKS",
+}
+# set by torchrun and by this project for each rank, besides those above
+_OF_TORCHRUN = ("NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")
+OWN_VARIABLES = (*TORCHRUN_VARIABLES, *_OF_TORCHRUN, "CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE")
+OWN_PREFIX = "TORCHELASTIC_"
+# of launchers whose processes are not ranks of a run: MPI, PMI and PMIx, LSF, Horovod, PALS, Flux
+_SIZES = (
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "JSM_NAMESPACE_SIZE",
+    "HOROVOD_SIZE",
+    "FLUX_JOB_SIZE",
+)
+_GLOBAL_RANKS = (
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "PMI_ID",
+    "PMIX_RANK",
+    "MV2_COMM_WORLD_RANK",
+    "JSM_NAMESPACE_RANK",
+    "HOROVOD_RANK",
+    "PALS_RANKID",
+    "ALPS_APP_PE",
+    "FLUX_TASK_RANK",
+)
+_LOCAL_RANKS = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "PMI_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "JSM_NAMESPACE_LOCAL_RANK",
+    "HOROVOD_LOCAL_RANK",
+    "PALS_LOCAL_RANKID",
+    "FLUX_TASK_LOCAL_ID",
+)
+_LOCAL_SIZES = (
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "PMI_LOCAL_SIZE",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "JSM_NAMESPACE_LOCAL_SIZE",
+    "HOROVOD_LOCAL_SIZE",
+)
+_FOREIGN_VARIABLES = (*_SIZES, *_GLOBAL_RANKS, *_LOCAL_RANKS, *_LOCAL_SIZES)
+# of a task of srun; the others, such as SLURM_JOB_ID, belong to the whole job
+_SLURM_TASK_VARIABLES = (
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_TASKS_PER_NODE",
+)
+_SHELLS = ("bash", "sh", "dash", "zsh", "fish", "ksh", "csh", "tcsh")
 _GPU_DRIVER_PATHS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/kfd", "/dev/dxg")
 
 
@@ -68,10 +129,15 @@ def find_wrong_variables(environ: Mapping[str, str] = os.environ) -> list[Config
         reason = "it marks a process that a run has started, and this one was not"
         return [ConfigError(f"{RANK_FILE}={environ[RANK_FILE]}", reason, f"unset {RANK_FILE}")]
     is_rank = all(name in environ for name in TORCHRUN_VARIABLES)
-    read = [*_COUNTS, *_INDICES] if is_rank else ["WORLD_SIZE", *_SLURM_COUNTS]
+    read = [*_COUNTS, *_INDICES] if is_rank else ["WORLD_SIZE"]
+    of_slurm = [] if is_rank else [*_SLURM_COUNTS]
+    num_tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if of_slurm and (not num_tasks.isdecimal() or int(num_tasks) > 1):
+        of_slurm += _SLURM_INDICES
+    smaller_than = _INDICES | _SLURM_INDICES
     wrong = []
-    for name in read:
-        least, most = (0, environ.get(_INDICES[name])) if name in _INDICES else (1, None)
+    for name in [*read, *of_slurm]:
+        least, most = (0, environ.get(smaller_than[name])) if name in smaller_than else (1, None)
         value = environ.get(name)
         if value is None:
             continue
@@ -79,13 +145,113 @@ def find_wrong_variables(environ: Mapping[str, str] = os.environ) -> list[Config
             what = f"a whole number from {least} on"
             wrong.append(ConfigError(f"{name}={value}", f"torchrun and srun set {what}", f"unset {name}"))
         elif most is not None and most.isdecimal() and int(value) >= int(most):
-            reason = f"ranks count from 0, and {_INDICES[name]} is {most}"
+            reason = f"ranks count from 0, and {smaller_than[name]} is {most}"
             wrong.append(ConfigError(f"{name}={value}", reason, f"unset {name}"))
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE")
     if tasks is not None and not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", tasks):
         reason = "SLURM sets numbers such as 2(x3),1"
         wrong.append(ConfigError(f"SLURM_STEP_TASKS_PER_NODE={tasks}", reason, "ignore_slurm=true"))
+    if is_rank or wrong or int(num_tasks) > 1:
+        return wrong
+    for name in _SIZES:
+        if (size := environ.get(name, "1")).isdecimal() and int(size) > 1:
+            reason = "an MPI launcher starts no ranks of this project: each process would train the whole run"
+            fix = f"torchrun --nproc-per-node <ranks> train.py …; in a shell inside an MPI job: unset {name}"
+            wrong.append(ConfigError(f"{name}={size}", reason, fix))
     return wrong
+
+
+def settle_ranks(environ: MutableMapping[str, str] = os.environ) -> list[str]:
+    """Make the environment say about this process's rank what this module says; return a line for each correction.
+
+    Lightning, torchmetrics, DeepSpeed, accelerate and others read a rank from variables of their own choice, some of
+    them on import: `LOCAL_RANK` left in a shell makes Lightning's loggers silent in a run that is no rank. Call it
+    once, after `find_wrong_variables` and before anything else imports torch or Lightning.
+    """
+    lines = []
+    if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and _is_in_shell_of_srun(environ):
+        num_tasks = environ["SLURM_STEP_NUM_TASKS"]
+        for name in (*_SLURM_TASK_VARIABLES, *_FOREIGN_VARIABLES):
+            environ.pop(name, None)
+        lines.append(
+            f"This is an interactive shell of srun (SLURM_STEP_NUM_TASKS={num_tasks}): this command starts its own"
+            " ranks; ignore_slurm=true says the same, srun python train.py … starts them by SLURM"
+        )
+    starter = started_by(environ)
+    if starter is None:
+        # none of these has a meaning; WORLD_SIZE above 1 stays, and is rejected together with the config
+        size = int(environ.get("WORLD_SIZE", "1"))
+        left = [name for name in environ if name in OWN_VARIABLES and (name != "WORLD_SIZE" or size == 1)]
+        left += [name for name in _FOREIGN_VARIABLES if name in environ]
+        left += [name for name in _SLURM_INDICES if environ.get(name, "0") != "0"]
+        why, speaks = "no launcher has started this process as a rank", True
+    else:
+        answers = _get_answers(environ, starter)
+        left = [name for name, answer in answers.items() if environ.get(name, answer) != answer]
+        rank = global_rank(environ)
+        why, speaks = f"{describe_starter(starter)} this process as rank {rank}", rank < 2  # not one line per rank
+    settings = " ".join(f"{name}={environ.pop(name)}" for name in sorted(left))
+    if starter in (None, "slurm"):
+        for name in [name for name in environ if name.startswith(OWN_PREFIX)]:  # torch reads its store from there
+            del environ[name]
+    if starter == "slurm":
+        # Lightning requires both, and srun sets the second one only if its option of that name is used
+        environ["SLURM_NTASKS"] = environ["SLURM_STEP_NUM_TASKS"]
+        environ["SLURM_NTASKS_PER_NODE"] = str(_slurm_tasks_by_node(environ)[0])
+    if settings and speaks:
+        lines.append(f"Ignored from the environment: {settings}: {why}")
+    return lines
+
+
+def _get_answers(environ: Mapping[str, str], starter: Starter) -> dict[str, str]:
+    """Return what the rank variables of other launchers must say to agree with this one."""
+    rank = str(global_rank(environ))
+    if starter == "slurm":
+        by_node = _slurm_tasks_by_node(environ)
+        size, local_size = environ["SLURM_STEP_NUM_TASKS"], str(by_node[0])
+        local_rank, node = environ.get("SLURM_LOCALID"), environ.get("SLURM_NODEID")
+        names = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local_size}
+        names |= {"NODE_RANK": node, "GROUP_RANK": node}
+    else:
+        size, local_size, local_rank = environ["WORLD_SIZE"], environ["LOCAL_WORLD_SIZE"], environ["LOCAL_RANK"]
+        names = {"NODE_RANK": environ.get("GROUP_RANK")}
+    names |= dict.fromkeys(_SIZES, size) | dict.fromkeys(_GLOBAL_RANKS, rank)
+    names |= dict.fromkeys(_LOCAL_RANKS, local_rank) | dict.fromkeys(_LOCAL_SIZES, local_size)
+    return {name: answer for name, answer in names.items() if answer is not None}
+
+
+def _is_in_shell_of_srun(environ: Mapping[str, str]) -> bool:
+    """Return whether srun has started an interactive shell, from which this command was typed.
+
+    All tasks of `srun --ntasks-per-node=2 --pty bash` run a shell, of which one has a terminal. A command in it has the
+    variables of a task, and nobody starts the other ranks. The name of the job does not tell: inside `salloc bash`,
+    the tasks of `srun python train.py` have a job of that name, too.
+    """
+    task = environ.get("SLURM_TASK_PID", "")
+    if task == str(os.getpid()):
+        return False
+    arguments = _read_arguments_of_ancestor(int(task)) if task.isdecimal() else None
+    if arguments is None:  # another machine, or a container with its own process ids
+        return environ.get("SLURM_JOB_NAME") in (*_SHELLS, "interactive") or "SLURM_PTY_PORT" in environ
+    program, *rest = arguments
+    is_shell = Path(program).name.removeprefix("-") in _SHELLS
+    return is_shell and all(option.startswith(("-", "+")) and option != "-c" for option in rest)
+
+
+def _read_arguments_of_ancestor(wanted: int) -> list[str] | None:
+    """Return the command line of a process if this one descends from it."""
+    process = os.getppid()
+    while process > 1 and process != wanted:
+        try:
+            stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return None
+        process = int(stat.rpartition(")")[2].split()[1])  # the name before it may contain spaces
+    try:
+        text = Path(f"/proc/{wanted}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return None
+    return text.rstrip("\0").split("\0") if process == wanted and text else None
 
 
 def describe_starter(starter: Starter) -> str:

@@ -1,13 +1,19 @@
 """What started how many ranks, from fake environments; contradictions to the config are mistakes."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.fabric.utilities.rank_zero import _get_rank
+from support import ROOT, TINY, read_metrics, write_texts
 
 from recipes.config import ranks
 from recipes.config.ranks import get_ranks
 from recipes.errors import ConfigError
-from recipes.runtime.world import RANK_FILE, Ranks, find_wrong_variables, global_rank
+from recipes.runtime.world import RANK_FILE, Ranks, find_wrong_variables, global_rank, settle_ranks, started_by
 
 TORCHRUN = {
     "RANK": "3",
@@ -226,6 +232,11 @@ def test_torchrun_gives_no_rank_a_gpu_of_its_own() -> None:
         (TORCHRUN | {"GROUP_WORLD_SIZE": "two"}, "GROUP_WORLD_SIZE=two"),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS=many"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": ""}, "SLURM_STEP_TASKS_PER_NODE="),
+        (SLURM | {"SLURM_PROCID": "7"}, "SLURM_PROCID=7"),
+        (SLURM | {"SLURM_LOCALID": "x"}, "SLURM_LOCALID=x"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE=2"),
+        ({"PMI_SIZE": "4"}, "PMI_SIZE=4"),
+        ({"JSM_NAMESPACE_SIZE": "6"}, "JSM_NAMESPACE_SIZE=6"),
         (SPAWNED, f"{RANK_FILE}=composed.json"),
     ],
 )
@@ -234,9 +245,128 @@ def test_a_variable_left_from_something_else_is_named_before_anything_reads_it(
 ) -> None:
     wrong = find_wrong_variables(environ)
     assert setting in [mistake.setting for mistake in wrong]
-    assert all(mistake.fix.startswith(("unset ", "ignore_slurm=true")) for mistake in wrong)
+    assert all(mistake.fix.startswith(("unset ", "ignore_slurm=true", "torchrun ")) for mistake in wrong)
 
 
-@pytest.mark.parametrize("environ", [{}, {"LOCAL_RANK": "x"}, {"WORLD_SIZE": "1"}, TORCHRUN, SLURM])
+@pytest.mark.parametrize(
+    "environ", [{}, {"LOCAL_RANK": "x"}, {"WORLD_SIZE": "1"}, TORCHRUN, SLURM, TORCHRUN | {"PMI_SIZE": "2"}]
+)
 def test_variables_of_a_launcher_and_those_that_nobody_reads_are_not_wrong(environ: dict[str, str]) -> None:
     assert find_wrong_variables(environ) == []
+
+
+# what a shell may hold that a launcher has left, and what torchrun, MPI and LSF set for the second of two processes
+STALE = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "NODE_RANK": "1",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "node7",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "PMI_RANK": "1",
+    "PMIX_RANK": "1",
+    "JSM_NAMESPACE_RANK": "1",
+    "SLURM_PROCID": "1",
+}
+OF_THE_JOB = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "HOME": "/home/me"}
+
+
+@pytest.mark.parametrize("name", [*STALE, "all"])
+def test_a_rank_left_in_the_environment_of_a_plain_process_is_removed_with_one_line(name: str) -> None:
+    left = STALE if name == "all" else {name: STALE[name]}
+    environ = OF_THE_JOB | left | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    settings = " ".join(f"{key}={left[key]}" for key in sorted(left))
+    why = "no launcher has started this process as a rank"
+    assert settle_ranks(environ) == [f"Ignored from the environment: {settings}: {why}"]
+    assert environ == OF_THE_JOB
+    assert settle_ranks(environ) == []
+
+
+def test_the_variables_of_a_launcher_overrule_those_of_another_one() -> None:
+    environ = TORCHRUN | {"RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "PMI_RANK": "1", "NODE_RANK": "9"}
+    environ |= {"GROUP_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}
+    [line] = settle_ranks(environ)
+    assert line == (
+        "Ignored from the environment: NODE_RANK=9 OMPI_COMM_WORLD_LOCAL_RANK=0:"
+        " torchrun started this process as rank 1"
+    )
+    agreeing = {"RANK": "1", "PMI_RANK": "1", "GROUP_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}
+    assert environ == TORCHRUN | agreeing
+
+    task = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}
+    of_run = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "PMI_SIZE": "2"}  # as scripts set them
+    environ = task | of_run | {"LOCAL_RANK": "0", "RANK": "0", "TORCHELASTIC_RUN_ID": "x"}
+    [line] = settle_ranks(environ)
+    assert line == "Ignored from the environment: LOCAL_RANK=0 RANK=0: srun started this process as rank 1"
+    assert environ == task | of_run | {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
+
+
+SHELL_OF_SRUN = {
+    "SLURM_JOB_NAME": "bash",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NNODES": "1",
+    "PMI_SIZE": "2",
+}
+
+
+def test_a_command_in_an_interactive_shell_of_srun_is_not_a_rank() -> None:
+    environ = dict(SHELL_OF_SRUN)
+    [line] = settle_ranks(environ)
+    assert "interactive shell of srun" in line
+    assert "ignore_slurm=true" in line
+    assert environ == {"SLURM_JOB_NAME": "bash", "SLURM_NNODES": "1"}
+    assert started_by(environ) is None
+
+
+@pytest.mark.parametrize(("command", "is_rank"), [(["-i"], False), (["-l", "-i"], False), (["script.sh"], True)])
+def test_the_process_that_srun_started_tells_a_shell_from_a_script(
+    command: list[str], is_rank: bool, tmp_path: Path
+) -> None:
+    program = "import os\nfrom recipes.runtime.world import *\nsettle_ranks()\nprint(started_by())\n"
+    line = f"{sys.executable} -c '{program}'\ntrue\n"  # the last command of a script may replace its shell
+    (tmp_path / "script.sh").write_text(line)
+    environ = os.environ | SHELL_OF_SRUN | {"PYTHONPATH": str(ROOT), "BASH_ENV": "", "ENV": ""}
+    # as slurmd does: the process of the task knows its own number
+    done = subprocess.run(
+        ["sh", "-c", 'export SLURM_TASK_PID=$$; exec bash --norc --noprofile "$@"', "sh", *command],
+        cwd=tmp_path,
+        env=environ,
+        input=line,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == str("slurm" if is_rank else None), done.stderr
+
+
+@pytest.mark.parametrize("name", STALE)
+def test_lightning_reads_no_other_rank(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, STALE[name])
+    settle_ranks()
+    assert _get_rank() in (None, 0)  # what `rank_zero_only.rank` becomes when Lightning is imported
+
+
+def test_a_run_in_a_shell_full_of_ranks_logs_all_its_steps(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts")
+    settings = ["strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu", "trainer.max_steps=2", "log_every=1"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *TINY, *settings, f"data.path={texts}", "hydra.run.dir=run"],
+        cwd=tmp_path,
+        env=os.environ | SHELL_OF_SRUN | STALE | {"SLURM_PROCID": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
+    assert [line.partition(":")[0] for line in done.stderr.splitlines()[:2]] == [
+        "This is an interactive shell of srun (SLURM_STEP_NUM_TASKS=2)",
+        "Ignored from the environment",
+    ]
