@@ -1,7 +1,8 @@
 """Stop a run when its validation metric no longer improves: Lightning's EarlyStopping, enabled by `patience`."""
 
 import math
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
@@ -24,6 +25,9 @@ class EarlyStop(EarlyStopping):
         mode: "min" if lower is better, "max" if higher is better.
         min_delta: Smallest change that counts as an improvement, in the metric's unit.
         check_finite: Stop immediately when the metric is NaN or inf.
+
+    Attributes:
+        stopped_because: Why it ended the run; None if it did not.
 
     Raises:
         ValueError: An argument is outside its range.
@@ -60,6 +64,7 @@ class EarlyStop(EarlyStopping):
             monitor=monitor, mode=mode, patience=patience or 1, min_delta=min_delta, check_finite=check_finite
         )
         self._is_on = patience is not None
+        self.stopped_because: str | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -69,20 +74,31 @@ class EarlyStop(EarlyStopping):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_on and not trainer.should_stop:
-            super().on_validation_end(trainer, pl_module)
-            self._log_stop(trainer)
+        if self._is_on:
+            self._check(trainer, super().on_validation_end, pl_module)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_on and not trainer.should_stop:
-            super().on_train_epoch_end(trainer, pl_module)
-            self._log_stop(trainer)
+        if self._is_on:
+            self._check(trainer, super().on_train_epoch_end, pl_module)
 
-    def _log_stop(self, trainer: Trainer) -> None:
-        if trainer.should_stop:
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the checks so far; the patience is that of this start, and the run goes on."""
+        patience = self.patience
+        super().load_state_dict(state_dict)
+        self.patience = patience
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
+
+    def _check(
+        self, trainer: Trainer, check: Callable[[Trainer, LightningModule], None], module: LightningModule
+    ) -> None:
+        """Check the metric, also where the run ends for another reason: it may be extended."""
+        is_ending = trainer.should_stop
+        check(trainer, module)
+        if trainer.should_stop and not is_ending:
             step = completed_steps(trainer)
-            why = self._describe(trainer)
+            self.stopped_because = why = self._describe(trainer)
             best = float(self.best_score)
             known = f", the best was {best:.4f}" if math.isfinite(best) else ""
             log_event(trainer, f"Step {step}: {why}{known}; the run ends", "stop", step, why=why)

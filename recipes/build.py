@@ -6,7 +6,7 @@ Read `build` first: it creates every component of a run. The config keys are doc
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from torchmetrics import Metric
 
+from recipes.checkpoint.ending import MAX_STEPS, MAX_TIME, Endings
 from recipes.checkpoint.resume import find_checkpoint, names_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
 from recipes.config.check.metrics import find_wrong_directions
@@ -74,6 +75,7 @@ class Run:
         tags: User-defined labels.
         other_data: Data nodes whose text is not that of the run that `checkpoint` belongs to, such as `data`.
         freeze: Writes the config into the folder.
+        endings: Finds out why the run ends, and whether it has ended already.
     """
 
     name: str
@@ -90,6 +92,7 @@ class Run:
     published: str | None = None
     other_data: Sequence[str] = ()
     freeze: Callable[[], None] = lambda: None
+    endings: Endings = field(default_factory=lambda: Endings({}, {}))
 
 
 def execute(composed: Composed) -> int:
@@ -115,7 +118,8 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     Raises:
         ConfigError: The config does not fit the machine, the data or the checkpoint.
     """
-    rank_zero_only.rank = global_rank()  # Lightning read it from the environment, when it was first imported
+    # Lightning read it from the environment, when it was first imported
+    rank_zero_only.rank = global_rank()  # type: ignore[attr-defined]
     checkpoint = find_checkpoint(config["resume"], folder)
     other_data = _find_other_data(config, checkpoint)
     published: str | None = config["model"].get("pretrained") or config["model"].get("name")
@@ -147,7 +151,8 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         seed=config["seed"],
         eval_samples=get_eval_samples(config) if takes_steps(config) else None,
     )
-    trainer = _build_trainer(config, folder, ranks, mesh, precision, accumulation)
+    saver: CheckpointSaver = make(config["checkpoint"])
+    trainer = _build_trainer(config, folder, ranks, mesh, precision, accumulation, saver)
     if isinstance(trainer.accelerator, CPUAccelerator):
         keep_freed_memory()
     trainer.strategy.num_micro_batches = num_micro_batches  # type: ignore[attr-defined]
@@ -167,6 +172,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         overrides=overrides,
         tags=config["tags"],
         other_data=other_data,
+        endings=saver.endings,
     )
 
 
@@ -249,18 +255,22 @@ def _build_trainer(
     mesh: Mesh,
     precision: Precision,
     accumulation: Accumulation,
+    saver: CheckpointSaver,
 ) -> lightning.Trainer:
     devices = get_devices(config["trainer"], ranks)
     is_run = trains(config)
-    saver: CheckpointSaver = make(config["checkpoint"])
     # fall back from a damaged checkpoint to an older one, unless the user asked for that checkpoint
     saver.checkpoint_io.falls_back = not names_checkpoint(config["resume"])
     callbacks, loggers = list[Callback](), list[Logger]()
     if is_run:
         loggers += [make(node)(run_folder=folder) for node in config["logger"].values()]
-        configured = [make(node) for node in config["callbacks"].values() if node is not None]
+        nodes = {f"callbacks.{name}": node for name, node in config["callbacks"].items() if node is not None}
+        configured = {key: make(node) for key, node in nodes.items()}
+        limits = {key: config["trainer"].get(key.partition(".")[2]) for key in (MAX_STEPS, MAX_TIME)}
+        saver.endings = Endings(limits | nodes, configured)
         # the order matters: callbacks fill the row of a step, it is logged, then the step is saved
-        callbacks = [SummaryWriter(run_folder=folder), *configured, RowWriter(), saver]
+        summary = SummaryWriter(run_folder=folder, find_ending=saver.endings.find)
+        callbacks = [summary, *configured.values(), RowWriter(), saver]
     # other modes run on one device, which can load the checkpoints of every strategy
     node = config["strategy"] if takes_steps(config) else SINGLE_DEVICE
     strategy = make(node)(devices=devices, precision=precision, checkpoint_io=saver.checkpoint_io, mesh=mesh)

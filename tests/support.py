@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -123,6 +124,28 @@ class StopAt(Callback):
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         trainer.should_stop = trainer.global_step == self.step
+
+
+class StopInWindow(Callback):
+    """Stops the run after a micro-batch, as a time limit does."""
+
+    def __init__(self, *, micro_batch: int) -> None:
+        self._micro_batch = micro_batch
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        trainer.should_stop |= batch_idx + 1 == self._micro_batch
+
+
+class Slow(Callback):
+    """Makes every micro-batch take some seconds."""
+
+    def __init__(self, *, seconds: float) -> None:
+        self._seconds = seconds
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        time.sleep(self._seconds)
 
 
 class OverflowAt(Callback):

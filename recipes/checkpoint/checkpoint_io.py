@@ -42,6 +42,7 @@ class FolderCheckpointIO(CheckpointIO):
         loaded: The checkpoint that was loaded; None before.
         rejected: Checkpoints that were skipped.
         metrics: Metrics of the run for the next manifest.
+        ended: Why the run ends with the next checkpoint; None if it goes on.
     """
 
     def __init__(self, *, writer: CheckpointWriter, verify_hashes: bool) -> None:
@@ -50,6 +51,7 @@ class FolderCheckpointIO(CheckpointIO):
         self.loaded: Path | None = None
         self.rejected: list[Rejection] = []
         self.metrics: Mapping[str, float] = {}
+        self.ended: Mapping[str, Any] | None = None
         self._verify_hashes = verify_hashes
 
     @override
@@ -64,6 +66,7 @@ class FolderCheckpointIO(CheckpointIO):
             versions={"torch": torch.__version__, "lightning": lightning.__version__},
             metrics=dict(self.metrics),
             files={},
+            ended=self.ended,
         )
         self.writer.begin(Path(path), plain, parts, manifest, of_rank=of_rank)
 

@@ -41,6 +41,7 @@ class Manifest:
         versions: Versions of the libraries that wrote it.
         metrics: Latest metrics of the run by name; one of them selects `best`.
         files: File records by name within the folder.
+        ended: Why the run ended here, see `recipes.checkpoint.ending`; None if it went on.
     """
 
     step: int
@@ -49,6 +50,7 @@ class Manifest:
     versions: Mapping[str, str]
     metrics: Mapping[str, float]
     files: Mapping[str, FileRecord]
+    ended: Mapping[str, Any] | None = None  # absent from manifests of earlier versions
 
     @property
     def total_bytes(self) -> int:

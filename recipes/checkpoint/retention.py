@@ -54,7 +54,7 @@ class Retention:
         measured = [
             (sign * metrics[self.metric], step)
             for step, metrics in metrics_by_step.items()
-            if self.metric in metrics and not math.isnan(metrics[self.metric])
+            if self.metric in metrics and math.isfinite(metrics[self.metric])
         ]
         return [step for _, step in sorted(measured)[: self.keep_best]]
 

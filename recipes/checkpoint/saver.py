@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
+from recipes.checkpoint.ending import Ending, Endings
 from recipes.checkpoint.retention import (
     ROLLED_BACK,
     Retention,
@@ -22,7 +23,7 @@ from recipes.checkpoint.retention import (
 from recipes.checkpoint.save_log import SaveLog, warn_if_short
 from recipes.checkpoint.writer import CheckpointWriter
 from recipes.errors import ConfigError
-from recipes.lightning_internals import validate_now
+from recipes.lightning_internals import is_accumulating, validate_now
 from recipes.optimizer import hold_averages
 from recipes.run_folder import CHECKPOINTS
 from recipes.runtime.signals import Preempted, requested_by, set_handler
@@ -51,6 +52,9 @@ class CheckpointSaver(Checkpoint):
         asynchronous: Whether training continues while a checkpoint is written.
         verify_hashes: Whether to hash every file before loading it.
         on_save_error: Whether to continue or stop training after a failed save.
+
+    Attributes:
+        endings: Finds out why the run ends, for its last checkpoint.
     """
 
     _agreement: StepAgreement
@@ -83,6 +87,8 @@ class CheckpointSaver(Checkpoint):
         self._writer = CheckpointWriter(asynchronous=asynchronous, after=lambda folder: apply(self._retention, folder))
         self.checkpoint_io = FolderCheckpointIO(writer=self._writer, verify_hashes=verify_hashes)
         self.save_log = SaveLog(on_save_error=on_save_error)
+        self.endings = Endings({}, {})
+        self._stop_is_held = False  # until the end of the accumulation window
         self._saved_step = -1
         self._seen_step = -1
         self._validated_step = -1
@@ -118,6 +124,12 @@ class CheckpointSaver(Checkpoint):
             validate_now(trainer)
 
     @override
+    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._stop_is_held and not is_accumulating(trainer):
+            # now that this micro-batch completes a step, which is logged as the last one
+            self._stop_is_held, trainer.should_stop = False, True
+
+    @override
     def on_before_optimizer_step(self, trainer: lightning.Trainer, pl_module: Any, optimizer: Any) -> None:
         if self._writer.is_copying:
             self._writer.wait_until_copied()
@@ -127,8 +139,11 @@ class CheckpointSaver(Checkpoint):
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        if step == self._seen_step:
-            return  # inside an accumulation window
+        if step == self._seen_step:  # inside an accumulation window
+            # a time limit may end in it; Lightning would validate, save and end here, between two steps
+            self._stop_is_held |= trainer.should_stop
+            trainer.should_stop = False
+            return
         if self.saves and not self._space_checked:
             # after the first step, which creates the optimizer state, most of the size
             warn_if_short(trainer, self._folder(trainer), self._retention)
@@ -244,14 +259,14 @@ class CheckpointSaver(Checkpoint):
         step = trainer.global_step
         if self.saves and step != self._saved_step:
             self._validation_due = validation_due
-            self._save(trainer, step)
+            self._save(trainer, step, Ending(by=requested_by(), why=f"{requested_by()} stopped it"))
         self._agreement.close()
         self.save_log.report(trainer, self._writer.poll(wait=True))
         newest = self.save_log.newest
         saved = self.saves and (newest is None or newest.is_valid)
         raise Preempted(requested_by(), step=step, saved=saved)
 
-    def _save(self, trainer: lightning.Trainer, step: int) -> None:
+    def _save(self, trainer: lightning.Trainer, step: int, ending: Ending | None = None) -> None:
         # also raises on all ranks, before the collectives of the next save, if the previous one failed on any
         self.save_log.report(trainer, self._writer.poll(wait=True))
         # a checkpoint must not include the validation of an earlier step: `best` would rank it by the wrong metrics
@@ -260,6 +275,8 @@ class CheckpointSaver(Checkpoint):
             for name, value in trainer.callback_metrics.items()
             if self._validated_step == step or not name.startswith("val/")
         }
+        ending = ending or self.endings.find(trainer)
+        self.checkpoint_io.ended = None if ending is None else ending.as_fields()
         # only rank 0 writes batch norm statistics: those of the other ranks would be lost
         trainer.lightning_module.share_statistics()  # type: ignore[operator]
         # a run stopped during validation may have averaged weights swapped in

@@ -55,16 +55,35 @@ class RowWriter(Callback):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        row, pl_module.recipes_row = pl_module.recipes_row, {}
-        if row:
-            scalars = {name: float(value) for name, value in row.items()}  # synchronizes with the device
-            for logger in trainer.loggers:
-                logger.log_metrics(scalars, step=trainer.global_step - 1)  # Lightning counts from 0
-            tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
-            trainer.callback_metrics.update(tensors)  # for callbacks that monitor a metric
+        self._write_row(trainer, pl_module)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, "after_row"):
                 callback.after_row(trainer, pl_module)
+
+    @override
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        if trainer.state.fn == "fit" and trainer.should_stop:
+            self._write_last(trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        self._write_last(trainer, pl_module)
+
+    def _write_last(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        """Write the row of the last step, so that the loss with which a run ends is known however it ends."""
+        pl_module.recipes_log_last_step()
+        self._write_row(trainer, pl_module)
+
+    @staticmethod
+    def _write_row(trainer: lightning.Trainer, pl_module: Any) -> None:
+        row, pl_module.recipes_row = pl_module.recipes_row, {}
+        if not row:
+            return
+        scalars = {name: float(value) for name, value in row.items()}  # synchronizes with the device
+        for logger in trainer.loggers:
+            logger.log_metrics(scalars, step=trainer.global_step - 1)  # Lightning counts from 0
+        tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
+        trainer.callback_metrics.update(tensors)  # for callbacks that monitor a metric
 
 
 class CsvLogger(Logger):

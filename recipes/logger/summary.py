@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,15 @@ class SummaryWriter(Callback):
 
     Args:
         run_folder: Folder for summary.json.
+        find_ending: Returns why the run ends, as a value with an attribute `by`; None if that is not known.
 
     Attributes:
         newest: Last written summary, on rank 0; None before the first.
     """
 
-    def __init__(self, *, run_folder: Path) -> None:
+    def __init__(self, *, run_folder: Path, find_ending: Callable[[lightning.Trainer], Any] = lambda _: None) -> None:
         self._folder = run_folder
+        self._find_ending = find_ending
         self._began = time.perf_counter()
         self._has_begun = False
         self.newest: dict[str, Any] | None = None
@@ -54,19 +57,23 @@ class SummaryWriter(Callback):
 
     @override
     def on_fit_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        self._write(trainer, pl_module, "finished")
+        loss = trainer.callback_metrics.get("train/loss")
+        # a loss that was not logged is not a bad one
+        is_bad = loss is not None and not math.isfinite(float(loss))
+        self._write(trainer, pl_module, "diverged" if is_bad else "finished")
 
     @override
     def on_exception(self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException) -> None:
         status = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
         if hasattr(exception, "exit_code"):
             status = "diverged"
+        by = None
         if isinstance(exception, Preempted):
-            status = "preempted"
-        by_peer = is_peer_failure(exception) and read_oom_of_other_rank(self._folder) is not None
-        if is_out_of_memory(exception) or by_peer:
+            status, by = "preempted", exception.by
+        of_peer = is_peer_failure(exception) and read_oom_of_other_rank(self._folder) is not None
+        if is_out_of_memory(exception) or of_peer:
             status = "out_of_memory"
-        self._write(trainer, pl_module, status)
+        self._write(trainer, pl_module, status, ended_by=by)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -80,14 +87,17 @@ class SummaryWriter(Callback):
     def _get_seconds(self) -> float:
         return self._earlier_seconds + time.perf_counter() - self._began
 
-    def _write(self, trainer: lightning.Trainer, pl_module: Any, status: str) -> None:
+    def _write(self, trainer: lightning.Trainer, pl_module: Any, status: str, *, ended_by: str | None = None) -> None:
         # a resume that fails before it trains keeps the summary of the earlier start
         is_failed_resume = not self._has_begun and (self._folder / SUMMARY_FILE).exists()
         if is_failed_resume or not trainer.is_global_zero:
             return
         evaluations = self._read_evaluations()
+        if ended_by is None and status in ("finished", "diverged"):
+            ended_by = getattr(self._find_ending(trainer), "by", None)
         self.newest = {
             "status": status,
+            "ended_by": ended_by,
             "steps": trainer.global_step,
             "samples": pl_module.num_samples,
             "tokens": pl_module.num_tokens,

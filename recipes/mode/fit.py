@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from recipes.build import Run
-from recipes.checkpoint.resume import newest_checkpoint, read_step
+from recipes.checkpoint.ending import describe_ending
+from recipes.checkpoint.manifest import read_manifest
+from recipes.checkpoint.resume import newest_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
 from recipes.entry.out_of_memory import write_error_report
 from recipes.logger.summary import SummaryWriter
 from recipes.mode.start import RunStartCallback, get_checkpoint_io, log_event
+from recipes.run_folder import read_summary
 from recipes.runtime.console import LOGGER
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.failure import is_out_of_memory, is_peer_failure, read_oom_of_other_rank
@@ -26,12 +29,11 @@ def fit(run: Run) -> int:
         Exception: The run crashed; the summary is written and the `end` event logged.
         KeyboardInterrupt: Ctrl-C.
     """
-    if run.checkpoint is not None and read_step(run.checkpoint) >= run.trainer.max_steps:
+    if run.checkpoint is not None and _find_ending(run, run.checkpoint) is not None:
         checkpoint = get_checkpoint_io(run).find_valid(run.checkpoint)
         run = replace(run, checkpoint=checkpoint)
-        if (step := read_step(checkpoint)) >= run.trainer.max_steps:
-            LOGGER.info(f"Nothing to do: {checkpoint} is at step {step} of {run.trainer.max_steps}")
-            return ExitCode.FINISHED
+        if (ended := _find_ending(run, checkpoint)) is not None:
+            return _end_as_finished(run, ended)
     LOGGER.info(f"{run.name}: run folder {run.folder}")
     run.data.prepare_data()
     LOGGER.info(f"data: {run.data.source.describe()}")
@@ -45,7 +47,6 @@ def fit(run: Run) -> int:
             return _end_given_up(run, error, exit_code)
         _log_crash(run, error)
         raise
-    log_event(run, "end", run.trainer.global_step, status="finished")
     [writer] = [
         callback
         for callback in run.trainer.callbacks  # type: ignore[attr-defined]
@@ -53,12 +54,36 @@ def fit(run: Run) -> int:
     ]
     # also makes the other ranks wait until rank 0 has written it
     summary = run.trainer.strategy.broadcast(writer.newest)
-    assert summary is not None, "a summary is written when training ends"
-    if summary["train_loss"] is None:
+    if summary is None:  # nothing was trained: the time limit is that of all starts together
+        ending = run.endings.find(run.trainer)
+        why = "nothing to train" if ending is None else describe_ending(ending.as_fields())
+        return _end_as_finished(run, f"is at step {run.trainer.global_step}: {why}")
+    log_event(run, "end", run.trainer.global_step, status=summary["status"], by=summary["ended_by"])
+    if summary["status"] == "diverged":
         LOGGER.error(f"Diverged: the training loss is NaN or inf; run folder: {run.folder}")
         return ExitCode.DIVERGED
     LOGGER.info(_last_line(summary, run.folder))
     return _exit_code_of_last_save(run)
+
+
+def _find_ending(run: Run, checkpoint: Path) -> str | None:
+    """Return why there is nothing to do after a checkpoint; None if the run goes on."""
+    manifest = read_manifest(checkpoint)
+    assert manifest is not None, f"{checkpoint} was valid when it was found"
+    if manifest.step >= run.trainer.max_steps >= 0:
+        return f"is at step {manifest.step} of {run.trainer.max_steps}"
+    if manifest.ended is not None and run.endings.holds(manifest.ended):
+        return f"is at step {manifest.step}: {describe_ending(manifest.ended)}"
+    return None
+
+
+def _end_as_finished(run: Run, why: str) -> int:
+    """Report that a finished run has nothing to do, with its last line."""
+    LOGGER.info(f"Nothing to do: {run.checkpoint or run.folder} {why}")
+    summary = read_summary(run.folder)
+    if summary is not None and summary.get("status") == "finished":
+        LOGGER.info(_last_line(summary, run.folder))
+    return ExitCode.FINISHED
 
 
 def _fit(run: Run) -> None:

@@ -87,6 +87,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         self.recipes_row: dict[str, float | Tensor] = {}
         self._micro_batches_in_window = self._window_samples = self._window_tokens = 0
         self._window_loss: Tensor | None = None
+        self._unlogged_loss: Tensor | None = None  # of the last step, if its number does not make it a logged one
         self._window_sources: Tensor | None = None  # [2, K], summed loss and targets of each source of a mixture
 
     def objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -248,6 +249,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
             trainer.should_stop = True  # makes Lightning log and validate the last step regardless of the intervals
         guard = trainer.strategy.guard  # type: ignore[attr-defined]
         is_logged = step % trainer.log_every_n_steps == 0 or trainer.should_stop  # type: ignore[attr-defined]
+        self._unlogged_loss = None if is_logged else window_loss
         if window_loss is None or not (is_logged or guard is not None):
             return
         loss = self._sum_over_token_ranks(window_loss)
@@ -255,11 +257,23 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
             guard.loss = loss
         if not is_logged:
             return
+        self._log_step(loss)
+        if sources is not None:
+            self._log_sources(self._sum_over_token_ranks(sources))
+
+    def recipes_log_last_step(self) -> None:
+        """Log loss and learning rates of the last step if it turned out to be the last one after it was computed.
+
+        A time limit or a validation may end a run at a step that was not to be logged. A collective.
+        """
+        loss, self._unlogged_loss = self._unlogged_loss, None
+        if loss is not None:
+            self._log_step(self._sum_over_token_ranks(loss))
+
+    def _log_step(self, loss: Tensor) -> None:
         self.log_row({"train/loss": loss, "train/samples": self.num_samples})
         if self.num_tokens:
             self.log_row({"train/tokens": self.num_tokens})
-        if sources is not None:
-            self._log_sources(self._sum_over_token_ranks(sources))
         self.log_row(dict(self._learning_rates()))
 
     def _log_sources(self, totals: Tensor) -> None:

@@ -99,6 +99,12 @@ def _trainer(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             "its format is days:hours:minutes:seconds",
             "trainer.max_time=00:08:00:00, which is 8 hours",
         )
+    elif isinstance(max_time, str) and not any(map(int, max_time.split(":"))):
+        yield ConfigError(
+            f"trainer.max_time={max_time}",
+            "the run would end before its first step",
+            "trainer.max_time=00:08:00:00, which is 8 hours",
+        )
 
 
 def _check_job_time(launcher: Mapping[str, Any]) -> Iterator[ConfigError]:

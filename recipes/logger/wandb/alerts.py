@@ -84,8 +84,7 @@ class WandbExit:
             return "preempted", ExitCode.PREEMPTED if fields["saved"] else ExitCode.TERMINATED
         status = str(fields["status"])
         if status == "finished":
-            loss_is_finite = summary.get("train_loss", 0.0) is not None
-            if not loss_is_finite or self._last_save == "checkpoint_rejected":
+            if summary.get("status") == "diverged" or self._last_save == "checkpoint_rejected":
                 status = "diverged"
             elif self._last_save == "checkpoint_failed":
                 return "unsaved", ExitCode.UNSAVED

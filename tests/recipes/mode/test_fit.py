@@ -19,7 +19,14 @@ from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.failure import is_peer_failure
 from recipes.runtime.signals import Preempted
 
-SUMMARY = {"steps": 7, "train_loss": 1.5, "val_loss": 2.25, "tokens_per_second": 1234.5}
+SUMMARY = {
+    "status": "finished",
+    "ended_by": "trainer.max_steps",
+    "steps": 7,
+    "train_loss": 1.5,
+    "val_loss": 2.25,
+    "tokens_per_second": 1234.5,
+}
 WHOLE = SimpleNamespace(is_valid=True)
 STEP = 7
 
@@ -161,7 +168,7 @@ def test_a_finished_run_returns_0_and_its_last_line_names_losses_speed_and_folde
 ) -> None:
     outcome = run_fit()
     assert outcome.exit_code == 0
-    assert outcome.events == [end_event("finished")]
+    assert outcome.events == [end_event("finished", by="trainer.max_steps")]
     losses = "train loss 1.5000, val loss 2.2500"
     assert outcome.lines[-1] == f"Finished: 7 steps, {losses}, 1,234 tokens/s, in {tmp_path}"
 
@@ -172,7 +179,7 @@ def test_the_last_line_omits_what_the_summary_does_not_know(run_fit: Callable[..
 
 
 def test_a_last_loss_that_is_nan_returns_3(run_fit: Callable[..., Outcome]) -> None:
-    outcome = run_fit(summary={"train_loss": None})  # JSON has no NaN
+    outcome = run_fit(summary={"status": "diverged", "train_loss": None})
     assert outcome.exit_code == 3
     assert outcome.lines[-1].startswith("Diverged: the training loss is NaN or inf")
 
@@ -299,7 +306,8 @@ def test_ctrl_c_is_told_apart_from_another_exit(
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    monkeypatch.setattr(fit_module, "read_step", lambda checkpoint: step)
+    manifest = SimpleNamespace(step=step, ended=None)
+    monkeypatch.setattr(fit_module, "read_manifest", lambda checkpoint: manifest)
 
 
 def test_a_resume_that_fails_before_its_first_step_logs_no_event(
