@@ -28,9 +28,13 @@ class SignalAt(Callback):
             `window` (the first micro-batch of two), `batch` (the second), `step` (its end) or `validation` (its third
             batch), to a rank, to the `parent`, to `all` of these, or to this process `again` and again.
         pause: Seconds that every batch takes before the first signal.
+        no_data_after: Micro-batches after which the last rank waits for a sample forever, once a file says so.
     """
 
-    def __init__(self, *, folder: str, signals: Sequence[str], pause: float = 0.0) -> None:
+    def __init__(
+        self, *, folder: str, signals: Sequence[str], pause: float = 0.0, no_data_after: int | None = None
+    ) -> None:
+        self._no_data_after = no_data_after
         self._folder = Path(folder)
         self._signals = [text.split("_") for text in signals]
         self._pause = pause
@@ -42,8 +46,13 @@ class SignalAt(Callback):
         self._send(trainer, "batch" if batch_idx % 2 else "window")
         time.sleep(self._pause)
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self._send(trainer, "step")
+        if batch_idx + 1 == self._no_data_after and trainer.global_rank == trainer.world_size - 1:
+            data = type(trainer.datamodule.source.train())  # type: ignore[attr-defined]
+            data.__getitem__ = data.__getitems__ = lambda *_: (self._folder / "waits").touch() or _work(600.0)
 
     def on_validation_batch_start(
         self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int, *_: Any

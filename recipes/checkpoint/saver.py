@@ -88,6 +88,7 @@ class CheckpointSaver(Checkpoint):
         self.checkpoint_io = FolderCheckpointIO(writer=self._writer, verify_hashes=verify_hashes)
         self.save_log = SaveLog(on_save_error=on_save_error)
         self.endings = Endings({}, {})
+        self._is_in_window = False  # micro-batches of the next step have changed RNG state and buffers
         self._stop_is_held = False  # until the end of the accumulation window
         self._saved_step = -1
         self._seen_step = -1
@@ -115,7 +116,10 @@ class CheckpointSaver(Checkpoint):
         self._writer.connect()
         self._agreement = StepAgreement(step=step)
         self._seen_step = step
-        set_handler(lambda: self._agreement.ask(_STOP))
+        alone = trainer.world_size == 1
+        set_handler(
+            lambda: self._agreement.ask(_STOP), stop_waiting=(lambda: self._stop_waiting(trainer)) if alone else None
+        )
         if self._validation_due:
             self._validation_due = False
             self._saved_step = -1  # save the step again, with its validation
@@ -143,7 +147,9 @@ class CheckpointSaver(Checkpoint):
             # a time limit may end in it; Lightning would validate, save and end here, between two steps
             self._stop_is_held |= trainer.should_stop
             trainer.should_stop = False
+            self._is_in_window = True
             return
+        self._is_in_window = False
         if self.saves and not self._space_checked:
             # after the first step, which creates the optimizer state, most of the size
             warn_if_short(trainer, self._folder(trainer), self._retention)
@@ -253,6 +259,15 @@ class CheckpointSaver(Checkpoint):
         by_steps = self._save_every is not None and step % self._save_every == 0
         if self._save_requested or by_steps or trainer.should_stop:
             self._save(trainer, step)
+
+    def _stop_waiting(self, trainer: lightning.Trainer) -> None:
+        """Stop on a signal while the only rank waits for data: in a window, the state of its step is gone."""
+        step = trainer.global_step
+        if self._is_in_window and step != self._saved_step:
+            self._agreement.close()
+            self.save_log.report(trainer, self._writer.poll(wait=True))
+            raise Preempted(requested_by(), step=step, saved=False)
+        self._stop(trainer, validation_due=trainer.validating)
 
     def _stop(self, trainer: lightning.Trainer, *, validation_due: bool) -> None:
         """Save the current step, wait for the save, and raise `Preempted`."""

@@ -16,7 +16,7 @@ from recipes.run_folder import read_summary
 from recipes.runtime.console import LOGGER
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.failure import is_out_of_memory, is_peer_failure, read_oom_of_other_rank
-from recipes.runtime.signals import Preempted
+from recipes.runtime.signals import Preempted, waiting
 
 
 def fit(run: Run) -> int:
@@ -53,7 +53,8 @@ def fit(run: Run) -> int:
         if isinstance(callback, SummaryWriter)
     ]
     # also makes the other ranks wait until rank 0 has written it
-    summary = run.trainer.strategy.broadcast(writer.newest)
+    with waiting("the other ranks"):
+        summary = run.trainer.strategy.broadcast(writer.newest)
     if summary is None:  # nothing was trained: the time limit is that of all starts together
         ending = run.endings.find(run.trainer)
         why = "nothing to train" if ending is None else describe_ending(ending.as_fields())
@@ -133,8 +134,10 @@ def _end_preempted(run: Run, stop: Preempted) -> int:
         LOGGER.error(f"{where}, not saved; the newest checkpoint is {newest.name}; {to_resume}")
     else:
         LOGGER.error(f"{where}; nothing was saved")
-    run.trainer.strategy.barrier()  # the launcher kills all ranks as soon as one has exited
-    return ExitCode.PREEMPTED if stop.saved else ExitCode.TERMINATED
+    exit_code = ExitCode.PREEMPTED if stop.saved else ExitCode.TERMINATED
+    with waiting("the other ranks", exit_code=exit_code):
+        run.trainer.strategy.barrier()  # the launcher kills all ranks as soon as one has exited
+    return exit_code
 
 
 def _end_given_up(run: Run, error: Exception, exit_code: int) -> int:
@@ -143,7 +146,8 @@ def _end_given_up(run: Run, error: Exception, exit_code: int) -> int:
     newest = newest_checkpoint(run.folder)
     good = "nothing was saved" if newest is None else f"the last good checkpoint is {newest}"
     LOGGER.error(f"{error}; {good}")
-    run.trainer.strategy.barrier()  # the launcher kills all ranks as soon as one has exited
+    with waiting("the other ranks", exit_code=exit_code):
+        run.trainer.strategy.barrier()  # the launcher kills all ranks as soon as one has exited
     return exit_code
 
 

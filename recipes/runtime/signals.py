@@ -1,19 +1,32 @@
-"""SIGTERM and SIGUSR1 request a save and a stop after the current step; a second signal ends the process at once."""
+"""SIGTERM and SIGUSR1 request a save and a stop after the current step; a second signal ends the process at once.
+
+Python handles a signal between two operations of the main thread, and the main thread may be inside one that never
+ends: a collective without its peers, a queue without its loader. The signal's number is therefore also written to a
+pipe, which a thread reads. It ends the process where the main thread is known to wait (`waiting`) and stays there.
+"""
 
 import contextlib
 import logging
 import os
+import select
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from recipes.runtime.exit_codes import ExitCode
+from recipes.runtime.failure import Failure, get_error_file, write_failure
+from recipes.runtime.world import global_rank, started_by
 
 LOGGER = logging.getLogger("lightning_recipes")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # a cluster may signal a process directly and again through its parent: within this time both count as one request
 _SAME_REQUEST_SECONDS = 1.0
+_WAIT_SECONDS = 5.0  # after a signal, for the main thread to react or for what it waits for to arrive
+_ANNOUNCE_SECONDS = 5.0  # of waiting, until it is logged
+_POLL_SECONDS = 0.1
 
 
 class Preempted(BaseException):
@@ -44,10 +57,27 @@ class SecondSignalError(BaseException):
         self.number = number
 
 
+class _StopWaiting(BaseException):
+    """Raised in the main thread by a signal while it waits, if it need not agree with other ranks."""
+
+
+@dataclass(frozen=True)
+class _Wait:
+    what: str
+    exit_code: int
+    since: float
+
+
 class _StopRequest:
     """Stop request of this process, global like the signal handlers that record it."""
 
     def __init__(self) -> None:
+        self.wait: _Wait | None = None  # what the main thread waits for
+        self.is_stoppable = False  # whether it handles `StopWaiting` there
+        self.stop_waiting: Callable[[], None] | None = None  # None if the ranks must agree to stop
+        self.interrupt_is_seen = False  # whether the main thread has handled SIGINT
+        self.arrived: dict[int, float] = {}  # number of each signal that the thread has read -> time
+        self.pipe: tuple[int, int] | None = None
         self.by: str | None = None  # name of the signal; None if none was received yet
         self.time = 0.0
         self.handler: Callable[[], None] | None = None  # None before training
@@ -64,8 +94,16 @@ def listen(*, second_ends: bool) -> None:
         second_ends: Whether a second signal ends this process; False if its parent does that.
     """
     _REQUEST.by, _REQUEST.handler, _REQUEST.exits_on_second = None, None, second_ends
+    _REQUEST.wait, _REQUEST.stop_waiting, _REQUEST.interrupt_is_seen, _REQUEST.arrived = None, None, False, {}
     for number in SIGNALS:
         signal.signal(number, _on_signal)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _on_interrupt)
+    if _REQUEST.pipe is None:
+        _REQUEST.pipe = os.pipe()
+        os.set_blocking(_REQUEST.pipe[1], False)
+        threading.Thread(target=_watch, args=_REQUEST.pipe[:1], name="signals", daemon=True).start()
+    signal.set_wakeup_fd(_REQUEST.pipe[1], warn_on_full_buffer=False)
     # the parent blocks the signals while it starts this process, which inherits the mask
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
@@ -76,24 +114,64 @@ def listening() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may handle signals
         return
-    handlers_before = {number: signal.getsignal(number) for number in SIGNALS}
+    handlers_before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)}
     listen(second_ends=True)
     try:
         yield
     finally:
+        signal.set_wakeup_fd(-1)
+        _REQUEST.arrived = {}
         for number, handler in handlers_before.items():
             signal.signal(number, handler)
 
 
-def set_handler(handler: Callable[[], None] | None) -> None:
+def set_handler(handler: Callable[[], None] | None, *, stop_waiting: Callable[[], None] | None = None) -> None:
     """Set the handler of a stop request; call it at once if there has already been a request.
 
     Args:
         handler: Called in the main thread; None ignores requests, because the run is already ending.
+        stop_waiting: Called in addition where the main thread waits for data, and raises `Preempted`; None does not
+            leave such a place.
     """
     _REQUEST.handler = handler if handler is not None else _ignore
+    _REQUEST.stop_waiting = stop_waiting
     if handler is not None and _REQUEST.by is not None:
         handler()
+
+
+@contextlib.contextmanager
+def waiting(
+    what: str, *, exit_code: int = ExitCode.TERMINATED, announce: Callable[[], str] | None = None, stops: bool = False
+) -> Iterator[None]:
+    """Mark that the main thread waits for something that may never come: a signal then ends the process in seconds.
+
+    Args:
+        what: What it waits for, for the log.
+        exit_code: Exit code of a process that a signal ends here.
+        announce: Returns a line to log after 5 s of waiting, such as for whom; None logs none.
+        stops: Whether the run may stop here, between two operations of the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    outer, timer = _REQUEST.wait, None
+    if announce is not None:
+        timer = threading.Timer(_ANNOUNCE_SECONDS, lambda: LOGGER.warning("%s", announce()))
+        timer.daemon = True
+        timer.start()
+    try:
+        _REQUEST.wait = _Wait(what, exit_code, time.monotonic())
+        _REQUEST.is_stoppable = stops
+        yield
+        _REQUEST.is_stoppable = False
+    except _StopWaiting:
+        _REQUEST.is_stoppable, _REQUEST.wait = False, None
+        assert _REQUEST.stop_waiting is not None, "raised only if it is set"
+        _REQUEST.stop_waiting()
+    finally:
+        _REQUEST.wait, _REQUEST.is_stoppable = outer, False
+        if timer is not None:
+            timer.cancel()
 
 
 def was_requested() -> bool:
@@ -137,14 +215,70 @@ def forward_signals_to(forward: Callable[[int], None]) -> Iterator[None]:
             raise SecondSignalError(number)
 
     handlers_before = {number: signal.signal(number, on_signal) for number in SIGNALS}
+    pipe_before = signal.set_wakeup_fd(-1)  # the main thread waits for processes, in a loop of its own
     try:
         yield
     finally:
+        signal.set_wakeup_fd(pipe_before, warn_on_full_buffer=False)
         for number, handler in handlers_before.items():
             signal.signal(number, handler)
 
 
 def _ignore() -> None: ...
+
+
+def _forget_pipe() -> None:
+    """In a forked process, which has no such thread, do not write to the pipe of its parent."""
+    _REQUEST.pipe = None
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget_pipe)
+
+
+def _on_interrupt(number: int, frame: Any) -> None:
+    _REQUEST.interrupt_is_seen = True
+    signal.default_int_handler(number, frame)
+
+
+def _watch(pipe: int) -> None:
+    """Read signal numbers, and end the process if the main thread does not handle one in time."""
+    while True:
+        ready, _, _ = select.select([pipe], [], [], _POLL_SECONDS if _REQUEST.arrived else None)
+        now = time.monotonic()
+        for number in os.read(pipe, 64) if ready else b"":
+            first = min((at for known, at in _REQUEST.arrived.items() if known in SIGNALS), default=now)
+            is_second = number in SIGNALS and now - first > _SAME_REQUEST_SECONDS
+            if is_second and _REQUEST.exits_on_second:
+                os._exit(128 + number)
+            _REQUEST.arrived.setdefault(number, now)
+        _end_if_stuck(now)
+
+
+def _end_if_stuck(now: float) -> None:
+    arrived = dict(_REQUEST.arrived)
+    interrupted_at = arrived.pop(signal.SIGINT, None)
+    if interrupted_at is not None and not _REQUEST.interrupt_is_seen and now - interrupted_at > _WAIT_SECONDS:
+        _end("Interrupted", ExitCode.INTERRUPTED)
+    stops = {number: at for number, at in arrived.items() if number in SIGNALS}
+    if not stops:
+        return
+    number, requested_at = min(stops.items(), key=lambda item: item[1])
+    by, wait = signal.Signals(number).name, _REQUEST.wait
+    if _REQUEST.handler is None and now - requested_at > _SAME_REQUEST_SECONDS:
+        _end(f"Stopped by {by} before the first step", ExitCode.PREEMPTED)
+    if wait is not None and now - max(requested_at, wait.since) > _WAIT_SECONDS:
+        to_resume = "to resume from the newest checkpoint: resume=auto"
+        _end(f"Stopped by {by} while waiting for {wait.what}, not saved; {to_resume}", wait.exit_code)
+
+
+def _end(line: str, exit_code: int) -> NoReturn:
+    LOGGER.error(line)
+    file = get_error_file()
+    if file is not None and started_by() == "spawn" and global_rank() > 0:  # its lines do not reach the console
+        write_failure(Failure(exit_code=exit_code, message=line, report=line, time=time.time()), file)
+    os._exit(exit_code)
 
 
 def _on_signal(number: int, _: object) -> None:
@@ -159,3 +293,6 @@ def _on_signal(number: int, _: object) -> None:
         # not by an exception: raised in the middle of an import, it may leave a library half initialized
         os._exit(ExitCode.PREEMPTED)
     _REQUEST.handler()
+    if _REQUEST.is_stoppable and _REQUEST.stop_waiting is not None:
+        _REQUEST.is_stoppable = False
+        raise _StopWaiting

@@ -4,12 +4,17 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from recipes.data.loader_process import SignalProofLoader
+from recipes.data.loader_process import SignalProofLoader, explain
+from recipes.errors import ConfigError
 
 SECONDS = 10.0
 AT_FORK = {"starts_thread": False}
@@ -45,3 +50,62 @@ def test_a_loader_process_ignores_foreign_signals_and_ends_at_sigterm_of_its_ran
     while worker.is_alive() and time.monotonic() < until:
         time.sleep(0.01)
     assert not worker.is_alive()
+
+
+class Unsendable:
+    """Samples that leave a loader process as an object which cannot be pickled, from the second one on."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return threading.Lock() if index else index
+
+
+def _as_is(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def test_a_sample_that_its_process_cannot_send_is_an_error_and_not_a_wait() -> None:
+    loader = SignalProofLoader(Unsendable(), batch_size=1, num_workers=1, collate_fn=_as_is)
+    batches = iter(loader)
+    assert next(batches) == [0]
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        next(batches)
+    assert time.monotonic() - began < SECONDS  # torch looks for dead processes every five seconds
+
+
+def test_samples_arrive_where_the_temporary_folder_is_too_deep_for_a_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 85)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
+    monkeypatch.setitem(config, "tempdir", None)  # another test may have made one
+    loader = SignalProofLoader(torch.arange(4), batch_size=2, num_workers=1)
+    assert torch.cat(list(loader)).tolist() == [0, 1, 2, 3]
+    assert not list(deep.iterdir())
+
+    monkeypatch.setitem(config, "tempdir", None)
+    monkeypatch.setattr("recipes.data.loader_process._SHORT_FOLDERS", ())
+    with pytest.raises(ConfigError, match="paths of sockets in it are longer than 107 bytes"):
+        iter(SignalProofLoader(torch.arange(4), batch_size=2, num_workers=1)).__next__()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "unable to allocate shared memory(shm) for file </torch_4362_791157048_0>: No space left on device (28)",
+        "unable to write to file </torch_18692_1954506624>: No space left on device (28)",
+        "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are out of",
+    ],
+)
+def test_shared_memory_that_is_too_small_is_named_with_what_to_type(text: str) -> None:
+    mistake = explain(RuntimeError(text), num_workers=2)
+    assert mistake is not None
+    assert mistake.setting == "loader.num_workers=2"
+    assert mistake.fix.startswith("loader.num_workers=0, or in a container a larger one: docker run --shm-size")
+    assert explain(RuntimeError(text), num_workers=0) is None
+    assert explain(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), num_workers=2) is None

@@ -298,9 +298,10 @@ def test_a_rank_that_hangs_after_its_error_is_killed_with_what_it_has_started(ru
 
 # --- Ctrl-C and signals
 
+# the file appears before the call that makes it returns: a signal sent then must meet the same handler
 INTERRUPTIBLE = """
-mark("ready")
 try:
+    mark("ready")
     wait_forever()
 except KeyboardInterrupt:
     mark("interrupted")

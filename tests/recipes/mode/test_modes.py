@@ -30,6 +30,7 @@ RUN_FILES = [
 ]
 SUMMARY_KEYS = [
     "best_val_loss",
+    "ended_by",
     "excluded_seconds",
     "mfu",
     "num_parameters",

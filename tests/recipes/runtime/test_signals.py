@@ -187,6 +187,41 @@ def test_a_second_signal_ends_a_long_step_and_a_run_that_saves_nothing_says_so(s
     assert again.process.returncode == 128 + signal.SIGUSR1
 
 
+# two micro-batches a step: after 6 the step is complete, after 7 it is not
+@pytest.mark.parametrize(
+    ("ranks", "num_batches", "number", "exit_code", "line"),
+    [
+        ((), 6, signal.SIGTERM, 75, "Stopped by SIGTERM at step 3, saved"),
+        ((), 7, signal.SIGTERM, 143, "Stopped by SIGTERM at step 3; nothing was saved"),
+        (TWO_RANKS, 6, signal.SIGTERM, 143, "Stopped by SIGTERM while waiting for the next batch of data, not saved"),
+        (TWO_RANKS, 6, signal.SIGINT, 130, "Interrupted"),
+    ],
+)
+def test_a_signal_ends_a_run_that_waits_for_data_after_saving_if_it_can(
+    start: Start,
+    workplace: Path,
+    ranks: Sequence[str],
+    num_batches: int,
+    number: signal.Signals,
+    exit_code: int,
+    line: str,
+) -> None:
+    name = f"waits_{num_batches}_{len(ranks)}_{number.name}"
+    run = start(name, *ranks, f"+callbacks.signals.no_data_after={num_batches}")
+    while not (workplace / name / "waits").exists() and run.process.poll() is None:
+        time.sleep(0.01)
+    run.process.send_signal(number)
+    sent = time.monotonic()
+    assert line in assert_ends(run, exit_code)
+    # 5 s of waiting where ranks would have to agree, 10 s of grace for the other rank; the rest is for a busy machine
+    assert time.monotonic() - sent < 25
+    if exit_code == 75:
+        assert_ends(start(name), 0)
+        undisturbed = start(f"undisturbed_{name}")
+        assert_ends(undisturbed, 0)
+        assert_equals(workplace / name, workplace / f"undisturbed_{name}")
+
+
 @pytest.mark.fresh_python  # the imports are what is interrupted
 def test_a_signal_before_training_ends_the_run(start: Start, workplace: Path) -> None:
     built = start("built", signals=["start_0_SIGTERM_0"])
