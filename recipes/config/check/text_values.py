@@ -55,6 +55,9 @@ def quote_text(override: str, config: Mapping[str, Any]) -> str:
     return f"{override.partition('=')[0]}={quote(text)}" if is_text else override
 
 
+_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "resume")
+
+
 def answer_sweep(typed: str, override: Override, config: Any) -> str | ConfigError:
     """Handle a value with commas in a single run: quote it if it is text, else return the error.
 
@@ -66,6 +69,8 @@ def answer_sweep(typed: str, override: Override, config: Any) -> str | ConfigErr
     key, _, value = typed.partition("=")
     annotation = find_annotation(config, override.key_or_group)
     sweep = f"python train.py -m {for_shell(typed)}"
+    if override.key_or_group in _FOLDERS:  # of the run, not a value that jobs could differ in
+        return ConfigError(typed, "a comma separates the values of a sweep", f'"{key}={quote(value)}"')
     if annotation is not None and matches_type(value, annotation):
         # prose has a space after a comma; sweep values do not
         if ", " in value or os.path.exists(os.path.expanduser(value)):

@@ -159,6 +159,14 @@ def test_a_sweep_requires_the_flag_m(typed: str, reason: str) -> None:
     assert error_fields(typed) == [(typed, reason, f"python train.py -m {for_shell(typed)}")]
 
 
+@pytest.mark.parametrize("key", ["hydra.run.dir", "resume"])
+def test_a_folder_with_a_comma_is_quoted_and_not_swept_over(key: str) -> None:
+    [(setting, reason, fix)] = error_fields(f"{key}=/tmp/a,b")
+    assert (setting, reason) == (f"{key}=/tmp/a,b", "a comma separates the values of a sweep")
+    assert fix == f"\"{key}='/tmp/a,b'\""
+    assert error_fields("hydra.run.dir='/tmp/a,b'") == []
+
+
 def test_an_unresolved_interpolation_names_the_setting_that_contains_it() -> None:
     [(setting, reason, fix)] = error_fields("seed=${nothing}")
     assert (setting, fix) == ("seed=${nothing}", "seed=<value>, or \\${ instead of ${ where it is text")
