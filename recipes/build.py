@@ -50,6 +50,7 @@ from recipes.run_folder import TOKENIZER_FOLDER, find_run_folder, read_config
 from recipes.runtime.allocator import keep_freed_memory
 from recipes.runtime.console import LOGGER
 from recipes.runtime.devices import get_devices
+from recipes.runtime.meeting import meet
 from recipes.runtime.world import Ranks, global_rank
 from recipes.task.base import TrainingTask
 
@@ -103,6 +104,9 @@ def execute(composed: Composed) -> int:
         return int(mode(composed))
     run = build(composed.config, composed.run_folder, composed.overrides)
     run = replace(run, freeze=functools.partial(freeze, composed))
+    ranks, cluster = get_ranks(composed.config), getattr(run.trainer.strategy, "cluster_environment", None)
+    if cluster is not None and ranks.world_size > 1:
+        meet(ranks, address=cluster.main_address, port=cluster.main_port)
     exit_code: int = mode(run)
     return exit_code
 

@@ -106,7 +106,8 @@ def _locked(path: Path) -> Iterator[bool]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log.info("another process prepares %s; waiting for it", path.parent)
+            holder = path.read_text(encoding="utf-8", errors="replace").strip() or "another process"
+            log.info("%s prepares %s; waiting for it", holder, path.parent)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in _NO_LOCKS_HERE:
@@ -114,6 +115,10 @@ def _locked(path: Path) -> Iterator[bool]:
             log.warning("no file locks in %s: every process prepares its own copy", path.parent)
             yield False
             return
+        with contextlib.suppress(OSError):  # a full disk: the name is only for those who wait
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            file.flush()
         yield True
 
 

@@ -32,7 +32,7 @@ def get_ranks(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ
         raise ConfigError(
             f"mode={config['mode']['_target_'].rpartition('.')[2]} with WORLD_SIZE={found.world_size}",
             "only training is split over ranks: each of these would repeat all of it",
-            "python train.py … without torchrun or srun",
+            "ignore_slurm=true" if found.started_by == "slurm" else "python train.py … without torchrun or srun",
         )
     single = not get_traits(config["strategy"]).needs_process_group
     if single:
@@ -68,11 +68,12 @@ def _reject_several_ranks(trainer: Mapping[str, Any], found: Ranks | None, envir
     """Reject several ranks or devices for a strategy that runs on one device."""
     world_size = found.world_size if found else int(environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
-        starter = "srun" if found and found.started_by == "slurm" else "torchrun"
+        is_slurm = found is not None and found.started_by == "slurm"
+        fix = "ignore_slurm=true" if is_slurm else "python train.py … without torchrun"
         raise ConfigError(
             f"strategy=single with WORLD_SIZE={world_size}",
             "each of these ranks would train the same run in the same folder",
-            f"strategy=ddp, or python train.py … without {starter}",
+            f"strategy=ddp, or {fix}",
         )
     if (requested_devices(trainer) or 1) * int(trainer["num_nodes"]) > 1:
         raise ConfigError(

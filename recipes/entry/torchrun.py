@@ -5,6 +5,7 @@ The result is sent through torchrun's TCP store, in which an earlier start may h
 
 import json
 import os
+import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from recipes.config.compose import Composed, from_json, to_json
 from recipes.errors import ConfigError
 from recipes.runtime.local_store import bind_to_loopback
+from recipes.runtime.meeting import ANNOUNCE_SECONDS, LOGGER, describe_missing, reach
 from recipes.runtime.world import global_rank, started_by
 
 # importing torch takes a second, which runs without torchrun must not pay: only `_open_store` imports it
@@ -107,6 +109,9 @@ def _open_store(port: int, *, is_server: bool) -> "TCPStore":
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     address = os.environ["MASTER_ADDR"]
+    if not is_server:
+        deadline = time.monotonic() + _WAIT.total_seconds()
+        reach(address, port, rank=global_rank(), starter="torchrun", deadline=deadline)
     store = TCPStore(
         address,
         **(bind_to_loopback(address, port) if is_server else {"port": port}),
@@ -136,6 +141,7 @@ def send_to_ranks(store: "TCPStore", text: str, *, world_size: int) -> None:
     start = uuid.uuid4().hex
     store.set(start, text)
     deadline = time.monotonic() + _WAIT.total_seconds()
+    announce_at = time.monotonic() + ANNOUNCE_SECONDS
     missing = set(range(1, world_size))
     answered: set[str] = set()
     while missing:
@@ -147,6 +153,9 @@ def send_to_ranks(store: "TCPStore", text: str, *, world_size: int) -> None:
                     store.set(request, start)
                     answered.add(request)
         missing = {rank for rank in missing if not store.check([_receipt(start, rank)])}
+        if missing and time.monotonic() > announce_at:
+            LOGGER.warning("%s", describe_missing(sorted(missing), world_size, [socket.gethostname()], "torchrun"))
+            announce_at += 10 * ANNOUNCE_SECONDS
         if missing and time.monotonic() > deadline:
             raise TimeoutError(f"ranks {sorted(missing)} have not connected within {_WAIT}")
         time.sleep(_POLL_SECONDS)

@@ -16,6 +16,7 @@ from recipes.files import probe
 LOGGER = logging.getLogger("lightning_recipes")
 LOCK_FILE = ".lock"
 _WAIT_SECONDS = 10.0  # for the remaining processes of a run that has just been killed
+_ANNOUNCE_SECONDS = 3.0  # until it is logged that this process waits
 _POLL_SECONDS = 0.1
 
 
@@ -33,15 +34,20 @@ def lock_run_folder(folder: Path, *, setting: str = "hydra.run.dir") -> Iterator
     # a POSIX record lock: unlike flock, it is not inherited by loader workers forked from this process,
     # so a worker that outlives its run cannot hold on to the folder
     with _open_lock(folder, setting) as file:
-        deadline = time.monotonic() + _WAIT_SECONDS
+        began, is_announced = time.monotonic(), False
         while not _try_lock(file.fileno()):
-            if time.monotonic() > deadline:
-                file.seek(0)
+            waited = time.monotonic() - began
+            file.seek(0)
+            holder = file.read().decode().strip()
+            if waited > _WAIT_SECONDS:
                 raise ConfigError(
                     f"{setting}={folder}",
-                    f"another process is using this folder: {file.read().decode().strip()}",
+                    f"another process is using this folder: {holder}",
                     f"{setting}=<another folder>, or end that process",
                 )
+            if waited > _ANNOUNCE_SECONDS and not is_announced:
+                LOGGER.warning("Waiting for %s, which uses %s", holder, folder)
+                is_announced = True
             time.sleep(_POLL_SECONDS)
         try:
             probe(folder)  # first: the lock of an earlier start is overwritten without taking space

@@ -29,6 +29,7 @@ SLURM = {
     "SLURM_LOCALID": "1",
     "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
 }
+SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "3", "SLURM_STEP_TASKS_PER_NODE": "4"}
 SPAWNED = TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2", RANK_FILE: "composed.json"}
 
 
@@ -134,6 +135,12 @@ def test_torchrun_under_srun_counts_as_torchrun() -> None:
             " in the same folder; type strategy=ddp, or python train.py … without torchrun",
         ),
         (
+            {"strategy": SINGLE, "devices": 1},
+            SRUN,
+            "strategy=single with WORLD_SIZE=4: each of these ranks would train the same run"
+            " in the same folder; type strategy=ddp, or ignore_slurm=true",
+        ),
+        (
             {"mode": "evaluate"},
             TORCHRUN,
             "mode=evaluate with WORLD_SIZE=4: only training is split over ranks: each of these"
@@ -177,7 +184,6 @@ def test_a_contradiction_is_a_mistake_with_its_fix(
     assert str(caught.value) == mistake
 
 
-SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "3", "SLURM_STEP_TASKS_PER_NODE": "4"}
 # options of srun -> what it then sets
 OWN_GPU = {
     "--gpus-per-task=1": {"SLURM_GPUS_PER_TASK": "1"},
