@@ -90,7 +90,8 @@ def test_documents_start_with_what_the_tokenizer_puts_before_every_text_and_unde
     assert read(cache, "train").tolist() == [start, *b"abc", end, start, *b"defg"]
     assert read(cache, "val").tolist() == [*b"hij", end]
     assert cache.documents("train", start=5, stop=7) == [{"name": "b.txt", "first_token": 0, "num_tokens": 2}]
-    before = f"{FORMAT_VERSION} {corpus.content_hash} {tokenizer.fingerprint} 0.25"  # the key of a cache without the start
+    # the key of a cache without the start
+    before = f"{FORMAT_VERSION} {corpus.content_hash} {tokenizer.fingerprint} 0.25"
     assert cache.folder.name != hashlib.blake2b(before.encode(), digest_size=12).hexdigest()
     without = f"{FORMAT_VERSION} {corpus.content_hash} {byte_tokenizer().fingerprint} 0.25"
     assert make(corpus, 0.25).folder.name == hashlib.blake2b(without.encode(), digest_size=12).hexdigest()
