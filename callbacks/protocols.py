@@ -28,7 +28,11 @@ class SupportsFlops(Protocol):
     """A module that computes the FLOPs of its batches, for `SpeedMonitor`."""
 
     def recipes_flops(self, batch: Any) -> FlopFigures | None:
-        """Return the FLOPs of a micro-batch on this rank; None to have them counted by `SpeedMonitor`."""
+        """Return the FLOPs of a micro-batch on this rank; None to have them counted by `SpeedMonitor`.
+
+        Asked once for each set of shapes in the batch, or for each value of `recipes_flops_key(batch)` if the module
+        has such a method: that of a module whose FLOPs depend on more, such as on the lengths of padded rows.
+        """
 
 
 @runtime_checkable

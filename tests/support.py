@@ -1,6 +1,7 @@
 """Shared test helpers: composed configs, runs, faults at a step, data with uneven masks."""
 
 import csv
+import functools
 import hashlib
 import json
 import os
@@ -12,11 +13,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning.pytorch as lightning
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
+from numpy.typing import NDArray
 from torch import Tensor
 
 from recipes.config import compose_and_check
+from recipes.data.instructions.rows import pad_rows
 
 ROOT = Path(__file__).parent.parent
 
@@ -192,6 +196,27 @@ class MaskedTokens:
         targets = self.tokens[index, 1:].clone()  # [T]
         targets[1 + 5 * index % len(targets) :] = -100
         return {"inputs": self.tokens[index, :-1], "targets": targets}
+
+
+class RaggedTokens(MaskedTokens):
+    """Random tokens in rows of 1 to T, which are padded; only the second half of a row carries loss."""
+
+    fingerprint = "ragged"
+    pads_samples: ClassVar[bool] = True
+
+    def __init__(self, *, num_samples: int, seq_len: int, vocab_size: int) -> None:
+        super().__init__(num_samples=num_samples, seq_len=seq_len, vocab_size=vocab_size)
+        self.lengths = 1 + 61 * np.arange(num_samples, dtype=np.int64) % seq_len  # [N]
+        self.collate = functools.partial(pad_rows, seq_len=seq_len)
+
+    def count_inputs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self.lengths[samples]
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        length = int(self.lengths[index])
+        targets = self.tokens[index, 1 : length + 1].clone()  # [t]
+        targets[: length // 2] = -100
+        return {"inputs": self.tokens[index, :length], "targets": targets}
 
 
 class MaskedImages:

@@ -59,11 +59,16 @@ def planned_values(run: RunRecord) -> dict[str, float]:
         planned["steps"] = known["steps"]
         if "global_batch_size" in known:
             planned["samples"] = known["steps"] * known["global_batch_size"]
-            if "seq_len" in known:
+            if "seq_len" in known and not _has_padding(config.get("data")):
                 planned["tokens"] = planned["samples"] * known["seq_len"]
     if "global_batch_size" in known:
         planned["global_batch_size"] = known["global_batch_size"]
     return planned | {name: value for name, value in run.plan.items() if _is_number(value)}
+
+
+def _has_padding(data: Any) -> bool:
+    """Return whether rows of the data, or of a source of it, are packed or padded: not all of a row are tokens."""
+    return isinstance(data, dict) and ("packing" in data or any(map(_has_padding, data.values())))
 
 
 def measured_values(run: RunRecord) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Model FLOPs utilization (MFU): the model's FLOP/s as a fraction of the device's peak.
 
-FLOPs are determined once per micro-batch shape.
+FLOPs are determined once per micro-batch shape, or per key of a module that has `recipes_flops_key`.
 """
 
 import logging
@@ -43,7 +43,7 @@ class FlopMeter:
     def __init__(self, *, peak_tflops: float | None, measure_peak: bool) -> None:
         self._peak_tflops = peak_tflops
         self._measure_peak = measure_peak
-        self._flops: dict[Any, Flops] = {}  # by micro-batch shapes
+        self._flops: dict[Any, Flops] = {}  # by key
         self._counter: FlopCounter | None = None  # while a micro-batch is being counted
         self._at_optimizer: float | None = None  # FLOPs of that micro-batch before the optimizer step
         self._num_watched = 0
@@ -80,9 +80,9 @@ class FlopMeter:
         if trainer.is_global_zero:
             log.info(message)
 
-    def known(self, batch: Any) -> Flops | None:
-        """Return the cached FLOPs of a micro-batch with these shapes; None if unknown."""
-        return self._flops.get(get_shapes(batch))
+    def known(self, pl_module: LightningModule, batch: Any) -> Flops | None:
+        """Return the cached FLOPs of a micro-batch with this key; None if unknown."""
+        return self._flops.get(_get_key(pl_module, batch))
 
     def needs_watch(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> bool:
         """Return whether the operators of a micro-batch must be counted because its FLOPs are unknown.
@@ -94,7 +94,7 @@ class FlopMeter:
         """
         if self._why_not is not None or isinstance(pl_module, (SupportsFlops, SupportsMetaForward)):
             return False
-        if self._num_watched >= _MAX_WATCHED or (self.known(batch) is not None and not self._watches_next):
+        if self._num_watched >= _MAX_WATCHED or (self.known(pl_module, batch) is not None and not self._watches_next):
             return False
         if has_sharded_parameters(pl_module):
             self._give_up(trainer, pl_module, "its parameters are DTensors")
@@ -112,7 +112,7 @@ class FlopMeter:
     def must_ask(self, pl_module: LightningModule, batch: Any) -> bool:
         """Return whether the module itself must compute the FLOPs of a micro-batch."""
         is_asked = isinstance(pl_module, (SupportsFlops, SupportsMetaForward))
-        return is_asked and self._why_not is None and self.known(batch) is None
+        return is_asked and self._why_not is None and self.known(pl_module, batch) is None
 
     def check_loss(self, loss: Tensor) -> None:
         """Detect a compiled step, whose operators cannot be counted; call it before every backward pass."""
@@ -133,12 +133,12 @@ class FlopMeter:
 
     def get(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Flops | None:
         """Return the FLOPs of the micro-batch just trained on this rank; None if unknown."""
-        counter, shapes = self.stop(), get_shapes(batch)
+        counter, key = self.stop(), _get_key(pl_module, batch)
         if counter is not None and counter.error is not None:
             self._give_up(trainer, pl_module, counter.error)
         if self._why_not is not None:
             return None
-        flops = self._flops.get(shapes)
+        flops = self._flops.get(key)
         if counter is not None:
             flops = (counter.flops if self._at_optimizer is None else self._at_optimizer, None)
         elif flops is None:
@@ -148,8 +148,8 @@ class FlopMeter:
             return None
         if len(self._flops) >= _MAX_SHAPES:
             self._flops.clear()
-        if shapes:
-            self._flops[shapes] = flops
+        if key:
+            self._flops[key] = flops
         return flops
 
     def _ask(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Flops | None:
@@ -160,7 +160,8 @@ class FlopMeter:
             try:
                 return count_flops_on_meta(pl_module, batch), None
             except Exception as error:  # the module may try to read values from meta tensors
-                self._give_up(trainer, pl_module, f"{type(error).__name__} on the meta device")
+                reason = str(error).partition("\n")[0]
+                self._give_up(trainer, pl_module, f"on the meta device: {type(error).__name__}: {reason}")
         elif isinstance(pl_module, SupportsFlops):
             self._give_up(trainer, pl_module, "its recipes_flops returns None")
         elif self._num_watched == _MAX_WATCHED:
@@ -194,6 +195,12 @@ class FlopMeter:
                 causal = window.causal_flops / window.device_seconds / 1e12
                 row["throughput/mfu_causal"] = causal / self._peak
         return row
+
+
+def _get_key(pl_module: LightningModule, batch: Any) -> Any:
+    """Return what the FLOPs of a micro-batch depend on: its shapes, unless the module knows better."""
+    get: Any = getattr(pl_module, "recipes_flops_key", get_shapes)
+    return get(batch)
 
 
 def get_kind(trainer: Trainer, pl_module: LightningModule) -> Kind | None:

@@ -111,6 +111,17 @@ def tries_convolutions(config: Mapping[str, Any]) -> bool:
     return has_images and not config["trainer"].get("deterministic")
 
 
+def get_tokens_per_sample(config: Mapping[str, Any]) -> int | None:
+    """Return the tokens of every training sample; None if the samples are not text, or are padded, by unknown numbers.
+
+    Args:
+        config: Composed config.
+    """
+    nodes = [node for place, node in list_data(config) if not place.startswith("eval_data.")]
+    is_padded = any(find_signature(node["_target_"]).constants.get("pads_samples") for node in nodes)
+    return None if is_padded or config["seq_len"] is None else int(config["seq_len"])
+
+
 def select(config: Mapping[str, Any], key: str) -> object:
     """Return the value at a dotted key; None where a section is missing or null."""
     value: object = config

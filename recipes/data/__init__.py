@@ -23,12 +23,15 @@ class SampleDataset(Protocol):
     """Samples by index, equal in every process: dicts of `inputs` [T] or [C, H, W] and `targets` [T] or [].
 
     Samples of packed documents also have `positions` [T], the position of each token in its document, 0 at its start.
-    Optional methods: `make_order(seed)` for a custom sample order; `spread(num_samples)` to choose a subset for
-    validation other than evenly spaced samples.
+    Samples that end with padding also have `num_inputs` [], the number of inputs that are tokens; a collate function
+    that pads adds it, [B]. The dataset then has `count_inputs(samples)`, which returns this number for an array of
+    sample indices without reading the samples: every rank counts the tokens of the global batch with it. Other optional
+    methods: `make_order(seed)` for a custom sample order; `spread(num_samples)` to choose a subset for validation other
+    than evenly spaced samples.
 
     Attributes:
         targets_per_sample: Targets with a loss in one sample; None if the number varies.
-        tokens_per_sample: Input tokens in one sample; 0 if the samples are not text.
+        tokens_per_sample: Input tokens in one sample, the most if the number varies; 0 if the samples are not text.
     """
 
     @property
@@ -49,6 +52,7 @@ class DataSource(Protocol):
 
     Attributes:
         sample_kind: "tokens" or "images"; a plain literal, because the config check reads it from source.
+        pads_samples: Optional plain literal: True if samples end with padding, so that a plan cannot count tokens.
         tokenizer: Tokenizer of the text; None if the samples are not text or the tokenizer is unknown.
     """
 

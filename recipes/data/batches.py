@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from recipes.data.order import Order
+from recipes.data.order import Order, Positions
 from recipes.numerics.accumulation import Accumulation
 from recipes.numerics.loss import IGNORE_INDEX, count_targets
 
@@ -88,6 +88,7 @@ class TrainingStream:
         order: Position in the stream -> sample.
         make_loader: Batch sampler -> loader of its micro-batches.
         targets_per_sample: Targets with a loss in every sample; None if the number varies.
+        count_inputs: Sample indices -> inputs of each sample, without padding; None if no sample is padded.
         rank: Index of this process, from 0.
         world_size: Number of ranks that share the stream.
         sum_over_ranks: Adds a tensor over all ranks.
@@ -104,6 +105,7 @@ class TrainingStream:
         order: Order,
         make_loader: Callable[[PositionSampler], Iterable[Batch]],
         targets_per_sample: int | None,
+        count_inputs: Callable[[Positions], Positions] | None = None,
         rank: int,
         world_size: int,
         sum_over_ranks: Callable[[Tensor], Tensor],
@@ -115,6 +117,7 @@ class TrainingStream:
         self._order = order
         self._make_loader = make_loader
         self._targets_per_sample = targets_per_sample
+        self._count_inputs = count_inputs
         self._rank = rank
         self._world_size = world_size
         self._sum_over_ranks = sum_over_ranks
@@ -122,10 +125,11 @@ class TrainingStream:
     def __iter__(self) -> Iterator[Batch]:
         while True:  # once, and again after every `move_to`
             self._has_moved = False
-            for number, batch in enumerate(self._from_position(), start=1):
-                if number % self._accumulation.num_micro_batches == 0:
+            begin = self.position
+            for number, batch in enumerate(self._from_position()):
+                if (number + 1) % self._accumulation.num_micro_batches == 0:
                     self.position += self._accumulation.global_batch_size
-                yield batch
+                yield batch | self._count_tokens(begin, number)
                 # the consumer may have moved the stream between two steps, for example in a rollback
                 if self._has_moved:
                     break
@@ -138,6 +142,26 @@ class TrainingStream:
         """Continue at another position; call between two optimizer steps. Loader processes are restarted."""
         self.position = position
         self._has_moved = True
+
+    def _count_tokens(self, begin: int, number: int) -> Batch:
+        """Return the tokens of a micro-batch over all ranks, as host integers; nothing if no sample is padded.
+
+        Computed from positions rather than counted and summed: ranks then neither communicate nor wait for a device.
+
+        Args:
+            begin: Position of the first micro-batch.
+            number: Micro-batches since then.
+
+        Returns:
+            `num_tokens`, the inputs that are tokens, and `num_token_pairs`, the sum of the squared number of each
+            sample, to which the FLOPs of attention are proportional.
+        """
+        if self._count_inputs is None:
+            return {}
+        stride = self._accumulation.micro_batch_size * self._world_size
+        positions = begin + number * stride + np.arange(stride, dtype=np.int64)
+        lengths = self._count_inputs(self._order.indices(positions))  # [stride]
+        return {"num_tokens": int(lengths.sum()), "num_token_pairs": int((lengths * lengths).sum())}
 
     def _from_position(self) -> Iterator[Batch]:
         accumulation, targets = self._accumulation, self._targets_per_sample
@@ -217,5 +241,7 @@ class RankShare(Dataset[dict[str, Tensor]]):
             sample: dict[str, Tensor] = self._dataset[position]
             return sample
         padding: dict[str, Tensor] = self._dataset[0]
-        no_targets = torch.full_like(torch.as_tensor(padding["targets"]), IGNORE_INDEX)
-        return padding | {"targets": no_targets}
+        empty = {"targets": torch.full_like(torch.as_tensor(padding["targets"]), IGNORE_INDEX)}
+        if "num_inputs" in padding:
+            empty["num_inputs"] = torch.zeros_like(padding["num_inputs"])
+        return padding | empty

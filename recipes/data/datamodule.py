@@ -100,6 +100,7 @@ class StreamDataModule(lightning.LightningDataModule):
             order=self._order(dataset),
             make_loader=lambda sampler: self._loader(dataset, self.source, batch_sampler=sampler),
             targets_per_sample=dataset.targets_per_sample,
+            count_inputs=getattr(dataset, "count_inputs", None),
             rank=trainer.strategy.data_rank,  # type: ignore[attr-defined]
             world_size=trainer.strategy.data_size,  # type: ignore[attr-defined]
             sum_over_ranks=trainer.strategy.sum_over_data_ranks,  # type: ignore[attr-defined]
@@ -135,7 +136,7 @@ class StreamDataModule(lightning.LightningDataModule):
     def count_source_tokens(self) -> dict[str, int]:
         """Return the tokens consumed so far from each source of a mixture; empty for other data."""
         dataset: Any = self.source.train()
-        return dataset.count_tokens(self.position) if hasattr(dataset, "count_tokens") else {}
+        return dataset.count_tokens(self.position, seed=self._seed) if hasattr(dataset, "count_tokens") else {}
 
     def count_new_samples(self) -> int:
         """Return the number of samples that the stream yields before the first repetition."""

@@ -10,6 +10,7 @@ import torch
 from recipes.config.compose import Composed, Config
 from recipes.config.instantiate import make
 from recipes.config.ranks import requested_devices
+from recipes.config.traits import get_tokens_per_sample
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
 from recipes.plan.advice import Planner, advise_settings, with_overrides
@@ -145,16 +146,16 @@ def _scale(
             "plan.hardware=h100x8",
         )
     curves = dict(plan_scaling(composed, cluster, rates, max_ranks=max_ranks))
-    seq_len = None if config["seq_len"] is None else int(config["seq_len"])
+    num_tokens = get_tokens_per_sample(config)
     described = describe_scaling(
         curves,
-        seq_len=seq_len,
+        seq_len=num_tokens,
         steps=int(config["trainer"]["max_steps"]),
         batch=int(config["global_batch_size"]),
         price=config["plan"]["dollars_per_hour"],
     )
     _show(described, lines)
-    return scaling_as_json(curves, seq_len)
+    return scaling_as_json(curves, num_tokens)
 
 
 def _describe(precision: Precision) -> str:

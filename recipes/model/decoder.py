@@ -98,6 +98,7 @@ class Decoder(nn.Module):
         cache: KeyValueCache | None = None,
         reduce: Callable[[Tensor, Tensor], Any] | None = None,
         positions: Tensor | None = None,
+        num_inputs: Tensor | None = None,
     ) -> Any:
         """Return next-token logits.
 
@@ -108,6 +109,8 @@ class Decoder(nn.Module):
                 logits; its result is returned.
             positions: [B, T] position of each token in its document, 0 at its start; None: a row is one document.
                 Under context parallelism, positions of all tokens, although `tokens` holds this rank's shard.
+            num_inputs: [B] number of inputs of each row that are tokens; the rest is padding, which a model with
+                statistics over tokens leaves out of them. Of whole rows, as `positions`. None: no padding.
 
         Returns:
             [B, T, V] in the compute dtype, -inf in padded columns; with a cache only the last position, [B, 1, V].
@@ -124,7 +127,10 @@ class Decoder(nn.Module):
             rows = positions[:, first:end]
         elif cache is not None:
             rows = cache.positions(num_tokens, device=tokens.device)  # [T] or [B, T]
-        x = self._compute_hidden(tokens, rows, cache, documents)
+        is_token = None
+        if num_inputs is not None:
+            is_token = torch.arange(first, end, device=tokens.device) < num_inputs[:, None]  # [B, T]
+        x = self._compute_hidden(tokens, rows, cache, documents, is_token)
         if self.head is None:
             return x
         last = x if cache is None else cache.last(x)  # [B, T, W] or [B, 1, W]
@@ -132,9 +138,22 @@ class Decoder(nn.Module):
 
     @abstractmethod
     def _compute_hidden(
-        self, tokens: Tensor, rows: Tensor | slice, cache: KeyValueCache | None, documents: Documents | None
+        self,
+        tokens: Tensor,
+        rows: Tensor | slice,
+        cache: KeyValueCache | None,
+        documents: Documents | None,
+        is_token: Tensor | None,
     ) -> Tensor:
-        """Run the blocks on tokens at positions `rows` and return [B, T, W]; tokens as for `forward`."""
+        """Run the blocks on tokens at positions `rows` and return [B, T, W]; tokens as for `forward`.
+
+        Args:
+            tokens: As for `forward`.
+            rows: Positions of the tokens.
+            cache: As for `forward`.
+            documents: Documents of packed rows.
+            is_token: [B, T] bool, False for padding; None: no padding.
+        """
 
     def init_weights(self, seed: int) -> None:
         """Initialize every parameter and buffer in place, from (seed, name, shape); see `init_decoder`."""
@@ -149,7 +168,7 @@ class Decoder(nn.Module):
         """Number of query heads times head size."""
         return self.hidden_size
 
-    def flops_per_token(self, seq_len: int) -> Flops:
+    def flops_per_token(self, seq_len: float) -> Flops:
         """Return the FLOPs per trained token at `seq_len`, forward and backward."""
         return decoder_flops_per_token(
             self,

@@ -158,7 +158,12 @@ class GPT2(Decoder):
 
     @override
     def _compute_hidden(
-        self, tokens: Tensor, rows: Tensor | slice, cache: KeyValueCache | None, documents: Documents | None
+        self,
+        tokens: Tensor,
+        rows: Tensor | slice,
+        cache: KeyValueCache | None,
+        documents: Documents | None,
+        is_token: Tensor | None,
     ) -> Tensor:
         x: Tensor = tokens  # [B, T, W]
         if self.embedding is not None:

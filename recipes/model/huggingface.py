@@ -160,7 +160,7 @@ class HuggingFace(nn.Module):
             if name in buffers:
                 buffers[name].copy_(value)
 
-    def flops_per_token(self, seq_len: int) -> Flops | None:
+    def flops_per_token(self, seq_len: float) -> Flops | None:
         """Return the FLOPs per trained token, forward and backward; None for mixture-of-experts models."""
         config = self.inner.config.get_text_config()
         if any(getattr(config, key, None) for key in _HAVE_EXPERTS):

@@ -150,17 +150,27 @@ class Llama(Decoder):
 
     @override
     def _compute_hidden(
-        self, tokens: Tensor, rows: Tensor | slice, cache: KeyValueCache | None, documents: Documents | None
+        self,
+        tokens: Tensor,
+        rows: Tensor | slice,
+        cache: KeyValueCache | None,
+        documents: Documents | None,
+        is_token: Tensor | None,
     ) -> Tensor:
         rotation = Rotation(
             cos=self.rope_cos[rows].unsqueeze(-2),  # [T, 1, Q / 2], or [B, T, 1, Q / 2]
             sin=self.rope_sin[rows].unsqueeze(-2),
         )
         x = tokens if self.embedding is None else self.embedding(tokens)  # [B, T, W]
-        return self._run_blocks(x, rotation, cache, documents)
+        return self._run_blocks(x, rotation, cache, documents, is_token)
 
     def _run_blocks(
-        self, x: Tensor, rotation: Rotation, cache: KeyValueCache | None, documents: Documents | None
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        cache: KeyValueCache | None,
+        documents: Documents | None,
+        is_token: Tensor | None,
     ) -> Tensor:
         for index, block in self.blocks.named_children():
             x = block(x, rotation, None if cache is None else cache.layers[int(index)], documents)

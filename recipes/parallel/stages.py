@@ -37,14 +37,16 @@ class StageForward(nn.Module):
         cache: Any = None,
         reduce: Callable[[Tensor, Tensor], Any] | None = None,
         positions: Tensor | None = None,
+        num_inputs: Tensor | None = None,
         **targets: Tensor,
     ) -> Any:
         """Return hidden states or logits; with targets, the result of `compute` or `leave`."""
         run: Callable[..., Any] = super().forward  # type: ignore[assignment]
         if self.compute is None or not targets:
-            out = run(x, cache=cache, reduce=reduce, positions=positions)
+            out = run(x, cache=cache, reduce=reduce, positions=positions, num_inputs=num_inputs)
             return out if self.leave is None or not targets else self.leave(self, out, targets)
-        given = {} if positions is None else {"positions": positions}
+        rest = {"positions": positions, "num_inputs": num_inputs}
+        given = {name: tensor for name, tensor in rest.items() if tensor is not None}
         return self.compute(run, x, targets | given)
 
 

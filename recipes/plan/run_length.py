@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recipes.config.traits import get_eval_samples
+from recipes.config.traits import get_eval_samples, get_tokens_per_sample
 from recipes.plan.plan import Plan
 
 
@@ -15,7 +15,7 @@ class RunLength:
     Attributes:
         steps: Optimizer steps.
         samples: Samples consumed.
-        tokens: Tokens consumed; None: the samples are not text.
+        tokens: Tokens consumed; None: the samples are not text, or are padded, and how much is known only to the run.
         evaluations: Validation runs.
         step_seconds: Seconds per optimizer step; None: unknown.
         eval_seconds: Seconds per validation; None: unknown.
@@ -57,11 +57,11 @@ def measure_run(
         dollars_per_hour: Price per device; None: unknown.
     """
     steps, batch = int(config["trainer"]["max_steps"]), plan.accumulation.global_batch_size
-    seq_len = config["seq_len"]
+    num_tokens = get_tokens_per_sample(config)
     length = RunLength(
         steps=steps,
         samples=steps * batch,
-        tokens=None if seq_len is None else steps * batch * int(seq_len),
+        tokens=None if num_tokens is None else steps * batch * num_tokens,
         evaluations=-(-steps // int(config["eval_every"])),
     )
     flops_per_second = None if peak_tflops is None else peak_tflops * 1e12 * plan.num_ranks
@@ -85,7 +85,7 @@ def measure_run(
         eval_seconds=eval_seconds,
         hours=hours,
         eval_fraction=None if eval_seconds is None else validating / (training + validating),
-        tokens_per_second=None if seq_len is None else batch * int(seq_len) / seconds,
+        tokens_per_second=None if num_tokens is None else batch * num_tokens / seconds,
         mfu=plan.flops.palm * batch / seconds / flops_per_second if known else None,  # type: ignore[union-attr,operator]
         dollars=None if dollars_per_hour is None else hours * plan.num_ranks * dollars_per_hour,
     )

@@ -121,7 +121,7 @@ def describe_scaling(
 
     Args:
         curves: Points by strategy.
-        seq_len: Tokens per sample; None: the samples are not text.
+        seq_len: Tokens per sample; None: the samples are not text, or are padded.
         steps: Optimizer steps of the run.
         batch: Samples per step.
         price: Dollars per device-hour; None: unknown.

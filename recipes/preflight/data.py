@@ -35,8 +35,14 @@ def spread(dataset: SampleDataset, num_samples: int) -> list[Sample]:
     return [dataset[i * total // count] for i in range(count)]
 
 
-def digest(inputs: Tensor) -> bytes:
-    """Return a hash of a sample's inputs."""
+def digest(inputs: Tensor, num_inputs: Any = None) -> bytes:
+    """Return a hash of a sample's inputs, without padding: how much there is depends on the other samples of a batch.
+
+    Args:
+        inputs: [T], or an image.
+        num_inputs: Number of inputs that are tokens; None: all.
+    """
+    inputs = inputs if num_inputs is None else inputs[: int(num_inputs)]
     return hashlib.blake2b(inputs.contiguous().cpu().numpy().tobytes(), digest_size=12).digest()
 
 
@@ -72,8 +78,8 @@ def check_shift(samples: Sequence[Sample]) -> Result:
 
 
 def check_range(samples: Sequence[Sample], num_classes: int) -> Result:
-    """Check that every target is a class that the model predicts, and how many carry loss."""
-    targets = torch.cat([sample["targets"].flatten() for sample in samples])  # [N * T]
+    """Check that every target is a class that the model predicts, and how many of those without padding carry loss."""
+    targets = torch.cat([sample["targets"].flatten()[: sample.get("num_inputs")] for sample in samples])  # [N * T]
     carries = targets != IGNORE_INDEX
     wrong = carries & ((targets < 0) | (targets >= num_classes))
     if wrong.any():

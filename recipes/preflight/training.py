@@ -161,7 +161,8 @@ def draw(run: Run, *, num_batches: int) -> tuple[float, list[bytes]]:
         began = time.perf_counter()
         batch = next(stream)
         seconds.append(time.perf_counter() - began)
-        own += [digest(inputs) for inputs in batch["inputs"]]
+        lengths = batch.get("num_inputs", [None] * len(batch["inputs"]))
+        own += [digest(inputs, length) for inputs, length in zip(batch["inputs"], lengths, strict=True)]
     own_part = (sorted(seconds)[num_batches // 2], run.trainer.strategy.data_rank, own)  # type: ignore[attr-defined]
     parts = gather_objects(own_part)
     times = [part[0] for part in parts]

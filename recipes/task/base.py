@@ -225,10 +225,17 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         """Global gradient norm of the last optimizer step before clipping, a 0-dim tensor."""
         return self.trainer.strategy.grad_norm  # type: ignore[attr-defined, no-any-return]
 
+    @property
+    @override
+    def data_size(self) -> int:
+        """Number of ranks, or groups of ranks, with different samples."""
+        return self.trainer.strategy.data_size  # type: ignore[attr-defined, no-any-return]
+
     def _count(self, batch: Batch) -> None:
-        num_samples = len(batch["targets"]) * self.trainer.strategy.data_size  # type: ignore[attr-defined]
+        num_samples = len(batch["targets"]) * self.data_size
         self._window_samples += num_samples
-        self._window_tokens += num_samples * self._tokens_per_sample(batch)
+        # rows with padding: counted by the data stream, because rows on other ranks have other lengths
+        self._window_tokens += batch.get("num_tokens", num_samples * self._tokens_per_sample(batch))
         self._micro_batches_in_window += 1
 
     def _tokens_per_sample(self, batch: Batch) -> int:

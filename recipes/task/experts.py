@@ -22,9 +22,9 @@ class Routing:
     def __init__(self, task: TrainingTask) -> None:
         self._task = task
         self._model: Any = task.model
-        # current micro-batch, an entry per stage: first layer, counts [layers, E], sums [layers, 3]
+        # current micro-batch, an entry per stage: first layer, loads [layers, E], sums [layers, 3]
         self._routed: list[tuple[int, Tensor, Tensor]] = []
-        self._window_counts: Tensor | None = None  # [L, E] int64, tokens per expert in the current step
+        self._window_loads: Tensor | None = None  # [L, E] int64, tokens per expert in the current step
         self._window_sums: Tensor | None = None  # [L, 3], both losses over targets, entropy over tokens
         self._num_targets: Tensor | int = 0  # in the global batch
 
@@ -45,9 +45,9 @@ class Routing:
         if routed is None or not torch.is_grad_enabled():
             return objective
         num_targets = (targets != IGNORE_INDEX).sum(dim=1)  # [B]
-        num_tokens = torch.full_like(num_targets, targets.shape[1])
-        sums = (routed.terms * torch.stack([num_targets, num_targets, num_tokens])).sum(dim=-1)  # [L, 3]
-        self._routed.append((routed.first_layer, routed.counts, sums.detach()))
+        weights = torch.stack([num_targets, num_targets, routed.num_tokens])  # [3, B]
+        sums = (routed.terms * weights).sum(dim=-1)  # [L, 3]
+        self._routed.append((routed.first_layer, routed.loads, sums.detach()))
         has_terms = model.load_balance_loss or model.router_z_loss
         return objective + model.weigh_terms(sums) if has_terms else objective
 
@@ -56,17 +56,17 @@ class Routing:
 
         Args:
             num_targets: Number of targets in the global batch.
-            device: Device of the counts.
+            device: Device of the loads.
         """
-        if self._window_counts is None or self._window_sums is None:
+        if self._window_loads is None or self._window_sums is None:
             # on every rank, because all join the sum: the stages of this rank may have only layers without experts
             layers = self._model.num_routed_layers
-            self._window_counts = torch.zeros(layers, self._model.num_experts, dtype=torch.int64, device=device)
+            self._window_loads = torch.zeros(layers, self._model.num_experts, dtype=torch.int64, device=device)
             self._window_sums = torch.zeros(layers, 3, dtype=torch.float32, device=device)
         self._num_targets = num_targets
-        for first, counts, sums in self._routed:
-            here = slice(first, first + len(counts))  # the other layers are on other ranks
-            self._window_counts[here] += counts
+        for first, loads, sums in self._routed:
+            here = slice(first, first + len(loads))  # the other layers are on other ranks
+            self._window_loads[here] += loads
             self._window_sums[here] += sums
         self._routed = []
 
@@ -78,40 +78,40 @@ class Routing:
         Args:
             has_overflowed: Whether the loss scaler skipped the step; the biases then stay unchanged.
         """
-        if self._window_counts is None or self._window_sums is None or is_accumulating(self._task.trainer):
+        if self._window_loads is None or self._window_sums is None or is_accumulating(self._task.trainer):
             return
-        counts, sums = self._window_counts, self._window_sums
-        self._window_counts = self._window_sums = None
+        loads, sums = self._window_loads, self._window_sums
+        self._window_loads = self._window_sums = None
         trainer, model = self._task.trainer, self._model
         step, is_balanced = trainer.global_step + 1, model.balance_rate > 0
         is_logged = step % trainer.log_every_n_steps == 0 or trainer.should_stop  # type: ignore[attr-defined]
         if not (is_balanced or is_logged):
             return
         # one collective: float64 represents counts exactly
-        both = torch.cat([counts.double(), sums.double()], dim=1)  # [L, E + 3]
+        both = torch.cat([loads.double(), sums.double()], dim=1)  # [L, E + 3]
         both = trainer.strategy.sum_over_token_ranks(both)  # type: ignore[attr-defined]
-        counts, sums = both[:, : model.num_experts], both[:, model.num_experts :]
+        loads, sums = both[:, : model.num_experts], both[:, model.num_experts :]
         if is_balanced and not has_overflowed:
             for stage in list_stages(model):
-                stage.balance_experts(counts)  # type: ignore[operator]
+                stage.balance_experts(loads)  # type: ignore[operator]
         if is_logged:
-            self._log(counts, sums)
+            self._log(loads, sums)
 
-    def _log(self, counts: Tensor, sums: Tensor) -> None:
+    def _log(self, loads: Tensor, sums: Tensor) -> None:
         """Log the loads of the least balanced layer, and means over layers.
 
         Args:
-            counts: [L, E], summed over all ranks.
+            loads: [L, E], summed over all ranks.
             sums: [L, 3], summed over all ranks.
         """
         task, model = self._task, self._model
-        largest, smallest = describe_loads(counts)
+        largest, smallest = describe_loads(loads)
         balance, square, entropy = sums.mean(dim=0).unbind()
-        num_tokens = counts[0].sum() / model.num_experts_per_token
+        num_tokens = loads[0].sum() / model.num_experts_per_token
         task.log_row({"moe/load_max": largest, "moe/load_min": smallest, "moe/router_entropy": entropy / num_tokens})
         strategy: Any = task.trainer.strategy
         if strategy.mesh.expert > 1:  # the other ranks wait for the most loaded one
-            of_ranks, _ = describe_loads(counts.view(len(counts), strategy.mesh.expert, -1).sum(dim=-1))
+            of_ranks, _ = describe_loads(loads.view(len(loads), strategy.mesh.expert, -1).sum(dim=-1))
             task.log_row({"moe/rank_load_max": of_ranks})
         if model.load_balance_loss:
             task.log_row({"moe/load_balance_loss": balance / self._num_targets})

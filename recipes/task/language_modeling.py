@@ -54,6 +54,8 @@ class LanguageModeling(GeneratesText, PipelineTask):
         """Return the output of the model for a batch, whose rows may hold several documents."""
         if "positions" in batch:
             options["positions"] = batch["positions"]  # [B, T]
+        if self._routing is not None and "num_inputs" in batch and torch.is_grad_enabled():
+            options["num_inputs"] = batch["num_inputs"]  # [B]
         forward = self.stage_forward or self.model
         return forward(batch["inputs"], **options)
 

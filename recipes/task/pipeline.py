@@ -73,7 +73,7 @@ class PipelineTask(TrainingTask, ABC):
 
         # on every rank: a loss scaler has no scale before its first call, and ranks without the loss unscale too
         scale(zero)
-        names = [name for name in ("targets", "positions", "source") if name in own]
+        names = [name for name in ("targets", "positions", "num_inputs", "source") if name in own]
         pipeline.step(own["inputs"], {name: own[name] for name in names}, compute, leave)
         self._count(batch)
         # zero on ranks without the last stage, because losses are summed over pipeline ranks too

@@ -51,18 +51,22 @@ class ExampleRows(Dataset[dict[str, Tensor]]):
         self.num_inputs = int(lengths.sum())
         order, self._starts = pack(lengths, row_length=seq_len) if packs else one_each(len(lengths))
         self._order = self.examples[order]
+        # an empty split has no row to add up
+        of_rows = np.add.reduceat(lengths[order], self._starts[:-1]) if len(order) else lengths
+        self._lengths = of_rows.astype(np.int32)  # [R]
 
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self._starts) - 1
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return a row: `inputs`, `targets` and, if it is packed, `positions`, [T] int64 each.
+        """Return a row: `inputs`, `targets` and, if it is packed, `positions`, [T] int64 each, and `num_inputs`, [].
 
-        Each example starts at position 0; the unused rest of a row counts as an example without targets.
+        Each example starts at position 0. The unused rest of a packed row is padding: it is an example of its own for
+        attention, and not in `num_inputs`.
         """
         examples = self.examples_of(index)
-        length = self.seq_len if self.packs else int(self._num_inputs(examples[0]))
+        length = self.seq_len if self.packs else int(self._lengths[index])
         inputs = np.zeros(length, dtype=np.int64)
         targets = np.full(length, IGNORE_INDEX, dtype=np.int64)
         positions = np.zeros(length, dtype=np.int64)
@@ -77,7 +81,13 @@ class ExampleRows(Dataset[dict[str, Tensor]]):
             start = stop
         positions[start:] = np.arange(length - start)
         row = {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
-        return row | {"positions": torch.from_numpy(positions)} if self.packs else row
+        if not self.packs:
+            return row
+        return row | {"positions": torch.from_numpy(positions), "num_inputs": torch.tensor(start)}
+
+    def count_inputs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of inputs of each row, without padding."""
+        return self._lengths[rows].astype(np.int64)
 
     def examples_of(self, index: int) -> list[int]:
         """Return the examples of a row, in order."""
@@ -87,20 +97,19 @@ class ExampleRows(Dataset[dict[str, Tensor]]):
         found: list[int] = self._order[self._starts[index] : self._starts[index + 1]].tolist()
         return found
 
-    def _num_inputs(self, example: int) -> int:
-        return min(self._store.length(example) - 1, self.seq_len)
-
 
 def pad_rows(samples: Sequence[dict[str, Tensor]], *, seq_len: int) -> dict[str, Any]:
-    """Return a batch of rows of one example each, padded at the end to the longest row.
+    """Return a batch of rows of different lengths, padded at the end to the longest, with `num_inputs` of each, [B].
 
     The length is a multiple of 64 tokens, or `seq_len`; attention is causal, so no token sees the padding.
     """
     longest = max(len(sample["inputs"]) for sample in samples)
     width = min(-(-longest // PAD_TO) * PAD_TO, seq_len)
-    batch = {name: torch.zeros(len(samples), width, dtype=torch.int64) for name in samples[0]}  # [B, T]
+    names = [name for name in samples[0] if name != "num_inputs"]
+    batch = {name: torch.zeros(len(samples), width, dtype=torch.int64) for name in names}  # [B, T]
     batch["targets"].fill_(IGNORE_INDEX)
     for row, sample in enumerate(samples):
-        for name, values in sample.items():
-            batch[name][row, : len(values)] = values
-    return batch
+        for name in names:
+            batch[name][row, : len(sample[name])] = sample[name]
+    num_inputs = [int(sample.get("num_inputs", len(sample["inputs"]))) for sample in samples]
+    return batch | {"num_inputs": torch.tensor(num_inputs)}

@@ -34,6 +34,7 @@ class Instructions:
     """
 
     sample_kind: ClassVar[str] = "tokens"
+    pads_samples: ClassVar[bool] = True  # also a packed row, after its last example
 
     def __init__(
         self,

@@ -18,6 +18,8 @@ from recipes.data.instructions.rows import pad_rows
 from recipes.data.mixture.stages import Stages
 from recipes.data.order import Order, Positions, ShuffledOrder
 
+_BLOCK = 1 << 20  # samples of a source that are counted at a time
+
 
 class MixtureOrder(Order):
     """Position -> sample index, where the sources are concatenated.
@@ -68,6 +70,7 @@ class MixedSamples(Dataset[dict[str, Tensor]]):
         counts = {part.targets_per_sample for part in self._by_number}
         self.targets_per_sample = counts.pop() if len(counts) == 1 else None
         self.tokens_per_sample = max(part.tokens_per_sample for part in self._by_number)
+        self._counted: dict[str, tuple[int, int]] = {}  # source -> samples and tokens of the last count
 
     def __len__(self) -> int:
         return int(self._lasts[-1])
@@ -100,13 +103,54 @@ class MixedSamples(Dataset[dict[str, Tensor]]):
         counts = self._count_before(position)
         return {name: counts[name] / len(part) for name, part in self.parts.items()}
 
-    def count_tokens(self, position: int) -> dict[str, int]:
-        """Return the tokens of each source before a position; an upper limit if sample lengths vary."""
-        counts = self._count_before(position)
-        return {name: counts[name] * part.tokens_per_sample for name, part in self.parts.items()}
+    def count_inputs(self, samples: Positions) -> Positions:
+        """Return the number of inputs of each sample, without padding."""
+        counts = np.empty_like(samples)
+        sources = np.searchsorted(self._lasts, samples, side="right")
+        for source in np.unique(sources):
+            is_of, part = sources == source, self._by_number[source]
+            counts[is_of] = _count_inputs(part, samples[is_of] - (self._lasts[source] - len(part)))
+        return counts
+
+    def count_tokens(self, position: int, *, seed: int) -> dict[str, int]:
+        """Return the tokens of each source before a position, without padding.
+
+        Args:
+            position: Samples consumed over all ranks.
+            seed: Seed of the run.
+        """
+        return {
+            name: self._count_tokens_of(name, num_samples, seed=seed)
+            for name, num_samples in self._count_before(position).items()
+        }
+
+    def _count_tokens_of(self, name: str, num_samples: int, *, seed: int) -> int:
+        """Return the tokens of the first samples of a source; continues the last count, else begins with the epoch."""
+        part = self.parts[name]
+        if not hasattr(part, "count_inputs"):
+            return num_samples * part.tokens_per_sample
+        begin, num_tokens = self._counted.get(name, (0, 0))
+        epoch, _ = divmod(num_samples, len(part))
+        if not epoch * len(part) <= begin <= num_samples:
+            begin = epoch * len(part)
+            num_tokens = epoch * int(_count_inputs(part, np.arange(len(part), dtype=np.int64)).sum())
+        order = ShuffledOrder(len(part), _own_seed(seed, name))
+        for first in range(begin, num_samples, _BLOCK):
+            positions = np.arange(first, min(first + _BLOCK, num_samples), dtype=np.int64)
+            num_tokens += int(_count_inputs(part, order.indices(positions)).sum())
+        self._counted[name] = num_samples, num_tokens
+        return num_tokens
 
     def _count_before(self, position: int) -> dict[str, int]:
         return dict(zip(self.parts, self.stages.count_before(position).tolist(), strict=True))
+
+
+def _count_inputs(part: Any, samples: Positions) -> Positions:
+    """Return the number of inputs of each sample of one source."""
+    if hasattr(part, "count_inputs"):
+        counts: Positions = part.count_inputs(samples)
+        return counts
+    return np.full(len(samples), part.tokens_per_sample, dtype=np.int64)
 
 
 class MixedValidation(Dataset[dict[str, Tensor]]):
@@ -151,7 +195,8 @@ def collate(samples: Sequence[dict[str, Tensor]], *, seq_len: int) -> dict[str, 
     """Return a batch of samples of several sources, padded to one length; all get positions if any sample has them.
 
     Args:
-        samples: B samples with `inputs` and `targets` [T], `source` [], and optionally `positions` [T].
+        samples: B samples with `inputs` and `targets` [T], `source` [], and optionally `positions` [T] and
+            `num_inputs` [].
         seq_len: Maximum T.
     """
     has_positions = any("positions" in sample for sample in samples)

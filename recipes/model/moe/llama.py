@@ -26,13 +26,15 @@ class RoutedBatch(NamedTuple):
 
     Attributes:
         first_layer: Index of the first of these L layers among all layers with experts of the model.
-        counts: [L, E] int64, tokens per expert.
+        loads: [L, E] int64, tokens per expert.
         terms: [L, 3, B] float32, load-balance loss, router z-loss and entropy of each sequence.
+        num_tokens: [B] int64, tokens of each sequence.
     """
 
     first_layer: int
-    counts: Tensor
+    loads: Tensor
     terms: Tensor
+    num_tokens: Tensor
 
 
 class MoeBlock(Block):
@@ -40,15 +42,20 @@ class MoeBlock(Block):
 
     @override
     def forward(  # type: ignore[override]
-        self, x: Tensor, rotation: Rotation, cache: LayerCache | None = None, documents: Documents | None = None
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        cache: LayerCache | None = None,
+        documents: Documents | None = None,
+        is_token: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return [B, T, W], and counts [E] and terms [3, B] of the routing.
+        """Return [B, T, W], and loads [E] and terms [3, B] of the routing.
 
         They are returned rather than stored on the module, because activation recomputation would store them twice.
         """
         x = x + self.attention(self.attention_norm(x), rotation, cache, documents)
-        out, counts, terms = self.mlp(self.mlp_norm(x))
-        return x + out, counts, terms
+        out, loads, terms = self.mlp(self.mlp_norm(x), is_token)
+        return x + out, loads, terms
 
 
 class MoeLlama(Llama):
@@ -57,8 +64,9 @@ class MoeLlama(Llama):
     There are two ways to balance the load of the experts; published Mixtrals support only the second. `balance_rate`
     adjusts a bias per expert after every optimizer step, by the tokens that all ranks routed to it in that step.
     `load_balance_loss` and `router_z_loss` are weights of terms of the training objective, excluded from logged
-    losses. Both terms are means over a sequence, weighted by its number of targets and divided by the targets of the
-    global batch like the loss, so they do not depend on how the batch is split. They are summed over layers.
+    losses. Both terms are means over the tokens of a sequence, weighted by its number of targets and divided by the
+    targets of the global batch like the loss, so they do not depend on how the batch is split. They are summed over
+    layers. Padding is routed like any token, but is in no load and no term.
 
     Args:
         num_experts: E, number of experts per layer.
@@ -148,19 +156,25 @@ class MoeLlama(Llama):
 
     @override
     def _run_blocks(
-        self, x: Tensor, rotation: Rotation, cache: KeyValueCache | None, documents: Documents | None
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        cache: KeyValueCache | None,
+        documents: Documents | None,
+        is_token: Tensor | None,
     ) -> Tensor:
-        counts, terms = [], []
+        loads, terms = [], []
         for index, block in self.blocks.named_children():
             layer_cache = None if cache is None else cache.layers[int(index)]
             if int(index) < self.num_dense_layers:
                 x = block(x, rotation, layer_cache, documents)
                 continue
-            x, layer_counts, layer_terms = block(x, rotation, layer_cache, documents)
-            counts.append(layer_counts)
+            x, layer_loads, layer_terms = block(x, rotation, layer_cache, documents, is_token)
+            loads.append(layer_loads)
             terms.append(layer_terms)
-        if counts and self.training and torch.is_grad_enabled():
-            self.routed = RoutedBatch(self._list_routers()[0][0], torch.stack(counts), torch.stack(terms))
+        if loads and self.training and torch.is_grad_enabled():
+            num_tokens = x.new_full((len(x),), x.shape[1], dtype=torch.int64) if is_token is None else is_token.sum(1)
+            self.routed = RoutedBatch(self._list_routers()[0][0], torch.stack(loads), torch.stack(terms), num_tokens)
         return x
 
     @property
@@ -185,17 +199,17 @@ class MoeLlama(Llama):
         return self.load_balance_loss * balance + self.router_z_loss * square
 
     @torch.no_grad()
-    def balance_experts(self, counts: Tensor) -> None:
+    def balance_experts(self, loads: Tensor) -> None:
         """Raise the bias of underloaded experts and lower that of overloaded ones, once per optimizer step.
 
         Args:
-            counts: [L, E] for the whole model, tokens per expert in the step, summed over all ranks.
+            loads: [L, E] for the whole model, tokens per expert in the step, summed over all ranks.
         """
         routers = self._list_routers()
         if not routers:
             return
         biases = [router.bias for _, router in routers]
-        steps = find_bias_steps(counts[[layer for layer, _ in routers]]).to(biases[0].device)  # [layers here, E]
+        steps = find_bias_steps(loads[[layer for layer, _ in routers]]).to(biases[0].device)  # [layers here, E]
         torch._foreach_add_(biases, list(steps.unbind()), alpha=self.balance_rate)
 
     @override
@@ -212,7 +226,7 @@ class MoeLlama(Llama):
         return self.num_routed_layers * idle * 3 * self.hidden_size * self.ffn_hidden_size
 
     @override
-    def flops_per_token(self, seq_len: int) -> Flops:
+    def flops_per_token(self, seq_len: float) -> Flops:
         """Return the FLOPs per trained token at `seq_len`, forward and backward, counting only its active experts."""
         every = super().flops_per_token(seq_len)
         idle_fraction = 1 - self.num_experts_per_token / self.num_experts

@@ -56,9 +56,9 @@ class MoeMlp(nn.Module):
         self.shared = shared
 
     @override
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return [B, T, W], and counts [E] and terms [3, B] of `Routing`."""
-        routing = self.router(x)
+    def forward(self, x: Tensor, is_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return [B, T, W], and loads [E] and terms [3, B] of `Routing`; arguments as for `Router.forward`."""
+        routing = self.router(x, is_token)
         order = sort_rows(routing.chosen.flatten())  # [N K], sorted by expert, then by token
         rows = permute_rows(x.flatten(0, 1), order.forward, order.backward)  # [N K, W], by expert
         rows = self.experts(rows, routing.counts)
@@ -66,7 +66,7 @@ class MoeMlp(nn.Module):
         out = out.view(x.shape)
         if self.shared is not None:
             out = out + self.shared(x)
-        return out, routing.counts, routing.terms
+        return out, routing.loads, routing.terms
 
 
 def combine_rows(rows: Tensor, order: Order, weights: Tensor) -> Tensor:

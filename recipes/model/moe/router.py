@@ -18,7 +18,8 @@ class Routing(NamedTuple):
     Attributes:
         chosen: [B, T, K] int64, experts of each token.
         weights: [B, T, K] float32, weights of the expert outputs.
-        counts: [E] int64, tokens per expert.
+        counts: [E] int64, rows per expert, those of padding included: the sizes of the experts' matrix products.
+        loads: [E] int64, tokens per expert.
         terms: [3, B] float32, load-balance loss, router z-loss and entropy of each sequence; the first two have a
             gradient.
     """
@@ -26,6 +27,7 @@ class Routing(NamedTuple):
     chosen: Tensor
     weights: Tensor
     counts: Tensor
+    loads: Tensor
     terms: Tensor
 
 
@@ -80,8 +82,8 @@ class Router(nn.Module):
         return self
 
     @override
-    def forward(self, x: Tensor) -> Routing:
-        """Route tokens [B, T, W]."""
+    def forward(self, x: Tensor, is_token: Tensor | None = None) -> Routing:
+        """Route tokens [B, T, W]; padding, where `is_token` [B, T] is False, is routed, but in no load and no term."""
         kind = "cpu" if x.device.type == "meta" else x.device.type  # autocast does not support meta
         with torch.autocast(kind, enabled=False):
             logits = linear(x.float(), self.weight.float())  # [B, T, E] float32
@@ -98,9 +100,12 @@ class Router(nn.Module):
         shares = scores if self.scores == "softmax" else scores / scores.sum(dim=-1, keepdim=True)  # [B, T, E]
         # a token chooses an expert once: no two writes meet, in any order
         is_chosen = torch.zeros_like(shares, dtype=torch.bool).scatter_(-1, chosen, True)  # [B, T, E]
-        counts = is_chosen.sum(dim=1)  # [B, E]
-        terms = torch.stack([*get_losses(logits, shares, counts, num_chosen=self.num_chosen), get_entropy(shares)])
-        return Routing(chosen, weights, counts.sum(dim=0), terms)
+        counts = loads = is_chosen.sum(dim=1)  # [B, E]
+        if is_token is not None:
+            loads = (is_chosen & is_token[..., None]).sum(dim=1)  # [B, E]
+        losses = get_losses(logits, shares, loads, num_chosen=self.num_chosen, is_token=is_token)
+        terms = torch.stack([*losses, get_entropy(shares, is_token=is_token)])
+        return Routing(chosen, weights, counts.sum(dim=0), loads.sum(dim=0), terms)
 
     @override
     def extra_repr(self) -> str:
@@ -124,7 +129,9 @@ def hide_groups(scores: Tensor, *, num_groups: int, num_chosen: int) -> Tensor:
     return hidden.view(scores.shape)
 
 
-def get_losses(logits: Tensor, shares: Tensor, counts: Tensor, *, num_chosen: int) -> tuple[Tensor, Tensor]:
+def get_losses(
+    logits: Tensor, shares: Tensor, loads: Tensor, *, num_chosen: int, is_token: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the load-balance loss and the router z-loss of each sequence, both [B] float32.
 
     The first is E * sum_e f_e P_e (Switch, arXiv 2101.03961), where f_e is the fraction of choices of expert e and P_e
@@ -135,19 +142,38 @@ def get_losses(logits: Tensor, shares: Tensor, counts: Tensor, *, num_chosen: in
     Args:
         logits: [B, T, E].
         shares: [B, T, E], scores normalized to sum to 1.
-        counts: [B, E], tokens per expert; no gradient.
+        loads: [B, E], tokens per expert; no gradient.
         num_chosen: K.
+        is_token: [B, T] bool, False for padding; None: no padding.
     """
     num_tokens, num_experts = logits.shape[1:]
-    frequencies = counts / (num_tokens * num_chosen)  # [B, E]
-    balance = num_experts * (frequencies * shares.mean(dim=1)).sum(dim=-1)  # [B]
-    return balance, logits.logsumexp(dim=-1).square().mean(dim=1)
+    means = _mean_over_tokens(shares, is_token)  # [B, E]
+    if is_token is None:
+        frequencies = loads / (num_tokens * num_chosen)  # [B, E]
+    else:
+        frequencies = loads / (count_tokens(is_token) * num_chosen)[:, None]
+    balance = num_experts * (frequencies * means).sum(dim=-1)  # [B]
+    return balance, _mean_over_tokens(logits.logsumexp(dim=-1).square(), is_token)
 
 
-def get_entropy(shares: Tensor) -> Tensor:
+def get_entropy(shares: Tensor, *, is_token: Tensor | None = None) -> Tensor:
     """Return the mean entropy of the router scores per token in nats, [B]; ln E for uniform scores."""
     entropies: Tensor = torch.special.entr(shares.detach()).sum(dim=-1)  # [B, T]
-    return entropies.mean(dim=1)
+    return _mean_over_tokens(entropies, is_token)
+
+
+def count_tokens(is_token: Tensor) -> Tensor:
+    """Return the number of tokens of each row, [B]; 1 for a row of padding alone, whose sums of 0 are divided by it."""
+    return is_token.sum(dim=1).clamp(min=1)
+
+
+def _mean_over_tokens(values: Tensor, is_token: Tensor | None) -> Tensor:
+    """Return the mean over the tokens of each row, [B, …], of values [B, T, …]."""
+    if is_token is None:
+        return values.mean(dim=1)
+    is_kept = is_token.view(*is_token.shape, *(1,) * (values.ndim - 2))  # [B, T, …]
+    total = torch.where(is_kept, values, 0.0).sum(dim=1)  # [B, …]
+    return total / count_tokens(is_token).view(-1, *(1,) * (values.ndim - 2))
 
 
 def find_bias_steps(counts: Tensor) -> Tensor:

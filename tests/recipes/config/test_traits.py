@@ -3,7 +3,7 @@
 import pytest
 from support import composed_config
 
-from recipes.config.traits import get_eval_samples, tries_convolutions
+from recipes.config.traits import get_eval_samples, get_tokens_per_sample, tries_convolutions
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,16 @@ def test_a_validation_takes_two_percent_of_the_time(typed: list[str], num_sample
 )
 def test_cudnn_tries_its_algorithms_for_images_unless_bits_matter(typed: list[str], expected: bool) -> None:
     assert tries_convolutions(composed_config(*typed)) is expected
+
+
+@pytest.mark.parametrize(
+    ("typed", "num_tokens"),
+    [
+        (["data=random_tokens"], 128),
+        (["recipe=sft_strings"], None),  # a packed row ends with padding
+        (["recipe=mixture"], None),  # one of its sources has packed rows
+        (["model=resnet18"], None),
+    ],
+)
+def test_a_plan_counts_tokens_where_no_row_is_padded(typed: list[str], num_tokens: int | None) -> None:
+    assert get_tokens_per_sample(composed_config(*typed)) == num_tokens

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import MaskedTokens
+from support import MaskedTokens, RaggedTokens
 
 from recipes.data import datamodule
 from recipes.data.datamodule import StreamDataModule
@@ -247,3 +247,18 @@ def test_a_rank_on_a_gpu_starts_no_more_loader_processes_than_it_has_cores(
     assert len(caplog.messages) == num_lines
     assert all(f"{cores} of the machine's 128 cores" in line for line in caplog.messages)
     assert all("launcher.cpus_per_task=8" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize(("micro_batch_size", "world_size"), [(8, 1), (2, 1), (2, 2)])
+def test_tokens_of_a_step_are_those_of_its_samples_whatever_the_split(micro_batch_size: int, world_size: int) -> None:
+    accumulate = 8 // (micro_batch_size * world_size)
+    source = RaggedTokens(num_samples=37, seq_len=100, vocab_size=8)
+    for rank in range(world_size):
+        data, _ = stream(micro_batch_size=micro_batch_size, accumulate=accumulate, world_size=world_size, rank=rank)
+        data.source = source
+        batches = iter(data.train_dataloader())
+        for first in (0, 8):
+            window = [next(batches) for _ in range(accumulate)]
+            lengths = source.lengths[data._order(source).indices(np.arange(first, first + 8))]
+            assert sum(batch["num_tokens"] for batch in window) == lengths.sum()
+            assert sum(batch["num_token_pairs"] for batch in window) == (lengths**2).sum()

@@ -8,7 +8,7 @@ from support import ROOT, composed_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from recipes.model.flops import Flops, flops_per_sample
+from recipes.model.flops import CountsFlops, Flops, flops_per_sample
 from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
 from recipes.model.resnet import ResNet, ResNet18, ResNet50
@@ -142,3 +142,24 @@ def test_every_option_agrees_with_torchs_counter_in_all_that_it_multiplies(optio
         counted -= 6 * model.num_layers * filled_up * shape[0] ** 2
     assert flops.palm - extra == counted
     assert extra < 0.02 * counted
+
+
+def test_padding_takes_no_flops_and_rows_of_other_ranks_count_at_their_own_length() -> None:
+    """Two ranks with two rows each, of 3, 50, 17 and 64 tokens, all padded to 64."""
+
+    class Task(CountsFlops):
+        data_size = 2
+
+        def meta_model(self) -> GPT2:
+            with torch.device("meta"):
+                return GPT2(vocab_size=64, max_seq_len=64, num_layers=2, num_heads=2, hidden_size=16, dropout=0.0)
+
+    lengths = [3, 50, 17, 64]
+    batch = {"inputs": torch.zeros(2, 64), "num_tokens": sum(lengths), "num_token_pairs": sum(n * n for n in lengths)}
+    task = Task()
+    found = task.recipes_flops(batch)
+    rows = [flops_per_sample(task.meta_model(), (length,)) for length in lengths]
+    assert found is not None
+    assert found.palm * 2 == pytest.approx(sum(row.palm for row in rows if row), rel=1e-12)
+    assert found.causal * 2 == pytest.approx(sum(row.causal for row in rows if row), rel=1e-12)
+    assert task.recipes_flops_key(batch) != task.recipes_flops_key(batch | {"num_tokens": 133})

@@ -2,7 +2,7 @@
 
 import torch
 
-from recipes.preflight.data import check_dependence, check_repeats
+from recipes.preflight.data import check_dependence, check_range, check_repeats, digest
 
 
 def test_rows_in_the_order_of_their_lengths_still_say_something_of_their_targets() -> None:
@@ -17,3 +17,18 @@ def test_samples_of_the_next_epoch_are_no_repeats() -> None:
     drawn = [*epoch[48:], *epoch[:48]]
     assert check_repeats(drawn, 100 - 48).status == "pass"
     assert check_repeats([*epoch[48:74], *epoch[48:74]], 100 - 48).status == "fail"
+
+
+def test_a_sample_is_the_same_however_its_batch_was_padded() -> None:
+    wide, narrow = torch.tensor([5, 7, 0, 0, 0, 0]), torch.tensor([5, 7, 0, 0])
+    assert digest(wide, torch.tensor(2)) == digest(narrow, torch.tensor(2)) == digest(torch.tensor([5, 7]))
+    assert digest(wide, torch.tensor(3)) != digest(narrow, torch.tensor(2))
+
+
+def test_the_share_of_targets_that_carry_loss_is_that_of_tokens() -> None:
+    sample = {
+        "inputs": torch.arange(8),
+        "targets": torch.tensor([-100, 3, 4, *[-100] * 5]),
+        "num_inputs": torch.tensor(4),
+    }
+    assert check_range([sample], 9).found == "2 targets, all in 0 to 8; 50% carry loss"

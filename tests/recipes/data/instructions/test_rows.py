@@ -96,3 +96,14 @@ def test_a_row_beyond_the_last_is_refused(store: ExampleStore) -> None:
 def test_rows_are_not_padded_beyond_what_the_model_reads(store: ExampleStore) -> None:
     rows = rows_of(store, 12, packs=False)
     assert pad_rows([rows[1], rows[2]], seq_len=12)["inputs"].shape == (2, 12)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_inputs_are_counted_without_padding_and_without_reading_rows(packs: bool, store: ExampleStore) -> None:
+    rows = rows_of(store, 12, packs=packs)
+    counted = rows.count_inputs(np.arange(len(rows))).tolist()
+    assert counted == ([11, 11] if packs else [4, 2, 7, 9])
+    samples = [rows[index] for index in range(len(rows))]
+    assert pad_rows(samples, seq_len=100)["num_inputs"].tolist() == counted
+    if packs:
+        assert [int(sample["num_inputs"]) for sample in samples] == counted

@@ -156,10 +156,11 @@ def test_rows_of_one_example_are_padded_beside_windows_of_text(tmp_path: Path) -
     mixture.prepare()
     train = mixture.train()
     batch = mixture.collate([train[0], train[len(train) - 1]])
-    assert set(batch) == {"inputs", "targets", "source"}
+    assert set(batch) == {"inputs", "targets", "num_inputs", "source"}
     assert batch["targets"][0].min() >= 0
     length = len(train[len(train) - 1]["inputs"])
     assert length < SEQ_LEN
+    assert batch["num_inputs"].tolist() == [SEQ_LEN, length]
     assert (batch["targets"][1, length:] == IGNORE_INDEX).all()
 
 
@@ -358,3 +359,20 @@ def test_a_question_of_two_sources_and_a_document_are_in_one_split_also_in_a_mix
     assert len(inner.train().parts["first"]) == len(first.train()), "the inner mixture reads the new split"
     questions = {tuple(prompt) for prompt, _ in first.questions(1000)}
     assert len(questions) > 70, "about half of the 200, not a fifth"
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_tokens_of_each_source_are_counted_without_padding_at_any_position(tmp_path: Path, packing: bool) -> None:
+    sources = {"text": text_source(tmp_path, "text"), "sums": question_source(tmp_path, packing=packing)}
+    mixture = mixture_of(sources, {"text": 0.25, "sums": 0.75})
+    mixture.prepare()
+    train = mixture.train()
+    lengths = [int(train[index].get("num_inputs", len(train[index]["inputs"]))) for index in range(len(train))]
+    assert train.count_inputs(np.arange(len(train))).tolist() == lengths
+    order, counts, expected = train.make_order(5), {"text": 0, "sums": 0}, []
+    for position in range(3 * len(train)):  # several epochs of the questions
+        expected.append(dict(counts))
+        sample = order(position)
+        counts[mixture.source_names[train.locate(sample)[0]]] += lengths[sample]
+    for position in (0, 7, 8, len(train), 3 * len(train) - 1, 11):  # the last one after a rollback
+        assert train.count_tokens(position, seed=5) == expected[position], position

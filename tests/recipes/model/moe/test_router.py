@@ -139,3 +139,27 @@ def test_biases_move_towards_the_mean_load_by_whole_numbers() -> None:
     assert find_bias_steps(counts).tolist() == [[-1, 0, 1, 0], [1, 1, 1, -1]]
     largest, smallest = describe_loads(counts)
     assert (float(largest), float(smallest)) == (2.0, 0.0)
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_padding_is_routed_and_in_no_load_and_no_term(scores: str) -> None:
+    router, x, lengths = make_router(scores=scores), hidden(), [10, 1, 6]
+    is_token = torch.arange(10) < torch.tensor(lengths)[:, None]
+    routing = router(x, is_token)
+    assert int(routing.counts.sum()) == 3 * 10 * 2, "the experts compute every row"
+    alone = [router(row[None, :length]) for row, length in zip(x, lengths, strict=True)]
+    assert torch.equal(routing.loads, torch.stack([each.loads for each in alone]).sum(dim=0))
+    torch.testing.assert_close(routing.terms, torch.cat([each.terms for each in alone], dim=1))
+
+
+def test_rows_without_padding_have_the_very_terms_of_rows_that_cannot_have_any() -> None:
+    router, x = make_router(), hidden()
+    given, plain = router(x, torch.ones(3, 10, dtype=torch.bool)), router(x)
+    assert torch.equal(given.terms, plain.terms)
+    assert torch.equal(given.loads, plain.loads)
+
+
+def test_a_row_of_padding_alone_has_terms_of_zero() -> None:
+    routing = make_router()(hidden(), torch.zeros(3, 10, dtype=torch.bool))
+    assert not routing.terms.any()
+    assert not routing.loads.any()
