@@ -1,22 +1,82 @@
-"""torch.compile per block: all blocks of a model share one compilation, which takes about ten seconds on a CPU."""
+"""torch.compile per block: all blocks of a model share one compilation, which takes about ten seconds on a CPU.
 
+A size that changes between calls, such as the length of padded rows, becomes a variable of the graph at its second
+value: one more compilation serves every other value, too.
+"""
+
+from typing import Any
+
+import torch
 from torch import nn
+from torch._dynamo.callback import CallbackTrigger, callback_handler
+from torch._dynamo.utils import counters
 
 
-def compile_blocks(blocks: nn.ModuleList, *, mode: str) -> None:
+def compile_blocks(
+    blocks: nn.ModuleList, *, mode: str, leaves_out_hooks: bool = False, backend: str | None = None
+) -> None:
     """Compile each block in place.
 
     Args:
         blocks: Modules of the same class.
         mode: `mode` of `torch.compile`.
+        leaves_out_hooks: Whether the engine's hooks of a block cannot be traced, and are to run around its graph.
+        backend: Backend of `torch.compile` instead of inductor; it has no modes.
     """
     from torch._dynamo import config
 
     # DDPOptimizer would split blocks at bucket boundaries; per-block graphs already overlap the all-reduce
     config.optimize_ddp = False  # type: ignore[attr-defined]
 
-    # the blocks share one code object: every shape of any block, in training and evaluation, counts toward its
-    # recompile limit, beyond which torch falls back to eager
+    # the blocks share one code object: every variant of any block (training, evaluation, a first size, changing sizes)
+    # counts toward its recompile limit, beyond which torch falls back to eager
     config.recompile_limit = max(config.recompile_limit, 4 * len(blocks))  # type: ignore[attr-defined]
+    options: dict[str, Any] = {"dynamic": None} | ({"mode": mode} if backend is None else {"backend": backend})
     for block in blocks:
-        block.compile(dynamic=False, mode=mode)
+        if leaves_out_hooks:
+            block.forward = torch.compile(block.forward, **options)  # type: ignore[method-assign]
+        else:
+            block.compile(**options)
+
+
+def is_compiled(block: nn.Module) -> bool:
+    """Return whether `compile_blocks` has compiled a block."""
+    return block._compiled_call_impl is not None or hasattr(block.forward, "_torchdynamo_orig_callable")
+
+
+class CompilationCounter:
+    """Counts what torch.compile does in this process, from construction until `detach`."""
+
+    def __init__(self) -> None:
+        self._graphs, self._breaks = _read_counters()
+        self._recompilations = 0
+        callback_handler.register_start_callback(self._on_start)
+
+    def _on_start(self, arguments: Any) -> None:
+        _, _, attempt = str(arguments.compile_id).partition("/")  # "2/1": the second compilation of the third function
+        is_traced = arguments.callback_trigger is CallbackTrigger.DYNAMO
+        self._recompilations += is_traced and attempt.partition("_")[0] not in ("", "0")
+
+    def detach(self) -> None:
+        """Stop counting; a second call does nothing."""
+        if self._on_start in callback_handler.start_callbacks:
+            callback_handler.remove_start_callback(self._on_start)
+
+    def describe(self) -> str:
+        """Return the number of graphs, and how many of them another size, mode or layer needed, in one line."""
+        graphs, breaks = (
+            now - before for now, before in zip(_read_counters(), (self._graphs, self._breaks), strict=True)
+        )
+        return (
+            f"compile: {_count(graphs, 'graph')}, {_count(self._recompilations, 'recompilation')},"
+            f" {_count(breaks, 'graph break')}"
+        )
+
+
+def _read_counters() -> tuple[int, int]:
+    """Return the graphs and the graph breaks of this process so far."""
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"

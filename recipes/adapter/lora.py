@@ -1,8 +1,10 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685): y = W x + (alpha / r) B A x with W frozen; DoRA also scales rows."""
 
+import functools
 from typing import Annotated, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from recipes.adapter import find_targets, inject
 from recipes.adapter.nf4_base import hold_in_nf4
@@ -53,6 +55,8 @@ class Lora:
         names = find_targets(model, self.target_modules, setting=f"adapter.target_modules={self.target_modules}")
         from peft import LoraConfig
 
+        if self.dora:
+            _let_compilers_read_weights()
         inject(
             model,
             LoraConfig(
@@ -68,3 +72,18 @@ class Lora:
         )
         if self.base == "nf4":
             hold_in_nf4(model)
+
+
+@functools.cache  # once a process: torch accepts no second substitute
+def _let_compilers_read_weights() -> None:
+    """Let torch.compile trace how DoRA reads the frozen weight of a layer, which would break the graph of every layer.
+
+    peft (0.21) first looks for quantized weights by the module of their class, a string that Dynamo (torch 2.13) does
+    not know. Here no such weight is quantized: the config check rejects DoRA on NF4.
+    """
+    from peft.utils.integrations import dequantize_module_weight
+
+    def get_weight(module: nn.Module) -> Tensor:
+        return module.weight  # type: ignore[return-value]
+
+    torch.compiler.substitute_in_graph(dequantize_module_weight, skip_signature_check=True)(get_weight)

@@ -70,7 +70,7 @@ def get_traits(strategy: Mapping[str, Any]) -> StrategyTraits:
 def get_compile_mode(config: Mapping[str, Any], *, on_gpu: bool | None = None) -> str | None:
     """Return the torch.compile mode of a run; None is eager.
 
-    `auto` compiles on a GPU, except under ZeRO-3, whose hooks break every graph.
+    `auto` compiles on a GPU, except under ZeRO-3, where gathering whole blocks has been tried on CPUs only.
 
     Args:
         config: Composed config.

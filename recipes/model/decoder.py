@@ -272,7 +272,9 @@ def _attend_in_parts(
 
 def _attend_masked(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *, dropout: float) -> Tensor:
     """Return masked attention; mask None: causal, or all tokens in the cache."""
-    causal = mask is None and queries.shape[2] == keys.shape[2]  # also true for a cache that was empty
+    causal = mask is None
+    if causal and queries.shape[2] != keys.shape[2]:  # a branch: attention takes no symbolic bool (torch 2.13)
+        causal = False  # the cache was not empty
     grouped = keys.shape[1] != queries.shape[1]
     if grouped and (queries.dtype == torch.float32 or not _flash_is_allowed or mask is not None):
         # CUDA has no flash kernel for float32 or with a mask, and the memory-efficient kernel does not support GQA

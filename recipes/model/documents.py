@@ -77,7 +77,7 @@ def block_mask(numbers: Tensor) -> BlockMask:
 @functools.cache
 def _compiled_create_block_mask() -> Callable[..., BlockMask]:
     """Return `create_block_mask`, compiled once: in eager mode it materializes B T T elements."""
-    return cast(Callable[..., BlockMask], torch.compile(create_block_mask, dynamic=False))
+    return cast(Callable[..., BlockMask], torch.compile(create_block_mask))
 
 
 def attend_blocks(queries: Tensor, keys: Tensor, values: Tensor, mask: BlockMask) -> Tensor:

@@ -91,7 +91,8 @@ def _run_product(x: Tensor, other: Tensor, ends: Tensor) -> Tensor:
 
 
 def _describe_product(x: Tensor, other: Tensor, ends: Tensor) -> Tensor:
-    shape = (len(x), other.shape[2]) if other.ndim == 3 else (len(ends), len(x), other.shape[1])
+    num_rows = x.shape[0]  # `len(x)` would fix a number of rows that varies, and compile again for each
+    shape = (num_rows, other.shape[2]) if other.ndim == 3 else (ends.shape[0], num_rows, other.shape[1])
     return x.new_empty(shape)
 
 

@@ -59,7 +59,7 @@ class HeadLoss:
 
     def compile(self, **options: Any) -> None:
         """Compile the computation of a chunk: one kernel reads its logits and writes their gradient."""
-        self._chunk = torch.compile(self._chunk, dynamic=False, **options)
+        self._chunk = torch.compile(self._chunk, **options)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return the logits [n, V] of a chunk, without padding; not differentiable."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recipes.compile import is_compiled
 from recipes.numerics.grouped_linear import GroupedLinear
 
 ALIGNMENT = 1024  # elements; DeepSpeed needs an even number for NCCL
@@ -63,6 +64,19 @@ def partition(
     initialize(model)
     unset = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not unset, f"no initial weights for {unset}"
+
+
+def gather_whole(blocks: Iterable[nn.Module]) -> None:
+    """Gather and free the weights of a compiled block together, as FSDP2 does, before and after its graph.
+
+    DeepSpeed's hooks around every layer would break the graph at each of them, and torch would compile each layer of
+    each block separately, up to its limit and then no more.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    for block in blocks:
+        if is_compiled(block):
+            set_z3_leaf_module(block, True)
 
 
 def gather_in_compute_dtype(blocks: Iterable[nn.Module], optimizer: Any, dtype: torch.dtype) -> None:

@@ -36,6 +36,7 @@ from recipes.strategy.deepspeed.partition import (
     DISK_THREADS,
     fit_buckets,
     gather_in_compute_dtype,
+    gather_whole,
     partition,
 )
 from recipes.strategy.deepspeed.step_guard import StepGuardMixin
@@ -116,6 +117,12 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
         self._precision = precision
         self._state = ZeroState()
 
+    @property
+    def gathers_by_hooks(self) -> bool:
+        """Whether hooks that torch.compile cannot trace gather the weights."""
+        assert isinstance(self.config, dict)
+        return bool(self.config["zero_optimization"]["stage"] == 3)
+
     @override
     def setup_environment(self) -> None:
         """Skip Lightning's check, which rejects CPUs (#12607, 2.6.6): DeepSpeed runs on them with gloo."""
@@ -169,7 +176,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
             model.to_empty(device=self._communication_device)
             initialize(model)
         else:
-            get_blocks(model, "deepspeed_stage_3")
+            gather_whole(get_blocks(model, "deepspeed_stage_3"))
             # `zero.Init` reads the batch size and precision, which Lightning fills in later
             complete_deepspeed_config(self)
             partition(model, initialize, config=self.config, device=self._communication_device)
