@@ -28,11 +28,22 @@ def _run_eagerly(graph: torch.fx.GraphModule, inputs: Any) -> Any:
     return graph.forward
 
 
-def _trace(module: torch.nn.Module, *, dynamic: bool, mode: str) -> None:
+def _trace(module: torch.nn.Module, *, dynamic: bool | None, mode: str) -> None:
     _compile(module, backend=_run_eagerly, dynamic=dynamic)
 
 
+_compile_function = torch.compile
+
+
+def _trace_forward(function: Any, **options: Any) -> Any:
+    """Trace the forward pass of a block, whose hooks stay outside; compile anything else."""
+    if isinstance(getattr(function, "__self__", None), torch.nn.Module):
+        return _compile_function(function, backend=_run_eagerly, dynamic=options["dynamic"])
+    return _compile_function(function, **options)
+
+
 torch.nn.Module.compile = _trace  # type: ignore[assignment,method-assign]
+torch.compile = _trace_forward  # type: ignore[assignment]
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:

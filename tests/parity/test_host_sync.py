@@ -1,4 +1,4 @@
-"""On two ranks, between logged steps: what the host reads, and that DDP and FSDP2 break no block's graph."""
+"""On two ranks, between logged steps: what the host reads, and that no engine breaks a block's graph."""
 
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ COMPILED = [
     *("ddp", "fsdp", "ddp, bf16-mixed", "fsdp, bf16-mixed"),
     *("ddp, activation_checkpoint=selective", "fsdp, activation_checkpoint=selective"),
     "fsdp, activation_checkpoint=every_block",
+    "deepspeed_stage_3",
 ]
 # on a GPU neither runs: a fused optimizer reads the flag there, and the reader copies beside the computation
 ONLY_ON_A_CPU = {"recipes/strategy/__init__.py: skip_step", "callbacks/loss_spike/reader.py: exchange"}

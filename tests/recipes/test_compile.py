@@ -1,6 +1,7 @@
 """Compiled blocks and chunks of the loss: no graph break for any model or adapter, and no graph per length."""
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -112,3 +113,13 @@ def test_nothing_compiled_is_counted_after_a_counter_is_detached() -> None:
     counter.detach()
     counter.detach()
     assert counter.describe() == "compile: no graphs, no recompilations, no graph breaks"
+
+
+def test_peft_still_reads_a_weight_in_a_way_that_dynamo_cannot_trace() -> None:
+    """If this fails, `_let_compilers_read_weights` in recipes/adapter/lora.py can go."""
+    from peft.utils.integrations import dequantize_module_weight as original
+
+    copied = types.FunctionType(original.__code__, original.__globals__)  # of which torch knows no substitute
+    read = torch.compile(copied, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        read(nn.Linear(2, 2))
