@@ -79,8 +79,8 @@ def _let_compilers_read_weights() -> None:
     """Let torch.compile trace how DoRA reads the frozen weight of a layer, which would break the graph of every layer.
 
     peft (0.21) first looks for quantized weights by the module of their class, a string that Dynamo (torch 2.13) does
-    not know. Here no such weight is quantized: the config check rejects DoRA on NF4. A plain tensor is returned, because
-    peft makes a new parameter of a transposed one (`Conv1D`), which Dynamo does not support either.
+    not know. Here no such weight is quantized: the config check rejects DoRA on NF4. The substitute returns a plain
+    tensor, because peft makes a new parameter of a transposed one (`Conv1D`), which Dynamo does not support either.
     """
     from peft.utils.integrations import dequantize_module_weight
 

@@ -85,7 +85,7 @@ def test_the_loss_of_a_step_is_that_of_its_sources_by_their_targets(on_one: Any)
     tokens = {name: [row[f"train/{name}/tokens"] for row in rows] for name in ("letters", "noise")}
     # 16 samples a step: 0.7 of the first 51 are letters, 0.4 of those after; a row of noise has 48 tokens
     assert [16 * (index + 1) - tokens["noise"][index] / 48 for index in (0, 2, 7)] == [11, 34, 67]
-    assert 0.9 * 48 * 67 < tokens["letters"][7] < 48 * 67, "the rest of a packed row is padding"
+    assert 0.8 * 48 * 67 < tokens["letters"][7] < 48 * 67, "the rest of a packed row is padding"
     assert [sum(pair) for pair in zip(*tokens.values(), strict=True)] == [row["train/tokens"] for row in rows]
     for row in rows:
         low, high = sorted((row["train/letters/loss"], row["train/noise/loss"]))
