@@ -1,4 +1,4 @@
-"""Three small models with blocks, a training step for each, and every activation checkpointing option."""
+"""Small models with blocks, a training step for each, and every activation checkpointing option."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from recipes.activation_checkpoint import ActivationCheckpoint
 from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
+from recipes.model.moe import MoeLlama
 from recipes.model.resnet import ResidualBlock
 
 _DECODER: dict[str, Any] = {"vocab_size": 64, "max_seq_len": 16, "num_layers": 4, "num_heads": 2, "hidden_size": 32}
@@ -29,6 +30,24 @@ class Residual(nn.Module):
         return x
 
 
+class RaggedExperts(nn.Module):
+    """Experts on rows with padding, which enters no term of their router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        experts = {"num_experts": 4, "num_experts_per_token": 2, "load_balance_loss": 0.1, "router_z_loss": 0.01}
+        self.inner = MoeLlama(**_DECODER, num_kv_heads=1, ffn_hidden_size=32, rope_theta=10_000.0, **experts)
+        self.inner.init_weights(0)
+        self.inner.init_buffers()
+        self.blocks = self.inner.blocks
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, T] -> [B, T, V], with the router's losses added to each logit."""
+        num_inputs = torch.tensor([16, 5, 9, 1])  # [B]
+        logits: Tensor = self.inner(tokens, num_inputs=num_inputs)
+        return logits + self.inner.weigh_terms((self.inner.take_routed().terms * num_inputs).sum(dim=-1))
+
+
 TOKENS = torch.arange(64).reshape(4, 16)  # [B, T]
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
     "gpt2": (lambda: GPT2(**_DECODER, dropout=0.1), lambda: TOKENS),
@@ -36,6 +55,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
         lambda: Llama(**_DECODER, num_kv_heads=1, ffn_hidden_size=64, rope_theta=10_000.0),
         lambda: TOKENS,
     ),
+    "ragged experts": (RaggedExperts, lambda: TOKENS),
     # the input needs a gradient, like the output of a stem
     "residual": (Residual, lambda: torch.linspace(-1, 1, 4 * 8 * 64).reshape(4, 8, 8, 8).requires_grad_()),
 }
