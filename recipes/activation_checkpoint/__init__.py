@@ -1,8 +1,8 @@
 """Activation checkpointing: recompute the activations of blocks, or offload them to host memory.
 
-Every option gives the same loss and gradients, bit for bit in eager mode; what is recomputed draws the random numbers
-of the forward pass again, or they are kept. `recompute` recomputes activations in the
-backward pass instead of saving them; `host_offload` saves them in host memory.
+Every option gives the same loss and gradients, bit for bit in eager mode: what is recomputed draws the random numbers
+of the forward pass again, or they are kept. `recompute` recomputes activations in the backward pass instead of saving
+them; `host_offload` saves them in host memory.
 """
 
 import contextlib

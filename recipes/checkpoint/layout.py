@@ -18,6 +18,7 @@ from recipes.checkpoint.shard_file import Part
 from recipes.errors import ConfigError
 
 RUN_FILE = "run.pt"
+FLATS = "flats"  # key of what ZeRO's flat partitions of a rank keep beside per-element state
 _OPTIMIZER, _RNG, _VALUES = "optimizer", "rng", "values"
 State = dict[str, Any]
 
@@ -98,15 +99,21 @@ def read_values(checkpoint: State, rank: int) -> State:
     saved: SavedTensor | None = checkpoint[_VALUES].get(rank)
     if saved is None:
         return {}
-    of_rank: State = torch.load(io.BytesIO(saved.read().numpy().tobytes()), map_location="cpu", weights_only=True)
+    file = io.BytesIO(saved.read().numpy().tobytes())
+    of_rank: State = torch.load(file, map_location=_to_own_device, weights_only=True)
     return of_rank
+
+
+def _to_own_device(storage: Any, location: str) -> Any:
+    """Put a tensor that was on a GPU on that of this rank, if it has one; any other stays in host memory."""
+    return storage.cuda() if location.startswith("cuda") and torch.cuda.is_available() else storage
 
 
 def merge_optimizer_values(checkpoint: State, *, rank: int, is_same_mesh: bool) -> State:
     """Return what an optimizer keeps beside sharded and replicated tensors, from the ranks that saved it.
 
-    On the same mesh a rank gets its own values, where it has any. On another mesh shards have other owners, so a value
-    is taken if all ranks that saved one agree.
+    On the same mesh a rank gets its own values back, and of parameters that it saved none of, those of another rank,
+    which saved them for all. On another mesh shards have other owners: values are taken if all ranks agree.
 
     Args:
         checkpoint: Checkpoint from `merge_state`.
@@ -114,54 +121,47 @@ def merge_optimizer_values(checkpoint: State, *, rank: int, is_same_mesh: bool) 
         is_same_mesh: Whether this run has the strategy and the mesh of the saving run.
 
     Returns:
-        `parameters`, values by name of the parameter and key; `groups`, values of each parameter group by key;
+        `parameters`, values by name of the parameter and key; `groups`, a list of the values of each parameter group;
         `others`, state under keys that are no parameter; `top`, further keys of the optimizer's `state_dict`.
 
     Raises:
         ConfigError: Ranks of another mesh keep different values.
     """
-    merged: dict[tuple[Any, ...], Any] = {}
-    own: dict[tuple[Any, ...], Any] = {}
-    read: set[bytes] = set()
-    for saving_rank, saved in checkpoint[_VALUES].items():
-        content = saved.read().numpy().tobytes()
-        if content in read and saving_rank != rank:
-            continue  # of many ranks with the same values one is enough
-        read.add(content)
-        flat = _flatten_values(read_values(checkpoint, saving_rank).get("optimizer", {}))
-        if saving_rank == rank:
-            own = flat
-        for place, value in flat.items():
-            if place in merged and not is_same_mesh and not are_equal(merged[place], value):
-                raise ConfigError(
-                    f"resume=… trainer.devices and sizes of the mesh with {checkpoint['optimizer']}",
-                    f"its ranks keep different values of {'/'.join(str(part) for part in place[1:])}, each for its own"
-                    " shards",
-                    "resume=… with the strategy, the number of devices and the mesh of the checkpoint",
-                )
-            merged.setdefault(place, value)
-    return _unflatten_values(merged | own if is_same_mesh else merged)
+    saved = [read_values(checkpoint, saving_rank).get("optimizer", {}) for saving_rank in range(len(checkpoint[_RNG]))]
+    parameters: dict[str, State] = {}
+    for of_rank in saved:
+        for name, values in of_rank.get("parameters", {}).items():
+            for key, value in values.items():
+                known = parameters.setdefault(name, {}).setdefault(key, value)
+                if not is_same_mesh and not are_equal(known, value):
+                    raise _differs(checkpoint, f"{name}/{key}")
+    own = saved[rank] if is_same_mesh else saved[0]
+    flats = own.get("top", {}).get(FLATS, [])
+    if not is_same_mesh and flats:
+        # beside each parameter is what a parameter can take: scalars, if all partitions have the same
+        kept = next(iter(own.get("parameters", {}).values()), {}).keys() | {"step"}
+        if any(not are_equal(values, flats[0]) or values.keys() - kept for values in flats):
+            raise _differs(checkpoint, "the partitions of ZeRO")
+    for name, values in own.get("parameters", {}).items():
+        parameters[name] |= values
+    # a group or key that a rank did not save has the value of the config there
+    for section in ("groups", "others", "top") if not is_same_mesh else ():
+        if any(not are_equal(of_rank.get(section) or {}, own.get(section) or {}) for of_rank in saved):
+            raise _differs(checkpoint, f"its {section}")
+    return {
+        "parameters": parameters,
+        "groups": own.get("groups", []),
+        "others": own.get("others", {}),
+        "top": {key: value for key, value in own.get("top", {}).items() if is_same_mesh or key != FLATS},
+    }
 
 
-def _flatten_values(values: State) -> dict[tuple[Any, ...], Any]:
-    """Return values by their place: section, parameter or group, key."""
-    flat: dict[tuple[Any, ...], Any] = {}
-    for section in ("parameters", "others"):
-        for name, of_name in values.get(section, {}).items():
-            flat |= {(section, name, key): value for key, value in of_name.items()}
-    for index, group in enumerate(values.get("groups", ())):
-        flat |= {("groups", index, key): value for key, value in group.items()}
-    return flat | {("top", key): value for key, value in values.get("top", {}).items()}
-
-
-def _unflatten_values(flat: Mapping[tuple[Any, ...], Any]) -> State:
-    merged: State = {"parameters": {}, "others": {}, "groups": {}, "top": {}}
-    for (section, *names, key), value in flat.items():
-        target = merged[section]
-        for name in names:
-            target = target.setdefault(name, {})
-        target[key] = value
-    return merged
+def _differs(checkpoint: State, what: str) -> ConfigError:
+    return ConfigError(
+        f"resume=… trainer.devices and sizes of the mesh with {checkpoint['optimizer']}",
+        f"its ranks keep different values of {what}, each for its own shards",
+        "resume=… with the strategy, the number of devices and the mesh of the checkpoint",
+    )
 
 
 def are_equal(one: Any, other: Any) -> bool:
@@ -169,7 +169,8 @@ def are_equal(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+        is_alike = one.shape == other.shape and one.dtype == other.dtype
+        return is_alike and torch.equal(one, other.to(one.device))
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(are_equal(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple):

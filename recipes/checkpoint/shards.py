@@ -87,13 +87,13 @@ class ShardSavingMixin(PerRankSavingMixin):
         """Return what this rank saves of the optimizer state, keyed as torch's `state_dict`.
 
         State of a replicated parameter is the same on all its ranks, so one of them saves it. State of a sharded
-        parameter belongs to its rank, unless the optimizer names it in `replicated_state` or it is a step count.
+        parameter belongs to its rank, unless the optimizer names it in `replicated_state` or it is torch's `step`.
         """
         inner = unwrap_optimizer(optimizer)
         saved: dict[str, Any] = inner.state_dict()
         orders = find_row_orders(self.lightning_module)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        replicated = {"step", *getattr(inner, "replicated_state", ())}
+        replicated = {*(("step",) if is_torchs(inner) else ()), *getattr(inner, "replicated_state", ())}
         writes_unsharded = self._ranks.writes_unsharded
         state: dict[Any, Any] = {}
         for index, values in saved["state"].items():
@@ -224,13 +224,18 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], row_
         parameter = parameters[index]
         loaded = inner.state[parameter]
         for key, value in values.items():
-            if not isinstance(value, Tensor):
-                # torch 2.13 rebuilds what can be iterated over, and so turns a string into that of a generator
+            if not isinstance(saved["state"][index][key], SavedTensor):
+                # torch 2.13 casts tensors, and rebuilds what can be iterated over: a string becomes that of a generator
                 loaded[key] = _to_device(value, parameter.device)
             # torch casts all state to the parameter's dtype, as needed to resume in another precision; but this would
             # round a float32 average of bfloat16 weights, and any state that an optimizer keeps in float32
             elif key in in_float32 and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(loaded[key].device)
+
+
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is one of torch's own, whose `step` counts the steps of all ranks."""
+    return type(optimizer).__module__.startswith("torch.optim")
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

@@ -118,7 +118,9 @@ def find_blocks(inner: Any, *, name: str) -> tuple[str, str]:
 
 
 # layers that compute several matrix products at once, under the names that models of transformers give them
-_FUSED = re.compile(r"c_attn|qkv|query_key_value|gate_(and_)?up|in_proj|kv_proj|^(wi|w12|w13)$", re.IGNORECASE)
+_FUSED = re.compile(
+    r"c_attn|qkv|query_key_value|gate_(and_)?up|in_proj|kv_proj|^(wi|w12|w13|input_linear)$", re.IGNORECASE
+)
 
 
 def find_stacks(inner: Any) -> dict[str, Stack | None]:

@@ -39,6 +39,7 @@ class AdamW8bit(GroupwiseOptimizer):
 
     accepts_flat_partitions: ClassVar[bool] = False
     state_of: ClassVar[str] = "AdamW"
+    replicated_state: ClassVar[tuple[str, ...]] = ("step",)  # the same on all ranks, sharded or not
 
     def __init__(
         self,

@@ -77,6 +77,7 @@ class Muon(GroupwiseOptimizer):
     """
 
     accepts_flat_partitions: ClassVar[bool] = False
+    replicated_state: ClassVar[tuple[str, ...]] = ("step",)  # of AdamW, the same on all ranks
 
     def __init__(
         self,
@@ -228,7 +229,7 @@ def _find_stacks(model: nn.Module) -> Iterator[tuple[nn.Parameter, Stack]]:
         if stack is None:
             raise ConfigError(
                 "optimizer=muon",
-                f"{name} computes several matrix products at once, and it is not known where one ends in its weight",
+                f"{name} computes several matrix products at once, and the layout of its fused weight is unknown",
                 "optimizer=adamw",
             )
         outputs = unsharded_shape(parameter)[1 if stack.by_columns else 0]

@@ -1,5 +1,6 @@
 """Save and restore a task's checkpoint entries: counters, parameter names, RNG state and hyperparameters."""
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,7 +60,7 @@ class Resumable(lightning.LightningModule):
         self.optimized_parameters: list[str] = []
         self._every_parameter: list[str] = []
         self._hyperparameters: list[dict[str, Any]] = []
-        self._resumed_group_values: dict[int, dict[str, Any]] = {}
+        self._resumed_group_values: list[dict[str, Any]] = []
         self._resumed_optimizer: str | None = None
         self._resumed_rng: list[Any] | None = None
         self._rng_is_restored = False
@@ -99,12 +100,14 @@ class Resumable(lightning.LightningModule):
 
     def remember_hyperparameters(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the hyperparameters of the config, which loading a checkpoint overwrites."""
+        # deep: an optimizer may change a tensor or a list of a group in place
         self._hyperparameters = [
-            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
         ]
 
-    def take_group_values(self, values: dict[int, dict[str, Any]]) -> None:
-        """Keep what the optimizer of a checkpoint kept in its parameter groups, by number, for `resume_optimizer`."""
+    def take_group_values(self, values: list[dict[str, Any]]) -> None:
+        """Keep what the optimizer of a checkpoint kept in each of its parameter groups, for `resume_optimizer`."""
         self._resumed_group_values = values
 
     def _get_group_values(self) -> list[dict[str, Any]]:
@@ -131,7 +134,8 @@ class Resumable(lightning.LightningModule):
         optimizer, scheduler = self.trainer.optimizers[0], self.lr_schedulers()
         assert isinstance(scheduler, LambdaLR), "configure_optimizers returns one LambdaLR"
         for index, (group, configured) in enumerate(zip(optimizer.param_groups, self._hyperparameters, strict=True)):
-            group |= configured | {"initial_lr": configured["lr"]} | self._resumed_group_values.get(index, {})
+            group |= copy.deepcopy(configured) | {"initial_lr": configured["lr"]}
+            group |= self._resumed_group_values[index] if index < len(self._resumed_group_values) else {}
             group["lr"] = configured["lr"] * schedule(scheduler.last_epoch)
         scheduler.base_lrs = [configured["lr"] for configured in self._hyperparameters]
         self.restore_rng()

@@ -35,14 +35,16 @@ class SavesAgain(Callback):
         assert outcome.is_valid, outcome
 
 
-def open_checkpoint(folder: Path) -> tuple[dict[str, SavedTensor], dict[str, Any]]:
-    """Return the tensors of a checkpoint and what the optimizer kept beside them.
+def open_checkpoint(folder: Path) -> tuple[dict[str, SavedTensor], list[dict[str, Any]]]:
+    """Return the tensors of a checkpoint, and what the optimizer of each rank kept beside them.
 
     Without RNG states, which are specific to a rank, and without the states of callbacks.
     """
     found = open_tensors(path for path in sorted(folder.iterdir()) if is_shard(path.name))
     values = {int(name.partition("/")[2]): tensor for name, tensor in found.items() if name.startswith("values/")}
-    kept = merge_optimizer_values({"values": values}, rank=0, is_same_mesh=True)
+    ranks = {int(name.split("/")[1]) for name in found if name.startswith("rng/")}
+    checkpoint = {"values": values, "rng": [{} for _ in ranks]}
+    kept = [merge_optimizer_values(checkpoint, rank=rank, is_same_mesh=True) for rank in sorted(ranks)]
     return {name: tensor for name, tensor in found.items() if not name.startswith(("rng/", "values/"))}, kept
 
 
@@ -50,7 +52,13 @@ def compare(first: Path, second: Path) -> list[str]:
     """Return the names of tensors and values that differ in any bit or are missing from one checkpoint."""
     (one, kept), (other, kept_again) = open_checkpoint(first), open_checkpoint(second)
     differing = set(one) ^ set(other)
-    differing |= {name for name in kept if not are_equal(kept[name], kept_again[name])}
+    if len(kept) == len(kept_again):  # else on another mesh, whose ranks hold other parameters
+        differing |= {
+            f"{name} of rank {rank}"
+            for rank, (before, after) in enumerate(zip(kept, kept_again, strict=True))
+            for name in before
+            if not are_equal(before[name], after[name])
+        }
     return sorted(
         differing | {name for name in set(one) & set(other) if not torch.equal(one[name].read(), other[name].read())}
     )

@@ -11,10 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recipes.checkpoint.layout import FLATS, are_equal
 from recipes.checkpoint.saved_tensor import SavedTensor
 from recipes.checkpoint.shard_file import Part
 from recipes.checkpoint.shards import get_shards, unsharded_part
+from recipes.errors import ConfigError
 from recipes.strategy.deepspeed import checkpoint_stage3 as stage_3
+
+_OF_TORCH = ("state", "param_groups")  # keys of every optimizer's `state_dict`
 
 
 class ZeroState:
@@ -61,7 +65,8 @@ class ZeroState:
         """
         state: dict[int, dict[str, Any]] = {}
         _link(optimizer)
-        names, scalars = _split_state(optimizer.optimizer)
+        names, of_flats = _split_state(optimizer)
+        scalars = {name: value for name, value in of_flats[0].items() if _is_scalar(value)}
         sharded = is_stage_3(optimizer)
         fragments = stage_3.read_fragments(optimizer, names) if sharded else {}
         for index, parameter in enumerate(self._parameters):
@@ -77,8 +82,13 @@ class ZeroState:
                     name: unsharded_part(value) if isinstance(value, Tensor) else value
                     for name, value in scalars.items()
                 }
-        return {
-            "state": state if names or scalars else {},
+        base = optimizer.optimizer
+        others = {key: value for key, value in base.state.items() if isinstance(key, str)}  # of no parameter
+        saved = _read_top(optimizer)
+        if any(values.keys() - {"step"} or not are_equal(values, of_flats[0]) for values in of_flats):
+            saved[FLATS] = of_flats
+        return saved | {
+            "state": (state if names or scalars else {}) | others,
             "param_groups": self._groups(optimizer),
         }
 
@@ -120,23 +130,36 @@ class ZeroState:
 
         Args:
             optimizer: DeepSpeed's optimizer, before its first step.
-            saved: State keyed like torch's `state_dict`, with `SavedTensor` for tensors of parameters.
+            saved: State keyed like torch's `state_dict`, with `SavedTensor` for tensors of parameters; under `flats`,
+                what the same rank kept beside per-element state for each of its flat partitions.
+
+        Raises:
+            ConfigError: The optimizer has further entries in its `state_dict`, which DeepSpeed gives no way to load.
         """
-        if not any(saved["state"].values()):
+        if top := sorted(saved.keys() - {*_OF_TORCH, FLATS}):
+            raise ConfigError(
+                f"strategy=deepspeed_… with {type(optimizer.optimizer).__name__}",
+                f"its state dict also holds {' '.join(top)}, which DeepSpeed gives no way to load",
+                "strategy=fsdp",
+            )
+        optimizer.optimizer.state.update({key: value for key, value in saved["state"].items() if isinstance(key, str)})
+        if not any(values for key, values in saved["state"].items() if isinstance(key, int)):
             return
         moments = {
             parameter: {name: value for name, value in saved["state"][index].items() if _is_per_element(value)}
             for index, parameter in enumerate(self._parameters)
         }
-        scalars = _read_scalars(optimizer, next(iter(saved["state"].values())))
+        first = next(values for key, values in saved["state"].items() if isinstance(key, int))
+        num_flats = len(flat_weights(optimizer))
+        scalars = [_read_scalars(optimizer, values) for values in saved.get(FLATS) or [first] * num_flats]
         if is_stage_3(optimizer):
             stage_3.write_moments(optimizer, moments, scalars)
             return
-        for flat in optimizer.single_partition_of_fp32_groups:
+        for index, flat in enumerate(optimizer.single_partition_of_fp32_groups):
             # [elements on this rank], including padding, which no parameter overwrites
             zeros = {name: torch.zeros_like(flat.data) for name in moments[self._parameters[0]]}
             # torch counts steps in place: groups sharing one tensor would count each step twice
-            optimizer.optimizer.state[flat] = {**copy.deepcopy(scalars), **zeros}
+            optimizer.optimizer.state[flat] = {**copy.deepcopy(scalars[index]), **zeros}
         _link(optimizer)
         for parameter, values in moments.items():
             mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
@@ -171,17 +194,43 @@ def advance_step_count(optimizer: Any, num_steps: int) -> None:
         )
 
 
-def _split_state(optimizer: torch.optim.Optimizer) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of per-element state, and the per-parameter state, such as `step`."""
-    for state in optimizer.state.values():
-        names = [name for name, value in state.items() if getattr(value, "ndim", 0) > 0]
-        scalars = {name: value for name, value in state.items() if name not in names and value is not None}
-        if type(optimizer).__name__ == "DeepSpeedCPUAdam":  # counts steps in an int, torch's Adam in a tensor
-            scalars = {name: torch.tensor(value, dtype=torch.float32) for name, value in scalars.items()}  # 0-dim
-        return names, {
-            name: value.float().cpu() if isinstance(value, Tensor) else value for name, value in scalars.items()
-        }
-    return [], {}
+def _split_state(optimizer: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return the names of per-element state, and what each flat partition of this rank keeps beside it."""
+    base = optimizer.optimizer
+    states: list[dict[str, Any]] = [base.state.get(flat) or {} for flat in flat_weights(optimizer)]
+    first = next((state for state in states if state), {})
+    names = [name for name, value in first.items() if getattr(value, "ndim", 0) > 0]
+    of_flats = []
+    for state in states:
+        values = {name: value for name, value in state.items() if name not in names and value is not None}
+        if type(base).__name__ == "DeepSpeedCPUAdam":  # counts steps in an int, torch's Adam in a tensor
+            values = {name: torch.tensor(value, dtype=torch.float32) for name, value in values.items()}  # 0-dim
+        of_flats.append(
+            {name: value.float().cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
+        )
+    return names, of_flats
+
+
+def _read_top(optimizer: Any) -> dict[str, Any]:
+    """Return further keys of the optimizer's `state_dict`, of which torch's own has none."""
+    base = optimizer.optimizer
+    if type(base).state_dict is torch.optim.Optimizer.state_dict:
+        return {}
+    groups, params = base.param_groups, [group["params"] for group in base.param_groups]
+    flats = flat_weights(optimizer)
+    if is_stage_3(optimizer):  # each is in its group only while it is stepped
+        of_groups = [optimizer.sub_group_to_group_id[index] for index in range(len(flats))]
+        for number, group in enumerate(groups):
+            group["params"] = [flat for flat, own in zip(flats, of_groups, strict=True) if own == number]
+    try:
+        return {key: value for key, value in base.state_dict().items() if key not in _OF_TORCH}
+    finally:
+        for group, own_params in zip(groups, params, strict=True):
+            group["params"] = own_params
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, int | float | str) or (isinstance(value, Tensor) and value.ndim == 0)
 
 
 def _is_per_element(value: Any) -> bool:

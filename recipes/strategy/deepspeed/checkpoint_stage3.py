@@ -65,14 +65,14 @@ def write_frozen(parameter: Any, saved: SavedTensor) -> None:
 
 @torch.no_grad()
 def write_moments(
-    optimizer: Any, saved: Mapping[nn.Parameter, Mapping[str, SavedTensor]], scalars: dict[str, Any]
+    optimizer: Any, saved: Mapping[nn.Parameter, Mapping[str, SavedTensor]], scalars: Sequence[dict[str, Any]]
 ) -> None:
     """Create the optimizer state of every sub-group from saved tensors, instead of letting the first step create it.
 
     Args:
         optimizer: DeepSpeed's optimizer, before its first step.
         saved: Per-element state, by parameter and name.
-        scalars: Per-parameter state, such as Adam's `step`.
+        scalars: Other state of each sub-group, such as Adam's `step`.
     """
     for index, members in enumerate(optimizer.fp16_groups):
         with in_memory(optimizer, index, writes_back=True) as flat:
@@ -83,7 +83,7 @@ def write_moments(
                     fragment = _read_padded(parameter, saved[parameter][name])
                     _fragment(optimizer, parameter, moment).copy_(fragment)
             # torch counts steps in place: sub-groups sharing one tensor would count each step several times
-            optimizer.optimizer.state[flat] = {**copy.deepcopy(scalars), **moments}
+            optimizer.optimizer.state[flat] = {**copy.deepcopy(scalars[index]), **moments}
 
 
 def fragment_part(parameter: Any, fragment: Tensor) -> Part | None:

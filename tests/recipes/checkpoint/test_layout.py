@@ -52,7 +52,8 @@ class Saved:
 
 
 def make_checkpoint(*of_ranks: dict[str, Any]) -> dict[str, Any]:
-    return {"optimizer": "Keeper", "values": {rank: Saved(values) for rank, values in enumerate(of_ranks)}}
+    values = {rank: Saved(values) for rank, values in enumerate(of_ranks)}
+    return {"optimizer": "Keeper", "values": values, "rng": [{} for _ in of_ranks]}
 
 
 def test_each_rank_of_the_same_mesh_gets_its_own_values_and_those_that_others_saved() -> None:
@@ -61,10 +62,17 @@ def test_each_rank_of_the_same_mesh_gets_its_own_values_and_those_that_others_sa
     checkpoint = make_checkpoint(first, second)
     assert merge_optimizer_values(checkpoint, rank=1, is_same_mesh=True) == {
         "parameters": {"a": {"size": 2.0}, "b": {"size": 3.0}},
-        "groups": {0: {"d": 0.25}},
+        "groups": [{"d": 0.25}],
         "others": {"whole": {"n": 4}},
-        "top": {"k": 1},
+        "top": {},
     }
+
+
+def test_a_value_that_only_another_rank_has_changed_is_not_taken() -> None:
+    checkpoint = make_checkpoint({"groups": [{"d": 5.0}, {}]}, {"groups": [{}, {"d": 7.0}]})
+    assert merge_optimizer_values(checkpoint, rank=1, is_same_mesh=True)["groups"] == [{}, {"d": 7.0}]
+    with pytest.raises(ConfigError, match="its ranks keep different values of its groups"):
+        merge_optimizer_values(checkpoint, rank=1, is_same_mesh=False)
 
 
 def test_another_mesh_takes_values_on_which_all_ranks_agree_and_no_others() -> None:
