@@ -6,6 +6,7 @@ the two equal. It imports only the standard library.
 
 import contextlib
 import errno
+import fnmatch
 import io
 import logging
 import os
@@ -81,7 +82,7 @@ def filling(folder: Path, *, owned: Collection[str] = ()) -> Iterator[Path]:
 
     Args:
         folder: Folder to fill.
-        owned: Names that are removed from `folder` on success if the new folder has none of that name.
+        owned: Patterns of names that are removed from `folder` on success, but for those in the new folder.
 
     Raises:
         OSError: The disk is full or the folder cannot be written to.
@@ -109,14 +110,16 @@ def filling(folder: Path, *, owned: Collection[str] = ()) -> Iterator[Path]:
                 target = folder / path.relative_to(unfinished)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 path.replace(target)
-            for name in set(owned) - {path.relative_to(unfinished).parts[0] for path in written}:
-                _remove(folder / name)
+            new = {path.relative_to(unfinished).parts[0] for path in written}
+            for path in sorted(folder.iterdir()):
+                if path.name not in new and any(fnmatch.fnmatchcase(path.name, pattern) for pattern in owned):
+                    _remove(path)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder that may not exist."""
+    """Remove a file, a link, or a folder with its content."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

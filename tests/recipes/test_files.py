@@ -252,3 +252,15 @@ def test_a_folder_is_filled_completely_or_keeps_its_files(tmp_path: Path) -> Non
         (unfinished / "config.json").write_text("new")
     assert (folder / "config.json").read_text() == "new"
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "notes.txt"]
+
+
+def test_a_filled_folder_loses_owned_files_that_the_new_one_lacks_and_no_others(tmp_path: Path) -> None:
+    folder = tmp_path / "export"
+    (folder / "templates").mkdir(parents=True)
+    for name in ("model-1-of-2.bin", "model-2-of-2.bin", "model_mine.bin", "templates/tool"):
+        (folder / name).write_text("old")
+    (folder / "gone").symlink_to(tmp_path / "nowhere")
+    with filling(folder, owned=["model-*-of-*.bin", "templates", "gone", "absent"]) as unfinished:
+        (unfinished / "model-1-of-2.bin").write_text("new")
+    assert sorted(path.name for path in folder.iterdir()) == ["model-1-of-2.bin", "model_mine.bin"]
+    assert (folder / "model-1-of-2.bin").read_text() == "new"
