@@ -42,7 +42,7 @@ def unpack(composed: Composed, *, path: str, output: str, dtype: Literal["float3
     with filling(folder) as unfinished:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-        _settle_text_side(unfinished)
+        _rewrite_text_files(unfinished)
     num_weights = sum(weight.numel() for weight in model.parameters())
     LOGGER.info(
         f"{model.config.model_type} of {num_weights:,} weights in {dtype}: model=huggingface model.name={folder}"
@@ -50,7 +50,7 @@ def unpack(composed: Composed, *, path: str, output: str, dtype: Literal["float3
     return 0
 
 
-def _settle_text_side(folder: Path) -> None:
+def _rewrite_text_files(folder: Path) -> None:
     """Write the stop tokens into the configs, and make the tokenizer load as it is."""
     try:
         tokenizer = read_folder(folder)

@@ -200,7 +200,10 @@ def hold_out(cache: TokenCache, num_train: NDArray[np.int64]) -> TokenCache:
 
 
 def describe_start(tokenizer: Tokenizer) -> str:
-    """Return a part of the key of tokens: what is before a document, which earlier versions left out; else nothing."""
+    """Return what is before every document, as a part of the key of cached tokens; empty if nothing is.
+
+    Earlier versions left it out of the documents.
+    """
     first = "".join(map(tokenizer.spell, tokenizer.first_tokens))
     return f"{STARTS}{first}" if first else ""
 
