@@ -63,11 +63,12 @@ class Text:
     has_start: bool
     has_several_ends: bool
     has_template: bool
+    has_start_first: bool = False  # the start has the lowest id of the special tokens, as in Llama 3
 
     def __str__(self) -> str:
         names = ("sentencepiece" if self.is_like_sentencepiece else "bytes", "start" if self.has_start else "")
         more = ("ends" if self.has_several_ends else "end", "template" if self.has_template else "")
-        return " ".join(filter(None, (*names, *more)))
+        return " ".join(filter(None, (*names, *more, "start first" if self.has_start_first else "")))
 
 
 def make_backend(text: Text) -> Backend:
@@ -84,7 +85,8 @@ def make_backend(text: Text) -> Backend:
         steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
         backend.decoder = decoders.Sequence(steps)
     else:
-        pieces = [*byte_alphabet(), *(a + b for a, b in merges), *_SPECIAL]
+        special = sorted(_SPECIAL, key=lambda token: token != "<s>") if text.has_start_first else _SPECIAL
+        pieces = [*byte_alphabet(), *(a + b for a, b in merges), *special]
         backend = Backend(models.BPE({piece: id for id, piece in enumerate(pieces)}, merges))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()

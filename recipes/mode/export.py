@@ -4,13 +4,15 @@ from typing import Literal
 
 from recipes.adapter.nf4_base import dequantize_base
 from recipes.build import Run
+from recipes.errors import ConfigError
 from recipes.files import filling
 from recipes.mode.load import load_task
 from recipes.model.weights import restore_precision
 from recipes.model.weights.adapter import has_adapter, merge_adapter
+from recipes.model.weights.files import published_folder
 from recipes.model.weights.huggingface import export_pretrained
 from recipes.model.weights.peft_folder import save_adapter
-from recipes.model.weights.text_side import TEXT_FILES, load_exported_tokenizer, write_text_side
+from recipes.model.weights.text_side import EXPORT_FILES, load_exported_tokenizer, write_text_side
 from recipes.numerics.nf4 import list_nf4
 from recipes.run_folder import claim_output
 from recipes.runtime.console import LOGGER
@@ -38,20 +40,25 @@ def export(
 
     Raises:
         ConfigError: There is no checkpoint, or no average in it, transformers cannot load the tokenizer as it was, or
-            the folder cannot be written to.
+            the folder cannot be written to or holds the published model.
     """
-    folder = (
-        claim_output(path, "mode.path") if path is not None else claim_output(run.folder / "export", "hydra.run.dir")
-    )
+    setting, target = ("mode.path", path) if path is not None else ("hydra.run.dir", run.folder / "export")
+    folder = claim_output(target, setting)
+    source = None if run.published is None else published_folder(run.published)
+    if source is not None and folder.resolve() == source.resolve():
+        reason = "it holds the published model that the run started from, which the export would replace"
+        raise ConfigError(f"{setting}={target}", reason, "mode.path=<another folder>")
     task, checkpoint = load_task(run, weights)
     tokenizer_folder = run.tokenizer_folder if run.tokenizer_folder.is_dir() else None
     what = str(checkpoint)
     if has_adapter(task.model) and adapter == "separate":
         what = f"the adapter of {checkpoint}, for peft,"
-        if list_nf4(task.model):
-            LOGGER.info("The adapter was trained beside weights in NF4, and gives the same beside those alone")
+        if any(list_nf4(task.model)):
+            LOGGER.info(
+                "The adapter was trained beside weights in NF4, and matches training only on top of the NF4 base"
+            )
         tokenizer = None if tokenizer_folder is None else load_exported_tokenizer(tokenizer_folder, run.published)
-        with filling(folder, owned=TEXT_FILES) as unfinished:
+        with filling(folder, owned=EXPORT_FILES) as unfinished:
             save_adapter(task.model, unfinished)
             write_text_side(unfinished, tokenizer=tokenizer, published=run.published)
     else:

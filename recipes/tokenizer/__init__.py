@@ -35,6 +35,7 @@ MORE_TEMPLATES = "additional_chat_templates"
 GENERATION_FILE = "generation_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 MODEL_FILE = "config.json"
+CODE_SETTINGS = ("auto_map", "custom_pipelines")  # name Python code in the folder, which is neither run nor copied
 
 
 class TextCorpus(Protocol):
@@ -233,11 +234,19 @@ class Tokenizer:
         return self.encode(first) + self.encode(second) == self.encode(first + second)
 
     def shares_vocabulary(self, folder: Path) -> bool:
-        """Return whether the tokenizer in a folder has the same ids; a folder without one has those it was made for."""
+        """Return whether the tokenizer in a folder has the same ids; a folder without one has those it was made for.
+
+        One that cannot be read, damaged or of a newer format, counts as another one.
+        """
         if not (folder / TOKENIZER_FILE).is_file():
             return bool(self._published_ids)
-        theirs = Backend.from_file(str(folder / TOKENIZER_FILE)).get_vocab(with_added_tokens=True)
-        return bool(theirs == self._backend.get_vocab(with_added_tokens=True))
+        try:
+            theirs = Backend.from_file(str(folder / TOKENIZER_FILE))
+        except Exception as error:  # the library raises no narrower class
+            shown = folder / TOKENIZER_FILE
+            log.warning("%s cannot be read (%s): the special ids and settings beside it are not used", shown, error)
+            return False
+        return bool(theirs.get_vocab(with_added_tokens=True) == self._backend.get_vocab(with_added_tokens=True))
 
     def with_ids_of(self, folder: Path) -> Tokenizer:
         """Return a tokenizer that also knows the ids in the config of a model, if it has the same vocabulary."""
@@ -317,6 +326,8 @@ def read_folder(folder: Path) -> Tokenizer:
     except Exception as error:  # the library raises no narrower class
         raise ValueError(f"{file} is not a valid tokenizer file ({error})") from error
     settings = _read_json(folder / SETTINGS_FILE)
+    for name in CODE_SETTINGS:
+        settings.pop(name, None)
     if "added_tokens_decoder" not in settings:
         settings |= _read_json(folder / SPECIAL_TOKENS_FILE)
     if (templates := _read_templates(folder)) is not None:

@@ -14,6 +14,10 @@ from recipes.errors import ConfigError
 
 # beside the weights: configs, licences, vocabularies of other libraries
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", "NOTICE*", "USE_POLICY*"]
+# all that readers look for in the folder of a model or an adapter, as patterns: in one file, sharded, or both formats
+WEIGHT_FILES: tuple[str, ...] = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
+WEIGHT_FILES += ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*-of-*.bin")
+WEIGHT_FILES += ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 # in order of preference; each may also be sharded. Pickle comes last and is restricted to tensors.
 _FILES = ("model.safetensors", "pytorch_model.bin")
 

@@ -23,7 +23,7 @@ from recipes.model.weights.hf_format import Entry, Format, HFConfig
 from recipes.model.weights.hf_gpt2 import GPT2Format
 from recipes.model.weights.hf_llama import LlamaFormat
 from recipes.model.weights.hf_mixtral import MixtralFormat
-from recipes.model.weights.text_side import TEXT_FILES, load_exported_tokenizer, write_text_side
+from recipes.model.weights.text_side import EXPORT_FILES, load_exported_tokenizer, writing_text_side
 
 _MOST_NAMES = 10  # tensor names listed in an error: a model with experts has thousands
 
@@ -81,13 +81,23 @@ def export_pretrained(
     """
     published = published or (model.name if isinstance(model, HuggingFace) else getattr(model, "pretrained", None))
     tokenizer = None if tokenizer_folder is None else load_exported_tokenizer(Path(tokenizer_folder), published)
-    # settings of an earlier export of another model would be read with this one
-    with filling(Path(folder), owned=TEXT_FILES) as target:
-        if isinstance(model, HuggingFace):
-            save_weights(model.inner, target)
-        else:
-            _write_weights(model, target)
-        write_text_side(target, tokenizer=tokenizer, published=published)
+    # an adapter or settings of an earlier export would be read with this one
+    with filling(Path(folder), owned=EXPORT_FILES) as target:
+        _write_config(model, target)
+        with writing_text_side(target, tokenizer=tokenizer, published=published):
+            if isinstance(model, HuggingFace):
+                save_weights(model.inner, target)
+            else:
+                _write_weights(model, target)
+
+
+def _write_config(model: nn.Module, target: Path) -> None:
+    """Write the config without the dtype, which is added with the weights."""
+    if isinstance(model, HuggingFace):
+        text = model.inner.config.to_json_string()
+    else:
+        text = json.dumps(_format(model).config())
+    (target / "config.json").write_text(text, encoding="utf-8")
 
 
 def _write_weights(model: nn.Module, target: Path) -> None:

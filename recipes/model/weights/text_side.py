@@ -7,14 +7,16 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from recipes.data.instructions.chat_template import find_stop_ids, find_template, prompt_for_answer
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
-from recipes.model.weights.files import SMALL_FILES, published_folder
+from recipes.model.weights.files import SMALL_FILES, WEIGHT_FILES, published_folder
 from recipes.tokenizer import (
+    CODE_SETTINGS,
     GENERATION_FILE,
     MODEL_FILE,
     MORE_TEMPLATES,
@@ -30,23 +32,17 @@ log = logging.getLogger("lightning_recipes")
 
 _NOT_COPIED = {MODEL_FILE, GENERATION_FILE, TOKENIZER_FILE, SETTINGS_FILE, TEMPLATE_FILE}  # written here
 _NOT_COPIED |= {"chat_template.json", "adapter_config.json", "trainer_state.json", "all_results.json", "tekken.json"}
-# all that readers of an export look for beside its weights: what one export lacks, it must not have from an earlier one
-TEXT_FILES: tuple[str, ...] = (TOKENIZER_FILE, SETTINGS_FILE, TEMPLATE_FILE, GENERATION_FILE, MORE_TEMPLATES)
-TEXT_FILES += ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model")
-# settings of generation under which transformers does not sample from the plain logits, or not greedily by default
-_CHANGING: tuple[str, ...] = (
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-)
-_CHANGING += ("num_beams", "min_length", "min_new_tokens", "suppress_tokens", "bad_words_ids", "forced_eos_token_id")
+_MODULE = "tokenization_export"
+# all that readers of an export look for: what one export lacks, it must not have from an earlier one, of whatever kind
+EXPORT_FILES: tuple[str, ...] = (MODEL_FILE, *WEIGHT_FILES, GENERATION_FILE, TOKENIZER_FILE, SETTINGS_FILE)
+EXPORT_FILES += (TEMPLATE_FILE, MORE_TEMPLATES, "special_tokens_map.json", "added_tokens.json", "vocab.json")
+EXPORT_FILES += ("merges.txt", "tokenizer.model", f"{_MODULE}.py")
+# settings of generation that change neither the text nor where it ends; all others are logged
+_HARMLESS: tuple[str, ...] = ("transformers_version", "use_cache", "cache_implementation", "cache_config")
+_HARMLESS += ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
+_HARMLESS += ("compile_config", "disable_compile")
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-_MODULE = "tokenization_export"
 _CODE = '''"""The tokenizer of this folder, exactly as tokenizer.json describes it."""
 
 from transformers import PreTrainedTokenizerFast
@@ -83,10 +79,20 @@ def load_exported_tokenizer(folder: Path, published: str | None) -> Tokenizer:
 
 
 def write_text_side(folder: Path, *, tokenizer: Tokenizer | None, published: str | None) -> None:
+    """Write the text side of an export whose weights are written, or that has none; see `writing_text_side`."""
+    with writing_text_side(folder, tokenizer=tokenizer, published=published):
+        pass
+
+
+@contextmanager
+def writing_text_side(folder: Path, *, tokenizer: Tokenizer | None, published: str | None) -> Iterator[None]:
     """Write the tokenizer with its template, ids and settings of generation, and further files of the published model.
 
+    The tokenizer is written and compared on entry, before the weights, which take minutes; the ids on exit, into the
+    configs that were written with the weights.
+
     Args:
-        folder: Export with or without a config.json, into which the special ids are written.
+        folder: Export with a config.json, by which transformers chooses the class of a tokenizer; an adapter has none.
         tokenizer: Tokenizer that the model was trained with; None: that of the published model, if there is one.
         published: Folder or hub name that the weights came from; None: they came from nowhere.
 
@@ -102,27 +108,37 @@ def write_text_side(folder: Path, *, tokenizer: Tokenizer | None, published: str
         log.info("The data had no tokenizer: that of %s is exported", published)
         if tokenizer.first_tokens:
             shown = "".join(map(tokenizer.spell, tokenizer.first_tokens))
-            log.info("It puts %s before every text; whether the tokens of the data had it is not known", shown)
+            log.info("It puts %s before every text; unknown whether the training tokens included it", shown)
     if source is not None and tokenizer is not None and not tokenizer.shares_vocabulary(source):
         source = None  # of the published model there is only the architecture: its ids are other tokens
-    settings = _read(folder / GENERATION_FILE)
-    ids = {name: _read(folder / MODEL_FILE).get(name) for name in _IDS}
+    if source is not None and source.resolve() != folder.resolve():
+        _copy_further_files(source, folder)
+    if (folder / MODEL_FILE).is_file():
+        _write(folder / MODEL_FILE, _without_code(_read(folder / MODEL_FILE)))
+    if tokenizer is not None:
+        settings = _read(folder / GENERATION_FILE)
+        _save_as_loaded(tokenizer, folder)
+        _write(folder / GENERATION_FILE, settings)  # the tokenizer was saved with ids alone
+        _log_start(tokenizer)
+    yield
+    _write_ids(folder, tokenizer, source)
+
+
+def _write_ids(folder: Path, tokenizer: Tokenizer | None, source: Path | None) -> None:
+    """Write the special ids into both configs, and keep the settings of generation of the published model."""
+    settings, config = _read(folder / GENERATION_FILE), _without_code(_read(folder / MODEL_FILE))
+    ids = {name: config.get(name) for name in _IDS}
     if source is not None:
         settings = _read(source / GENERATION_FILE) or settings
         ids |= read_published_ids(source)
-        if source.resolve() != folder.resolve():
-            _copy_further_files(source, folder)
     if tokenizer is not None:
         ids = {name: tokenizer.find_id(name) for name in ("bos", "pad")}
         ids = {f"{name}_token_id": id for name, id in ids.items()} | {"eos_token_id": [*find_stop_ids(tokenizer)]}
     if isinstance(ids["eos_token_id"], list) and len(ids["eos_token_id"]) == 1:
         [ids["eos_token_id"]] = ids["eos_token_id"]
-    settings = {name: value for name, value in settings.items() if name not in _IDS and not name.startswith("_")}
-    if (folder / MODEL_FILE).is_file():  # an adapter has none
-        _write(folder / MODEL_FILE, dict(sorted((_read(folder / MODEL_FILE) | ids).items())))
-    if tokenizer is not None:
-        _save_as_loaded(tokenizer, folder)
-        _log_start(tokenizer)
+    settings = {name: value for name, value in _without_code(settings).items() if name not in _IDS and name[0] != "_"}
+    if config:  # an adapter has none
+        _write(folder / MODEL_FILE, dict(sorted((config | ids).items())))
     _write(folder / GENERATION_FILE, settings | ids)
     _check_ids(folder, ids, settings)
 
@@ -136,24 +152,31 @@ def _write(path: Path, value: Mapping[str, Any]) -> None:
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def _without_code(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without those that name Python code of the published model, which is not exported."""
+    return {name: value for name, value in settings.items() if name not in CODE_SETTINGS}
+
+
 def _copy_further_files(source: Path, folder: Path) -> None:
     """Copy the files that go with a published model and that nothing here writes."""
     for path in sorted({path for pattern in SMALL_FILES for path in source.glob(pattern)}):
         if path.is_file() and path.name not in _NOT_COPIED and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
+            if path.name.endswith("_config.json") and any(name in path.read_text("utf-8") for name in CODE_SETTINGS):
+                _write(folder / path.name, _without_code(_read(path)))
 
 
 def _save_as_loaded(tokenizer: Tokenizer, folder: Path) -> None:
     """Save a tokenizer under the first class with which transformers gives the same ids and texts."""
     try:
-        import transformers  # noqa: F401
+        import transformers
     except ImportError:
         tokenizer.save(folder)
         log.info("transformers is not installed: the exported tokenizer was not read back")
         return
     difference: str | None = None
-    as_it_is = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": tokenizer.added_tokens}
-    for settings in ({}, as_it_is, as_it_is | _WITH_CODE):
+    plain_class = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": tokenizer.added_tokens}
+    for settings in ({}, plain_class, plain_class | _WITH_CODE):
         tokenizer.save(folder, settings=settings)
         if "auto_map" in settings:
             write_atomically(folder / f"{_MODULE}.py", _CODE)
@@ -161,34 +184,39 @@ def _save_as_loaded(tokenizer: Tokenizer, folder: Path) -> None:
         if difference is None:
             if settings:
                 shown = "with code of its own" if "auto_map" in settings else "as PreTrainedTokenizerFast"
-                log.info("The tokenizer is exported %s, since in the class it had %s", shown, first)
+                log.info("The tokenizer is exported %s, because %s", shown, first)
             return
     raise ConfigError(
-        str(folder),
-        f"in the tokenizer that transformers loads from it, {difference}",
-        "PreTrainedTokenizerFast.from_pretrained(<the folder tokenizer/ of the run>) where the model is used, or train"
-        " with tokenizer=of_model",
+        f"transformers=={transformers.__version__}",
+        f"its tokenizer is not the one of the training, {difference}",
+        "pip install -U transformers, and export again; mode=sample does without an export",
     )
 
 
 def _find_difference(tokenizer: Tokenizer, folder: Path) -> str | None:
-    """Return in what the tokenizer that transformers loads differs, as a clause; None if it is the same."""
+    """Return what transformers does differently with the tokenizer in a folder, as a clause; None if nothing."""
     from transformers import AutoTokenizer
 
     try:
-        return _compare(tokenizer, AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False))
+        loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        difference = _compare(tokenizer, loaded)
     except Exception as error:  # whatever the class of a tokenizer raises
-        return f"{type(error).__name__} is raised: {str(error).strip().partition(chr(10))[0]}"
+        return f"its class raises {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return None if difference is None else f"{type(loaded).__name__} tokenizes differently: {difference}"
 
 
 def _compare(tokenizer: Tokenizer, loaded: Any) -> str | None:
     for text in _hard_texts(tokenizer):
-        expected = tokenizer.encode_start(text, reads_special_tokens=True)
+        # unlike `encode_start`, transformers repeats first tokens that a text begins with
+        expected: list[int] = [*tokenizer.first_tokens, *tokenizer.encode_rendered(text).ids]
         found = loaded(text)["input_ids"]
         if found != expected:
-            return f"a text of {len(expected):,} tokens has {len(found):,}, or others"
+            if len(found) != len(expected):
+                return f"{len(found):,} ids instead of {len(expected):,}"
+            different = sum(a != b for a, b in zip(found, expected, strict=True))
+            return f"{different:,} of {len(expected):,} ids are others"
         if loaded.decode(found, skip_special_tokens=False) != tokenizer.decode(expected):
-            return "the same tokens are another text"
+            return "the same ids are another text"
     if len(loaded) > tokenizer.vocab_size:
         return f"there are {len(loaded):,} tokens instead of {tokenizer.vocab_size:,}"
     if loaded.eos_token_id != tokenizer.end_of_text:
@@ -241,9 +269,9 @@ def _log_start(tokenizer: Tokenizer) -> None:
 
 def _check_ids(folder: Path, ids: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Read back the ids as transformers does; drop settings of generation that it refuses."""
-    changing = [f"{name}={json.dumps(settings[name])}" for name in _CHANGING if settings.get(name) is not None]
+    changing = {name: value for name, value in settings.items() if name not in _HARMLESS and value is not None}
     if changing:
-        shown = ", ".join(changing)
+        shown = ", ".join(f"{name}={json.dumps(value)}" for name, value in changing.items())
         log.info("%s keeps %s of the published model, which mode=sample does not apply", GENERATION_FILE, shown)
     try:
         from transformers import AutoConfig, GenerationConfig
@@ -257,7 +285,7 @@ def _check_ids(folder: Path, ids: Mapping[str, Any], settings: Mapping[str, Any]
         _write(folder / GENERATION_FILE, ids)
         read = [GenerationConfig.from_pretrained(str(folder))]
     if (folder / MODEL_FILE).is_file():
-        read.append(AutoConfig.from_pretrained(str(folder)))
+        read.append(AutoConfig.from_pretrained(str(folder), trust_remote_code=False))
     for config in read:
         for name, value in ids.items():
             if getattr(config, name, None) != value:

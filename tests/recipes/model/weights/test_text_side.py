@@ -16,12 +16,13 @@ from tokenizers import pre_tokenizers
 from recipes.adapter.nf4_base import dequantize_base
 from recipes.data.instructions.chat_template import find_stop_ids, prompt_for_answer
 from recipes.errors import ConfigError
+from recipes.files import filling
 from recipes.model.generate import generate
 from recipes.model.huggingface import HuggingFace
 from recipes.model.weights.adapter import merge_adapter
 from recipes.model.weights.huggingface import export_pretrained
 from recipes.model.weights.peft_folder import save_adapter
-from recipes.model.weights.text_side import load_exported_tokenizer, write_text_side
+from recipes.model.weights.text_side import EXPORT_FILES, load_exported_tokenizer, write_text_side
 from recipes.numerics.nf4 import dequantize, list_nf4
 from recipes.tokenizer import Tokenizer, read_folder
 from recipes.tokenizer.bytes import byte_tokenizer
@@ -45,6 +46,7 @@ QUICK_CASES = [
     for text in (TEXTS[index], TEXTS[15 - index])
 ]
 QUICK_CASES += [
+    (Kind("any llama"), Text(False, True, True, True, has_start_first=True)),
     (Kind("any llama", "lora", True), TEXTS[7]),
     (Kind("any qwen2", "dora"), TEXTS[12]),
     (Kind("any qwen2", "ia3", True), TEXTS[9]),
@@ -176,11 +178,14 @@ def test_settings_of_generation_that_change_the_text_are_kept_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="lightning_recipes")
-    settings = {"do_sample": False, "temperature": 0.9, "repetition_penalty": 1.1, "max_length": 20}
+    settings = {"do_sample": False, "temperature": 0.9, "repetition_penalty": 1.1, "max_length": 20, "use_cache": True}
+    settings |= {"stop_strings": ["loss"], "epsilon_cutoff": 0.1, "sequence_bias": [[[5], 1.0]]}
     _, folder = own_export(tmp_path, PLAIN, generation_config=settings)
     written = json.loads((folder / "generation_config.json").read_text())
     assert settings.items() <= written.items()
-    assert "keeps do_sample=false, temperature=0.9, repetition_penalty=1.1 of the published model" in caplog.text
+    shown = "do_sample=false, temperature=0.9, repetition_penalty=1.1, max_length=20"
+    shown += ', stop_strings=["loss"], epsilon_cutoff=0.1, sequence_bias=[[[5], 1.0]]'
+    assert f"keeps {shown} of the published model" in caplog.text
 
 
 def test_settings_of_generation_that_transformers_refuses_are_left_out_with_a_line(
@@ -238,8 +243,58 @@ def test_a_tokenizer_that_transformers_does_not_load_as_it_was_is_an_error(
         return theirs
 
     monkeypatch.setattr(hf.AutoTokenizer, "from_pretrained", load)
-    with pytest.raises(ConfigError, match="in the tokenizer that transformers loads from it, a text of .* or others"):
+    monkeypatch.setattr("recipes.model.weights.huggingface._write_weights", None)  # the check comes before them
+    with pytest.raises(ConfigError, match=r"tokenizes differently: \d+ ids instead of \d+; type pip install"):
         own_export(tmp_path, PLAIN)
+
+
+def test_code_of_the_publisher_is_named_nowhere_in_an_export(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="lightning_recipes")
+    source, folder = tmp_path / "source", tmp_path / "export"
+    model = make_model(Kind("any llama"), publish_text(PLAIN, source), source)
+    model.inner.config.auto_map = {"AutoConfig": "their.Config", "AutoTokenizer": [None, "their.Tokenizer"]}
+    model.inner.config.custom_pipelines = {"chat": {"impl": "their.Chat"}}
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    settings["auto_map"] = {"AutoTokenizer": [None, "their.Tokenizer"]}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    (source / "processor_config.json").write_text(json.dumps({"auto_map": {"AutoProcessor": "their.Processor"}}))
+    read_folder(source).save(tmp_path / "tokenizer")
+    export_pretrained(model, folder, tokenizer_folder=tmp_path / "tokenizer", published=str(source))
+    for name in ("config", "tokenizer_config", "processor_config", "generation_config"):
+        text = (folder / f"{name}.json").read_text()
+        assert "their." not in text
+        assert "auto_map" not in text
+    assert "The tokenizer is exported" not in caplog.text, "its class is fine"
+
+
+def test_an_export_has_no_weights_of_an_earlier_one_of_another_kind(tmp_path: Path) -> None:
+    source, folder = tmp_path / "source", tmp_path / "export"
+    model = make_model(Kind("any llama", "lora"), publish_text(PLAIN, source), source)
+    merged = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    separate = ["adapter_config.json", "adapter_model.safetensors", *merged[1:2], *merged[3:]]
+    folder.mkdir()
+    older = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "model_mine.bin")
+    for name in older:
+        (folder / name).touch()
+    for kept in (separate, merged):
+        if kept is merged:
+            merge_adapter(model)
+            export_pretrained(model, folder, published=str(source))
+        else:
+            with filling(folder, owned=EXPORT_FILES) as unfinished:
+                save_adapter(model, unfinished)
+                write_text_side(unfinished, tokenizer=None, published=str(source))
+        assert sorted(path.name for path in folder.iterdir()) == sorted([*kept, "model_mine.bin"])
+
+
+def test_a_damaged_tokenizer_of_the_published_model_is_that_of_another_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    byte_tokenizer().save(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer.json").write_text('{"version": "2.0"}')
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert load_exported_tokenizer(tmp_path / "tokenizer", str(tmp_path)).end_ids == [256]
+    assert caplog.text.count("tokenizer.json cannot be read") == 1
 
 
 def test_transformers_still_replaces_the_rules_of_a_qwen2_whatever_class_its_files_name(tmp_path: Path) -> None:

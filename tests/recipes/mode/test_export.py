@@ -1,0 +1,50 @@
+"""What an export refuses to replace, and what it says about an adapter."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from exported_models import Kind, Text, make_model, publish_text
+
+from recipes.errors import ConfigError
+from recipes.mode.export import export
+
+PLAIN = Text(is_like_sentencepiece=False, has_start=False, has_several_ends=False, has_template=False)
+
+
+def make_run(folder: Path, published: Path) -> Any:
+    return SimpleNamespace(folder=folder, tokenizer_folder=folder / "tokenizer", published=str(published))
+
+
+def test_an_export_never_replaces_the_published_model_that_its_run_started_from(tmp_path: Path) -> None:
+    source, run_folder = tmp_path / "source", tmp_path / "run"
+    source.mkdir()
+    run_folder.mkdir()
+    (tmp_path / "link").symlink_to(source)
+    (run_folder / "export").symlink_to(source)
+    run = make_run(run_folder, source)
+    for path, setting in (
+        (str(source), f"mode.path={source}"),
+        (str(tmp_path / "link"), f"mode.path={tmp_path / 'link'}"),
+        (None, f"hydra.run.dir={run_folder / 'export'}"),
+    ):
+        with pytest.raises(ConfigError, match="holds the published model that the run started from") as raised:
+            export(run, path=path, weights="trained", adapter="separate")
+        assert (raised.value.setting, raised.value.fix) == (setting, "mode.path=<another folder>")
+    assert [*source.iterdir()] == []
+
+
+@pytest.mark.parametrize(("adapter", "num_lines"), [("lora", 0), ("qlora", 1)])
+def test_only_an_adapter_beside_nf4_is_said_to_depend_on_it(
+    adapter: str, num_lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="lightning_recipes")
+    source = tmp_path / "source"
+    model = make_model(Kind("any llama", adapter), publish_text(PLAIN, source), source)
+    loaded = (SimpleNamespace(model=model), tmp_path / "step_0000002.ckpt")
+    monkeypatch.setattr("recipes.mode.export.load_task", lambda run, weights: loaded)
+    run = make_run(tmp_path / "run", source)
+    assert export(run, path=str(tmp_path / "export"), weights="trained", adapter="separate") == 0
+    assert caplog.text.count("trained beside weights in NF4") == num_lines
