@@ -1,6 +1,7 @@
 """What a run has left in its folder, read as far as possible without the code that wrote it."""
 
 import csv
+import io
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -145,12 +146,24 @@ def _different_rows(found_rows: list[dict[str, str]], expected_rows: list[dict[s
 def state(checkpoint: Path) -> dict[str, Any]:
     """Return every tensor of a checkpoint by its path, and every other value that does not depend on a clock."""
     files = sorted(checkpoint.glob("*.safetensors"))
-    if files:
-        return {f"{file.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
-    loaded = FolderCheckpointIO().load_checkpoint(checkpoint)
-    return {
-        path: value for path, value in _leaves(loaded) if isinstance(value, Tensor) or not path.startswith("/callbacks")
-    }
+    if not files:
+        return dict(_unmeasured(FolderCheckpointIO().load_checkpoint(checkpoint)))
+    found: dict[str, Any] = {}
+    for file in files:
+        for name, tensor in load_file(file).items():
+            if name.startswith("values/"):  # plain data of a rank, serialized
+                values = torch.load(io.BytesIO(tensor.numpy().tobytes()), weights_only=True)
+                found |= {f"{file.name}/{name}{path}": value for path, value in _unmeasured(values)}
+            else:
+                found[f"{file.name}/{name}"] = tensor
+    return found
+
+
+def _unmeasured(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield every leaf but the plain values of callbacks, among them measured seconds."""
+    for path, value in _leaves(saved):
+        if isinstance(value, Tensor) or not path.startswith("/callbacks"):
+            yield path, value
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
