@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from recipes.checkpoint.manifest import Manifest, find_fault, read_manifest
+from recipes.checkpoint.manifest import Manifest, find_content_fault, find_fault, read_manifest
 from recipes.files import write_atomically
 
 LOGGER = logging.getLogger("lightning_recipes")
@@ -19,6 +19,7 @@ LAST, BEST = "last", "best"
 UNFINISHED = ".tmp"
 ROLLED_BACK = "rolled_back_{step:07d}"  # for checkpoints after the step to which the run was rolled back
 _TRASH = ".trash"
+_LINK_BYTES = 256  # of a small file in place of a link, which holds a checkpoint's name
 _NAME = re.compile(r"step_(\d+)\.ckpt")
 
 
@@ -172,18 +173,21 @@ def update_symlink(link: Path, name: str) -> None:
 def adopt_copy(link: Path) -> None:
     """Restore a link where a tool that knows no links has left a copy: `cp -L`, object storage, zip.
 
-    A copy of a checkpoint that is there is deleted. If it is the only valid one of its step it gets that checkpoint's
-    name, and what is damaged another one: no checkpoint is ever lost.
+    A copy of a checkpoint that is there is deleted, once every byte of that checkpoint has been read: one flipped bit
+    changes no size. If it is the only valid one of its step it gets that checkpoint's name, and what is damaged another
+    one: no checkpoint is ever lost.
     """
     if link.is_symlink() or not link.is_dir():
         return
-    reason, home = find_fault(link), get_home(link)
+    home = get_home(link)
+    is_repeated = home is not None and _find_any_fault(home) is None
+    reason = find_fault(link) if is_repeated else _find_any_fault(link)
     if reason is not None or home is None:
         link.rename(_free_name(link.with_name(f"damaged_{link.name}")))
         LOGGER.warning(f"{link} was a folder and not a link, and no valid checkpoint: {reason}; it is renamed")
         return
     copy = link
-    if find_fault(home) is None:
+    if is_repeated:
         copy = set_aside(link)
         LOGGER.info(f"{link} was a copy of {home.name}, as tools that know no links leave it: it is a link again")
     else:
@@ -194,6 +198,12 @@ def adopt_copy(link: Path) -> None:
     update_symlink(link, home.name)
     if copy != link:
         shutil.rmtree(copy)
+
+
+def _find_any_fault(folder: Path) -> str | None:
+    """Check a checkpoint by names and sizes, then by content, which reads all of it."""
+    reason, manifest = find_fault(folder), read_manifest(folder)
+    return reason if reason or manifest is None else find_content_fault(folder, manifest, manifest.files)
 
 
 def get_home(copy: Path) -> Path | None:
@@ -213,10 +223,22 @@ def resolve_symlink(link: Path) -> Path | None:
     A link may be a small file, may hold a path from before the run was moved, or may have become a copy.
     """
     target = link
-    if link.is_symlink() and not link.exists():
+    # os.path: unlike Path's methods, false where a folder may not be read
+    if os.path.islink(link) and not os.path.exists(link):
         target = link.with_name(Path(os.readlink(link)).name)
-    elif link.is_file() and _NAME.fullmatch(name := link.read_text(errors="replace", encoding="utf-8").strip()):
-        target = link.with_name(name)
-    elif link.name in (LAST, BEST) and (home := get_home(link)) is not None and find_fault(home) is None:
-        target = home
-    return target.resolve() if target.is_dir() else None
+    elif link.name in (LAST, BEST):
+        if os.path.isfile(link):
+            target = link.with_name(_read_name(link) or link.name)
+        elif (home := get_home(link)) is not None and find_fault(home) is None:
+            target = home
+    return target.resolve() if os.path.isdir(target) else None
+
+
+def _read_name(link: Path) -> str | None:
+    """Return the checkpoint's name in a small file that stands for a link; None if it is any other file."""
+    try:
+        with link.open("rb") as file:
+            text = file.read(_LINK_BYTES).decode(errors="replace").strip()
+    except OSError:
+        return None
+    return text if _NAME.fullmatch(text) else None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support import execute
 
-from recipes.checkpoint.manifest import find_fault
+from recipes.checkpoint.manifest import find_content_fault, find_fault, read_manifest
 from recipes.checkpoint.resume import find_checkpoint, newest_checkpoint
 from recipes.checkpoint.retention import checkpoint_name, recover_interrupted, resolve_symlink, steps_on_disk
 
@@ -123,3 +123,47 @@ def test_a_damaged_copy_is_set_aside_and_a_whole_one_replaces_what_is_damaged(ru
     assert find_fault(folder / "last") is None
     recover_interrupted(folder)  # a second time changes nothing
     assert find_fault(folder / checkpoint_name(4)) is None
+
+
+def flip(file: Path) -> None:
+    """Flip one bit, which changes no size."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Return whether every byte of a checkpoint is as it was written."""
+    manifest = read_manifest(checkpoint)
+    return manifest is not None and find_content_fault(checkpoint, manifest, manifest.files) is None
+
+
+@pytest.mark.parametrize("flipped", [[checkpoint_name(4)], [checkpoint_name(4), "last"], [checkpoint_name(4), "best"]])
+def test_a_flipped_bit_in_a_checkpoint_costs_no_whole_copy(flipped: list[str], run: Path, tmp_path: Path) -> None:
+    """The hashes of a checkpoint are read before its copy is deleted."""
+    copy = tmp_path / "copy"
+    as_folders(run, copy)
+    folder = copy / "checkpoints"
+    for name in flipped:
+        flip(folder / name / "rank_00000.safetensors")
+    recover_interrupted(folder)
+    assert is_whole(folder / checkpoint_name(4))
+    assert not is_whole(folder / f"damaged_{checkpoint_name(4)}")
+    # `last` is looked at first: by the turn of `best` the checkpoint is whole, and a copy of it is deleted
+    damaged = {f"damaged_{name}" for name in flipped if name != "best"}
+    links = {"last", "best"} - ({"last"} & set(flipped))
+    assert {path.name for path in folder.iterdir()} == links | damaged | {checkpoint_name(2), checkpoint_name(4)}
+    for name in links:
+        assert os.readlink(folder / name) == checkpoint_name(4)
+    assert newest_checkpoint(copy) == (folder / checkpoint_name(4)).resolve()
+
+
+def test_where_every_copy_has_a_flipped_bit_each_is_kept(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    as_folders(run, copy)
+    folder = copy / "checkpoints"
+    for name in ("last", "best", checkpoint_name(4)):
+        flip(folder / name / "run.pt")
+    recover_interrupted(folder)
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"damaged_last", "damaged_best", checkpoint_name(2), checkpoint_name(4)}

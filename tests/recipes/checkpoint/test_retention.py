@@ -152,3 +152,24 @@ def test_a_link_may_be_a_small_file_and_may_point_nowhere(tmp_path: Path) -> Non
     update_symlink(tmp_path / "last", checkpoint_name(99))
     assert resolve_symlink(tmp_path / "last") is None
     assert resolve_symlink(tmp_path / "nowhere") is None
+
+
+def test_only_last_and_best_are_read_as_links_and_only_their_first_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = checkpoint(tmp_path, 10)
+    shard = tmp_path / "shard.bin"
+    shard.write_text(whole.name)
+    assert resolve_symlink(shard) is None
+    with (tmp_path / "last").open("wb") as file:
+        file.truncate(1 << 40)  # sparse: reading all of it would not end
+    assert resolve_symlink(tmp_path / "last") is None
+    update_symlink(tmp_path / "last", whole.name)
+    assert resolve_symlink(tmp_path / "last") == whole
+
+    def refuse(path: Path, mode: str) -> None:  # as for another user; root may read everything
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "best").write_text(whole.name)
+    monkeypatch.setattr(Path, "open", refuse)
+    assert resolve_symlink(tmp_path / "best") is None
