@@ -115,8 +115,9 @@ class StepProfiler(Callback):
     def _write(self, trainer: Trainer, trace: Any) -> None:
         folder = output_folder(trainer) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        with filling(folder) as unfinished:
-            trace.export_chrome_trace(str(unfinished / f"rank_{trainer.global_rank:05d}.trace.json.gz"))
+        name = f"rank_{trainer.global_rank:05d}"
+        with filling(folder, writer=name) as unfinished:
+            trace.export_chrome_trace(str(unfinished / f"{name}.trace.json.gz"))
         if not trainer.is_global_zero:
             return
         operators = top_operators(trace)

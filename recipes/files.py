@@ -30,6 +30,10 @@ _logged: dict[tuple[str, str], float] = {}  # when a path and a cause were logge
 _open: set[str] = set()  # paths that were logged, and not yet that they are written again
 
 
+class WriteError(OSError):
+    """A file could not be written for a cause in `DISK_ERRORS`; a failed read may have the same number, EIO."""
+
+
 @contextlib.contextmanager
 def replacing(path: Path, *, fsync: bool = False, is_shared: bool = False) -> Iterator[Path]:
     """Yield the path of a new file beside `path`, which takes its name on success and is removed on failure.
@@ -48,7 +52,7 @@ def replacing(path: Path, *, fsync: bool = False, is_shared: bool = False) -> It
     if path.exists() and not path.is_file() and not path.is_dir():
         yield path
         return
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex if is_shared else 'tmp'}")
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp" if is_shared else f".{path.name}.tmp")
     with _naming(path, unfinished):
         unfinished.unlink(missing_ok=True)  # left by a killed process, or a link in a folder from elsewhere
         unfinished.touch(exist_ok=False)
@@ -68,14 +72,14 @@ def replacing(path: Path, *, fsync: bool = False, is_shared: bool = False) -> It
         raise
 
 
-def write_atomically(path: Path, text: str, *, fsync: bool = False) -> None:
+def write_atomically(path: Path, text: str, *, fsync: bool = False, is_shared: bool = False) -> None:
     """Write a text file with `replacing`."""
-    with replacing(path, fsync=fsync) as unfinished:
+    with replacing(path, fsync=fsync, is_shared=is_shared) as unfinished:
         unfinished.write_text(text, encoding="utf-8", newline="")
 
 
 @contextlib.contextmanager
-def filling(folder: Path, *, owned: Collection[str] = ()) -> Iterator[Path]:
+def filling(folder: Path, *, owned: Collection[str] = (), writer: str = "") -> Iterator[Path]:
     """Yield a new folder, which becomes `folder`, or whose files replace those of the same names in it.
 
     For libraries that write several files of their own. Nothing changes on failure; other files in `folder` stay.
@@ -83,13 +87,16 @@ def filling(folder: Path, *, owned: Collection[str] = ()) -> Iterator[Path]:
     Args:
         folder: Folder to fill.
         owned: Patterns of names that are removed from `folder` on success, but for those in the new folder.
+        writer: Name of this process among those that fill the folder at the same time, such as its rank; the folder
+            must exist.
 
     Raises:
         OSError: The disk is full or the folder cannot be written to.
     """
     is_new = not folder.exists()
     # not beside a folder that exists: it may be on another disk
-    unfinished = folder.with_name(f".{folder.name}.tmp") if is_new else folder / ".unfinished.tmp"
+    inside = f".unfinished.{writer}.tmp" if writer else ".unfinished.tmp"
+    unfinished = folder.with_name(f".{folder.name}.tmp") if is_new else folder / inside
     with _naming(folder, unfinished):
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
@@ -288,12 +295,17 @@ def _naming(path: Path, unfinished: Path | None = None) -> Iterator[None]:
         is_ours = error.filename is None or Path(error.filename).is_relative_to(unfinished or path)
         if error.errno is None or not is_ours:
             raise
-        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise _describe_failure(error.errno, path) from error
     except Exception as error:  # torch, safetensors and SQLite have their own classes
         number = None if unfinished is None else _find_cause(error, unfinished)
         if number is None:
             raise
-        raise OSError(number, os.strerror(number), str(path)) from error
+        raise _describe_failure(number, path) from error
+
+
+def _describe_failure(number: int, path: Path) -> OSError:
+    kind = WriteError if number in DISK_ERRORS else OSError
+    return kind(number, os.strerror(number), str(path))
 
 
 def _find_cause(error: Exception, unfinished: Path) -> int | None:

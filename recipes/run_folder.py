@@ -143,7 +143,8 @@ def add_evaluations(run_folder: Path, evaluations: Mapping[str, Mapping[str, Any
     earlier = summary.get(EVALUATIONS)
     added = {name: {key: _for_json(value) for key, value in found.items()} for name, found in evaluations.items()}
     summary[EVALUATIONS] = (earlier if isinstance(earlier, dict) else {}) | added
-    write_atomically(run_folder / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+    # a run that is still training, and other evaluations of it, may write the same file now
+    write_atomically(run_folder / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n", is_shared=True)
 
 
 def _for_json(value: Any) -> Any:

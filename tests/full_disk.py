@@ -55,8 +55,8 @@ class FullDisk:
     def _get_name(self, full: str) -> str:
         folder, name = os.path.split(full[len(self._folder) :])
         if name.startswith(".") and name.endswith(".tmp"):
-            name = name[1:-4]
-        below = re.sub(r"step_\d+(\.ckpt)?(\.tmp)?|/\.unfinished\.tmp", "step", f"{folder}/{name}")
+            name = re.sub(r"\.[0-9a-f]{32}$", "", name[1:-4])
+        below = re.sub(r"step_\d+(\.ckpt)?(\.tmp)?|/\.unfinished(\.\w+)?\.tmp", "step", f"{folder}/{name}")
         return re.sub(r"/\d+/\d+\.bin$|_\d+$|\.out\.tfevents.*$", "", below).lstrip("/")
 
 

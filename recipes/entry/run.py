@@ -21,7 +21,7 @@ from recipes.entry.light_import import without_unused_packages
 from recipes.entry.out_of_memory import advise, describe_out_of_memory, log_exit
 from recipes.entry.spawn import spawn_ranks
 from recipes.errors import ConfigError, find_mistake, format_report
-from recipes.files import DISK_ERRORS, describe
+from recipes.files import DISK_ERRORS, WriteError, describe
 from recipes.run_folder import CHECKPOINTS, EVENTS_FILE, LOG_FILE, has_checkpoint
 from recipes.runtime.console import LOGGER, open_console
 from recipes.runtime.exit_codes import ExitCode
@@ -183,7 +183,7 @@ def _execute(composed: Composed, ranks: Ranks) -> int:
         elif (mistake := _find_mistake(error, composed)) is not None:
             failure = _failure_from_mistake(mistake)
             last_line = None
-        elif isinstance(error, OSError) and error.errno in DISK_ERRORS and error.filename is not None:
+        elif isinstance(error, WriteError):
             # a result, a cache, a prepared document: training handles the files that it can go on without
             text = f"{error.filename} could not be written: {describe(error)}; make room, then the same command"
             failure = failure_from_exception(error, exit_code=ExitCode.UNSAVED, report=text)

@@ -2,6 +2,10 @@
 
 import gzip
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
@@ -32,6 +36,25 @@ def test_two_steps_of_two_micro_batches_are_traced_and_excluded_from_the_through
     assert read_column("throughput/tokens_per_second") == [16.0]
     # three steps of 2 s, less the fetch before the first that is traced
     assert sum(read_column("time/excluded_seconds")) == 3 * 2.0 - FETCH
+
+
+def test_ranks_that_write_their_traces_at_the_same_time_write_all_of_them(tmp_path) -> None:
+    all_write = threading.Barrier(3)
+
+    class Trace:
+        def export_chrome_trace(self, path: str) -> None:
+            all_write.wait(timeout=30)
+            Path(path).write_text(path)
+            all_write.wait(timeout=30)
+
+    def write(rank: int) -> None:
+        trainer = SimpleNamespace(global_rank=rank, is_global_zero=False, loggers=[], default_root_dir=tmp_path)
+        StepProfiler(steps=1)._write(trainer, Trace())
+
+    with ThreadPoolExecutor(3) as ranks:
+        list(ranks.map(write, range(3)))
+    names = [f"rank_{rank:05d}.trace.json.gz" for rank in range(3)]
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == names
 
 
 def test_a_run_that_fails_while_it_is_traced_still_writes_the_trace(plain_module, make_trainer, tmp_path) -> None:

@@ -1,5 +1,6 @@
 """Every file of a run under a full disk at its first, a middle and its last write; what was there stays as it was."""
 
+import errno
 import io
 import json
 import os
@@ -7,7 +8,7 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from recipes.checkpoint.manifest import find_fault
 from recipes.checkpoint.retention import resolve_symlink, steps_on_disk
 from recipes.config import compose_and_check
 from recipes.entry.run import run_composed
-from recipes.files import LineFile, append, filling, replace_end, replacing, write_atomically
+from recipes.files import LineFile, WriteError, append, filling, replace_end, replacing, write_atomically
 from recipes.runtime.console import open_console
 
 STEPS = 6
@@ -264,3 +265,38 @@ def test_a_filled_folder_loses_owned_files_that_the_new_one_lacks_and_no_others(
         (unfinished / "model-1-of-2.bin").write_text("new")
     assert sorted(path.name for path in folder.iterdir()) == ["model-1-of-2.bin", "model_mine.bin"]
     assert (folder / "model-1-of-2.bin").read_text() == "new"
+
+
+def test_ranks_that_fill_one_folder_at_the_same_time_do_not_remove_each_others_files(tmp_path: Path) -> None:
+    with ExitStack() as ranks:
+        folders = [ranks.enter_context(filling(tmp_path, writer=f"rank_{rank}")) for rank in range(3)]
+        for rank, folder in enumerate(folders):
+            (folder / f"trace_{rank}").write_text("old" if rank else "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace_0", "trace_1", "trace_2"]
+    left = tmp_path / ".unfinished.rank_1.tmp"  # by a killed rank
+    left.mkdir()
+    (left / "half").touch()
+    with filling(tmp_path, writer="rank_1") as folder:
+        (folder / "trace_1").write_text("new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace_0", "trace_1", "trace_2"]
+    assert (tmp_path / "trace_1").read_text() == "new"
+
+
+def test_processes_that_write_one_file_at_the_same_time_leave_the_last_whole_one(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    with replacing(path, is_shared=True) as first, replacing(path, is_shared=True) as second:
+        first.write_text("first")
+        second.write_text("second")
+    assert path.read_text() == "first"  # the outer one ends last
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_only_a_failed_write_is_a_write_error(tmp_path: Path) -> None:
+    """A disk that fails gives reads the same number, EIO."""
+    path = tmp_path / "result.json"
+    with pytest.raises(WriteError) as raised, replacing(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    assert (raised.value.errno, raised.value.filename) == (errno.EIO, str(path))
+    with pytest.raises(OSError, match="shard") as read, replacing(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path / "shard.bin"))
+    assert type(read.value) is OSError

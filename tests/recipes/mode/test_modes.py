@@ -1,8 +1,10 @@
 """One small run and everything that is done with it: its files, evaluate, sample, export, resume."""
 
 import contextlib
+import errno
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -439,6 +441,20 @@ def test_numbers_that_cannot_be_kept_are_printed(
     assert " of val, " in numbers
     assert ": loss " in numbers
     assert last == f"{tmp_path}/new/{file} could not be written: File too large; make room, then the same command"
+
+
+def test_a_failed_read_is_no_full_disk(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def read(composed: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "/data/shard.bin")
+
+    monkeypatch.setattr("recipes.build.execute", read)
+    assert execute("mode=evaluate", f"resume={run}", f"hydra.run.dir={tmp_path}/new") == 1
+    output = capfd.readouterr().out
+    assert "Traceback" in output
+    assert "Input/output error: '/data/shard.bin'" in output
+    assert "could not be written" not in output
 
 
 OUTPUTS = {
