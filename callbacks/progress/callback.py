@@ -96,7 +96,9 @@ class ProgressLine(ProgressBar):
 
     def _start_bar(self) -> bool:
         """Start the bar if both streams are terminals, and return whether they are; `| tee log` gets plain lines."""
-        if not (self._is_enabled and sys.stderr.isatty() and sys.stdout.isatty()):
+        # a stream that the shell has closed is None
+        is_terminal = all(stream is not None and stream.isatty() for stream in (sys.stderr, sys.stdout))
+        if not (self._is_enabled and is_terminal):
             return False
         if self._bar is None:
             from .bar import LiveBar  # importing rich takes 50 ms, only needed on a terminal

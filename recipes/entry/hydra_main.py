@@ -69,7 +69,8 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int], override
     register_resolvers()
     try:
         hydra.main(version_base="1.3", config_path=str(folder.resolve()), config_name=name)(run_job)()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the shell, `>&-`
+            sys.stdout.flush()
     except ConfigErrors as error:
         print(format_report(error.mistakes, error.head), file=sys.stderr)
         return ExitCode.INVALID_CONFIG

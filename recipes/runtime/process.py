@@ -65,7 +65,11 @@ def exit_process(exit_code: int) -> NoReturn:
 def _flush_streams() -> None:
     """Flush the standard streams; where that fails, as on a full disk, the exit code must not become Python's 120."""
     for stream in (sys.stdout, sys.stderr):
+        if stream is None:  # closed by the shell, `>&-`
+            continue
         try:
             stream.flush()
+        except ValueError:  # closed by this process
+            continue
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

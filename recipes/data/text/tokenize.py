@@ -71,7 +71,7 @@ def _encode(task: list[TextPiece], *, tokenizer: Tokenizer, dtype: str) -> list[
 @contextlib.contextmanager
 def _progress(num_bytes: int) -> Iterator[Callable[[int], Any]]:
     """Show a progress bar on a terminal, or log one line; yield a function that advances it by bytes."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():  # None: closed by the shell
         log.info("tokenizing %.1f MB of text", num_bytes / 1e6)
         yield lambda _: None
         return

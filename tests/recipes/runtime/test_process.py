@@ -52,6 +52,18 @@ def test_a_rank_exits_with_its_code_after_its_atexit_functions(tmp_path: Path) -
         assert exit_codes("exit_process(75)", tmp_path, attempt) == [(75, "done at the end\n")] * 2
 
 
+def test_closed_streams_do_not_change_the_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`train.py >&-` leaves None, a wrapper may leave a stream that it has closed."""
+    closed = (tmp_path / "console").open("w")
+    closed.close()
+    for stdout, stderr in ((None, None), (closed, None), (None, closed)):
+        monkeypatch.setattr(sys, "stdout", stdout)
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with pytest.raises(SystemExit) as ended:
+            process.exit_process(0)
+        assert ended.value.code == 0
+
+
 class Exited(BaseException):
     """The process would have ended here."""
 
