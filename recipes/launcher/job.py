@@ -32,7 +32,7 @@ class State(StrEnum):
     INTERRUPTED = "interrupted"
     PREEMPTED = "preempted"  # after saving a checkpoint
     KILLED = "killed"
-    UNSAVED = "unsaved"  # finished, but the last checkpoint could not be written
+    UNSAVED = "unsaved"  # not started, or finished without its last checkpoint: files could not be written
 
     @property
     def is_over(self) -> bool:

@@ -30,9 +30,8 @@ _DEFINITION = "of_what"  # of the study: objective, direction, space
 _RETRIED = "repeated"  # of the study: failed trials that were queued again
 _OVERRIDES = "overrides"  # of a trial: those of its job
 _STATE = "state"  # of a trial: how its job ended
-_REPEATS = (
-    "repeats"  # of a trial: it has the overrides of an earlier trial, so it gets that one's result and is not run
-)
+# of a trial: same overrides as an earlier trial; copies its result and does not run
+_REPEATS = "repeats"
 
 # a run with such an end would end the same way again
 RESULTS = frozenset({State.FINISHED, State.PRUNED, State.DIVERGED, State.OUT_OF_MEMORY})
@@ -247,7 +246,7 @@ class StudySource:
         elif self._is_stopped:
             LOGGER.info(f"The sampler has tried everything: {ended}")
         else:
-            LOGGER.info(f"The last {_MAX_REPETITIONS} proposals repeat trials that have been run: {ended}")
+            LOGGER.info(f"The last {_MAX_REPETITIONS} proposals were all repeats: {ended}")
 
     def _get_trials(self, *states: "TrialState") -> list["FrozenTrial"]:
         trials: list[FrozenTrial] = self._study.get_trials(deepcopy=False, states=states or None)

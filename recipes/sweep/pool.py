@@ -70,6 +70,7 @@ class Pool:
         self._signals: list[int] = []  # received requests to stop
         self._last_read = 0.0
         self._is_exhausted = False  # the source has no job until another one has ended
+        self._is_unwritable = False  # a job could not be saved: the source is not asked again
 
     def run(self) -> int | None:
         """Run until all jobs have ended or a signal has stopped them.
@@ -115,14 +116,18 @@ class Pool:
         if self._is_exhausted:
             return False
         jobs = self._source.next_jobs()
-        self._is_exhausted = not jobs
         for job in jobs:
             if save(job):  # the job's process reads its config from this file
                 self._waiting.append(job)
                 continue
-            job.exit_code = ExitCode.UNSAVED  # not started: the same command starts it
+            self._is_unwritable = True
+            job.state, job.exit_code = State.UNSAVED, ExitCode.UNSAVED
+            LOGGER.error(
+                f"job {job.number} is not started: {job.file} could not be written; the same command starts it"
+            )
             self._source.job_ended(job)
-        return bool(jobs)
+        self._is_exhausted = not jobs or self._is_unwritable
+        return bool(self._waiting)
 
     def _start_jobs(self) -> None:
         while not self._launcher.is_full():
@@ -159,7 +164,7 @@ class Pool:
             if exit_code is None:
                 continue
             del self._running[number]
-            self._is_exhausted = False  # a study may have a new proposal now
+            self._is_exhausted = self._is_unwritable  # a study may have a new proposal now
             job = handle.job
             self._progress[number].read()
             job.exit_code = exit_code

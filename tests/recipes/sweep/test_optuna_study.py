@@ -19,6 +19,7 @@ from recipes.launcher.local import Local
 from recipes.sweep import optuna_study
 from recipes.sweep.optuna_study import StudySource, count_combinations
 from recipes.sweep.optuna_sweeper import make_distributions, trial_overrides
+from recipes.sweep.pool import Pool
 from recipes.sweep.search_space import SearchSpace, read_space
 from recipes.sweep.settings import Settings
 from recipes.sweep.sweep import Sweep
@@ -305,7 +306,7 @@ def test_a_sampler_that_only_repeats_itself_ends_the_study(
     [job] = source.next_jobs()
     end(source, job, State.FINISHED, best_val_loss=1.0)
     assert source.next_jobs() == []
-    assert "The last 3 proposals repeat trials that have been run: the study ends after 1 of 5 trials" in caplog.text
+    assert "The last 3 proposals were all repeats: the study ends after 1 of 5 trials" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -356,6 +357,18 @@ def test_a_trial_with_an_invalid_config_fails_and_the_next_one_is_started(
     [job] = source.next_jobs()
     assert job.number == 1
     assert load_trials(tmp_path)[0].state is TrialState.FAIL
+
+
+def test_a_trial_whose_job_cannot_be_saved_stays_open_and_ends_the_command(tmp_path: Path) -> None:
+    source = open_source(tmp_path, num_trials=3)
+    (tmp_path / "0").write_text("")  # no folder can be made here, as on a full disk
+    launcher: Any = source._sweep.launcher
+    Pool(launcher, source, on_change=lambda _: None, show=lambda _: None).run()
+    assert [trial.state for trial in load_trials(tmp_path)] == [TrialState.RUNNING]
+    (tmp_path / "0").unlink()
+    [job, *_] = drive(open_source(tmp_path, num_trials=3))
+    assert job.number == 0
+    assert [trial.state for trial in load_trials(tmp_path)] == [TrialState.COMPLETE] * 3
 
 
 def test_a_study_is_not_resumed_with_another_search_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,6 +167,15 @@ def test_an_empty_source_is_asked_again_only_after_a_job_has_ended(jobs: list[Jo
     assert source.calls == 5, "job, none; after job 0: job, none; after job 1: none"
 
 
+def test_a_source_is_not_asked_again_after_a_job_that_cannot_be_saved(jobs: list[Job]) -> None:
+    jobs[1].folder.write_text("")  # no folder can be made here, as on a full disk
+    source = FakeSource(jobs[:3], jobs[3:])
+    pool, events = make_pool(FakeLauncher({number: [RUNS, 0] for number in range(4)}), source)
+    assert pool.run() is None
+    assert (source.calls, source.ended, jobs[1].state) == (1, [1, 0, 2], State.UNSAVED)
+    assert events == ["0 running", "0 finished", "2 running", "2 finished"]
+
+
 def test_a_failed_job_stops_no_other_and_each_exit_code_is_recorded(jobs: list[Job]) -> None:
     launcher = FakeLauncher({0: [1], 1: [71], 2: [-9], 3: [0]})
     pool, _ = make_pool(launcher, FakeSource(jobs))
