@@ -10,7 +10,7 @@ Every format becomes one or more tables, a header and rows of cells, and every t
 - trainer_state.json of transformers, and JSON Lines with one object per step
 - the history of Keras, as CSVLogger writes it or as JSON: a row per epoch
 
-Gaps, NaN, repeated headers and a truncated last line are tolerated and noted.
+Gaps, NaN, repeated headers, columns of the same name and a truncated last line are tolerated and noted.
 """
 
 import csv
@@ -48,7 +48,11 @@ _WANDB_COLUMN = re.compile(r"(?P<run>.+) - (?P<metric>[^ ].*)")
 _WANDB_RANGE = ("__MIN", "__MAX")
 _TENSORBOARD_NAME = re.compile(r"(?:run-(?P<run>.*)-)?tag-(?P<tag>.+)")
 _MLFLOW_FILE = re.compile(r"(\d{12,} \S+ \d+\r?\n?)+")  # time, value, step; the name of the file is the metric
-_DECIMAL_COMMA = re.compile(r"[+-]?[\d.]*,\d+([eE][+-]?\d+)?")
+# numbers as spreadsheets write them; a thousand has no leading zero
+_DECIMAL_COMMA = re.compile(r"[+-]?(\d*|[1-9]\d{0,2}(\.\d{3})+),\d+([eE][+-]?\d+)?")
+_DECIMAL_POINT = re.compile(r"[+-]?[\d,]*\.\d*([eE][+-]?\d+)?")
+_COMMA_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?([eE][+-]?\d+)?")
+_POINT_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(\.\d{3})+")
 _HELP = "rename the column of steps to step, or export again with the step as the x axis"
 
 
@@ -159,27 +163,69 @@ def _read_all_points(path: Path) -> dict[str, tuple[Points, list[str]]]:
 
 def _decode(data: bytes) -> str:
     is_utf16 = data[:2] in (b"\xff\xfe", b"\xfe\xff")  # what spreadsheets call Unicode text
-    return data.decode("utf-16" if is_utf16 else "utf-8-sig", errors="replace")
+    text = data.decode("utf-16" if is_utf16 else "utf-8-sig", errors="replace")
+    return text.replace("\r\n", "\n").replace("\r", "\n")  # some spreadsheets end a line with a carriage return
 
 
 def _read_csv_table(text: str, path: Path) -> _Table:
-    """Read separated values; the separator is the one that divides the first line into the most cells."""
+    """Read separated values; the separator is the one that divides the first line into the most cells.
+
+    Raises:
+        ValueError: A cell is longer than any number or name, as after a quote that is not closed.
+    """
     if _MLFLOW_FILE.fullmatch(text):
         lines = [line.split() for line in text.splitlines()]
         return _Table(["key", "value", "step"], [[path.name, value, step] for _, value, step in lines])
-    first, _, rest = text.lstrip("\r\n").partition("\n")
+    first, _, rest = text.lstrip("\n").partition("\n")
     if first.lower().startswith("sep="):  # a hint for spreadsheets
         first, _, rest = rest.partition("\n")
-    separator = max(",;\t|", key=lambda mark: len(next(csv.reader([first], delimiter=mark), [])))
-    rows = list(csv.reader(io.StringIO(f"{first}\n{rest}", newline=""), delimiter=separator))
-    header = [name.strip().removeprefix("# ") for name in rows[0]]
-    if separator != ",":
-        rows = [[_with_decimal_point(cell) for cell in row] for row in rows]
-    return _Table(header, rows[1:])
+    try:
+        separator = max(",;\t|", key=lambda mark: len(next(csv.reader([first], delimiter=mark), [])))
+        rows = list(csv.reader(io.StringIO(f"{first}\n{rest}", newline=""), delimiter=separator))
+    except csv.Error as error:
+        raise ValueError(f"{path} is not a table: {error}") from error
+    typed, *rows = rows
+    header, notes = _number_repeated([name.strip().removeprefix("# ") for name in typed])
+    rows, more_notes = _with_plain_numbers([header if row == typed else row for row in rows])
+    return _Table(header, rows, notes + more_notes)
 
 
-def _with_decimal_point(cell: str) -> str:
-    is_number = _DECIMAL_COMMA.fullmatch(cell.strip())
+def _number_repeated(header: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return different names for columns of the same name, and a note; of W&B's columns, the run gets the number."""
+    unique: list[str] = []
+    for name in header:
+        of_run, new, number = _WANDB_COLUMN.fullmatch(name), name, 1
+        while name and new in unique:
+            number += 1
+            new = f"{name} ({number})" if of_run is None else f"{of_run['run']} ({number}) - {of_run['metric']}"
+        unique.append(new)
+    changed = [new for new, name in zip(unique, header, strict=True) if new != name and not new.endswith(_WANDB_RANGE)]
+    shown = ", ".join(changed[:3]) + (", …" if len(changed) > 3 else "")
+    return unique, [f"columns of the same name are numbered: {shown}"] if changed else []
+
+
+def _with_plain_numbers(rows: list[list[str]]) -> tuple[list[list[str]], list[str]]:
+    """Write numbers with a decimal point and without thousands separators; return the rows and a note if in doubt.
+
+    The whole file decides: its commas are decimal unless some number has a decimal point, or all could be thousands.
+    """
+    cells = {cell.strip() for row in rows for cell in row if "," in cell or "." in cell}
+    has_point = any(_DECIMAL_POINT.fullmatch(cell) and not _POINT_THOUSANDS.fullmatch(cell) for cell in cells)
+    with_comma = [cell for cell in cells if "," in cell and (_DECIMAL_COMMA.fullmatch(cell) or _is_thousands(cell))]
+    if not with_comma:
+        return rows, []
+    if not (has_point or all(map(_is_thousands, with_comma))):
+        return [[_from_decimal_comma(cell) for cell in row] for row in rows], []
+    rows = [[cell.replace(",", "") if _is_thousands(cell) else cell for cell in row] for row in rows]
+    return rows, [] if has_point else ["its commas are read as separators of thousands"]
+
+
+def _is_thousands(cell: str) -> bool:
+    return _COMMA_THOUSANDS.fullmatch(cell.strip()) is not None
+
+
+def _from_decimal_comma(cell: str) -> str:
+    is_number = _DECIMAL_COMMA.fullmatch(cell.strip()) or _POINT_THOUSANDS.fullmatch(cell.strip())
     return cell.replace(".", "").replace(",", ".") if is_number else cell
 
 
@@ -203,6 +249,8 @@ def _read_json_table(text: str, path: Path) -> _Table:
             {name: values[row] for name, values in lists.items() if row < len(values)} for row in range(num_rows)
         ]
         content = columns or [content]
+    if not isinstance(content, list):
+        content = []
     if content and all(isinstance(row, list) and len(row) == 3 for row in content):
         return _Table(["Wall time", "Step", "Value"], [[str(cell) for cell in row] for row in content])
     # the last entry of transformers' trainer has means over the whole run
@@ -236,7 +284,7 @@ def _split_runs(table: _Table, path: Path) -> dict[str, _Table]:
         rows = [[row[index] for index in (*shared, *own)] for row in table.rows if len(row) == len(table.header)]
         # in the rows of the other runs this one has no value
         rows = [row for row in rows if any(cell.strip() for cell in row[len(shared) :])]
-        found[run] = _Table(header, rows)
+        found[run] = _Table(header, rows, list(table.notes))
     return found
 
 
@@ -244,11 +292,11 @@ def _spread_values(table: _Table, steps: int, value: int, path: Path) -> dict[st
     """Return a table per run from one with a value per row, whose metric is a column or part of the file's name."""
     metric, run = table.find(_METRIC_NAMES), table.find(_RUN_NAMES)
     from_file = _TENSORBOARD_NAME.fullmatch(path.stem)
-    name, notes = "loss", []
+    name, notes = "loss", list(table.notes)
     if from_file is not None:
         name = from_file["tag"]
     elif metric is None:
-        notes = ["its values are taken as the training loss; to name them, call the file tag-<metric>.csv"]
+        notes.append("its values are taken as the training loss; to name them, call the file tag-<metric>.csv")
     rows_by_run: dict[str, list[dict[str, str]]] = {}
     for row in table.rows:
         if len(row) == len(table.header):
@@ -374,7 +422,7 @@ def parse_yaml(text: str) -> dict[str, Any]:
     """Parse settings; empty if there are none or they contain tags of the program that wrote them."""
     try:
         value = yaml.load(text, Loader=_YAML)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that does not exist
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -382,5 +430,5 @@ def parse_yaml(text: str) -> dict[str, Any]:
 def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:  # still being written, or the run was killed
+    except (ValueError, RecursionError):  # still being written, the run was killed, or nested beyond any metrics
         return None

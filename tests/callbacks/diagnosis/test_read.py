@@ -88,6 +88,11 @@ def test_the_files_beside_it_are_read_and_broken_ones_are_as_missing(tmp_path: P
         (b"step,loss\n1,high\n", "has no row with a number"),
         (b"\x89PNG\r\n\x1a\n\0\0\0", "is not a text file"),
         (b"import torch\n", "its first line is 'import torch'"),
+        (b'step,loss\n1,"' + b"3\n" * 100_000, "is not a table: field larger than field limit"),
+        (b'{"history": 5}', "has no rows"),
+        (b'{"log_history": null}', "has no rows"),
+        (b"[" * 200_000, "has no rows"),
+        (b'{"a":' * 200_000, "has no rows"),
     ],
 )
 def test_what_is_no_table_of_metrics_is_an_error(tmp_path: Path, content: bytes, message: str) -> None:
@@ -228,6 +233,49 @@ def test_each_run_of_a_file_is_read_by_its_name(tmp_path: Path) -> None:
     assert list(read_run(tmp_path / "mlflow.csv", run="y").curves["loss"].values) == [2.0]
     with pytest.raises(ValueError, match="holds the runs x, y; choose one of them"):
         read_run(tmp_path / "mlflow.csv")
+
+
+def test_columns_of_the_same_name_are_different_curves_and_noted(tmp_path: Path) -> None:
+    (tmp_path / "wandb.csv").write_text(
+        '"Step","a - loss","a - loss__MIN","b - loss","a - loss","a - loss__MIN"\n0,3,1,5,4,1\n1,2,1,5,3,1\n'
+    )
+    runs = read_runs(tmp_path / "wandb.csv")
+    assert {name: list(run.curves["loss"].values) for name, run in runs.items()} == {
+        "a": [3.0, 2.0],
+        "b": [5.0, 5.0],
+        "a (2)": [4.0, 3.0],
+    }
+    assert runs["a"].notes == ["columns of the same name are numbered: a (2) - loss"]
+    points, notes = read_points(write(tmp_path, "step,loss,loss\n1,3,4\nstep,loss,loss\n2,2,3\n"))
+    assert points == {"loss": [(1, 3.0), (2, 2.0)], "loss (2)": [(1, 4.0), (2, 3.0)]}
+    assert notes == ["columns of the same name are numbered: loss (2)", "the header is repeated 1 times"]
+
+
+@pytest.mark.parametrize(
+    ("text", "points"),
+    [
+        ("step\tloss\n1\t3\n1,000\t2\n", {1: 3.0, 1000: 2.0}),
+        ("step\tloss\n1,000\t2.125\n2,000\t1,234.5\n", {1000: 2.125, 2000: 1234.5}),
+        ('step,loss\n1,"0,52"\n2,"0,5"\n', {1: 0.52, 2: 0.5}),
+        ('step,loss\n"1,000",0.520\n"2,000",0.5\n', {1000: 0.52, 2000: 0.5}),
+        ("step;loss\n1;0,520\n2;1,250\n", {1: 0.52, 2: 1.25}),  # no thousand begins with 0
+        ("step;loss\n1.000;3,5\n2.000;1.234,5\n", {1000: 3.5, 2000: 1234.5}),
+        ("step;loss\n1;-3,5e-1\n2;+,5\n", {1: -0.35, 2: 0.5}),
+        ("step,loss\r1,3.5\r2,2.5\r", {1: 3.5, 2: 2.5}),  # lines that end with a carriage return alone
+    ],
+)
+def test_the_numbers_of_a_file_decide_whether_its_commas_are_decimal(
+    tmp_path: Path, text: str, points: dict[int, float]
+) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(text.encode())
+    assert dict(read_points(path)[0]["loss"]) == points
+
+
+def test_commas_that_could_be_either_are_noted(tmp_path: Path) -> None:
+    points, notes = read_points(write(tmp_path, "step;loss\n1;2,345\n2;1,987\n"))
+    assert points["loss"] == [(1, 2345.0), (2, 1987.0)]
+    assert notes == ["its commas are read as separators of thousands"]
 
 
 def test_values_without_a_name_are_taken_as_the_loss_and_a_value_beside_other_metrics_is_one_of_them(
