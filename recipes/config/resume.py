@@ -194,11 +194,12 @@ def _with_tokenizer(data: Any, tokenizer: Config) -> Any:
 
 
 def is_other_data(data: Config, trained_on: Config) -> bool:
-    """Return whether a data node reads other text than that of a run, and keeps the way that run was split."""
+    """Return whether a data node reads other text than that of a run, and is not told how to split it."""
     if all(data.get(key) == trained_on.get(key) for key in ("_target_", "path")):
         return False
-    is_same_kind = data.get("_target_") == trained_on.get("_target_")
-    return not (is_same_kind and any(data.get(key) != trained_on.get(key) for key in ("val_fraction", "val_path")))
+    if data.get("_target_") == trained_on.get("_target_"):
+        return all(data.get(key) == trained_on.get(key) for key in ("val_fraction", "val_path"))
+    return data.get("val_path") is None  # not inherited from a run on another kind of data
 
 
 def find_tokenizer(checkpoint: Path | None) -> Path | None:

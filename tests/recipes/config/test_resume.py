@@ -7,6 +7,7 @@ import pytest
 
 from recipes.config import compose_and_check
 from recipes.config.compose import compose_run, freeze
+from recipes.config.resume import is_other_data
 from recipes.errors import ConfigError
 
 FSDP = ["tokenizer=bytes", "strategy=fsdp", "strategy.gradient_sync=per_micro_batch", "trainer.accelerator=cpu"]
@@ -130,3 +131,13 @@ def test_the_cache_is_that_of_the_machine_a_run_is_resumed_on(tmp_path: Path, mo
     assert f"cache_dir: {tmp_path}/there\n" in (run / "config.yaml").read_text()
     monkeypatch.setenv("RECIPES_CACHE", str(tmp_path / "here"))
     assert resume(run)[0]["data"]["cache_dir"] == str(tmp_path / "here")
+
+
+def test_other_data_is_evaluated_as_a_whole_unless_its_validation_data_is_typed() -> None:
+    text = {"_target_": "text", "path": "a", "val_fraction": 0.1}
+    rows = {"_target_": "rows", "path": "b", "val_fraction": 0.1, "val_path": None}
+    assert is_other_data(text | {"path": "b"}, text)
+    assert is_other_data(rows, text)
+    assert not is_other_data(rows | {"val_path": "c"}, text)
+    assert is_other_data(rows | {"path": "d"}, rows)
+    assert not is_other_data(rows | {"path": "d", "val_path": "c"}, rows)
