@@ -28,6 +28,7 @@ from torchmetrics import Metric
 from recipes.checkpoint.ending import MAX_STEPS, MAX_TIME, Endings
 from recipes.checkpoint.resume import find_checkpoint, names_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
+from recipes.compile import CompilationCounter
 from recipes.config.check.metrics import find_wrong_directions
 from recipes.config.compose import Composed, Config, freeze
 from recipes.config.instantiate import make, make_model
@@ -274,7 +275,7 @@ def _build_trainer(
         saver.endings = Endings(limits | nodes, configured)
         # the order matters: callbacks fill the row of a step, it is logged, then the step is saved
         summary = SummaryWriter(run_folder=folder, find_ending=saver.endings.find)
-        callbacks = [summary, *configured.values(), RowWriter(), saver]
+        callbacks = [summary, *configured.values(), CompilationCounter(), RowWriter(), saver]
     # other modes run on one device, which can load the checkpoints of every strategy
     node = config["strategy"] if takes_steps(config) else SINGLE_DEVICE
     strategy = make(node)(devices=devices, precision=precision, checkpoint_io=saver.checkpoint_io, mesh=mesh)

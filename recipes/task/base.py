@@ -16,7 +16,7 @@ from typing_extensions import override
 from recipes.activation_checkpoint import ActivationCheckpoint
 from recipes.clipping import Clipping
 from recipes.clipping.none import NoClipping
-from recipes.compile import CompilationCounter, compile_blocks
+from recipes.compile import compile_blocks
 from recipes.errors import ConfigError
 from recipes.model.flops import CountsFlops
 from recipes.model.weights import await_checkpoint, initialize
@@ -90,7 +90,6 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         self._micro_batches_in_window = self._window_samples = self._window_tokens = 0
         self._window_loss: Tensor | None = None
         self._unlogged_loss: Tensor | None = None  # of the last step, if its number does not make it a logged one
-        self._compilations: CompilationCounter | None = None
         self._window_sources: Tensor | None = None  # [2, K], summed loss and targets of each source of a mixture
 
     def objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -129,7 +128,6 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         if self._activation_checkpoint.changes_blocks:  # not every model has blocks
             self._activation_checkpoint.apply(model.blocks)  # type: ignore[arg-type]
         if self._compile_mode is not None and hasattr(model, "blocks"):
-            self._compilations = CompilationCounter()
             leaves_out_hooks = getattr(self.trainer.strategy, "gathers_by_hooks", False)
             compile_blocks(model.blocks, mode=self._compile_mode, leaves_out_hooks=leaves_out_hooks)  # type: ignore[arg-type]
             self.cross_entropy_sum = torch.compile(cross_entropy_sum)
@@ -166,14 +164,6 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         adaptive = None if isinstance(self.clipping, NoClipping) else self.clipping
         self.trainer.strategy.clipping = adaptive  # type: ignore[attr-defined]
         self.resume_optimizer(self._schedule)
-
-    @override
-    def on_train_end(self) -> None:
-        if self._compilations is None:
-            return
-        if self.trainer.is_global_zero:
-            LOGGER.info(self._compilations.describe())
-        self._compilations.detach()
 
     @override
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:

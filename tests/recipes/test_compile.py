@@ -77,6 +77,7 @@ def test_the_second_length_is_the_last_one_to_be_compiled_and_no_graph_breaks(mo
     eager, compiled = make(model, adapter), make(model, adapter)
     plain, chunks = (HeadLoss(vocab_size=V, chunk_tokens=100, label_smoothing=0.0, z_loss=0.0) for _ in range(2))
     counter = CompilationCounter()
+    counter.attach()
     compile_blocks(compiled.blocks, mode="default", backend="aot_eager")  # type: ignore[arg-type]
     chunks.compile(backend="aot_eager")
 
@@ -110,6 +111,7 @@ def test_the_second_length_is_the_last_one_to_be_compiled_and_no_graph_breaks(mo
 
 def test_nothing_compiled_is_counted_after_a_counter_is_detached() -> None:
     counter = CompilationCounter()
+    counter.attach()
     counter.detach()
     counter.detach()
     assert counter.describe() == "compile: no graphs, no recompilations, no graph breaks"

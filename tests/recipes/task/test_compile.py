@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 from support import TINY, composed_config, read_metrics
+from torch._dynamo.callback import callback_handler
 
 from recipes.build import build
+from recipes.compile import CompilationCounter
+from recipes.task.language_modeling import LanguageModeling
 
 
 def train_rows(folder: Path, texts: str, *overrides: str) -> list[dict[str, float]]:
@@ -20,6 +23,23 @@ def train_rows(folder: Path, texts: str, *overrides: str) -> list[dict[str, floa
     run = build(composed_config(*common, *overrides), folder, [])
     run.trainer.fit(run.task, datamodule=run.data)
     return read_metrics(folder)
+
+
+def test_a_run_that_fails_leaves_no_counter_of_compilations_in_torch(
+    tmp_path: Path, text_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, during = list(callback_handler.start_callbacks), list[object]()
+
+    def fail(*arguments: object) -> None:
+        during.extend(getattr(called, "__self__", None) for called in callback_handler.start_callbacks)
+        raise FloatingPointError
+
+    monkeypatch.setattr(LanguageModeling, "training_step", fail)
+    run = build(composed_config(*TINY, f"data.path={text_folder}", "compile=true"), tmp_path, [])
+    with pytest.raises(FloatingPointError):
+        run.trainer.fit(run.task, datamodule=run.data)
+    assert sum(isinstance(one, CompilationCounter) for one in during) == 1
+    assert callback_handler.start_callbacks == before
 
 
 def test_a_compiled_run_has_the_curve_of_an_eager_one(tmp_path: Path, text_folder: str) -> None:
