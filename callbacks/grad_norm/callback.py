@@ -162,8 +162,7 @@ class GradNormMonitor(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._num_steps = state_dict["num_steps"]
         self._num_clipped = state_dict["num_clipped"]
-        earlier = {0: state_dict["trend"]} if "trend" in state_dict else {}  # from earlier versions
-        for index, state in state_dict.get("trends", earlier).items():
+        for index, state in state_dict["trends"].items():
             self._trends[index] = NormTrend(**self._limits)
             self._trends[index].load_state_dict(state)
 

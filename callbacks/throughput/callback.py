@@ -286,8 +286,7 @@ class SpeedMonitor(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         totals = dict(state_dict)
-        if "left_out" in totals:  # missing in checkpoints of earlier versions
-            self._earlier_excluded = totals.pop("left_out")
+        self._earlier_excluded = totals.pop("left_out")
         self._earlier = Snapshot(**totals)
 
 

@@ -24,10 +24,10 @@ class SampleDataset(Protocol):
 
     Samples of packed documents also have `positions` [T], the position of each token in its document, 0 at its start.
     Samples that end with padding also have `num_inputs` [], the number of inputs that are tokens; a collate function
-    that pads adds it, [B]. The dataset then has `count_inputs(samples)`, which returns this number for an array of
-    sample indices without reading the samples: every rank counts the tokens of the global batch with it. Other optional
-    methods: `make_order(seed)` for a custom sample order; `spread(num_samples)` to choose a subset for validation other
-    than evenly spaced samples.
+    that pads adds it, [B]. The dataset then has `count_inputs(samples)`, else none or None, which returns this number
+    for an array of sample indices without reading the samples: every rank counts the tokens of the global batch with
+    it. Other optional methods: `make_order(seed)` for a custom sample order; `spread(num_samples)` to choose a subset
+    for validation other than evenly spaced samples.
 
     Attributes:
         targets_per_sample: Targets with a loss in one sample; None if the number varies.

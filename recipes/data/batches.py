@@ -153,8 +153,8 @@ class TrainingStream:
             number: Micro-batches since then.
 
         Returns:
-            `num_tokens`, the inputs that are tokens, and `num_token_pairs`, the sum of the squared number of each
-            sample, to which the FLOPs of attention are proportional.
+            `num_tokens`, the inputs that are tokens, and `num_token_pairs`, the sum over samples of the squared number
+            of inputs, to which the FLOPs of attention are proportional.
         """
         if self._count_inputs is None:
             return {}
@@ -243,5 +243,5 @@ class RankShare(Dataset[dict[str, Tensor]]):
         padding: dict[str, Tensor] = self._dataset[0]
         empty = {"targets": torch.full_like(torch.as_tensor(padding["targets"]), IGNORE_INDEX)}
         if "num_inputs" in padding:
-            empty["num_inputs"] = torch.zeros_like(padding["num_inputs"])
+            empty["num_inputs"] = torch.zeros_like(torch.as_tensor(padding["num_inputs"]))
         return padding | empty

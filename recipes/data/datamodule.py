@@ -160,8 +160,7 @@ class StreamDataModule(lightning.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.move_to(state_dict["position"])
         current = self._stream_identity()
-        saved = {"period": None} | state_dict  # absent from files of earlier versions
-        changed = [f"{key} {saved[key]} -> {current[key]}" for key in current if current[key] != saved[key]]
+        changed = [f"{key} {state_dict[key]} -> {current[key]}" for key in current if current[key] != state_dict[key]]
         if changed:
             LOGGER.warning(
                 "The training data differs from that of the checkpoint (%s): position %d now refers to different"
@@ -169,13 +168,11 @@ class StreamDataModule(lightning.LightningDataModule):
                 ", ".join(changed),
                 self.position,
             )
-        # files of earlier versions do not name the validation samples
-        may_differ = saved["fingerprint"] != current["fingerprint"]
-        if saved.get("validation", "" if may_differ else self._validation_identity()) != self._validation_identity():
+        if state_dict["validation"] != self._validation_identity():
             LOGGER.warning(
-                "The validation split %s from that of the checkpoint: val/loss up to here and from here on is measured"
-                " on different samples, and `best` compares the two; checkpoint.keep_best=0 keeps no best checkpoint",
-                "differs" if "validation" in saved else "may differ",
+                "The validation split differs from that of the checkpoint: val/loss up to here and from here on is"
+                " measured on different samples, and `best` compares the two; checkpoint.keep_best=0 keeps no best"
+                " checkpoint"
             )
 
     def samples_of_step(self, position: int) -> list[dict[str, Any]]:

@@ -117,9 +117,9 @@ class CountsFlops:
         """Return the outputs of a micro-batch on the meta device, for a FLOP counter that intercepts operators.
 
         Raises:
-            ValueError: Rows are padded, whose operators include those of padding.
+            ValueError: Rows are padded.
         """
         if "num_tokens" in batch:
-            raise ValueError("rows are padded, and its operators include those of padding")
+            raise ValueError("operator counts would include the padding")
         outputs: Tensor = self.meta_model()(batch["inputs"])
         return outputs

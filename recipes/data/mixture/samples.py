@@ -4,7 +4,7 @@ Letters: K sources, N samples, B samples of a batch, T tokens of a sample.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,10 @@ class MixedSamples(Dataset[dict[str, Tensor]]):
         counts = {part.targets_per_sample for part in self._by_number}
         self.targets_per_sample = counts.pop() if len(counts) == 1 else None
         self.tokens_per_sample = max(part.tokens_per_sample for part in self._by_number)
+        is_padded = len({part.tokens_per_sample for part in self._by_number}) > 1
+        is_padded |= any(hasattr(part, "count_inputs") for part in self._by_number)
+        # samples -> number of inputs of each, without padding; None if no sample is padded
+        self.count_inputs: Callable[[Positions], Positions] | None = self._count_own_inputs if is_padded else None
         self._counted: dict[str, tuple[int, int]] = {}  # source -> samples and tokens of the last count
 
     def __len__(self) -> int:
@@ -103,8 +107,7 @@ class MixedSamples(Dataset[dict[str, Tensor]]):
         counts = self._count_before(position)
         return {name: counts[name] / len(part) for name, part in self.parts.items()}
 
-    def count_inputs(self, samples: Positions) -> Positions:
-        """Return the number of inputs of each sample, without padding."""
+    def _count_own_inputs(self, samples: Positions) -> Positions:
         counts = np.empty_like(samples)
         sources = np.searchsorted(self._lasts, samples, side="right")
         for source in np.unique(sources):

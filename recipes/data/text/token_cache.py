@@ -7,6 +7,7 @@ split in which it has tokens; `texts.npy`, the split of each document as numbers
 
 import hashlib
 import json
+import logging
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from recipes.data.text.token_corpus import TextPiece, TokenCorpus
 from recipes.data.text.tokenize import tokenize
 from recipes.tokenizer import Tokenizer
 
+LOGGER = logging.getLogger("lightning_recipes")
 Split = Literal["train", "val"]
 
 # a document: hash of its text, tokens that are trained on, the first ones, and all tokens
@@ -169,6 +171,11 @@ def hold_out(cache: TokenCache, num_train: NDArray[np.int64]) -> TokenCache:
     meta, texts = cache.meta, np.array(cache.texts)
 
     def build(temporary: Path) -> None:
+        num_tokens = meta.num_train_tokens + meta.num_val_tokens
+        LOGGER.info(
+            "Copying the cached %s tokens (%.3g GB): a text of theirs is in another split",
+            *(f"{num_tokens:,}", num_tokens * np.dtype(meta.dtype).itemsize / 1e9),
+        )
         splits: tuple[Split, Split] = ("train", "val")
         tokens = {split: _map_tokens(cache.path(split), meta.dtype) for split in splits}
         read, written, rows = {"train": 0, "val": 0}, {"train": 0, "val": 0}, list[Row]()

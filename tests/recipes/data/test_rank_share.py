@@ -22,6 +22,13 @@ def test_a_sample_that_pads_carries_no_loss_and_leaves_the_first_sample_as_it_wa
     assert torch.equal(source[0]["targets"], before)
 
 
+def test_a_sample_that_pads_has_no_inputs_that_are_tokens_whether_their_number_is_a_tensor_or_not() -> None:
+    row = {"inputs": torch.ones(4), "targets": torch.ones(4)}
+    for num_inputs in (3, torch.tensor(3)):
+        share = RankShare([row | {"num_inputs": num_inputs}], rank=1, world_size=2)
+        assert int(share[0]["num_inputs"]) == 0
+
+
 def test_one_rank_reads_the_split_as_it_is() -> None:
     source = MaskedTokens(num_samples=3, seq_len=4, vocab_size=9)
     share = RankShare(source, rank=0, world_size=1)

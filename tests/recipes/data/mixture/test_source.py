@@ -317,6 +317,9 @@ def test_a_text_of_two_sources_is_in_one_split(
         cut = (documents_of(files, "train") & documents_of(rows, "train")) - known
         assert all(any(text.startswith(head) for text in known) for head in cut), "cut at the same token in both"
     assert "are validation data of another source, so they are held out here, too" in caplog.text
+    assert (
+        f"Copying the cached {len(read_tokens(files, 'train') + read_tokens(files, 'val')):,} tokens (" in caplog.text
+    )
     # all tokens are still there, and the split is found again in the cache
     assert sorted(read_tokens(files, "train") + read_tokens(files, "val")) == sorted(
         read_tokens(alone, "train") + read_tokens(alone, "val")
@@ -361,6 +364,12 @@ def test_a_question_of_two_sources_and_a_document_are_in_one_split_also_in_a_mix
     assert len(questions) > 70, "about half of the 200, not a fifth"
 
 
+def test_a_mixture_without_padding_counts_no_inputs_so_that_its_operators_can_be_counted(tmp_path: Path) -> None:
+    mixture = mixture_of({name: text_source(tmp_path, name) for name in "ab"}, {"a": 0.5, "b": 0.5})
+    mixture.prepare()
+    assert mixture.train().count_inputs is None
+
+
 @pytest.mark.parametrize("packing", [True, False])
 def test_tokens_of_each_source_are_counted_without_padding_at_any_position(tmp_path: Path, packing: bool) -> None:
     sources = {"text": text_source(tmp_path, "text"), "sums": question_source(tmp_path, packing=packing)}
@@ -368,6 +377,7 @@ def test_tokens_of_each_source_are_counted_without_padding_at_any_position(tmp_p
     mixture.prepare()
     train = mixture.train()
     lengths = [int(train[index].get("num_inputs", len(train[index]["inputs"]))) for index in range(len(train))]
+    assert train.count_inputs is not None
     assert train.count_inputs(np.arange(len(train))).tolist() == lengths
     order, counts, expected = train.make_order(5), {"text": 0, "sums": 0}, []
     for position in range(3 * len(train)):  # several epochs of the questions
