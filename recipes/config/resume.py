@@ -194,7 +194,7 @@ def _with_tokenizer(data: Any, tokenizer: Config) -> Any:
 
 
 def is_other_data(data: Config, trained_on: Config) -> bool:
-    """Return whether a data node reads other text than that of a run, and is not told how to split it."""
+    """Return whether a data node reads other text than that of a run, and has no split of its own."""
     if all(data.get(key) == trained_on.get(key) for key in ("_target_", "path")):
         return False
     if data.get("_target_") == trained_on.get("_target_"):

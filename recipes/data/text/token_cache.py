@@ -173,8 +173,8 @@ def hold_out(cache: TokenCache, num_train: NDArray[np.int64]) -> TokenCache:
     def build(temporary: Path) -> None:
         num_tokens = meta.num_train_tokens + meta.num_val_tokens
         LOGGER.info(
-            "Copying the cached %s tokens (%.3g GB): a text of theirs is in another split",
-            *(f"{num_tokens:,}", num_tokens * np.dtype(meta.dtype).itemsize / 1e9),
+            "Copying the cached %s tokens (%.1f MB): texts of them are in another split here",
+            *(f"{num_tokens:,}", num_tokens * np.dtype(meta.dtype).itemsize / 1e6),
         )
         splits: tuple[Split, Split] = ("train", "val")
         tokens = {split: _map_tokens(cache.path(split), meta.dtype) for split in splits}
