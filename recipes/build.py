@@ -28,7 +28,6 @@ from torchmetrics import Metric
 from recipes.checkpoint.ending import MAX_STEPS, MAX_TIME, Endings
 from recipes.checkpoint.resume import find_checkpoint, names_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
-from recipes.compile import CompilationCounter
 from recipes.config.check.metrics import find_wrong_directions
 from recipes.config.compose import Composed, Config, freeze
 from recipes.config.instantiate import make, make_model
@@ -53,7 +52,7 @@ from recipes.runtime.console import LOGGER
 from recipes.runtime.devices import get_devices
 from recipes.runtime.meeting import meet
 from recipes.runtime.world import Ranks, global_rank
-from recipes.task.base import TrainingTask
+from recipes.task.base import CompilationLog, TrainingTask
 
 SINGLE_DEVICE = {"_target_": "recipes.strategy.single.SingleDevice", "_partial_": True}
 
@@ -275,7 +274,7 @@ def _build_trainer(
         saver.endings = Endings(limits | nodes, configured)
         # the order matters: callbacks fill the row of a step, it is logged, then the step is saved
         summary = SummaryWriter(run_folder=folder, find_ending=saver.endings.find)
-        callbacks = [summary, *configured.values(), CompilationCounter(), RowWriter(), saver]
+        callbacks = [summary, *configured.values(), CompilationLog(), RowWriter(), saver]
     # other modes run on one device, which can load the checkpoints of every strategy
     node = config["strategy"] if takes_steps(config) else SINGLE_DEVICE
     strategy = make(node)(devices=devices, precision=precision, checkpoint_io=saver.checkpoint_io, mesh=mesh)

@@ -4,17 +4,12 @@ A size that changes between calls, such as the length of padded rows, becomes dy
 more compilation serves every other value, too.
 """
 
-import logging
 from typing import Any
 
-import lightning.pytorch as lightning
 import torch
 from torch import nn
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 from torch._dynamo.utils import counters
-from typing_extensions import override
-
-LOGGER = logging.getLogger("lightning_recipes")
 
 
 def compile_blocks(
@@ -49,32 +44,15 @@ def is_compiled(block: nn.Module) -> bool:
     return block._compiled_call_impl is not None or hasattr(block.forward, "_torchdynamo_orig_callable")
 
 
-class CompilationCounter(lightning.Callback):
-    """Counts what torch.compile does in this process while a model with compiled blocks is trained, and logs it."""
+class CompilationCounter:
+    """Counts what torch.compile does in this process between `attach` and `detach`."""
 
     def __init__(self) -> None:
         self._graphs = self._breaks = self._recompilations = 0
 
-    @override
-    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        # blocks compile at their first call, which is in training or in a callback that runs the model before it
-        if any(map(is_compiled, pl_module.modules())):
-            self.attach()
-
-    @override
-    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        if self._is_attached and trainer.is_global_zero:
-            LOGGER.info(self.describe())
-        self.detach()
-
-    @override
-    def on_exception(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
-    ) -> None:
-        self.detach()
-
     @property
-    def _is_attached(self) -> bool:
+    def is_attached(self) -> bool:
+        """Whether torch calls this counter."""
         return self._on_start in callback_handler.start_callbacks
 
     def attach(self) -> None:
@@ -91,7 +69,7 @@ class CompilationCounter(lightning.Callback):
 
     def detach(self) -> None:
         """Stop counting; a second call does nothing."""
-        if self._is_attached:
+        if self.is_attached:
             callback_handler.remove_start_callback(self._on_start)
 
     def describe(self) -> str:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
+import lightning.pytorch as lightning
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from typing_extensions import override
 from recipes.activation_checkpoint import ActivationCheckpoint
 from recipes.clipping import Clipping
 from recipes.clipping.none import NoClipping
-from recipes.compile import compile_blocks
+from recipes.compile import CompilationCounter, compile_blocks, is_compiled
 from recipes.errors import ConfigError
 from recipes.model.flops import CountsFlops
 from recipes.model.weights import await_checkpoint, initialize
@@ -310,3 +311,28 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
 
     def _sum_over_token_ranks(self, value: Tensor) -> Tensor:
         return self.trainer.strategy.sum_over_token_ranks(value)  # type: ignore[attr-defined, no-any-return]
+
+
+class CompilationLog(lightning.Callback):
+    """Logs what torch.compile did while a model with compiled blocks was trained."""
+
+    def __init__(self) -> None:
+        self._counter = CompilationCounter()
+
+    @override
+    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        # blocks compile at their first call, which is in training or in a callback that runs the model before it
+        if any(map(is_compiled, pl_module.modules())):
+            self._counter.attach()
+
+    @override
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if self._counter.is_attached and trainer.is_global_zero:
+            LOGGER.info(self._counter.describe())
+        self._counter.detach()
+
+    @override
+    def on_exception(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
+    ) -> None:
+        self._counter.detach()
