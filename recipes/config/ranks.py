@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from recipes.config.traits import get_traits, runs_elsewhere, takes_steps
+from recipes.config.traits import get_traits, runs_elsewhere, takes_steps, trains
 from recipes.errors import ConfigError
 from recipes.runtime.world import (
     TORCHRUN_VARIABLES,
@@ -13,6 +13,7 @@ from recipes.runtime.world import (
     existing_ranks,
     has_own_gpu,
     num_gpus,
+    reject_other_launcher,
 )
 
 
@@ -34,16 +35,13 @@ def get_ranks(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ
             "only training is split over ranks: each of these would repeat all of it",
             "ignore_slurm=true" if found.started_by == "slurm" else "python train.py … without torchrun or srun",
         )
+    if trains(config):
+        reject_other_launcher(environ)
     single = not get_traits(config["strategy"]).needs_process_group
     if single:
         _reject_several_ranks(config["trainer"], found, environ)
     elif found is None and int(environ.get("WORLD_SIZE", "1")) > 1:
-        missing = ", ".join(name for name in TORCHRUN_VARIABLES if name not in environ)
-        raise ConfigError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']} without {missing}",
-            "ranks cannot find each other without them",
-            "unset WORLD_SIZE, or torchrun --nproc-per-node <ranks> train.py …",
-        )
+        _reject_missing_variables(environ)
     if not is_split:
         return Ranks(per_node=1, num_nodes=1, started_by=found.started_by if found else None)
     if found is not None:
@@ -62,6 +60,23 @@ def get_ranks(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ
             f"torchrun --nnodes {num_nodes} --nproc-per-node {per_node} train.py …",
         )
     return Ranks(per_node=per_node, num_nodes=1, started_by=None)
+
+
+def _reject_missing_variables(environ: Mapping[str, str]) -> None:
+    """Reject a WORLD_SIZE without other variables of torchrun: it is left over, or from a launcher of machines."""
+    missing = [name for name in TORCHRUN_VARIABLES if name not in environ]
+    fix = "unset WORLD_SIZE, or torchrun --nproc-per-node <ranks> train.py …"
+    if set(missing) <= {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}:
+        # as a Kubernetes PyTorchJob sets them for each of its pods
+        fix = "torchrun --nnodes $WORLD_SIZE --node-rank $RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT"
+        fix += " --nproc-per-node <GPUs of a node> train.py …"
+    raise ConfigError(
+        f"WORLD_SIZE={environ['WORLD_SIZE']} without {', '.join(missing)}",
+        "ranks cannot find each other without them"
+        if "RANK" in missing
+        else "a rank finds neither its device nor the other ranks of its machine",
+        fix,
+    )
 
 
 def _reject_several_ranks(trainer: Mapping[str, Any], found: Ranks | None, environ: Mapping[str, str]) -> None:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 
-from recipes.runtime.world import OWN_PREFIX, OWN_VARIABLES, RANK_FILE
+from recipes.runtime.world import FOREIGN_VARIABLES, OWN_PREFIX, OWN_VARIABLES, RANK_FILE
 
 # a process with these would join another run, as a rank or with its W&B id
 _RUN_VARIABLES = (*OWN_VARIABLES, "PL_GLOBAL_SEED", "WANDB_RUN_ID", "WANDB_RESUME", RANK_FILE)
@@ -21,9 +21,12 @@ def clean_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def forget_slurm(overrides: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> None:
-    """Remove SLURM's variables if `ignore_slurm=true`: a run in an allocation is then a plain process."""
+    """Remove SLURM's variables if `ignore_slurm=true`: a run in an allocation is then a plain process.
+
+    srun also sets those of MPI for its tasks.
+    """
     if any(override.lower() == "ignore_slurm=true" for override in overrides):
-        for name in [name for name in environ if _is_of_slurm(name)]:
+        for name in [name for name in environ if _is_of_slurm(name) or name in FOREIGN_VARIABLES]:
             del environ[name]
 
 

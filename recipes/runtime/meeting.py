@@ -9,6 +9,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from recipes.files import describe
 from recipes.runtime.world import Ranks, Starter, global_rank
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ ANNOUNCE_SECONDS = 5.0  # of waiting until it is logged; then ten times as long
 _POLL_SECONDS = 0.02
 _WAY_OUT = {
     "slurm": "if srun does not start them, as in an interactive shell: ignore_slurm=true",
-    "torchrun": "if torchrun does not start them, as in a shell that it has left: unset RANK WORLD_SIZE LOCAL_RANK",
+    "torchrun": "if these are variables left over from torchrun: unset RANK WORLD_SIZE LOCAL_RANK",
     "spawn": "this run has started them, and ends if one of them fails",
 }
 _OPEN_STORES: list["TCPStore"] = []  # keeps stores alive after the function that opens them
@@ -63,7 +64,7 @@ def describe_missing(missing: list[int], world_size: int, hosts: list[str], star
     """Return for whom rank 0 waits, who has come, and what to type if nobody has started the others."""
     named = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing[:8]))}"
     more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-    return f"Waiting for {named}{more} of {world_size}; on {', '.join(hosts)} so far; {_WAY_OUT[starter]}"
+    return f"Waiting for {named}{more} of {world_size}; started so far on {', '.join(hosts)}; {_WAY_OUT[starter]}"
 
 
 def _wait_for_all(store: "TCPStore", world_size: int, starter: Starter, deadline: float) -> None:
@@ -102,7 +103,8 @@ def reach(address: str, port: int, *, rank: int, starter: Starter, deadline: flo
             socket.create_connection((address, port), timeout=10).close()
         except OSError as error:
             now = time.monotonic()
-            text = f"Rank {rank} waits for {address}:{port}, which answers {error.strerror}; {_WAY_OUT[starter]}"
+            reason = f"which is not reachable: {describe(error)}"
+            text = f"Rank {rank} waits for {address}:{port}, {reason}; {_WAY_OUT[starter]}"
             if now > deadline:
                 raise TimeoutError(text) from error
             if now > announced_at + pause:

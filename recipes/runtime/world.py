@@ -1,5 +1,6 @@
 """Read the processes of a run and their launcher from the environment. No torch without a GPU driver."""
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping, MutableMapping
@@ -73,7 +74,7 @@ _LOCAL_SIZES = (
     "JSM_NAMESPACE_LOCAL_SIZE",
     "HOROVOD_LOCAL_SIZE",
 )
-_FOREIGN_VARIABLES = (*_SIZES, *_GLOBAL_RANKS, *_LOCAL_RANKS, *_LOCAL_SIZES)
+FOREIGN_VARIABLES = (*_SIZES, *_GLOBAL_RANKS, *_LOCAL_RANKS, *_LOCAL_SIZES)
 # of a task of srun; the others, such as SLURM_JOB_ID, belong to the whole job
 _SLURM_TASK_VARIABLES = (
     "SLURM_PROCID",
@@ -86,6 +87,7 @@ _SLURM_TASK_VARIABLES = (
     "SLURM_STEP_TASKS_PER_NODE",
 )
 _SHELLS = ("bash", "sh", "dash", "zsh", "fish", "ksh", "csh", "tcsh")
+_TERMINAL = re.compile(r"/dev/(pts/\d+|tty\w*|console)")
 _GPU_DRIVER_PATHS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/kfd", "/dev/dxg")
 
 
@@ -151,14 +153,24 @@ def find_wrong_variables(environ: Mapping[str, str] = os.environ) -> list[Config
     if tasks is not None and not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", tasks):
         reason = "SLURM sets numbers such as 2(x3),1"
         wrong.append(ConfigError(f"SLURM_STEP_TASKS_PER_NODE={tasks}", reason, "ignore_slurm=true"))
-    if is_rank or wrong or int(num_tasks) > 1:
-        return wrong
-    for name in _SIZES:
-        if (size := environ.get(name, "1")).isdecimal() and int(size) > 1:
-            reason = "an MPI launcher starts no ranks of this project: each process would train the whole run"
-            fix = f"torchrun --nproc-per-node <ranks> train.py …; in a shell inside an MPI job: unset {name}"
-            wrong.append(ConfigError(f"{name}={size}", reason, fix))
     return wrong
+
+
+def reject_other_launcher(environ: Mapping[str, str] = os.environ) -> None:
+    """Reject a process that no launcher of this project has started, but an MPI launcher together with others.
+
+    Raises:
+        ConfigError: Each of these processes would train the whole run.
+    """
+    for name in [] if started_by(environ) else _several_processes(environ):
+        reason = "an MPI launcher starts no ranks of this project: each process would train the whole run"
+        fix = f"torchrun --nproc-per-node <ranks> train.py …; in a shell inside an MPI job: unset {name}"
+        raise ConfigError(f"{name}={environ[name]}", reason, fix)
+
+
+def _several_processes(environ: Mapping[str, str]) -> list[str]:
+    """Return the variables by which an MPI launcher says that there are several processes."""
+    return [name for name in _SIZES if (size := environ.get(name, "1")).isdecimal() and int(size) > 1]
 
 
 def settle_ranks(environ: MutableMapping[str, str] = os.environ) -> list[str]:
@@ -171,18 +183,18 @@ def settle_ranks(environ: MutableMapping[str, str] = os.environ) -> list[str]:
     lines = []
     if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and _is_in_shell_of_srun(environ):
         num_tasks = environ["SLURM_STEP_NUM_TASKS"]
-        for name in (*_SLURM_TASK_VARIABLES, *_FOREIGN_VARIABLES):
+        for name in (*_SLURM_TASK_VARIABLES, *FOREIGN_VARIABLES):
             environ.pop(name, None)
         lines.append(
             f"This is an interactive shell of srun (SLURM_STEP_NUM_TASKS={num_tasks}): this command starts its own"
-            " ranks; ignore_slurm=true says the same, srun python train.py … starts them by SLURM"
+            " ranks; ignore_slurm=true makes this explicit, srun python train.py … starts them by SLURM"
         )
     starter = started_by(environ)
     if starter is None:
-        # none of these has a meaning; WORLD_SIZE above 1 stays, and is rejected together with the config
-        size = int(environ.get("WORLD_SIZE", "1"))
-        left = [name for name in environ if name in OWN_VARIABLES and (name != "WORLD_SIZE" or size == 1)]
-        left += [name for name in _FOREIGN_VARIABLES if name in environ]
+        # none of these has a meaning; several processes are rejected together with the config, which names what is set
+        is_one = int(environ.get("WORLD_SIZE", "1")) == 1
+        left = [name for name in environ if name in OWN_VARIABLES and is_one]
+        left += [name for name in FOREIGN_VARIABLES if name in environ and name not in _several_processes(environ)]
         left += [name for name in _SLURM_INDICES if environ.get(name, "0") != "0"]
         why, speaks = "no launcher has started this process as a rank", True
     else:
@@ -224,18 +236,23 @@ def _is_in_shell_of_srun(environ: Mapping[str, str]) -> bool:
     """Return whether srun has started an interactive shell, from which this command was typed.
 
     All tasks of `srun --ntasks-per-node=2 --pty bash` run a shell, of which one has a terminal. A command in it has the
-    variables of a task, and nobody starts the other ranks. The name of the job does not tell: inside `salloc bash`,
-    the tasks of `srun python train.py` have a job of that name, too.
+    variables of a task, and nobody starts the other ranks. Only a terminal tells: `srun bash <<EOF` runs a shell in
+    each task, too, and in it the ranks. The name of the job does not: that of `salloc bash` is the shell's. When
+    undecided, the process is a rank, and says after seconds for which other ones it waits.
     """
     task = environ.get("SLURM_TASK_PID", "")
     if task == str(os.getpid()):
         return False
+    has_terminal = "SLURM_PTY_PORT" in environ  # of `srun --pty`
     arguments = _read_arguments_of_ancestor(int(task)) if task.isdecimal() else None
     if arguments is None:  # another machine, or a container with its own process ids
-        return environ.get("SLURM_JOB_NAME") in (*_SHELLS, "interactive") or "SLURM_PTY_PORT" in environ
+        return has_terminal
+    with contextlib.suppress(OSError):  # of another user
+        # commands inside `srun --pty` inherit its variables: the task's own standard input decides
+        has_terminal = _TERMINAL.fullmatch(os.readlink(f"/proc/{task}/fd/0")) is not None
     program, *rest = arguments
     is_shell = Path(program).name.removeprefix("-") in _SHELLS
-    return is_shell and all(option.startswith(("-", "+")) and option != "-c" for option in rest)
+    return has_terminal and is_shell and all(option.startswith(("-", "+")) and option != "-c" for option in rest)
 
 
 def _read_arguments_of_ancestor(wanted: int) -> list[str] | None:
@@ -259,7 +276,7 @@ def describe_starter(starter: Starter) -> str:
     descriptions = {
         "torchrun": "torchrun started",
         "slurm": "srun started",
-        "spawn": "this run has",
+        "spawn": "this run started",
     }
     return descriptions[starter]
 

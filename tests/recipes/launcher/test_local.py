@@ -161,6 +161,8 @@ def test_slurm_variables_are_removed_only_with_ignore_slurm() -> None:
         "SLURMD_NODENAME": "n1",
         "HOME": "/root",
         "SLURM_CONF": "c",
+        "PMI_SIZE": "2",  # srun sets it, too
+        "PMIX_RANK": "1",
     }
     forget_slurm(["recipe=ddp_bf16", "ignore_slurm=false"], environ)
     assert environ["SLURM_JOB_ID"] == "7"

@@ -54,7 +54,7 @@ def test_a_wait_names_the_missing_ranks_and_ends_when_they_have_come(
     thread.join()
     assert started[0].wait(60) == 0
     assert caplog.messages[0] == (
-        f"Waiting for rank 1 of 2; on {socket.gethostname()} so far;"
+        f"Waiting for rank 1 of 2; started so far on {socket.gethostname()};"
         " if srun does not start them, as in an interactive shell: ignore_slurm=true"
     )
 
@@ -64,11 +64,20 @@ def test_a_rank_without_rank_0_names_its_address_and_gives_up(
 ) -> None:
     monkeypatch.setattr(meeting, "ANNOUNCE_SECONDS", 0.05)
     caplog.set_level(logging.WARNING, logger="lightning_recipes")
-    with pytest.raises(TimeoutError, match=f"Rank 1 waits for 127.0.0.1:{port}, which answers Connection refused"):
+    with pytest.raises(TimeoutError, match=f"127.0.0.1:{port}, which is not reachable: Connection refused"):
         meeting.reach("127.0.0.1", port, rank=1, starter="torchrun", deadline=time.monotonic() + 0.2)
-    assert "unset RANK WORLD_SIZE LOCAL_RANK" in caplog.messages[0]
+    assert "variables left over from torchrun: unset RANK WORLD_SIZE LOCAL_RANK" in caplog.messages[0]
+
+
+def test_a_name_that_does_not_resolve_within_its_time_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_out(*_: object, **__: object) -> None:
+        raise TimeoutError("timed out")  # as `socket` does, without a number
+
+    monkeypatch.setattr(socket, "create_connection", time_out)
+    with pytest.raises(TimeoutError, match="node0:29500, which is not reachable: timed out; "):
+        meeting.reach("node0", 29500, rank=1, starter="slurm", deadline=time.monotonic() - 1)
 
 
 def test_many_missing_ranks_are_counted() -> None:
     text = describe_missing(list(range(4, 64)), 64, ["node0"], "slurm")
-    assert text.startswith("Waiting for ranks 4, 5, 6, 7, 8, 9, 10, 11 and 52 more of 64; on node0 so far; ")
+    assert text.startswith("Waiting for ranks 4, 5, 6, 7, 8, 9, 10, 11 and 52 more of 64; started so far on node0; ")

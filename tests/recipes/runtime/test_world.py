@@ -1,6 +1,7 @@
 """What started how many ranks, from fake environments; contradictions to the config are mistakes."""
 
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -240,9 +241,6 @@ def test_torchrun_gives_no_rank_a_gpu_of_its_own() -> None:
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": ""}, "SLURM_STEP_TASKS_PER_NODE="),
         (SLURM | {"SLURM_PROCID": "7"}, "SLURM_PROCID=7"),
         (SLURM | {"SLURM_LOCALID": "x"}, "SLURM_LOCALID=x"),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE=2"),
-        ({"PMI_SIZE": "4"}, "PMI_SIZE=4"),
-        ({"JSM_NAMESPACE_SIZE": "6"}, "JSM_NAMESPACE_SIZE=6"),
         (SPAWNED, f"{RANK_FILE}=composed.json"),
     ],
 )
@@ -251,14 +249,48 @@ def test_a_variable_left_from_something_else_is_named_before_anything_reads_it(
 ) -> None:
     wrong = find_wrong_variables(environ)
     assert setting in [mistake.setting for mistake in wrong]
-    assert all(mistake.fix.startswith(("unset ", "ignore_slurm=true", "torchrun ")) for mistake in wrong)
+    assert all(mistake.fix.startswith(("unset ", "ignore_slurm=true")) for mistake in wrong)
+
+
+@pytest.mark.parametrize("environ", [{}, {"LOCAL_RANK": "x"}, {"WORLD_SIZE": "1"}, TORCHRUN, SLURM, {"PMI_SIZE": "2"}])
+def test_variables_of_a_launcher_and_those_that_nobody_reads_are_not_wrong(environ: dict[str, str]) -> None:
+    assert find_wrong_variables(environ) == []
 
 
 @pytest.mark.parametrize(
-    "environ", [{}, {"LOCAL_RANK": "x"}, {"WORLD_SIZE": "1"}, TORCHRUN, SLURM, TORCHRUN | {"PMI_SIZE": "2"}]
+    "environ",
+    [{"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, {"PMI_SIZE": "4"}, {"JSM_NAMESPACE_SIZE": "6"}],
 )
-def test_variables_of_a_launcher_and_those_that_nobody_reads_are_not_wrong(environ: dict[str, str]) -> None:
-    assert find_wrong_variables(environ) == []
+def test_processes_of_an_mpi_launcher_do_not_train_and_may_do_anything_else(environ: dict[str, str]) -> None:
+    name, size = next(iter(environ.items()))
+    left = dict(environ)
+    settle_ranks(left)
+    for strategy in (SINGLE, "recipes.strategy.ddp.DDP"):
+        with pytest.raises(ConfigError, match=f"{name}={size}: an MPI launcher starts no ranks of this project"):
+            get_ranks(config(strategy=strategy), left)
+    for mode in ("plan", "evaluate"):
+        assert get_ranks(config(mode=mode), left).world_size == 1
+    assert get_ranks(config(), TORCHRUN | environ).started_by == "torchrun"
+
+
+def test_a_launcher_of_machines_is_told_the_torchrun_command_with_its_variables() -> None:
+    pod = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "job-0", "MASTER_PORT": "23456"}
+    environ = dict(pod)
+    assert settle_ranks(environ) == []
+    assert environ == pod
+    with pytest.raises(ConfigError) as caught:
+        get_ranks(config(), environ)
+    assert str(caught.value) == (
+        "WORLD_SIZE=2 without LOCAL_RANK, LOCAL_WORLD_SIZE: a rank finds neither its device nor the other ranks of its"
+        " machine; type torchrun --nnodes $WORLD_SIZE --node-rank $RANK --master-addr $MASTER_ADDR"
+        " --master-port $MASTER_PORT --nproc-per-node <GPUs of a node> train.py …"
+    )
+
+
+def test_a_rank_that_this_project_starts_is_described_in_a_sentence() -> None:
+    environ = SPAWNED | {"NODE_RANK": "9", "GROUP_RANK": "0"}
+    [line] = settle_ranks(environ)
+    assert line == "Ignored from the environment: NODE_RANK=9: this run started this process as rank 1"
 
 
 # what a shell may hold that a launcher has left, and what torchrun, MPI and LSF set for the second of two processes
@@ -322,33 +354,58 @@ SHELL_OF_SRUN = {
 
 
 def test_a_command_in_an_interactive_shell_of_srun_is_not_a_rank() -> None:
-    environ = dict(SHELL_OF_SRUN)
+    environ = SHELL_OF_SRUN | {"SLURM_PTY_PORT": "41000"}
     [line] = settle_ranks(environ)
     assert "interactive shell of srun" in line
     assert "ignore_slurm=true" in line
-    assert environ == {"SLURM_JOB_NAME": "bash", "SLURM_NNODES": "1"}
+    assert environ == {"SLURM_JOB_NAME": "bash", "SLURM_NNODES": "1", "SLURM_PTY_PORT": "41000"}
     assert started_by(environ) is None
 
 
-@pytest.mark.parametrize(("command", "is_rank"), [(["-i"], False), (["-l", "-i"], False), (["script.sh"], True)])
-def test_the_process_that_srun_started_tells_a_shell_from_a_script(
-    command: list[str], is_rank: bool, tmp_path: Path
+@pytest.mark.parametrize("name", ["bash", "interactive"])
+def test_the_name_of_a_job_does_not_make_a_rank_an_interactive_shell(name: str) -> None:
+    environ = SHELL_OF_SRUN | {"SLURM_JOB_NAME": name, "SLURM_TASK_PID": "1"}
+    assert settle_ranks(environ) == []
+    assert started_by(environ) == "slurm"
+
+
+@pytest.mark.parametrize(
+    ("command", "has_terminal", "is_rank"),
+    [
+        (["-i"], True, False),
+        (["-l", "-i"], True, False),
+        (["script.sh"], True, True),
+        ([], False, True),
+        (["-s"], False, True),
+        (["-l", "-s"], False, True),
+    ],
+)
+def test_a_shell_of_srun_is_interactive_if_it_has_a_terminal_and_no_script(
+    command: list[str], has_terminal: bool, is_rank: bool, tmp_path: Path
 ) -> None:
     program = "import os\nfrom recipes.runtime.world import *\nsettle_ranks()\nprint(started_by())\n"
     line = f"{sys.executable} -c '{program}'\ntrue\n"  # the last command of a script may replace its shell
     (tmp_path / "script.sh").write_text(line)
     environ = os.environ | SHELL_OF_SRUN | {"PYTHONPATH": str(ROOT), "BASH_ENV": "", "ENV": ""}
+    environ["SLURM_PTY_PORT"] = "41000"  # also inherited by what is started inside `srun --pty`
+    terminal, slave = pty.openpty()
+    os.write(terminal, f"{line}exit\n".encode())
+    (tmp_path / "input").write_text(line)
     # as slurmd does: the process of the task knows its own number
-    done = subprocess.run(
-        ["sh", "-c", 'export SLURM_TASK_PID=$$; exec bash --norc --noprofile "$@"', "sh", *command],
-        cwd=tmp_path,
-        env=environ,
-        input=line,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.strip() == str("slurm" if is_rank else None), done.stderr
+    with (tmp_path / "input").open() as text:
+        done = subprocess.run(
+            ["sh", "-c", 'export SLURM_TASK_PID=$$; exec bash --norc --noprofile "$@"', "sh", *command],
+            cwd=tmp_path,
+            env=environ,
+            stdin=slave if has_terminal else text,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    os.close(terminal)
+    os.close(slave)
+    assert done.stdout.split()[:1] == [str("slurm" if is_rank else None)], done.stderr
 
 
 @pytest.mark.parametrize("name", STALE)
@@ -364,7 +421,7 @@ def test_a_run_in_a_shell_full_of_ranks_logs_all_its_steps(tmp_path: Path) -> No
     done = subprocess.run(
         [sys.executable, str(ROOT / "train.py"), *TINY, *settings, f"data.path={texts}", "hydra.run.dir=run"],
         cwd=tmp_path,
-        env=os.environ | SHELL_OF_SRUN | STALE | {"SLURM_PROCID": "0"},
+        env=os.environ | SHELL_OF_SRUN | STALE | {"SLURM_PROCID": "0", "SLURM_PTY_PORT": "41000"},
         capture_output=True,
         text=True,
         timeout=120,
