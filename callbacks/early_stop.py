@@ -107,6 +107,7 @@ class EarlyStop(EarlyStopping):
         if self.stopping_reason is EarlyStoppingReason.NON_FINITE_METRIC:
             return f"{self.monitor} is {float(trainer.callback_metrics[self.monitor])}"
         if self.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED:
-            checks = "epochs" if self._check_on_train_epoch_end else "validations"
+            checks = "epoch" if self._check_on_train_epoch_end else "validation"
+            checks += "s" if self.patience > 1 else ""
             return f"{self.monitor} has not improved for {self.patience} {checks}"
         return f"{self.monitor} ended the run on another rank"

@@ -44,6 +44,11 @@ def is_accumulating(trainer: lightning.Trainer) -> bool:
     return trainer.fit_loop._should_accumulate()
 
 
+def is_ending(trainer: lightning.Trainer) -> bool:
+    """Return whether the run ends after the current step: below `min_steps`, `should_stop` has no effect (2.6.6)."""
+    return trainer.should_stop and trainer.fit_loop._can_stop_early
+
+
 def align_row_step(trainer: lightning.Trainer) -> None:
     """Set the step of the next logged row from `global_step`.
 

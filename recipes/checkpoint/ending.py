@@ -4,12 +4,17 @@ Final are `trainer.max_steps`, `trainer.max_time` and a callback that stopped th
 signal is not: the same command continues.
 """
 
+import dis
+import inspect
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from types import CodeType
 from typing import Any
 
 import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import Callback, Timer
+
+from recipes.lightning_internals import is_ending
 
 MAX_STEPS, MAX_TIME, CALLBACKS = "trainer.max_steps", "trainer.max_time", "callbacks"
 
@@ -51,20 +56,26 @@ class Endings:
         step = trainer.global_step
         if trainer.max_steps >= 0 and step >= trainer.max_steps:
             return self._by(MAX_STEPS, f"step {step} of {trainer.max_steps}")
-        if not trainer.should_stop:
+        if not is_ending(trainer):
             return None
         for key, callback in self._callbacks.items():
             if (why := getattr(callback, "stopped_because", None)) is not None:
                 return self._by(key, why)
         if (limit := self._find_time_limit(trainer)) is not None:
             return self._by(*limit)
-        stopped = {key: value for key, value in self._settings.items() if key.startswith(f"{CALLBACKS}.")}
-        return Ending(by=CALLBACKS, why="a callback stopped it", settings=stopped)
+        return Ending(by=CALLBACKS, why="a callback stopped it", settings=self._get_stoppers())
 
     def holds(self, ended: Mapping[str, Any] | None) -> bool:
         """Return whether the recorded ending is final, and no changed setting leaves the run more to do."""
         settings = (ended or {}).get("settings", {})
+        if ended is not None and ended["by"] == CALLBACKS and set(settings) != set(self._get_stoppers()):
+            return False
         return bool(settings) and all(self._is_no_more(key, value) for key, value in settings.items())
+
+    def _get_stoppers(self) -> dict[str, Any]:
+        """Return the settings of the callbacks that can stop a run; of all callbacks if none is known to."""
+        keys = [key for key, callback in self._callbacks.items() if _can_stop(type(callback))]
+        return {key: self._settings.get(key) for key in keys or self._callbacks}
 
     def _is_no_more(self, key: str, then: Any) -> bool:
         now = self._settings.get(key)
@@ -79,8 +90,21 @@ class Endings:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Timer) and (left := callback.time_remaining()) is not None and left <= 0:
                 keys = [key for key, own in self._callbacks.items() if own is callback]
-                return (*keys, MAX_TIME)[0], "its time limit is over"
+                return (*keys, MAX_TIME)[0], "the time limit was reached"
         return None
+
+
+def _can_stop(kind: type) -> bool:
+    """Return whether a method of a callback's class sets `should_stop`, as Lightning asks for."""
+    members = (member for base in kind.__mro__ for member in vars(base).values())
+    functions = (inspect.unwrap(getattr(member, "__func__", member)) for member in members if callable(member))
+    codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
+    while codes:
+        code = codes.pop()
+        if any(step.opname == "STORE_ATTR" and step.argval == "should_stop" for step in dis.get_instructions(code)):
+            return True
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return False
 
 
 def describe_ending(ended: Mapping[str, Any]) -> str:

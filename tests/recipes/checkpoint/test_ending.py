@@ -3,11 +3,12 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from signalled import events
-from support import ROOT, TINY, execute, read_metrics
+from support import ROOT, TINY, Slow, StopAt, StopInWindow, execute, read_metrics
 
 from recipes.checkpoint.ending import Endings
 from recipes.checkpoint.manifest import read_manifest
@@ -56,7 +57,7 @@ def test_a_run_that_stopped_early_ends_well_without_a_logged_step_and_stays_fini
         assert train(*EARLY_STOP, "log_every=100") == 0
     log = (tmp_path / "train.log").read_text().splitlines()
     assert "Nothing to do" in log[-2]
-    assert "val/loss has not improved for 1 validations (callbacks.early_stop)" in log[-2]
+    assert "val/loss has not improved for 1 validation (callbacks.early_stop)" in log[-2]
     assert log[-1].startswith("Finished: 4 steps")
     after = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*") if path.name != "train.log")
     assert [path for path, _ in before if path.is_file()] == [path for path, _ in after if path.is_file()]
@@ -93,6 +94,22 @@ def test_a_stop_inside_an_accumulation_window_acts_at_the_end_of_its_step(
     assert newest(tmp_path) == (9, "trainer.max_steps")
 
 
+def test_below_min_steps_a_stop_ends_nothing_and_a_signal_still_does(train: Callable[..., int], tmp_path: Path) -> None:
+    least = (*EARLY_STOP, "trainer.min_steps=7")  # the check fails at step 4
+    stop = ("+callbacks.signal._target_=signalled.SignalAt", f"+callbacks.signal.folder={tmp_path}")
+    assert train(*least, *stop, "+callbacks.signal.signals=[step_5_SIGTERM_0]") == 75
+    assert newest(tmp_path) == (5, "SIGTERM")
+    steps = steps_on_disk(tmp_path / "checkpoints")
+    manifests = {step: read_manifest(path) for step, path in steps.items()}
+    assert {step: manifest.ended for step, manifest in manifests.items() if manifest and step < 5} == dict.fromkeys(
+        (step for step in steps if step < 5), None
+    )
+    assert train(*least) == 0
+    step, by = newest(tmp_path)
+    assert by == "callbacks.early_stop"
+    assert 7 <= step <= 8
+
+
 def test_time_limits_count_all_starts_and_a_larger_one_goes_on(train: Callable[..., int], tmp_path: Path) -> None:
     slow = ("+callbacks.slow._target_=support.Slow", "+callbacks.slow.seconds=0.6")
     assert train(*slow, "trainer.max_time=00:00:00:02") == 0
@@ -105,7 +122,7 @@ def test_time_limits_count_all_starts_and_a_larger_one_goes_on(train: Callable[.
         assert train(*slow, *overrides) == 0
         [*_, why, last] = (tmp_path / "train.log").read_text().splitlines()
         assert (
-            f"is at step {2 if overrides is from_the_middle else step}: its time limit is over (trainer.max_time)"
+            f"is at step {2 if overrides is from_the_middle else step}: the time limit was reached (trainer.max_time)"
             in why
         )
         assert last.startswith(f"Finished: {step} steps")
@@ -128,6 +145,26 @@ def test_every_engine_ends_before_its_first_step_if_the_time_is_over(
     assert by == "trainer.max_time"
     assert train(*ranks, *slow, "trainer.max_time=00:00:00:01") == 0
     assert newest(tmp_path)[0] == step
+
+
+def test_only_callbacks_that_can_stop_a_run_decide_whether_it_goes_on() -> None:
+    stops, other = StopInWindow(micro_batch=3), Slow(seconds=0.0)
+    trainer: Any = SimpleNamespace(global_step=4, max_steps=9, should_stop=True, callbacks=[stops, other])
+    trainer.fit_loop = SimpleNamespace(_can_stop_early=True)
+
+    def endings(settings: dict[str, Any], *more: str) -> Endings:
+        nodes = {"callbacks.stop": {"micro_batch": 3}, "callbacks.slow": {"seconds": 0.0}} | settings
+        known = {"callbacks.stop": stops, "callbacks.slow": other} | dict.fromkeys(more, StopAt(step=1))
+        return Endings(nodes, known)
+
+    found = endings({}).find(trainer)
+    assert found is not None
+    ended = found.as_fields()
+    assert ended["settings"] == {"callbacks.stop": {"micro_batch": 3}}
+    assert endings({}).holds(ended)
+    assert endings({"callbacks.slow": {"seconds": 1.0}}).holds(ended)  # a cosmetic change
+    assert not endings({"callbacks.stop": {"micro_batch": 4}}).holds(ended)
+    assert not endings({"callbacks.more": {"step": 1}}, "callbacks.more").holds(ended)
 
 
 def test_a_signal_is_not_final_and_an_unchanged_setting_is() -> None:
