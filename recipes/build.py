@@ -55,6 +55,7 @@ from recipes.runtime.world import Ranks, global_rank
 from recipes.task.base import CompilationLog, TrainingTask
 
 SINGLE_DEVICE = {"_target_": "recipes.strategy.single.SingleDevice", "_partial_": True}
+_SHARE_OF_GRACE = 0.75  # of the time until the run is killed, to wait for data; the rest is for the last save
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +273,8 @@ def _build_trainer(
         configured = {key: make(node) for key, node in nodes.items()}
         limits = {key: config["trainer"].get(key.partition(".")[2]) for key in (MAX_STEPS, MAX_TIME)}
         saver.endings = Endings(limits | nodes, configured)
+        if (grace_seconds := (config.get("launcher") or {}).get("signal_seconds")) is not None:
+            saver.wait_seconds = _SHARE_OF_GRACE * grace_seconds
         # the order matters: callbacks fill the row of a step, it is logged, then the step is saved
         summary = SummaryWriter(run_folder=folder, find_ending=saver.endings.find)
         callbacks = [summary, *configured.values(), CompilationLog(), RowWriter(), saver]
@@ -293,6 +296,7 @@ def _build_trainer(
         callbacks=callbacks,
         logger=loggers,
         max_epochs=-1,  # the stream is endless: trainer.max_steps ends the run
+        min_epochs=0,  # with trainer.min_steps, Lightning would wait for the end of its first epoch (2.6.6)
         val_check_interval=config["eval_every"] * accumulation.num_micro_batches,  # in micro-batches
         check_val_every_n_epoch=None,
         log_every_n_steps=config["log_every"],

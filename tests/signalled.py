@@ -28,18 +28,28 @@ class SignalAt(Callback):
             `window` (the first micro-batch of two), `batch` (the second), `step` (its end) or `validation` (its third
             batch), to a rank, to the `parent`, to `all` of these, or to this process `again` and again.
         pause: Seconds that every batch takes before the first signal.
-        no_data_after: Micro-batches after which the last rank waits for a sample forever, once a file says so.
+        no_data_after: Micro-batches after which the last rank waits for a sample, once a file says so.
+        no_data_seconds: How long it waits.
     """
 
     def __init__(
-        self, *, folder: str, signals: Sequence[str], pause: float = 0.0, no_data_after: int | None = None
+        self,
+        *,
+        folder: str,
+        signals: Sequence[str],
+        pause: float = 0.0,
+        no_data_after: int | None = None,
+        no_data_seconds: float = 600.0,
     ) -> None:
+        self._no_data_seconds = no_data_seconds
         self._no_data_after = no_data_after
         self._folder = Path(folder)
         self._signals = [text.split("_") for text in signals]
         self._pause = pause
 
     def on_fit_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+        for callback in trainer.checkpoint_callbacks:
+            callback.wait_seconds = 2.0  # type: ignore[attr-defined]
         self._send(trainer, "start")
 
     def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -52,7 +62,15 @@ class SignalAt(Callback):
         self._send(trainer, "step")
         if batch_idx + 1 == self._no_data_after and trainer.global_rank == trainer.world_size - 1:
             data = type(trainer.datamodule.source.train())  # type: ignore[attr-defined]
-            data.__getitem__ = data.__getitems__ = lambda *_: (self._folder / "waits").touch() or _work(600.0)
+            fetch, seconds = data.__getitems__, self._no_data_seconds
+
+            def wait_and_fetch(*indices: Any) -> Any:
+                (self._folder / "waits").touch()
+                _work(seconds)
+                data.__getitems__ = fetch
+                return fetch(*indices)
+
+            data.__getitem__ = data.__getitems__ = wait_and_fetch
 
     def on_validation_batch_start(
         self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int, *_: Any

@@ -23,10 +23,10 @@ from recipes.checkpoint.retention import (
 from recipes.checkpoint.save_log import SaveLog, warn_if_short
 from recipes.checkpoint.writer import CheckpointWriter
 from recipes.errors import ConfigError
-from recipes.lightning_internals import is_accumulating, validate_now
+from recipes.lightning_internals import is_accumulating, is_ending, validate_now
 from recipes.optimizer import hold_averages
 from recipes.run_folder import CHECKPOINTS
-from recipes.runtime.signals import Preempted, requested_by, set_handler
+from recipes.runtime.signals import WAIT_SECONDS, Preempted, mark_step, requested_by, set_handler
 from recipes.runtime.step_agreement import StepAgreement
 
 LOGGER = logging.getLogger("lightning_recipes")
@@ -55,6 +55,7 @@ class CheckpointSaver(Checkpoint):
 
     Attributes:
         endings: Finds out why the run ends, for its last checkpoint.
+        wait_seconds: Seconds after a signal until a wait for data is given up: most of the time until the kill.
     """
 
     _agreement: StepAgreement
@@ -88,6 +89,7 @@ class CheckpointSaver(Checkpoint):
         self.checkpoint_io = FolderCheckpointIO(writer=self._writer, verify_hashes=verify_hashes)
         self.save_log = SaveLog(on_save_error=on_save_error)
         self.endings = Endings({}, {})
+        self.wait_seconds = WAIT_SECONDS
         self._is_in_window = False  # micro-batches of the next step have changed RNG state and buffers
         self._stop_is_held = False  # until the end of the accumulation window
         self._saved_step = -1
@@ -118,7 +120,9 @@ class CheckpointSaver(Checkpoint):
         self._seen_step = step
         alone = trainer.world_size == 1
         set_handler(
-            lambda: self._agreement.ask(_STOP), stop_waiting=(lambda: self._stop_waiting(trainer)) if alone else None
+            lambda: self._agreement.ask(_STOP),
+            stop_waiting=(lambda: self._stop_waiting(trainer)) if alone else None,
+            wait_seconds=self.wait_seconds,
         )
         if self._validation_due:
             self._validation_due = False
@@ -155,12 +159,13 @@ class CheckpointSaver(Checkpoint):
             warn_if_short(trainer, self._folder(trainer), self._retention)
             self._space_checked = True
         self._seen_step = step
+        mark_step()
         if self.save_log.record(trainer, self._writer.poll()):
             # the threads of other ranks end slightly later: an exception here would leave them in the next collective
             self._agreement.ask(_GIVE_UP)
-        validates = trainer.should_stop or step % self._eval_every == 0
+        validates = is_ending(trainer) or step % self._eval_every == 0
         total_steps = step + self._num_rolled_back
-        due = self._agreement.take_due(total_steps, in_validation=validates, wait=not trainer.should_stop)
+        due = self._agreement.take_due(total_steps, in_validation=validates, wait=not is_ending(trainer))
         self._act_on(trainer, due, validates=validates)
         if self._rolled_back and self.saves:
             self._save(trainer, step)
@@ -231,7 +236,7 @@ class CheckpointSaver(Checkpoint):
         self._validation_due = state_dict["validation_due"]
 
     def _may_stop_in_validation(self, trainer: lightning.Trainer, *, in_validation: bool) -> None:
-        if trainer.state.fn != "fit" or trainer.should_stop or self._seen_step < 0:
+        if trainer.state.fn != "fit" or is_ending(trainer) or self._seen_step < 0:
             return
         total_steps = trainer.global_step + self._num_rolled_back
         due = self._agreement.take_due(total_steps, in_validation=in_validation)
@@ -242,7 +247,7 @@ class CheckpointSaver(Checkpoint):
         self._save_requested |= _SAVE in due
         if _GIVE_UP in due:
             self.save_log.report(trainer, self._writer.poll(wait=True))
-        if _STOP in due and not trainer.should_stop:
+        if _STOP in due and not is_ending(trainer):
             self._stop(trainer, validation_due=validates)
 
     def _watch_clock(self, trainer: lightning.Trainer) -> None:
@@ -257,11 +262,11 @@ class CheckpointSaver(Checkpoint):
         if not self.saves or step == self._saved_step:
             return
         by_steps = self._save_every is not None and step % self._save_every == 0
-        if self._save_requested or by_steps or trainer.should_stop:
+        if self._save_requested or by_steps or is_ending(trainer):
             self._save(trainer, step)
 
     def _stop_waiting(self, trainer: lightning.Trainer) -> None:
-        """Stop on a signal while the only rank waits for data: in a window, the state of its step is gone."""
+        """Give up a wait for data of the only rank: in a window, the state of the last completed step is gone."""
         step = trainer.global_step
         if self._is_in_window and step != self._saved_step:
             self._agreement.close()
@@ -278,7 +283,7 @@ class CheckpointSaver(Checkpoint):
         self._agreement.close()
         self.save_log.report(trainer, self._writer.poll(wait=True))
         newest = self.save_log.newest
-        saved = self.saves and (newest is None or newest.is_valid)
+        saved = self.saves and step > 0 and (newest is None or newest.is_valid)
         raise Preempted(requested_by(), step=step, saved=saved)
 
     def _save(self, trainer: lightning.Trainer, step: int, ending: Ending | None = None) -> None:

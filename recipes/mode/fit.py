@@ -16,7 +16,7 @@ from recipes.run_folder import read_summary
 from recipes.runtime.console import LOGGER
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.failure import is_out_of_memory, is_peer_failure, read_oom_of_other_rank
-from recipes.runtime.signals import Preempted, waiting
+from recipes.runtime.signals import NOT_STARTED, Preempted, waiting
 
 
 def fit(run: Run) -> int:
@@ -53,7 +53,8 @@ def fit(run: Run) -> int:
         if isinstance(callback, SummaryWriter)
     ]
     # also makes the other ranks wait until rank 0 has written it
-    with waiting("the other ranks"):
+    exit_code, failed = _judge_last_save(run)
+    with waiting("the other ranks", exit_code=exit_code, outcome=failed or "the run is finished"):
         summary = run.trainer.strategy.broadcast(writer.newest)
     if summary is None:  # nothing was trained: the time limit is that of all starts together
         ending = run.endings.find(run.trainer)
@@ -64,7 +65,9 @@ def fit(run: Run) -> int:
         LOGGER.error(f"Diverged: the training loss is NaN or inf; run folder: {run.folder}")
         return ExitCode.DIVERGED
     LOGGER.info(_last_line(summary, run.folder))
-    return _exit_code_of_last_save(run)
+    if failed is not None:
+        LOGGER.error(failed)
+    return exit_code
 
 
 def _find_ending(run: Run, checkpoint: Path) -> str | None:
@@ -128,14 +131,20 @@ def _end_preempted(run: Run, stop: Preempted) -> int:
     where = f"Stopped by {stop.by} at step {stop.step}"
     to_resume = f"to resume: python train.py resume={run.folder}"
     newest = newest_checkpoint(run.folder)
-    if stop.saved:
-        LOGGER.info(f"{where}, saved; {to_resume}")
+    if stop.step == 0:
+        outcome = NOT_STARTED.format(stop.by)
+        LOGGER.error(outcome)
+    elif stop.saved:
+        outcome = f"saved; {to_resume}"
+        LOGGER.info(f"{where}, {outcome}")
     elif newest is not None:
-        LOGGER.error(f"{where}, not saved; the newest checkpoint is {newest.name}; {to_resume}")
+        outcome = f"not saved; the newest checkpoint is {newest.name}; {to_resume}"
+        LOGGER.error(f"{where}, {outcome}")
     else:
-        LOGGER.error(f"{where}; nothing was saved")
-    exit_code = ExitCode.PREEMPTED if stop.saved else ExitCode.TERMINATED
-    with waiting("the other ranks", exit_code=exit_code):
+        outcome = "nothing was saved"
+        LOGGER.error(f"{where}; {outcome}")
+    exit_code = ExitCode.PREEMPTED if stop.saved or stop.step == 0 else ExitCode.TERMINATED
+    with waiting("the other ranks", exit_code=exit_code, outcome=outcome):
         run.trainer.strategy.barrier()  # the launcher kills all ranks as soon as one has exited
     return exit_code
 
@@ -146,19 +155,19 @@ def _end_given_up(run: Run, error: Exception, exit_code: int) -> int:
     newest = newest_checkpoint(run.folder)
     good = "nothing was saved" if newest is None else f"the last good checkpoint is {newest}"
     LOGGER.error(f"{error}; {good}")
-    with waiting("the other ranks", exit_code=exit_code):
+    with waiting("the other ranks", exit_code=exit_code, outcome=good):
         run.trainer.strategy.barrier()  # the launcher kills all ranks as soon as one has exited
     return exit_code
 
 
-def _exit_code_of_last_save(run: Run) -> int:
-    """Return 0 if the last state of the run is on disk, else the exit code for the reason."""
+def _judge_last_save(run: Run) -> tuple[int, str | None]:
+    """Return 0 if the last state of the run is on disk, else the exit code for the reason and a line for the log."""
     [saver] = [callback for callback in run.trainer.checkpoint_callbacks if isinstance(callback, CheckpointSaver)]
     newest = saver.save_log.newest
     if newest is None or newest.is_valid:
-        return ExitCode.FINISHED
-    LOGGER.error(f"The last checkpoint of this run, {newest.path.name}, was not written")
-    return ExitCode.DIVERGED if newest.rejected is not None else ExitCode.UNSAVED
+        return ExitCode.FINISHED, None
+    line = f"The last checkpoint of this run, {newest.path.name}, was not written"
+    return ExitCode.DIVERGED if newest.rejected is not None else ExitCode.UNSAVED, line
 
 
 def _last_line(summary: dict[str, Any], folder: Path) -> str:

@@ -2,7 +2,7 @@
 
 Python handles a signal between two operations of the main thread, and the main thread may be inside one that never
 ends: a collective without its peers, a queue without its loader. The signal's number is therefore also written to a
-pipe, which a thread reads. It ends the process where the main thread is known to wait (`waiting`) and stays there.
+pipe, which a thread reads. It gives up where the main thread is known to wait (`waiting`) and stays there for long.
 """
 
 import contextlib
@@ -24,7 +24,11 @@ LOGGER = logging.getLogger("lightning_recipes")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # a cluster may signal a process directly and again through its parent: within this time both count as one request
 _SAME_REQUEST_SECONDS = 1.0
-_WAIT_SECONDS = 5.0  # after a signal, for the main thread to react or for what it waits for to arrive
+WAIT_SECONDS = 120.0  # after a signal, for what the main thread waits for to arrive: the run can then still save
+_START_SECONDS = 5.0  # the same before the first step, when there is nothing to save
+_INTERRUPT_SECONDS = 5.0  # after Ctrl-C, for a waiting main thread to react
+_NOT_SAVED = "not saved; to resume from the newest checkpoint: resume=auto"
+NOT_STARTED = "Stopped by {} before the first step; to start again: the same command"
 _ANNOUNCE_SECONDS = 5.0  # of waiting, until it is logged
 _POLL_SECONDS = 0.1
 
@@ -58,13 +62,15 @@ class SecondSignalError(BaseException):
 
 
 class _StopWaiting(BaseException):
-    """Raised in the main thread by a signal while it waits, if it need not agree with other ranks."""
+    """Raised in the main thread once it has waited too long after a signal, if it need not agree with other ranks."""
 
 
 @dataclass(frozen=True)
 class _Wait:
     what: str
     exit_code: int
+    outcome: str
+    is_for_data: bool
     since: float
 
 
@@ -73,8 +79,11 @@ class _StopRequest:
 
     def __init__(self) -> None:
         self.wait: _Wait | None = None  # what the main thread waits for
-        self.is_stoppable = False  # whether it handles `StopWaiting` there
+        self.is_stoppable = False  # whether it handles `_StopWaiting` there
         self.stop_waiting: Callable[[], None] | None = None  # None if the ranks must agree to stop
+        self.gives_up_at: float | None = None  # when the thread has made the main thread raise `_StopWaiting`
+        self.wait_seconds = WAIT_SECONDS
+        self.has_stepped = False
         self.interrupt_is_seen = False  # whether the main thread has handled SIGINT
         self.arrived: dict[int, float] = {}  # number of each signal that the thread has read -> time
         self.pipe: tuple[int, int] | None = None
@@ -95,6 +104,7 @@ def listen(*, second_ends: bool) -> None:
     """
     _REQUEST.by, _REQUEST.handler, _REQUEST.exits_on_second = None, None, second_ends
     _REQUEST.wait, _REQUEST.stop_waiting, _REQUEST.interrupt_is_seen, _REQUEST.arrived = None, None, False, {}
+    _REQUEST.gives_up_at, _REQUEST.wait_seconds, _REQUEST.has_stepped = None, WAIT_SECONDS, False
     for number in SIGNALS:
         signal.signal(number, _on_signal)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -125,31 +135,53 @@ def listening() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def set_handler(handler: Callable[[], None] | None, *, stop_waiting: Callable[[], None] | None = None) -> None:
+def set_handler(
+    handler: Callable[[], None] | None,
+    *,
+    stop_waiting: Callable[[], None] | None = None,
+    wait_seconds: float | None = None,
+) -> None:
     """Set the handler of a stop request; call it at once if there has already been a request.
 
     Args:
         handler: Called in the main thread; None ignores requests, because the run is already ending.
-        stop_waiting: Called in addition where the main thread waits for data, and raises `Preempted`; None does not
-            leave such a place.
+        stop_waiting: Called where the main thread has waited for data for too long, and raises `Preempted`; None ends
+            the process there.
+        wait_seconds: Seconds after a request until a wait without progress is given up; None leaves them as they are.
     """
     _REQUEST.handler = handler if handler is not None else _ignore
     _REQUEST.stop_waiting = stop_waiting
+    if wait_seconds is not None:
+        _REQUEST.wait_seconds = wait_seconds
     if handler is not None and _REQUEST.by is not None:
         handler()
 
 
+def mark_step() -> None:
+    """Note that this process has completed a step: from now on, a wait is worth the grace time of a signal."""
+    _REQUEST.has_stepped = True
+
+
 @contextlib.contextmanager
 def waiting(
-    what: str, *, exit_code: int = ExitCode.TERMINATED, announce: Callable[[], str] | None = None, stops: bool = False
+    what: str,
+    *,
+    exit_code: int = ExitCode.TERMINATED,
+    outcome: str = _NOT_SAVED,
+    announce: Callable[[], str] | None = None,
+    stops: bool = False,
 ) -> Iterator[None]:
-    """Mark that the main thread waits for something that may never come: a signal then ends the process in seconds.
+    """Mark that the main thread waits for something that may never come.
+
+    A signal alone does not end the wait: what is waited for mostly arrives, and the run then saves. It is given up
+    after `wait_seconds` without progress. Nothing here looks for dead loader processes: torch does every five seconds.
 
     Args:
         what: What it waits for, for the log.
         exit_code: Exit code of a process that a signal ends here.
+        outcome: What is then left of the run, for the log.
         announce: Returns a line to log after 5 s of waiting, such as for whom; None logs none.
-        stops: Whether the run may stop here, between two operations of the main thread.
+        stops: Whether this is a wait for data, where the run may stop between two operations of the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -160,7 +192,7 @@ def waiting(
         timer.daemon = True
         timer.start()
     try:
-        _REQUEST.wait = _Wait(what, exit_code, time.monotonic())
+        _REQUEST.wait = _Wait(what, exit_code, outcome, stops, time.monotonic())
         _REQUEST.is_stoppable = stops
         yield
         _REQUEST.is_stoppable = False
@@ -250,27 +282,52 @@ def _watch(pipe: int) -> None:
         for number in os.read(pipe, 64) if ready else b"":
             first = min((at for known, at in _REQUEST.arrived.items() if known in SIGNALS), default=now)
             is_second = number in SIGNALS and now - first > _SAME_REQUEST_SECONDS
-            if is_second and _REQUEST.exits_on_second:
+            if is_second and _REQUEST.exits_on_second and not _is_own(now):
                 os._exit(128 + number)
+            interrupted_at = _REQUEST.arrived.get(signal.SIGINT, now)
+            is_again = number == signal.SIGINT and now - interrupted_at > _SAME_REQUEST_SECONDS
+            if is_again and not _REQUEST.interrupt_is_seen:  # in a long operation, such as a backward pass
+                _end("Interrupted", ExitCode.INTERRUPTED)
             _REQUEST.arrived.setdefault(number, now)
         _end_if_stuck(now)
 
 
 def _end_if_stuck(now: float) -> None:
     arrived = dict(_REQUEST.arrived)
-    interrupted_at = arrived.pop(signal.SIGINT, None)
-    if interrupted_at is not None and not _REQUEST.interrupt_is_seen and now - interrupted_at > _WAIT_SECONDS:
+    interrupted_at, wait = arrived.pop(signal.SIGINT, None), _REQUEST.wait
+    if interrupted_at is not None and wait is not None and not _REQUEST.interrupt_is_seen:
+        waited_seconds = now - max(interrupted_at, wait.since)
+    else:
+        waited_seconds = 0.0
+    if waited_seconds > _INTERRUPT_SECONDS:
         _end("Interrupted", ExitCode.INTERRUPTED)
     stops = {number: at for number, at in arrived.items() if number in SIGNALS}
     if not stops:
         return
     number, requested_at = min(stops.items(), key=lambda item: item[1])
-    by, wait = signal.Signals(number).name, _REQUEST.wait
+    by = signal.Signals(number).name
     if _REQUEST.handler is None and now - requested_at > _SAME_REQUEST_SECONDS:
-        _end(f"Stopped by {by} before the first step", ExitCode.PREEMPTED)
-    if wait is not None and now - max(requested_at, wait.since) > _WAIT_SECONDS:
-        to_resume = "to resume from the newest checkpoint: resume=auto"
-        _end(f"Stopped by {by} while waiting for {wait.what}, not saved; {to_resume}", wait.exit_code)
+        _end(NOT_STARTED.format(by), ExitCode.PREEMPTED)
+    if wait is None:
+        return
+    is_start = wait.is_for_data and not _REQUEST.has_stepped
+    if now - max(requested_at, wait.since) <= (_START_SECONDS if is_start else _REQUEST.wait_seconds):
+        return
+    if is_start:
+        _end(NOT_STARTED.format(by), ExitCode.PREEMPTED)
+    if _REQUEST.is_stoppable and _REQUEST.stop_waiting is not None:
+        if _REQUEST.gives_up_at is None or _REQUEST.gives_up_at < wait.since:
+            _REQUEST.gives_up_at = now
+            # also interrupts a system call; the handler raises `_StopWaiting`
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+        if now - _REQUEST.gives_up_at <= _START_SECONDS:
+            return
+    _end(f"Stopped by {by} while waiting for {wait.what}, {wait.outcome}", wait.exit_code)
+
+
+def _is_own(now: float) -> bool:
+    """Return whether a signal that arrives now is the one by which the thread interrupts the main thread."""
+    return _REQUEST.gives_up_at is not None and now - _REQUEST.gives_up_at <= _SAME_REQUEST_SECONDS
 
 
 def _end(line: str, exit_code: int) -> NoReturn:
@@ -283,16 +340,20 @@ def _end(line: str, exit_code: int) -> NoReturn:
 
 def _on_signal(number: int, _: object) -> None:
     now = time.monotonic()
+    if _is_own(now):
+        wait, gives_up_at = _REQUEST.wait, _REQUEST.gives_up_at
+        is_same = wait is not None and gives_up_at is not None and wait.since < gives_up_at
+        if is_same and _REQUEST.is_stoppable and _REQUEST.stop_waiting is not None:
+            _REQUEST.is_stoppable = False
+            raise _StopWaiting
+        return
     if _REQUEST.by is not None:
         if _REQUEST.exits_on_second and now - _REQUEST.time > _SAME_REQUEST_SECONDS:
             os._exit(128 + number)
         return
     _REQUEST.by, _REQUEST.time = signal.Signals(number).name, now
     if _REQUEST.handler is None:
-        LOGGER.error("Stopped by %s before the first step", _REQUEST.by)
+        LOGGER.error(NOT_STARTED.format(_REQUEST.by))
         # not by an exception: raised in the middle of an import, it may leave a library half initialized
         os._exit(ExitCode.PREEMPTED)
     _REQUEST.handler()
-    if _REQUEST.is_stoppable and _REQUEST.stop_waiting is not None:
-        _REQUEST.is_stoppable = False
-        raise _StopWaiting

@@ -31,6 +31,14 @@ def test_building_creates_no_weights_and_reads_no_data(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_wait_for_data_may_take_three_quarters_of_the_time_that_slurm_leaves_to_save(tmp_path: Path) -> None:
+    slurm = ("launcher=slurm", "launcher.signal_seconds=300")
+    for overrides, seconds in (((), 120), (slurm, 225)):
+        run = build(composed_config("model=gpt2_nano", "recipe=single_bf16", *overrides), tmp_path, [])
+        [saver] = run.trainer.checkpoint_callbacks
+        assert saver.wait_seconds == seconds  # type: ignore[attr-defined]
+
+
 def test_a_tokenizer_larger_than_the_model_is_found_before_training(tmp_path: Path, text_folder: str) -> None:
     from recipes.mode.fit import fit
 

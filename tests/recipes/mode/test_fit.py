@@ -227,6 +227,12 @@ def test_a_preempted_run_that_could_not_save_returns_143_and_names_the_newest_ch
     assert "not saved; the newest checkpoint is step_0000005.ckpt; to resume:" in outcome.lines[-1]
 
 
+def test_a_run_preempted_before_its_first_step_has_nothing_to_save(run_fit: Callable[..., Outcome]) -> None:
+    outcome = run_fit(raising(Preempted("SIGTERM", step=0, saved=False)))
+    assert outcome.exit_code == 75
+    assert outcome.lines[-1] == "Stopped by SIGTERM before the first step; to start again: the same command"
+
+
 def test_an_error_with_an_exit_code_ends_the_run_with_it(
     run_fit: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,10 @@
 """Real signals to real runs: they save at once, and the same command resumes to the rows of an undisturbed run."""
 
+import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,6 +13,8 @@ import pytest
 from signalled import computed, events, seconds_to_stop, stopped_step, summed_up
 from started import Started
 from support import ROOT, TINY
+
+from recipes.runtime import signals
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 TWO_RANKS = ("strategy=fsdp", "trainer.devices=2", "micro_batch_size=2")
@@ -189,12 +194,22 @@ def test_a_second_signal_ends_a_long_step_and_a_run_that_saves_nothing_says_so(s
 
 # two micro-batches a step: after 6 the step is complete, after 7 it is not
 @pytest.mark.parametrize(
-    ("ranks", "num_batches", "number", "exit_code", "line"),
+    ("ranks", "num_batches", "seconds", "number", "exit_code", "line"),
     [
-        ((), 6, signal.SIGTERM, 75, "Stopped by SIGTERM at step 3, saved"),
-        ((), 7, signal.SIGTERM, 143, "Stopped by SIGTERM at step 3; nothing was saved"),
-        (TWO_RANKS, 6, signal.SIGTERM, 143, "Stopped by SIGTERM while waiting for the next batch of data, not saved"),
-        (TWO_RANKS, 6, signal.SIGINT, 130, "Interrupted"),
+        # data that arrives in time completes the step
+        ((), 7, 1, signal.SIGTERM, 75, "Stopped by SIGTERM at step 4, saved"),
+        (TWO_RANKS, 7, 1, signal.SIGTERM, 75, "Stopped by SIGTERM at step 4, saved"),
+        ((), 6, 600, signal.SIGTERM, 75, "Stopped by SIGTERM at step 3, saved"),
+        ((), 7, 600, signal.SIGTERM, 143, "Stopped by SIGTERM at step 3; nothing was saved"),
+        (
+            TWO_RANKS,
+            6,
+            600,
+            signal.SIGTERM,
+            143,
+            "Stopped by SIGTERM while waiting for the next batch of data, not",
+        ),
+        (TWO_RANKS, 6, 600, signal.SIGINT, 130, "Interrupted"),
     ],
 )
 def test_a_signal_ends_a_run_that_waits_for_data_after_saving_if_it_can(
@@ -202,24 +217,103 @@ def test_a_signal_ends_a_run_that_waits_for_data_after_saving_if_it_can(
     workplace: Path,
     ranks: Sequence[str],
     num_batches: int,
+    seconds: int,
     number: signal.Signals,
     exit_code: int,
     line: str,
 ) -> None:
-    name = f"waits_{num_batches}_{len(ranks)}_{number.name}"
-    run = start(name, *ranks, f"+callbacks.signals.no_data_after={num_batches}")
+    name = f"waits_{num_batches}_{seconds}_{len(ranks)}_{number.name}"
+    no_data = [f"+callbacks.signals.no_data_after={num_batches}", f"+callbacks.signals.no_data_seconds={seconds}"]
+    run = start(name, *ranks, *no_data)
     while not (workplace / name / "waits").exists() and run.process.poll() is None:
         time.sleep(0.01)
     run.process.send_signal(number)
     sent = time.monotonic()
     assert line in assert_ends(run, exit_code)
-    # 5 s of waiting where ranks would have to agree, 10 s of grace for the other rank; the rest is for a busy machine
+    # 2 s of waiting, 10 s of grace for the other rank; the rest is for a busy machine
     assert time.monotonic() - sent < 25
-    if exit_code == 75:
+    if num_batches == 6 and exit_code == 75:
         assert_ends(start(name), 0)
         undisturbed = start(f"undisturbed_{name}")
         assert_ends(undisturbed, 0)
         assert_equals(workplace / name, workplace / f"undisturbed_{name}")
+
+
+def test_a_signal_asks_for_a_stop_and_a_wait_is_given_up_only_after_its_limit() -> None:
+    asked: list[float] = []
+
+    def stop_waiting() -> None:
+        raise signals.Preempted("SIGTERM", step=3, saved=True)
+
+    with signals.listening():
+        signals.set_handler(lambda: asked.append(time.monotonic()), stop_waiting=stop_waiting, wait_seconds=1.2)
+        signals.mark_step()
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with signals.waiting("a slow batch", stops=True):
+            time.sleep(0.4)
+        assert len(asked) == 1
+        began = time.monotonic()
+        # longer after the first signal than what counts as one request: its own signal is no second one
+        with pytest.raises(signals.Preempted), signals.waiting("a batch that never comes", stops=True):
+            time.sleep(20)
+        assert 1.2 <= time.monotonic() - began < 10
+        assert len(asked) == 1
+
+
+WAITS = """
+import hashlib, os, signal, sys, threading, time
+from recipes.runtime import signals
+from recipes.runtime.exit_codes import ExitCode
+
+case, seconds = sys.argv[1], float(sys.argv[2])
+signals._START_SECONDS = signals._INTERRUPT_SECONDS = 0.3
+number = signal.SIGINT if case.startswith("interrupt") else signal.SIGTERM
+with signals.listening():
+    signals.set_handler(lambda: None, wait_seconds=60 if case == "first_step" else 0.3)
+    threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+    if case == "interrupt_again":
+        threading.Timer(1.4, os.kill, (os.getpid(), number)).start()
+    if case == "first_step":
+        with signals.waiting("the next batch of data", stops=True):
+            time.sleep(seconds)
+    elif case == "end":
+        signals.mark_step()
+        with signals.waiting("the other ranks", exit_code=ExitCode.FINISHED, outcome="the run is finished"):
+            time.sleep(seconds)
+    else:  # one call that no handler interrupts, such as a backward pass
+        try:
+            hashlib.pbkdf2_hmac("sha256", b"a", b"b", int(seconds * 1_000_000))
+        except KeyboardInterrupt:
+            sys.exit(130)
+        sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "exit_code", "line"),
+    [
+        ("first_step", 75, "Stopped by SIGTERM before the first step; to start again: the same command"),
+        ("end", 0, "Stopped by SIGTERM while waiting for the other ranks, the run is finished"),
+        ("interrupt_again", 130, "Interrupted"),
+    ],
+)
+def test_a_process_that_cannot_react_ends_with_the_exit_code_of_what_it_had_done(
+    case: str, exit_code: int, line: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WAITS, case, "30"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr.strip()) == (exit_code, line)
+
+
+def test_one_ctrl_c_does_not_end_a_long_operation() -> None:
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", WAITS, "interrupt", "1.5"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 130, done.stderr
+    assert "Interrupted" not in done.stderr
+    assert time.monotonic() - began > 0.5  # the call was finished
 
 
 @pytest.mark.fresh_python  # the imports are what is interrupted
@@ -235,7 +329,7 @@ def test_a_signal_before_training_ends_the_run(start: Start, workplace: Path) ->
     output = assert_ends(importing, 75)
     # the run ends without a save, the 24 steps or the remaining imports; the current import may finish
     assert time.monotonic() - signalled_at < 2
-    assert output == "Stopped by SIGUSR1 before the first step\n"
+    assert output == "Stopped by SIGUSR1 before the first step; to start again: the same command\n"
     assert not (workplace / "importing" / "metrics.csv").exists()
     assert "before the first step" in assert_ends(built, 75)
 
