@@ -236,8 +236,8 @@ def _is_in_shell_of_srun(environ: Mapping[str, str]) -> bool:
     """Return whether srun has started an interactive shell, from which this command was typed.
 
     All tasks of `srun --ntasks-per-node=2 --pty bash` run a shell, of which one has a terminal. A command in it has the
-    variables of a task, and nobody starts the other ranks. Only a terminal tells: `srun bash <<EOF` runs a shell in
-    each task, too, and in it the ranks. The name of the job does not: that of `salloc bash` is the shell's. When
+    variables of a task, and nobody starts the other ranks. Only a terminal proves it: `srun bash <<EOF` runs a shell
+    in each task, too, and in it the ranks. The name of the job does not: that of `salloc bash` is the shell's. When
     undecided, the process is a rank, and says after seconds for which other ones it waits.
     """
     task = environ.get("SLURM_TASK_PID", "")
