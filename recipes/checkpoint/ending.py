@@ -4,11 +4,8 @@ Final are `trainer.max_steps`, `trainer.max_time` and a callback that stopped th
 signal is not: the same command continues.
 """
 
-import dis
-import inspect
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from types import CodeType
 from typing import Any
 
 import lightning.pytorch as lightning
@@ -17,6 +14,7 @@ from lightning.pytorch.callbacks import Callback, Timer
 from recipes.lightning_internals import is_ending
 
 MAX_STEPS, MAX_TIME, CALLBACKS = "trainer.max_steps", "trainer.max_time", "callbacks"
+_OWN_PACKAGES = ("callbacks", "lightning_recipes")  # in this folder and installed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +71,12 @@ class Endings:
         return bool(settings) and all(self._is_no_more(key, value) for key, value in settings.items())
 
     def _get_stoppers(self) -> dict[str, Any]:
-        """Return the settings of the callbacks that can stop a run; of all callbacks if none is known to."""
-        keys = [key for key, callback in self._callbacks.items() if _can_stop(type(callback))]
-        return {key: self._settings.get(key) for key in keys or self._callbacks}
+        """Return the settings of callbacks that may stop a run without saying why: none of this project's does."""
+        return {
+            key: self._settings.get(key)
+            for key, callback in self._callbacks.items()
+            if type(callback).__module__.partition(".")[0] not in _OWN_PACKAGES
+        }
 
     def _is_no_more(self, key: str, then: Any) -> bool:
         now = self._settings.get(key)
@@ -92,19 +93,6 @@ class Endings:
                 keys = [key for key, own in self._callbacks.items() if own is callback]
                 return (*keys, MAX_TIME)[0], "the time limit was reached"
         return None
-
-
-def _can_stop(kind: type) -> bool:
-    """Return whether a method of a callback's class sets `should_stop`, as Lightning asks for."""
-    members = (member for base in kind.__mro__ for member in vars(base).values())
-    functions = (inspect.unwrap(getattr(member, "__func__", member)) for member in members if callable(member))
-    codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
-    while codes:
-        code = codes.pop()
-        if any(step.opname == "STORE_ATTR" and step.argval == "should_stop" for step in dis.get_instructions(code)):
-            return True
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return False
 
 
 def describe_ending(ended: Mapping[str, Any]) -> str:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from signalled import events
-from support import ROOT, TINY, Slow, StopAt, StopInWindow, execute, read_metrics
+from support import ROOT, TINY, StopAt, StopInWindow, execute, read_metrics
 
+from callbacks.loss_scale import LossScaleMonitor
 from recipes.checkpoint.ending import Endings
 from recipes.checkpoint.manifest import read_manifest
 from recipes.checkpoint.retention import steps_on_disk
@@ -147,14 +148,14 @@ def test_every_engine_ends_before_its_first_step_if_the_time_is_over(
     assert newest(tmp_path)[0] == step
 
 
-def test_only_callbacks_that_can_stop_a_run_decide_whether_it_goes_on() -> None:
-    stops, other = StopInWindow(micro_batch=3), Slow(seconds=0.0)
+def test_only_callbacks_that_may_stop_a_run_decide_whether_it_goes_on() -> None:
+    stops, other = StopInWindow(micro_batch=3), LossScaleMonitor()
     trainer: Any = SimpleNamespace(global_step=4, max_steps=9, should_stop=True, callbacks=[stops, other])
     trainer.fit_loop = SimpleNamespace(_can_stop_early=True)
 
     def endings(settings: dict[str, Any], *more: str) -> Endings:
-        nodes = {"callbacks.stop": {"micro_batch": 3}, "callbacks.slow": {"seconds": 0.0}} | settings
-        known = {"callbacks.stop": stops, "callbacks.slow": other} | dict.fromkeys(more, StopAt(step=1))
+        nodes = {"callbacks.stop": {"micro_batch": 3}, "callbacks.loss_scale": {}} | settings
+        known = {"callbacks.stop": stops, "callbacks.loss_scale": other} | dict.fromkeys(more, StopAt(step=1))
         return Endings(nodes, known)
 
     found = endings({}).find(trainer)
@@ -162,7 +163,7 @@ def test_only_callbacks_that_can_stop_a_run_decide_whether_it_goes_on() -> None:
     ended = found.as_fields()
     assert ended["settings"] == {"callbacks.stop": {"micro_batch": 3}}
     assert endings({}).holds(ended)
-    assert endings({"callbacks.slow": {"seconds": 1.0}}).holds(ended)  # a cosmetic change
+    assert endings({"callbacks.loss_scale": {"new": 1.0}}).holds(ended)  # a cosmetic change
     assert not endings({"callbacks.stop": {"micro_batch": 4}}).holds(ended)
     assert not endings({"callbacks.more": {"step": 1}}, "callbacks.more").holds(ended)
 
