@@ -122,14 +122,16 @@ def test_a_resumed_run_has_loaded_all_and_follows_the_curve_of_one_device(
 
 @pytest.mark.parametrize(
     ("pair", "reason"),
-    zip(
-        REFUSED,
-        (
-            "keep different values of .*(size|history)",
-            "keep different values of the partitions of ZeRO",
-            "holds num_calls",
-        ),
-        strict=True,
+    list(
+        zip(
+            REFUSED,
+            (
+                "keep different values of .*(size|history)",
+                "keep different values of the partitions of ZeRO",
+                "holds num_calls",
+            ),
+            strict=True,
+        )
     ),
 )
 def test_values_that_have_no_place_on_another_mesh_are_rejected(
