@@ -224,7 +224,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], row_
         parameter = parameters[index]
         loaded = inner.state[parameter]
         for key, value in values.items():
-            if not isinstance(saved["state"][index][key], SavedTensor):
+            is_of_rank = isinstance(parameter, DTensor) and not isinstance(saved["state"][index][key], SavedTensor)
+            if is_of_rank or not isinstance(value, Tensor):
                 # torch 2.13 casts tensors, and rebuilds what can be iterated over: a string becomes that of a generator
                 loaded[key] = _to_device(value, parameter.device)
             # torch casts all state to the parameter's dtype, as needed to resume in another precision; but this would

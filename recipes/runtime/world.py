@@ -33,7 +33,7 @@ _SLURM_INDICES = {
 }
 # set by torchrun and by this project for each rank, besides those above
 _OF_TORCHRUN = ("NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")
-OWN_VARIABLES = (*TORCHRUN_VARIABLES, *_OF_TORCHRUN, "CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE")
+OWN_VARIABLES = (*TORCHRUN_VARIABLES, *_OF_TORCHRUN, "CROSS_RANK", "CROSS_SIZE")
 OWN_PREFIX = "TORCHELASTIC_"
 # of launchers whose processes are not ranks of a run: MPI, PMI and PMIx, LSF, Horovod, PALS, Flux
 _SIZES = (

@@ -214,7 +214,7 @@ def _split_state(optimizer: Any) -> tuple[list[str], list[dict[str, Any]]]:
 def _read_top(optimizer: Any) -> dict[str, Any]:
     """Return further keys of the optimizer's `state_dict`, of which torch's own has none."""
     base = optimizer.optimizer
-    if type(base).state_dict is torch.optim.Optimizer.state_dict:
+    if getattr(type(base), "state_dict", torch.optim.Optimizer.state_dict) is torch.optim.Optimizer.state_dict:
         return {}
     groups, params = base.param_groups, [group["params"] for group in base.param_groups]
     flats = flat_weights(optimizer)

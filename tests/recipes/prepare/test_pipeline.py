@@ -107,7 +107,7 @@ def test_each_document_is_counted_once_with_the_first_reason(mixed: Path) -> Non
         ("b.jsonl:29", "invalid JSON: Expecting property name enclosed in double quotes, column 2"),
         ("b.jsonl:30", "it has no field text; its fields are body, id"),
         ("b.jsonl:31", "its field text is null, not text"),
-        ("b.jsonl:33", "its text holds half a character (a lone surrogate)"),
+        ("b.jsonl:33", "it has \\ud800, half of a surrogate pair, which is no character"),
         ("b.jsonl:34", "a row has named fields, and this one is 3"),
     ]
     assert report["domains"]["code"]["kept"] == 1, "no rule holds for it"

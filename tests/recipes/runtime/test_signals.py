@@ -265,7 +265,13 @@ import hashlib, os, signal, sys, threading, time
 from recipes.runtime import signals
 from recipes.runtime.exit_codes import ExitCode
 
+def compute(iterations):
+    hashlib.pbkdf2_hmac("sha256", b"a", b"b", iterations)
+
 case, seconds = sys.argv[1], float(sys.argv[2])
+began = time.perf_counter()
+compute(100_000)
+per_second = 100_000 / (time.perf_counter() - began)  # of this processor
 signals._START_SECONDS = signals._INTERRUPT_SECONDS = 0.3
 number = signal.SIGINT if case.startswith("interrupt") else signal.SIGTERM
 with signals.listening():
@@ -282,7 +288,7 @@ with signals.listening():
             time.sleep(seconds)
     else:  # one call that no handler interrupts, such as a backward pass
         try:
-            hashlib.pbkdf2_hmac("sha256", b"a", b"b", int(seconds * 1_000_000))
+            compute(int(seconds * per_second))
         except KeyboardInterrupt:
             sys.exit(130)
         sys.exit(7)

@@ -128,7 +128,7 @@ def test_recomputed_blocks_count_each_token_once_and_have_the_same_gradients(opt
         loss = loss_of(model)
         routed = model.take_routed()
         assert routed is not None
-        assert routed.counts.sum(dim=1).tolist() == [3 * 16 * 2] * 2
+        assert routed.loads.sum(dim=1).tolist() == [3 * 16 * 2] * 2
         (loss + model.weigh_terms(routed.terms.mean(dim=-1))).backward()
         assert model.take_routed() is None
         found.append([parameter.grad for parameter in model.parameters()])
@@ -158,8 +158,8 @@ def test_biases_take_away_the_advantage_of_an_expert() -> None:
         model(tokens())
         routed = model.take_routed()
         assert routed is not None
-        largest.append(int(routed.counts.max()))
-        model.balance_experts(routed.counts)
+        largest.append(int(routed.loads.max()))
+        model.balance_experts(routed.loads)
     assert largest[0] == 48  # all tokens
     assert max(largest[-10:]) <= 30  # 24 is even
 
