@@ -1,5 +1,6 @@
 """A plan against real runs: what torch's allocator gave out, on 1 and 2 ranks. All 46: benchmarks/plan_accuracy.py."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +51,12 @@ RUN = [
 FEWER_TOKENS = ["seq_len=32"]
 
 
+# oneDNN's float16 products on processors with units for them take workspaces: 0.82 % measured on a Xeon
+FLOAT16_WORKSPACES = 0.01
+_CPU = Path("/proc/cpuinfo")
+HAS_FLOAT16_UNITS = _CPU.exists() and "avx512_fp16" in _CPU.read_text()
+
+
 def _overrides(name: str) -> list[str]:
     return [*get_overrides(name), *(FEWER_TOKENS if "16-mixed" in name else [])]
 
@@ -81,6 +88,8 @@ def test_the_planned_peak_is_what_the_run_holds(name: str, results: dict[str, An
     assert "error" not in results[name], results[name]["error"]
     planned = _plan(_overrides(name), CASES[name][0]).peak.total
     tolerance = WORKSPACES if name == "resnet18" else TWO_RANKS if CASES[name][0] == 2 else EXACT
+    if name.endswith("16-mixed") and not name.endswith("bf16-mixed") and HAS_FLOAT16_UNITS:
+        tolerance = FLOAT16_WORKSPACES
     assert planned == pytest.approx(results[name]["peak_bytes"], rel=tolerance)
 
 
