@@ -114,7 +114,8 @@ def writing_text_side(folder: Path, *, tokenizer: Tokenizer | None, published: s
     if source is not None and source.resolve() != folder.resolve():
         _copy_further_files(source, folder)
     if (folder / MODEL_FILE).is_file():
-        _write(folder / MODEL_FILE, _without_code(_read(folder / MODEL_FILE)))
+        # without ids, transformers takes those of the model type, which may be outside of this vocabulary, and warns
+        _write(folder / MODEL_FILE, dict.fromkeys(_IDS) | _without_code(_read(folder / MODEL_FILE)))
     if tokenizer is not None:
         settings = _read(folder / GENERATION_FILE)
         _save_as_loaded(tokenizer, folder)

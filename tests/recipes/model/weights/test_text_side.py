@@ -18,6 +18,7 @@ from recipes.data.instructions.chat_template import find_stop_ids, prompt_for_an
 from recipes.errors import ConfigError
 from recipes.files import filling
 from recipes.model.generate import generate
+from recipes.model.gpt2 import GPT2
 from recipes.model.huggingface import HuggingFace
 from recipes.model.weights.adapter import merge_adapter
 from recipes.model.weights.huggingface import export_pretrained
@@ -301,3 +302,15 @@ def test_transformers_still_replaces_the_rules_of_a_qwen2_whatever_class_its_fil
     """transformers#45920, in 5.24: when this fails, `_WITH_CODE` can go."""
     make_model(Kind("any qwen2"), publish_text(PLAIN, tmp_path), tmp_path)
     assert read_folder(tmp_path).encode("e\u0301") != hf.AutoTokenizer.from_pretrained(tmp_path)("e\u0301")["input_ids"]
+
+
+def test_a_small_vocabulary_is_exported_without_a_warning_of_transformers(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """GPT-2's own ids lie outside of it: they must be in no config that transformers reads meanwhile."""
+    model = GPT2(vocab_size=257, max_seq_len=8, num_layers=1, num_heads=1, hidden_size=8, dropout=0.0)
+    byte_tokenizer().save(tmp_path / "tokenizer")
+    export_pretrained(model, tmp_path / "export", tokenizer_folder=tmp_path / "tokenizer")
+    shown = "".join(capfd.readouterr())
+    assert "must be `None` or an integer within the vocabulary" not in shown
+    assert json.loads((tmp_path / "export/config.json").read_text())["eos_token_id"] == byte_tokenizer().end_of_text
