@@ -1,0 +1,74 @@
+"""Files that others wrote: whatever a reader raises on one becomes a single error in three clauses.
+
+Parsers answer a damaged or hostile file with nearly any exception (SafetensorError, KeyError, RecursionError, a panic
+of Rust code). So each reader of downloaded weights, config.json, tokenizers or a run's own files opens them inside of
+`reading`, instead of guessing what its parser may raise. Imports only the standard library.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from recipes.errors import ConfigError
+
+_NUM_HEAD_BYTES = 512
+_MAX_MESSAGE = 200  # characters of a parser's message: some quote the whole file
+
+
+@contextmanager
+def reading(path: str | Path, setting: str, fix: str) -> Iterator[None]:
+    """Report every error that is raised inside as one about this file.
+
+    `ConfigError` passes as it is. So does `MemoryError`: a file of weights may be whole and the memory too small.
+
+    Args:
+        path: The file that is read.
+        setting: The override that named it, `key=value`.
+        fix: What to type instead; a Git LFS pointer gets its own.
+
+    Raises:
+        ConfigError: The file cannot be read as what it should be.
+    """
+    try:
+        yield
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as error:
+        raise _explain(path, setting, fix, error) from error
+    except BaseException as error:
+        # tokenizers and safetensors are Rust: what pyo3 makes of a panic is deliberately not an Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        raise _explain(path, setting, fix, error) from error
+
+
+def _explain(path: str | Path, setting: str, fix: str, error: BaseException) -> ConfigError:
+    head = _read_head(path)
+    if head == b"":
+        return ConfigError(setting, f"{path} is empty (0 bytes)", fix)
+    if head.startswith(b"version https://git-lfs"):
+        reason = f"{path} is a Git LFS pointer: the file itself was not downloaded"
+        return ConfigError(setting, reason, f"git lfs pull, in {Path(path).parent}, then the same command")
+    if head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        return ConfigError(setting, f"{path} is a web page: its download failed", fix)
+    return ConfigError(setting, f"{path} cannot be read: {describe_error(error)}", fix)
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type and the start of the first line of an exception, for an error of one line."""
+    lines = str(error).strip().splitlines()
+    message = lines[0] if lines else ""
+    if len(message) > _MAX_MESSAGE:
+        message = message[:_MAX_MESSAGE] + "…"
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def _read_head(path: str | Path) -> bytes:
+    """Return the first bytes of a regular file; one space for what cannot be opened, which its error describes."""
+    try:
+        if not Path(path).is_file():  # a FIFO would block
+            return b" "
+        with open(path, "rb") as file:
+            return file.read(_NUM_HEAD_BYTES)
+    except (OSError, ValueError):  # ValueError: a name with a NUL character
+        return b" "

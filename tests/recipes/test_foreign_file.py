@@ -1,0 +1,60 @@
+from pathlib import Path
+
+import pytest
+
+from recipes.errors import ConfigError
+from recipes.foreign_file import reading
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+def _read(path: Path, error: BaseException) -> ConfigError:
+    with pytest.raises(ConfigError) as caught, reading(path, "model.pretrained=m", "model.pretrained=<a folder>"):
+        raise error
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("x"), RecursionError("deep"), OSError(5, "no"), UnicodeError("bad"), TypeError()]
+)
+def test_whatever_a_parser_raises_becomes_one_error_in_three_clauses(tmp_path: Path, error: Exception) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    mistake = _read(tmp_path / "config.json", error)
+    assert (mistake.setting, mistake.fix) == ("model.pretrained=m", "model.pretrained=<a folder>")
+    assert f"config.json cannot be read: {type(error).__name__}" in mistake.reason
+
+
+def test_a_panic_of_rust_code_is_an_error_and_an_interrupt_is_not(tmp_path: Path) -> None:
+    class PanicException(BaseException):
+        pass
+
+    assert "PanicException: index out of range" in _read(tmp_path / "t", PanicException("index out of range")).reason
+    with pytest.raises(KeyboardInterrupt), reading(tmp_path / "t", "a=b", "a=c"):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ConfigError("a=1", "why", "a=2")])
+def test_missing_memory_and_errors_that_are_explained_pass_as_they_are(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, reading(tmp_path, "model.pretrained=m", "other"):
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "fix"),
+    [
+        ("", "is empty (0 bytes)", "model.pretrained=<a folder>"),
+        (POINTER, "is a Git LFS pointer", "git lfs pull"),
+        ("<!DOCTYPE html><html>sign in", "is a web page", "model.pretrained=<a folder>"),
+    ],
+)
+def test_what_a_failed_download_leaves_is_named(tmp_path: Path, text: str, reason: str, fix: str) -> None:
+    (tmp_path / "model.safetensors").write_text(text)
+    mistake = _read(tmp_path / "model.safetensors", ValueError("header too small"))
+    assert reason in mistake.reason
+    assert mistake.fix.startswith(fix)
+
+
+def test_a_long_message_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("x")
+    assert len(_read(tmp_path / "f", ValueError("y" * 10_000)).reason) < 600
