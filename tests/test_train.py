@@ -87,8 +87,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# sweeps that differ in nothing from others here and in tests/recipes/sweep
-LONG = ("sweep=lr", "hydra.sweep.dir=logs/my_sweep")
+# sweeps that differ in nothing from others here and in tests/recipes/sweep, and plans of tests/recipes/plan
+LONG = ("sweep=lr", "hydra.sweep.dir=logs/my_sweep", "expert_parallel_size=8", "optimizer=muon")
 
 
 @pytest.mark.parametrize(

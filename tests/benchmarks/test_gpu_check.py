@@ -1,6 +1,7 @@
-"""Every check of `make gpu-check` once, on a CPU with tiny models, each in its subprocess, as on a GPU."""
+"""The checks of `make gpu-check` once, on a CPU with tiny models, each in its subprocess, as on a GPU."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,18 @@ import gpu_check
 import pytest
 from gpu_checks.plan import CHECKS
 
+# what tests/parity, tests/kill and tests/recipes/test_loss_spike.py prove on a CPU, too
+LONG = ["parity", "low precision", "resume after a kill", "resume of engines", "rollback", "two ranks"]
+CHECKED = [check.name for check in CHECKS if check.name not in LONG or "LONG_TESTS" in os.environ]
+
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Run all checks and one throughput measurement; return the exit codes and the result file."""
+    """Run the checks and one throughput measurement; return the exit codes and the result file."""
     folder = tmp_path_factory.mktemp("results")
     where = ["--tiny", "--accelerator", "cpu", "--results", str(folder)]
-    codes = [gpu_check.main(where), gpu_check.main([*where, "--throughput", "--only", "gpt2, fsdp"])]
+    only = [word for name in CHECKED for word in ("--only", name)] if len(CHECKED) < len(CHECKS) else []
+    codes = [gpu_check.main([*where, *only]), gpu_check.main([*where, "--throughput", "--only", "gpt2, fsdp"])]
     [file] = folder.iterdir()
     assert file.name.startswith("cpu_"), "the docs show results of GPUs only"
     return json.loads(file.read_text()) | {"codes": codes, "text": file.read_text()}
@@ -35,7 +41,7 @@ def test_every_check_passes_on_a_cpu_but_those_of_what_only_a_gpu_does(checked: 
     reason = "FlexAttention needs a GPU: a CPU takes the dense mask"
     assert verdicts.pop("packed documents") == ("skipped", reason)
     assert {name: verdict for name, (verdict, _) in verdicts.items()} == dict.fromkeys(verdicts, "pass"), verdicts
-    assert list(rows) == [check.name for check in CHECKS]
+    assert list(rows) == CHECKED
     assert checked["codes"] == [0, 0]
 
 
@@ -49,6 +55,7 @@ def test_the_file_holds_versions_command_and_date_and_no_path_of_this_machine(ch
     assert str(Path(__file__).parents[2]) not in checked["text"].replace(checked["checks"]["command"], "")
 
 
+@pytest.mark.slow
 def test_engines_equal_one_device(checked: dict[str, Any]) -> None:
     differences = _figures(checked, "parity")
     assert set(differences) == {"fsdp", "fsdp, cpu offload", "ZeRO-1", "ZeRO-2, offload", "ZeRO-3"}
@@ -59,6 +66,7 @@ def test_engines_equal_one_device(checked: dict[str, Any]) -> None:
     assert 1e-6 < low["16-mixed, single, from float32"]["train/loss"] < 1e-3
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one_and_end_when_one_of_them_fails(checked: dict[str, Any]) -> None:
     figures = _figures(checked, "two ranks")
     assert set(figures["differences"]) == {"ddp", "fsdp", "ZeRO-2"}
@@ -66,6 +74,7 @@ def test_two_ranks_equal_one_and_end_when_one_of_them_fails(checked: dict[str, A
     assert figures["seconds until torchrun ended after a failure"] > 0
 
 
+@pytest.mark.slow
 def test_a_killed_run_and_every_engine_resume_with_the_same_bits(checked: dict[str, Any]) -> None:
     figures = _figures(checked, "resume after a kill")
     assert figures["rows_before_kill"] == 6
@@ -74,11 +83,15 @@ def test_a_killed_run_and_every_engine_resume_with_the_same_bits(checked: dict[s
     assert set(_figures(checked, "resume of engines").values()) == {"same bits"}
 
 
-def test_an_outlier_is_rolled_back_and_a_full_memory_ends_with_71(checked: dict[str, Any]) -> None:
+@pytest.mark.slow
+def test_an_outlier_is_rolled_back(checked: dict[str, Any]) -> None:
     for name, found in _figures(checked, "rollback").items():
         assert found["skips"] == [11], name
         [[from_step, to_step]] = found["rollbacks"]
         assert (from_step, to_step) == (11, 4), name  # the snapshot of step 8 is too new
+
+
+def test_a_full_memory_ends_with_71(checked: dict[str, Any]) -> None:
     assert _figures(checked, "out of memory")["exit_code"] == 71
 
 

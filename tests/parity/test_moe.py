@@ -117,13 +117,16 @@ COMPILED = {"ep2 x4": case("ep2", "compile=true", world_size=2, accumulate=4)}
 LOW = {f"{name}, bfloat16": case(name, world_size=2, precision="bf16-mixed") for name in ("fsdp", "ep2", "ZeRO-3")}
 # name -> the run on one device that it follows
 RAGGED_ON_TWO = {
-    "ragged, ddp x2": (ragged("ddp", world_size=2, accumulate=2), "ragged, terms"),
-    "ragged, fsdp recomputed": (ragged("fsdp", RECOMPUTED, world_size=2), "ragged, terms"),
-    "ragged, ZeRO-3 x2": (ragged("ZeRO-3", world_size=2, accumulate=2), "ragged, terms"),
     "ragged, ep2 x4": (ragged("ep2", world_size=2, accumulate=4), "ragged, terms"),
     "ragged, cp2": (ragged("cp2, ddp", world_size=2, accumulate=2, model=BIAS), "ragged, bias"),
     "ragged, pp2 x4": (ragged("pp2", world_size=2, accumulate=4), "ragged, terms"),
 }
+if IS_LONG:
+    RAGGED_ON_TWO |= {
+        "ragged, ddp x2": (ragged("ddp", world_size=2, accumulate=2), "ragged, terms"),
+        "ragged, fsdp recomputed": (ragged("fsdp", RECOMPUTED, world_size=2), "ragged, terms"),
+        "ragged, ZeRO-3 x2": (ragged("ZeRO-3", world_size=2, accumulate=2), "ragged, terms"),
+    }
 ALL = TWO | OTHERS | LOW | {name: made for name, (made, _) in RAGGED_ON_TWO.items()}
 
 

@@ -40,7 +40,7 @@ ADAPTERS: dict[str, Callable[[], Any]] = {
     "qlora": functools.partial(LORA, base="nf4"),
     "ia3": lambda: IA3(target_modules="all", input_modules=["mlp.out"]),
 }
-OFTEN = [("experts", "none"), ("llama", "dora")]
+OFTEN = [("experts", "none"), ("gpt2", "lora")]
 KINDS = [*((model, "none") for model in MODELS), *((model, name) for model in ("gpt2", "llama") for name in ADAPTERS)]
 
 

@@ -198,9 +198,14 @@ def test_a_second_signal_ends_a_long_step_and_a_run_that_saves_nothing_says_so(s
     [
         # data that arrives in time completes the step
         ((), 7, 1, signal.SIGTERM, 75, "Stopped by SIGTERM at step 4, saved"),
-        (TWO_RANKS, 7, 1, signal.SIGTERM, 75, "Stopped by SIGTERM at step 4, saved"),
+        pytest.param(
+            *(TWO_RANKS, 7, 1, signal.SIGTERM, 75, "Stopped by SIGTERM at step 4, saved"), marks=pytest.mark.slow
+        ),
         ((), 6, 600, signal.SIGTERM, 75, "Stopped by SIGTERM at step 3, saved"),
-        ((), 7, 600, signal.SIGTERM, 143, "Stopped by SIGTERM at step 3; nothing was saved"),
+        pytest.param(
+            *((), 7, 600, signal.SIGTERM, 143, "Stopped by SIGTERM at step 3; nothing was saved"),
+            marks=pytest.mark.slow,
+        ),
         (
             TWO_RANKS,
             6,

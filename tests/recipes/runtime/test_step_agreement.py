@@ -12,7 +12,7 @@ from ranks import run_on_ranks
 from recipes.runtime.step_agreement import StepAgreement
 
 WORKER = Path(__file__).parent / "agreement_ranks.py"
-ROUNDS = 12
+ROUNDS = 6
 STEPS = 301
 LONG_VALIDATION_STEP = 80  # its validation is long, and rank 1 makes a request during it
 _CHOICE = random.Random(0)

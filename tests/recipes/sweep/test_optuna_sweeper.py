@@ -79,7 +79,7 @@ def test_a_trial_with_a_validation_loss_worse_than_the_median_is_pruned(
         "hydra.sweeper.n_trials=2",
         "hydra.sweeper.seed=5",  # proposes 1e-3 first
         "hydra.sweeper.pruner.n_startup_trials=1",
-        "trainer.max_steps=200",
+        "trainer.max_steps=120",
         "seed=1",
         seconds_a_step=0.03,
     )
@@ -90,6 +90,6 @@ def test_a_trial_with_a_validation_loss_worse_than_the_median_is_pruned(
     assert TrialState.COMPLETE in states.values()
     [pruned] = [row for row in sweeps.board("pruned") if row["optimizer.lr"] == "10.0"]
     summary = json.loads((sweeps.folder / "pruned" / pruned["folder"] / "summary.json").read_text())
-    assert 2 <= summary["steps"] < 150, "stopped before its end"
+    assert 2 <= summary["steps"] < 90, "stopped before its end"
     assert pruned["state"] == "pruned"
     assert "is pruned at step" in output

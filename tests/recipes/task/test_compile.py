@@ -42,6 +42,7 @@ def test_a_run_that_fails_leaves_no_counter_of_compilations_in_torch(
     assert callback_handler.start_callbacks == before
 
 
+@pytest.mark.slow  # on two ranks: tests/parity/test_speed_options.py
 def test_a_compiled_run_has_the_curve_of_an_eager_one(tmp_path: Path, text_folder: str) -> None:
     eager = train_rows(tmp_path / "eager", text_folder)
     compiled = train_rows(tmp_path / "compiled", text_folder, "compile=true")
