@@ -7,7 +7,7 @@ from pathlib import Path
 from recipes.config import compose_and_check
 from recipes.config.check.config_folder import check_config_folder
 from recipes.config.compose import quote_options
-from recipes.entry.hydra_main import find_wrong_flags, is_for_hydra, run_through_hydra
+from recipes.entry.hydra_main import find_wrong_flags, for_hydra, is_for_hydra, parse_flags, run_through_hydra
 from recipes.entry.run import run_composed
 from recipes.entry.torchrun import compose_on_rank_zero
 from recipes.errors import ConfigError, format_report
@@ -22,13 +22,12 @@ from recipes.sweep.main import is_sweep, run_sweep
 
 def main() -> int:
     """Hand the command line to one run, one sweep, or Hydra's own flags; return the exit code."""
-    from hydra._internal.utils import get_args_parser
-
     accept_any_text()
-    sys.argv[1:] = quote_options(sys.argv[1:])  # Hydra reads them too
-    args = get_args_parser().parse_args()
+    words = quote_options(sys.argv[1:])
+    args, mistakes = parse_flags(words)
+    sys.argv[1:] = for_hydra(args, words)  # which reads them too
     forget_slurm(args.overrides)
-    if mistakes := [*find_wrong_variables(), *find_wrong_flags(args)]:
+    if mistakes := [*mistakes, *find_wrong_variables(), *find_wrong_flags(args)]:
         print(format_report(mistakes), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
     for line in settle_ranks():

@@ -61,7 +61,7 @@ class SampleText(Callback):
         top_k: Annotated[int, ">= 1"] | None = None,
         top_p: Annotated[float, ">= 0.001, <= 1"] | None = None,
         every_n_steps: Annotated[int, ">= 1"] | None = None,
-        seed: int = 0,
+        seed: Annotated[int, ">= 0"] = 0,
     ) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(

@@ -27,7 +27,7 @@ def _cosine(fraction: float) -> float:
 def warmup_cosine(
     step: int,
     *,
-    num_steps: int,
+    num_steps: Annotated[int, ">= 1"],
     warmup_steps: Annotated[int, ">= 0"],
     final_fraction: Annotated[float, ">= 0, <= 1"],
 ) -> float:
@@ -47,7 +47,7 @@ def warmup_cosine(
 def warmup_stable_decay(
     step: int,
     *,
-    num_steps: int,
+    num_steps: Annotated[int, ">= 1"],
     warmup_steps: Annotated[int, ">= 0"],
     decay_steps: Annotated[int, ">= 0"],
     final_fraction: Annotated[float, ">= 0, <= 1"],
@@ -70,7 +70,7 @@ def warmup_stable_decay(
 def linear(
     step: int,
     *,
-    num_steps: int,
+    num_steps: Annotated[int, ">= 1"],
     warmup_steps: Annotated[int, ">= 0"],
     final_fraction: Annotated[float, ">= 0, <= 1"],
 ) -> float:
@@ -100,7 +100,7 @@ def constant(step: int, *, warmup_steps: Annotated[int, ">= 0"]) -> float:
 def constant_cooldown(
     step: int,
     *,
-    num_steps: int,
+    num_steps: Annotated[int, ">= 1"],
     warmup_steps: Annotated[int, ">= 0"],
     cooldown_steps: Annotated[int, ">= 0"],
     final_fraction: Annotated[float, ">= 0, <= 1"],
@@ -120,7 +120,13 @@ def constant_cooldown(
     return _interpolate(1.0, final_fraction, math.sqrt(_progress(step, cooldown_begins, num_steps)))
 
 
-def step(step: int, *, milestones: Sequence[int], factor: float, warmup_steps: Annotated[int, ">= 0"]) -> float:
+def step(
+    step: int,
+    *,
+    milestones: Sequence[Annotated[int, ">= 1"]],
+    factor: Annotated[float, "> 0"],
+    warmup_steps: Annotated[int, ">= 0"],
+) -> float:
     """Multiply by `factor` at every milestone (ResNet, arXiv 1512.03385).
 
     Args:
@@ -135,7 +141,7 @@ def step(step: int, *, milestones: Sequence[int], factor: float, warmup_steps: A
 def one_cycle(
     step: int,
     *,
-    num_steps: int,
+    num_steps: Annotated[int, ">= 1"],
     warmup_fraction: Annotated[float, ">= 0, <= 1"],
     start_fraction: Annotated[float, ">= 0, <= 1"],
     final_fraction: Annotated[float, ">= 0, <= 1"],

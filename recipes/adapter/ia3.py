@@ -1,6 +1,6 @@
 """IA3 (Liu et al. 2022, arXiv 2205.05638): learned scaling of the outputs or inputs of linear layers."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import nn
 
@@ -17,7 +17,11 @@ class IA3:
     """
 
     def __init__(
-        self, *, target_modules: list[str] | Literal["all"], input_modules: list[str], pretrained: str | None = None
+        self,
+        *,
+        target_modules: Annotated[list[str], ">= 1"] | Literal["all"],
+        input_modules: list[str],
+        pretrained: str | None = None,
     ) -> None:
         self.target_modules = target_modules
         self.input_modules = input_modules

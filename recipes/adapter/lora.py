@@ -31,7 +31,7 @@ class Lora:
         r: Annotated[int, ">= 1"],
         alpha: Annotated[float, "> 0"],
         dropout: Annotated[float, ">= 0, <= 0.999"],
-        target_modules: list[str] | Literal["all"],
+        target_modules: Annotated[list[str], ">= 1"] | Literal["all"],
         scales_by_root: bool,
         dora: bool,
         pretrained: str | None = None,

@@ -63,9 +63,9 @@ class CheckpointSaver(Checkpoint):
     def __init__(
         self,
         *,
-        save_every: int | None,
-        save_every_minutes: float | None,
-        eval_every: int,
+        save_every: Annotated[int, ">= 1"] | None,
+        save_every_minutes: Annotated[float, "> 0"] | None,
+        eval_every: Annotated[int, ">= 1"],
         keep_last: Annotated[int, ">= 1"],
         keep_every: Annotated[int, ">= 1"] | None,
         keep_best: Annotated[int, ">= 0"],

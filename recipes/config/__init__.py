@@ -33,7 +33,14 @@ def compose_and_check(
             return None, [*mistakes, *untrusted]  # the checks below look for the constructors
         composed = replace(composed, continues=continues)
         rejected = {f"no {mistake.setting.partition('=')[0]}" for mistake in mistakes}
-        found = check_config(composed.config, composed.choices, overrides, composed.run_folder, continues=continues)
+        found = check_config(
+            composed.config,
+            composed.choices,
+            overrides,
+            composed.run_folder,
+            references=composed.references,
+            continues=continues,
+        )
         # a setting may be missing only because its override was rejected
         mistakes = [*mistakes, *(mistake for mistake in found if mistake.setting not in rejected)]
     return composed, mistakes

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from omegaconf.resolvers import oc
 from recipes.config.cached_compose import compose_overrides
 from recipes.config.overrides import escape_interpolations, parse_override, to_overrides
 from recipes.config.published import published_size
-from recipes.config.resume import apply_changes, read_resumed_run, select_inherited
+from recipes.config.resume import apply_changes, read_resumed_run, recorded_by, select_inherited
 from recipes.config.traits import trains
 from recipes.config.trust import CONF as CONF
 from recipes.config.trust import find_trusted_folders, restrict_variables
@@ -37,6 +37,7 @@ Config = dict[str, Any]
 _NOT_TEXT = re.compile(r"\d+|nan|inf|null|true|false", re.IGNORECASE)
 _CLOCK = "%Y-%m-%d_%H-%M-%S"
 _CLOCK_NAME = r"\d{4}(-\d\d){2}_\d\d(-\d\d){2}(_\d+)?"
+_REFERENCE = re.compile(r"\$\{(?:([\w.]+)|oc\.select:\s*([\w.]+)\s*(?:,[^{}]*)?)\}")
 MODE_OF_SWEEPS = "mode=wandb_sweep"  # composes a single run, yet its overrides may hold sweeps
 
 
@@ -50,6 +51,7 @@ class Composed:
         overrides: Command-line overrides, for the record; those of the resumed run come first.
         dropped_overrides: Overrides of the resumed run that no longer apply, because another option was chosen.
         choices: Option chosen for each group, to name it in messages.
+        references: Key of each setting that only refers to another one, and that one: `data.seq_len` to `seq_len`.
         sweep_overrides: Overrides that a sweep varies: `hydra.sweeper.params`, then those typed with
             `mode=wandb_sweep`.
         config_folder: Config folder.
@@ -62,6 +64,7 @@ class Composed:
     run_folder: Path
     overrides: list[str]
     dropped_overrides: list[str] = field(default_factory=list)
+    references: dict[str, str] = field(default_factory=dict)
     sweep_overrides: list[str] = field(default_factory=list)
     config_folder: str = str(CONF)
     config_name: str = "config"
@@ -129,7 +132,7 @@ def run_folder(name: str, resume: str | None) -> str:
         name: Name of the run, a folder under logs/.
         resume: null, `auto`, a run folder or a checkpoint.
     """
-    if resume not in (None, "auto") and (resumed := find_run_folder(Path(str(resume)))):
+    if resume not in (None, "auto") and (resumed := find_run_folder(Path(os.path.expanduser(str(resume))))):
         return str(resumed)
     if job := cluster_job_name():
         return f"logs/{name}/{job}"
@@ -181,8 +184,11 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
     inherited, dropped = select_inherited(resumed, overrides, config_folder, config_name) if resumed else ([], [])
     node = compose_overrides([*inherited, *overrides], config_folder, config_name)
     config = _to_plain(node)
+    if isinstance(config.get("resume"), str):
+        config["resume"] = os.path.expanduser(config["resume"])
     if resumed:
-        before = _to_plain(compose_overrides(resumed.overrides, config_folder, config_name))
+        with recorded_by(resumed):
+            before = _to_plain(compose_overrides(resumed.overrides, config_folder, config_name))
         frozen = resumed.config | {key: config[key] for key in ("mode", "resume", "evaluator") if key in config}
         frozen.setdefault("metrics", config["metrics"])  # absent from runs of earlier versions
         config = _use_cache_of(config, apply_changes(frozen, before=before, now=config))
@@ -192,6 +198,7 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
         run_folder=_get_run_folder(node),
         overrides=[*inherited, *overrides],
         dropped_overrides=dropped,
+        references=_find_references(node),
         sweep_overrides=[*to_overrides(_get_sweeper_params(node)), *sweeps],
         config_folder=str(config_folder),
         config_name=config_name,
@@ -213,6 +220,20 @@ def freeze(composed: Composed) -> None:
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
     header = "# Run it again: python train.py --config-path <this folder> --config-name config\n"
     write_atomically(composed.run_folder / CONFIG_FILE, header + text, fsync=True)
+
+
+def _find_references(node: DictConfig) -> dict[str, str]:
+    """Return the key of every value that is nothing but `${other}`, and the other key, which may not exist."""
+    keys = _list_keys(OmegaConf.to_container(node))
+    return {key: match[1] or match[2] for key, value in keys if (match := _REFERENCE.fullmatch(str(value)))}
+
+
+def _list_keys(section: Any, path: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the dotted key and value of every section and setting."""
+    for name, value in section.items() if isinstance(section, dict) else ():
+        key = f"{path}{name}"
+        yield key, "" if isinstance(value, dict) else value
+        yield from _list_keys(value, f"{key}.")
 
 
 def _split_off_sweeps(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -244,9 +265,8 @@ def _to_plain(node: DictConfig) -> Config:
         if key == "hydra":
             continue
         try:
-            child = node._get_node(key)
-            resolved = OmegaConf.is_config(child)
-            config[str(key)] = OmegaConf.to_container(node[key], resolve=True) if resolved else node[key]
+            value = node[key]  # resolved, and a section or list even where a resolver returned it
+            config[str(key)] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         except OmegaConfBaseException as error:
             full_key = error.full_key or str(key)
             raise ConfigError(

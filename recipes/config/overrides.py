@@ -32,6 +32,38 @@ def quote(text: str) -> str:
     return QuotedString(text=text, quote=Quote.single).with_quotes()
 
 
+def parse_or_quote(typed: str) -> tuple[Override | None, str]:
+    """Parse an override; what Hydra's grammar cannot read of its value, `mode.prompt=f(x` or `tags=[é]`, is quoted.
+
+    Returns:
+        The override, None if it is not `key=value`; and its text, quoted where needed.
+    """
+    key, equals, value = typed.partition("=")
+    is_list = value.startswith("[") and value.endswith("]")
+    texts = [typed, *([f"{key}={_quote_entries(value)}"] if is_list else []), f"{key}={quote(value)}"]
+    for text in texts if equals else (typed,):
+        try:
+            parsed = parse_override(text)
+        except HydraException:
+            continue
+        return (parsed if parsed.key_or_group else None), text
+    return None, typed
+
+
+def _quote_entries(value: str) -> str:
+    """Quote the entries of a list that Hydra's grammar cannot read: `[~/runs,é]`."""
+    entries = (entry.strip() for entry in value[1:-1].split(","))
+    return f"[{','.join(entry if _is_readable(f'x={entry}') else quote(entry) for entry in entries)}]"
+
+
+def _is_readable(override: str) -> bool:
+    try:
+        parse_override(override)
+    except HydraException:
+        return False
+    return True
+
+
 def for_shell(override: str) -> str:
     """Quote an override for a shell if necessary."""
     return shlex.quote(override) if _SPECIAL.search(override) else override

@@ -1,7 +1,8 @@
 """Read the run that `resume=` names: its frozen config and the overrides that still apply. Imports no torch."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from recipes.config.cached_compose import compose_options, select_options
 from recipes.config.overrides import parse_override, unescape_interpolations
@@ -34,10 +36,12 @@ class ResumedRun:
     Attributes:
         config: Its frozen config, every interpolation resolved.
         overrides: Overrides it was started with, except those that apply to a single start.
+        folder: Its folder.
     """
 
     config: Config
     overrides: list[str]
+    folder: Path
 
 
 def read_resumed_run(overrides: Sequence[str]) -> ResumedRun | None:
@@ -49,7 +53,27 @@ def read_resumed_run(overrides: Sequence[str]) -> ResumedRun | None:
     folder = find_resumed_run(overrides)
     if folder is None:
         return None
-    return ResumedRun(config=unescape_interpolations(read_config(folder)), overrides=_read_overrides(folder))
+    config = unescape_interpolations(read_config(folder))
+    return ResumedRun(config=config, overrides=_read_overrides(folder), folder=folder)
+
+
+@contextmanager
+def recorded_by(resumed: ResumedRun) -> Iterator[None]:
+    """Report what composing the recorded overrides raises as an error of their file: nobody has typed them.
+
+    Raises:
+        ConfigError: An override names a group, option or key that does not exist.
+    """
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise _reject_environment(resumed.folder, f"its overrides cannot be composed: {reason}") from error
+
+
+def _reject_environment(folder: Path, reason: str) -> ConfigError:
+    file = folder / ENVIRONMENT_FILE
+    return ConfigError(str(file), reason, f"rm {file}, and the run resumes from its {CONFIG_FILE} alone")
 
 
 def select_inherited(
@@ -80,7 +104,8 @@ def select_inherited(
         for override in resumed.overrides
         if override not in repeated and _get_place(parse_override(override)) not in overridden
     ]
-    before = compose_options(select_options(resumed.overrides, folder, name), folder, name)
+    with recorded_by(resumed):
+        before = compose_options(select_options(resumed.overrides, folder, name), folder, name)
     now = compose_options(select_options([*candidates, *typed], folder, name), folder, name)
     dropped = [override for override in candidates if not _still_applies(override, candidates, before, now)]
     return [override for override in candidates if override not in dropped], dropped
@@ -110,15 +135,14 @@ def _read_overrides(folder: Path) -> list[str]:
     if not os.path.isfile(folder / ENVIRONMENT_FILE):
         return []
     typed = read_environment(folder).get("overrides")
-    fix = f"rm {folder / ENVIRONMENT_FILE}, and the run resumes from its {CONFIG_FILE} alone"
     if not isinstance(typed, list):
-        raise ConfigError(str(folder / ENVIRONMENT_FILE), "its `overrides` is not a list", fix)
+        raise _reject_environment(folder, "its `overrides` is not a list")
     kept = []
     for override in typed:
         try:
             key = parse_override(override).key_or_group
         except (HydraException, TypeError, AttributeError) as error:
-            raise ConfigError(str(folder / ENVIRONMENT_FILE), f"{override!r} is not an override", fix) from error
+            raise _reject_environment(folder, f"{override!r} is not an override") from error
         if key not in ("mode", "resume", "evaluator") and not key.startswith(_SINGLE_START):
             kept.append(override)
     return kept

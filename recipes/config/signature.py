@@ -4,19 +4,42 @@ import ast
 import contextlib
 import importlib.util
 import re
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property, reduce
 from pathlib import Path
 
 Scope = list[ast.stmt]
 
+_OWN = ("recipes", "callbacks")  # packages whose annotations are all known to the check
+_SCALARS = ("int", "float", "str", "bool")
+# names of typing and collections.abc -> those that the check distinguishes
+_CONTAINERS = dict.fromkeys(("list", "List", "Sequence", "MutableSequence", "Iterable", "Collection"), "list")
+_CONTAINERS |= dict.fromkeys(("dict", "Dict", "Mapping", "MutableMapping"), "dict")
+_CONTAINERS |= dict.fromkeys(("tuple", "Tuple"), "tuple")
+_PATHS = ("Path", "PathLike")  # a config has them as text
+_MAX_ALIASES = 20  # of an alias of an alias, or of one that refers to itself
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """An argument: its annotation as an expression (None without one), and whether it is required."""
+    """An argument.
 
-    annotation: ast.expr | None
+    Attributes:
+        written: Its annotation as it is written; None without one.
+        module: The module that it is written in.
+        required: Whether it has no default.
+    """
+
+    written: ast.expr | None
+    module: str
     required: bool
+
+    @cached_property
+    def annotation(self) -> ast.expr | None:
+        """Its annotation in the vocabulary of the check; read on first use, because aliases may be in other modules."""
+        return None if self.written is None else read_annotation(self.written, self.module)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +80,7 @@ def read_signature(target: str) -> Signature:
     if isinstance(node, ast.ClassDef):
         return _class_signature(node, module, path)
     if isinstance(node, ast.FunctionDef):
-        return _function_signature(node, skip_first=False)
+        return _function_signature(node, module, skip_first=False)
     raise TargetNotFoundError(f"{target}: no class or function {name!r} in {module}")
 
 
@@ -69,6 +92,106 @@ def find_signature(target: object) -> Signature:
         return Signature(parameters={})
 
 
+def read_annotation(written: ast.expr, module: str, *, is_own: bool | None = None, depth: int = 0) -> ast.expr:
+    """Reduce an annotation to what the check knows: aliases are replaced with what they stand for.
+
+    The result consists of int, float, str, bool, None, Any, Callable, Literal, Annotated, list, dict, tuple, `|`, and
+    names of classes. What cannot be read in the code of other packages is `Any`.
+
+    Args:
+        written: The annotation in the source.
+        module: The module that it is written in.
+        is_own: Whether the argument is in a package of this project; None: that of the module.
+        depth: Number of aliases that led there.
+
+    Raises:
+        AssertionError: It is in a package of this project, and would be accepted with any value.
+    """
+
+    is_own = module.partition(".")[0] in _OWN if is_own is None else is_own
+
+    def read(part: ast.expr) -> ast.expr:
+        return read_annotation(part, module, is_own=is_own, depth=depth)
+
+    match written:
+        case ast.Constant(value=str(source)):
+            return read(ast.parse(source, mode="eval").body)
+        case ast.Constant():
+            return written
+        case ast.BinOp(left=left, op=ast.BitOr() as union, right=right):
+            return ast.BinOp(left=read(left), op=union, right=read(right))
+        case ast.Subscript(value=ast.Name(id=name) | ast.Attribute(attr=name), slice=inner):
+            return _read_generic(written, name, inner, read)
+        case ast.Name(id=name) if name in _SCALARS:
+            return written
+        case ast.Name(id=name) | ast.Attribute(attr=name) if name in ("Any", "object"):
+            return ast.Name(id="Any")
+        case ast.Name(id=name) | ast.Attribute(attr=name) if name == "Callable":
+            return ast.Name(id="Callable")
+        case ast.Name(id=name) | ast.Attribute(attr=name) if name in _PATHS:
+            return ast.Name(id="str")
+        case ast.Name(id=name) | ast.Attribute(attr=name) if name in _CONTAINERS:
+            items: list[ast.expr] = [ast.Name(id="Any")] * (2 if _CONTAINERS[name] == "dict" else 1)
+            inner = items[0] if len(items) == 1 else ast.Tuple(elts=items)
+            return ast.Subscript(value=ast.Name(id=_CONTAINERS[name]), slice=inner)
+        case ast.Attribute():  # torch.device
+            return written if is_own else ast.Name(id="Any")
+        case ast.Name(id=name):
+            return _read_name(name, module, is_own, depth)
+    return _leave_unread(written, module, is_own)
+
+
+def _read_generic(written: ast.Subscript, name: str, inner: ast.expr, read: Callable[[ast.expr], ast.expr]) -> ast.expr:
+    """Return the annotation of `name[inner]`."""
+    parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+    if name == "Literal":
+        return ast.Subscript(value=ast.Name(id="Literal"), slice=inner)
+    if name == "Optional":
+        return ast.BinOp(left=read(inner), op=ast.BitOr(), right=ast.Constant(value=None))
+    if name == "Union":
+        return reduce(lambda left, right: ast.BinOp(left=left, op=ast.BitOr(), right=right), map(read, parts))
+    if name == "Annotated":
+        return ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[read(parts[0]), *parts[1:]]))
+    if name == "Callable":
+        return ast.Name(id="Callable")
+    if name in _CONTAINERS:
+        children = [read(part) for part in parts]
+        slice_ = children[0] if len(children) == 1 else ast.Tuple(elts=children)
+        return ast.Subscript(value=ast.Name(id=_CONTAINERS[name]), slice=slice_)
+    return read(written.value)  # a class with a type argument
+
+
+def _read_name(name: str, module: str, is_own: bool, depth: int) -> ast.expr:
+    """Return what a name stands for in a module: an alias, or a class."""
+    try:
+        path = module_file(module)
+        node = find(name, parse(path).body) or _find_assignment(name, parse(path).body)
+        if isinstance(node, ast.ImportFrom) and depth < _MAX_ALIASES:
+            source, _, original = import_source(node, name, module, path).rpartition(".")
+            return _read_name(original, source, is_own, depth + 1)
+    except TargetNotFoundError:  # of an optional package that is not installed, or compiled: a class
+        return ast.Name(id=name if is_own else "Any")
+    if isinstance(node, ast.ClassDef):
+        return ast.Name(id=name if is_own else "Any")
+    if isinstance(node, ast.Assign | ast.AnnAssign) and node.value and depth < _MAX_ALIASES:
+        return read_annotation(node.value, module, is_own=is_own, depth=depth + 1)
+    return _leave_unread(ast.Name(id=name), module, is_own)
+
+
+def _find_assignment(name: str, body: Scope) -> ast.stmt | None:
+    """Return the statement at module level that assigns to a name."""
+    for node in body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            return node
+    return None
+
+
+def _leave_unread(annotation: ast.expr, module: str, is_own: bool) -> ast.expr:
+    assert not is_own, f"the config check cannot read the annotation {ast.unparse(annotation)} in {module}"
+    return ast.Name(id="Any")
+
+
 def module_file(module: str) -> Path:
     root, *rest = module.split(".")
     try:
@@ -78,7 +201,9 @@ def module_file(module: str) -> Path:
     if spec is not None and spec.origin is not None and not rest and spec.origin.endswith(".py"):
         return Path(spec.origin)
     if spec is None or not spec.submodule_search_locations:
-        raise TargetNotFoundError(f"{module}: no package {root!r} is installed")
+        is_of_python = root in sys.stdlib_module_names
+        why = f"{root!r} is part of Python itself" if is_of_python else f"no package {root!r} is installed"
+        raise TargetNotFoundError(f"{module}: {why}")
     path = Path(spec.submodule_search_locations[0]).joinpath(*rest)
     for candidate in (path / "__init__.py", path.with_suffix(".py")):
         if candidate.is_file():
@@ -131,7 +256,7 @@ def _class_signature(node: ast.ClassDef, module: str, path: Path) -> Signature:
     constants = dict(_literals(node.body))
     init = find("__init__", node.body)
     if isinstance(init, ast.FunctionDef):
-        own = _function_signature(init, skip_first=True)
+        own = _function_signature(init, module, skip_first=True)
         if not own.takes_any:
             return Signature(parameters=own.parameters, constants=constants)
         base = _base_signature(node, module, path)
@@ -144,7 +269,7 @@ def _class_signature(node: ast.ClassDef, module: str, path: Path) -> Signature:
         )
     if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
         fields = {
-            item.target.id: Parameter(annotation=item.annotation, required=item.value is None)
+            item.target.id: Parameter(written=item.annotation, module=module, required=item.value is None)
             for item in node.body
             if isinstance(item, ast.AnnAssign)
             and isinstance(item.target, ast.Name)
@@ -176,17 +301,17 @@ def _passed_to_base(init: ast.FunctionDef, base: Signature) -> set[str]:
     return passed
 
 
-def _function_signature(node: ast.FunctionDef, *, skip_first: bool) -> Signature:
+def _function_signature(node: ast.FunctionDef, module: str, *, skip_first: bool) -> Signature:
     arguments = node.args
     positional = [*arguments.posonlyargs, *arguments.args]
     num_required = len(positional) - len(arguments.defaults)
     parameters = {
-        argument.arg: Parameter(annotation=argument.annotation, required=index < num_required)
+        argument.arg: Parameter(written=argument.annotation, module=module, required=index < num_required)
         for index, argument in enumerate(positional)
         if not (skip_first and index == 0)
     }
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        parameters[argument.arg] = Parameter(annotation=argument.annotation, required=default is None)
+        parameters[argument.arg] = Parameter(written=argument.annotation, module=module, required=default is None)
     return Signature(parameters=parameters, takes_any=arguments.kwarg is not None)
 
 

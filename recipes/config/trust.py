@@ -1,15 +1,15 @@
 """Distinguish trusted configs (conf/, the command line) from untrusted ones (a run folder, `--config-path`)."""
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf.resolvers import oc
 
-from recipes.config.overrides import parse_override
+from recipes.config.overrides import parse_or_quote
 from recipes.run_folder import CONFIG_FILE, find_run_folder
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -38,16 +38,10 @@ def find_resumed_run(typed: Sequence[str]) -> Path | None:
     for override in typed:
         key, _, value = override.partition("=")
         if key.lstrip("+") == "resume" and value not in ("null", "auto", ""):
-            return find_run_folder(Path(_unquote(override, value)))
+            parsed, _ = parse_or_quote(override)
+            named = value if parsed is None or parsed.is_sweep_override() else str(parsed.value())
+            return find_run_folder(Path(os.path.expanduser(named)))  # a shell does not expand the ~ in key=~/x
     return None
-
-
-def _unquote(override: str, value: str) -> str:
-    try:
-        parsed = parse_override(override)
-    except HydraException:  # reported when it is composed
-        return value
-    return value if parsed.is_sweep_override() else str(parsed.value())
 
 
 def find_origin(config_folder: Path, typed: Sequence[str]) -> Path | None:
@@ -89,13 +83,6 @@ def restrict_variables(typed: Sequence[str]) -> Callable[..., str | None]:
 
 
 def parse_values(typed: Sequence[str]) -> list[Override]:
-    """Parse the overrides that set a single value or choose an option; parse errors are reported elsewhere."""
-    parsed: list[Override] = []
-    for text in typed:
-        try:
-            override = parse_override(text)
-        except HydraException:
-            continue
-        if not override.is_delete() and not override.is_sweep_override():
-            parsed.append(override)
-    return parsed
+    """Parse the overrides that set a single value or choose an option; errors in them are reported elsewhere."""
+    parsed = [override for text in typed if (override := parse_or_quote(text)[0]) is not None]
+    return [override for override in parsed if not override.is_delete() and not override.is_sweep_override()]

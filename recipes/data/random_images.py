@@ -81,12 +81,12 @@ class RandomImages:
     sample_kind: ClassVar[str] = "images"
     tokenizer: ClassVar[Tokenizer | None] = None  # the samples are not text
 
-    num_classes: int
-    in_channels: int
+    num_classes: Annotated[int, ">= 1"]
+    in_channels: Annotated[int, ">= 1"]
     image_size: Annotated[int, ">= 1"]
     num_samples: Annotated[int, ">= 1"]
-    num_val_samples: int = 64
-    seed: int = 0
+    num_val_samples: Annotated[int, ">= 1"] = 64
+    seed: Annotated[int, ">= 0"] = 0
 
     def __post_init__(self) -> None:
         for name in ("num_classes", "in_channels", "image_size", "num_samples", "num_val_samples"):

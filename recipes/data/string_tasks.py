@@ -25,7 +25,7 @@ class StringTasks(Instructions):
     def __init__(
         self,
         *,
-        tasks: list[Literal["rev", "sort"]],
+        tasks: Annotated[list[Literal["rev", "sort"]], ">= 1"],
         num_examples: Annotated[int, ">= 100"],
         shuffles_answers: bool,
         **settings: Any,

@@ -54,8 +54,8 @@ class TokenFile:
     dtype: Literal["uint16", "uint32"]
     val_path: str | None
     val_fraction: Annotated[float, "> 0, < 0.9"]
-    vocab_size: int
-    seq_len: int
+    vocab_size: Annotated[int, ">= 1"]
+    seq_len: Annotated[int, ">= 1"]
     cache_dir: str
 
     def __post_init__(self) -> None:

@@ -1,16 +1,78 @@
 """Handle command lines for Hydra itself: `--help`, `--cfg`, and `-m` with its sweepers and launchers."""
 
 import os
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from recipes.config.trust import CONF
 from recipes.errors import ConfigError, ConfigErrors, find_mistake, format_report
 from recipes.runtime.exit_codes import ExitCode
 
 _FLAGS = ("help", "hydra_help", "cfg", "info", "shell_completion")
+_COMMANDS = ("run", "multirun", "cfg", "info", "shell_completion")  # of which Hydra does one at a time
+_OF_CFG = ("resolve", "package")
+_SHELLS = ("install=", "uninstall=", "query=")
+
+
+class _FlagError(Exception):
+    """What argparse says about a flag, instead of its usage text."""
+
+
+def parse_flags(words: Sequence[str]) -> tuple[Namespace, list[ConfigError]]:
+    """Parse the flags of Hydra, which may stand anywhere between the overrides.
+
+    Returns:
+        The flags and overrides, and the errors in them; the flags are empty if there are errors.
+    """
+    from hydra._internal.utils import get_args_parser
+
+    parser = get_args_parser()
+    mistakes = [
+        ConfigError(word, "settings are typed without dashes", f"{word.lstrip('-')}{'' if '=' in word else '=<value>'}")
+        for word in words
+        if word.startswith("-") and not _is_flag(word, [*parser._option_string_actions])
+    ]
+    if mistakes:
+        return parser.parse_args([]), mistakes
+
+    def reject(message: str) -> NoReturn:
+        raise _FlagError(message)
+
+    parser.error = reject  # type: ignore[method-assign]
+    try:
+        return parser.parse_intermixed_args(list(words)), []
+    except _FlagError as error:
+        return parser.parse_args([]), [_explain_flag(str(error))]
+
+
+def _is_flag(word: str, known: Sequence[str]) -> bool:
+    """Return whether a word is a flag; argparse would read `-model=gpt2` as -m, and -p as a flag with `recision=16`."""
+    name = word.partition("=")[0]
+    return name in known or (name.startswith("--") and any(flag.startswith(name) for flag in known))
+
+
+def _explain_flag(message: str) -> ConfigError:
+    """Return an error of argparse in three clauses."""
+    choice = re.fullmatch(r"argument (--[\w-]+)\S*: invalid choice: '?(.*?)'? \(choose from (.*)\)", message)
+    if choice:
+        flag, chosen, choices = choice[1], choice[2], choice[3].replace("'", "").split(", ")
+        return ConfigError(f"{flag} {chosen}", f"the choices are {' '.join(choices)}", f"{flag} {choices[0]}")
+    missing = re.fullmatch(r"argument (--[\w-]+)\S*: expected one argument", message)
+    if missing:
+        return ConfigError(missing[1], "it needs a value", f"{missing[1]} <value>")
+    return ConfigError("the flags of this command", message, "python train.py --hydra-help for what there is")
+
+
+def for_hydra(args: Namespace, words: Sequence[str]) -> list[str]:
+    """Return the words with all overrides before the flags: Hydra parses them again, and rejects any other order."""
+    flags = list(words)
+    for override in args.overrides:
+        flags.remove(override)
+    return [*args.overrides, *flags]
 
 
 def is_for_hydra(args: Namespace) -> bool:
@@ -19,12 +81,30 @@ def is_for_hydra(args: Namespace) -> bool:
 
 
 def find_wrong_flags(args: Namespace) -> list[ConfigError]:
-    """Return the errors in Hydra's flags that name a folder or a file."""
+    """Return the errors in Hydra's flags that contradict each other, have no effect, or name a folder or a file."""
     mistakes = []
+    commands = [f"--{name.replace('_', '-')}" for name in _COMMANDS if getattr(args, name)]
+    if len(commands) > 1:
+        fix = f"the same command without {commands[0]}"
+        mistakes.append(ConfigError(" ".join(commands), "each is a command of its own", fix))
+    for name in _OF_CFG:
+        if (value := getattr(args, name)) and not (args.cfg or (args.help and name == "resolve")):
+            shown = f"--{name}" if value is True else f"--{name} {value}"
+            mistakes.append(ConfigError(shown, "only --cfg, which prints the config, reads it", f"--cfg job {shown}"))
+    if args.experimental_rerun:
+        fix = "--config-path <a run folder> --config-name config"
+        mistakes.append(ConfigError(f"--experimental-rerun {args.experimental_rerun}", "it is not read", fix))
+    if args.shell_completion and sum(text.startswith(_SHELLS) for text in args.overrides) != 1:
+        reason = "it needs what to do, and for which shell"
+        mistakes.append(ConfigError("--shell-completion", reason, "--shell-completion install=bash"))
     if args.config_dir and not is_for_hydra(args):
         fix = f"'hydra.searchpath=[file://{Path(args.config_dir).absolute()}]'"
         mistakes.append(ConfigError(f"--config-dir {args.config_dir}", "it is not read", fix))
     folder, name = args.config_path, args.config_name or "config"
+    if not folder and "/" in name and os.path.isfile(CONF / f"{name}.yaml"):
+        group, _, option = name.rpartition("/")
+        fix = f"{group}={option}"
+        mistakes.append(ConfigError(f"--config-name {name}", "it is an option of a group, not a whole config", fix))
     if folder and not os.path.isdir(folder):
         fix = "--config-path <a run folder or a folder like conf/>"
         mistakes.append(ConfigError(f"--config-path {folder}", "there is no such folder", fix))
@@ -53,7 +133,7 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int], override
     from omegaconf.errors import OmegaConfBaseException
 
     from recipes.config.check.command_line import compose_overrides
-    from recipes.config.check.composition_errors import explain_broken_file, explain_typed
+    from recipes.config.check.composition_errors import explain_broken_file, explain_plugin, explain_typed
     from recipes.config.compose import register_resolvers
 
     exit_codes: list[int] = [ExitCode.FINISHED]
@@ -71,11 +151,17 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int], override
         hydra.main(version_base="1.3", config_path=str(folder.resolve()), config_name=name)(run_job)()
         if sys.stdout is not None:  # closed by the shell, `>&-`
             sys.stdout.flush()
+    except SystemExit as error:
+        if not error.code:  # of --help
+            return ExitCode.FINISHED
+        mistake = ConfigError("--package …", "the config has no such section", "--package <section>, such as trainer")
+        print(format_report([mistake]), file=sys.stderr)
+        return ExitCode.INVALID_CONFIG
     except ConfigErrors as error:
         print(format_report(error.mistakes, error.head), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        named = find_mistake(error) or explain_typed(error, overrides)
+        named = find_mistake(error) or explain_typed(error, overrides) or explain_plugin(error, overrides)
         mistakes = [named] if named else []
         if overrides and not named:
             _, mistakes = compose_overrides(overrides, config_folder=folder, config_name=name)

@@ -4,7 +4,7 @@ import glob
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from recipes.config.compose import Composed
 from recipes.errors import ConfigError, escape_controls
@@ -21,7 +21,7 @@ def diagnose(
     *,
     runs: list[str] | str,
     path: str | None,
-    steps_per_epoch: float | None,
+    steps_per_epoch: Annotated[float, "> 0"] | None,
     diagnose_run: Callable[..., Any],
 ) -> int:
     """Log the findings of each run, and write them as JSON.

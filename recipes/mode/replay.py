@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from recipes.task.base import TrainingTask
 SHOWN_SAMPLES = 5
 
 
-def replay(run: Run, *, step: int | None) -> int:
+def replay(run: Run, *, step: Annotated[int, ">= 1"] | None) -> int:
     """Recompute a step, print it next to the recorded values, and write `replay.json` into the dump.
 
     Args:

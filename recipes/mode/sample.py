@@ -21,7 +21,7 @@ def sample(
     temperature: Annotated[float, ">= 0, <= 1000"],
     top_k: Annotated[int, ">= 1"] | None,
     top_p: Annotated[float, ">= 0.001, <= 1"] | None,
-    seed: int,
+    seed: Annotated[int, ">= 0"],
     weights: Literal["trained", "ema"],
 ) -> int:
     """Print the prompt and its continuation, `num_samples` times.

@@ -3,7 +3,7 @@
 import os
 import shlex
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from hydra import initialize_config_dir
@@ -38,8 +38,8 @@ def wandb_sweep(
     objective: str,
     direction: Literal["minimize", "maximize"],
     method: Literal["grid", "random", "bayes"] | None,
-    early_terminate: int | None,
-    num_trials: int | None,
+    early_terminate: Annotated[int, ">= 1"] | None,
+    num_trials: Annotated[int, ">= 1"] | None,
     path: str,
 ) -> int:
     """Write the YAML and log the next commands; return the exit code.

@@ -5,7 +5,7 @@ Shapes: B sequences, T new tokens, W hidden size, V vocabulary.
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,14 @@ class HuggingFace(nn.Module):
 
     input_kind: ClassVar[str] = "tokens"
 
-    def __init__(self, *, name: str, pretrained: str | None, max_seq_len: int, vocab_size: int | None) -> None:
+    def __init__(
+        self,
+        *,
+        name: str,
+        pretrained: str | None,
+        max_seq_len: Annotated[int, ">= 1"],
+        vocab_size: Annotated[int, ">= 1"] | None,
+    ) -> None:
         super().__init__()
         self.name = name
         self.pretrained = pretrained

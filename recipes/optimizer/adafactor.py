@@ -45,7 +45,7 @@ class Adafactor(GroupwiseOptimizer):
         self,
         model: nn.Module,
         *,
-        lr: Annotated[float, "> 0, < inf"],
+        lr: Annotated[float, "> 0"],
         beta2_decay: Annotated[float, "<= 0"],
         eps: tuple[Annotated[float, ">= 1e-18"], Annotated[float, ">= 0"]],
         clip_threshold: Annotated[float, ">= 1"],

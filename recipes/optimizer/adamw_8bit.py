@@ -45,7 +45,7 @@ class AdamW8bit(GroupwiseOptimizer):
         self,
         model: nn.Module,
         *,
-        lr: Annotated[float, "> 0, < inf"],
+        lr: Annotated[float, "> 0"],
         betas: tuple[Annotated[float, ">= 0, < 1"], Annotated[float, ">= 0, < 1"]],
         eps: Annotated[float, "> 0"],
         weight_decay: Annotated[float, ">= 0"],

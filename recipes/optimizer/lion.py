@@ -29,7 +29,7 @@ class Lion(GroupwiseOptimizer):
         self,
         model: nn.Module,
         *,
-        lr: Annotated[float, "> 0, < inf"],
+        lr: Annotated[float, "> 0"],
         betas: tuple[Annotated[float, ">= 0, < 1"], Annotated[float, ">= 0, < 1"]],
         weight_decay: Annotated[float, ">= 0"],
     ) -> None:

@@ -11,7 +11,7 @@ from recipes.optimizer.param_groups import decay_groups
 def sgd(
     model: nn.Module,
     *,
-    lr: Annotated[float, "> 0, < inf"],
+    lr: Annotated[float, "> 0"],
     momentum: Annotated[float, ">= 0, <= 1"],
     nesterov: bool,
     weight_decay: Annotated[float, ">= 0"],

@@ -12,11 +12,11 @@ from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, O
 from hydra.errors import HydraException
 
 from recipes.config import compose_and_check
-from recipes.config.check.command_line import compose_overrides, parse_or_quote
+from recipes.config.check.command_line import compose_overrides
 from recipes.config.check.renamed import answer_renamed_option, restore_sweeps
 from recipes.config.check.suggestions import list_options, suggest_option
 from recipes.config.compose import CONF
-from recipes.config.overrides import make_override, parse_override
+from recipes.config.overrides import make_override, parse_or_quote, parse_override
 from recipes.errors import ConfigError
 
 _GRID = "basic"  # Hydra's own sweeper

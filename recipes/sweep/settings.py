@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,4 +25,4 @@ class Settings:
     skip_invalid: bool
     compare: Callable[..., None] | None
     dashboard: list[Any]
-    samples: int | None = None
+    samples: Annotated[int, ">= 1"] | None = None

@@ -36,7 +36,9 @@ _FORMAT = 1
 class Bpe:
     """Trains exactly `vocab_size` ids, including end-of-text; fewer if the corpus is too small."""
 
-    def __init__(self, *, vocab_size: Annotated[int, ">= 257"], max_training_bytes: int = 256 * 1024**2) -> None:
+    def __init__(
+        self, *, vocab_size: Annotated[int, ">= 257"], max_training_bytes: Annotated[int, ">= 1"] = 256 * 1024**2
+    ) -> None:
         """Check the settings.
 
         Args:

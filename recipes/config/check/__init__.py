@@ -1,7 +1,7 @@
 """Check a config by names, types and arithmetic before anything is built; takes milliseconds, without torch."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from recipes.config.check.renamed import check_renamed, drop_consequences
 from recipes.config.check.resumed import check_resumed
 from recipes.config.check.sections import CONF, check_settings, check_structure
 from recipes.config.check.strategy import check_optimizer, check_strategy
+from recipes.config.traits import select
 from recipes.errors import ConfigError
 
 
@@ -31,44 +32,56 @@ def check_config(
     overrides: Sequence[str],
     run_folder: Path,
     *,
+    references: Mapping[str, str] | None = None,
     continues: bool = False,
 ) -> list[ConfigError]:
-    """Return all errors in a composed config.
+    """Return all errors in a composed config, each at the setting that a value comes from.
 
     Args:
         config: Plain values, every interpolation resolved.
         choices: Option chosen for each group, to name it in messages.
         overrides: Command-line overrides.
         run_folder: Folder for the files of the run.
+        references: Settings that only refer to another one, and that one.
         continues: Whether the folder holds an earlier start of this same run.
 
     Returns:
         The errors in the order of the checks; empty if the run can be built.
     """
+    found = _check_all(config, choices, overrides, run_folder, references=references or {}, continues=continues)
+    return _trace_all(found, references or {}, config)
+
+
+def _check_all(
+    config: Mapping[str, Any],
+    choices: Mapping[str, str],
+    overrides: Sequence[str],
+    run_folder: Path,
+    *,
+    references: Mapping[str, str],
+    continues: bool,
+) -> list[ConfigError]:
     renamed = [*check_renamed(config)]
     structure = [*check_structure(config)]
     found = [*structure, *check_settings(config), *check_nodes(config), *check_data(config), *check_metrics(config)]
-    mistakes = drop_consequences(found, renamed)
-    mistakes = locate_mistakes([*renamed, *mistakes], overrides)
-    if structure:
-        return mistakes  # the checks below read these sections
-    if mismatches := [*check_kinds(config, choices, overrides)]:
+    mistakes = [*renamed, *drop_consequences(found, renamed)]
+    mismatches = [] if structure else [*check_kinds(config, choices, overrides)]
+    if mismatches:
         # data of the wrong kind has no tokenizer or sequence length, metrics no classes: consequences, not mistakes
         consequences = ("data.", "tokenizer.", "metrics.", "no metrics.")
-        rest = [m for m in mistakes if not m.setting.startswith(consequences)]
-        return [*rest, *mismatches]
+        mistakes = [m for m in mistakes if not m.setting.startswith(consequences)]
+    mistakes = locate_mistakes(_trace_all(mistakes, references, config), overrides)
+    if structure or mismatches:
+        return [*mistakes, *mismatches]  # the checks below read these sections
     scaling = [*check_lr_scaling(config, choices, overrides)]
     if scaling:  # without a reference point there is no learning rate: a consequence as well
         mistakes = [m for m in mistakes if not m.setting.startswith("optimizer.lr=")]
+    ranges = locate_mistakes(_trace_all([*check_ranges(config)], references, config), overrides)
     if mistakes:
         # the checks below compute with these values and would only report the same mistakes again
-        reported = {mistake.setting for mistake in mistakes}
-        ranges = (m for m in check_ranges(config) if m.setting not in reported)
         return [*mistakes, *scaling, *ranges]
     world_size, wrong_devices = count_ranks(config)
-    return [
-        *scaling,
-        *check_ranges(config),
+    later = [
         *wrong_devices,
         *check_batch_size(config, world_size),
         *check_mesh(config, world_size),
@@ -84,34 +97,75 @@ def check_config(
         *check_resumed(config, run_folder),
         *check_paths(config, overrides, run_folder, continues=continues),
     ]
+    out_of_range = [mistake.setting for mistake in ranges]  # what is computed from these values is a consequence
+    later = [m for m in later if m.setting not in out_of_range and not any(s in m.reason for s in out_of_range)]
+    return [*scaling, *ranges, *later]
+
+
+def _trace_all(
+    mistakes: Sequence[ConfigError], references: Mapping[str, str], config: Mapping[str, Any]
+) -> list[ConfigError]:
+    """Report each error once, at the setting that its value comes from; drop those of a value that is missing."""
+    missing = tuple(f"{_get_key(mistake)}." for mistake in mistakes if mistake.setting.startswith("no "))
+    traced: dict[str, ConfigError] = {}
+    for mistake in mistakes:
+        origins = [*_follow(_get_key(mistake), references)]
+        is_consequence = any(f"{origin}.".startswith(missing) for origin in origins[1:])
+        if not is_consequence and (mistake.setting.startswith("no ") or not f"{origins[0]}.".startswith(missing)):
+            moved = _move(mistake, [origin for origin in origins if _exists(config, origin)][-1:])
+            traced.setdefault(moved.setting, moved)
+    return [*traced.values()]
+
+
+def _move(mistake: ConfigError, origin: Sequence[str]) -> ConfigError:
+    """Return the error for the setting that its key refers to: `${seq_len}` of `data.seq_len`."""
+    key = _get_key(mistake)
+    if mistake.setting.count("=") > 1 or not origin or origin[0] == key:  # several settings are named on purpose
+        return mistake
+    pattern = re.compile(rf"(?<![\w.]){re.escape(key)}(?!\w)")
+    return type(mistake)(pattern.sub(origin[0], mistake.setting), mistake.reason, pattern.sub(origin[0], mistake.fix))
+
+
+def _exists(config: Mapping[str, Any], key: str) -> bool:
+    section, _, name = key.rpartition(".")
+    node = select(config, section) if section else config
+    return isinstance(node, Mapping) and name in node
+
+
+def _follow(key: str, references: Mapping[str, str]) -> Iterator[str]:
+    """Yield a key, and each setting that it, or a section that it is in, refers to in turn."""
+    seen: set[str] = set()
+    while key not in seen:
+        seen.add(key)
+        yield key
+        parts = key.split(".")
+        for length in range(len(parts), 0, -1):
+            section = ".".join(parts[:length])
+            if section in references:
+                key = ".".join([references[section], *parts[length:]])
+                break
 
 
 def locate_mistakes(mistakes: Sequence[ConfigError], overrides: Sequence[str]) -> list[ConfigError]:
-    """Drop errors caused by a wrong override, and add the file and line to correct to the others.
+    """Add the file and line to correct to errors in what was not typed.
 
     Args:
         mistakes: Errors about a key, `key=value`.
         overrides: Command-line overrides.
     """
-    typed_keys = {override.lstrip("+~").partition("=")[0] for override in overrides}
-    typed_values = {m.setting.partition("=")[2] for m in mistakes if _get_key(m) in typed_keys}
-    if any(mistake.setting.startswith("no ") for mistake in mistakes):
-        typed_values.add("null")  # what refers to a missing setting
+    typed = [override.lstrip("+~").partition("=") for override in overrides]
     located: list[ConfigError] = []
     for mistake in mistakes:
-        if _get_key(mistake) in typed_keys:
-            located.append(mistake)
-            continue
-        if mistake.setting.partition("=")[2] in typed_values:
-            continue  # the same value, by interpolation
-        place = _find_place(_get_key(mistake))
+        key = _get_key(mistake)
+        is_typed = any(name == key or (key.startswith(f"{name}.") and value[:1] == "{") for name, _, value in typed)
+        place = None if is_typed else _find_place(key)
         fix = mistake.fix if place is None else f"{mistake.fix} ({place})"
         located.append(ConfigError(mistake.setting, mistake.reason, fix))
     return located
 
 
 def _get_key(mistake: ConfigError) -> str:
-    return mistake.setting.removeprefix("no ").partition("=")[0]
+    return re.split(r"[=\[]", mistake.setting.removeprefix("no "), maxsplit=1)[0]
 
 
 def _find_place(key: str) -> str | None:

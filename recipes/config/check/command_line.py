@@ -5,13 +5,18 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from recipes.config.cached_compose import compose_options, select_options
-from recipes.config.check.composition_errors import COMPOSITION_ERRORS, explain_broken_file, explain_override
+from recipes.config.check.composition_errors import (
+    COMPOSITION_ERRORS,
+    explain_broken_file,
+    explain_option,
+    explain_override,
+    is_broken_file,
+)
 from recipes.config.check.deepspeed import misplaced_offload
-from recipes.config.check.nodes import PROVIDED
+from recipes.config.check.nodes import get_provided
 from recipes.config.check.renamed import answer_renamed_option, answer_renamed_setting
 from recipes.config.check.sections import COMPOSING, CONF, NODES, SETTINGS, list_groups, suggest_value
 from recipes.config.check.suggestions import (
@@ -23,9 +28,9 @@ from recipes.config.check.suggestions import (
     suggest_setting,
 )
 from recipes.config.check.text_values import answer_sweep, decimal_point, find_annotation, quote_text
-from recipes.config.check.types import matches_type
+from recipes.config.check.types import takes_any_key
 from recipes.config.compose import MODE_OF_SWEEPS, Composed, compose_run, quote_options
-from recipes.config.overrides import parse_override, quote
+from recipes.config.overrides import parse_or_quote
 from recipes.config.resume import find_deepest, read_resumed_run, select_inherited
 from recipes.config.signature import TargetNotFoundError, read_signature
 from recipes.config.traits import is_place_of_data
@@ -51,8 +56,8 @@ def compose_overrides(
         try:
             good, invalid = _split_valid(overrides, config_folder, config_name)
             composed, conflicting = _compose_valid(good, where)
-        except COMPOSITION_ERRORS as error:  # what nobody has typed
-            return None, [*mistakes, explain_broken_file(error)]
+        except COMPOSITION_ERRORS as error:
+            return None, [*mistakes, _find_blamed(overrides, where) or explain_broken_file(error)]
         except ConfigError as mistake:
             return None, [*mistakes, mistake]
         overrides, mistakes = good, [*mistakes, *invalid, *conflicting]
@@ -62,20 +67,18 @@ def compose_overrides(
     return composed, mistakes
 
 
-def parse_or_quote(typed: str) -> tuple[Override | None, str]:
-    """Parse an override; a value that Hydra's grammar cannot read, `mode.prompt=f(x`, is quoted.
-
-    Returns:
-        The override, None if it is not `key=value`; and its text, quoted where needed.
-    """
-    key, equals, value = typed.partition("=")
-    for text in (typed, f"{key}={quote(value)}") if equals else (typed,):
+def _find_blamed(overrides: Sequence[str], where: dict[str, Any]) -> ConfigError | None:
+    """Return the error in the first override that cannot be composed; None if it lies in a file."""
+    for number, override in enumerate(["", *overrides]):
         try:
-            parsed = parse_override(text)
-        except HydraException:
-            continue
-        return (parsed if parsed.key_or_group else None), text
-    return None, typed
+            compose_run(overrides[:number], **where)
+        except ConfigError as mistake:
+            return mistake
+        except COMPOSITION_ERRORS as error:
+            group = override.partition("=")[0]
+            is_option = (where["config_folder"] / group).is_dir() and not str(error).startswith("Could not override")
+            return None if not override or is_option or is_broken_file(error) else explain_option(override, error)
+    return None
 
 
 def _reject_deletions(overrides: Sequence[str]) -> tuple[list[str], list[ConfigError]]:
@@ -223,7 +226,7 @@ def _correct(typed: str, override: Override, config: Any) -> str | ConfigError:
             offload = misplaced_offload(node, ".".join(missing), override.value(), typed)
             if offload is not None:
                 return offload
-        provided = PROVIDED.get(path, set())
+        provided = get_provided(path)
         names += [name for name in signature.parameters if name not in {*names, *provided}]
     elif not section:
         names = [*SETTINGS, *names, *list_groups(), *COMPOSING]
@@ -236,4 +239,4 @@ def _correct(typed: str, override: Override, config: Any) -> str | ConfigError:
 def _is_free_form(section: list[str], config: Any) -> bool:
     """Return whether a section is an argument that takes any keys, such as `launcher.directives`."""
     annotation = find_annotation(config, ".".join(section)) if len(section) > 1 else None
-    return annotation is not None and matches_type({}, annotation)
+    return annotation is not None and takes_any_key(annotation)

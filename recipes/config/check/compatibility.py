@@ -165,11 +165,17 @@ def _vocabulary(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     model_size = config["model"].get("vocab_size")
     if model_size is None:
         return
+    tokenizer_size = (config["tokenizer"] or {}).get("vocab_size")
     for section in ("tokenizer", "data"):
         node = config[section] or {}
         size = node.get("vocab_size")
         if size is None and "_target_" in node:
             size = read_signature(node["_target_"]).constants.get("vocab_size")
+        limit = node.get("vocab_size")
+        reads = tokenizer_size if section == "data" and node.get("tokenizer") else None
+        if isinstance(limit, int) and isinstance(reads, int) and limit < min(reads, model_size):
+            reason = f"its tokenizer has {reads} tokens"
+            yield ConfigError(f"data.vocab_size={limit}", reason, f"data.vocab_size={model_size}")
         if isinstance(size, int) and size > model_size:
             yield ConfigError(
                 f"{section}.vocab_size={size}",

@@ -32,6 +32,8 @@ def explain_override(override: str, error: Exception, composed: Composed) -> Con
     if _REFERENCE.search(value):
         reason = f"`${{` begins a reference to another setting: {_last_line(error)}"
         return ConfigError(typed, reason, f"{key}=<value>, or \\${{ instead of ${{ where it is text")
+    if typed.startswith("~") and value:  # `~key=value` deletes only this value
+        return ConfigError(typed, "~ removes a setting, and this one has another value", f"{key}={value}")
     if typed.startswith("~"):
         return ConfigError(typed, f"other settings refer to it: {_last_line(error)}", f"{key}=<value>")
     annotation = find_annotation(composed.config, key)
@@ -47,6 +49,31 @@ def explain_typed(error: BaseException, overrides: Sequence[str]) -> ConfigError
     if typed is None or not isinstance(error, Exception):
         return None
     return ConfigError(typed, _last_line(error), f"{key}=<another value>")
+
+
+def explain_plugin(error: BaseException, overrides: Sequence[str]) -> ConfigError | None:
+    """Return the error in what Hydra builds itself, its sweeper and launcher; None if the exception is not of that."""
+    found = re.search(r"full_key: (hydra\.[\w.]+)", str(error))
+    if found is None or not isinstance(error, Exception):
+        return None
+    key, reason = found[1], _last_line(error)
+    typed = [text for text in overrides if text.lstrip("+~").partition("=")[0].startswith(key)]
+    fix = "the same command without it" if typed else f"{key}=<another value>"
+    return ConfigError(" ".join(typed) or f"{key}=…", reason, fix)
+
+
+def explain_option(override: str, error: Exception) -> ConfigError:
+    """Return the error in an override that chooses an option, or adds one, which the chosen config does not take."""
+    return ConfigError(override, _last_line(error), "the same command without it")
+
+
+def is_broken_file(error: BaseException | None) -> bool:
+    """Return whether an exception of the composition is about the content of a file."""
+    while error is not None:
+        if isinstance(error, YAMLError) or str(error).startswith("In '"):  # Hydra names the file of a defaults list so
+            return True
+        error = error.__cause__
+    return False
 
 
 def explain_broken_file(error: BaseException) -> ConfigError:

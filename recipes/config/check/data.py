@@ -9,7 +9,7 @@ from recipes.config.signature import find_signature
 from recipes.config.traits import DATA_GROUPS, list_data, select
 from recipes.errors import ConfigError
 
-_NAME = re.compile(r"[\w-]+")
+_NAME = re.compile(r"(?!_)[\w-]+")  # names that start with _ are Hydra's own: `_target_`
 
 
 def check_data(config: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -24,11 +24,12 @@ def check_data(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         for name, node in members.items() if isinstance(members, Mapping) else ():
             where = f"{group}.{name}"
             if not _NAME.fullmatch(str(name)):
-                reason = "its name is part of its metric names: letters, digits, _ and -"
+                reason = "its name is part of its metric names: letters, digits, _ and -, the first no _"
                 yield ConfigError(f"{where}=…", reason, f"+data@{group}.<name>=<option of data>")
-            elif where not in kinds and not (node is None and group == "eval_data"):
+            elif (where not in kinds and not (node is None and group == "eval_data")) or _is_of_another_group(node):
                 reason = "it must be a data source: a section with a _target_"
-                yield ConfigError(f"{where}={to_setting(node)}", reason, f"+data@{where}=<option of data>")
+                shown = "…" if isinstance(node, Mapping) else to_setting(node)
+                yield ConfigError(f"{where}={shown}", reason, f"+data@{where}=<option of data>")
             elif where in kinds and None not in (kinds[where], kinds["data"]) and kinds[where] != kinds["data"]:
                 reason = f"it gives {kinds[where]}, and data= gives {kinds['data']}"
                 yield ConfigError(f"{where}=…", reason, f"another option: +data@{where}=<option of data>")
@@ -37,6 +38,15 @@ def check_data(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     for name in {*_names(sources)} & {*_names(further)}:
         reason = f"the mixture has a source of this name, and both would be val/{name}/loss"
         yield ConfigError(f"eval_data.{name}=…", reason, f"+data@eval_data.<another name>={name}")
+
+
+def _is_of_another_group(node: object) -> bool:
+    """Return whether a section builds something of this project that is no data source, such as a model."""
+    target = node.get("_target_") if isinstance(node, Mapping) else None
+    if not isinstance(target, str) or not target.startswith(("recipes.", "callbacks.")):
+        return False
+    signature = find_signature(target)  # empty if there is none, which the check of nodes reports
+    return bool(signature.parameters) and signature.constants.get("sample_kind") is None
 
 
 def _check_tokenizers(config: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -56,8 +66,8 @@ def _names(members: object) -> list[str]:
 def _check_images(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Reject images with other channels or more classes than the model has, where both are known."""
     takes, gives = select(config, "model.in_channels"), select(config, "data.in_channels")
-    if gives is None:
-        gives = find_signature(select(config, "data._target_")).constants.get("num_channels")
+    constants = find_signature(select(config, "data._target_")).constants
+    gives = constants.get("num_channels") if gives is None else gives
     if isinstance(takes, int) and isinstance(gives, int) and takes != gives:
         reason = f"the number of channels of the images of data= is {gives}"
         yield ConfigError(f"model.in_channels={takes}", reason, f"model.in_channels={gives}, or another data=")
@@ -65,3 +75,7 @@ def _check_images(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     if isinstance(classes, int) and isinstance(given, int) and given > classes:
         reason = f"the model has model.num_classes={classes}"
         yield ConfigError(f"data.num_classes={given}", reason, f"model.num_classes={given}")
+    fixed = constants.get("num_classes")
+    if isinstance(classes, int) and isinstance(fixed, int) and fixed > classes:
+        reason = f"the images of data= have {fixed} classes"
+        yield ConfigError(f"model.num_classes={classes}", reason, f"model.num_classes={fixed}")

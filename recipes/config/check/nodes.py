@@ -1,12 +1,15 @@
 """Check every config node against the signature of its target: unknown, missing and mistyped arguments."""
 
+import ast
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
 from recipes.config.check.deepspeed import misplaced_offload
+from recipes.config.check.sections import NODES, list_groups
 from recipes.config.check.types import describe, matches_type, placeholder, to_setting
-from recipes.config.signature import Signature, TargetNotFoundError, list_names, read_signature
+from recipes.config.instantiate import PARTIAL, TARGET
+from recipes.config.signature import Signature, TargetNotFoundError, find_signature, list_names, read_signature
 from recipes.config.traits import list_nodes
 from recipes.errors import ConfigError
 
@@ -48,14 +51,25 @@ PROVIDED: dict[str, set[str]] = {
 }
 # sections that refer to another one, `evaluator: ${evaluator}`, where mistakes are reported
 _REPEATED = ("mode.evaluator",)
-_INSTANTIATE = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
+_HYDRA_ONLY = ("_args_", "_convert_", "_recursive_")  # of Hydra's own instantiation, which builds no node here
 
 
 def check_nodes(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Check every node of a config that has a `_target_`, nested ones included."""
-    for path, node in list_nodes(config):
-        if not is_repeated(path):
+    nodes = dict(list_nodes(config))
+    for path, node in nodes.items():
+        is_unknown = path.partition(".")[0] not in (*list_groups(), *NODES)  # reported by the check of sections
+        if not is_repeated(path) and not is_unknown:
             yield from _check_node(path, node)
+            yield from _check_partial(path, node, nodes)
+
+
+def get_provided(path: str) -> set[str]:
+    """Return the arguments that build.py passes to the node at this place."""
+    if path in PROVIDED:
+        return PROVIDED[path]
+    group, _, member = path.partition(".")
+    return {"run_folder"} if group == "logger" and "." not in member else set()
 
 
 def is_repeated(path: str) -> bool:
@@ -70,9 +84,17 @@ def _check_node(path: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
     except TargetNotFoundError as error:
         yield ConfigError(f"{path}._target_={target}", str(error), _suggest_target(path, target))
         return
-    provided = PROVIDED[path] if path in PROVIDED else set()
+    provided = get_provided(path)
     for key, value in node.items():
-        if key in _INSTANTIATE:
+        if key in (TARGET, PARTIAL):
+            continue
+        if key in _HYDRA_ONLY:
+            where = f"{path}.{key}"
+            yield ConfigError(
+                f"{where}={to_setting(value)}",
+                "it is read by nobody: a section is built with its settings as they stand, each by its name",
+                f"nothing for {where}",
+            )
             continue
         if key in provided:
             where = f"{path}.{key}"
@@ -88,6 +110,23 @@ def _check_node(path: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
     for key, parameter in signature.parameters.items():
         if parameter.required and key not in node and key not in provided:
             yield ConfigError(f"no {path}.{key}", f"{_get_name(target)} needs it", f"+{path}.{key}=<value>")
+
+
+def _check_partial(path: str, node: Mapping[str, Any], nodes: Mapping[str, Mapping[str, Any]]) -> Iterator[ConfigError]:
+    """Check that exactly the nodes which somebody calls with further arguments are partial."""
+    where, is_partial = f"{path}.{PARTIAL}", node.get(PARTIAL, False)
+    provided, (parent, _, key) = get_provided(path), path.rpartition(".")
+    slot = find_signature(nodes[parent][TARGET]).parameters.get(key) if parent in nodes else None
+    declared = "Any" if slot is None or slot.annotation is None else ast.unparse(slot.annotation)
+    is_free = parent in nodes and ("Callable" in declared or "Any" in declared)  # takes a function, or whatever it is
+    if not isinstance(is_partial, bool):
+        yield ConfigError(f"{where}={to_setting(is_partial)}", "it takes true or false", f"nothing for {where}")
+    elif provided and not is_partial:
+        reason = f"build.py calls it with {' and '.join(sorted(provided)[:2])}"
+        shown, plus = (f"{where}=false", "") if PARTIAL in node else (f"no {where}", "+")
+        yield ConfigError(shown, reason, f"{plus}{where}=true")
+    elif is_partial and not provided and not is_free:
+        yield ConfigError(f"{where}=true", "it is built at once: nobody calls it again", f"{where}=false")
 
 
 def _suggest_target(path: str, target: str) -> str:

@@ -73,7 +73,7 @@ def _check_node(
     place: Place,
     node: Mapping[str, Any],
     admitted: _Admitted,
-    typed_values: Mapping[Place, object],
+    typed_values: Mapping[Place, tuple[object, ...]],
     origin: Path,
 ) -> Iterator[ConfigError]:
     special = [str(key) for key in node if str(key).startswith("_")]
@@ -128,9 +128,9 @@ def _without_mode(place: Place) -> Place:
     return place[1:] if place[:2] == ("mode", "evaluator") else place
 
 
-def _is_typed(place: Place, value: object, typed_values: Mapping[Place, object]) -> bool:
+def _is_typed(place: Place, value: object, typed_values: Mapping[Place, tuple[object, ...]]) -> bool:
     """Return whether a value was given on the command line, as a whole or key by key."""
-    if place in typed_values and typed_values[place] == value:
+    if value in typed_values.get(place, ()):
         return True
     if not isinstance(value, Mapping) or not value:
         return False
@@ -184,7 +184,12 @@ def _get_prefix(file: Path, text: str) -> Place:
     return () if match[1] == "_global_" else tuple(match[1].split("."))
 
 
-def _list_typed(typed: Sequence[str]) -> Iterator[tuple[Place, object]]:
-    """Yield every command-line value with its place; sections and lists are expanded."""
+def _list_typed(typed: Sequence[str]) -> Iterator[tuple[Place, tuple[object, ...]]]:
+    """Yield every command-line value with its place, also as text: where text is set, `3` and `[a]` are names.
+
+    Sections and lists are expanded.
+    """
     for override in parse_values(typed):
-        yield from _walk(override.value(), tuple(override.key_or_group.split(".")))
+        place, text = tuple(override.key_or_group.split(".")), str(override.input_line).partition("=")[2]
+        for where, value in _walk(override.value(), place):
+            yield where, (value, text) if where == place else (value,)

@@ -14,9 +14,10 @@ from recipes.errors import ConfigError
 # arguments of Lightning's Trainer, which declares no ranges
 _TRAINER = {
     "trainer.max_steps": "Annotated[int, '>= 1']",
+    "trainer.min_steps": "Annotated[int, '>= 1'] | None",
     "trainer.num_nodes": "Annotated[int, '>= 1']",
     "trainer.accumulate_grad_batches": "Annotated[int, '>= 1'] | None",
-    "trainer.gradient_clip_val": "Annotated[float, '> 0'] | None",
+    "trainer.gradient_clip_val": "Annotated[float, '> 0, <= inf'] | None",
 }
 
 
@@ -36,5 +37,5 @@ def _check(key: str, value: object, annotation: ast.expr | None) -> Iterator[Con
         return
     if (found := find_out_of_range(value, annotation)) is not None:
         index, number, bounds = found
-        fix = f"'{key}=[…]', each {bounds}" if index else f"{key}=<{bounds}>"
+        fix = f"'{key}=[…]', each {bounds}" if index.startswith("[") else f"{key}{index}=<{bounds.removeprefix('a ')}>"
         yield ConfigError(f"{key}{index}={number}", f"it must be {bounds}", fix)

@@ -132,7 +132,7 @@ def check_settings(config: Mapping[str, Any]) -> Iterator[ConfigError]:
                 )
         elif key not in sections:
             near = get_close_matches(key, [*SETTINGS, *sections], 1)
-            fix = f"{near[0]}=…" if near else f"one of {', '.join([*SETTINGS, *sections])}"
+            fix = f"{near[0]}=…" if near else f"nothing for {key}"
             yield ConfigError(f"{key}=…", "there is no such setting or section", fix)
     name = config.get("name")
     if isinstance(name, str):

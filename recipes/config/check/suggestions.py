@@ -10,6 +10,8 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from recipes.config.check.sections import CONF
+from recipes.config.check.text_values import find_annotation
+from recipes.config.check.types import matches_type
 from recipes.config.overrides import for_shell
 
 # common names of a precision or a strategy -> option
@@ -27,6 +29,19 @@ _OPTION_ALIASES = {
 }
 # a strategy's name typed as a recipe -> the recipe for a modern GPU
 _RECIPE_ALIASES = {name: f"{name}_bf16" for name in ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")}
+# common names of other options -> option, by group
+_ALIASES = {
+    "recipe": _RECIPE_ALIASES,
+    "mode": {
+        "train": "fit",
+        "test": "evaluate",
+        "validate": "evaluate",
+        "eval": "evaluate",
+        "generate": "sample",
+        "predict": "sample",
+        "tune": "lr_find",
+    },
+}
 # common names of settings elsewhere -> setting
 _SETTING_ALIASES = {
     "batch_size": "global_batch_size",
@@ -55,7 +70,7 @@ def list_options(group: str) -> list[str]:
 def suggest_option(group: str, wrong: str) -> str:
     """Return the override with the intended option: ignoring case, an alias, or the closest name."""
     options = list_options(group)
-    aliases = _RECIPE_ALIASES if group == "recipe" else _OPTION_ALIASES
+    aliases = _ALIASES.get(group, _OPTION_ALIASES)
     same = [option for option in options if option.lower() == wrong.lower()]
     alias = aliases.get(wrong.lower())
     near = same or ([alias] if alias in options else get_close_matches(wrong.lower(), options, 1, cutoff=0.5))
@@ -110,28 +125,39 @@ def suggest_setting(
     """
     value = typed.partition("=")[2]
     wrong = missing[-1]
+    if override.is_delete():
+        near = get_close_matches(wrong, [name for name in names if name != wrong], 1)
+        return f"'~{'.'.join([*section, near[0]])}'" if near and len(missing) == 1 else "the same command without it"
     owners = [key for key in _find_sections_with(wrong, config) if key.partition(".")[0] != "hydra"]
+    alias = _SETTING_ALIASES.get(wrong)
     if override.key_or_group in _REPLACED:
-        fix = _REPLACED[override.key_or_group]
-    elif wrong in _SETTING_ALIASES:
-        fix = f"{_SETTING_ALIASES[wrong]}={value}"
-    elif not section and owners:
-        fix = f"{owners[0]}.{wrong}={value}"
-    elif options := _find_options(override, config, section, missing):
-        fix = ", or ".join(
-            f"{choice} {for_shell(typed.lstrip('+'))}" for choice in _choose(section[0], options, config)
-        )
-    else:
-        fix = find_nearest(section, missing, names, value)
-    if override.is_delete() and not fix.startswith("nothing"):
-        fix = f"'~{fix.removesuffix('=')}'"
-    return fix
+        return _REPLACED[override.key_or_group]
+    if alias is not None and (not section or alias.rpartition(".")[0] in ("", ".".join(section))):
+        return f"{alias}={value}"
+    if not section and owners:
+        return f"{owners[0]}.{wrong}={value}"
+    if options := _find_options(override, config, section, missing):
+        choices = _choose(section[0], options, config)
+        return ", or ".join(f"{choice} {for_shell(typed.lstrip('+'))}" for choice in choices)
+    fitting = [name for name in names if len(missing) > 1 or _takes(config, ".".join([*section, name]), override)]
+    return find_nearest(section, missing, names, value, fitting=fitting)
 
 
-def find_nearest(section: list[str], missing: list[str], names: list[str], value: str) -> str:
-    """Return the override with the nearest name, else the existing names."""
+def _takes(config: Any, key: str, override: Override) -> bool:
+    """Return whether a setting takes the value of an override, or its type is not known; a sweep has several."""
+    annotation = None if override.is_sweep_override() else find_annotation(config, key)
+    if annotation is None:
+        return True
+    text = str(override.input_line).partition("=")[2]
+    return matches_type(override.value(), annotation) or matches_type(text, annotation)
+
+
+def find_nearest(
+    section: list[str], missing: list[str], names: list[str], value: str, *, fitting: list[str] | None = None
+) -> str:
+    """Return the override with the nearest of the names that the value fits, else the existing names."""
     wrong, *below = missing
-    near = get_close_matches(wrong, [name for name in names if name != wrong], 3)
+    near = get_close_matches(wrong, [name for name in (names if fitting is None else fitting) if name != wrong], 3)
     if near:
         near.sort(key=lambda name: not (CONF / name / f"{value}.yaml").is_file())
         return f"{'.'.join([*section, near[0], *below])}={value}"

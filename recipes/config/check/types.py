@@ -1,9 +1,10 @@
-"""Match config values with annotations: the subset of Python's type syntax that config nodes use.
+"""Match config values with annotations, in the vocabulary that `read_annotation` of signature.py reduces them to.
 
 A range is part of the annotation, `Annotated[int, ">= 1"]` or `Annotated[float, "> 0, < 1"]`, and read from source.
 """
 
 import ast
+import math
 import operator
 
 _SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
@@ -12,10 +13,15 @@ _DESCRIBED = {
     "float": "a number",
     "str": "text",
     "bool": "true or false",
-    "None": "null",
+    "Any": "any value",
+    "Callable": "a section with a _target_ and _partial_: true",
 }
-_LISTS = {"list", "List", "Sequence", "tuple", "Tuple", "Iterable"}
-_DICTS = {"dict", "Dict", "Mapping"}
+_OBJECT = "a section with a _target_"
+_PLURALS = {"int": "whole numbers", "float": "numbers", "str": "texts", "bool": "true or false"}
+_COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+# of float32, in which most arithmetic of a run happens: what is larger becomes inf, what is smaller becomes 0
+_LARGEST, _SMALLEST = 2.0**128, 2.0**-149
+_INT64 = 2**63
 
 
 def annotation_from(source: str) -> ast.expr:
@@ -24,85 +30,111 @@ def annotation_from(source: str) -> ast.expr:
 
 
 def matches_type(value: object, annotation: ast.expr) -> bool:
-    """Return whether a plain config value matches an annotation; an unknown annotation matches everything."""
+    """Return whether a plain config value matches an annotation; a section with a `_target_` may become any object."""
     match annotation:
         case ast.Constant(value=None):
             return value is None
-        case ast.Constant(value=str(source)):
-            return matches_type(value, annotation_from(source))
         case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[inner, *_])):
             return matches_type(value, inner)
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
+            return any(value == option and type(value) is type(option) for option in _literals(inner))
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return matches_type(value, left) or matches_type(value, right)
+        case ast.Name(id="Any"):
+            return True
         case ast.Name(id="bool"):
             return isinstance(value, bool)
         case ast.Name(id=name) if name in _SCALARS:
             return isinstance(value, _SCALARS[name]) and not isinstance(value, bool)
-        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return matches_type(value, left) or matches_type(value, right)
-        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
-            return value is None or matches_type(value, inner)
-        case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=options)):
-            return any(matches_type(value, option) for option in options)
-        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
-            return value in _literals(inner)
         case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=items)) if not _is_open(items):
             return isinstance(value, list) and len(value) == len(items) and all(map(matches_type, value, items))
-        case ast.Subscript(value=ast.Name(id=name), slice=inner) if name in _LISTS:
-            item = inner.elts[0] if isinstance(inner, ast.Tuple) else inner
-            return isinstance(value, list) and all(matches_type(entry, item) for entry in value)
-        case ast.Subscript(value=ast.Name(id=name)) if name in _DICTS:
-            return isinstance(value, dict)
-    return True
+        case ast.Subscript(value=ast.Name(id="list" | "tuple"), slice=inner):
+            return isinstance(value, list) and all(matches_type(entry, _item(inner)) for entry in value)
+        case ast.Subscript(value=ast.Name(id="dict"), slice=ast.Tuple(elts=[_, child])):
+            return isinstance(value, dict) and all(matches_type(entry, child) for entry in value.values())
+        case ast.Name() | ast.Attribute():  # a function or an object; the option `none` is an empty section
+            return isinstance(value, dict) and ("_target_" in value or not value)
+    raise _unknown(annotation)
+
+
+def takes_any_key(annotation: ast.expr) -> bool:
+    """Return whether an argument is a section with keys of any name, such as `launcher.directives`."""
+    match annotation:
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return takes_any_key(left) or takes_any_key(right)
+        case ast.Name(id="Any") | ast.Subscript(value=ast.Name(id="dict")):
+            return True
+    return False
 
 
 def find_out_of_range(value: object, annotation: ast.expr) -> tuple[str, object, str] | None:
     """Find the first number outside the range that its annotation declares.
 
     Returns:
-        Its index in a list as text, empty for a single number; the number; and its range in English. None if all
-        are inside.
+        Its place in a list or section as text, empty for a single number; the number; and its range in English. None
+        if all are inside.
     """
     match annotation:
-        case ast.Constant(value=str(source)):
-            return find_out_of_range(value, annotation_from(source))
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
             return find_out_of_range(value, left) or find_out_of_range(value, right)
-        case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[_, ast.Constant(value=str(text))])):
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                return None
-            return None if _is_inside(value, text) else ("", value, describe_range(text))
-        case ast.Subscript(value=ast.Name(id=name), slice=inner) if name in _LISTS:
-            item = inner.elts[0] if isinstance(inner, ast.Tuple) else inner
-            for index, entry in enumerate(value if isinstance(value, list) else ()):
-                if found := find_out_of_range(entry, item):
-                    return f"[{index}]", *found[1:]
+        case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[inner, bounds])):
+            text = str(ast.literal_eval(bounds))
+            if isinstance(value, list):  # the range of a list is that of its length
+                allowed = _find_bounds(len(value), text, is_integer=True)
+                return ("", to_setting(value), f"a list of {allowed}") if allowed else find_out_of_range(value, inner)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                allowed = _find_bounds(value, text, is_integer=ast.unparse(inner) == "int")
+                return None if allowed is None else ("", value, allowed)
+        case ast.Subscript(value=ast.Name(id="list" | "tuple"), slice=inner) if isinstance(value, list):
+            is_fixed = isinstance(inner, ast.Tuple) and not _is_open(inner.elts)
+            items = inner.elts if is_fixed and isinstance(inner, ast.Tuple) else [_item(inner)] * len(value)
+            return _find_first([(f"[{index}]", entry, item) for index, (entry, item) in enumerate(zip(value, items))])  # noqa: B905  a tuple of another length does not match
+        case ast.Subscript(value=ast.Name(id="dict"), slice=ast.Tuple(elts=[_, child])) if isinstance(value, dict):
+            return _find_first([(f".{key}", entry, child) for key, entry in value.items()])
     return None
+
+
+def _find_first(entries: list[tuple[str, object, ast.expr]]) -> tuple[str, object, str] | None:
+    for place, entry, annotation in entries:
+        if found := find_out_of_range(entry, annotation):
+            return f"{place}{found[0]}", *found[1:]
+    return None
+
+
+def _find_bounds(value: float, text: str, *, is_integer: bool) -> str | None:
+    """Return in English what a number must be; None if it is inside of its range.
+
+    Without an end at inf a range has only numbers that float32 can hold, or int64 where it is of whole numbers.
+    """
+    allowed = describe_range(text)
+    is_inside = all(_COMPARE[sign](value, float(number)) for sign, number in _split(text))
+    if "inf" not in text and not is_integer and not math.isfinite(value):
+        return f"finite and {allowed}"
+    if not is_inside:
+        return allowed
+    if is_integer:
+        return None if -_INT64 <= value < _INT64 else f"{allowed} and below 2^63"
+    if "inf" in text or value == 0 or _SMALLEST <= abs(value) < _LARGEST:
+        return None
+    return f"{allowed} in float32" if abs(value) < 1 else f"finite in float32 and {allowed}"
 
 
 def describe_range(text: str) -> str:
     """Describe a declared range: `> 0, < 1` is "above 0 and below 1"."""
-    lowest, *highest = text.split(", ")
-    sign, number = lowest.split(" ", 1)
-    if highest == ["< inf"]:
-        return f"finite and {describe_range(lowest)}"
-    if not highest:
-        return f"at least {number}" if sign == ">=" else f"above {number}"
-    other, bound = highest[0].split(" ", 1)
-    if (sign, other) == (">=", "<="):
-        return f"from {number} to {bound}"
-    return f"{'at least' if sign == '>=' else 'above'} {number} and {'at most' if other == '<=' else 'below'} {bound}"
+    words = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
+    bounds = [(sign, number) for sign, number in _split(text) if number != "inf"]
+    if [sign for sign, _ in bounds] == [">=", "<="]:
+        return f"from {bounds[0][1]} to {bounds[1][1]}"
+    return " and ".join(f"{words[sign]} {number}" for sign, number in bounds)
 
 
-def _is_inside(value: float, text: str) -> bool:
-    compare = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
-    bounds = (bound.split(" ", 1) for bound in text.split(", "))
-    return all(compare[sign](value, float(number)) for sign, number in bounds)
+def _split(text: str) -> list[tuple[str, str]]:
+    return [(sign, number) for sign, _, number in (bound.partition(" ") for bound in text.split(", "))]
 
 
 def describe(annotation: ast.expr) -> str:
     """Describe an annotation, for the end of a message."""
     match annotation:
-        case ast.Constant(value=str(source)):
-            return describe(annotation_from(source))
         case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[inner, *_])):
             return describe(inner)
         case ast.Constant(value=None):
@@ -111,22 +143,54 @@ def describe(annotation: ast.expr) -> str:
             return _DESCRIBED[name]
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
             return f"{describe(left)} or {describe(right)}"
-        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
-            return f"{describe(inner)} or null"
-        case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=options)):
-            return " or ".join(describe(option) for option in options)
         case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
             return " or ".join(str(option) for option in _literals(inner))
-        case ast.Subscript(value=ast.Name(id=name), slice=inner) if name in _LISTS:
-            items = inner.elts if isinstance(inner, ast.Tuple) else [inner]
-            count = "" if name != "tuple" or _is_open(items) else f"{len(items)} "
-            return f"a list of {count}{placeholder(items[0])}s"
-    return ast.unparse(annotation)
+        case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=items)) if not _is_open(items):
+            return f"a list of {len(items)} {_describe_several(items[0])}"
+        case ast.Subscript(value=ast.Name(id="list" | "tuple"), slice=inner):
+            several = _describe_several(_item(inner))
+            return f"a list of {several}" if several else "a list"
+        case ast.Subscript(value=ast.Name(id="dict"), slice=ast.Tuple(elts=[_, child])):
+            return f"a section such as {{name: {placeholder(child)}}}"
+        case ast.Name() | ast.Attribute():
+            return _OBJECT
+    raise _unknown(annotation)
 
 
 def placeholder(annotation: ast.expr) -> str:
     """Describe an annotation without articles, to stand between angle brackets."""
-    return describe(annotation).replace("a list", "list").replace("a whole", "whole").replace("a n", "n")
+    text = describe(annotation)
+    for article, short in (
+        ("a section such as ", ""),
+        ("a section", "section"),
+        ("a list", "list"),
+        ("a whole", "whole"),
+        ("a n", "n"),
+        ("any value", "value"),
+    ):
+        text = text.replace(article, short)
+    return text
+
+
+def _describe_several(annotation: ast.expr) -> str:
+    """Describe the entries of a list; empty if they may be anything."""
+    match annotation:
+        case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[inner, *_])):
+            return _describe_several(inner)
+        case ast.Name(id="Any"):
+            return ""
+        case ast.Name(id=name) if name in _PLURALS:
+            return _PLURALS[name]
+        case ast.Subscript(value=ast.Name(id="dict")):
+            return "sections"
+        case ast.Subscript(value=ast.Name(id="list" | "tuple")):
+            return "lists"
+    return placeholder(annotation)
+
+
+def _item(inner: ast.expr) -> ast.expr:
+    """Return the annotation of the entries of a list, or of a tuple of any length."""
+    return inner.elts[0] if isinstance(inner, ast.Tuple) else inner
 
 
 def _is_open(items: list[ast.expr]) -> bool:
@@ -148,3 +212,8 @@ def to_setting(value: object) -> str:
 def _literals(inner: ast.expr) -> list[object]:
     options = inner.elts if isinstance(inner, ast.Tuple) else [inner]
     return [ast.literal_eval(option) for option in options]
+
+
+def _unknown(annotation: ast.expr) -> AssertionError:
+    """Return an error of the check itself: what it does not know it would accept with any value."""
+    return AssertionError(f"the config check does not know the annotation {ast.unparse(annotation)}")

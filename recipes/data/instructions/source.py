@@ -51,7 +51,7 @@ class Instructions:
         tokenizer: TokenizerConfig,
         seq_len: Annotated[int, ">= 1"],
         cache_dir: str,
-        vocab_size: int | None = None,
+        vocab_size: Annotated[int, ">= 1"] | None = None,
         num_processes: Annotated[int, ">= 1"] | None = None,
     ) -> None:
         """Store the settings; nothing is read before `prepare`.

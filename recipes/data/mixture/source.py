@@ -37,7 +37,7 @@ class Mixture:
         self,
         *,
         sources: dict[str, Any],
-        weights: dict[str, float],
+        weights: dict[str, Annotated[float, ">= 0"]],
         stages: list[Any],
         max_repeats: Annotated[float, "> 0"] | None,
         seq_len: Annotated[int, ">= 1"],

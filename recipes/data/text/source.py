@@ -28,11 +28,11 @@ class TextSource(ABC):
         self,
         *,
         tokenizer: TokenizerConfig,
-        seq_len: int,
+        seq_len: Annotated[int, ">= 1"],
         val_fraction: Annotated[float, "> 0, < 0.9"],
         cache_dir: str,
-        vocab_size: int | None = None,
-        num_processes: int | None = None,
+        vocab_size: Annotated[int, ">= 1"] | None = None,
+        num_processes: Annotated[int, ">= 1"] | None = None,
     ) -> None:
         """Check the settings; nothing is read before `prepare`.
 

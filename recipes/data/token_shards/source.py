@@ -129,7 +129,7 @@ class TokenShards:
     dtype: Literal["uint16", "uint32"]
     files_at_a_time: Annotated[int, ">= 1"]
     cache_gb: Annotated[float, "> 0"] | None
-    vocab_size: int
+    vocab_size: Annotated[int, ">= 1"]
     seq_len: Annotated[int, ">= 1"]
     cache_dir: str
 

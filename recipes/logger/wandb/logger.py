@@ -6,7 +6,7 @@ Costs at most one queue entry per second; W&B itself runs in a background thread
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers.logger import Logger
@@ -54,10 +54,10 @@ class WandbLogger(Logger):
         project: str | None,
         entity: str | None,
         group: str | None,
-        alert_every_minutes: float | None,
+        alert_every_minutes: Annotated[float, ">= 0"] | None,
         upload_checkpoint: bool,
-        init_timeout_seconds: float,
-        finish_timeout_seconds: float,
+        init_timeout_seconds: Annotated[float, "> 0"],
+        finish_timeout_seconds: Annotated[float, "> 0"],
     ) -> None:
         super().__init__()
         self._folder = Path(run_folder)

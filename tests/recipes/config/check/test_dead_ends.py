@@ -98,8 +98,8 @@ ALONE = {
     "data=text_files data.path='~nouser/x'": (
         "data.path=~nouser/x: there is no such file or folder; type data.path=<a path that exists>"
     ),
-    "model.hidden_size=99999999 model.num_heads=4": (
-        "model.num_heads=4: model.hidden_size=99999999 is not divisible by 4 heads; type model.num_heads=3"
+    "model.hidden_size=1048575 model.num_heads=4": (
+        "model.num_heads=4: model.hidden_size=1048575 is not divisible by 4 heads; type model.num_heads=3"
     ),
     "callbacks.early_stop.patience=3 callbacks.early_stop.monitor=val_loss": (
         "callbacks.early_stop.monitor=val_loss: validation computes val/loss val/perplexity val/token_accuracy;"

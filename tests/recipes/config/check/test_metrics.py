@@ -30,7 +30,7 @@ MESSAGES = {
     f"+metrics.loss._target_={F1}Score +metrics.loss.num_classes=3": (
         "metrics.loss=…: every validation computes val/loss; type another name for it"
     ),
-    "model=resnet18 model.num_classes=3": (
+    "model=resnet18 data=random_images model.num_classes=3": (
         "metrics.accuracy_top5.top_k=5: the model has 3 classes; type metrics.accuracy_top5=null"
     ),
     "model=resnet18 metrics.f1.average=maro": (
@@ -51,8 +51,8 @@ MESSAGES = {
     ),
 }
 VALID = [
-    "model=resnet18 metrics.accuracy_top5=null model.num_classes=2",
-    "model=resnet18 ~metrics.accuracy_top5 model.num_classes=2",
+    "model=resnet18 data=random_images metrics.accuracy_top5=null model.num_classes=2",
+    "model=resnet18 data=random_images ~metrics.accuracy_top5 model.num_classes=2",
     "model=resnet18 metrics=none",
     "model=resnet18 checkpoint.best_metric=val/f1 checkpoint.best_mode=max",
     f"+metrics.f1={{_target_:{F1}Score,num_classes:2048}} checkpoint.best_metric=val/f1",

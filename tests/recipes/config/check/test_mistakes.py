@@ -71,7 +71,7 @@ MESSAGES = {
         "trainer.limit_val_batches=3: another setting controls it; type eval_samples=<samples>"
     ),
     "optimizer.lr=fast": ("optimizer.lr=fast: it takes a number; type optimizer.lr=<number>"),
-    "optimizer.lr=-1": ("optimizer.lr=-1: it must be finite and above 0; type optimizer.lr=<finite and above 0>"),
+    "optimizer.lr=-1": ("optimizer.lr=-1: it must be above 0; type optimizer.lr=<above 0>"),
     "'optimizer.betas=[0.9,1.5]'": (
         "optimizer.betas[1]=1.5: it must be at least 0 and below 1;"
         " type 'optimizer.betas=[…]', each at least 0 and below 1"
