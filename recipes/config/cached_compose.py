@@ -14,9 +14,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.errors import ConfigCompositionException
+from hydra.errors import ConfigCompositionException, HydraException
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
 
@@ -39,7 +40,13 @@ def compose_overrides(overrides: Sequence[str], folder: Path, name: str | None) 
     node = compose_options(options, folder, name)
     if not values:
         return node
-    ConfigLoaderImpl._apply_overrides_to_config(values, node)
+    try:
+        ConfigLoaderImpl._apply_overrides_to_config(values, node)
+    except (AssertionError, AttributeError) as error:  # raised by OmegaConf for settings of a section that is null
+        if isinstance(error, HydraException | OmegaConfBaseException):
+            raise
+        keys = " ".join(override.key_or_group for override in values)
+        raise ConfigCompositionException(f"a section in {keys} is null and takes no settings") from None
     task_overrides = [override for override in parsed if not override.is_hydra_override()]
     node.hydra.overrides.task = [override.input_line for override in task_overrides]
     node.hydra.overrides.hydra = [override.input_line for override in parsed if override.is_hydra_override()]

@@ -169,7 +169,7 @@ def find_deepest(config: Any, parts: list[str]) -> tuple[Any, list[str], list[st
     """Return the deepest existing section on the path to a key, and the existing and missing parts of the key."""
     node = config
     for index, part in enumerate(parts):
-        if part not in node:
+        if node._is_none() or part not in node:
             return node, parts[:index], parts[index:]
         child = node._get_node(part)
         if index + 1 < len(parts) and not OmegaConf.is_dict(child):

@@ -169,6 +169,13 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int], override
         return ExitCode.INVALID_CONFIG
     except BrokenPipeError:  # `--help | head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.filename is None:
+            raise
+        typed = next((text for text in overrides if text.startswith("hydra.sweep.dir=")), "hydra.sweep.dir=…")
+        reason = f"{error.filename} cannot be written to: {error.strerror}"
+        print(format_report([ConfigError(typed, reason, "hydra.sweep.dir=<a folder of yours>")]), file=sys.stderr)
+        return ExitCode.INVALID_CONFIG
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     return max(exit_codes)

@@ -10,6 +10,7 @@ from hydra import initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 
+from recipes.config import compose_and_check
 from recipes.config.check.command_line import compose_overrides
 from recipes.config.compose import CONF, Composed
 from recipes.config.overrides import make_override, parse_override
@@ -125,9 +126,15 @@ def _check_values(composed: Composed, space: SearchSpace, fixed: list[str]) -> l
         name = parameter_name(key)
         values = parameter.values if isinstance(parameter, Choice) else (parameter.low,)
         for value in values:
-            _, found = _compose_trial(composed, [*fixed, make_override(name, value)])
+            # of one start here: a trial of an agent has a folder of its own, which it resumes
+            typed = [text for text in fixed if text != "resume=auto"]
+            _, found = _check_trial(composed, [*typed, make_override(name, value)])
             mistakes |= {str(mistake): mistake for mistake in found}
     return list(mistakes.values())
+
+
+def _check_trial(composed: Composed, overrides: list[str]) -> tuple[Composed | None, list[ConfigError]]:
+    return compose_and_check(overrides, config_folder=Path(composed.config_folder), config_name=composed.config_name)
 
 
 def _compose_trial(composed: Composed, overrides: list[str]) -> tuple[Composed | None, list[ConfigError]]:

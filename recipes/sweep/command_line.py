@@ -1,25 +1,40 @@
 """Check the command line of a sweep through its first job before Hydra runs; build the commands that it prints."""
 
 import importlib.util
+import math
 import os
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from recipes.config import compose_and_check
+from recipes.config.cached_compose import compose_overrides as compose_nodes
 from recipes.config.check.command_line import compose_overrides
+from recipes.config.check.metrics import find_unknown_metric
+from recipes.config.check.nodes import check_node_tree
+from recipes.config.check.ranges import check_ranges
 from recipes.config.check.renamed import answer_renamed_option, restore_sweeps
 from recipes.config.check.suggestions import list_options, suggest_option
-from recipes.config.compose import CONF
-from recipes.config.overrides import make_override, parse_or_quote, parse_override
+from recipes.config.compose import CONF, Composed
+from recipes.config.overrides import make_override, parse_or_quote, parse_override, quote
+from recipes.config.traits import select
 from recipes.errors import ConfigError
 
 _GRID = "basic"  # Hydra's own sweeper
+_PLUGINS = "hydra_plugins"  # a package that exists only while Hydra runs
+_OPTUNA = "recipes.sweep.optuna_sweeper.OptunaSweeper"
+_PARAMS = "hydra.sweeper.params"
+_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
+_MAX_JOBS = 5000  # of a grid, each of which is composed and checked in some 30 ms
+_MAX_NAME_BYTES = 255  # of file systems
 # sections and settings that determine how and where jobs run, not what they compute
 _LAUNCH_SECTIONS = ("launcher", "hydra", "ignore_slurm")
 _SWEEP_SETTINGS = (
@@ -39,12 +54,14 @@ class SweepCommand:
     Attributes:
         for_hydra: The overrides for Hydra, with a `+` where Hydra needs one (`trainer.benchmark=true,false`).
         keys: The keys that are swept over.
-        mistakes: All errors found in the first job.
+        mistakes: All errors found in the first job, and those of the sweep.
+        of_sweep: The errors of the sweep, which every job has.
     """
 
     for_hydra: list[str]
     keys: list[str]
     mistakes: list[ConfigError]
+    of_sweep: list[ConfigError]
 
 
 def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str) -> SweepCommand:
@@ -57,6 +74,8 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
     """
     source: dict[str, Any] = {"config_folder": config_folder, "config_name": config_name}
     typed = [parse_or_quote(text)[1] for text in typed]  # quote what Hydra's grammar cannot read, as for a single run
+    if mistakes := [*_reject_params(typed)]:
+        return SweepCommand(for_hydra=[*typed], keys=[], mistakes=mistakes, of_sweep=mistakes)
     swept = {text: parsed for text in typed if (parsed := _parse_sweep(text)) is not None}
     first_job = [_first_value(swept[text]) if text in swept else text for text in typed]
     composed, _ = compose_overrides(first_job, **source)
@@ -64,15 +83,25 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
     typed_keys = {_key(text) for text in typed}
     # typed overrides replace those of hydra.sweeper.params
     from_params = [_first_value(param) for param in params if param.key_or_group not in typed_keys]
+    sweeper = composed.choices["hydra/sweeper"] if composed is not None else _GRID
+    of_sweeper = _check_sweeper_node(composed) if composed is not None else []
     composed, mistakes = compose_and_check([*from_params, *first_job], **source)
     mistakes = restore_sweeps(mistakes, dict(zip(first_job, typed, strict=True)))
-    sweeper = composed.choices["hydra/sweeper"] if composed is not None else _GRID
     added = set(composed.overrides) if composed is not None else set()
     param_keys = {param.key_or_group for param in params}
+    of_sweep = [
+        *_check_values(swept),
+        *_check_sweeper(swept, sweeper),
+        *of_sweeper,
+        *_check_number(swept, params, sweeper),
+        *(_check_objective(composed) if composed is not None else []),
+        *_check_folder(typed),
+    ]
     return SweepCommand(
         for_hydra=[_to_hydra(text, first, added, param_keys) for text, first in zip(typed, first_job, strict=True)],
         keys=[override.key_or_group for override in swept.values()],
-        mistakes=[*mistakes, *_check_values(swept), *_check_sweeper(swept, sweeper), *_check_folder(typed)],
+        mistakes=[*mistakes, *of_sweep],
+        of_sweep=of_sweep,
     )
 
 
@@ -100,6 +129,15 @@ def resume_command(typed: Sequence[str], folder: Path) -> str:
     return f"python train.py {shlex.join([*others, make_override('hydra.sweep.dir', str(folder))])}"
 
 
+def _reject_params(typed: Sequence[str]) -> Iterator[ConfigError]:
+    """Reject parameters of the sweeper on the command line, where each is an override of its own."""
+    for text in typed:
+        if _key(text).startswith(_PARAMS):
+            parameter = text.lstrip("+").removeprefix(f"{_PARAMS}.")
+            fix = parameter if parameter != text.lstrip("+") else "<setting>=<value>,<value>"
+            yield ConfigError(text, "it is for files of conf/sweep/; a command line has the sweeps themselves", fix)
+
+
 def _parse_sweep(text: str) -> Override | None:
     """Parse an override; None if it is not a sweep, or is invalid, which the check reports."""
     try:
@@ -114,7 +152,7 @@ def _first_value(override: Override) -> str:
     if not override.is_sweep_override():
         return str(override.input_line)
     key, sweep = override.get_key_element(), override.value()
-    if isinstance(sweep, IntervalSweep) or (isinstance(sweep, RangeSweep) and _is_empty(override)):
+    if isinstance(sweep, IntervalSweep | RangeSweep):
         return f"{key}={sweep.start}"
     if isinstance(sweep, Glob):
         return f"{key}={next(iter(_matching_options(override)), 'none')}"
@@ -126,7 +164,13 @@ def _check_values(swept: dict[str, Override]) -> list[ConfigError]:
     mistakes = []
     for text, override in swept.items():
         group = override.key_or_group
-        if _is_empty(override):
+        if group.startswith("hydra."):
+            quoted = f"{group}={quote(text.partition('=')[2])}"
+            fix = f'"{quoted}"' if group in _FOLDERS else f"{group}=<value>"
+            mistakes.append(ConfigError(text, "it is a setting of the whole sweep, in which jobs cannot differ", fix))
+        elif _never_ends(override):
+            mistakes.append(ConfigError(text, "the range never ends", f"{group}=range(<low>,<high>,<step>)"))
+        elif _is_empty(override):
             mistakes.append(ConfigError(text, "the sweep has no values", f"{group}=<values>"))
         elif (CONF / group).is_dir() and isinstance(override.value(), ChoiceSweep):
             options = list_options(group)
@@ -154,12 +198,64 @@ def _check_sweeper(swept: dict[str, Override], sweeper: str) -> list[ConfigError
     return mistakes
 
 
+def _check_sweeper_node(composed: Composed) -> list[ConfigError]:
+    """Check `hydra.sweeper`, which Hydra builds before any code of this project runs, as any other section."""
+    node = compose_nodes(composed.overrides, Path(composed.config_folder), composed.config_name)
+    try:
+        section: Any = OmegaConf.to_container(node.hydra.sweeper, resolve=True)
+    except OmegaConfBaseException as error:
+        return [ConfigError("hydra.sweeper=…", str(error).partition("\n")[0], "hydra.sweeper.<setting>=<value>")]
+    if str(section.get("_target_", "")).startswith(f"{_PLUGINS}."):
+        section["_target_"] = _OPTUNA
+    config = {"hydra": {"sweeper": section}}
+    mistakes = [*check_node_tree(config), *check_ranges(config)]
+    if section["_target_"] == _OPTUNA and section.get("pruner") is not None and not mistakes:
+        mistakes += [*find_unknown_metric(composed.config, "hydra.sweeper.prune_on", section["prune_on"])]
+    return mistakes
+
+
+def _check_number(swept: Mapping[str, Override], params: Sequence[Override], sweeper: str) -> list[ConfigError]:
+    """Check the number of jobs of a grid: Hydra composes all of them before the first one starts."""
+    sweeps = {override.key_or_group: override for override in [*params, *swept.values()]}
+    number = math.prod(_count_values(override) for override in sweeps.values())
+    if sweeper != _GRID or number <= _MAX_JOBS:
+        return []
+    reason = f"the grid has {number:,} jobs, and all of them are composed and checked before the first one starts"
+    fix = "hydra/sweeper=optuna hydra.sweeper.n_trials=100, which samples them, or fewer values"
+    return [ConfigError(" ".join(swept) or "hydra.sweeper.params=…", reason, fix)]
+
+
+def _count_values(override: Override) -> int:
+    sweep = override.value()
+    if isinstance(sweep, RangeSweep) and not _never_ends(override) and not _is_empty(override):
+        assert sweep.start is not None, "Hydra's range has a start"
+        assert sweep.stop is not None, "Hydra's range has an end"
+        return math.ceil((Decimal(sweep.stop) - Decimal(sweep.start)) / Decimal(sweep.step))
+    if isinstance(sweep, ChoiceSweep):
+        return len(sweep.list)
+    return max(1, len(_matching_options(override))) if isinstance(sweep, Glob) else 1
+
+
+def _check_objective(composed: Composed) -> list[ConfigError]:
+    """Check that a validation metric that ranks the jobs is computed; other names are those of summary.json."""
+    objective = str(select(composed.config, "sweep.objective"))
+    return [*find_unknown_metric(composed.config, "sweep.objective", objective)] if "/" in objective else []
+
+
 def _check_folder(typed: Sequence[str]) -> list[ConfigError]:
     """Check that the sweep folder can be created, which Hydra does before any code of this project runs."""
     setting = next((text for text in reversed(typed) if _key(text) == "hydra.sweep.dir"), None)
     folder = parse_override(setting).value() if setting is not None else "logs/sweep"
+    if folder == "":
+        return [ConfigError("hydra.sweep.dir=", "a sweep needs a folder", "hydra.sweep.dir=<folder>")]
     if not isinstance(folder, str) or "${" in folder:
         return []  # checked when it is resolved
+    folder = os.path.expanduser(folder)
+    if folder.startswith("~"):
+        return [ConfigError(str(setting), "there is no such user", "hydra.sweep.dir=<a folder>")]
+    if any(len(os.fsencode(part)) > _MAX_NAME_BYTES for part in Path(folder).parts):
+        reason = f"a name in it is longer than {_MAX_NAME_BYTES} bytes"
+        return [ConfigError("hydra.sweep.dir=…", reason, "hydra.sweep.dir=<a shorter name>")]
     nearest = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if os.path.exists(path))
     fix = "hydra.sweep.dir=<a folder of yours>"
     if not nearest.is_dir():
@@ -167,6 +263,13 @@ def _check_folder(typed: Sequence[str]) -> list[ConfigError]:
     if not os.access(nearest, os.W_OK | os.X_OK):
         return [ConfigError(setting or f"hydra.sweep.dir={folder}", f"{nearest} cannot be written to", fix)]
     return []
+
+
+def _never_ends(override: Override) -> bool:
+    sweep = override.value()
+    if not isinstance(sweep, RangeSweep):
+        return False
+    return sweep.step == 0 or not all(math.isfinite(number or 0) for number in (sweep.start, sweep.stop, sweep.step))
 
 
 def _is_empty(override: Override) -> bool:
@@ -191,6 +294,8 @@ def _to_hydra(text: str, first: str, added: Collection[str], param_keys: Collect
     A key that `hydra.sweeper.params` also has loses its `+`: Hydra compares keys as text, and with
     the `+` it would sweep over both.
     """
+    if _key(text) == "hydra.sweep.dir" and str(folder := parse_override(text).value()).startswith("~"):
+        return make_override(_key(text), os.path.expanduser(str(folder)))  # Hydra would create a folder of the name ~
     if _key(text) in param_keys:
         return text.lstrip("+")
     return next((f"{marks}{text}" for marks in ("+", "++") if f"{marks}{first}" in added), text)

@@ -13,6 +13,7 @@ from recipes.runtime.world import global_rank, started_by
 def is_sweep(overrides: Sequence[str]) -> bool:
     """Return whether `sweep=` names a sweep, which then needs no `-m`."""
     selects_sweep = any(override.startswith("sweep=") and override != "sweep=none" for override in overrides)
+    selects_sweep |= "hydra.mode=MULTIRUN" in overrides
     # mode=wandb_sweep only writes a sweep's YAML, and each trial of that sweep is a single run
     return selects_sweep and not {"mode=wandb_sweep", "hydra.mode=RUN"} & set(overrides)
 
@@ -44,8 +45,9 @@ def run_sweep(overrides: list[str], folder: Path, name: str, run: Callable[..., 
 
     command = check_command(overrides, config_folder=folder, config_name=name)
     # only the first job is checked here, and with skip_invalid=true it may be one that is skipped
-    if command.mistakes and "sweep.skip_invalid=true" not in overrides:
-        print(format_report(command.mistakes), file=sys.stderr)
+    skips_invalid = "sweep.skip_invalid=true" in overrides
+    if mistakes := command.of_sweep if skips_invalid else command.mistakes:
+        print(format_report(mistakes), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
     MULTIRUN.config_folder, MULTIRUN.config_name = folder, name
     MULTIRUN.keys, MULTIRUN.command, MULTIRUN.exit_code = command.keys, sys.argv[1:], 0

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
@@ -26,6 +26,7 @@ from recipes.sweep.session import MULTIRUN
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
+    from optuna.pruners import BasePruner
 
 STUDY_FILE = "study.db"
 _STUDY_NAME = "sweep"
@@ -48,18 +49,15 @@ class OptunaSweeper(Sweeper):
     def __init__(
         self,
         *,
-        params: Mapping[str, str] | None,
-        n_trials: int,
+        params: Mapping[str, Any] | None,
+        n_trials: Annotated[int, ">= 1"],
         sampler: Callable[..., Any],
-        pruner: Any,
+        pruner: "BasePruner | None",
         prune_on: str,
         prune_direction: Direction,
-        seed: int | None,
+        seed: Annotated[int, ">= 0"] | None,
         storage: str | None,
     ) -> None:
-        if isinstance(n_trials, bool) or not isinstance(n_trials, int) or n_trials < 1:
-            what = "it takes a whole number, at least 1"
-            raise ConfigError(f"hydra.sweeper.n_trials={n_trials}", what, "hydra.sweeper.n_trials=20")
         self._params = params
         self._num_trials = n_trials
         self._sampler_factory = sampler
@@ -75,12 +73,6 @@ class OptunaSweeper(Sweeper):
     @override
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self._context, self._config = hydra_context, config
-        if self._prune_direction not in get_args(Direction):  # no check of the run's config covers `hydra:`
-            raise ConfigError(
-                f"hydra.sweeper.prune_direction={self._prune_direction}",
-                f"it takes {' or '.join(get_args(Direction))}",
-                f"hydra.sweeper.prune_direction={get_args(Direction)[0]}",
-            )
         if self._pruner is not None and (
             mistake := find_wrong_direction(
                 "hydra.sweeper.prune_on", self._prune_on, "hydra.sweeper.prune_direction", self._prune_direction

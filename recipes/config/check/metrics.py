@@ -46,20 +46,27 @@ def check_metrics(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 def check_readers(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Check that a metric named by a setting is computed, unless external code may log it."""
-    callbacks = [node for node in config["callbacks"].values() if node is not None]
+    for setting, switch in _READERS.items():
+        if select(config, switch):
+            yield from find_unknown_metric(config, setting, select(config, setting))
+
+
+def find_unknown_metric(config: Mapping[str, Any], setting: str, name: object) -> Iterator[ConfigError]:
+    """Yield the error in a setting that names a validation metric which is not computed.
+
+    Other prefixes are those of callbacks, and of training; a task or callback of another package may log anything.
+    """
+    callbacks = [node for node in (config.get("callbacks") or {}).values() if node is not None]
     ours = ("recipes.", "callbacks.")
-    if not all(str(node["_target_"]).startswith(ours) for node in (config["task"], *callbacks)):
+    is_of_validation = isinstance(name, str) and (name.startswith(_PREFIX) or "/" not in name)
+    if not is_of_validation or not all(str(n["_target_"]).startswith(ours) for n in (config["task"], *callbacks)):
         return
     computed = [*_list_computed(config)]
-    for setting, switch in _READERS.items():
-        name = select(config, setting)
-        # other prefixes are those of callbacks, and of training
-        is_of_validation = isinstance(name, str) and (name.startswith(_PREFIX) or "/" not in name)
-        if select(config, switch) and is_of_validation and name not in computed:
-            near = (get_close_matches(str(name), computed, 1) or computed)[0]
-            yield ConfigError(
-                f"{setting}={name}", f"validation computes {' '.join(computed)}", f"{setting}={near}, or +metrics.…"
-            )
+    if name not in computed:
+        near = (get_close_matches(str(name), computed, 1) or computed)[0]
+        yield ConfigError(
+            f"{setting}={name}", f"validation computes {' '.join(computed)}", f"{setting}={near}, or +metrics.…"
+        )
 
 
 def find_wrong_directions(config: Mapping[str, Any]) -> Iterator[ConfigError]:

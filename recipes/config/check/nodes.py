@@ -48,6 +48,7 @@ PROVIDED: dict[str, set[str]] = {
     "mode.write": {"folders", "path"},
     "mode.write_page": {"path", "plan", "lines", "title", "text", "figures", "results", "images", "report"},
     "sweep.compare": {"folders", "path", "sort", "dashboard"},
+    "hydra.sweeper.sampler": {"seed"},
 }
 # sections that refer to another one, `evaluator: ${evaluator}`, where mistakes are reported
 _REPEATED = ("mode.evaluator",)
@@ -56,10 +57,15 @@ _HYDRA_ONLY = ("_args_", "_convert_", "_recursive_")  # of Hydra's own instantia
 
 def check_nodes(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Check every node of a config that has a `_target_`, nested ones included."""
+    sections = (*list_groups(), *NODES)  # any other is reported by the check of sections
+    yield from check_node_tree({name: section for name, section in config.items() if name in sections})
+
+
+def check_node_tree(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Check every node in these sections, whatever their names."""
     nodes = dict(list_nodes(config))
     for path, node in nodes.items():
-        is_unknown = path.partition(".")[0] not in (*list_groups(), *NODES)  # reported by the check of sections
-        if not is_repeated(path) and not is_unknown:
+        if not is_repeated(path):
             yield from _check_node(path, node)
             yield from _check_partial(path, node, nodes)
 

@@ -11,8 +11,15 @@ from recipes.config.signature import find_signature
 from recipes.config.traits import list_nodes, select
 from recipes.errors import ConfigError
 
-# arguments of Lightning's Trainer, which declares no ranges
-_TRAINER = {
+# arguments of Lightning's Trainer, and of Hydra's and Optuna's sweepers, which declare no ranges
+_OF_OTHERS = {
+    "hydra.sweeper.max_batch_size": "Annotated[int, '>= 1'] | None",
+    "hydra.sweeper.sampler.n_startup_trials": "Annotated[int, '>= 0']",
+    "hydra.sweeper.sampler.n_ei_candidates": "Annotated[int, '>= 1']",
+    "hydra.sweeper.pruner.n_startup_trials": "Annotated[int, '>= 0']",
+    "hydra.sweeper.pruner.n_warmup_steps": "Annotated[int, '>= 0']",
+    "hydra.sweeper.pruner.interval_steps": "Annotated[int, '>= 1']",
+    "hydra.sweeper.pruner.n_min_trials": "Annotated[int, '>= 1']",
     "trainer.max_steps": "Annotated[int, '>= 1']",
     "trainer.min_steps": "Annotated[int, '>= 1'] | None",
     "trainer.num_nodes": "Annotated[int, '>= 1']",
@@ -23,7 +30,7 @@ _TRAINER = {
 
 def check_ranges(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Check every value of the config that has a declared range; values of the wrong type are skipped."""
-    for key, source in (SETTINGS | _TRAINER).items():
+    for key, source in (SETTINGS | _OF_OTHERS).items():
         yield from _check(key, select(config, key), annotation_from(source))
     for path, node in list_nodes(config):
         parameters = {} if is_repeated(path) else find_signature(node["_target_"]).parameters
