@@ -7,7 +7,14 @@ from pathlib import Path
 from recipes.config import compose_and_check
 from recipes.config.check.config_folder import check_config_folder
 from recipes.config.compose import quote_options
-from recipes.entry.hydra_main import find_wrong_flags, for_hydra, is_for_hydra, parse_flags, run_through_hydra
+from recipes.entry.hydra_main import (
+    find_missing_folder,
+    find_wrong_flags,
+    for_hydra,
+    is_for_hydra,
+    parse_flags,
+    run_through_hydra,
+)
 from recipes.entry.run import run_composed
 from recipes.entry.torchrun import compose_on_rank_zero
 from recipes.errors import ConfigError, format_report
@@ -23,6 +30,8 @@ from recipes.sweep.main import is_sweep, run_sweep
 def main() -> int:
     """Hand the command line to one run, one sweep, or Hydra's own flags; return the exit code."""
     accept_any_text()
+    if mistakes := find_missing_folder():
+        return report(mistakes)
     words = quote_options(sys.argv[1:])
     args, mistakes = parse_flags(words)
     sys.argv[1:] = for_hydra(args, words)  # which reads them too

@@ -13,6 +13,7 @@ from recipes.runtime.world import (
     existing_ranks,
     has_own_gpu,
     num_gpus,
+    reject_missing_interface,
     reject_other_launcher,
 )
 
@@ -47,11 +48,14 @@ def get_ranks(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ
     if found is not None:
         _reject_contradiction(config["trainer"], found)
         _reject_more_ranks_than_gpus(config["trainer"], found, environ)
+        reject_missing_interface(environ)
         return found
     num_nodes = int(config["trainer"]["num_nodes"])
     if runs_elsewhere(config):  # on a login node: the GPUs are elsewhere in the cluster
         per_node = 1 if single else requested_devices(config["trainer"]) or 1
         return Ranks(per_node=per_node, num_nodes=num_nodes, started_by=None)
+    if not single:
+        reject_missing_interface(environ)
     per_node = 1 if single else _per_node(config["trainer"])
     if num_nodes > 1:
         raise ConfigError(

@@ -80,6 +80,15 @@ def is_for_hydra(args: Namespace) -> bool:
     return any(getattr(args, flag) for flag in _FLAGS)
 
 
+def find_missing_folder() -> list[ConfigError]:
+    """Return the error of a working directory that has been deleted, below which all paths of a run would be."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return [ConfigError("the working directory", "it has been deleted", "cd <a folder that exists>")]
+    return []
+
+
 def find_wrong_flags(args: Namespace) -> list[ConfigError]:
     """Return the errors in Hydra's flags that contradict each other, have no effect, or name a folder or a file."""
     mistakes = []

@@ -1,8 +1,10 @@
 """Read the processes of a run and their launcher from the environment. No torch without a GPU driver."""
 
 import contextlib
+import math
 import os
 import re
+import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,10 @@ _SLURM_COUNTS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS_PER_NODE")
 _COUNTS = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT")
 # variable -> the one that it is smaller than
 _INDICES = {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE"}
+_MAX_DIGITS, _LAST_PORT = 9, 65535
+_MAX_SHOWN = 40  # characters of a variable in an error
+_HOST = re.compile(r"[\w.:%\[\]-]+")  # a name, or an address of either kind
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _SLURM_INDICES = {
     "SLURM_PROCID": "SLURM_STEP_NUM_TASKS",
     "SLURM_LOCALID": "SLURM_STEP_NUM_TASKS",
@@ -143,17 +149,63 @@ def find_wrong_variables(environ: Mapping[str, str] = os.environ) -> list[Config
         value = environ.get(name)
         if value is None:
             continue
-        if not value.isdecimal() or int(value) < least:
-            what = f"a whole number from {least} on"
-            wrong.append(ConfigError(f"{name}={value}", f"torchrun and srun set {what}", f"unset {name}"))
-        elif most is not None and most.isdecimal() and int(value) >= int(most):
+        shown = f"{name}={value if len(value) <= _MAX_SHOWN else value[:_MAX_SHOWN] + '…'}"
+        if not _is_count(value) or int(value) < least or (name == "MASTER_PORT" and int(value) > _LAST_PORT):
+            what = "a port up to 65535" if name == "MASTER_PORT" else f"a whole number from {least} on"
+            wrong.append(ConfigError(shown, f"torchrun and srun set {what}", f"unset {name}"))
+        elif most is not None and _is_count(most) and int(value) >= int(most):
             reason = f"ranks count from 0, and {smaller_than[name]} is {most}"
-            wrong.append(ConfigError(f"{name}={value}", reason, f"unset {name}"))
-    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE")
-    if tasks is not None and not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", tasks):
-        reason = "SLURM sets numbers such as 2(x3),1"
-        wrong.append(ConfigError(f"SLURM_STEP_TASKS_PER_NODE={tasks}", reason, "ignore_slurm=true"))
-    return wrong
+            wrong.append(ConfigError(shown, reason, f"unset {name}"))
+    address = environ.get("MASTER_ADDR", "localhost")
+    if is_rank and not _HOST.fullmatch(address):
+        fix = "export MASTER_ADDR=<the host of rank 0>"
+        wrong.append(ConfigError(f"MASTER_ADDR={address}", "it is not the name or address of a host", fix))
+    wrong += _find_wrong_sizes(environ) if is_rank and not wrong else []
+    return [*wrong, *_find_wrong_tasks(environ)]
+
+
+def _find_wrong_sizes(environ: Mapping[str, str]) -> list[ConfigError]:
+    """Check that the ranks divide over nodes: otherwise they would wait for some that nobody has started."""
+    world_size, per_node = int(environ["WORLD_SIZE"]), int(environ["LOCAL_WORLD_SIZE"])
+    if per_node <= world_size and ("GROUP_WORLD_SIZE" in environ or world_size % per_node == 0):
+        return []
+    reason = f"{world_size} ranks in all are no multiple of {per_node} on each node"
+    fix = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE, or torchrun --nproc-per-node <ranks> train.py …"
+    return [ConfigError(f"WORLD_SIZE={world_size} LOCAL_WORLD_SIZE={per_node}", reason, fix)]
+
+
+def reject_missing_interface(environ: Mapping[str, str] = os.environ) -> None:
+    """Reject a network interface for gloo that this machine does not have.
+
+    Raises:
+        ConfigError: `GLOO_SOCKET_IFNAME` names another one.
+    """
+    named = [name for name in environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    known = [name for _, name in socket.if_nameindex()]
+    if not set(named) <= set(known):
+        reason = f"this machine has the network interfaces {' '.join(known)}"
+        raise ConfigError(f"GLOO_SOCKET_IFNAME={','.join(named)}", reason, "unset GLOO_SOCKET_IFNAME")
+
+
+def _is_count(text: str) -> bool:
+    """Return whether a text is a whole number, of a size that ranks and ports have."""
+    return text.isdecimal() and len(text) <= _MAX_DIGITS
+
+
+def _find_wrong_tasks(environ: Mapping[str, str]) -> list[ConfigError]:
+    """Check `2(x3),1` by arithmetic alone: it can stand for more numbers than the memory holds."""
+    tasks, num_tasks = environ.get("SLURM_STEP_TASKS_PER_NODE"), environ.get("SLURM_STEP_NUM_TASKS", "")
+    if tasks is None:
+        return []
+    reason = "SLURM sets numbers such as 2(x3),1"
+    if re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", tasks):
+        groups = [[int(number[:_MAX_DIGITS]) for number in group if number] for group in _TASKS.findall(tasks)]
+        total = sum(math.prod(group) for group in groups)
+        if not _is_count(num_tasks) or int(num_tasks) <= 1 or total == int(num_tasks):
+            return []
+        reason = f"these are {total} tasks, and SLURM_STEP_NUM_TASKS is {num_tasks}"
+    shown = tasks if len(tasks) <= _MAX_SHOWN else tasks[:_MAX_SHOWN] + "…"
+    return [ConfigError(f"SLURM_STEP_TASKS_PER_NODE={shown}", reason, "ignore_slurm=true")]
 
 
 def reject_other_launcher(environ: Mapping[str, str] = os.environ) -> None:
@@ -332,7 +384,7 @@ def existing_ranks(environ: Mapping[str, str]) -> Ranks | None:
     else:
         world_size, per_node = int(environ["WORLD_SIZE"]), int(environ["LOCAL_WORLD_SIZE"])
         # torchrun's agents, one per node
-        num_nodes = int(environ.get("GROUP_WORLD_SIZE", world_size // per_node))
+        num_nodes = int(environ.get("GROUP_WORLD_SIZE", -(-world_size // per_node)))
         # this node's count and the total are known: any difference shows up in the last node
         rest = world_size - per_node * (num_nodes - 1)
         ranks_by_node = [per_node] * (num_nodes - 1) + [rest]
@@ -352,5 +404,4 @@ def _slurm_tasks_by_node(environ: Mapping[str, str]) -> list[int]:
     if tasks_per_node is None:  # older SLURM: the same number on each node
         per_node = int(environ.get("SLURM_NTASKS_PER_NODE", num_tasks))
         return [per_node] * (num_tasks // per_node)
-    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node)
-    return [int(tasks) for tasks, times in groups for _ in range(int(times or 1))]
+    return [int(tasks) for tasks, times in _TASKS.findall(tasks_per_node) for _ in range(int(times or 1))]

@@ -1,6 +1,8 @@
 """Check the Hydra settings of a `--config-path` folder before Hydra uses them: plugins, callbacks, logging, folders."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ def check_config_folder(folder: Path, name: str, typed: Sequence[str]) -> list[C
         name: Primary config, without its suffix.
         typed: Overrides of this command line.
     """
+    if missing := [*_check_search_path(typed)]:
+        return missing
     if folder.resolve() in find_trusted_folders(typed):
         return []
     trust = f"'{SEARCH_PATH}=[{folder.resolve()}]' if you trust all of it"
@@ -59,6 +63,24 @@ def check_config_folder(folder: Path, name: str, typed: Sequence[str]) -> list[C
         for key, value in _flatten(_get_hydra(node))
         if not key.startswith(_FREE) and all(value != (leaves[key] if key in leaves else _MISSING) for leaves in known)
     ]
+
+
+def _check_search_path(typed: Sequence[str]) -> Iterator[ConfigError]:
+    """Check that the folders and packages of `hydra.searchpath` exist; Hydra goes on without those that do not."""
+    for override in parse_values(typed):
+        if override.key_or_group != SEARCH_PATH:
+            continue
+        places, setting = override.value(), str(override.input_line)
+        if not isinstance(places, list):
+            yield ConfigError(setting, "it takes a list of folders", f"'{SEARCH_PATH}=[{to_grammar(places)}]'")
+            continue
+        for place in map(str, places):
+            name = place.removeprefix("pkg://").partition("/")[0].partition(".")[0]
+            is_package = place.startswith("pkg://")
+            exists = find_spec(name) is not None if is_package else os.path.isdir(place.removeprefix("file://"))
+            if not exists:
+                what = f"no package {name!r} is installed" if is_package else f"there is no folder {place}"
+                yield ConfigError(setting, what, f"'{SEARCH_PATH}=[file://<a folder like conf/>]'")
 
 
 def _names_search_path(file: Path) -> bool:

@@ -26,6 +26,25 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("-m seed=1,2 hydra.sweep.dir=file/x", "hydra.sweep.dir=file/x"),
         ("-m seed=1,2 hydra.sweep.dir=${nope}", "hydra.sweep.dir=${nope}"),
         ("-m seed=1,2 optimizer.lrr=3", "optimizer.lrr=3"),
+        ("seed=1,2 -m optimizer.lrr=3", "optimizer.lrr=3"),
+        ("hydra.mode=MULTIRUN seed=1,2 optimizer.lrr=3", "optimizer.lrr=3"),
+        ("-seed=5", "-seed=5"),
+        ("-precision=16", "-precision=16"),
+        ("--lr 1e-3", "--lr"),
+        ("--cfg nope", "--cfg nope"),
+        ("--info nope", "--info nope"),
+        ("--package", "--package"),
+        ("-m --cfg job seed=1,2", "--multirun --cfg"),
+        ("--shell-completion nope", "--shell-completion"),
+        ("--resolve", "--resolve"),
+        ("--package optimizer", "--package optimizer"),
+        ("--experimental-rerun x.pickle", "--experimental-rerun x.pickle"),
+        ("--cfg job --package nope", "--package …"),
+        ("--config-name recipe/sft tokenizer=bytes", "--config-name recipe/sft"),
+        ("hydra.searchpath=[/nope]", "hydra.searchpath=[/nope]"),
+        ("hydra.searchpath=[pkg://nope.conf]", "hydra.searchpath=[pkg://nope.conf]"),
+        ("hydra.searchpath=conf", "hydra.searchpath=conf"),
+        ("-m seed=1,2 hydra.sweep.dir=/proc/x", "hydra.sweep.dir=/proc/x"),
     ],
 )
 def test_a_mistake_is_named_as_it_was_typed(
@@ -37,6 +56,33 @@ def test_a_mistake_is_named_as_it_was_typed(
     assert f"1. {setting}\n" in printed
     assert "type: " in printed
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_flags_and_overrides_stand_in_any_order(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = []
+    for command in (
+        "seed=7 optimizer.lr=3e-3 --cfg job --package optimizer",
+        "--cfg job seed=7 -p optimizer optimizer.lr=3e-3",
+    ):
+        monkeypatch.setattr("sys.argv", ["train.py", *command.split()])
+        assert train.main() == ExitCode.FINISHED
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert "lr: 0.003" in printed[0]
+
+
+def test_a_deleted_working_directory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setattr("sys.argv", ["train.py", "recpe=x"])
+    assert train.main() == ExitCode.INVALID_CONFIG
+    assert "type: cd <a folder that exists>" in capsys.readouterr().err
 
 
 def test_a_sweep_in_a_folder_that_cannot_be_written_to_is_named(

@@ -241,6 +241,13 @@ def test_torchrun_gives_no_rank_a_gpu_of_its_own() -> None:
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": ""}, "SLURM_STEP_TASKS_PER_NODE="),
         (SLURM | {"SLURM_PROCID": "7"}, "SLURM_PROCID=7"),
         (SLURM | {"SLURM_LOCALID": "x"}, "SLURM_LOCALID=x"),
+        (SLURM | {"SLURM_PROCID": ""}, "SLURM_PROCID="),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x99999999999)"}, "SLURM_STEP_TASKS_PER_NODE=2(x99999999999)"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, "SLURM_STEP_TASKS_PER_NODE=2(x2),1"),
+        ({"WORLD_SIZE": "9" * 5000}, f"WORLD_SIZE={'9' * 40}…"),
+        (TORCHRUN | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
+        (TORCHRUN | {"WORLD_SIZE": "5"}, "WORLD_SIZE=5 LOCAL_WORLD_SIZE=2"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, "WORLD_SIZE=4 LOCAL_WORLD_SIZE=8"),
         (SPAWNED, f"{RANK_FILE}=composed.json"),
     ],
 )
@@ -250,6 +257,20 @@ def test_a_variable_left_from_something_else_is_named_before_anything_reads_it(
     wrong = find_wrong_variables(environ)
     assert setting in [mistake.setting for mistake in wrong]
     assert all(mistake.fix.startswith(("unset ", "ignore_slurm=true")) for mistake in wrong)
+
+
+@pytest.mark.parametrize("address", ["", "a b", "tcp://node0"])
+def test_a_rank_needs_a_host_to_meet_the_others_at(address: str) -> None:
+    [mistake] = find_wrong_variables(TORCHRUN | {"MASTER_ADDR": address})
+    assert mistake.setting == f"MASTER_ADDR={address}"
+    assert mistake.fix == "export MASTER_ADDR=<the host of rank 0>"
+
+
+def test_an_interface_that_the_machine_lacks_is_named_before_the_ranks_start() -> None:
+    with pytest.raises(ConfigError, match="GLOO_SOCKET_IFNAME=nope: this machine has the network interfaces .*lo"):
+        get_ranks(config(devices=2, accelerator="cpu"), {"GLOO_SOCKET_IFNAME": "nope"})
+    assert get_ranks(config(devices=2, accelerator="cpu"), {"GLOO_SOCKET_IFNAME": "lo"}).per_node == 2
+    assert get_ranks(config(strategy=SINGLE), {"GLOO_SOCKET_IFNAME": "nope"}).per_node == 1
 
 
 @pytest.mark.parametrize("environ", [{}, {"LOCAL_RANK": "x"}, {"WORLD_SIZE": "1"}, TORCHRUN, SLURM, {"PMI_SIZE": "2"}])
