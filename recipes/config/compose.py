@@ -181,14 +181,16 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
     is_own = resumed is None and config_folder.resolve() in find_trusted_folders(overrides)
     register_resolvers(*([] if is_own else [restrict_variables(overrides)]))
     overrides, sweeps = _split_off_sweeps(overrides)
+    before: Config = {}
+    if resumed:
+        with recorded_by(resumed):
+            before = _to_plain(compose_overrides(resumed.overrides, config_folder, config_name))
     inherited, dropped = select_inherited(resumed, overrides, config_folder, config_name) if resumed else ([], [])
     node = compose_overrides([*inherited, *overrides], config_folder, config_name)
     config = _to_plain(node)
     if isinstance(config.get("resume"), str):
         config["resume"] = os.path.expanduser(config["resume"])
     if resumed:
-        with recorded_by(resumed):
-            before = _to_plain(compose_overrides(resumed.overrides, config_folder, config_name))
         frozen = resumed.config | {key: config[key] for key in ("mode", "resume", "evaluator") if key in config}
         frozen.setdefault("metrics", config["metrics"])  # absent from runs of earlier versions
         config = _use_cache_of(config, apply_changes(frozen, before=before, now=config))

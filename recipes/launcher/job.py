@@ -129,7 +129,8 @@ def read_job(file: Path) -> Job:
     try:
         fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         composed = fields.pop("composed")
-        if type(fields["number"]) is not int or not all(isinstance(text, str) for text in fields["overrides"]):
+        texts = fields["overrides"]
+        if type(fields["number"]) is not int or type(texts) is not list or not all(type(text) is str for text in texts):
             raise ValueError("its number or overrides are of another type")
         if not (fields["cluster_job"] is None or _CLUSTER_JOB.fullmatch(fields["cluster_job"])):
             raise ValueError(f"{fields['cluster_job']!r} is not a job id")  # it becomes part of a file name

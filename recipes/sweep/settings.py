@@ -24,5 +24,5 @@ class Settings:
     retry_failed: bool
     skip_invalid: bool
     compare: Callable[..., None] | None
-    dashboard: list[Any]
+    dashboard: list[Any] | None
     samples: Annotated[int, ">= 1"] | None = None

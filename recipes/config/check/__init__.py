@@ -7,7 +7,7 @@ from typing import Any
 
 from recipes.config.check.activation_checkpoint import check_activation_checkpoint
 from recipes.config.check.batch_size import check_batch_size, count_ranks
-from recipes.config.check.compatibility import check_compatibility, check_evaluator, check_kinds
+from recipes.config.check.compatibility import check_compatibility, check_evaluator, check_kinds, check_unread
 from recipes.config.check.data import check_data
 from recipes.config.check.devices import check_devices
 from recipes.config.check.loss_spike import check_loss_spike
@@ -94,6 +94,7 @@ def _check_all(
         *check_loss_spike(config, world_size or 1),
         *check_readers(config),
         *check_evaluator(config),
+        *check_unread(config, overrides),
         *check_resumed(config, run_folder),
         *check_paths(config, overrides, run_folder, continues=continues),
     ]
@@ -160,6 +161,13 @@ def locate_mistakes(mistakes: Sequence[ConfigError], overrides: Sequence[str]) -
         is_typed = any(name == key or (key.startswith(f"{name}.") and value[:1] == "{") for name, _, value in typed)
         place = None if is_typed else _find_place(key)
         fix = mistake.fix if place is None else f"{mistake.fix} ({place})"
+        is_added = any(word.startswith("+") and word.lstrip("+").startswith(f"{key}=") for word in overrides)
+        if f"~{key}" in overrides:  # typed instead of the deletion, the key is there
+            fix = fix.removeprefix("+")
+        elif is_added and fix.startswith(f"{key}="):
+            fix = f"+{fix}"
+        elif is_added and fix.startswith("'~"):
+            fix = "the same command without it"
         located.append(ConfigError(mistake.setting, mistake.reason, fix))
     return located
 

@@ -30,6 +30,7 @@ from recipes.config.check.suggestions import (
 from recipes.config.check.text_values import answer_sweep, decimal_point, find_annotation, quote_text
 from recipes.config.check.types import takes_any_key
 from recipes.config.compose import MODE_OF_SWEEPS, Composed, compose_run, quote_options
+from recipes.config.instantiate import PARTIAL
 from recipes.config.overrides import parse_or_quote
 from recipes.config.resume import find_deepest, read_resumed_run, select_inherited
 from recipes.config.signature import TargetNotFoundError, read_signature
@@ -219,7 +220,7 @@ def _correct(typed: str, override: Override, config: Any) -> str | ConfigError:
             signature = read_signature(target)
         except TargetNotFoundError:
             return typed
-        if len(missing) == 1 and (missing[0] in signature.parameters or signature.takes_any):
+        if len(missing) == 1 and (missing[0] in (*signature.parameters, PARTIAL) or signature.takes_any):
             return f"+{typed}"
         path = ".".join(section)
         if path == "strategy" and not override.is_delete():

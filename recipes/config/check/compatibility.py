@@ -9,6 +9,7 @@ from recipes.config.check.types import to_setting
 from recipes.config.compose import CONF
 from recipes.config.published import read_size
 from recipes.config.signature import find_signature, read_signature
+from recipes.config.traits import list_data
 from recipes.errors import ConfigError
 
 # Trainer arguments controlled by a group or setting of this project: argument -> what to type instead
@@ -49,6 +50,8 @@ _OPTIONS: dict[str, tuple[str | bool | None, ...]] = {
     "deterministic": (False, True, "warn", None),
     "profiler": (None, "simple", "advanced", "pytorch", "xla"),
 }
+_READERS_OF_TEXT = ("sample_text", "answer_check")  # callbacks that are silent without a tokenizer
+_OFF = ("null", "false", "[]")
 _MAX_TIME = re.compile(r"\d+:\d\d:\d\d:\d\d")
 _SBATCH_TIME = re.compile(r"(\d+-\d+|\d+)(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 
@@ -219,6 +222,39 @@ def _schedule(config: Mapping[str, Any]) -> Iterator[ConfigError]:
                 f"together they are longer than trainer.max_steps={max_steps}",
                 f"scheduler.warmup_steps={max_steps // 10} scheduler.{key}={max_steps // 5}",
             )
+
+
+def check_unread(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[ConfigError]:
+    """Check for typed settings that nobody reads beside the others; those of defaults do no harm."""
+    typed = [override for override in overrides if not override.startswith("~")]
+    reads_text = any("tokenizer" in node for _, node in list_data(config))
+    for override in typed:
+        key, _, value = override.lstrip("+").partition("=")
+        if not reads_text and key.partition(".")[0] == "tokenizer" and value != "none":
+            yield ConfigError(override, "the data has no text, so nobody reads it", f"nothing for {key}")
+        named = key.removeprefix("callbacks.").partition(".")[0]
+        chosen = re.split(r"[\[\],\s]+", value) if key == "callbacks" else [named]
+        silent = [name for name in _READERS_OF_TEXT if name in chosen and not reads_text and value not in _OFF]
+        if silent and key.partition(".")[0] == "callbacks":
+            reason = f"{' and '.join(silent)} need text and its tokenizer, and the data has none"
+            yield ConfigError(override, reason, "the same command without it")
+    adapter = config.get("adapter") or {}
+    exports = config["mode"].get("adapter", "merged")
+    if exports != "merged" and str(adapter.get("_target_", ".NoAdapter")).endswith(".NoAdapter"):
+        yield ConfigError(f"mode.adapter={exports}", "the run has no adapter", "mode.adapter=merged")
+    clipping = config["clipping"]
+    name = clipping["_target_"].rpartition(".")[2]
+    if config["trainer"].get("gradient_clip_algorithm") == "value" and name != "NoClipping":
+        yield ConfigError(
+            f"trainer.gradient_clip_algorithm=value clipping._target_={clipping['_target_']}",
+            f"{name} finds limits of the norm, which clipping by value does not read",
+            "trainer.gradient_clip_algorithm=norm, or clipping=none",
+        )
+    window, warmup = clipping.get("window"), clipping.get("warmup_steps")
+    if isinstance(window, int) and isinstance(warmup, int) and warmup > window:
+        reason = f"the window of clipping.window={window} never holds that many norms"
+        setting = f"clipping.window={window} clipping.warmup_steps={warmup}"
+        yield ConfigError(setting, reason, f"clipping.window={warmup}")
 
 
 def check_evaluator(config: Mapping[str, Any]) -> Iterator[ConfigError]:

@@ -9,7 +9,14 @@ from recipes.config.check.deepspeed import misplaced_offload
 from recipes.config.check.sections import NODES, list_groups
 from recipes.config.check.types import describe, matches_type, placeholder, to_setting
 from recipes.config.instantiate import PARTIAL, TARGET
-from recipes.config.signature import Signature, TargetNotFoundError, find_signature, list_names, read_signature
+from recipes.config.signature import (
+    Parameter,
+    Signature,
+    TargetNotFoundError,
+    find_signature,
+    list_names,
+    read_signature,
+)
 from recipes.config.traits import list_nodes
 from recipes.errors import ConfigError
 
@@ -162,9 +169,14 @@ def _check_value(where: str, value: object, signature: Signature, key: str) -> I
 def _unknown(where: str, value: object, signature: Signature, target: str) -> ConfigError:
     parent, _, key = where.rpartition(".")
     shown = "…" if isinstance(value, dict | list) else to_setting(value)
-    near = get_close_matches(key, signature.parameters, 1)
+    fitting = [name for name, parameter in signature.parameters.items() if _fits(value, parameter)]
+    near = get_close_matches(key, fitting, 1)
     fix = f"{parent}.{near[0]}={shown}" if near else f"'~{where}' to remove it"
     return ConfigError(f"{where}={shown}", f"{_get_name(target)} has no argument {key!r}", fix)
+
+
+def _fits(value: object, parameter: Parameter) -> bool:
+    return parameter.annotation is None or _is_node(value) or matches_type(value, parameter.annotation)
 
 
 def _is_node(value: object) -> bool:

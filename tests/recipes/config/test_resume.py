@@ -32,6 +32,29 @@ def resume(folder: Path, *typed: str) -> tuple[dict[str, object], list[str], lis
     return composed.config, composed.overrides, [str(mistake) for mistake in mistakes]
 
 
+def test_a_shell_leaves_the_home_folder_in_a_resume_to_this_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(tmp_path / "run", "tokenizer=bytes", "optimizer.lr=7e-4")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    composed, mistakes = compose_and_check(["resume=~/run"])
+    assert mistakes == []
+    assert composed is not None
+    assert (composed.run_folder, composed.config["resume"]) == (run, str(run))
+    assert composed.config["optimizer"]["lr"] == 7e-4
+
+
+@pytest.mark.parametrize("recorded", ["nope=3", "model=gpt9", "optimizer.lr.x=1", "callbacks=[nope]"])
+def test_a_recorded_override_that_cannot_be_composed_is_an_error_of_its_file(tmp_path: Path, recorded: str) -> None:
+    run = start(tmp_path / "run", "tokenizer=bytes")
+    (run / "environment.json").write_text(json.dumps({"overrides": ["tokenizer=bytes", recorded]}))
+    _, [mistake] = compose_and_check([f"resume={run}"])
+    assert mistake.setting == str(run / "environment.json")
+    assert mistake.fix == f"rm {run / 'environment.json'}, and the run resumes from its config.yaml alone"
+    (run / "environment.json").unlink()
+    assert compose_and_check([f"resume={run}"])[1] == []
+
+
 def test_an_override_of_a_replaced_option_is_dropped_and_every_other_one_stays(tmp_path: Path) -> None:
     run = start(tmp_path / "run", *FSDP, "optimizer.lr=7e-4", "callbacks.memory=null", "logger=tensorboard")
     composed, mistakes = compose_and_check([f"resume={run}", "strategy=single", "logger=csv"])

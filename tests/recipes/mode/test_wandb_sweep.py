@@ -321,6 +321,7 @@ def test_early_termination_uses_a_metric_that_is_logged_during_the_run() -> None
         (["seed=range(100000)", "mode.method=grid"], "W&B would get a list of 99999 values"),
         (["optimizer.rate=interval(0,1)"], "there is no 'optimizer.rate'"),
         (["model=gpt2_nano,gpt2_nan"], "type: model=gpt2_nano"),
+        (["optimizer.lr=1e-3,-1"], "1. optimizer.lr=-1\n   it must be above 0\n"),
         (["callbacks@x=default,default2"], "letters, digits and _ . - only"),
         (
             ["seed=1,2", "sweep.objective=mfu", "mode.early_terminate=3"],

@@ -123,7 +123,11 @@ def test_each_exit_code_maps_to_a_state_that_is_either_final_resumable_or_failed
     assert [state.is_over, state.is_cut, state.has_failed].count(True) == 1
 
 
-@pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"composed": null}', '{"composed": 3, "state": "x"}'])
+OF_A_JOB = '{"composed": null, "cluster_job": null, "state": "finished", "number": %s, "overrides": %s}'
+DAMAGED = ["", "{", "{}", "[]", "3", '{"composed": null}', '{"composed": 3, "state": "x"}']
+
+
+@pytest.mark.parametrize("content", [*DAMAGED, OF_A_JOB % ('"1"', "[]"), OF_A_JOB % (1, "[3]"), OF_A_JOB % (1, '"a"')])
 def test_a_damaged_job_is_named_with_what_to_do(tmp_path: Path, content: str) -> None:
     (tmp_path / "0").mkdir()
     (tmp_path / "0/job.json").write_text(content)

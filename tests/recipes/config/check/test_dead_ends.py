@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from typed_remedies import find_refused
 
 from recipes.config import compose_and_check
 from recipes.config.check.command_line import compose_overrides
@@ -25,6 +26,8 @@ WORKS = {
     "name=2024": ("name", "2024"),
     "optimizer={lr:1}": ("optimizer.lr", 1),
     "callbacks=[]": ("callbacks", {}),
+    "tags=[é,~/x,'a b']": ("tags", ["é", "~/x", "a b"]),
+    "'tags=${oc.create:[a,b]}'": ("tags", ["a", "b"]),
     "debug=[nan,fast_dev_run]": ("trainer.max_steps", 1),
 }
 # reported together, in any order
@@ -65,13 +68,32 @@ TOGETHER = {
     "~name": "~name: every run has one; type name=<text>",
     "~loader": "~loader: every run has one; type nothing for loader",
     "=3": "=3: it is not of the form key=value; type key=value",
+    "~key": "~key: there is no 'key'; type the same command without it",
+    "~callbacks.nope": "~callbacks.nope: there is no 'callbacks.nope'; type the same command without it",
+    "~optimizer.lr=1e-3": (
+        "~optimizer.lr=1e-3: ~ removes a setting, and this one has another value; type optimizer.lr=1e-3"
+    ),
+    "mode=train": (
+        "mode=train: the options are batch_find dashboard diagnose evaluate export fit lr_find noise_scale plan"
+        " preflight prepare replay report sample unpack wandb_sweep; type mode=fit"
+    ),
+    "optimizer.block_size=0": (
+        "optimizer.block_size=0: there is no 'optimizer.block_size'; type one of optimizer.lr= optimizer.betas="
+        " optimizer.eps= optimizer.weight_decay="
+    ),
+    # the nearest name, warmup_steps, takes no text
+    "warmup_stepss=abc": (
+        "warmup_stepss=abc: there is no 'warmup_stepss'; type python train.py --help for the list of settings"
+    ),
     "micro_batch_size=0": "micro_batch_size=0: it must be at least 1; type micro_batch_size=<at least 1>",
     "optimizer.lr=inf": "optimizer.lr=inf: it must be finite and above 0; type optimizer.lr=<finite and above 0>",
     "scheduler._target_=x": "scheduler._target_=x: 'x' is not the dotted path of a class or function;"
     " type scheduler=<an option of conf/scheduler/>",
 }
 ALONE = {
-    "+model.num_layer=null": ("model.num_layer=null: GPT2 has no argument 'num_layer'; type model.num_layers=null"),
+    "+model.num_layer=null": (
+        "model.num_layer=null: GPT2 has no argument 'num_layer'; type the same command without it"
+    ),
     "trainer.profiler=nope": (
         "trainer.profiler=nope: the options are simple advanced pytorch xla; type trainer.profiler=null"
     ),
@@ -80,7 +102,7 @@ ALONE = {
         " type callbacks.sample_text.temperature=<from 0 to 1000>"
     ),
     "~trainer.devices": "no trainer.devices: every run has one; type trainer.devices=<value>",
-    "~model.vocab_size": "no model.vocab_size: GPT2 needs it; type +model.vocab_size=<value>",
+    "~model.vocab_size": "no model.vocab_size: GPT2 needs it; type model.vocab_size=<value>",
     "tags={a:1}": "tags={a:1}: it takes a list of texts; type tags=<list of texts>",
     "hydra.run.dir=null": (
         "hydra.run.dir=null: field 'hydra.run.dir' is not Optional; type hydra.run.dir=<another value>"
@@ -114,6 +136,13 @@ ALONE = {
     ),
     "data=text_files data.path=. bogus=1": (
         "bogus=1: there is no 'bogus'; type python train.py --help for the list of settings"
+    ),
+    "mode=preflight mode.steps=3": (
+        "mode.steps=3: there is no 'mode.steps'; type one of mode.overfit_steps= mode.path= mode.write_page="
+    ),
+    "+data@eval_data.a=text_files +data@eval_data.a=text_files": (
+        "+data@eval_data.a=text_files: data@eval_data.a appears more than once in the final defaults list;"
+        " type the same command without it"
     ),
     "measure_peak=True": "measure_peak=True: there is no 'measure_peak'; type callbacks.throughput.measure_peak=True",
     "trainer.max_time=abc": (
@@ -161,8 +190,10 @@ def test_mistakes_of_one_command_line_are_each_answered_with_what_works() -> Non
 
 @pytest.mark.parametrize("typed", ALONE)
 def test_a_mistake_is_answered_with_what_works(typed: str) -> None:
-    _, mistakes = compose_and_check(shlex.split(typed))
+    command = shlex.split(typed)
+    _, mistakes = compose_and_check(command)
     assert [str(mistake) for mistake in mistakes] == [ALONE[typed]]
+    assert find_refused(command, mistakes) == []
 
 
 @pytest.mark.parametrize("typed", READABLE)

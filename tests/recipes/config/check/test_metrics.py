@@ -17,16 +17,16 @@ MESSAGES = {
     ),
     "+metrics.f1._target_=" + F1: (
         f"metrics.f1._target_={F1}: {F1}: no class or function 'MulticlassF1' in torchmetrics.classification;"
-        f" type metrics.f1._target_={F1}Score"
+        f" type +metrics.f1._target_={F1}Score"
     ),
     "+metrics.f1._target_=torchmetric.F1": (
         "metrics.f1._target_=torchmetric.F1: torchmetric: no package 'torchmetric' is installed;"
-        " type metrics.f1._target_=<a class>, as in conf/metrics/"
+        " type +metrics.f1._target_=<a class>, as in conf/metrics/"
     ),
     f"+metrics.f1._target_={F1}Score": (
         "no metrics.f1.num_classes: MulticlassF1Score needs it; type +metrics.f1.num_classes=<value>"
     ),
-    "+metrics.f1=true": "metrics.f1=true: a metric is a section with a _target_; type metrics.f1=null",
+    "+metrics.f1=true": "metrics.f1=true: a metric is a section with a _target_; type +metrics.f1=null",
     f"+metrics.loss._target_={F1}Score +metrics.loss.num_classes=3": (
         "metrics.loss=…: every validation computes val/loss; type another name for it"
     ),
@@ -35,7 +35,7 @@ MESSAGES = {
     ),
     "model=resnet18 metrics.f1.average=maro": (
         "metrics.f1.average=maro: it takes micro or macro or weighted or none or null;"
-        " type metrics.f1.average=<micro or macro or weighted or none or null>"
+        " type +metrics.f1.average=<micro or macro or weighted or none or null>"
     ),
     "checkpoint.best_metric=val/acuracy model=resnet18": (
         "checkpoint.best_metric=val/acuracy: validation computes val/loss val/accuracy val/accuracy_top5 val/f1"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support import ROOT, composed_config, run_train
+from typed_remedies import find_refused
 
 from recipes.config import compose_and_check
 from recipes.errors import ConfigError, format_report
@@ -24,7 +25,7 @@ MESSAGES = {
     "~callbacks.sampletext": (
         "~callbacks.sampletext: there is no 'callbacks.sampletext'; type '~callbacks.sample_text'"
     ),
-    "+callbacks.mine=bar": ("callbacks.mine=bar: a callback is a section with a _target_; type callbacks.mine=null"),
+    "+callbacks.mine=bar": ("callbacks.mine=bar: a callback is a section with a _target_; type +callbacks.mine=null"),
     "tokenizer=none": ("tokenizer=none: text needs a tokenizer; type tokenizer=bpe or tokenizer=bytes"),
     "name=a/b": "name=a/b: it names a folder under logs/; type name=<letters, digits, . _ ->",
     "modle=gpt2": "modle=gpt2: there is no 'modle'; type model=gpt2",
@@ -165,8 +166,8 @@ MESSAGES = {
     "data.val_fraction=0.95": (
         "data.val_fraction=0.95: it must be above 0 and below 0.9; type data.val_fraction=<above 0 and below 0.9>"
     ),
-    "+model.nonsense=3": ("model.nonsense=3: GPT2 has no argument 'nonsense'; type '~model.nonsense' to remove it"),
-    "~optimizer.lr": ("no optimizer.lr: adamw needs it; type +optimizer.lr=<value>"),
+    "+model.nonsense=3": ("model.nonsense=3: GPT2 has no argument 'nonsense'; type the same command without it"),
+    "~optimizer.lr": ("no optimizer.lr: adamw needs it; type optimizer.lr=<value>"),
     "checkpoint.keep_last=0": ("checkpoint.keep_last=0: it must be at least 1; type checkpoint.keep_last=<at least 1>"),
     "name=[a]": ("name=[a]: it names a folder under logs/; type name=<letters, digits, . _ ->"),
     "resume=3": ("resume=3: there is no such folder; type resume=<a run folder or a checkpoint>"),
@@ -211,8 +212,10 @@ MESSAGES = {
 
 @pytest.mark.parametrize("typed", MESSAGES)
 def test_a_mistake_is_one_sentence_that_says_what_to_type(typed: str) -> None:
-    _, mistakes = compose_and_check(shlex.split(typed))
+    command = shlex.split(typed)
+    _, mistakes = compose_and_check(command)
     assert [str(mistake) for mistake in mistakes] == [MESSAGES[typed]]
+    assert find_refused(command, mistakes) == []
 
 
 def test_there_are_more_than_thirty_kinds_of_mistakes() -> None:

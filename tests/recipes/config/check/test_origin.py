@@ -73,6 +73,20 @@ def rejected(overrides: list[str], **where: Any) -> list[str]:
     return [mistake.setting for mistake in mistakes]
 
 
+NAMES = ("~/my_model", "out (1)", "it's", "a=b", "a[1]", "{x}", "é", "a#b", "a~b", "3", "true", "[a]", "null_")
+
+
+def test_a_file_with_any_name_that_was_typed_is_written(run: Path) -> None:
+    where = [f"resume={run}", "mode=export"]
+    for name in NAMES:
+        assert rejected([*where, f"mode.path={name}"]) == [], name
+    forge(run, {"mode": {"_target_": "recipes.mode.export.export", "_partial_": True, "path": "3"}})
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert settings(config) == ["mode.path='3'"]
+    assert settings(config, "mode.path=3") == []
+    assert settings(config, "mode.path=4") == ["mode.path='3'"]
+
+
 FORGED: dict[str, tuple[Config, str]] = {
     "a callback": ({"callbacks.x": COMMAND}, "callbacks.x._target_=os.system"),
     "precision": ({"precision": COMMAND}, "precision._target_=os.system"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from support import ROOT
+from typed_remedies import find_refused
 
 from recipes.config import compose_and_check
 from recipes.config.check.nodes import get_provided
@@ -78,12 +79,12 @@ WRONG = {
         "optimizer._args_=[a]: it is read by nobody: a section is built with its settings as they stand, each by its"
         " name;"
         " type nothing for optimizer._args_",
-        "model._partial_=true: it is built at once: nobody calls it again; type model._partial_=false",
+        "model._partial_=true: it is built at once: nobody calls it again; type +model._partial_=false",
         "data._convert_=all: it is read by nobody: a section is built with its settings as they stand, each by its"
         " name;"
         " type nothing for data._convert_",
         "scheduler._partial_=false: build.py calls it with step; type scheduler._partial_=true",
-        "no loader._partial_: build.py calls it with accumulation and eval_samples; type +loader._partial_=true",
+        "no loader._partial_: build.py calls it with accumulation and eval_samples; type loader._partial_=true",
     ],
     "optimizer._target_=builtins.eval": [
         "optimizer._target_=builtins.eval: builtins: 'builtins' is part of Python itself;"
@@ -92,6 +93,20 @@ WRONG = {
     "+x._target_=os.system": ["x=…: there is no such setting or section; type nothing for x"],
     "model=resnet18 model.num_classes=2 metrics=none": [
         "model.num_classes=2: the images of data= have 10 classes; type model.num_classes=10"
+    ],
+    "data=random_tokens tokenizer=bpe callbacks=[sample_text,answer_check] clipping=quantile clipping.window=10"
+    " trainer.gradient_clip_algorithm=value": [
+        "tokenizer=bpe: the data has no text, so nobody reads it; type nothing for tokenizer",
+        "callbacks=[sample_text,answer_check]: sample_text and answer_check need text and its tokenizer, and the data"
+        " has none; type the same command without it",
+        "trainer.gradient_clip_algorithm=value clipping._target_=recipes.clipping.quantile.Quantile: Quantile finds"
+        " limits of the norm, which clipping by value does not read;"
+        " type trainer.gradient_clip_algorithm=norm, or clipping=none",
+        "clipping.window=10 clipping.warmup_steps=100: the window of clipping.window=10 never holds that many norms;"
+        " type clipping.window=100",
+    ],
+    "mode=export mode.adapter=separate resume=auto hydra.run.dir=x": [
+        "mode.adapter=separate: the run has no adapter; type mode.adapter=merged"
     ],
     "+model@eval_data.x=gpt2_nano": [
         "eval_data.x=…: it must be a data source: a section with a _target_; type +data@eval_data.x=<option of data>"
@@ -102,8 +117,10 @@ OWN = ("recipes.", "callbacks.")
 
 @pytest.mark.parametrize("typed", WRONG)
 def test_a_value_that_cannot_work_is_named_as_it_was_typed(typed: str) -> None:
-    _, mistakes = compose_and_check(shlex.split(typed))
+    command = shlex.split(typed)
+    _, mistakes = compose_and_check(command)
     assert sorted(map(str, mistakes)) == sorted(WRONG[typed])
+    assert find_refused(command, mistakes) == []
 
 
 def nodes_of_conf() -> list[tuple[str, dict[str, Any]]]:

@@ -1,0 +1,82 @@
+"""Type what an error says to type: it is accepted, and the error is gone."""
+
+import re
+import shlex
+from collections.abc import Sequence
+
+from recipes.config import compose_and_check
+from recipes.errors import ConfigError
+
+# of placeholders between angle brackets, by their words
+EXAMPLES = [
+    (r"^above ([\d.]+) and below .*", "0.5"),
+    (r"^\{name: \w+\}$", "{a:1}"),
+    (r"^option of data$", "text_files"),
+    (r"^(text|global batches|samples|whole number|number)$", "1"),
+    (r"^value$", "300"),
+    (r"^(finite and |finite in float32 and )?above 0.*$", "1"),
+    (r"^at least (\d+).*", r"\1"),
+    (r"^finite and at least (\d+).*", r"\1"),
+    (r"^at most (-?\d+).*", r"\1"),
+    (r"^from ([\d.]+) to .*", r"\1"),
+    (r"^list of at least 1$", "[rev]"),
+    (r"^list of texts$", "[a]"),
+    (r"^list of 2 numbers$", "[0.5,0.5]"),
+    (r"^list$", "[]"),
+    (r"^list of sections or null$", "null"),
+    (r"^section .* or null$", "null"),
+    (r"^([\w-]+) or .*", r"\1"),
+    (r"^([\w-]+) \| .*", r"\1"),
+]
+# what needs a machine, a folder or a file that is not here, or is no override
+NOT_TYPED = re.compile(
+    r"python train\.py|torchrun|…|run folder|a path that exists|optimizer steps"
+    r"|an option of|section with|path=<text>|\.<"
+)
+
+
+def read_remedies(mistake: ConfigError) -> list[list[str]]:
+    """Return the overrides of each alternative of an error's remedy; none for what is no override."""
+    fix = re.sub(r" \((in conf/.*|or .*)\)$", "", mistake.fix)
+    fix = fix.partition(", which ")[0].partition(" in minutes")[0].partition(" for ")[0]
+    if NOT_TYPED.search(fix) or fix.startswith(("nothing", "one of", "the same", "another", "key=", "'~")):
+        return []
+    alternatives = []
+    for alternative in re.split(r",? or (?=[\w.+']+=)", fix):
+        filled = re.sub(r"<([^<>]+)>", lambda found: _fill(found[1]), alternative)
+        alternatives.append([word for word in shlex.split(filled) if word.partition("=")[2]])
+    return [words for words in alternatives if words]
+
+
+def _fill(words: str) -> str:
+    for pattern, example in EXAMPLES:
+        if re.match(pattern, words):
+            return re.sub(pattern, example, words)
+    return words
+
+
+def replace(command: Sequence[str], mistake: ConfigError, remedy: list[str]) -> list[str]:
+    """Return the command with the remedy in place of what is wrong in it."""
+    replaced = {_key(word) for word in [*mistake.setting.split(" "), *remedy]}
+    kept = [word for word in command if _key(word) not in replaced and word != mistake.setting]
+    return [*kept, *remedy]
+
+
+def _key(word: str) -> str:
+    name = word.lstrip("+~").partition("=")[0].partition("[")[0]
+    return name.partition("@")[2] or name  # the place of an option: `+data@eval_data.mine=text_files`
+
+
+def find_refused(command: Sequence[str], mistakes: Sequence[ConfigError]) -> list[str]:
+    """Return the remedies that the check does not accept: typed in place of what is wrong, they are wrong again.
+
+    A remedy that is no override, or that needs another machine or a file of the user's, is not typed.
+    """
+    refused = []
+    for mistake in mistakes:
+        for remedy in read_remedies(mistake):
+            _, left = compose_and_check(replace(command, mistake, remedy))
+            typed = {_key(word) for word in remedy}
+            again = [str(other) for other in left if _key(other.setting.removeprefix("no ")) in typed]
+            refused += [f"{mistake} -> {' '.join(remedy)} -> {again[0]}"] if again else []
+    return refused
