@@ -160,7 +160,9 @@ def _describe(annotation: ast.expr | None) -> tuple[str, str]:
             return f"{name(node.left)}, {name(node.right)}"
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Annotated":
             assert isinstance(node.slice, ast.Tuple)
-            ranges.extend(str(bound.value) for bound in node.slice.elts[1:] if isinstance(bound, ast.Constant))
+            of_length = "length " if isinstance(node.slice.elts[0], ast.Subscript) else ""
+            bounds = [bound.value for bound in node.slice.elts[1:] if isinstance(bound, ast.Constant)]
+            ranges.extend(f"{of_length}{bound}" for bound in bounds)
             return name(node.slice.elts[0])
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
             values = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
@@ -171,6 +173,9 @@ def _describe(annotation: ast.expr | None) -> tuple[str, str]:
             return ", ".join(name(element) for element in node.slice.elts)
         if isinstance(node, ast.Constant) and node.value is None:
             return "null"
+        if isinstance(node, ast.Subscript):
+            parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            return f"{ast.unparse(node.value)}[{', '.join(map(name, parts))}]"
         return ast.unparse(node)
 
     return name(annotation), "; ".join(ranges)

@@ -35,7 +35,7 @@ MESSAGES = {
     ),
     "model=resnet18 metrics.f1.average=maro": (
         "metrics.f1.average=maro: it takes micro or macro or weighted or none or null;"
-        " type +metrics.f1.average=<micro or macro or weighted or none or null>"
+        " type metrics.f1.average=<micro or macro or weighted or none or null>"
     ),
     "checkpoint.best_metric=val/acuracy model=resnet18": (
         "checkpoint.best_metric=val/acuracy: validation computes val/loss val/accuracy val/accuracy_top5 val/f1"
