@@ -42,7 +42,7 @@ def read_remedies(mistake: ConfigError) -> list[list[str]]:
     if NOT_TYPED.search(fix) or fix.startswith(("nothing", "one of", "the same", "another", "key=", "'~")):
         return []
     alternatives = []
-    for alternative in re.split(r",? or (?=[\w.+']+=)", fix):
+    for alternative in re.split(r", or |,? or (?=[\w.+']+=)", fix):
         filled = re.sub(r"<([^<>]+)>", lambda found: _fill(found[1]), alternative)
         alternatives.append([word for word in shlex.split(filled) if word.partition("=")[2]])
     return [words for words in alternatives if words]
