@@ -25,6 +25,8 @@ from recipes.config.check.strategy import check_optimizer, check_strategy
 from recipes.config.traits import select
 from recipes.errors import ConfigError
 
+_OF_A_VALUE = ("it takes ", "it must be ", "it has no default")  # what the checks of types and ranges say
+
 
 def check_config(
     config: Mapping[str, Any],
@@ -121,7 +123,8 @@ def _trace_all(
 def _move(mistake: ConfigError, origin: Sequence[str]) -> ConfigError:
     """Return the error for the setting that its key refers to: `${seq_len}` of `data.seq_len`."""
     key = _get_key(mistake)
-    if mistake.setting.count("=") > 1 or not origin or origin[0] == key:  # several settings are named on purpose
+    is_of_value = mistake.reason.startswith(_OF_A_VALUE) and mistake.setting.count("=") <= 1
+    if not is_of_value or not origin or origin[0] == key:  # of the key itself, or of several settings
         return mistake
     pattern = re.compile(rf"(?<![\w.]){re.escape(key)}(?!\w)")
     return type(mistake)(pattern.sub(origin[0], mistake.setting), mistake.reason, pattern.sub(origin[0], mistake.fix))

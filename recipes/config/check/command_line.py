@@ -185,6 +185,8 @@ def _find_unknown_option(
     if override.is_sweep_override():
         return ConfigError(typed, "a single run takes one option", f"python train.py -m {typed}")
     fix = suggest_option(group, unknown[0] if unknown else "")
+    if override.package is not None:
+        fix = fix.replace(f"{group}=", f"+{group}@{override.package}=", 1)
     return ConfigError(typed, f"the options are {' '.join(options)}", fix)
 
 

@@ -64,7 +64,9 @@ def explain_plugin(error: BaseException, overrides: Sequence[str]) -> ConfigErro
 
 def explain_option(override: str, error: Exception) -> ConfigError:
     """Return the error in an override that chooses an option, or adds one, which the chosen config does not take."""
-    return ConfigError(override, _last_line(error), "the same command without it")
+    reason = _last_line(error)
+    fix = f"+{override}" if f"use +{override}" in reason else "the same command without it"
+    return ConfigError(override, reason.partition(" Did you mean")[0].rstrip("."), fix)
 
 
 def is_broken_file(error: BaseException | None) -> bool:

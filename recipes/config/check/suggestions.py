@@ -74,6 +74,8 @@ def suggest_option(group: str, wrong: str) -> str:
     same = [option for option in options if option.lower() == wrong.lower()]
     alias = aliases.get(wrong.lower())
     near = same or ([alias] if alias in options else get_close_matches(wrong.lower(), options, 1, cutoff=0.5))
+    if not near:
+        near = options if len(options) == 1 else [name for name in options if name == "none" and wrong == "null"]
     return f"{group}={near[0]}" if near else f"{group}=<option>"
 
 
@@ -132,6 +134,8 @@ def suggest_setting(
     alias = _SETTING_ALIASES.get(wrong)
     if override.key_or_group in _REPLACED:
         return _REPLACED[override.key_or_group]
+    if "/" in wrong:  # a group that does not exist
+        return f"nothing for {wrong}"
     if alias is not None and (not section or alias.rpartition(".")[0] in ("", ".".join(section))):
         return f"{alias}={value}"
     if not section and owners:

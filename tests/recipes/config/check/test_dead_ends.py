@@ -144,6 +144,14 @@ ALONE = {
         "+data@eval_data.a=text_files: data@eval_data.a appears more than once in the final defaults list;"
         " type the same command without it"
     ),
+    "data@eval_data.x=text_files": (
+        "data@eval_data.x=text_files: Could not override 'data@eval_data.x'; type +data@eval_data.x=text_files"
+    ),
+    "scheduler={_target_:recipes.scheduler.linear,milestones:[1]}": (
+        "scheduler.milestones=…: linear has no argument 'milestones'; type '~scheduler.milestones' to remove it"
+    ),
+    "clipping=null": "clipping='null': the options are none quantile zclip; type clipping=none",
+    "plan=nope": "plan=nope: the options are default; type plan=default",
     "measure_peak=True": "measure_peak=True: there is no 'measure_peak'; type callbacks.throughput.measure_peak=True",
     "trainer.max_time=abc": (
         "trainer.max_time=abc: its format is days:hours:minutes:seconds;"
