@@ -129,7 +129,9 @@ def _check_values(composed: Composed, space: SearchSpace, fixed: list[str]) -> l
             # of one start here: a trial of an agent has a folder of its own, which it resumes
             typed = [text for text in fixed if text != "resume=auto"]
             _, found = _check_trial(composed, [*typed, make_override(name, value)])
-            mistakes |= {str(mistake): mistake for mistake in found}
+            # what does not fit the other values may fit those of another trial
+            own = [mistake for mistake in found if mistake.setting.lstrip("+").startswith(f"{name}=")]
+            mistakes |= {str(mistake): mistake for mistake in own}
     return list(mistakes.values())
 
 
