@@ -32,7 +32,7 @@ def open_cache_dir(cache_dir: str) -> Path:
     Raises:
         ConfigError: The folder cannot be created or written to.
     """
-    path = Path(cache_dir).expanduser().absolute()
+    path = Path(os.path.expanduser(cache_dir)).absolute()
     fix = _FIX
     try:
         path.mkdir(parents=True, exist_ok=True)

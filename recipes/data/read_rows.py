@@ -31,10 +31,13 @@ class Row:
     Attributes:
         place: File and line, or dataset and index.
         content: A line of JSON, or the fields.
+        from_table: Whether the fields are columns: then every object has the fields of all rows, null where it has
+            none.
     """
 
     place: str
     content: bytes | dict[str, Any]
+    from_table: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -213,7 +216,7 @@ class HubRows:
     def __iter__(self) -> Iterator[Row]:
         """Yield all rows."""
         for index, fields in enumerate(self._rows):
-            yield Row(f"{self.name} row {index + 1}", dict(fields))
+            yield Row(f"{self.name} row {index + 1}", dict(fields), from_table=True)
 
 
 def _check_characters(fields: object, place: str) -> None:
@@ -281,7 +284,7 @@ def _parquet_rows(document: Document) -> Iterator[Row]:
         batches = parquet.ParquetFile(document.path).iter_batches(batch_size=_PARQUET_BATCH)
         rows = chain.from_iterable(batch.to_pylist() for batch in batches)
         for number, fields in enumerate(rows, start=1):
-            yield Row(f"{document.name} row {number}", fields)
+            yield Row(f"{document.name} row {number}", fields, from_table=True)
     except ValueError as error:  # base class of ArrowInvalid
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(

@@ -54,8 +54,8 @@ def _rewrite_text_files(folder: Path) -> None:
     """Write the stop tokens into the configs, and make the tokenizer load as it is."""
     try:
         tokenizer = read_folder(folder)
-    except ValueError as error:
-        LOGGER.warning(f"{error}: it cannot be trained on text, and its stop tokens are unknown")
+    except ConfigError as error:
+        LOGGER.warning(f"{error.reason}: it cannot be trained on text, and its stop tokens are unknown")
         return
     write_text_side(folder, tokenizer=tokenizer, published=None)
 
