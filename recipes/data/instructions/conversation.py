@@ -42,7 +42,8 @@ _PARTS = ("train_detail", "training_detail")  # weights of parts of a message
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 _PAIR = ("chosen", "rejected")
 _LABELS = ("label", "kto_tag")  # false: a bad answer
-_OPTIONAL = ("input", "system", "history", "tools", *_WEIGHTS, *_OPPOSITES, *_PARTS, *_MEDIA, *_PAIR, *_LABELS)
+_ADDED = ("input", "system", "history", "tools")  # to the messages of a row
+_OPTIONAL = (*_ADDED, *_WEIGHTS, *_OPPOSITES, *_PARTS, *_MEDIA, *_PAIR, *_LABELS)
 
 # names of columns in other people's data, likely ones first
 _QUESTIONS = ("question", "query", "prompt", "instruction", "problem", "input", "human", "user", "source", "context")
@@ -61,6 +62,7 @@ class Example:
         tools: Tools that a template may render.
         without_loss: Indices of messages, of prompt and answer together, that are not to be learned.
         unread: Fields of the row that were not read.
+        absent: Names in `data.fields` that the row does not have.
     """
 
     place: str
@@ -69,6 +71,7 @@ class Example:
     tools: list[Any] | None = None
     without_loss: frozenset[int] = frozenset()
     unread: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
 
     @property
     def question(self) -> str:
@@ -109,6 +112,10 @@ class Reader:
             known = ", ".join(sorted(formats | {"input", "system", "history", "tools"}))
             reason = f"it maps the names of a format, which are {known}"
             raise ConfigError(f"data.fields.{unknown[0]}", reason, "data.fields={<name of the format>: <your name>}")
+        for name, own in fields.items():
+            if own is not None and not isinstance(own, str):
+                fix = f"'data.fields={{{name}: <your name>}}', or null to leave it out"
+                raise ConfigError(f"data.fields.{name}={own}", "it takes the name of a field, or null", fix)
         self._format = format
         self._fields = dict(fields)
         # names in this dataset
@@ -118,6 +125,7 @@ class Reader:
         self._read_by_chats = {self._own("system"), self._own("tools")}
         self._marks = {self._own(name) or name: name for name in (*_WEIGHTS, *_OPPOSITES, *_PARTS, *_MEDIA)}
         self._ignored = ignored
+        self._mapped = [own for name, own in fields.items() if name in _ADDED and own is not None]
 
     def read(self, row: Mapping[str, Any], *, place: str, from_table: bool = False) -> Example:
         """Return the example of a row; without an answer, one of no messages.
@@ -190,6 +198,7 @@ class Reader:
             tools=tools,
             without_loss=frozenset(without_loss),
             unread=tuple(dict.fromkeys([*unread, *prompt.unread, *answer.unread])),
+            absent=tuple(own for own in self._mapped if own not in row),
         )
 
     def _recognize(self, row: Mapping[str, Any], *, place: str) -> str:

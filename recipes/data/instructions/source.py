@@ -326,6 +326,8 @@ class Instructions:
             if dropped := store.meta.dropped:
                 places = ", ".join(dropped[:_SHOWN_PLACES]) + (", …" if len(dropped) > _SHOWN_PLACES else "")
                 LOGGER.warning("%d rows without an answer to learn are skipped: %s", len(dropped), places)
+            for name in store.meta.absent:
+                LOGGER.warning("data.fields names the field %s, which no row has", name)
         if "val" in stores:
             num_known = int(np.isin(stores["val"].questions, stores["train"].questions).sum())
             if num_known:

@@ -38,12 +38,13 @@ _MAX_NAMES = 100  # of fields; a row may have others than every other row
 
 
 class Encoded(NamedTuple):
-    """One row, tokenized: where it is, the hash of its question, and the fields that were not read."""
+    """One row, tokenized: where it is, the hash of its question, and the fields that were not read or not there."""
 
     place: str
     question: int
     is_conversation: bool
     unread: tuple[str, ...]
+    absent: tuple[str, ...]
     tokenized: Tokenized
 
 
@@ -56,6 +57,7 @@ class StoreMeta:
         num_ending: Number of examples in which an answer ends with a token that stops a generation, with a loss.
         unread: Fields that were not read, with the number of rows that have them.
         hidden: What the template does not show, with the number of rows.
+        absent: Names in `data.fields` that no conversation has.
         dropped: Locations of rows in which no token has a loss.
     """
 
@@ -67,6 +69,7 @@ class StoreMeta:
     num_ending: int
     unread: dict[str, int]
     hidden: dict[str, int]
+    absent: list[str]
     dropped: list[str]
 
 
@@ -204,19 +207,20 @@ def _encode(rows: Sequence[Row], *, reader: Reader, tokenizer: ExampleTokenizer)
     for row in rows:
         example = reader.read(row.parse(), place=row.place, from_table=row.from_table)
         is_chat = not isinstance(example.answer, str)
-        encoded.append(Encoded(row.place, hash_text(example.question), is_chat, example.unread, tokenizer(example)))
+        names = example.unread, example.absent
+        encoded.append(Encoded(row.place, hash_text(example.question), is_chat, *names, tokenizer(example)))
     return encoded
 
 
 def _write(folder: Path, encoded: Iterator[Encoded], *, vocab_size: int) -> None:
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     starts, questions, targets, dropped = array("q", [0]), array("Q"), array("q"), list[str]()
-    unread, hidden = Counter[str](), Counter[str]()
+    unread, hidden, absent = Counter[str](), Counter[str](), Counter[str]()
     num_conversations = num_ending = 0
     files = [(folder / name).open("wb") for name in ("tokens.bin", "marks.bin", "places.txt")]
     tokens_file, marks_file, places_file = files
     try:
-        for place, question, is_conversation, fields, example in encoded:
+        for place, question, is_conversation, fields, missing, example in encoded:
             unread.update(fields)
             num_targets = int(example.carries_loss[1:].sum())  # the first token cannot be a target
             if num_targets == 0:
@@ -230,6 +234,7 @@ def _write(folder: Path, encoded: Iterator[Encoded], *, vocab_size: int) -> None
             questions.append(question)
             targets.append(num_targets)
             hidden.update(example.hidden)
+            absent.update(missing)
             num_conversations += is_conversation
             num_ending += example.ends
     finally:
@@ -250,6 +255,7 @@ def _write(folder: Path, encoded: Iterator[Encoded], *, vocab_size: int) -> None
         num_ending=num_ending,
         unread=dict(unread.most_common(_MAX_NAMES)),
         hidden=dict(hidden.most_common(_MAX_NAMES)),
+        absent=[name for name, count in absent.items() if count == num_conversations],
         dropped=dropped,
     )
     (folder / "meta.json").write_text(json.dumps(asdict(meta), indent=2) + "\n", encoding="utf-8")

@@ -105,6 +105,8 @@ def test_a_missing_field_of_a_named_format_is_named() -> None:
 def test_a_mapping_of_no_known_name_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"data.fields.mesages: it maps the names of a format"):
         Reader(format=None, fields={"mesages": "dialog"})
+    with pytest.raises(ConfigError, match=r"data.fields.label=3: it takes the name of a field, or null"):
+        Reader(format=None, fields={"label": 3})  # type: ignore[dict-item]
 
 
 def test_a_mapped_field_is_read_whatever_else_a_message_has() -> None:

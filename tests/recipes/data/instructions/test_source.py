@@ -304,10 +304,12 @@ def test_what_is_not_read_and_not_shown_is_said_also_of_cached_rows(
     for _ in range(2):
         caplog.clear()
         with caplog.at_level(logging.INFO, "lightning_recipes"):
-            source = source_of(tmp_path, rows, tokenizer=Chat(only_talk), val_fraction=0.5)
+            fields = {"system": "system", "history": "histroy"}
+            source = source_of(tmp_path, rows, tokenizer=Chat(only_talk), val_fraction=0.5, fields=fields)
         assert source.describe().endswith("; fields not read: id (40 rows)")
         assert "Not trained on: content of system messages (40 rows)" in caplog.text
         assert "the model will not learn to stop" in caplog.text
+        assert "data.fields names the field histroy, which no row has" in caplog.text
         assert "writes a date" not in caplog.text
 
 
