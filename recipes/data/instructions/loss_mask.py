@@ -51,16 +51,19 @@ class Tokenized:
 
 @dataclass(frozen=True)
 class _Rendered:
-    """A rendered conversation: its text and the places of its tokens and of marked answers in it."""
+    """A rendered conversation: its text, tokens, `tokenizers.Encoding`, and the places of marked answers in it."""
 
     text: str
     ids: list[int]
-    offsets: list[Span]
+    encoding: Any
     blocks: list[Span]
 
     def text_of(self, start: int, stop: int) -> str:
         """Return the text of tokens."""
-        return self.text[self.offsets[start][0] : self.offsets[stop - 1][1]] if start < stop else ""
+        if start >= stop:
+            return ""
+        (first, _), (_, last) = self.encoding.token_to_chars(start), self.encoding.token_to_chars(stop - 1)
+        return self.text[first:last]
 
 
 class ExampleTokenizer:
@@ -229,8 +232,9 @@ class ExampleTokenizer:
                 if not blocks_of[index]:
                     raise self._cannot_mask(f"it marks {len(blocks)} answers of {len(roles)}")
                 raise self._cannot_mask(f"where it marks one there is {shown[:_SHOWN_CHARACTERS]!r}")
+        offsets = whole.encoding.offsets
         return {
-            index: [_find_tokens(whole.offsets, start, end) for start, end in blocks_of[index] if start < end]
+            index: [_find_tokens(offsets, start, end) for start, end in blocks_of[index] if start < end]
             for index in answers
         }
 
@@ -325,7 +329,7 @@ class ExampleTokenizer:
     def _render(self, messages: list[Message], tools: list[Any] | None, *, adds_prompt: bool = False) -> _Rendered:
         text, blocks = self._template.render(messages, self._tokenizer, adds_prompt=adds_prompt, tools=tools)
         encoding = self._tokenizer.encode_rendered(text)
-        return _Rendered(text, encoding.ids, encoding.offsets, blocks)
+        return _Rendered(text, encoding.ids, encoding, blocks)
 
     def _not_shown(self, missing: str) -> ConfigError:
         reason = f"the template of {self._template.name} does not show {missing}: an empty one would be learned"
