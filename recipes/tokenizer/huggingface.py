@@ -67,11 +67,11 @@ class HuggingFace:
             ) from error
         try:
             tokenizer_file = Path(hf_hub_download(self.name, TOKENIZER_FILE))
+            with contextlib.suppress(EntryNotFoundError):  # offline, there is what was downloaded before
+                snapshot_download(self.name, allow_patterns=[*_FURTHER_FILES, f"{MORE_TEMPLATES}/*.jinja"])
         except (OSError, ValueError, HfHubHTTPError) as error:
             first_line = str(error).strip().partition("\n")[0]
-            raise self._error(f"its tokenizer.json could not be downloaded from the hub ({first_line})") from error
-        with contextlib.suppress(EntryNotFoundError):  # offline, there is what was downloaded before
-            snapshot_download(self.name, allow_patterns=[*_FURTHER_FILES, f"{MORE_TEMPLATES}/*.jinja"])
+            raise self._error(f"its tokenizer could not be downloaded from the hub ({first_line})") from error
         return tokenizer_file.parent
 
     def _error(self, reason: str) -> ConfigError:

@@ -154,6 +154,8 @@ def _read_file(name: str) -> str:
         if "{{" not in text and "{%" not in text:
             reason = "it is empty" if not text.strip() else "it has no {{ … }}: it is no chat template"
             raise ConfigError(setting, reason, fix)
+        if text.lstrip().startswith('{"'):
+            raise ConfigError(setting, "it is JSON, which may hold a template but is none", fix)
     return text
 
 

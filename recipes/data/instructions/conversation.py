@@ -43,7 +43,8 @@ _MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 _PAIR = ("chosen", "rejected")
 _LABELS = ("label", "kto_tag")  # false: a bad answer
 _ADDED = ("input", "system", "history", "tools")  # to the messages of a row
-_OPTIONAL = (*_ADDED, *_WEIGHTS, *_OPPOSITES, *_PARTS, *_MEDIA, *_PAIR, *_LABELS)
+_VARIABLES = "chat_template_kwargs"  # of TRL: for the template of this row
+_OPTIONAL = (*_ADDED, _VARIABLES, *_WEIGHTS, *_OPPOSITES, *_PARTS, *_MEDIA, *_PAIR, *_LABELS)
 
 # names of columns in other people's data, likely ones first
 _QUESTIONS = ("question", "query", "prompt", "instruction", "problem", "input", "human", "user", "source", "context")
@@ -280,6 +281,9 @@ class Reader:
                 fields = f"instruction: {self._own('prompt')}, output: {self._own('completion')}"
                 fix = f"'data.fields={{{fields}}}', a conversation with a system message, or {self._ignore('system')}"
                 raise ConfigError(place, "its prompt is plain text, which has no place for its field system", fix)
+            if name == _VARIABLES:
+                fix = f"{self._ignore(name)}, or {{%- set … -%}} at the top of data.template=<file.jinja>"
+                raise ConfigError(place, f"its {name} is not passed to the template", fix)
             if name == "history":
                 reason = f"its history is not read with the fields {' and '.join(_FIELDS[kind])}"
                 raise ConfigError(place, reason, f"{self._ignore('history')}, or rows of messages with those before")

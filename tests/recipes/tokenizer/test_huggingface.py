@@ -200,8 +200,7 @@ def test_an_unreachable_hub_is_an_error_that_names_the_offline_way(monkeypatch):
 
     monkeypatch.setattr(hub, "hf_hub_download", offline)
     assert refuse("some/model") == (
-        "tokenizer.name=some/model: its tokenizer.json could not be downloaded from the hub (no connection);"
-        f" type {REMEDY}"
+        f"tokenizer.name=some/model: its tokenizer could not be downloaded from the hub (no connection); type {REMEDY}"
     )
 
 

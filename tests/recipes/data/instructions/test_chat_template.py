@@ -174,6 +174,7 @@ def test_a_template_that_is_no_template_is_named_with_its_line() -> None:
         (b" \n", "it is empty"),
         (b"root:x:0:0:root", "it has no {{ … }}: it is no chat template"),
         (b"\xff\xfe\x00", "UnicodeDecodeError"),
+        (b'{"chat_template": "{% for m in messages %}"}', "it is JSON, which may hold a template but is none"),
         (b"{{" + b"x" * 1024 * 1024, "no chat template is that long"),
     ],
 )

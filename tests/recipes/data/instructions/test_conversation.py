@@ -230,6 +230,7 @@ def test_system_and_history_come_before_the_question() -> None:
         {"messages": [CHAT[0], {**CHAT[1], "train_detail": [{"begin_offset": 0}]}]},
         {"messages": [CHAT[0], {**CHAT[1], "images": ["a.png"]}]},
         {"messages": CHAT, "history": [["a", "b"]]},
+        {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}},
         {"instruction": "a", "output": "b", "history": ["a", "b"]},
         {"messages": [{"role": "system", "content": "x"}, *CHAT], "system": "y"},
         {"prompt": "a", "completion": "b", "system": "y"},
