@@ -212,7 +212,7 @@ class Reader:
             if all(self._own(name) in row for name in _FIELDS[kind]):
                 return kind
         wanted = "; ".join(" and ".join(names) for names in _FIELDS.values())
-        reason = f"its fields are {', '.join(map(str, row)) or 'none'}, expected {wanted}"
+        reason = f"its fields are {_names(row)}, expected {wanted}"
         raise ConfigError(place, reason, self._suggest_fields(row, place))
 
     def _suggest_fields(self, row: Mapping[str, Any], place: str) -> str:
@@ -244,8 +244,7 @@ class Reader:
     def _get(self, row: Mapping[str, Any], name: str, *, place: str) -> Any:
         own = self._own(name)
         if own is None or own not in row:
-            shown = ", ".join(map(str, row)) or "none"
-            reason = f"it has no field {name if own is None else own}; its fields are {shown}"
+            reason = f"it has no field {name if own is None else own}; its fields are {_names(row)}"
             raise ConfigError(place, reason, f"'data.fields={{{name}: <field>}}'")
         return row[own]
 
@@ -310,7 +309,7 @@ class Reader:
         found, without_loss, unread = [], set(), list[str]()
         for index, fields in enumerate(messages):
             message = self._message(fields, kind, place)
-            for name in self._ignored & message.keys():
+            for name in [name for name in message if name in self._ignored]:
                 del message[name]
             for own in self._marks.keys() & message.keys():
                 name, value = self._marks[own], message.pop(own)
@@ -394,8 +393,13 @@ def _is_weight(value: Any) -> bool:
     return isinstance(value, int | float) and value in (0, 1)
 
 
-def _shorten(value: Any) -> str:
-    return str(value)[:40]
+def _names(row: Mapping[str, Any]) -> str:
+    """Return the fields of a row, for an error; a name may hold half of a surrogate pair."""
+    return _shorten(", ".join(map(str, row)), 400) or "none"
+
+
+def _shorten(value: Any, num_characters: int = 40) -> str:
+    return str(value)[:num_characters].encode("utf-8", "backslashreplace").decode()
 
 
 def _text(value: Any, name: str, place: str) -> str:

@@ -74,6 +74,7 @@ def test_rows_that_ask_the_same_have_one_question() -> None:
     [
         ({"a": 1}, {}, "its fields are a, expected messages; conversations; prompt and completion"),
         ({}, {}, "its fields are none"),
+        ({"a\ud800": 1}, {}, r"its fields are a\\ud800, expected"),
         ({"messages": "hi"}, {}, "its messages are not a list of objects"),
         ({"messages": [{"role": "robot", "content": "x"}]}, {}, "its role role='robot' is not one of system"),
         ({"messages": [{"content": "x"}]}, {}, "its role role=None is not one of"),
