@@ -85,8 +85,8 @@ def test_a_folder_without_text_files_lists_the_suffixes(source, tmp_path):
     (tmp_path / "data/a.bin").write_text("text")
     with pytest.raises(ConfigError) as caught:
         source(tmp_path / "data").prepare()
-    shown = " ".join(sorted(TEXT_SUFFIXES))
-    assert caught.value.reason == f"the folder has no text files (by suffix: {shown})"
+    shown = ", ".join(sorted(TEXT_SUFFIXES))
+    assert caught.value.reason == f"the folder has no {shown} file; skipped: 1 (1 .bin)"
     assert caught.value.fix == f"data.path='{tmp_path}/data/**/*' to read every file in it"
 
 
