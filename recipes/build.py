@@ -150,8 +150,12 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     if mesh.pipeline > 1:  # the pipeline schedule takes all micro-batches of a step at once
         accumulation = accumulation.in_one()
     data: StreamDataModule = make(config["loader"])(
-        source=make(config["data"]),
-        eval_sources={name: make(node) for name, node in config.get("eval_data", {}).items() if node is not None},
+        source=make(config["data"], data_section="data"),
+        eval_sources={
+            name: make(node, data_section=f"eval_data.{name}")
+            for name, node in config.get("eval_data", {}).items()
+            if node is not None
+        },
         accumulation=accumulation,
         seed=config["seed"],
         eval_samples=get_eval_samples(config) if takes_steps(config) else None,

@@ -67,10 +67,10 @@ class RandomTokens:
     sample_kind: ClassVar[str] = "tokens"
     tokenizer: ClassVar[Tokenizer | None] = None  # the tokens have no meaning
 
-    vocab_size: int
-    seq_len: int
+    vocab_size: Annotated[int, ">= 1"]
+    seq_len: Annotated[int, ">= 1"]
     num_samples: Annotated[int, ">= 1"]
-    num_val_samples: int = 64
+    num_val_samples: Annotated[int, ">= 1"] = 64
     seed: int = 0
 
     def __post_init__(self) -> None:

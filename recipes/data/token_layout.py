@@ -52,9 +52,10 @@ def read_layout(head: bytes, *, num_bytes: int, dtype: str, name: str, key: str)
         raise ConfigError(typed, "the file is empty", fix)
     if head.startswith(NPY):
         return _read_npy(head, num_bytes=num_bytes, typed=typed, key=key)
-    words = np.frombuffer(head[:12], "<i4") if len(head) >= _LLM_C_HEADER_BYTES else ()
-    if len(words) and int(words[0]) in _LLM_C_MAGICS:
-        return _read_llm_c(*map(int, words), num_bytes=num_bytes, typed=typed)
+    if len(head) >= _LLM_C_HEADER_BYTES:
+        magic, _, num_tokens = np.frombuffer(head[:12], "<i4").tolist()
+        if magic in _LLM_C_MAGICS:
+            return _read_llm_c(_LLM_C_MAGICS[magic], num_tokens, num_bytes=num_bytes, typed=typed)
     if (kind := recognize(head, name, is_text=False)) is not None:
         raise ConfigError(typed, f"{kind.reason}, not raw tokens", kind.fix or _suggest_array(key))
     if name.lower().endswith(".npy"):
@@ -129,8 +130,7 @@ def _read_npy(head: bytes, *, num_bytes: int, typed: str, key: str) -> TokenLayo
     return TokenLayout(_NPY_DTYPES[dtype.str], offset, num_tokens, header=".npy")
 
 
-def _read_llm_c(magic: int, version: int, num_tokens: int, *, num_bytes: int, typed: str) -> TokenLayout:
-    dtype = _LLM_C_MAGICS[magic]
+def _read_llm_c(dtype: str, num_tokens: int, *, num_bytes: int, typed: str) -> TokenLayout:
     num_held = (num_bytes - _LLM_C_HEADER_BYTES) // np.dtype(dtype).itemsize
     if num_held < num_tokens or num_tokens < 1:
         reason = f"its header, as of llm.c, counts {num_tokens:,} tokens, and it holds {num_held:,}: it is truncated"

@@ -14,9 +14,10 @@ from typing import Any
 
 from recipes.checkpoint.retention import recover_interrupted
 from recipes.config.check.paths import check_run_folder
+from recipes.config.check.types import to_setting
 from recipes.config.compose import Composed, claim_folder
 from recipes.config.ranks import get_ranks
-from recipes.config.traits import list_nodes
+from recipes.config.traits import list_nodes, select
 from recipes.entry.light_import import without_unused_packages
 from recipes.entry.out_of_memory import advise, describe_out_of_memory, log_exit
 from recipes.entry.spawn import spawn_ranks
@@ -224,7 +225,7 @@ def _report_failure(failure: Failure, last_line: str | None, ranks: Ranks) -> No
 def _find_mistake(error: BaseException, composed: Composed) -> ConfigError | None:
     """Return the config error that an exception is or wraps, or that a constructor raised about its arguments."""
     if (mistake := find_mistake(error)) is not None:
-        return mistake
+        return _name_where_set(mistake, composed.config)
     if isinstance(error, OSError):
         is_full = error.errno in DISK_ERRORS
         return None if is_full else _find_unwritable_path(error, composed.config["mode"])
@@ -237,6 +238,22 @@ def _find_mistake(error: BaseException, composed: Composed) -> ConfigError | Non
         return None
     reason = " ".join(str(error.__cause__).split())
     return ConfigError(f"{section}.…", reason, f"{section}.<setting>=<another value>")
+
+
+def _name_where_set(mistake: ConfigError, config: Mapping[str, Any]) -> ConfigError:
+    """Return an error about a setting that has another value with the key that has this one.
+
+    A component does not know whether its `seq_len` is the default, that of the run, or was typed as `data.seq_len`.
+    """
+    key, _, value = mistake.setting.partition("=")
+    name = key.rpartition(".")[2]
+    if not re.fullmatch(r"[\w.]+", key) or to_setting(select(config, key)) == value:
+        return mistake
+    found = [path for path, node in list_nodes(config) if name in node and to_setting(node[name]) == value]
+    if len(found) != 1:
+        return mistake
+    fix = re.sub(rf"(?<![\w.]){re.escape(key)}=", f"{found[0]}.{name}=", mistake.fix)
+    return ConfigError(f"{found[0]}.{name}={value}", mistake.reason, fix)
 
 
 def _find_unwritable_path(error: OSError, mode: Mapping[str, Any]) -> ConfigError | None:

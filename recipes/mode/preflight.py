@@ -92,7 +92,7 @@ class Checklist:
 
     def run(self) -> Iterator[Result]:
         """Yield the results. Collective: every rank runs all checks."""
-        data = make(self._config["data"])
+        data = make(self._config["data"], data_section="data")
         data.prepare()
         in_data = []
         for result in self._check_data(data):

@@ -36,7 +36,7 @@ def prepare(
     evaluation_words: Annotated[int, ">= 1"],
     min_coverage: Annotated[float, "> 0, <= 1"],
     shard_mb: Annotated[float, "> 0"],
-    num_processes: Annotated[int, ">= 1"] | None,
+    num_processes: Annotated[int, ">= 1, <= 256"] | None,
     write_page: Callable[..., None],
 ) -> int:
     """Write the remaining documents as JSONL, and a page that shows what was dropped and why.

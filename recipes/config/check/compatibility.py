@@ -9,6 +9,7 @@ from recipes.config.check.types import to_setting
 from recipes.config.compose import CONF
 from recipes.config.published import read_size
 from recipes.config.signature import find_signature, read_signature
+from recipes.config.traits import list_data
 from recipes.errors import ConfigError
 
 # Trainer arguments controlled by a group or setting of this project: argument -> what to type instead
@@ -165,8 +166,7 @@ def _vocabulary(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     model_size = config["model"].get("vocab_size")
     if model_size is None:
         return
-    for section in ("tokenizer", "data"):
-        node = config[section] or {}
+    for section, node in (("tokenizer", config["tokenizer"] or {}), *list_data(config)):
         size = node.get("vocab_size")
         if size is None and "_target_" in node:
             size = read_signature(node["_target_"]).constants.get("vocab_size")

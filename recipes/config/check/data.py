@@ -9,7 +9,7 @@ from recipes.config.signature import find_signature
 from recipes.config.traits import DATA_GROUPS, list_data, select
 from recipes.errors import ConfigError
 
-_NAME = re.compile(r"[\w-]+")
+_NAME = re.compile(r"(?!_.*_$)[\w-]+")  # Hydra reads names such as _target_ itself
 
 
 def check_data(config: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -24,11 +24,14 @@ def check_data(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         for name, node in members.items() if isinstance(members, Mapping) else ():
             where = f"{group}.{name}"
             if not _NAME.fullmatch(str(name)):
-                reason = "its name is part of its metric names: letters, digits, _ and -"
+                reason = "its name is part of its metric names: letters, digits, - and _, but not _ at both ends"
                 yield ConfigError(f"{where}=…", reason, f"+data@{group}.<name>=<option of data>")
             elif where not in kinds and not (node is None and group == "eval_data"):
                 reason = "it must be a data source: a section with a _target_"
                 yield ConfigError(f"{where}={to_setting(node)}", reason, f"+data@{where}=<option of data>")
+            elif where in kinds and kinds[where] is None and not find_signature(node["_target_"]).takes_any:
+                reason = f"{node['_target_']} is no data source: it has no sample_kind"
+                yield ConfigError(f"{where}=…", reason, f"+data@{where}=<option of data> instead")
             elif where in kinds and None not in (kinds[where], kinds["data"]) and kinds[where] != kinds["data"]:
                 reason = f"it gives {kinds[where]}, and data= gives {kinds['data']}"
                 yield ConfigError(f"{where}=…", reason, f"another option: +data@{where}=<option of data>")
@@ -65,3 +68,7 @@ def _check_images(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     if isinstance(classes, int) and isinstance(given, int) and given > classes:
         reason = f"the model has model.num_classes={classes}"
         yield ConfigError(f"data.num_classes={given}", reason, f"model.num_classes={given}")
+    known = find_signature(select(config, "data._target_")).constants.get("num_classes")
+    if isinstance(classes, int) and isinstance(known, int) and known > classes:
+        reason = f"the images of data= have {known} classes"
+        yield ConfigError(f"model.num_classes={classes}", reason, f"model.num_classes={known}, or another data=")

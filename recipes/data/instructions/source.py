@@ -54,7 +54,7 @@ class Instructions:
         seq_len: Annotated[int, ">= 1"],
         cache_dir: str,
         vocab_size: int | None = None,
-        num_processes: Annotated[int, ">= 1"] | None = None,
+        num_processes: Annotated[int, ">= 1, <= 256"] | None = None,
     ) -> None:
         """Store the settings; nothing is read before `prepare`.
 

@@ -26,7 +26,7 @@ class TextSource(ABC):
         self,
         *,
         tokenizer: TokenizerConfig,
-        seq_len: int,
+        seq_len: Annotated[int, ">= 1"],
         val_fraction: Annotated[float, "> 0, < 0.9"],
         cache_dir: str,
         vocab_size: int | None = None,
