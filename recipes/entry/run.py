@@ -261,7 +261,7 @@ def _find_unwritable_path(error: OSError, mode: Mapping[str, Any]) -> ConfigErro
     path = mode.get("path")
     if not isinstance(path, str) or not isinstance(error.filename, str):
         return None
-    wanted, failed = Path(path).expanduser().absolute(), Path(error.filename).absolute()
+    wanted, failed = Path(os.path.expanduser(path)).absolute(), Path(error.filename).absolute()
     # the path, a file below it, a folder above it, or a temporary file next to it
     is_beside = failed.parent == wanted.parent and wanted.name in failed.name
     if wanted not in (failed, *failed.parents) and failed not in wanted.parents and not is_beside:

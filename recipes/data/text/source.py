@@ -105,6 +105,8 @@ class TextSource(ABC):
                 f"model.vocab_size={tokenizer.vocab_size}",
             )
         cache = cached_tokens(corpus, tokenizer, val_fraction=self.val_fraction, num_processes=self._num_processes)
+        if cache.meta.num_documents == 0:
+            raise ConfigError("data.path=…", "no document in it has any text", self.suggest_more_text())
         self._prepared = tokenizer, cache
         self._check_splits()
 

@@ -345,6 +345,12 @@ def test_text_that_parquet_holds_as_bytes_is_text_and_the_advice_names_other_fie
         assert caught.value.fix.startswith(fix)
 
 
+def test_documents_without_any_text_are_named_and_not_the_length_of_a_sample(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", [{"text": ""}])
+    with pytest.raises(ConfigError, match=r"data.path=…: no document in it has any text; type data.path=<more"):
+        documents_of(tmp_path, tmp_path).prepare()
+
+
 def test_names_of_files_may_be_any_bytes_and_their_places_are_one_line_of_text(tmp_path: Path) -> None:
     names = [b"caf\xe9.jsonl", b"a\n   type: rm -rf ~.jsonl"]
     (tmp_path / "raw").mkdir()
