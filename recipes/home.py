@@ -14,8 +14,10 @@ def expand_home(path: str, setting: str) -> Path:
         setting: Config key of the path, such as "data.path".
 
     Raises:
-        ConfigError: There is no such user, nor a file of that name.
+        ConfigError: It is empty, which would be the working directory; or there is no such user.
     """
+    if not path.strip():
+        raise ConfigError(f"{setting}={path}", "it is empty", f"{setting}=<a path; . is the working directory>")
     expanded = os.path.expanduser(path)
     if expanded.startswith("~") and not os.path.lexists(expanded):
         user = expanded.partition("/")[0].removeprefix("~")

@@ -81,7 +81,8 @@ def find_files(
         return FoundFiles(expanded.parent, [expanded])
     if os.path.isdir(expanded):
         found = list_folder(expanded, setting=setting, suffixes=suffixes, skip=skip)
-        reason = f"the folder has no {', '.join(sorted(suffixes))} file"
+        plain = sorted(suffix for suffix in suffixes if suffix.count(".") == 1)
+        reason = f"the folder has no {', '.join(plain)} file"
         if found.skipped:
             reason += f"; skipped: {found.describe_skipped()}"
         if reads_any and any(kind not in _UNREAD for kind in found.skipped):

@@ -282,6 +282,10 @@ def _json_rows(document: Document, file: BinaryIO) -> Iterator[Row]:
             line = line.removeprefix(_MARK)
         if not line.strip():
             continue
+        if is_first and line.strip() == b"{":
+            reason = "it is one JSON object over many lines; rows are objects of a line each, or a list of them"
+            fix = f"jq -c '.<field with the rows>[]' '{document.path}' > rows.jsonl, then its path"
+            raise ConfigError(document.name, reason, fix)
         if is_first and line.lstrip().startswith(b"["):
             yield from _items(b"\n" * (number - 1) + line + file.read(), document.name)
             return
@@ -290,7 +294,7 @@ def _json_rows(document: Document, file: BinaryIO) -> Iterator[Row]:
 
 
 def _items(text: bytes, name: str) -> Iterator[Row]:
-    items = _parse_json(text, name)
+    items = _parse_json(text, name, is_line=False)
     has_escapes = _SURROGATE.search(text) is not None
     for index, fields in enumerate(items):
         place = f"{name} item {index + 1}"
@@ -299,7 +303,7 @@ def _items(text: bytes, name: str) -> Iterator[Row]:
         yield Row(place, fields)
 
 
-def _parse_json(text: bytes, place: str) -> Any:
+def _parse_json(text: bytes, place: str, *, is_line: bool = True) -> Any:
     """Parse a line, or all lines of a list.
 
     Raises:
@@ -315,7 +319,7 @@ def _parse_json(text: bytes, place: str) -> Any:
         fix = "one JSON object a line there"
         if not isinstance(error, json.JSONDecodeError):
             raise ConfigError(place, f"invalid JSON: {error}", fix) from error
-        line = f":{error.lineno}" if error.lineno > 1 or ":" not in place else ""
+        line = "" if is_line else f":{error.lineno}"
         raise ConfigError(f"{place}{line}", f"invalid JSON: {error.msg}, column {error.colno}", fix) from error
 
 

@@ -14,6 +14,7 @@ _NPY_DTYPES = {"<u2": "uint16", "<u4": "uint32"}
 _LLM_C_HEADER_BYTES = 1024
 _LLM_C_MAGICS = {20240520: "uint16", 20240801: "uint32"}
 LLM_C = "llm.c"
+_MAX_VOCABULARY = 10_000_000  # of no tokenizer: larger ids are not tokens
 PERIOD = 4  # 16-bit tokens per number of the widest type that a file may have been written with
 
 
@@ -106,7 +107,8 @@ def explain_wider_type(key: str, name: str, dtype: str, bits: int) -> ConfigErro
 def explain_large_token(key: str, name: str, largest: int, *, vocab_size: int) -> ConfigError:
     """Return the error for a token that the model does not know."""
     reason = f"token id {largest} is outside the vocabulary (maximum {vocab_size - 1})"
-    return ConfigError(f"{key}={name}", reason, f"model.vocab_size={largest + 1} or more, or the right data.dtype")
+    larger = f"model.vocab_size={largest + 1} or more, or " if largest < _MAX_VOCABULARY else ""
+    return ConfigError(f"{key}={name}", reason, f"{larger}the right data.dtype")
 
 
 def _read_npy(head: bytes, *, num_bytes: int, typed: str, key: str) -> TokenLayout:

@@ -101,6 +101,8 @@ def test_saved_data_sets_are_read(tmp_path: Path) -> None:
         ("\x00\n", "a.jsonl:1: invalid JSON"),
         ("[1, 2", "a.jsonl:1: invalid JSON"),
         ("[1, 2]", "a.jsonl item 1: a row has named fields, and this one is 1"),
+        ('{"a": 1,\n', "^a.jsonl:1: invalid JSON"),
+        ('{\n "data": [{"a": 1}]\n}\n', "a.jsonl: it is one JSON object over many lines.*type jq -c "),
     ],
 )
 def test_a_broken_row_is_named(content: str, message: str, tmp_path: Path) -> None:
@@ -277,7 +279,7 @@ def test_a_line_or_a_list_that_no_memory_holds_is_an_error_of_the_file(
     with pytest.raises(ConfigError, match="a.jsonl:2: a line of it is longer than 40 bytes"):
         read(tmp_path / "a.jsonl")
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise MemoryError
 
     (tmp_path / "a.json").write_text("[1]")
@@ -380,6 +382,7 @@ def test_what_is_no_file_is_named(tmp_path: Path) -> None:
         (tmp_path, "it is a link to a file that does not exist"),
         (tmp_path / "*.jsonl", "it is a link to a file that does not exist"),
         ("~nobody-here/x", "this machine has no user nobody-here"),
+        ("", "data.path=: it is empty; type data.path=<a path; . is the working directory>"),
         (f"{tmp_path}/{'n' * 300}", "it cannot be read: File name too long"),
     ):
         with pytest.raises(ConfigError, match=reason):

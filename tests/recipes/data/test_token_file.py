@@ -78,6 +78,8 @@ def test_a_token_beyond_the_vocabulary_is_rejected_also_in_a_late_chunk(source, 
         "type model.vocab_size=1001 or more, or the right data.dtype"
     )
     source(path, vocab_size=1001).prepare()
+    with pytest.raises(ConfigError, match="token id 65536000 is outside .*; type the right data.dtype"):
+        source(write(tmp_path / "odd.bin", [0, 1000] * 20, "uint16"), dtype="uint32").prepare()
 
 
 def test_the_result_of_the_check_is_cached_until_the_file_changes(source, tmp_path, monkeypatch):
