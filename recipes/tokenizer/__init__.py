@@ -246,6 +246,25 @@ class Tokenizer:
         first, second = "one two;\n", "three (four)\n"
         return self.encode(first) + self.encode(second) == self.encode(first + second)
 
+    def check_model(self, num_ids: int | None) -> None:
+        """Check that a model has every id of the vocabulary.
+
+        Args:
+            num_ids: Vocabulary size of the model; None: any.
+
+        Raises:
+            ConfigError: The tokenizer has more.
+        """
+        if num_ids is None or self.vocab_size <= num_ids:
+            return
+        raise ConfigError(
+            f"model.vocab_size={num_ids}",
+            f"the tokenizer has {self.vocab_size} tokens",
+            # weights that are published have as many as they have
+            f"model.vocab_size={self.vocab_size} for weights of the seed; for published ones, their own tokenizer, or"
+            f" model.name=<the model after resize_token_embeddings({self.vocab_size}) of transformers>",
+        )
+
     def shares_vocabulary(self, folder: Path) -> bool:
         """Return whether the tokenizer in a folder has the same ids; a folder without one has those it was made for.
 

@@ -166,12 +166,7 @@ class Instructions:
             sources["val"] = self._open("val_path", self._val_path)
         hashes = {name: rows.content_hash(cache_dir) for name, rows in sources.items()}
         tokenizer = tokenizer or self.make_tokenizer(self.corpus())
-        if self._known_ids is not None and tokenizer.vocab_size > self._known_ids:
-            raise ConfigError(
-                f"model.vocab_size={self._known_ids}",
-                f"the tokenizer has {tokenizer.vocab_size} tokens",
-                f"model.vocab_size={tokenizer.vocab_size}",
-            )
+        tokenizer.check_model(self._known_ids)
         template = find_template(self._template, tokenizer, day=TRAINING_DAY)
         made_by = (self._format, tokenizer.fingerprint, str(tokenizer.special_tokens), repr(template), self._train_on)
         stores = {

@@ -98,12 +98,7 @@ class TextSource(ABC):
             return
         corpus = self.corpus()
         tokenizer = tokenizer or self.make_tokenizer(corpus)
-        if self._known_ids is not None and tokenizer.vocab_size > self._known_ids:
-            raise ConfigError(
-                f"model.vocab_size={self._known_ids}",
-                f"the tokenizer has {tokenizer.vocab_size} tokens",
-                f"model.vocab_size={tokenizer.vocab_size}",
-            )
+        tokenizer.check_model(self._known_ids)
         cache = cached_tokens(corpus, tokenizer, val_fraction=self.val_fraction, num_processes=self._num_processes)
         if cache.meta.num_documents == 0:
             raise ConfigError("data.path=…", "no document in it has any text", self.suggest_more_text())

@@ -18,7 +18,7 @@ _DEFAULTS = {"num_experts_per_tok": 2, "num_local_experts": 8, "sliding_window":
 class MixtralFormat(LlamaFormat):
     """The published form of a `MoeLlama`; see `hf_format.Format`."""
 
-    known_kinds: ClassVar[str] = "mixtral"
+    kinds: ClassVar[tuple[str, ...]] = ("mixtral",)
 
     def __init__(self, model: MoeLlama) -> None:
         super().__init__(model)
