@@ -25,6 +25,7 @@ from recipes.tokenizer import read_folder
 _MAGIC = b"GGUF"
 _ANOTHER = "mode.path=<another file>, or the published folder itself: model=huggingface model.name=<folder or hub id>"
 _EMBEDDING, _HEAD, _ROPE = "token_embd.weight", "output.weight", "rope_freqs.weight"
+_NUM_SHOWN = 3  # names of tensors in an error
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 # settings that change the result and that transformers reads for few architectures: name in the file -> in its config
 _SETTINGS = {
@@ -159,8 +160,21 @@ def _check_whole(reader: Any, model: Any, typed: str) -> None:
     log_unread(further, typed)
     found = sum(int(tensor.n_elements) for name, tensor in rest.items() if name not in further)
     if found != sum(own.values()):
-        reason = f"it holds {found:,} numbers, and a {config.model_type} of its sizes {sum(own.values()):,}"
-        raise ConfigError(typed, f"{reason}; among them {', '.join(sorted(rest)[:3])}", _ANOTHER)
+        unknown = sorted(rest.keys() - _list_names(model, architecture)) or sorted(rest)
+        shown = ", ".join(unknown[:_NUM_SHOWN]) + (", …" if unknown[_NUM_SHOWN:] else "")
+        reason = f"it holds {found:,} numbers, and a {config.model_type} of transformers takes {sum(own.values()):,}"
+        raise ConfigError(typed, f"{reason}: there is no place for {shown}", _ANOTHER)
+
+
+def _list_names(model: Any, architecture: str) -> set[str]:
+    """Return the names that llama.cpp gives to the tensors of a model; empty if they are not known."""
+    import gguf
+
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    if architecture not in kinds:
+        return set()
+    names = gguf.get_tensor_name_map(kinds[architecture], model.config.num_hidden_layers)
+    return {names.get_name(name, try_suffixes=(".weight", ".bias")) or "" for name in model.state_dict()}
 
 
 def _set_llama3_rope(config: Any, factors: Any, typed: str) -> None:

@@ -164,8 +164,8 @@ PARTIAL: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "block": ({"without": "blk.1"}, "its files do not have model.layers.1.input_layernorm.weight and 8 more"),
     "norm": ({"without": "output_norm"}, "its files do not have model.norm.weight"),
-    "biases": ({"more": {"blk.0.attn_q.bias": np.ones(WIDTH, np.float32)}}, "among them blk.0.attn_q.bias"),
-    "further block": ({"more": {"blk.2.attn_norm.weight": np.ones(WIDTH, np.float32)}}, "among them blk.2.attn_norm"),
+    "biases": ({"more": {"blk.0.attn_q.bias": np.ones(WIDTH, np.float32)}}, "no place for blk.0.attn_q.bias"),
+    "further block": ({"more": {"blk.2.attn_norm.weight": np.ones(WIDTH, np.float32)}}, "no place for blk.2.attn_norm"),
     "factors": ({"more": {"rope_freqs.weight": np.arange(1, 9, dtype=np.float32)}}, "rope_freqs.weight in another way"),
     "yarn": ({"settings": {"llama.rope.scaling.type": "yarn"}}, r"scales rotary frequencies \(yarn\)"),
     "window": (
