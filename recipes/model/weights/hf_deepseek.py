@@ -33,6 +33,7 @@ _BIAS = "mlp.gate.e_score_correction_bias"
 _DEFAULTS = {  # transformers' DeepseekV3Config
     "first_k_dense_replace": 3,
     "kv_lora_rank": 512,
+    "max_position_embeddings": 4096,
     "moe_intermediate_size": 2048,
     "n_group": 8,
     "n_routed_experts": 256,

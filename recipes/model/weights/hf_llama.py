@@ -19,7 +19,9 @@ _IN_BLOCK = {  # our name -> published name, one to one
     "mlp.up": "mlp.up_proj",
     "mlp.out": "mlp.down_proj",
 }
-_DEFAULTS = {  # transformers' LlamaConfig; published Qwen3 configs state every value that differs
+# where Qwen3Config differs from LlamaConfig
+_DEFAULTS_OF_QWEN3 = {"head_dim": 128, "max_position_embeddings": 32768, "num_key_value_heads": 32}
+_DEFAULTS = {  # transformers' LlamaConfig
     "attention_bias": False,
     "head_dim": None,
     "hidden_act": "silu",
@@ -89,7 +91,7 @@ class LlamaFormat(Format):
 
         Adds qk_norm, quantization, rope_type and rope_factor, which `settings` compares.
         """
-        full = {**_DEFAULTS, **config}
+        full = {**_DEFAULTS, **(_DEFAULTS_OF_QWEN3 if config.get("model_type") == "qwen3" else {}), **config}
         num_heads = whole_number(full, "num_attention_heads")
         if full["num_key_value_heads"] is None:
             full["num_key_value_heads"] = num_heads

@@ -6,12 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from recipes.errors import ConfigError
 from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
 from recipes.model.resnet import ResNet18
+from recipes.model.weights.hf_deepseek import DeepSeekV3Format
+from recipes.model.weights.hf_gpt2 import GPT2Format
+from recipes.model.weights.hf_llama import LlamaFormat
+from recipes.model.weights.hf_mixtral import MixtralFormat
 from recipes.model.weights.huggingface import export_pretrained, load_pretrained
 
 torch.set_num_threads(1)
@@ -88,6 +93,29 @@ def test_what_no_override_can_fix_is_rejected(key: str, value: object, tmp_path:
     (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
     with pytest.raises(ConfigError, match=f"type model=huggingface model.name={tmp_path}$"):
         load_pretrained(ours("llama"), tmp_path)
+
+
+DEFAULTS: dict[str, tuple[Any, dict[str, int]]] = {
+    "gpt2": (GPT2Format, {"n_embd": 64, "n_head": 4}),
+    "llama": (LlamaFormat, {"hidden_size": 64, "num_attention_heads": 8}),
+    "qwen3": (LlamaFormat, {"hidden_size": 64, "num_attention_heads": 64}),
+    "mixtral": (MixtralFormat, {"hidden_size": 64, "num_attention_heads": 16}),
+    "deepseek_v3": (DeepSeekV3Format, {"hidden_size": 256, "num_attention_heads": 128}),
+}
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_what_a_config_does_not_state_has_the_default_of_its_kind_in_transformers(kind: str) -> None:
+    layout, sizes = DEFAULTS[kind]
+    full = layout.with_defaults(layout.__new__(layout), {"model_type": kind} | sizes)
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    theirs = config.to_dict() | {"rope_theta": (getattr(config, "rope_parameters", None) or {}).get("rope_theta")}
+    theirs["head_dim"] = theirs.get("head_dim") or sizes.get("hidden_size", 0) // sizes.get("num_attention_heads", 1)
+    own = {key for key in full if key in theirs and key != "rope_parameters"}
+    if kind == "deepseek_v3":
+        own -= {"head_dim", "num_local_experts"}  # the rotary part of a head, and another name of n_routed_experts
+    assert len(own) >= 8
+    assert {key: full[key] for key in own} == {key: theirs[key] for key in own}
 
 
 # what each breaks -> the clause that names it; the value of our own setting would be refused
