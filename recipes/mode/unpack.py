@@ -54,7 +54,7 @@ def unpack(composed: Composed, *, path: str, output: str, dtype: Literal["float3
         ConfigError: It is not a GGUF file, transformers cannot read its model from GGUF, or nothing can be written.
     """
     del composed
-    file, folder = Path(os.path.expanduser(path)).absolute(), Path(os.path.expanduser(output))
+    file, folder = (Path(os.path.expanduser(name)).absolute() for name in (path, output))
     _check(file, folder)
     claim_output(folder, "mode.output", is_file=True)
     model, tokenizer = _load(file, getattr(torch, dtype))

@@ -210,7 +210,8 @@ def mistake(folder: Path, **settings: str) -> str:
 
 
 def test_other_files_and_folders_are_left_as_they_are(tmp_path: Path) -> None:
-    assert "there is no such file" in mistake(tmp_path)
+    for path in (str(tmp_path / "model.gguf"), "x" * 300, "~nobody/x"):
+        assert "there is no such file" in mistake(tmp_path, path=path)
     (tmp_path / "model.gguf").write_bytes(b"PK\x03\x04")
     assert "it is not a GGUF file" in mistake(tmp_path)
     write_gguf(tmp_path / "model.gguf", make_model(), architecture="unheard_of")

@@ -59,6 +59,10 @@ FOLDERS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "singular values": ({"kasa_config": peft.KasaConfig()}, None),
 }
 
+# settings of a kind that the others show, each compared by name in any case
+_REPEATED = {"dropout", "gaussian", "orthogonal", "rank", "scale", "excluded layers", "fast pissa", "tokens", "head"}
+_REPEATED |= {"more blocks", "compressed inputs", "singular values"}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -124,7 +128,9 @@ def follow(folder: str, make: Any, settings: dict[str, Any]) -> tuple[Tensor | N
     raise AssertionError(f"it goes round in a circle: {mistake}")
 
 
-@pytest.mark.parametrize("kind", FOLDERS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in _REPEATED else kind for kind in FOLDERS]
+)
 def test_a_folder_has_the_logits_of_peft_or_is_refused(kind: str, folder: str, tmp_path: Path) -> None:
     settings, expected = FOLDERS[kind]
     config = peft.LoraConfig(
