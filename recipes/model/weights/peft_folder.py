@@ -39,6 +39,13 @@ _INIT = "init_lora_weights"
 _HARMLESS_INIT = ("gaussian", "eva", "orthogonal", "mica")
 _OPTIONS = ("LORA", "IA3")  # of conf/adapter, as peft names them
 _MAX_SHOWN = 100  # characters of a setting: a pattern may list every layer
+_NEW = "adapter.pretrained=null"
+_NOT_MERGED = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "layer_replication",
+    "lora_bias",
+)  # not by peft, or not to a file
 _MERGED = (
     "adapter.pretrained=null model.name=<the model that peft's merge_and_unload() made of the adapter and its own>"
 )
@@ -119,7 +126,7 @@ def _check_config(found: dict[str, Any], own: Any, typed: str) -> None:
     """Check that a folder has no setting with which its tensors stand for another function than with ours."""
     kind, theirs = own.peft_type.value, str(found.get("peft_type"))
     if theirs != kind:
-        fix = f"adapter={theirs.lower()}" if theirs in _OPTIONS else _MERGED
+        fix = f"adapter={theirs.lower()}" if theirs in _OPTIONS else _NEW
         raise ConfigError(f"{typed} adapter={kind.lower()}", f"it is of the kind {theirs}", fix)
     # older versions of peft lack settings: they had today's default; newer ones may have settings not known here
     ours, defaults = own.to_dict(), type(own)().to_dict()
@@ -133,7 +140,8 @@ def _check_config(found: dict[str, Any], own: Any, typed: str) -> None:
         if key in _OF_LORA and _is_possible(value, like=expected):
             name = _OF_LORA[key]
             raise ConfigError(typed, f"it was trained with adapter.{name}={shown}", f"adapter.{name}={shown}")
-        raise ConfigError(typed, f"its {CONFIG} has {key}={shown}, and this adapter does without", _MERGED)
+        fix = _NEW if key in _NOT_MERGED else _MERGED
+        raise ConfigError(typed, f"its {CONFIG} has {key}={shown}, and this adapter does without", fix)
 
 
 def _is_possible(value: object, *, like: object) -> bool:
