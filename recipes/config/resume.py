@@ -11,8 +11,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from recipes.config.cached_compose import compose_options, select_options
-from recipes.config.overrides import parse_override, unescape_interpolations
-from recipes.config.trust import find_resumed_run
+from recipes.config.overrides import for_shell, parse_override, unescape_interpolations
+from recipes.config.search_path import select_search_path
+from recipes.config.trust import SEARCH_PATH, find_own_folders, find_resumed_run
 from recipes.errors import ConfigError
 from recipes.run_folder import (
     CONFIG_FILE,
@@ -32,12 +33,17 @@ class ResumedRun:
     """A run to continue.
 
     Attributes:
+        folder: Its run folder.
         config: Its frozen config, every interpolation resolved.
-        overrides: Overrides it was started with, except those that apply to a single start.
+        overrides: Overrides it was started with, except those that apply to a single start; the typed search path comes
+            first, without which they may not compose.
+        search_path: Overrides of the search path that it was started with.
     """
 
+    folder: Path
     config: Config
     overrides: list[str]
+    search_path: list[str]
 
 
 def read_resumed_run(overrides: Sequence[str]) -> ResumedRun | None:
@@ -49,7 +55,13 @@ def read_resumed_run(overrides: Sequence[str]) -> ResumedRun | None:
     folder = find_resumed_run(overrides)
     if folder is None:
         return None
-    return ResumedRun(config=unescape_interpolations(read_config(folder)), overrides=_read_overrides(folder))
+    recorded = _read_overrides(folder)
+    return ResumedRun(
+        folder=folder,
+        config=unescape_interpolations(read_config(folder)),
+        overrides=[*select_search_path(overrides), *filter(_outlasts_a_start, recorded)],
+        search_path=select_search_path(recorded),
+    )
 
 
 def select_inherited(
@@ -71,6 +83,7 @@ def select_inherited(
 
     Raises:
         hydra.errors.HydraException: A group or option does not exist.
+        ConfigError: The run has options of a search path that is not typed.
     """
     parsed = [parse_override(override) for override in typed]
     overridden = {_get_place(override) for override in parsed if not override.is_delete()}
@@ -80,7 +93,19 @@ def select_inherited(
         for override in resumed.overrides
         if override not in repeated and _get_place(parse_override(override)) not in overridden
     ]
-    before = compose_options(select_options(resumed.overrides, folder, name), folder, name)
+    try:
+        before = compose_options(select_options(resumed.overrides, folder, name), folder, name)
+    except HydraException as error:
+        recorded = find_own_folders(resumed.search_path)
+        if set(recorded) <= set(find_own_folders(resumed.overrides)):
+            raise
+        exist = all(map(os.path.isdir, recorded))
+        path = " ".join(map(for_shell, resumed.search_path)) if exist else f"'{SEARCH_PATH}=[<where they are now>]'"
+        raise ConfigError(
+            f"resume={resumed.folder}",
+            f"it has options of {', '.join(map(str, recorded))}, and only the command line may choose code that runs",
+            f"the same command with {path}, if you trust it",
+        ) from error
     now = compose_options(select_options([*candidates, *typed], folder, name), folder, name)
     dropped = [override for override in candidates if not _still_applies(override, candidates, before, now)]
     return [override for override in candidates if override not in dropped], dropped
@@ -106,22 +131,25 @@ def apply_changes(frozen: Config, *, before: Config, now: Config) -> Config:
 
 
 def _read_overrides(folder: Path) -> list[str]:
-    """Return the overrides that a run was started with, except those that apply to a single start."""
+    """Return the overrides that a run was started with."""
     if not os.path.isfile(folder / ENVIRONMENT_FILE):
         return []
     typed = read_environment(folder).get("overrides")
     fix = f"rm {folder / ENVIRONMENT_FILE}, and the run resumes from its {CONFIG_FILE} alone"
     if not isinstance(typed, list):
         raise ConfigError(str(folder / ENVIRONMENT_FILE), "its `overrides` is not a list", fix)
-    kept = []
     for override in typed:
         try:
-            key = parse_override(override).key_or_group
+            parse_override(override)
         except (HydraException, TypeError, AttributeError) as error:
             raise ConfigError(str(folder / ENVIRONMENT_FILE), f"{override!r} is not an override", fix) from error
-        if key not in ("mode", "resume", "evaluator") and not key.startswith(_SINGLE_START):
-            kept.append(override)
-    return kept
+    recorded: list[str] = typed
+    return recorded
+
+
+def _outlasts_a_start(override: str) -> bool:
+    key = parse_override(override).key_or_group
+    return key not in ("mode", "resume", "evaluator") and not key.startswith(_SINGLE_START)
 
 
 def _still_applies(override: str, others: Sequence[str], before: DictConfig, now: DictConfig) -> bool:

@@ -17,6 +17,7 @@ from recipes.config.check.paths import check_run_folder
 from recipes.config.check.types import to_setting
 from recipes.config.compose import Composed, claim_folder
 from recipes.config.ranks import get_ranks
+from recipes.config.search_path import resume_command
 from recipes.config.traits import list_nodes, select
 from recipes.entry.light_import import without_unused_packages
 from recipes.entry.out_of_memory import advise, describe_out_of_memory, log_exit
@@ -173,7 +174,7 @@ def _execute(composed: Composed, ranks: Ranks) -> int:
         if global_rank() == 0:
             LOGGER.error(f"Interrupted; run folder: {_describe_folder(composed)}")
             if has_checkpoint(composed.run_folder):
-                LOGGER.error(f"To resume: python train.py resume={composed.run_folder}")
+                LOGGER.error(f"To resume: {resume_command(composed.run_folder, composed.overrides)}")
         return ExitCode.INTERRUPTED
     except Exception as error:
         last_line: str | None = f"The run crashed; run folder: {_describe_folder(composed)}"

@@ -58,12 +58,12 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
     source: dict[str, Any] = {"config_folder": config_folder, "config_name": config_name}
     typed = [parse_or_quote(text)[1] for text in typed]  # quote what Hydra's grammar cannot read, as for a single run
     swept = {text: parsed for text in typed if (parsed := _parse_sweep(text)) is not None}
-    first_job = [_first_value(swept[text]) if text in swept else text for text in typed]
+    first_job = [_first_value(swept[text], typed) if text in swept else text for text in typed]
     composed, _ = compose_overrides(first_job, **source)
     params = [parse_override(text) for text in composed.sweep_overrides] if composed else []
     typed_keys = {_key(text) for text in typed}
     # typed overrides replace those of hydra.sweeper.params
-    from_params = [_first_value(param) for param in params if param.key_or_group not in typed_keys]
+    from_params = [_first_value(param, typed) for param in params if param.key_or_group not in typed_keys]
     composed, mistakes = compose_and_check([*from_params, *first_job], **source)
     mistakes = restore_sweeps(mistakes, dict(zip(first_job, typed, strict=True)))
     sweeper = composed.choices["hydra/sweeper"] if composed is not None else _GRID
@@ -72,7 +72,7 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
     return SweepCommand(
         for_hydra=[_to_hydra(text, first, added, param_keys) for text, first in zip(typed, first_job, strict=True)],
         keys=[override.key_or_group for override in swept.values()],
-        mistakes=[*mistakes, *_check_values(swept), *_check_sweeper(swept, sweeper), *_check_folder(typed)],
+        mistakes=[*mistakes, *_check_values(swept, typed), *_check_sweeper(swept, sweeper), *_check_folder(typed)],
     )
 
 
@@ -109,27 +109,32 @@ def _parse_sweep(text: str) -> Override | None:
     return override if override.is_sweep_override() else None
 
 
-def _first_value(override: Override) -> str:
-    """Return the override of the first job: the first value, or the lower end of an interval."""
+def _first_value(override: Override, typed: Sequence[str]) -> str:
+    """Return the override of the first job: the first value, or the lower end of an interval.
+
+    Args:
+        override: Override of one key, swept or not.
+        typed: The overrides of the command line.
+    """
     if not override.is_sweep_override():
         return str(override.input_line)
     key, sweep = override.get_key_element(), override.value()
-    if isinstance(sweep, IntervalSweep) or (isinstance(sweep, RangeSweep) and _is_empty(override)):
+    if isinstance(sweep, IntervalSweep) or (isinstance(sweep, RangeSweep) and _is_empty(override, typed)):
         return f"{key}={sweep.start}"
     if isinstance(sweep, Glob):
-        return f"{key}={next(iter(_matching_options(override)), 'none')}"
+        return f"{key}={next(iter(_matching_options(override, typed)), 'none')}"
     return f"{key}={next(iter(override.sweep_string_iterator()))}"
 
 
-def _check_values(swept: dict[str, Override]) -> list[ConfigError]:
+def _check_values(swept: dict[str, Override], typed: Sequence[str]) -> list[ConfigError]:
     """Check that each sweep has a value, and that the options of a swept group exist."""
     mistakes = []
     for text, override in swept.items():
         group = override.key_or_group
-        if _is_empty(override):
+        if _is_empty(override, typed):
             mistakes.append(ConfigError(text, "the sweep has no values", f"{group}=<values>"))
         elif (CONF / group).is_dir() and isinstance(override.value(), ChoiceSweep):
-            options = list_options(group)
+            options = list_options(group, typed)
             # the check of the first job has reported its own option
             unknown = [name for name in list(override.sweep_string_iterator())[1:] if name.strip("'") not in options]
             renamed = answer_renamed_option(text)
@@ -137,7 +142,7 @@ def _check_values(swept: dict[str, Override]) -> list[ConfigError]:
                 mistakes.append(renamed)
                 continue
             reason = f"the options are {' '.join(options)}"
-            mistakes += [ConfigError(f"{group}={name}", reason, suggest_option(group, name)) for name in unknown]
+            mistakes += [ConfigError(f"{group}={name}", reason, suggest_option(group, name, typed)) for name in unknown]
     return mistakes
 
 
@@ -169,20 +174,20 @@ def _check_folder(typed: Sequence[str]) -> list[ConfigError]:
     return []
 
 
-def _is_empty(override: Override) -> bool:
+def _is_empty(override: Override, typed: Sequence[str]) -> bool:
     sweep = override.value()
     if isinstance(sweep, RangeSweep):
         assert sweep.start is not None, "Hydra's range has a start"
         assert sweep.stop is not None, "Hydra's range has an end"
         return (sweep.stop - sweep.start) * sweep.step <= 0
-    return isinstance(sweep, Glob) and not _matching_options(override)
+    return isinstance(sweep, Glob) and not _matching_options(override, typed)
 
 
-def _matching_options(override: Override) -> list[str]:
+def _matching_options(override: Override, typed: Sequence[str]) -> list[str]:
     """Return the options of a config group that match a glob."""
     glob = override.value()
     assert isinstance(glob, Glob), override.input_line
-    return [str(option) for option in glob.filter(list_options(override.key_or_group))]
+    return [str(option) for option in glob.filter(list_options(override.key_or_group, typed))]
 
 
 def _to_hydra(text: str, first: str, added: Collection[str], param_keys: Collection[str]) -> str:

@@ -1,6 +1,5 @@
 """The live table of a running sweep; without a terminal only the log lines of each job are printed."""
 
-import logging
 import sys
 import time
 from collections import Counter
@@ -13,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from recipes.launcher.job import Job, State
-from recipes.runtime.console import LOGGER
+from recipes.runtime.console import LOGGER, ConsoleHandler
 from recipes.sweep.progress import Progress
 
 _MAX_ROWS = 24
@@ -106,9 +105,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def _log_to_stdout() -> None:
-    """Point log handlers at the current stdout, which Live replaces so that lines appear above the table."""
+    """Point the console's handler at the current stdout, which Live replaces so that lines appear above the table."""
     for handler in LOGGER.handlers:
-        if type(handler) is logging.StreamHandler:
+        if isinstance(handler, ConsoleHandler):
             handler.setStream(sys.stdout)
 
 

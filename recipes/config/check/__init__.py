@@ -20,8 +20,10 @@ from recipes.config.check.paths import check_paths
 from recipes.config.check.ranges import check_ranges
 from recipes.config.check.renamed import check_renamed, drop_consequences
 from recipes.config.check.resumed import check_resumed
-from recipes.config.check.sections import CONF, check_settings, check_structure
+from recipes.config.check.sections import check_settings, check_structure
 from recipes.config.check.strategy import check_optimizer, check_strategy
+from recipes.config.search_path import find_config_folders
+from recipes.config.trust import CONF
 from recipes.errors import ConfigError
 
 
@@ -47,7 +49,9 @@ def check_config(
     """
     renamed = [*check_renamed(config)]
     structure = [*check_structure(config)]
-    found = [*structure, *check_settings(config), *check_nodes(config), *check_data(config), *check_metrics(config)]
+    found = [*structure, *check_settings(config), *check_nodes(config)]
+    if not structure:  # the others read its sections
+        found += [*check_data(config), *check_metrics(config)]
     mistakes = drop_consequences(found, renamed)
     mistakes = locate_mistakes([*renamed, *mistakes], overrides)
     if structure:
@@ -104,7 +108,7 @@ def locate_mistakes(mistakes: Sequence[ConfigError], overrides: Sequence[str]) -
             continue
         if mistake.setting.partition("=")[2] in typed_values:
             continue  # the same value, by interpolation
-        place = _find_place(_get_key(mistake))
+        place = _find_place(_get_key(mistake), overrides)
         fix = mistake.fix if place is None else f"{mistake.fix} ({place})"
         located.append(ConfigError(mistake.setting, mistake.reason, fix))
     return located
@@ -114,12 +118,13 @@ def _get_key(mistake: ConfigError) -> str:
     return mistake.setting.removeprefix("no ").partition("=")[0]
 
 
-def _find_place(key: str) -> str | None:
-    """Return `in conf/model/mine.yaml, line 4`, if exactly one line under conf/ sets the last part of the key."""
+def _find_place(key: str, typed: Sequence[str]) -> str | None:
+    """Return `in conf/model/mine.yaml, line 4`, if exactly one line of all options sets the last part of the key."""
     pattern = re.compile(rf"\s*{re.escape(key.rpartition('.')[2])}\s*:")
     places = [
-        f"in {path.relative_to(CONF.parent)}, line {number}"
-        for path in sorted(Path(CONF).rglob("*.yaml"))
+        f"in {path.relative_to(CONF.parent) if folder == CONF else path}, line {number}"
+        for folder in find_config_folders(typed)
+        for path in sorted(folder.rglob("*.yaml"))
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
         if pattern.match(line)
     ]
