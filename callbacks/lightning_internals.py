@@ -126,6 +126,11 @@ def _tapped(trainer: Trainer) -> Callable[..., None]:
     return tapped
 
 
+def get_learning_rates(trainer: Trainer) -> dict[str, float]:
+    """Return the rates of LearningRateMonitor, which it passes to the loggers itself, before the step."""
+    return as_floats({name: value for name, value in trainer.callback_metrics.items() if name.startswith("lr-")})
+
+
 def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the numeric metrics as floats; metrics may be tensors, nested dicts or text."""
     floats: dict[str, float] = {}
