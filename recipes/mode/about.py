@@ -12,9 +12,9 @@ _NAMED = ("recipe", "model", "data")
 def describe_command(composed: Composed) -> dict[str, Any]:
     """Return name, time, devices, host and overrides of a command: what tells two pages apart."""
     environment = describe_environment(composed.overrides)
-    chosen = [composed.choices[group] for group in _NAMED if composed.choices.get(group)]
+    chosen = [composed.config["name"], *(composed.choices.get(group, "") for group in _NAMED)]
     return {
-        "name": ", ".join([composed.config["name"], *chosen]),
+        "name": ", ".join(dict.fromkeys(filter(None, chosen))),
         "time": time.time(),
         **{key: environment[key] for key in ("devices", "hostname", "overrides")},
     }
