@@ -97,14 +97,21 @@ class Run:
     endings: Endings = field(default_factory=lambda: Endings({}, {}))
 
 
-def execute(composed: Composed) -> int:
-    """Run the mode of a composed config and return the exit code."""
+def execute(composed: Composed, *, check_room: Callable[[Any], None] | None = None) -> int:
+    """Run the mode of a composed config and return the exit code.
+
+    Args:
+        composed: The run.
+        check_room: Called with the unsharded model of a run that trains, before its weights are allocated.
+    """
     mode = make(composed.config["mode"])
     # modes that only read the folders of earlier runs take the config itself: nothing is built
     if "composed" in inspect.signature(mode).parameters:
         return int(mode(composed))
     run = build(composed.config, composed.run_folder, composed.overrides)
     run = replace(run, freeze=functools.partial(freeze, composed))
+    if check_room is not None and trains(composed.config):
+        run.task.check_room = check_room
     ranks, cluster = get_ranks(composed.config), getattr(run.trainer.strategy, "cluster_environment", None)
     if cluster is not None and ranks.world_size > 1:
         meet(ranks, address=cluster.main_address, port=cluster.main_port)

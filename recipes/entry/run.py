@@ -1,6 +1,7 @@
 """Execute one run from its composed config: folder, log, ranks, build, mode, and finally an exit code."""
 
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ from recipes.config.ranks import get_ranks
 from recipes.config.search_path import resume_command
 from recipes.config.traits import list_nodes, select
 from recipes.entry.light_import import without_unused_packages
-from recipes.entry.out_of_memory import advise, describe_out_of_memory, log_exit
+from recipes.entry.out_of_memory import advise, check_room, describe_out_of_memory, log_exit
 from recipes.entry.spawn import spawn_ranks
 from recipes.errors import ConfigError, find_mistake, format_report
 from recipes.files import DISK_ERRORS, WriteError, describe
@@ -87,12 +88,12 @@ def _launch(composed: Composed, *, in_sweep: bool) -> int:
         elif result.exit_code != ExitCode.INVALID_CONFIG:
             LOGGER.error(f"The run ended early; run folder: {_describe_folder(composed)}")
     if result.exit_code == ExitCode.OUT_OF_MEMORY:
-        _log_advice(composed, ranks)
+        _log_advice(composed, ranks, result.report or "")
     return result.exit_code
 
 
-def _log_advice(composed: Composed, ranks: Ranks) -> None:
-    for line in advise(composed, ranks):
+def _log_advice(composed: Composed, ranks: Ranks, report: str) -> None:
+    for line in advise(composed, ranks, report=report):
         LOGGER.error(line)
 
 
@@ -169,7 +170,7 @@ def _execute(composed: Composed, ranks: Ranks) -> int:
             with without_unused_packages(composed.config):
                 from recipes.build import execute
 
-            return execute(composed)
+            return execute(composed, check_room=functools.partial(check_room, composed, ranks))
     except KeyboardInterrupt:
         if global_rank() == 0:
             LOGGER.error(f"Interrupted; run folder: {_describe_folder(composed)}")
@@ -179,7 +180,8 @@ def _execute(composed: Composed, ranks: Ranks) -> int:
     except Exception as error:
         last_line: str | None = f"The run crashed; run folder: {_describe_folder(composed)}"
         if is_out_of_memory(error):
-            text = describe_out_of_memory(error, composed, world_size=ranks.world_size)
+            is_advised = ranks.started_by in (None, "spawn")  # once all ranks have ended
+            text = describe_out_of_memory(error, composed, world_size=ranks.world_size, lists_remedies=not is_advised)
             failure = failure_from_exception(error, exit_code=ExitCode.OUT_OF_MEMORY, report=text)
             last_line = f"The run ended early; run folder: {_describe_folder(composed)}"
         elif (mistake := _find_mistake(error, composed)) is not None:
@@ -194,7 +196,7 @@ def _execute(composed: Composed, ranks: Ranks) -> int:
             failure = failure_from_exception(error, exit_code=ExitCode.CRASHED, report=traceback.format_exc())
         _report_failure(failure, last_line, ranks)
         if failure.exit_code == ExitCode.OUT_OF_MEMORY and ranks.started_by is None:
-            _log_advice(composed, ranks)
+            _log_advice(composed, ranks, failure.report)
         return failure.exit_code
 
 

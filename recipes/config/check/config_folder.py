@@ -33,11 +33,11 @@ def check_config_folder(folder: Path, name: str, typed: Sequence[str]) -> list[C
     """
     if folder.resolve() in find_trusted_folders(typed):
         return []
-    own = _read_search_path(folder / f"{name}.yaml")
-    trusted = [str(folder.resolve()), *([] if own is None else own)]
+    search_path = _read_search_path(folder / f"{name}.yaml")
+    trusted = [str(folder.resolve()), *(search_path or [])]
     trust = f"{for_shell(f'{SEARCH_PATH}={to_grammar(trusted)}')} if you trust all of it"
     is_replaced = any(override.key_or_group == SEARCH_PATH for override in parse_values(typed))
-    if own is not None and not is_replaced:
+    if search_path is not None and not is_replaced:
         return [ConfigError(f"{SEARCH_PATH}=…", f"{folder} sets it, which only conf/ and the command line may", trust)]
     overrides = [str(override.input_line) for override in parse_values(typed)]
     of_hydra = [text for text in overrides if text.lstrip("+").startswith("hydra")]
