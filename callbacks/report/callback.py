@@ -162,7 +162,7 @@ class RunReport(Callback):
 
 
 def _get_title(module: LightningModule, folder: Path) -> str:
-    """Return a title that tells runs apart; `version_0` of Lightning's loggers is that of every project."""
+    """Return a title that distinguishes runs; `version_0` of Lightning's loggers is that of every project."""
     if re.fullmatch(r"version_\d+", folder.name) is None:
         return folder.name
     parent = folder.parent.name

@@ -33,7 +33,7 @@ def head(run: RunRecord) -> str:
 
 
 def mode_head(title: str, about: Mapping[str, Any], *, pills: Mapping[str, str] | None = None) -> str:
-    """Return the header of a page of a mode, so that two pages can be told apart.
+    """Return the header of a page of a mode, which distinguishes it from others.
 
     Args:
         title: What the page is, as plain text.

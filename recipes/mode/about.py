@@ -10,7 +10,7 @@ _NAMED = ("recipe", "model", "data")
 
 
 def describe_command(composed: Composed) -> dict[str, Any]:
-    """Return name, time, devices, host and overrides of a command: what tells two pages apart."""
+    """Return name, time, devices, host and overrides of a command: what distinguishes two pages."""
     environment = describe_environment(composed.overrides)
     chosen = [composed.config["name"], *(composed.choices.get(group, "") for group in _NAMED)]
     return {

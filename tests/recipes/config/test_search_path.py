@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support import TINY, execute, write_texts
 
 import train
 from recipes.config import compose_and_check
@@ -14,6 +15,7 @@ from recipes.config.search_path import OwnFolders, resume_command
 from recipes.config.trust import find_own_folders
 from recipes.launcher.local import Local
 from recipes.mode.wandb_sweep import _parse
+from recipes.runtime.exit_codes import ExitCode
 from recipes.sweep.command_line import check_command
 from recipes.sweep.settings import Settings
 from recipes.sweep.sweep import Sweep
@@ -72,6 +74,19 @@ def test_a_run_with_own_options_is_composed_and_resumed_in_every_mode(monkeypatc
         assert composed.config["data"]["path"] == "texts"
         assert composed.config["callbacks"]["stop_at"]["step"] == 3
         assert composed.dropped_overrides == []
+
+
+def test_a_run_of_an_own_model_and_an_own_source_is_evaluated_with_its_weights(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = [text for text in TINY if not text.startswith(("data=", "eval_samples="))]
+    small += ["model=mine", "data=my_texts", "eval_samples=null"]
+    write_texts(Path("texts"))
+    run = [PATH, *small, "data.path=texts", "trainer.max_steps=2", "hydra.run.dir=run"]
+    assert execute(*run) == ExitCode.FINISHED
+    val_loss = json.loads(Path("run/summary.json").read_text())["val_loss"]
+    assert execute(PATH, "resume=run", "mode=evaluate") == ExitCode.FINISHED
+    assert f"of the data: loss {val_loss:.4f}," in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_resumed_run_with_own_options_asks_for_their_folder_and_takes_it() -> None:
