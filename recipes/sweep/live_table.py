@@ -45,6 +45,7 @@ class LiveTable:
     ) -> None:
         self._jobs = jobs
         self._get_swept_values = get_swept_values
+        self._progress: Mapping[int, Progress] = {}
         self._drawn_at = 0.0
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
@@ -58,6 +59,7 @@ class LiveTable:
             with self._live:
                 _log_to_stdout()
                 yield
+                self._draw()  # what has ended since it was drawn last
         finally:
             _log_to_stdout()
 
@@ -67,10 +69,15 @@ class LiveTable:
         Args:
             progress: Progress of the jobs this command has started, by job number.
         """
-        if self._live is None or time.monotonic() - self._drawn_at < _REFRESH_SECONDS:
+        self._progress = progress
+        if time.monotonic() - self._drawn_at >= _REFRESH_SECONDS:
+            self._draw()
+
+    def _draw(self) -> None:
+        if self._live is None:
             return
         self._drawn_at = time.monotonic()
-        self._live.update(make_table(self._jobs, self._get_swept_values(), progress), refresh=True)
+        self._live.update(make_table(self._jobs, self._get_swept_values(), self._progress), refresh=True)
 
 
 def make_table(
