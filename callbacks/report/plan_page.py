@@ -42,7 +42,7 @@ def _tiles(plan: Mapping[str, Any]) -> str:
         "a step": (plan.get("step_seconds"), "{:.3g}", " <small>s</small>"),
         "tokens/s": (plan.get("tokens_per_second"), "{:,.0f}", ""),
         "MFU": (plan.get("mfu"), "{:.1%}", ""),
-        "price": (plan.get("dollars"), "${:,.2f}", ""),
+        "price": (plan.get("dollars"), "${:,.2f}" if (plan.get("dollars") or 0) >= 0.005 else "&lt; $0.01", ""),
         "on disk": (plan.get("disk_gib"), "{:,.4g}", " <small>GiB</small>"),
     }
     shown = {name: f"{text.format(value)}{note}" for name, (value, text, note) in numbers.items() if value is not None}

@@ -138,11 +138,12 @@ def check_room(composed: Composed, ranks: Ranks, model: Any) -> None:
     elsewhere = "a smaller model=, more devices, or mode=plan plan.hardware=h100x8 to plan it on others"
     chosen = [f"{group}={composed.choices[group]}" for group in ("model", "strategy") if group in composed.choices]
     unit, unit_bytes = size_unit(needed)
-    holder = f"each of {num_sharing} ranks" if num_sharing > 1 else cluster.device.name
+    holder = f"each of {num_sharing} ranks" if num_sharing > 1 else "the GPU" if is_gpu else "this machine"
     raise ConfigError(
         " ".join(chosen) or "model=…",
         f"weights, gradients and optimizer state of a rank take {needed / unit_bytes:,.2f} {unit}, even without"
-        f" activations, and {holder} has {memory_bytes / unit_bytes:,.2f}, unless plan.memory_gib= says otherwise",
+        f" activations, and {holder} has {memory_bytes / unit_bytes:,.2f} {unit}, unless plan.memory_gib= says"
+        " otherwise",
         elsewhere if found is None else f"{' '.join(found)}, {elsewhere}",
     )
 
