@@ -30,6 +30,7 @@ from recipes.config.resume import find_deepest, read_resumed_run, select_inherit
 from recipes.config.search_path import select_search_path
 from recipes.config.signature import TargetNotFoundError, read_signature
 from recipes.config.traits import is_place_of_data
+from recipes.config.trust import find_own_folders
 from recipes.errors import ConfigError
 
 
@@ -125,6 +126,7 @@ def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[st
         hydra.errors.HydraException: A file is broken.
     """
     search_path = select_search_path(typed)
+    folders = [folder, *find_own_folders(search_path)]
     good = [*search_path]  # before the options in its folders
     values: list[tuple[str, str, Override]] = []
     mistakes: list[ConfigError] = []
@@ -143,7 +145,9 @@ def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[st
             )
             mistakes.append(ConfigError(text, reason, fix))
             continue
-        is_option = folder == CONF and (CONF / override.key_or_group).is_dir() and not override.is_delete()
+        group = override.key_or_group
+        is_option = (CONF / group).is_dir() and any((path / group).is_dir() for path in folders)
+        is_option = is_option and not override.is_delete()
         if is_option and not isinstance(override.value(), dict):
             mistake = _find_unknown_option(override, quoted, good, folder, name)
             mistakes += [mistake] if mistake else []

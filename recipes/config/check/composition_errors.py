@@ -59,8 +59,9 @@ def explain_broken_file(error: BaseException, folder: Path, typed: Sequence[str]
         folder: Config folder.
         typed: Overrides of this command line.
     """
-    folders = ["conf" if path == CONF else str(path) for path in (folder, *find_own_folders(typed))]
-    where = f"a file under {' or '.join(f'{path}/' for path in folders)}"
+    folders = dict.fromkeys(path.resolve() for path in (folder, *find_own_folders(typed)))
+    names = ["conf" if path == CONF.resolve() else str(path) for path in folders]
+    where = f"a file under {' or '.join(f'{name}/' for name in names)}"
     lines = [line.strip() for text in _messages(error) for line in text.splitlines() if line.strip()]
     reason = " ".join(dict.fromkeys(lines))
     unknown = re.search(r"Could not find '(\w+)/(\w+)'", reason)

@@ -10,6 +10,7 @@ from support import TINY, execute, write_texts
 
 import train
 from recipes.config import compose_and_check
+from recipes.config.check.config_folder import check_config_folder
 from recipes.config.compose import CONF, freeze
 from recipes.config.search_path import OwnFolders, resume_command
 from recipes.config.trust import find_own_folders
@@ -210,6 +211,20 @@ def test_a_part_of_a_config_is_answered_with_a_recipe_of_ones_own() -> None:
     assert mistake.fix.startswith("'hydra.searchpath=[my]' recipe=exp, with the file as my/recipe/exp.yaml and ")
     write("my/recipe/exp.yaml", "# @package _global_\n" + Path("my/exp.yaml").read_text())
     composed, mistakes = compose_and_check(["hydra.searchpath=[my]", "recipe=exp"])
+    assert mistakes == []
+    assert composed is not None
+    assert composed.config["trainer"]["max_steps"] == 7
+
+
+def test_a_primary_config_of_ones_own_with_a_search_path_is_accepted_once_it_is_typed() -> None:
+    defaults = f"defaults: [config, _self_]\nhydra: {{searchpath: ['file://{CONF}']}}\ntrainer: {{max_steps: 7}}\n"
+    write("my/exp.yaml", defaults)
+    [mistake] = check_config_folder(Path("my"), "exp", [])
+    typed = shlex.split(mistake.fix.removesuffix(" if you trust all of it"))
+    assert check_config_folder(Path("my"), "exp", typed) == []
+    _, mistakes = compose_and_check([*typed, "model=gpt2_nan"], config_folder=Path("my"), config_name="exp")
+    assert [mistake.fix for mistake in mistakes] == ["model=gpt2_nano"]
+    composed, mistakes = compose_and_check(typed, config_folder=Path("my"), config_name="exp")
     assert mistakes == []
     assert composed is not None
     assert composed.config["trainer"]["max_steps"] == 7
