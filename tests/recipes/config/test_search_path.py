@@ -66,7 +66,7 @@ def test_a_run_with_own_options_is_composed_and_resumed_in_every_mode(monkeypatc
     monkeypatch.syspath_prepend(".")
     assert find_own_folders(["hydra.searchpath=[pkg://my_options.conf]"]) == [Path("own").resolve()]
     run = start(*WHOLE)
-    for typed in ([], ["mode=evaluate", "hydra.searchpath=[file://own]"], ["mode=export"], ["model=mine"]):
+    for typed in ([], ["mode=evaluate", "hydra.searchpath=[file://own]"], ["mode=export"]):
         path = [] if any(text.startswith("hydra.") for text in typed) else [PATH]
         composed, mistakes = compose_and_check([f"resume={run}", *path, *typed])
         assert [str(mistake) for mistake in mistakes] == [], typed
@@ -117,7 +117,6 @@ def test_one_mistake_beside_own_options_is_one_mistake() -> None:
     ("typed", "fix"),
     [
         ("model=mime", "model=mine"),
-        ("recipe=my_recipes", "recipe=my_recipe"),
         ("data.path=texts", "data=my_texts data.path=texts, or data=documents data.path=texts"),
     ],
 )
