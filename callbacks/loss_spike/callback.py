@@ -4,6 +4,7 @@ Costs an all-reduce and 50 us per step, plus a copy of the train state to host m
 """
 
 import logging
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..events import EventKind
+from ..lightning_internals import call_after_row
 from ..logged_step import StepCounter, is_logged_step, log_row
 from ..profiler_hooks import get_profiler
 from ..protocols import SupportsRow
@@ -218,10 +220,11 @@ class LossSpikeRollback(Callback):
         if is_logged_step(trainer):
             log_row(pl_module, self._get_row())
         if not isinstance(pl_module, SupportsRow):  # else the code that writes the row calls after_row
-            self.after_row(trainer, pl_module)
+            # a rollback changes the step count: later callbacks and the module still log this step under its own number
+            call_after_row(trainer, partial(self.after_row, trainer, pl_module))
 
     def after_row(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Respond to the newest verdict, after the step's row is written: a rollback discards that row."""
+        """Respond to the newest verdict, after the step's row is written: a rollback undoes that step."""
         verdict, self._verdict = self._verdict, None
         if verdict is None or self._reader is None:
             return
