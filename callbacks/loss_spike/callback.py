@@ -196,8 +196,14 @@ class LossSpikeRollback(Callback):
             self._recovery.take_snapshot(trainer, is_good=True)  # state from a checkpoint needs no quarantine
 
     @override
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._reader is not None:
+            self._reader.end_forward()  # this hook of the module may update a moving average
+
+    @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._reader is not None:
+            self._reader.end_forward()  # of a micro-batch that keeps the gradients of the one before
             self._reader.add_loss(trainer, loss)
 
     @override

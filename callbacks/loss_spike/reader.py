@@ -7,8 +7,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .forward_buffers import ForwardBuffers
 from .monitor import SpikeMonitor, StepMeasurement, Verdict
-from .step_guard import FallbackGuard, StepGuard, SupportsStepGuard, copy_buffers, has_step_hooks, restore_buffers
+from .step_guard import FallbackGuard, StepGuard, SupportsStepGuard, has_step_hooks
 
 
 class StepReader:
@@ -30,7 +31,7 @@ class StepReader:
             self._fallback = FallbackGuard(self._guard, trainer.optimizers)
         self._readback = DelayedReadback()
         self._num_overflows = _count_overflows(trainer)
-        self._buffers: list[tuple[Tensor, Tensor]] = []  # with copies made before the step
+        self._buffers = ForwardBuffers()
         self.set_limits()
 
     @property
@@ -44,8 +45,11 @@ class StepReader:
 
     def begin_batch(self, pl_module: LightningModule) -> None:
         """Copy the buffers before a step's first micro-batch changes them; call it before every micro-batch."""
-        if not self._buffers:
-            self._buffers = copy_buffers(pl_module)
+        self._buffers.begin_batch(pl_module)
+
+    def end_forward(self) -> None:
+        """Note which buffers the forward pass has changed; call it after every forward pass, before other hooks."""
+        self._buffers.end_forward()
 
     def add_loss(self, trainer: Trainer, loss: Tensor) -> None:
         """Add the loss of a micro-batch; call it before every backward pass."""
@@ -60,8 +64,7 @@ class StepReader:
     def read(self, trainer: Trainer) -> Verdict | None:
         """Return the newest verdict after a step: on a GPU, that of the previous step; None if there is none yet."""
         guard = self._guard
-        restore_buffers(self._buffers, guard.skipped)
-        self._buffers = []
+        self._buffers.end_step(guard.skipped)
         if guard.loss is None or guard.skipped is None:
             return None
         norm = guard.norm if guard.norm is not None else torch.tensor(math.nan)
