@@ -69,8 +69,8 @@ class EarlyStop(EarlyStopping):
             raise ValueError(
                 f"min_delta is {min_delta}; an improvement is 0 or more; set min_delta=0, and mode for its sign"
             )
-        thresholds = (stopping_threshold, divergence_threshold)
-        if None not in thresholds and thresholds != tuple(sorted(thresholds, reverse=mode == "max")):
+        goal, limit = stopping_threshold, divergence_threshold
+        if goal is not None and limit is not None and (goal > limit if mode == "min" else goal < limit):
             raise ValueError(
                 f"stopping_threshold is {stopping_threshold} and divergence_threshold is {divergence_threshold}; with"
                 f" mode={mode!r} every value is beyond one of them; exchange them"
@@ -85,7 +85,7 @@ class EarlyStop(EarlyStopping):
             divergence_threshold=divergence_threshold,
             strict=strict,
         )
-        self._is_on = patience is not None or thresholds != (None, None)
+        self._is_on = not (patience is None and goal is None and limit is None)
         self.stopped_because: str | None = None
 
     @override

@@ -102,7 +102,7 @@ class FallbackGuard:
         """Add the loss of one micro-batch, as passed to its backward pass; call it in `on_before_backward`."""
         if self._num_evaluations:  # a line search evaluates trial weights, whose loss may be arbitrary
             return
-        scaler = _get_scaler(trainer)
+        scaler = get_scaler(trainer)
         unscaled = loss.detach().reshape(()) if scaler is None else loss.detach().reshape(()) / scaler._scale
         self._window_loss = unscaled if self._window_loss is None else self._window_loss + unscaled
 
@@ -120,7 +120,7 @@ class FallbackGuard:
         if norm is None:
             self._guard.skipped = None
             return
-        scaler = _get_scaler(trainer)
+        scaler = get_scaler(trainer)
         # a fused optimizer unscales in its kernel, after the scaler has checked for inf
         is_scaled = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
         self._skips = bool(self._guard.judge(norm / scaler._scale if is_scaled else norm))
@@ -171,7 +171,7 @@ def has_step_hooks(optimizer: object) -> bool:
     return isinstance(optimizer, Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
-def _get_scaler(trainer: Trainer) -> Any:
+def get_scaler(trainer: Trainer) -> Any:
     """Return the float16 loss scaler; None if there is none or it is disabled."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return scaler if scaler is not None and scaler.is_enabled() else None
