@@ -23,10 +23,13 @@ JOBS ?= 2
 # the first two keep two cores busy by themselves, and are slower beside anything else; one SLURM runs at a time
 ALONE := tests/parity tests/kill tests/test_slurm_cluster.py
 
-.PHONY: train test test-fast test-long kill-test lint types bench benchmark gpu-check bench-gpu docs docs-serve clean
+.PHONY: help train test test-fast test-long kill-test lint types bench benchmark gpu-check bench-gpu docs docs-serve clean
 
 train: $(VENV)/.installed
 	$(RUN) train.py
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
 
 test: $(VENV)/.installed-test lint types
 	$(RUN) -m pytest -m "not slow" $(ALONE)

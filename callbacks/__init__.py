@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from .diagnosis.diagnose import diagnose as diagnose
     from .early_stop import EarlyStop as EarlyStop
     from .grad_norm.callback import GradNormMonitor as GradNormMonitor
+    from .hang import HangMonitor as HangMonitor
     from .loss_scale import LossScaleMonitor as LossScaleMonitor
     from .loss_spike.callback import LossSpikeRollback as LossSpikeRollback
     from .loss_spike.recovery import TrainingDivergedError as TrainingDivergedError
     from .memory.callback import MemoryMonitor as MemoryMonitor
+    from .optimizer_state import OptimizerMonitor as OptimizerMonitor
     from .progress.callback import ProgressLine as ProgressLine
     from .protocols import SupportsAnswers as SupportsAnswers
     from .protocols import SupportsConsumed as SupportsConsumed

@@ -1,4 +1,4 @@
-"""Stop a run when its validation metric no longer improves: Lightning's EarlyStopping, enabled by `patience`."""
+"""Stop a run when its validation metric no longer improves or passes a threshold: Lightning's EarlyStopping."""
 
 import math
 from collections.abc import Callable
@@ -12,26 +12,32 @@ from typing_extensions import override
 from .events import EventKind, log_event
 from .logged_step import completed_steps
 
+_ANY_NUMBER = 10**9  # of checks without an improvement
+
 
 class EarlyStop(EarlyStopping):
     """Stops the run when a metric stops improving, and logs the reason as a console line and a `stop` event.
 
-    Useful when a metric may plateau long before `max_steps`, as in a hyperparameter sweep. The metric is checked after
-    each validation or, in a run without validation, after each training epoch.
+    Useful when a metric may plateau long before `max_steps`, as in a hyperparameter sweep, or when a value is the goal.
+    The metric is checked after each validation or, in a run without validation, after each training epoch.
 
     Args:
         monitor: Name of the metric that must improve.
-        patience: Checks without an improvement before the run stops. None disables early stopping.
+        patience: Checks without an improvement before the run stops. None: any number; the callback is then off unless
+            a threshold is set.
         mode: "min" if lower is better, "max" if higher is better.
         min_delta: Smallest change that counts as an improvement, in the metric's unit.
         check_finite: Stop immediately when the metric is NaN or inf.
+        stopping_threshold: Stop as soon as the metric is better than this value: the goal is reached. None: no goal.
+        divergence_threshold: Stop as soon as the metric is worse than this value. None: no limit.
+        strict: Whether a check without the metric is an error; False skips that check.
 
     Attributes:
         stopped_because: Why it ended the run; None if it did not.
 
     Raises:
         ValueError: An argument is outside its range.
-        RuntimeError: Raised by Lightning at the first check if the run does not log `monitor`.
+        RuntimeError: Raised by Lightning at the first check if the run does not log `monitor`, unless `strict=False`.
 
     Example:
         >>> stop = EarlyStop(monitor="val/loss", patience=5)
@@ -51,6 +57,9 @@ class EarlyStop(EarlyStopping):
         mode: Literal["min", "max"] = "min",
         min_delta: Annotated[float, ">= 0"] = 0.0,
         check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        strict: bool = True,
     ) -> None:
         if patience is not None and patience < 1:
             raise ValueError(f"patience is {patience}; the run must have 1 or more checks; set None to disable it")
@@ -60,10 +69,23 @@ class EarlyStop(EarlyStopping):
             raise ValueError(
                 f"min_delta is {min_delta}; an improvement is 0 or more; set min_delta=0, and mode for its sign"
             )
+        goal, limit = stopping_threshold, divergence_threshold
+        if goal is not None and limit is not None and (goal > limit if mode == "min" else goal < limit):
+            raise ValueError(
+                f"stopping_threshold is {stopping_threshold} and divergence_threshold is {divergence_threshold}; with"
+                f" mode={mode!r} every value is beyond one of them; exchange them"
+            )
         super().__init__(
-            monitor=monitor, mode=mode, patience=patience or 1, min_delta=min_delta, check_finite=check_finite
+            monitor=monitor,
+            mode=mode,
+            patience=_ANY_NUMBER if patience is None else patience,
+            min_delta=min_delta,
+            check_finite=check_finite,
+            stopping_threshold=stopping_threshold,
+            divergence_threshold=divergence_threshold,
+            strict=strict,
         )
-        self._is_on = patience is not None
+        self._is_on = not (patience is None and goal is None and limit is None)
         self.stopped_because: str | None = None
 
     @override
@@ -98,10 +120,19 @@ class EarlyStop(EarlyStopping):
         check(trainer, module)
         if trainer.should_stop and not is_ending:
             step = completed_steps(trainer)
-            self.stopped_because = why = self._describe(trainer)
+            self.stopped_because = why = self._describe_threshold(trainer) or self._describe(trainer)
             best = float(self.best_score)
             known = f", the best was {best:.4f}" if math.isfinite(best) else ""
             log_event(trainer, f"Step {step}: {why}{known}; the run ends", "stop", step, why=why)
+
+    def _describe_threshold(self, trainer: Trainer) -> str | None:
+        """Return the threshold that this rank's metric has passed; None if it has passed none."""
+        value = trainer.callback_metrics[self.monitor].squeeze()
+        if self.stopping_threshold is not None and self.monitor_op(value, self.stopping_threshold):
+            return f"{self.monitor} is {float(value):.4g}, better than stopping_threshold={self.stopping_threshold}"
+        if self.divergence_threshold is not None and self.monitor_op(-value, -self.divergence_threshold):
+            return f"{self.monitor} is {float(value):.4g}, worse than divergence_threshold={self.divergence_threshold}"
+        return None
 
     def _describe(self, trainer: Trainer) -> str:
         if self.stopping_reason is EarlyStoppingReason.NON_FINITE_METRIC:

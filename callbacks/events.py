@@ -27,7 +27,9 @@ class EventKind(TypedDict, total=False):
 
 
 def log_event(trainer: Trainer, line: str | None, event: str, step: int, **fields: Any) -> None:
-    """Log a console line and pass the event to every logger that has a `log_event` method; rank 0 only.
+    """Log a console line, and pass the event to whoever keeps events; rank 0 only.
+
+    These are the loggers with a `log_event` method, and the callbacks with a `receive_event` method, such as RunReport.
 
     Args:
         trainer: The trainer.
@@ -44,6 +46,9 @@ def log_event(trainer: Trainer, line: str | None, event: str, step: int, **field
     for logger in trainer.loggers:
         if hasattr(logger, "log_event"):
             logger.log_event(event, step, **fields, **declared)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if hasattr(callback, "receive_event"):
+            callback.receive_event(event, step, **fields, **declared)
 
 
 def get_event_kind(trainer: Trainer, event: str) -> EventKind:

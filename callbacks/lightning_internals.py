@@ -56,12 +56,43 @@ def forget_metrics(trainer: Trainer, keys: Collection[str]) -> None:
 
 
 def forget_row(trainer: Trainer) -> None:
-    """Suppress the row at the end of the current batch: after a rollback, its step number belongs to another step.
+    """Remove the current step's values from future rows: after a rollback, the next steps follow another one.
 
     The next `log` of a metric makes it valid again; means over the epoch are unaffected.
     """
     for metric in () if trainer._results is None else trainer._results.values():
         metric.has_reset = metric.has_reset or metric.meta.on_step
+
+
+def get_monitored(trainer: Trainer) -> dict[str, Any]:
+    """Return the values that ModelCheckpoint, EarlyStopping and ReduceLROnPlateau can monitor."""
+    return {name: value.detach() for name, value in trainer.callback_metrics.items()}
+
+
+def set_monitored(trainer: Trainer, values: Mapping[str, Any]) -> None:
+    """Restore the values of `get_monitored`; those that were first logged since then stay, so that none is missing."""
+    trainer._logger_connector._callback_metrics.update(values)
+
+
+def call_after_row(trainer: Trainer, function: Callable[[], None]) -> None:
+    """Call a function once at the end of the current batch, after all its hooks and its row, before validation.
+
+    Args:
+        trainer: The trainer, within `on_train_batch_end`.
+        function: May change the step count: nothing else happens in this batch.
+    """
+    attributes = vars(trainer._logger_connector)
+    write_row = trainer._logger_connector.update_train_step_metrics
+
+    def write_row_and_call() -> None:
+        attributes.pop(_WRITE_ROW, None)
+        write_row()
+        function()
+
+    attributes[_WRITE_ROW] = write_row_and_call
+
+
+_WRITE_ROW = "update_train_step_metrics"
 
 
 class Row(NamedTuple):
@@ -124,6 +155,11 @@ def _tapped(trainer: Trainer) -> Callable[..., None]:
             receive(row)
 
     return tapped
+
+
+def get_learning_rates(trainer: Trainer) -> dict[str, float]:
+    """Return the rates of LearningRateMonitor, which it passes to the loggers itself, before the step."""
+    return as_floats({name: value for name, value in trainer.callback_metrics.items() if name.startswith("lr-")})
 
 
 def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:

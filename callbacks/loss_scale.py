@@ -54,6 +54,10 @@ class LossScaleMonitor(Callback):
             row = {"precision/loss_scale": scale, "precision/overflow_steps": self._total()}
             log_row(pl_module, row)
 
+    def on_rollback(self, trainer: Trainer, pl_module: LightningModule, from_step: int, to_step: int) -> None:
+        """Continue from the restored scale: one below that of the discarded steps is no overflow."""
+        self._last_scale = _get_scale(trainer)
+
     def _watch_scale(self, trainer: Trainer) -> None:
         before, self._last_scale = self._last_scale, _get_scale(trainer)
         if None not in (before, self._last_scale):

@@ -97,14 +97,21 @@ class Run:
     endings: Endings = field(default_factory=lambda: Endings({}, {}))
 
 
-def execute(composed: Composed) -> int:
-    """Run the mode of a composed config and return the exit code."""
+def execute(composed: Composed, *, check_room: Callable[[Any], None] | None = None) -> int:
+    """Run the mode of a composed config and return the exit code.
+
+    Args:
+        composed: The run.
+        check_room: Called with the unsharded model of a run that trains, before its weights are allocated.
+    """
     mode = make(composed.config["mode"])
     # modes that only read the folders of earlier runs take the config itself: nothing is built
     if "composed" in inspect.signature(mode).parameters:
         return int(mode(composed))
     run = build(composed.config, composed.run_folder, composed.overrides)
     run = replace(run, freeze=functools.partial(freeze, composed))
+    if check_room is not None and trains(composed.config):
+        run.task.check_room = check_room
     ranks, cluster = get_ranks(composed.config), getattr(run.trainer.strategy, "cluster_environment", None)
     if cluster is not None and ranks.world_size > 1:
         meet(ranks, address=cluster.main_address, port=cluster.main_port)
@@ -150,8 +157,12 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     if mesh.pipeline > 1:  # the pipeline schedule takes all micro-batches of a step at once
         accumulation = accumulation.in_one()
     data: StreamDataModule = make(config["loader"])(
-        source=make(config["data"]),
-        eval_sources={name: make(node) for name, node in config.get("eval_data", {}).items() if node is not None},
+        source=make(config["data"], data_section="data"),
+        eval_sources={
+            name: make(node, data_section=f"eval_data.{name}")
+            for name, node in config.get("eval_data", {}).items()
+            if node is not None
+        },
         accumulation=accumulation,
         seed=config["seed"],
         eval_samples=get_eval_samples(config) if takes_steps(config) else None,

@@ -1,9 +1,14 @@
 """Config errors in three clauses: what you set, why it cannot work, what to type. Imports only the standard library."""
 
+import re
 from collections.abc import Sequence
 
-# C0 and C1 control characters except tab and newline, and bidirectional controls: a terminal interprets them
+# C0 and C1 control characters except tab and newline, and bidirectional controls: a terminal interprets them; and
+# surrogates, which no encoding has: Python puts them into the names of files that are not UTF-8
 _CONTROLS = {*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {0x09, 0x0A}
+_CONTROLS |= {*range(0xD800, 0xE000)}
+# a key of a data source, in an override as it was typed and in what to type; not the `data.` of a file name
+_TYPED_KEY, _KEY = re.compile(r"^data\.|(?<=\s)data\.(?=[\w.]+=)"), re.compile(r"(?<![^\s'(@])data\.(?=[a-z_])")
 _ESCAPES = {code: repr(chr(code))[1:-1] for code in sorted(_CONTROLS)}
 
 
@@ -24,6 +29,11 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         return f"{self.setting}: {self.reason}; type {self.fix}"
+
+    def in_section(self, section: str) -> "ConfigError":
+        """Return the error of a data source, which speaks of `data.`, with the config section that it is in."""
+        setting, fix = _TYPED_KEY.sub(f"{section}.", self.setting), _KEY.sub(f"{section}.", self.fix)
+        return ConfigError(setting, self.reason, fix)
 
 
 class ConfigErrors(Exception):  # noqa: N818  a collection of ConfigError
@@ -57,15 +67,12 @@ def format_report(mistakes: Sequence[ConfigError], head: str | None = None) -> s
     count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
     lines = [head or f"The config has {count}; nothing was built."]
     for number, mistake in enumerate(mistakes, start=1):
-        lines += [
-            "",
-            f"{number}. {mistake.setting}",
-            f"   {mistake.reason}",
-            f"   type: {mistake.fix}",
-        ]
+        # a line each, whatever the name of a file holds: a newline in it could fake the line of what to type
+        setting, reason, fix = (text.replace("\n", "\\n") for text in (mistake.setting, mistake.reason, mistake.fix))
+        lines += ["", f"{number}. {setting}", f"   {reason}", f"   type: {fix}"]
     return escape_controls("\n".join(lines))  # a config read from a folder may hold any character
 
 
 def escape_controls(text: str) -> str:
-    """Escape terminal control characters, for example as `\\x1b`; tabs and newlines stay."""
+    """Escape terminal control characters and surrogates, for example as `\\x1b`; tabs and newlines stay."""
     return text.translate(_ESCAPES)

@@ -12,6 +12,7 @@ from pathlib import Path
 from recipes.errors import ConfigError
 
 _NUM_HEAD_BYTES = 512
+_NO_MEMORY = "DefaultCPUAllocator"  # torch's allocator of host memory raises RuntimeError
 _MAX_MESSAGE = 200  # characters of a parser's message: some quote the whole file
 
 
@@ -19,7 +20,7 @@ _MAX_MESSAGE = 200  # characters of a parser's message: some quote the whole fil
 def reading(path: str | Path, setting: str, fix: str) -> Iterator[None]:
     """Report every error that is raised inside as one about this file.
 
-    `ConfigError` passes as it is. So does `MemoryError`: a file of weights may be whole and the memory too small.
+    `ConfigError` passes as it is. So does a lack of memory: a file of weights may be whole and the memory too small.
 
     Args:
         path: The file that is read.
@@ -34,6 +35,8 @@ def reading(path: str | Path, setting: str, fix: str) -> Iterator[None]:
     except (ConfigError, MemoryError):
         raise
     except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError" or _NO_MEMORY in str(error):  # by name: torch is not imported
+            raise
         raise _explain(path, setting, fix, error) from error
     except BaseException as error:
         # tokenizers and safetensors are Rust: what pyo3 makes of a panic is deliberately not an Exception

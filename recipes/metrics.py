@@ -151,7 +151,8 @@ class ValidationMetrics:
             if self._group is not None:  # pipeline ranks without the last stage never call `update`
                 warnings.filterwarnings("ignore", message="The ``compute`` method of metric .* was called before")
             values = self._metrics.compute()
-            by_source = self._by_source.compute().tolist() if self._sources else []
+            # reshaped: torchmetrics 1.9 squeezes the values [K] of a single source to 0-dim
+            by_source = self._by_source.compute().reshape(-1).tolist() if self._sources else []
         found = {name: float(values[name]) for name in self._names}
         if self._sources:
             losses = zip(self._sources, by_source, strict=True)

@@ -1,9 +1,12 @@
 """Check loss and gradient norm at every step, skip bad updates, and roll a damaged run back to a good state.
 
-Costs an all-reduce and 50 us per step, plus a copy of the train state to host memory every `snapshot_every` steps.
+Costs an all-reduce and 50 us per step, a copy of the buffers that forward passes change, and a copy of the train state
+to host memory every `snapshot_every` steps. On a GPU, it also synchronizes once per step, before the optimizer step,
+unless the module is a `SupportsStepGuard`.
 """
 
 import logging
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,6 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..events import EventKind
+from ..lightning_internals import call_after_row
 from ..logged_step import StepCounter, is_logged_step, log_row
 from ..profiler_hooks import get_profiler
 from ..protocols import SupportsRow
@@ -20,7 +24,7 @@ from .dump import SpikeDump
 from .escalation import Response
 from .monitor import SpikeMonitor, Verdict
 from .reader import StepReader, why_not_guarded
-from .recovery import Recovery, get_datamodule, log_verdict
+from .recovery import Recovery, get_datamodule, log_advice, log_verdict
 from .train_state import is_reachable
 
 log = logging.getLogger("lightning_recipes")
@@ -40,9 +44,14 @@ class LossSpikeRollback(Callback):
 
     By default, finite outliers are applied with a warning, since a bad batch looks like a loss term being switched on.
     The default `min_rise` also requires them to be far above everything seen in the run, so that hard batches, warm
-    restarts or a change of augmentation do not warn. `action="skip"` suits a loss of constant scale. For language
-    model pre-training, `action="rollback"`, `min_rise=0` and `drift_threshold=1.75` also catch slow divergence and
-    damage at losses below the initial ones.
+    restarts or a change of augmentation do not warn. `action="repair"` applies them as well, but rolls back if the loss
+    stays up: if the median of 16 steps is twice as far above the median of the window before them as any loss in it. If
+    the loss is as high within 16 steps of a rollback, the data or the objective has changed, and the run goes on from
+    there. `action="skip"` suits a loss of constant scale. For language model pre-training, `action="rollback"`,
+    `min_rise=0` and `drift_threshold=1.75` also catch slow divergence and damage at losses below the initial ones.
+
+    With a loss scaler (`16-mixed`), a step that overflows is the scaler's matter: it counts neither as an outlier nor
+    towards `max_non_finite` while the scaler lowers its scale, down to 2**-24.
 
     A rollback restores weights, persistent buffers, optimizer state, LR schedulers stepped per optimizer step, the loss
     scale, and the state of Lightning's `WeightAveraging`, `EarlyStopping` and `ModelCheckpoint`. It does not restore
@@ -52,7 +61,8 @@ class LossSpikeRollback(Callback):
     module and data module if they define it.
 
     Args:
-        action: Strongest response to outliers: `warn` logs, `skip` also skips the update, `rollback` also rolls back.
+        action: Strongest response to outliers: `warn` logs; `skip` skips the update; `repair` applies it, and rolls
+            back if the loss stays up; `rollback` skips and rolls back.
         window: Recent normal steps that each step is compared with.
         warmup_steps: Steps before spikes can be detected; NaN and inf are detected from the first step.
         loss_threshold: Robust standard deviations above the median at which a loss is a spike.
@@ -60,6 +70,7 @@ class LossSpikeRollback(Callback):
         drift_threshold: The same for the half-window median above its lowest value so far; None disables it.
         min_rise: Also require this multiple of the largest rise of a normal step so far; 0 requires no such rise.
         max_skips: Outliers tolerated within `quarantine_steps`; the next one rolls back, or relearns the normal level.
+            Not used by `repair`.
         max_non_finite: Consecutive skipped NaN or inf steps tolerated; the next one rolls back, or stops the run.
         snapshot_every: Optimizer steps between snapshots.
         num_snapshots: Snapshots held, each the size of the weights plus optimizer state.
@@ -102,11 +113,12 @@ class LossSpikeRollback(Callback):
     _response: Response = "none"
     _has_begun = False
     _was_harmless = False  # whether the previous verdict was harmless
+    _has_advised = False
 
     def __init__(
         self,
         *,
-        action: Literal["warn", "skip", "rollback"] = "warn",
+        action: Literal["warn", "skip", "repair", "rollback"] = "warn",
         window: Annotated[int, ">= 2"] = 128,
         warmup_steps: Annotated[int, ">= 2"] = 64,
         loss_threshold: Annotated[float, "> 0"] = 8.0,
@@ -135,7 +147,8 @@ class LossSpikeRollback(Callback):
                 norm_threshold=norm_threshold,
                 drift_threshold=drift_threshold,
                 min_rise=min_rise,
-                skips_outliers=action != "warn",
+                skips_outliers=action in ("skip", "rollback"),
+                finds_levels=action == "repair",
             ),
             action=action,
             max_skips=max_skips,
@@ -158,7 +171,7 @@ class LossSpikeRollback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        if self._recovery.action == "rollback" and not is_reachable(trainer):
+        if self._recovery.rolls_back and not is_reachable(trainer):
             raise MisconfigurationException(
                 f"LossSpikeRollback cannot reach the optimizer state of {type(trainer.strategy).__name__}: use one"
                 ' device, DDP or FSDP2, or a strategy that provides live_tensors(), or type action="skip"'
@@ -190,12 +203,18 @@ class LossSpikeRollback(Callback):
             return
         self._has_begun = True
         self._recovery.lr_backoff.reapply_after_resume(trainer)  # modules set up schedules after `on_train_start`
-        if trainer.global_step and self._recovery.action == "rollback":
+        if trainer.global_step and self._recovery.rolls_back:
             self._recovery.take_snapshot(trainer, is_good=True)  # state from a checkpoint needs no quarantine
+
+    @override
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._reader is not None:
+            self._reader.end_forward()  # this hook of the module may update a moving average
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._reader is not None:
+            self._reader.end_forward()  # of a micro-batch that keeps the gradients of the one before
             self._reader.add_loss(trainer, loss)
 
     @override
@@ -218,17 +237,21 @@ class LossSpikeRollback(Callback):
         if is_logged_step(trainer):
             log_row(pl_module, self._get_row())
         if not isinstance(pl_module, SupportsRow):  # else the code that writes the row calls after_row
-            self.after_row(trainer, pl_module)
+            # a rollback changes the step count: later callbacks and the module still log this step under its own number
+            call_after_row(trainer, partial(self.after_row, trainer, pl_module))
 
     def after_row(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Respond to the newest verdict, after the step's row is written: a rollback discards that row."""
+        """Respond to the newest verdict, after the step's row is written: a rollback undoes that step."""
         verdict, self._verdict = self._verdict, None
         if verdict is None or self._reader is None:
             return
         log_verdict(trainer, verdict, self._response, is_repeated=verdict.is_harmless and self._was_harmless)
         self._was_harmless = verdict.is_harmless
+        if self._recovery.action == "warn" and verdict.is_outlier and not self._has_advised:
+            self._has_advised = True
+            log_advice(trainer, verdict)
         counts = self._recovery.escalation.counts
-        is_first = len(counts.recent_outliers) + counts.non_finite_in_row == 1
+        is_first = len(counts.recent_outliers) + counts.non_finite_in_row + counts.overflows_in_row == 1
         if verdict.alarms and (is_first or self._response not in ("none", "skip")):
             with get_profiler(trainer).profile("spike"):  # SpeedMonitor excludes this time
                 self._dump.write(trainer, pl_module, verdict, self._recovery.monitor)
@@ -249,7 +272,7 @@ class LossSpikeRollback(Callback):
         # the snapshot after the first step needs no quarantine: nothing can have gone wrong yet
         is_first_step = counts.clock == 1
         is_due = is_first_step or trainer.global_step % self._recovery.snapshot_every == 0
-        if is_due and self._recovery.action == "rollback" and self._recovery.escalation.is_quiet:
+        if is_due and self._recovery.rolls_back and self._recovery.escalation.is_quiet:
             self._recovery.take_snapshot(trainer, is_good=is_first_step)
 
     @override

@@ -2,7 +2,8 @@
 
 The fast rule compares a value with the median and MAD (median absolute deviation) of recent normal values, so that an
 outlier neither raises the threshold for the next value nor hides it. The slow rule compares the median of recent
-values with the lowest such median so far.
+values with the lowest such median so far. The level rule compares the median of a few newest values with all those
+before them in the window.
 
 Spread alone separates spikes from noise only if the noise is narrow and its distribution is stationary, as in language
 model pre-training. Elsewhere, hard batches, warm restarts or a change of augmentation are outliers too; `min_rise`
@@ -24,6 +25,8 @@ _SMALLEST_SD = 1e-3
 _SMALLEST = sys.float_info.min  # positive even if denormals are flushed to zero
 _LARGEST_LOG = 709.0  # largest value whose exponential does not overflow
 _DRIFT_PATIENCE = 20  # consecutive values above `drift_threshold` before a drift is reported
+LEVEL_STEPS = 16  # newest values whose median is the level
+_LEVEL_RISE = 2.0  # multiple of the distance from the median to the largest of the values before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,8 @@ class SpikeDetector:
         logarithmic: Compare logarithms, for series in which ratios matter, such as gradient norms.
         min_rise: Also require a spike or drift to exceed the median by this multiple of the distance from the median to
             the largest normal value so far. 0 uses spread alone.
+        finds_levels: Also report a drift when the median of the newest 16 values is twice as far above the median of
+            the window before them as any value of it: a rise that lasts, even if it is within the range of the run.
 
     Raises:
         ValueError: `warmup_steps` exceeds `window`.
@@ -70,6 +75,7 @@ class SpikeDetector:
         drift_threshold: float | None = 1.75,
         logarithmic: bool = False,
         min_rise: float = 0.0,
+        finds_levels: bool = False,
     ) -> None:
         if not 2 <= warmup_steps <= window:
             raise ValueError(f"a warm-up of {warmup_steps} values needs a window of at least as many")
@@ -83,6 +89,8 @@ class SpikeDetector:
         self._computed: tuple[float, float] | None = None  # median and spread of the current window
         self._lowest: tuple[float, float] | None = None  # median of half a window, and its spread
         self._num_above = 0
+        # the newest values, whether normal or not, and whether each entered the window
+        self._newest: deque[tuple[float, bool]] | None = deque(maxlen=LEVEL_STEPS) if finds_levels else None
 
     @property
     def window(self) -> list[float]:
@@ -124,12 +132,14 @@ class SpikeDetector:
         score, expected = self.score(value), self._expected()
         if not math.isfinite(value):
             return Alarm(kind="non_finite", value=value, expected=expected, score=score)
-        if score > self._spike_score and value > self._least_spike(expected):
-            return Alarm(kind="spike", value=value, expected=expected, score=score)
+        is_spike = score > self._spike_score and value > self._least_spike(expected)
+        level = self._find_level(value, is_normal=not is_spike)
+        if is_spike:
+            return level or Alarm(kind="spike", value=value, expected=expected, score=score)
         self._values.append(self._scale(value))
         self._computed = None
         self._peak = value if self._peak is None else max(self._peak, value)
-        return self._find_drift()
+        return level or self._find_drift()
 
     def forget(self) -> None:
         """Relearn the normal level from scratch, after an intended change such as a new learning rate."""
@@ -137,6 +147,11 @@ class SpikeDetector:
         self._computed = None
         self._peak = None
         self._lowest, self._num_above = None, 0
+        self._forget_newest()
+
+    def _forget_newest(self) -> None:
+        if self._newest is not None:
+            self._newest.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data for a checkpoint."""
@@ -156,6 +171,24 @@ class SpikeDetector:
         self._lowest = None if lowest is None else (lowest[0], lowest[1])
         self._num_above = state["num_above"]
         self._peak = state["peak"]
+        self._forget_newest()
+
+    def _find_level(self, value: float, *, is_normal: bool) -> Alarm | None:
+        """Compare the newest values, this one included, with those of the window before them."""
+        if self._newest is None:
+            return None
+        num_before = len(self._values) - sum(entered for _, entered in list(self._newest)[-LEVEL_STEPS + 1 :])
+        self._newest.append((self._scale(value), is_normal))
+        if len(self._newest) < LEVEL_STEPS or num_before < self._warmup_steps:
+            return None
+        before = list(self._values)[:num_before]
+        center, spread = _center_and_spread(before)
+        level = median(newest for newest, _ in self._newest)
+        if level <= center + max(_LEVEL_RISE * (max(before) - center), spread):
+            return None
+        self._forget_newest()
+        score = (level - center) / spread
+        return Alarm(kind="drift", value=self._unscale(level), expected=self._unscale(center), score=score)
 
     def _find_drift(self) -> Alarm | None:
         if self._drift_threshold is None or len(self._values) < (self._values.maxlen or 0):

@@ -33,13 +33,15 @@ class Verdict:
         measurement: The step's loss and norm.
         alarms: Alarms by series, `loss` or `norm`.
         score: The larger of the two scores, in robust standard deviations; inf if a value is not finite.
-        skipped: Whether the update was skipped, except by a loss scaler, whose skips are normal.
+        skipped: Whether the update was skipped, except by a loss scaler after a finite loss, whose skips are normal.
+        overflowed: Whether a loss scaler skipped the step and can lower its scale further.
     """
 
     measurement: StepMeasurement
     alarms: dict[str, Alarm]
     score: float
     skipped: bool
+    overflowed: bool = False
 
     @property
     def drifts(self) -> bool:
@@ -76,6 +78,7 @@ class SpikeMonitor:
         min_rise: Also require a loss or norm to exceed its median by this multiple of the distance from the median to
             the largest normal value so far. 0 uses spread alone.
         skips_outliers: Whether `limits` is finite, so that finite outliers are skipped.
+        finds_levels: Also report a drift when the loss has risen and stays up; see `SpikeDetector`.
 
     Raises:
         ValueError: A setting is out of range, or `warmup_steps` exceeds `window`.
@@ -91,6 +94,7 @@ class SpikeMonitor:
         drift_threshold: float | None,
         min_rise: float = 0.0,
         skips_outliers: bool = True,
+        finds_levels: bool = False,
     ) -> None:
         thresholds = {"loss_threshold": loss_threshold, "norm_threshold": norm_threshold}
         thresholds |= {} if drift_threshold is None else {"drift_threshold": drift_threshold}
@@ -102,7 +106,9 @@ class SpikeMonitor:
         self._skips_outliers = skips_outliers
         make_detector = partial(SpikeDetector, window=window, warmup_steps=warmup_steps, min_rise=min_rise)
         self.detectors = {
-            "loss": make_detector(spike_score=loss_threshold, drift_threshold=drift_threshold),
+            "loss": make_detector(
+                spike_score=loss_threshold, drift_threshold=drift_threshold, finds_levels=finds_levels
+            ),
             "norm": make_detector(spike_score=norm_threshold, drift_threshold=None, logarithmic=True),
         }
 
@@ -111,11 +117,11 @@ class SpikeMonitor:
 
         Args:
             measurement: The step's loss and norm.
-            overflowed: Whether a loss scaler skipped it. An infinite norm is then expected and raises no alarm.
+            overflowed: Whether a loss scaler skipped it and can lower its scale further. An infinite norm is then
+                expected and raises no alarm.
         """
         values = {"loss": measurement.loss, "norm": measurement.norm}
-        by_scaler = overflowed and math.isfinite(measurement.loss)
-        if by_scaler:
+        if overflowed:
             values["norm"] = None
         scores, alarms = [0.0], {}
         for name, value in values.items():
@@ -126,8 +132,10 @@ class SpikeMonitor:
             alarm = detector.observe(value)
             if alarm is not None:
                 alarms[name] = alarm
-        skipped = measurement.skipped and not by_scaler
-        return Verdict(measurement=measurement, alarms=alarms, score=max(scores), skipped=skipped)
+        skipped = measurement.skipped and not (overflowed and math.isfinite(measurement.loss))
+        return Verdict(
+            measurement=measurement, alarms=alarms, score=max(scores), skipped=skipped, overflowed=overflowed
+        )
 
     def limits(self) -> tuple[float, float]:
         """Return the loss and norm at which the next step is skipped."""

@@ -7,8 +7,13 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .forward_buffers import ForwardBuffers
 from .monitor import SpikeMonitor, StepMeasurement, Verdict
-from .step_guard import FallbackGuard, StepGuard, SupportsStepGuard, copy_buffers, has_step_hooks, restore_buffers
+from .step_guard import FallbackGuard, StepGuard, SupportsStepGuard, get_scaler, has_step_hooks
+
+# A loss scaler survives overflows by lowering its scale, but not below the smallest float16 above 0: at such a scale,
+# gradients of ordinary size vanish
+_SMALLEST_SCALE = 2.0**-24
 
 
 class StepReader:
@@ -30,7 +35,8 @@ class StepReader:
             self._fallback = FallbackGuard(self._guard, trainer.optimizers)
         self._readback = DelayedReadback()
         self._num_overflows = _count_overflows(trainer)
-        self._buffers: list[tuple[Tensor, Tensor]] = []  # with copies made before the step
+        self._scale = math.inf  # after the previous step
+        self._buffers = ForwardBuffers()
         self.set_limits()
 
     @property
@@ -44,8 +50,11 @@ class StepReader:
 
     def begin_batch(self, pl_module: LightningModule) -> None:
         """Copy the buffers before a step's first micro-batch changes them; call it before every micro-batch."""
-        if not self._buffers:
-            self._buffers = copy_buffers(pl_module)
+        self._buffers.begin_batch(pl_module)
+
+    def end_forward(self) -> None:
+        """Note which buffers the forward pass has changed; call it after every forward pass, before other hooks."""
+        self._buffers.end_forward()
 
     def add_loss(self, trainer: Trainer, loss: Tensor) -> None:
         """Add the loss of a micro-batch; call it before every backward pass."""
@@ -60,15 +69,14 @@ class StepReader:
     def read(self, trainer: Trainer) -> Verdict | None:
         """Return the newest verdict after a step: on a GPU, that of the previous step; None if there is none yet."""
         guard = self._guard
-        restore_buffers(self._buffers, guard.skipped)
-        self._buffers = []
+        self._buffers.end_step(guard.skipped)
         if guard.loss is None or guard.skipped is None:
             return None
         norm = guard.norm if guard.norm is not None else torch.tensor(math.nan)
         before, self._num_overflows = self._num_overflows, _count_overflows(trainer)
-        # the overflow count is queued with its own step, which may be read one step later
+        # overflow count and loss scale are queued with their own step, which may be read one step later
         by_scaler = torch.full_like(norm, self._num_overflows - before)
-        values = [guard.loss.to(norm.device), norm, guard.skipped, by_scaler]
+        values = [guard.loss.to(norm.device), norm, guard.skipped, by_scaler, _get_scale(trainer, norm)]
         return self._judge(trainer, self._readback.exchange(trainer.global_step, values))
 
     def read_last(self, trainer: Trainer) -> Verdict | None:
@@ -83,18 +91,19 @@ class StepReader:
     def roll_back(self) -> None:
         """Drop the pending step, which was rolled back as well."""
         self._readback.drop()
+        self._scale = math.inf
         self.set_limits()
 
     def _judge(self, trainer: Trainer, ready: tuple[int, list[float]] | None) -> Verdict | None:
         if ready is None:
             return None
-        step, (loss, norm, skipped, by_scaler) = ready
+        step, (loss, norm, skipped, by_scaler, scale) = ready
         measurement = StepMeasurement(step=step, loss=loss, norm=norm, skipped=bool(skipped))
         overflowed = by_scaler > 0
         if self._fallback is not None and not math.isfinite(norm):
-            # Lightning's own strategies do not count overflows
-            overflowed = getattr(trainer.precision_plugin, "scaler", None) is not None
-        return self._monitor.judge(measurement, overflowed=overflowed)
+            overflowed = get_scaler(trainer) is not None  # Lightning's own strategies do not count overflows
+        before, self._scale = self._scale, scale
+        return self._monitor.judge(measurement, overflowed=overflowed and _SMALLEST_SCALE <= scale < before)
 
 
 def why_not_guarded(trainer: Trainer, pl_module: LightningModule) -> str | None:
@@ -109,6 +118,16 @@ def why_not_guarded(trainer: Trainer, pl_module: LightningModule) -> str | None:
 def _count_overflows(trainer: Trainer) -> int:
     """Return the steps skipped by a loss scaler, 0 if the strategy does not count them; does not read the device."""
     return int(getattr(trainer.strategy, "num_overflows", 0))
+
+
+def _get_scale(trainer: Trainer, norm: Tensor) -> Tensor:
+    """Return the loss scale, 0-dim on the device of the norm, without reading it; inf without a scale."""
+    scaler = get_scaler(trainer)
+    if scaler is not None and scaler._scale is not None:  # a tensor from the first scaled loss on
+        return scaler._scale.to(norm)  # type: ignore[no-any-return]
+    # without a scaler, a number on the host
+    scale = getattr(trainer.strategy, "current_loss_scale", None) if scaler is None else None
+    return torch.full_like(norm, math.inf if scale is None else scale)
 
 
 class DelayedReadback:

@@ -25,7 +25,7 @@ _SMALLEST = {  # in the order in which `Recovery` checks them
     "cooldown_steps": 1,
     "lr_backoff_steps": 1,
 }
-_CHOICES = {"action": ("warn", "skip", "rollback"), "snapshot_storage": ("auto", "memory", "disk")}
+_CHOICES = {"action": ("warn", "skip", "repair", "rollback"), "snapshot_storage": ("auto", "memory", "disk")}
 _SERIES_NAMES = {"loss": "loss", "norm": "gradient norm"}
 
 
@@ -113,12 +113,18 @@ class Recovery:
         self._lr_backoff_steps = lr_backoff_steps
         self._rewind_data = rewind_data
 
+    @property
+    def rolls_back(self) -> bool:
+        """Whether outliers can lead to a rollback, which needs snapshots."""
+        return self.action in ("repair", "rollback")
+
     def count(self, verdict: Verdict) -> Response:
         """Count a step and return the response."""
         return self.escalation.step(
             skipped=verdict.skipped,
             outlier=verdict.is_outlier,
-            non_finite=verdict.is_non_finite and not verdict.is_harmless,
+            non_finite=verdict.is_non_finite and not (verdict.is_harmless or verdict.overflowed),
+            overflowed=verdict.is_non_finite and verdict.overflowed,
             drifts=verdict.drifts,
         )
 
@@ -236,6 +242,15 @@ def log_verdict(trainer: Trainer, verdict: Verdict, response: Response, *, is_re
     if response == "relearn":
         line = f"Step {step}: too many alarms; treating the current level as normal from now on"
         log_event(trainer, line, "relearn", step)
+
+
+def log_advice(trainer: Trainer, verdict: Verdict) -> None:
+    """Log once what the other actions would have done about an outlier that was applied."""
+    if trainer.is_global_zero:
+        log.warning(
+            f"Step {verdict.measurement.step}: the update was applied, as every finite one is with action=warn;"
+            " action=skip would have skipped it, and action=repair would roll back if the loss stays high"
+        )
 
 
 def get_datamodule(trainer: Trainer) -> Any:

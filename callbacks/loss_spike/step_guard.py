@@ -6,8 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..grad_norm.callback import global_norm
@@ -103,7 +102,7 @@ class FallbackGuard:
         """Add the loss of one micro-batch, as passed to its backward pass; call it in `on_before_backward`."""
         if self._num_evaluations:  # a line search evaluates trial weights, whose loss may be arbitrary
             return
-        scaler = _get_scaler(trainer)
+        scaler = get_scaler(trainer)
         unscaled = loss.detach().reshape(()) if scaler is None else loss.detach().reshape(()) / scaler._scale
         self._window_loss = unscaled if self._window_loss is None else self._window_loss + unscaled
 
@@ -121,7 +120,7 @@ class FallbackGuard:
         if norm is None:
             self._guard.skipped = None
             return
-        scaler = _get_scaler(trainer)
+        scaler = get_scaler(trainer)
         # a fused optimizer unscales in its kernel, after the scaler has checked for inf
         is_scaled = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
         self._skips = bool(self._guard.judge(norm / scaler._scale if is_scaled else norm))
@@ -172,31 +171,7 @@ def has_step_hooks(optimizer: object) -> bool:
     return isinstance(optimizer, Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
-def _get_scaler(trainer: Trainer) -> Any:
+def get_scaler(trainer: Trainer) -> Any:
     """Return the float16 loss scaler; None if there is none or it is disabled."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return scaler if scaler is not None and scaler.is_enabled() else None
-
-
-def copy_buffers(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return a module's buffers with copies, except lazy buffers and those with shared memory (`expand`)."""
-    present = (buffer for buffer in module.buffers() if not is_lazy(buffer))
-    return [(buffer, buffer.clone()) for buffer in present if not _is_expanded(buffer)]
-
-
-def _is_expanded(buffer: Tensor) -> bool:
-    return any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
-
-
-@torch.no_grad()
-def restore_buffers(copies: list[tuple[Tensor, Tensor]], skipped: Tensor | None) -> None:
-    """Restore the buffers after a skipped step, whose forward pass may have put NaN into running statistics.
-
-    Args:
-        copies: Buffers with the copies made before the step.
-        skipped: A 0-dim bool tensor, not read on the host if it is on a GPU; None if there was no step.
-    """
-    if skipped is None or not copies or (not skipped.is_cuda and not bool(skipped)):
-        return
-    for buffer, before in copies:
-        buffer.copy_(torch.where(skipped.to(buffer.device), before, buffer))

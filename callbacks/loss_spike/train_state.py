@@ -19,7 +19,13 @@ from lightning.pytorch.strategies import (
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..lightning_internals import get_averaged_model, get_logged_step, set_logged_step
+from ..lightning_internals import (
+    get_averaged_model,
+    get_logged_step,
+    get_monitored,
+    set_logged_step,
+    set_monitored,
+)
 
 _REACHABLE = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
 _RATES = ("lr", "initial_lr")
@@ -117,6 +123,7 @@ def live_scalars(trainer: Trainer) -> dict[str, Any]:
         "optim_progress": copy.deepcopy(loop.automatic_optimization.optim_progress.state_dict()),
         "scheduler_progress": copy.deepcopy(loop.scheduler_progress.state_dict()),
         "logged_step": get_logged_step(trainer),
+        "monitored": get_monitored(trainer),
         "callbacks": [copy.deepcopy(callback.state_dict()) for callback in _find_stateful(trainer)],
         "module": None if of_module is None else of_module(),
         "random": rng_state(),
@@ -156,6 +163,7 @@ def restore_scalars(trainer: Trainer, scalars: dict[str, Any], *, with_random: b
     loop.automatic_optimization.optim_progress.load_state_dict(scalars["optim_progress"])
     loop.scheduler_progress.load_state_dict(scalars["scheduler_progress"])
     set_logged_step(trainer, scalars["logged_step"])
+    set_monitored(trainer, scalars["monitored"])
     if with_random:
         _restore_rng_state(scalars["random"])
 

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
 from typing_extensions import override
 
-from ..lightning_internals import Row, RowTap, as_floats
+from ..lightning_internals import Row, RowTap, as_floats, get_learning_rates
 from ..logged_step import StepCounter, completed_steps
 from ..protocols import SupportsRow
 from .console import show_info, stop_showing
@@ -129,6 +129,7 @@ class ProgressLine(ProgressBar):
         """Log the progress line for a row that Lightning has just written."""
         metrics = row.metrics | row.shown
         if row.kind == "step":
+            metrics |= get_learning_rates(trainer)
             # a rollback after this step, before its row is written, may have lowered the count
             self._step = max(self._step, completed_steps(trainer))
             metrics |= as_floats(self._module_row)

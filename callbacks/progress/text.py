@@ -4,8 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-TRAIN_LOSS = ("train/loss", "train/loss_step", "train_loss", "train_loss_step", "loss")
-VAL_LOSS = ("val/loss", "val_loss", "val/loss_epoch", "val_loss_epoch")
+TRAIN_LOSS = (
+    *("train/loss", "train/loss_step", "train_loss", "train_loss_step", "loss", "loss_step"),
+    *("training_loss", "training_loss_step", "training/loss", "loss/train"),
+)
+VAL_LOSS = (
+    *("val/loss", "val_loss", "val/loss_epoch", "val_loss_epoch"),
+    *("valid_loss", "valid/loss", "validation_loss", "validation/loss", "loss/val", "loss/valid"),
+)
 
 
 def step_text(step: int, total: int | None) -> str:
@@ -26,8 +32,9 @@ def train_text(metrics: Mapping[str, float], *, val_loss: float | None = None) -
     if "grad/norm" in metrics:
         norm = metrics["grad/norm"]
         parts.append(f"grad {norm:.2f}" if norm < 1e4 else f"grad {norm:.1e}")
-    if "lr" in metrics:
-        parts.append(f"lr {metrics['lr']:.1e}")
+    rate = metrics.get("lr", next((value for name, value in metrics.items() if name.startswith("lr-")), None))
+    if rate is not None:
+        parts.append(f"lr {rate:.1e}")
     parts.extend(_speed(metrics))
     return "  ".join(parts)
 

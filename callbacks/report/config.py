@@ -1,6 +1,6 @@
 """Show a run's config as escaped HTML, with command-line overrides highlighted. No Lightning."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any
 
@@ -13,9 +13,9 @@ from .run_record import RunRecord
 _HIDDEN = ("dashboard", "mode", "hydra", "callbacks.report.dashboard")
 
 
-def command_line_overrides(run: RunRecord) -> str:
+def command_line_overrides(overrides: Iterable[str]) -> str:
     """Return the command-line overrides, one chip each."""
-    chips = "".join(f'<code class="typed">{escape(text)}</code>' for text in run.overrides)
+    chips = "".join(f'<code class="typed">{escape(text)}</code>' for text in overrides)
     return f'<p class="command"><code>python train.py</code>{chips}</p>' if chips else ""
 
 

@@ -1,7 +1,7 @@
 """The header of a run's page: name, status, hardware, findings, diagnosis and key figures. No Lightning."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from html import escape
 from typing import Any
@@ -10,6 +10,7 @@ from ..diagnosis.diagnose import examine
 from ..diagnosis.finding import Finding
 from ..diagnosis.run import make_run
 from ..progress.text import TRAIN_LOSS, VAL_LOSS, clock_text
+from .config import command_line_overrides
 from .html import section, value_text
 from .run_record import RunRecord, get_status
 
@@ -31,12 +32,38 @@ def head(run: RunRecord) -> str:
     )
 
 
+def mode_head(title: str, about: Mapping[str, Any], *, pills: Mapping[str, str] | None = None) -> str:
+    """Return the header of a page of a mode, which distinguishes it from others.
+
+    Args:
+        title: What the page is, as plain text.
+        about: `name`, `time` in Unix seconds, `devices`, `hostname` and `overrides` of the command; any may be missing.
+        pills: Style class by text of each status.
+    """
+    facts = [_clock_time(about["time"])] if "time" in about else []
+    facts += [value_text(about[key]) for key in ("devices", "hostname") if about.get(key)]
+    line = " · ".join(f"<code>{escape(fact)}</code>" for fact in facts)
+    drawn = "".join(pill(text, css) for text, css in (pills or {}).items())
+    return (
+        f'<header><div class="head"><h1>{escape(page_title(title, about))}</h1>{drawn}</div>'
+        f'<p class="where">{line}</p></header>{command_line_overrides(about.get("overrides", ()))}'
+    )
+
+
+def page_title(title: str, about: Mapping[str, Any]) -> str:
+    """Return the title of a page of a mode, with the name of what it is about."""
+    return f"{title}: {about['name']}" if about.get("name") else title
+
+
+def pill(text: str, css: str) -> str:
+    """Return a colored status; the style class is `good`, `warn` or `bad`."""
+    return f'<span class="status {css}">{escape(text)}</span>'
+
+
 def status_pill(run: RunRecord) -> str:
     """Return the colored status of a run; empty if the run folder does not say how it ended."""
     status = get_status(run)
-    if status is None:
-        return ""
-    return f'<span class="status {status_class(status)}">{escape(status)}</span>'
+    return "" if status is None else pill(status, status_class(status))
 
 
 def status_class(status: str) -> str:
@@ -47,9 +74,11 @@ def status_class(status: str) -> str:
 def _start_time(run: RunRecord) -> list[str]:
     """Return the time of the first event; empty if it has none."""
     seconds = run.events[0].get("time") if run.events else None
-    if not isinstance(seconds, (int, float)) or not seconds:
-        return []
-    return [datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")]
+    return [_clock_time(seconds)] if isinstance(seconds, (int, float)) and seconds else []
+
+
+def _clock_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def findings_section(run: RunRecord) -> str:
@@ -67,8 +96,8 @@ def _describe(finding: Finding) -> str:
     evidence = "".join(f"<li>{escape(str(item))}</li>" for item in finding.evidence)
     causes = "".join(f"<li>{escape(cause.text)}: <code>{escape(cause.test)}</code></li>" for cause in finding.causes)
     title = escape(finding.name.replace("_", " "))
-    pill = f'<span class="status {_SEVERITY_CLASSES[finding.severity]}">{escape(finding.severity)}</span>'
-    return f"<p>{pill} <b>{title}</b>: {escape(finding.meaning)}</p><ul>{evidence}</ul><ol>{causes}</ol>"
+    severity = pill(finding.severity, _SEVERITY_CLASSES[finding.severity])
+    return f"<p>{severity} <b>{title}</b>: {escape(finding.meaning)}</p><ul>{evidence}</ul><ol>{causes}</ol>"
 
 
 def diagnosis(run: RunRecord) -> str:

@@ -1,7 +1,6 @@
 """Write the report of one run: a picture and a self-contained HTML page. Takes a second or two, no Lightning."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from .dashboard import get_sections, sections_for
 from .header import diagnosis, findings_section, head, tiles
 from .html import anchor_id, facts_table, render_page, write_page, zoom_bar
 from .plan_page import memory_section
-from .run_record import RunRecord, as_series, read_run
+from .run_record import RecordedFit, RunRecord, add_fit, read_run
 from .tables import events_table, operators_table, plan_table, sample_texts, spikes_table
 
 STYLES = ("page.css", "charts.css")
@@ -40,28 +39,28 @@ def write_report(
     run_folder: Path | str,
     dashboard: Sequence[Mapping[str, Any]] | None = None,
     *,
-    rows: Mapping[int, Mapping[str, float]] | None = None,
+    fit: RecordedFit | None = None,
 ) -> None:
     """Write `curves.png` and `report.html` to a run folder, from the files in it.
 
     A file that a full disk rejects is logged.
 
-    Needs `metrics.csv` unless `rows` is given; uses `summary.json`, `environment.json`, `config.yaml`, `plan.json`,
+    Needs `metrics.csv` unless `fit` is given; uses `summary.json`, `environment.json`, `config.yaml`, `plan.json`,
     `events.jsonl`, `samples.jsonl`, `spikes/` and `profile/operators.json` if they exist. Can be called again.
 
     Args:
         run_folder: The folder of a run, or any folder with a `metrics.csv`.
         dashboard: Sections of panels, as in `conf/dashboard/default.yaml`; None draws all metrics, grouped by prefix.
-        rows: Metrics by optimizer step; None reads `metrics.csv`.
+        fit: What `RunReport` has recorded of a fit that writes no such files; None reads them.
 
     Raises:
         FileNotFoundError: There is no `metrics.csv`.
         ValueError: `metrics.csv` has no `step` column.
     """
     run_folder = Path(run_folder)
-    run = read_run(run_folder, needs_metrics=rows is None)
-    if rows is not None:
-        run = replace(run, series=as_series(rows))
+    run = read_run(run_folder, needs_metrics=fit is None)
+    if fit is not None:
+        run = add_fit(run, fit)
     sections = sections_for(run.series) if dashboard is None else get_sections(dashboard)
     groups, marks = get_groups(run, sections), get_marks(run.events)
     pictures = [chart for group in groups for chart in group.charts if chart.picture]
@@ -91,7 +90,7 @@ def page_html(run: RunRecord, groups: Sequence[Group], marks: Sequence[Mark]) ->
     links += [("spikes", "spike dumps")] if run.spikes else []
     bar = zoom_bar([*links, ("tables", "tables")]) if charts else ""
     body = (
-        f"{head(run)}{command_line_overrides(run)}{findings_section(run)}{diagnosis(run)}{tiles(run)}{bar}{mark_legend(run)}"
+        f"{head(run)}{command_line_overrides(run.overrides)}{findings_section(run)}{diagnosis(run)}{tiles(run)}{bar}{mark_legend(run)}"
         f"{charts_html(groups, marks)}{_not_drawn_note(run, groups)}"
         f'<div id="tables">{"".join(tables)}</div>'
         f"<footer>{escape(str(run.folder))}</footer>"

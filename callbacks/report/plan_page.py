@@ -5,26 +5,51 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..progress.text import clock_text
 from .charts.lines import lines_figure
 from .charts.stack import stack_figure
+from .header import mode_head, page_title
 from .html import render_page, section, table, write_page
 
 
-def write_plan_page(path: Path, plan: Mapping[str, Any], lines: Sequence[str]) -> None:
+def write_plan_page(path: Path, plan: Mapping[str, Any], lines: Sequence[str], *, about: Mapping[str, Any]) -> None:
     """Write the page.
 
     Args:
         path: File to write.
         plan: Content of `plan.json`.
         lines: Printed console lines.
+        about: What the page is about, see `mode_head`.
 
     Raises:
         OSError: The file cannot be written.
     """
     printed = f"<pre>{escape(chr(10).join(lines))}</pre>"
-    body = f"<h1>Plan</h1>{section('What the run needs', printed)}{memory_section(plan)}"
-    body += _communication_section(plan) + _scaling_section(plan)
-    write_page(path, render_page(title="Plan", body=body, data={}, styles=["page.css", "charts.css"], scripts=[]))
+    pills = {"fits": "good"} if plan.get("fits") else {"does not fit": "bad"}
+    body = f"{mode_head('Plan', about, pills=pills)}{_tiles(plan)}{memory_section(plan)}"
+    body += _communication_section(plan) + _scaling_section(plan) + section("What was printed", printed)
+    title = page_title("Plan", about)
+    write_page(path, render_page(title=title, body=body, data={}, styles=["page.css", "charts.css"], scripts=[]))
+
+
+def _tiles(plan: Mapping[str, Any]) -> str:
+    """Return the totals of the plan; unknown ones are left out."""
+    of = f" <small>of {plan['usable_gib']:,.4g} GiB</small>" if plan.get("usable_gib") else ""
+    numbers = {
+        "parameters": (plan.get("num_parameters"), "{:,}", ""),
+        "ranks": (plan.get("num_ranks"), "{:,}", f" <small>{escape(str(plan.get('hardware', '')))}</small>"),
+        "memory of a rank": (plan.get("peak_memory_gib"), "{:,.4g}", of or " <small>GiB</small>"),
+        "a step": (plan.get("step_seconds"), "{:.3g}", " <small>s</small>"),
+        "tokens/s": (plan.get("tokens_per_second"), "{:,.0f}", ""),
+        "MFU": (plan.get("mfu"), "{:.1%}", ""),
+        "price": (plan.get("dollars"), "${:,.2f}" if (plan.get("dollars") or 0) >= 0.005 else "&lt; $0.01", ""),
+        "on disk": (plan.get("disk_gib"), "{:,.4g}", " <small>GiB</small>"),
+    }
+    shown = {name: f"{text.format(value)}{note}" for name, (value, text, note) in numbers.items() if value is not None}
+    if plan.get("hours") is not None:
+        shown["the run"] = clock_text(3600 * plan["hours"])
+    tiles = "".join(f'<div class="tile"><dt>{name}</dt><dd>{value}</dd></div>' for name, value in shown.items())
+    return f'<dl class="tiles">{tiles}</dl>'
 
 
 def memory_section(plan: Mapping[str, Any]) -> str:

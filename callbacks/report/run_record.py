@@ -3,10 +3,12 @@
 import csv
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from ..diagnosis.read import parse_yaml, read_json, read_lines, read_object, read_text
 from ..diagnosis.run import STATUS_OF_EVENT
@@ -25,6 +27,7 @@ class RunRecord:
         operators: The operators of a profile.
         spikes: Content of each spike dump's `spike.json`, with its `folder`.
         rolled_back: The points that each rollback discarded.
+        title: Name of the run; empty: that in the config, else the folder's.
     """
 
     folder: Path
@@ -39,10 +42,13 @@ class RunRecord:
     operators: list[dict[str, Any]] = field(default_factory=list)
     spikes: list[dict[str, Any]] = field(default_factory=list)
     rolled_back: list[Series] = field(default_factory=list)
+    title: str = ""
 
     @property
     def name(self) -> str:
-        """Name in the config, else the folder's name."""
+        """Its title, else the name in the config, else the folder's name."""
+        if self.title:
+            return self.title
         found = re.search(r"^name:\s*(\S.*?)\s*$", self.config_text, flags=re.MULTILINE)
         return found.group(1).strip("'\"") if found else self.folder.name
 
@@ -61,6 +67,45 @@ class RunRecord:
         """Return the metric's last value; None if it was never logged."""
         points = self.series.get(metric)
         return points[-1][1] if points else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedFit:
+    """What `RunReport` has seen of a fit, for a folder without the files of these recipes.
+
+    Attributes:
+        title: Name of the run.
+        rows: Metrics by optimizer step.
+        rolled_back: For each rollback, the rows that it discarded.
+        events: Events of the callbacks, as in `events.jsonl`.
+        summary: How it ended, as in `summary.json`.
+        environment: Devices and versions, as in `environment.json`.
+        hyperparameters: Those that the module has saved.
+    """
+
+    title: str
+    rows: Mapping[int, Mapping[str, float]]
+    rolled_back: Sequence[Mapping[int, Mapping[str, float]]]
+    events: list[dict[str, Any]]
+    summary: dict[str, Any]
+    environment: dict[str, Any]
+    hyperparameters: dict[str, Any]
+
+
+def add_fit(run: RunRecord, fit: RecordedFit) -> RunRecord:
+    """Return a run with what was recorded of a fit in place of what is in its folder."""
+    config = run.config or fit.hyperparameters
+    return replace(
+        run,
+        title=fit.title,
+        series=as_series(fit.rows),
+        rolled_back=[as_series(rows) for rows in fit.rolled_back],
+        events=fit.events,
+        summary=fit.summary,
+        environment=fit.environment,
+        config=config,
+        config_text=run.config_text or (yaml.safe_dump(config, sort_keys=False) if config else ""),
+    )
 
 
 def get_status(run: RunRecord) -> str | None:

@@ -145,7 +145,9 @@ def spikes_table(run: RunRecord) -> str:
     replay = ""
     if run.config.get("mode"):  # only for runs of train.py
         newest = run.spikes[-1].get("step")
-        command = f"python train.py mode=replay {shlex.join([f'resume={run.folder}', f'mode.step={newest}'])}"
+        own_options = [text for text in run.overrides if text.startswith("hydra.searchpath=")]
+        command = shlex.join([*own_options, "mode=replay", f"resume={run.folder}", f"mode.step={newest}"])
+        command = f"python train.py {command}"
         replay = f'<p class="replay">Recompute a step: <code>{escape(command)}</code></p>'
     return section("Spike dumps", table(heads, rows) + replay, id_="spikes")
 

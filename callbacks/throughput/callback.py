@@ -33,6 +33,9 @@ class SpeedMonitor(Callback):
     `trainer.profiler.profile(name)` for the names in `EXCLUDED_ACTIONS`. `time/data_wait_fraction` is the fraction of
     the window that this rank spent in the data loader's `next`.
 
+    With `batch_size_fn`, the row after a validation also has `throughput/validation_samples_per_second`, over all of
+    its batches, loading included.
+
     `summary()` returns averages over the whole run, including the parts before a resume.
 
     Args:
@@ -104,6 +107,9 @@ class SpeedMonitor(Callback):
         self._idle_since: float | None = None  # end of the last batch, if known to be finished on the device
         self._busy: torch.cuda.Event | None = None  # recorded at the end of the last batch
         self._taps: list[ProfilerTap | CompileListener] = []
+        self._validation_began = 0.0
+        self._validation_samples = 0
+        self._validation_rate: float | None = None  # of the validation since the last row
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -165,6 +171,27 @@ class SpeedMonitor(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             self._pause("validation")
+            self._validation_began, self._validation_samples = self.clock(), 0
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._batch_size_fn is not None:
+            self._validation_samples += self._batch_size_fn(batch) * data_size(trainer)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        self._synchronize()
+        self._validation_rate = _rate(self._validation_samples, self.clock() - self._validation_began)
 
     @override
     def on_train_batch_end(
@@ -189,6 +216,9 @@ class SpeedMonitor(Callback):
             self.row = get_rates(window, world_size=trainer.world_size)
             if "time/step_seconds" in self.row:
                 self.row |= self._meter.row(window)
+            if self._validation_rate is not None:
+                self.row["throughput/validation_samples_per_second"] = self._validation_rate
+                self._validation_rate = None
             log_row(pl_module, self.row)
             self._row = reading
 

@@ -70,15 +70,13 @@ class FlopMeter:
         elif kind is None:
             message = "no MFU: the precision of this run has no published peak"
         elif device.type != "cuda":
-            message = (
-                f"no MFU: a {device.type} has no published peak;"
-                " measure_peak=True logs the fraction of a measured matmul"
-            )
+            return  # has no published peak, and nobody expects one
         else:
             published = get_peak(torch.cuda.get_device_name(device), kind)
             self._peak, message = published.tflops, published.description
         if trainer.is_global_zero:
-            log.info(message)
+            has_peak = self._peak is not None or self._measured is not None
+            log.log(logging.INFO if has_peak else logging.WARNING, message)
 
     def known(self, pl_module: LightningModule, batch: Any) -> Flops | None:
         """Return the cached FLOPs of a micro-batch with this key; None if unknown."""
@@ -174,7 +172,7 @@ class FlopMeter:
     def _give_up(self, trainer: Trainer, pl_module: LightningModule, why: str) -> None:
         self._why_not = why
         if trainer.is_global_zero:
-            log.info(f"no MFU: the FLOPs of {type(pl_module).__name__} cannot be counted ({why}); {_HOW}")
+            log.warning(f"no MFU: the FLOPs of {type(pl_module).__name__} cannot be counted ({why}); {_HOW}")
 
     def row(self, window: Snapshot) -> dict[str, float]:
         """Return the metrics of a window over all ranks; empty if it has a micro-batch of unknown FLOPs.

@@ -35,7 +35,7 @@ def is_adapter(name: str) -> bool:
 
 def is_factor(name: str) -> bool:
     """Return whether a parameter is an IA3 scaling vector, which is stored as [outputs, 1] or [1, inputs]."""
-    return ".ia3_l." in name
+    return ".ia3_l" in name
 
 
 def inject(model: nn.Module, config: Any, *, pretrained: str | None) -> None:
@@ -80,12 +80,12 @@ def find_targets(model: nn.Module, wanted: Sequence[str] | str, *, setting: str)
         ConfigError: The model has no blocks, or no layer with such a name.
     """
     check_peft()
-    blocks = getattr(model, "blocks", None)
-    if not isinstance(blocks, nn.ModuleList):
-        reason = f"{type(model).__name__} has no blocks, whose linear layers are adapted"
+    linear = list_targets(model)
+    if not linear:
+        reason = f"{type(model).__name__} has no linear layer in its blocks, and these are adapted"
         raise ConfigError(setting, reason, "adapter=none")
-    inside = {id(module) for module in blocks.modules()}
-    linear = [name for name, module in model.named_modules() if id(module) in inside and _is_linear(module)]
+    if not wanted:
+        raise ConfigError(setting, "it names no layer", "adapter.target_modules=all, or adapter=none")
     if wanted == ALL:
         return linear
     ends = [wanted] if isinstance(wanted, str) else list(wanted)
@@ -95,6 +95,17 @@ def find_targets(model: nn.Module, wanted: Sequence[str] | str, *, setting: str)
             reason = f"no linear layer of {type(model).__name__} has a name that ends with {end}"
             raise ConfigError(setting, reason, f"adapter.target_modules=[{','.join(known)}], or some of them")
     return [name for name in linear if any(f".{name}".endswith(f".{end}") for end in ends)]
+
+
+def list_targets(model: nn.Module) -> list[str]:
+    """Return the names of the linear layers in the blocks, with or without an adapter; empty without blocks."""
+    blocks = getattr(model, "blocks", None)
+    inside = {id(module) for module in blocks.modules()} if isinstance(blocks, nn.ModuleList) else set()
+    return [
+        name.removesuffix(".base_layer")
+        for name, module in model.named_modules()
+        if id(module) in inside and _is_linear(module) and not is_adapter(f"{name}.")
+    ]
 
 
 def check_peft() -> None:

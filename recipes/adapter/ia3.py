@@ -34,7 +34,8 @@ class IA3:
             ConfigError: The model has no such layers.
         """
         names = find_targets(model, self.target_modules, setting=f"adapter.target_modules={self.target_modules}")
-        inputs = find_targets(model, self.input_modules, setting=f"adapter.input_modules={self.input_modules}")
+        typed = f"adapter.input_modules={self.input_modules}"
+        inputs = find_targets(model, self.input_modules, setting=typed) if self.input_modules else []
         from peft import IA3Config
 
         has_conv1d = any(type(module).__name__ == "Conv1D" for module in model.modules())

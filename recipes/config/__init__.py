@@ -7,6 +7,7 @@ from pathlib import Path
 from recipes.config.check import check_config
 from recipes.config.check.command_line import compose_overrides
 from recipes.config.check.origin import check_origin
+from recipes.config.check.sections import find_missing_groups
 from recipes.config.compose import CONF, Composed
 from recipes.config.trust import find_origin
 from recipes.errors import ConfigError
@@ -28,6 +29,8 @@ def compose_and_check(
     """
     composed, mistakes = compose_overrides(overrides, config_folder=config_folder, config_name=config_name)
     if composed is not None:
+        if missing := find_missing_groups(composed.config):
+            return None, [*mistakes, _explain_part(config_folder, config_name, missing)]
         origin = find_origin(config_folder, overrides)
         if origin is not None and (untrusted := [*check_origin(composed.config, overrides, origin)]):
             return None, [*mistakes, *untrusted]  # the checks below look for the constructors
@@ -44,3 +47,13 @@ def compose_and_check(
         # a setting may be missing only because its override was rejected
         mistakes = [*mistakes, *(mistake for mistake in found if mistake.setting not in rejected)]
     return composed, mistakes
+
+
+def _explain_part(folder: Path, name: str, missing: Sequence[str]) -> ConfigError:
+    """Return the error for a primary config that holds some settings of a run, not all of them."""
+    return ConfigError(
+        f"--config-path {folder} --config-name {name}",
+        f"it is not the whole config of a run: it has no {', '.join(missing)}",
+        f"'hydra.searchpath=[{folder}]' recipe={name}, with the file as {folder}/recipe/{name}.yaml and"
+        " `# @package _global_` as its first line",
+    )

@@ -20,6 +20,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
+from recipes.config.trust import SEARCH_PATH, find_own_folders
+
 
 def compose_overrides(overrides: Sequence[str], folder: Path, name: str | None) -> DictConfig:
     """Compose as `hydra.compose` does: the chosen options first, then the values in the order typed.
@@ -67,14 +69,15 @@ def compose_options(options: Sequence[str], folder: Path, name: str | None) -> D
 
     Reading and merging some fifty YAML files takes nine tenths of a composition. The jobs of a sweep, and the attempts
     to explain a wrong command line, differ in values and rarely in options: the result is cached until a YAML file in
-    the folder changes.
+    the folder, or in those of the search path, changes.
 
     Raises:
         hydra.errors.HydraException: A group or option does not exist.
     """
     folder = folder.resolve()
+    stamps = tuple(map(_stamp, [folder, *find_own_folders(options)]))
     # Hydra records the working directory in the composed config
-    node: DictConfig = pickle.loads(_compose_cached(tuple(options), folder, name, _stamp(folder), Path.cwd()))
+    node: DictConfig = pickle.loads(_compose_cached(tuple(options), folder, name, stamps, Path.cwd()))
     return node
 
 
@@ -117,11 +120,12 @@ def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
 
 
 def _split(parsed: Sequence[Override], folder: Path, name: str | None) -> tuple[list[str], list[Override]]:
-    values = [override for override in parsed if _is_value(override, folder, name)]
+    folders = [folder, *find_own_folders([str(override.input_line) for override in parsed])]
+    values = [override for override in parsed if _is_value(override, folders, name)]
     return [str(override.input_line) for override in parsed if override not in values], values
 
 
-def _is_value(override: Override, folder: Path, name: str | None) -> bool:
+def _is_value(override: Override, folders: Sequence[Path], name: str | None) -> bool:
     """Return whether an override sets a value of the composed config rather than choosing what is composed.
 
     If in doubt, return False, which is slower but never wrong: Hydra then decides. Sweeps are also left to Hydra, which
@@ -129,9 +133,9 @@ def _is_value(override: Override, folder: Path, name: str | None) -> bool:
     """
     key = override.key_or_group
     may_be_group = "/" in key or override.package is not None or key == "hydra"
-    if override.is_sweep_override() or may_be_group or key == "hydra.searchpath":
+    if override.is_sweep_override() or may_be_group or key == SEARCH_PATH:
         return False
-    primary = folder / f"{name}.yaml"
+    primary = folders[0] / f"{name}.yaml"
     if "." not in key and primary.is_file() and "searchpath" in primary.read_text(encoding="utf-8"):
         return False  # a group of another folder
-    return not (folder / key).is_dir() or isinstance(override.value(), dict)
+    return not any((folder / key).is_dir() for folder in folders) or isinstance(override.value(), dict)

@@ -20,9 +20,10 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from recipes.config.cached_compose import compose_overrides
-from recipes.config.overrides import escape_interpolations, parse_override, to_overrides
+from recipes.config.overrides import escape_interpolations, for_shell, parse_override, to_overrides
 from recipes.config.published import published_size
 from recipes.config.resume import apply_changes, read_resumed_run, recorded_by, select_inherited
+from recipes.config.search_path import select_search_path
 from recipes.config.traits import trains
 from recipes.config.trust import CONF as CONF
 from recipes.config.trust import find_trusted_folders, restrict_variables
@@ -220,7 +221,8 @@ def freeze(composed: Composed) -> None:
     again = {"run": {"dir": "${run_folder:${name},${resume}}"}, "output_subdir": None}
     config = escape_interpolations(composed.config | {"resume": None}) | {"hydra": again}
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-    header = "# Run it again: python train.py --config-path <this folder> --config-name config\n"
+    again_with = [*map(for_shell, select_search_path(composed.overrides)), "--config-path <this folder>"]
+    header = f"# Run it again: python train.py {' '.join(again_with)} --config-name config\n"
     write_atomically(composed.run_folder / CONFIG_FILE, header + text, fsync=True)
 
 

@@ -9,7 +9,7 @@ from recipes.errors import ConfigError
 TARGET, PARTIAL = "_target_", "_partial_"
 
 
-def make(node: Mapping[str, Any]) -> Any:
+def make(node: Mapping[str, Any], *, data_section: str | None = None) -> Any:
     """Call a node's `_target_` with its other values, building nested nodes first.
 
     Hydra's `instantiate` would resolve interpolations again. In a resolved value `${…}` is text that the user escaped,
@@ -17,6 +17,8 @@ def make(node: Mapping[str, Any]) -> Any:
 
     Args:
         node: Plain values; with `_partial_: true` the constructor is returned with its arguments bound.
+        data_section: Section of a data source, such as "eval_data.code", which its errors and those of the sources in
+            it name; None: not a data source.
 
     Raises:
         hydra.errors.InstantiationException: There is no such constructor, Hydra blocks it, or it rejects a value.
@@ -25,22 +27,30 @@ def make(node: Mapping[str, Any]) -> Any:
     from hydra.utils import instantiate
 
     constructor = instantiate({TARGET: node[TARGET], PARTIAL: True})  # rejects those that run commands
-    arguments = {key: _make_within(value) for key, value in node.items() if key not in (TARGET, PARTIAL)}
+    arguments = {
+        key: _make_within(value, data_section and f"{data_section}.{key}")
+        for key, value in node.items()
+        if key not in (TARGET, PARTIAL)
+    }
     bound = functools.partial(constructor, **arguments)
     if node.get(PARTIAL):
         return bound
     try:
         return bound()
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        if data_section is None:
+            raise
+        raise error.in_section(data_section) from error
     except (TypeError, ValueError) as error:
         raise InstantiationException(f"Error in call to target '{node[TARGET]}': {error!r}") from error
 
 
-def _make_within(value: Any) -> Any:
+def _make_within(value: Any, data_section: str | None) -> Any:
     if isinstance(value, Mapping):
-        return make(value) if TARGET in value else {key: _make_within(child) for key, child in value.items()}
-    return [_make_within(child) for child in value] if isinstance(value, list) else value
+        if TARGET in value:
+            return make(value, data_section=data_section)
+        return {key: _make_within(child, data_section and f"{data_section}.{key}") for key, child in value.items()}
+    return [_make_within(child, data_section) for child in value] if isinstance(value, list) else value
 
 
 def make_model(config: Mapping[str, Any]) -> Any:

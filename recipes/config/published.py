@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from recipes.errors import ConfigError
+from recipes.foreign_file import reading
 
 _FILE = "config.json"
 _NESTED = "text_config"  # in multimodal models
@@ -37,16 +39,17 @@ def read_size(name: str, key: str) -> int:
     Raises:
         ConfigError: There is no such file, or it lacks the key.
     """
-    path = Path(name).expanduser()
-    file = path / _FILE if path.is_dir() else _find_on_hub(name)
+    folder = os.path.expanduser(name)
+    # unlike Path.is_dir, False if the name is too long
+    file = Path(folder, _FILE) if os.path.isdir(folder) else _find_on_hub(name)
     if isinstance(file, ConfigError):
         raise file
-    try:
-        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.name={name}", f"its {_FILE} cannot be read ({error})", _FIX) from error
-    found = config.get(key, (config.get(_NESTED) or {}).get(key))
-    if not isinstance(found, int):
+    with reading(file, f"model.name={name}", _FIX):
+        config: Any = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise TypeError(f"a {type(config).__name__} instead of settings")
+        found = config.get(key, (config.get(_NESTED) or {}).get(key))
+    if not isinstance(found, int) or isinstance(found, bool):
         raise ConfigError(f"model.name={name}", f"its {_FILE} has no {key}", f"model.{key}=<number>")
     return found
 

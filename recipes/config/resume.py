@@ -13,8 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recipes.config.cached_compose import compose_options, select_options
-from recipes.config.overrides import parse_override, unescape_interpolations
-from recipes.config.trust import find_resumed_run
+from recipes.config.overrides import for_shell, parse_override, unescape_interpolations
+from recipes.config.search_path import select_search_path
+from recipes.config.trust import SEARCH_PATH, find_own_folders, find_resumed_run
 from recipes.errors import ConfigError
 from recipes.run_folder import (
     CONFIG_FILE,
@@ -34,14 +35,17 @@ class ResumedRun:
     """A run to continue.
 
     Attributes:
+        folder: Its run folder.
         config: Its frozen config, every interpolation resolved.
-        overrides: Overrides it was started with, except those that apply to a single start.
-        folder: Its folder.
+        overrides: Overrides it was started with, except those that apply to a single start; the typed search path comes
+            first, without which they may not compose.
+        search_path: Overrides of the search path that it was started with.
     """
 
+    folder: Path
     config: Config
     overrides: list[str]
-    folder: Path
+    search_path: list[str]
 
 
 def read_resumed_run(overrides: Sequence[str]) -> ResumedRun | None:
@@ -53,8 +57,13 @@ def read_resumed_run(overrides: Sequence[str]) -> ResumedRun | None:
     folder = find_resumed_run(overrides)
     if folder is None:
         return None
-    config = unescape_interpolations(read_config(folder))
-    return ResumedRun(config=config, overrides=_read_overrides(folder), folder=folder)
+    recorded = _read_overrides(folder)
+    return ResumedRun(
+        folder=folder,
+        config=unescape_interpolations(read_config(folder)),
+        overrides=[*select_search_path(overrides), *filter(_outlasts_a_start, recorded)],
+        search_path=select_search_path(recorded),
+    )
 
 
 @contextmanager
@@ -62,13 +71,22 @@ def recorded_by(resumed: ResumedRun) -> Iterator[None]:
     """Report what composing the recorded overrides raises as an error of their file: nobody has typed them.
 
     Raises:
-        ConfigError: An override names a group, option or key that does not exist.
+        ConfigError: An override names a group, option or key that does not exist, or one of a folder not typed again.
     """
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise _reject_environment(resumed.folder, f"its overrides cannot be composed: {reason}") from error
+        recorded = find_own_folders(resumed.search_path)
+        if set(recorded) <= set(find_own_folders(resumed.overrides)):
+            reason = str(error).strip().partition("\n")[0]
+            raise _reject_environment(resumed.folder, f"its overrides cannot be composed: {reason}") from error
+        exist = all(map(os.path.isdir, recorded))
+        path = " ".join(map(for_shell, resumed.search_path)) if exist else f"'{SEARCH_PATH}=[<where they are now>]'"
+        raise ConfigError(
+            f"resume={resumed.folder}",
+            f"it has options of {', '.join(map(str, recorded))}, and only the command line may choose code that runs",
+            f"the same command with {path}, if you trust it",
+        ) from error
 
 
 def _reject_environment(folder: Path, reason: str) -> ConfigError:
@@ -95,6 +113,7 @@ def select_inherited(
 
     Raises:
         hydra.errors.HydraException: A group or option does not exist.
+        ConfigError: The run has options of a search path that is not typed.
     """
     parsed = [parse_override(override) for override in typed]
     overridden = {_get_place(override) for override in parsed if not override.is_delete()}
@@ -131,21 +150,24 @@ def apply_changes(frozen: Config, *, before: Config, now: Config) -> Config:
 
 
 def _read_overrides(folder: Path) -> list[str]:
-    """Return the overrides that a run was started with, except those that apply to a single start."""
+    """Return the overrides that a run was started with."""
     if not os.path.isfile(folder / ENVIRONMENT_FILE):
         return []
     typed = read_environment(folder).get("overrides")
     if not isinstance(typed, list):
         raise _reject_environment(folder, "its `overrides` is not a list")
-    kept = []
     for override in typed:
         try:
-            key = parse_override(override).key_or_group
+            parse_override(override)
         except (HydraException, TypeError, AttributeError) as error:
             raise _reject_environment(folder, f"{override!r} is not an override") from error
-        if key not in ("mode", "resume", "evaluator") and not key.startswith(_SINGLE_START):
-            kept.append(override)
-    return kept
+    recorded: list[str] = typed
+    return recorded
+
+
+def _outlasts_a_start(override: str) -> bool:
+    key = parse_override(override).key_or_group
+    return key not in ("mode", "resume", "evaluator") and not key.startswith(_SINGLE_START)
 
 
 def _still_applies(override: str, others: Sequence[str], before: DictConfig, now: DictConfig) -> bool:

@@ -1,5 +1,7 @@
 """Distinguish trusted configs (conf/, the command line) from untrusted ones (a run folder, `--config-path`)."""
 
+import contextlib
+import importlib.util
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -24,13 +26,30 @@ def find_trusted_folders(typed: Sequence[str]) -> list[Path]:
     Args:
         typed: Overrides of this command line.
     """
-    folders = [CONF.resolve()]
-    for override in parse_values(typed):
-        paths = override.value()
-        if override.key_or_group == SEARCH_PATH and isinstance(paths, list):
-            texts = [str(path) for path in paths]
-            folders += [Path(text.removeprefix(_FILE)).resolve() for text in texts if not text.startswith(_PACKAGE)]
-    return folders
+    return [CONF.resolve(), *find_own_folders(typed)]
+
+
+def find_own_folders(typed: Sequence[str]) -> list[Path]:
+    """Return the folders of a typed `hydra.searchpath`, resolved, whether they exist or not.
+
+    Args:
+        typed: Overrides of this command line.
+    """
+    candidates = parse_values([text for text in typed if SEARCH_PATH in text])
+    paths = [override.value() for override in candidates if override.key_or_group == SEARCH_PATH]
+    texts = [str(text) for path in paths if isinstance(path, list) for text in path]
+    folders = [_find_package(text) if text.startswith(_PACKAGE) else Path(text.removeprefix(_FILE)) for text in texts]
+    return [folder.resolve() for folder in folders if folder is not None]
+
+
+def _find_package(text: str) -> Path | None:
+    """Return the folder of `pkg://package.folder` without importing the package; None if it is not installed."""
+    package, *below = text.removeprefix(_PACKAGE).replace("/", ".").split(".")
+    with contextlib.suppress(ValueError):  # an empty name
+        found = importlib.util.find_spec(package)
+        for location in (found and found.submodule_search_locations) or ():
+            return Path(location, *below)
+    return None
 
 
 def find_resumed_run(typed: Sequence[str]) -> Path | None:

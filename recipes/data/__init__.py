@@ -93,5 +93,4 @@ def in_section(section: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        setting, fix = (text.replace("data.", f"{section}.") for text in (error.setting, error.fix))
-        raise ConfigError(setting, error.reason, fix) from error
+        raise error.in_section(section) from error

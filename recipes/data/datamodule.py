@@ -47,7 +47,7 @@ class StreamDataModule(lightning.LightningDataModule):
         accumulation: Accumulation,
         seed: int,
         eval_samples: int | None,
-        num_workers: Annotated[int, ">= 0"] | None,
+        num_workers: Annotated[int, ">= 0, <= 256"] | None,
         overfit_batches: Annotated[int, ">= 1"] | None = None,
     ) -> None:
         super().__init__()

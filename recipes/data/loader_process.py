@@ -25,6 +25,8 @@ _SOCKET_NAME = "/listener-12345678"  # as multiprocessing names sockets, in a fo
 _FOLDER_NAME = "/pymp-12345678"
 _SHARED_MEMORY = "/dev/shm"
 _NO_SHARED_MEMORY = re.compile(r"unable to \w+ shared memory|</torch_\w+>.*No space left|killed by signal: Bus error")
+# torch passes on a traceback, and makes an exception of several arguments a RuntimeError
+_MISTAKE = re.compile(r"^recipes\.errors\.ConfigError: (.+?): (.+); type (.+)$", re.MULTILINE)
 _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
@@ -72,7 +74,9 @@ class SignalProofLoader(DataLoader[Batch]):
 
 
 def explain(error: RuntimeError, *, num_workers: int) -> ConfigError | None:
-    """Return the mistake behind an error of a loader process: shared memory that is too small for its samples."""
+    """Return the mistake behind an error of a loader process: its own, or too little shared memory for its samples."""
+    if found := _MISTAKE.findall(str(error)):  # the last: others are its causes
+        return ConfigError(*found[-1])
     if num_workers == 0 or not _NO_SHARED_MEMORY.search(str(error)):
         return None
     size = shutil.disk_usage(_SHARED_MEMORY).total / 2**20 if os.path.isdir(_SHARED_MEMORY) else 0

@@ -4,14 +4,20 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+from recipes.data.found_files import HIDDEN, list_folder
 from recipes.data.text.corpus import Document
-from recipes.data.text.source import FileSource, list_files
+from recipes.data.text.source import FileSource
 from recipes.errors import ConfigError
 
 _INSTALLED = {"site-packages", "dist-packages", "lib-dynload", "__pycache__"}
 _MOSTLY_DATA = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
 _SKIPPED_FOLDERS = frozenset(_INSTALLED | _MOSTLY_DATA)
 _GENERATED_PREFIX = "_sysconfigdata"  # generated at build time, contains machine-specific paths
+
+
+def _skip(path: Path) -> str | None:
+    is_skipped = path.name in _SKIPPED_FOLDERS or path.name.startswith((".", _GENERATED_PREFIX))
+    return HIDDEN if is_skipped else None
 
 
 class StdlibText(FileSource):
@@ -27,9 +33,7 @@ class StdlibText(FileSource):
             ConfigError: The standard library is zipped or installed without its .py files.
         """
         folder = Path(sysconfig.get_path("stdlib"))
-        suffixes = frozenset({".py"})
-        files = list_files(folder, suffixes=suffixes, skipped_folders=_SKIPPED_FOLDERS)
-        files = [path for path in files if not path.name.startswith(_GENERATED_PREFIX)]
+        files = list_folder(folder, setting="data.path", suffixes=[".py"], skip=_skip).files
         if not files:
             raise ConfigError(
                 "data=stdlib_text",

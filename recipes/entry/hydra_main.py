@@ -144,11 +144,12 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int], override
     from recipes.config.check.command_line import compose_overrides
     from recipes.config.check.composition_errors import explain_broken_file, explain_plugin, explain_typed
     from recipes.config.compose import register_resolvers
+    from recipes.config.search_path import listing_own_options, select_search_path
 
     exit_codes: list[int] = [ExitCode.FINISHED]
 
     def run_job(_: object) -> None:
-        overrides = list(HydraConfig.get().overrides.task)
+        overrides = [*select_search_path(HydraConfig.get().overrides.hydra), *HydraConfig.get().overrides.task]
         overrides.append(f"hydra.run.dir='{HydraConfig.get().runtime.output_dir}'")
         exit_codes.append(run(overrides, folder, name, in_sweep=True))
         if exit_codes[-1] == ExitCode.INTERRUPTED:
@@ -157,7 +158,8 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int], override
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raises errors instead of printing them
     register_resolvers()
     try:
-        hydra.main(version_base="1.3", config_path=str(folder.resolve()), config_name=name)(run_job)()
+        with listing_own_options(overrides):
+            hydra.main(version_base="1.3", config_path=str(folder.resolve()), config_name=name)(run_job)()
         if sys.stdout is not None:  # closed by the shell, `>&-`
             sys.stdout.flush()
     except SystemExit as error:
@@ -174,7 +176,7 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int], override
         mistakes = [named] if named else []
         if overrides and not named:
             _, mistakes = compose_overrides(overrides, config_folder=folder, config_name=name)
-        print(format_report(mistakes or [explain_broken_file(error)]), file=sys.stderr)
+        print(format_report(mistakes or [explain_broken_file(error, folder, overrides)]), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
     except BrokenPipeError:  # `--help | head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,12 +1,22 @@
 """Console script `lightning-recipes`: runs train.py of an installed wheel like `python train.py` in a clone."""
 
+import importlib.util
 import runpy
 import sys
 from pathlib import Path
 
+_INVALID = 2  # `ExitCode.INVALID_CONFIG`: `recipes` cannot be imported before its folder is on `sys.path`
+
 
 def main() -> None:
     """Put the installed folder first on `sys.path`, as Python does for a script, and run its train.py."""
+    if importlib.util.find_spec("hydra") is None:  # the callbacks need none of the recipes' packages
+        print(
+            "lightning-recipes was installed for its callbacks; the recipes need more packages\n"
+            "type: pip install 'lightning-recipes[recipes]'",
+            file=sys.stderr,
+        )
+        sys.exit(_INVALID)
     root = Path(__file__).parents[2]  # contains recipes/ and callbacks/
     sys.path.insert(0, str(root))
     runpy.run_path(str(root / "train.py"), run_name="__main__")

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from recipes.config.compose import Composed
 from recipes.config.mesh import count_data_ranks, largest_divisor
 from recipes.config.traits import get_traits, takes_steps
 from recipes.entry.light_import import without_unused_packages
+from recipes.errors import ConfigError
 from recipes.files import append, tolerating, write_atomically
 from recipes.numerics.accumulation import divide
 from recipes.run_folder import OOM_FOLDER, has_checkpoint
@@ -17,6 +18,8 @@ from recipes.runtime.failure import is_host_out_of_memory, read_oom_of_other_ran
 from recipes.runtime.world import Ranks
 
 _MAX_REMEDIES = 3
+# of a parameter on one rank: float32 weight, gradient, two moments and average, and a copy of the weight in each dtype
+_MOST_STATE_BYTES = 28
 # strategy option -> overrides that shard the state further or move it out of device memory, next step first
 _NEXT_STRATEGY = {
     "single": "strategy=fsdp strategy.cpu_offload=true",
@@ -31,20 +34,24 @@ _NEXT_STRATEGY = {
 }
 
 
-def describe_out_of_memory(error: BaseException, composed: Composed, *, world_size: int) -> str:
-    """Return the message to show instead of a traceback."""
+def describe_out_of_memory(
+    error: BaseException, composed: Composed, *, world_size: int, lists_remedies: bool = True
+) -> str:
+    """Return the message to show instead of a traceback.
+
+    Args:
+        error: The error.
+        composed: The run.
+        world_size: Number of ranks.
+        lists_remedies: Whether to list overrides; False where `advise` follows, which knows which of them suffice.
+    """
     first_line = str(error).partition("\n")[0][:200]
     lines = [f"Out of memory: {first_line}"]
-    options: list[tuple[str, str]] = []
-    if takes_steps(composed.config):  # every other mode runs on one device, without a backward pass
+    takes = takes_steps(composed.config)  # every other mode runs on one device, without a backward pass
+    if lists_remedies or not takes:
         on_host = is_host_out_of_memory(error)
-        options = [*remedies(composed, world_size=world_size, of_host=on_host)][:_MAX_REMEDIES]
-    if options:
-        width = max(len(override) for override, _ in options)
-        lines.append("Add one of these overrides, the cheapest first:")
-        lines += [f"  {override:<{width}}  {effect}" for override, effect in options]
-    else:
-        lines.append("No override is left: use a smaller model, shorter samples, or a device with more memory.")
+        options = [*remedies(composed, world_size=world_size, of_host=on_host)][:_MAX_REMEDIES] if takes else []
+        lines += _list_remedies(options)
     if any((composed.run_folder / OOM_FOLDER).glob("rank_*")):
         lines.append(f"Memory dump: {composed.run_folder / OOM_FOLDER}")
     if has_checkpoint(composed.run_folder):
@@ -52,44 +59,105 @@ def describe_out_of_memory(error: BaseException, composed: Composed, *, world_si
     return "\n".join(lines)
 
 
-def advise(composed: Composed, ranks: Ranks) -> list[str]:
-    """Plan the run; return its memory estimate and settings that fit. Takes seconds and no GPU.
+def _list_remedies(options: Sequence[tuple[str, str]]) -> list[str]:
+    if not options:
+        return ["No override is left: use a smaller model, shorter samples, or a device with more memory."]
+    width = max(len(override) for override, _ in options)
+    listed = [f"  {override:<{width}}  {effect}" for override, effect in options]
+    return ["Add one of these overrides, the cheapest first:", *listed]
+
+
+def advise(composed: Composed, ranks: Ranks, *, report: str) -> list[str]:
+    """Plan the run; return overrides that suffice, its memory estimate and settings that fit. Takes seconds and no GPU.
 
     Args:
         composed: The run that ran out of memory.
         ranks: Ranks of the run.
+        report: What the rank reported that ran out first.
     """
     if not takes_steps(composed.config):
         return []
+    of_host = is_host_out_of_memory(RuntimeError(report))
+    options = [*remedies(composed, world_size=ranks.world_size, of_host=of_host)][:_MAX_REMEDIES]
     command = "the same command with mode=plan shows more"
     try:
         with without_unused_packages(composed.config):
-            from recipes.plan.advice import Planner, advise_settings
-        from recipes.plan.hardware import find_cluster
+            from recipes.plan.advice import Planner, advise_settings, with_overrides
         from recipes.plan.plan import gib
         from recipes.plan.table import describe_place
 
-        planner = Planner(
-            find_cluster(
-                "auto",
-                per_node=ranks.per_node,
-                num_nodes=ranks.num_nodes,
-                interconnect=None,
-                memory_gib=composed.config["plan"]["memory_gib"],
-            )
-        )
+        planner = Planner(_find_cluster(composed, ranks))
         planned = planner.plan(composed.config)
         moment, limit = planned.peak, planned.limit_bytes
         needed = f"{gib(moment.total):.2f} GiB ({describe_place(moment)}) of {gib(limit):.2f} GiB"
         if planned.fits:
             return [
+                *_list_remedies(options),
                 f"Plan: a rank needs {needed}: it fits, so something else fills the memory. To plan with less memory:"
-                f" mode=plan plan.memory_gib={gib(moment.total) * 0.8:.2f}"
+                f" mode=plan plan.memory_gib={gib(moment.total) * 0.8:.2f}",
             ]
-        return [f"Plan: a rank needs {needed}; {command}", *advise_settings(composed, planner)]
+        changed = {option: with_overrides(composed, option[0].split()) for option in options}
+        enough = [option for option, config in changed.items() if config is not None and planner.plan(config).fits]
+        return [
+            *(_list_remedies(enough) if enough else []),
+            f"Plan: a rank needs {needed}; {command}",
+            *advise_settings(composed, planner),
+        ]
     except Exception as error:  # a second failure must not hide the first
         reason = str(error).partition("\n")[0][:200]
-        return [f"No plan could be made ({type(error).__name__}: {reason}); {command}"]
+        return [*_list_remedies(options), f"No plan could be made ({type(error).__name__}: {reason}); {command}"]
+
+
+def check_room(composed: Composed, ranks: Ranks, model: Any) -> None:
+    """Refuse a run whose weights, gradients and optimizer state alone exceed the memory of a rank.
+
+    Called before any of them is allocated: the kernel kills a process that fills the memory, without a word. Only a
+    large model is planned, which takes seconds.
+
+    Args:
+        composed: The run.
+        ranks: Ranks of the run.
+        model: Unsharded model without storage.
+
+    Raises:
+        ConfigError: It cannot fit.
+    """
+    cluster = _find_cluster(composed, ranks)
+    is_gpu = cluster.device.full_name is not None
+    num_sharing = 1 if is_gpu else ranks.per_node  # ranks on CPUs share the memory of their node
+    memory_bytes = cluster.memory_bytes // num_sharing
+    if sum(parameter.numel() for parameter in model.parameters()) * _MOST_STATE_BYTES <= memory_bytes:
+        return
+    from recipes.plan.advice import find_strategy
+    from recipes.plan.plan import plan_state, size_unit
+
+    needed = plan_state(composed.config, cluster)
+    if needed is None or needed <= memory_bytes:
+        return
+    found = find_strategy(composed, cluster, limit_bytes=memory_bytes)
+    elsewhere = "a smaller model=, more devices, or mode=plan plan.hardware=h100x8 to plan it on others"
+    chosen = [f"{group}={composed.choices[group]}" for group in ("model", "strategy") if group in composed.choices]
+    unit, unit_bytes = size_unit(needed)
+    holder = f"each of {num_sharing} ranks" if num_sharing > 1 else "the GPU" if is_gpu else "this machine"
+    raise ConfigError(
+        " ".join(chosen) or "model=…",
+        f"weights, gradients and optimizer state of a rank take {needed / unit_bytes:,.2f} {unit}, even without"
+        f" activations, and {holder} has {memory_bytes / unit_bytes:,.2f} {unit}, unless plan.memory_gib= says"
+        " otherwise",
+        elsewhere if found is None else f"{' '.join(found)}, {elsewhere}",
+    )
+
+
+def _find_cluster(composed: Composed, ranks: Ranks) -> Any:
+    from recipes.plan.hardware import find_cluster
+
+    return find_cluster(
+        "auto",
+        per_node=ranks.per_node,
+        num_nodes=ranks.num_nodes,
+        interconnect=None,
+        memory_gib=(composed.config.get("plan") or {}).get("memory_gib"),
+    )
 
 
 def remedies(composed: Composed, *, world_size: int, of_host: bool = False) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """Execute one run from its composed config: folder, log, ranks, build, mode, and finally an exit code."""
 
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -14,11 +15,13 @@ from typing import Any
 
 from recipes.checkpoint.retention import recover_interrupted
 from recipes.config.check.paths import check_run_folder
+from recipes.config.check.types import to_setting
 from recipes.config.compose import Composed, claim_folder
 from recipes.config.ranks import get_ranks
-from recipes.config.traits import list_nodes
+from recipes.config.search_path import resume_command
+from recipes.config.traits import list_nodes, select
 from recipes.entry.light_import import without_unused_packages
-from recipes.entry.out_of_memory import advise, describe_out_of_memory, log_exit
+from recipes.entry.out_of_memory import advise, check_room, describe_out_of_memory, log_exit
 from recipes.entry.spawn import spawn_ranks
 from recipes.errors import ConfigError, find_mistake, format_report
 from recipes.files import DISK_ERRORS, WriteError, describe
@@ -85,12 +88,12 @@ def _launch(composed: Composed, *, in_sweep: bool) -> int:
         elif result.exit_code != ExitCode.INVALID_CONFIG:
             LOGGER.error(f"The run ended early; run folder: {_describe_folder(composed)}")
     if result.exit_code == ExitCode.OUT_OF_MEMORY:
-        _log_advice(composed, ranks)
+        _log_advice(composed, ranks, result.report or "")
     return result.exit_code
 
 
-def _log_advice(composed: Composed, ranks: Ranks) -> None:
-    for line in advise(composed, ranks):
+def _log_advice(composed: Composed, ranks: Ranks, report: str) -> None:
+    for line in advise(composed, ranks, report=report):
         LOGGER.error(line)
 
 
@@ -167,17 +170,18 @@ def _execute(composed: Composed, ranks: Ranks) -> int:
             with without_unused_packages(composed.config):
                 from recipes.build import execute
 
-            return execute(composed)
+            return execute(composed, check_room=functools.partial(check_room, composed, ranks))
     except KeyboardInterrupt:
         if global_rank() == 0:
             LOGGER.error(f"Interrupted; run folder: {_describe_folder(composed)}")
             if has_checkpoint(composed.run_folder):
-                LOGGER.error(f"To resume: python train.py resume={composed.run_folder}")
+                LOGGER.error(f"To resume: {resume_command(composed.run_folder, composed.overrides)}")
         return ExitCode.INTERRUPTED
     except Exception as error:
         last_line: str | None = f"The run crashed; run folder: {_describe_folder(composed)}"
         if is_out_of_memory(error):
-            text = describe_out_of_memory(error, composed, world_size=ranks.world_size)
+            is_advised = ranks.started_by in (None, "spawn")  # once all ranks have ended
+            text = describe_out_of_memory(error, composed, world_size=ranks.world_size, lists_remedies=not is_advised)
             failure = failure_from_exception(error, exit_code=ExitCode.OUT_OF_MEMORY, report=text)
             last_line = f"The run ended early; run folder: {_describe_folder(composed)}"
         elif (mistake := _find_mistake(error, composed)) is not None:
@@ -192,7 +196,7 @@ def _execute(composed: Composed, ranks: Ranks) -> int:
             failure = failure_from_exception(error, exit_code=ExitCode.CRASHED, report=traceback.format_exc())
         _report_failure(failure, last_line, ranks)
         if failure.exit_code == ExitCode.OUT_OF_MEMORY and ranks.started_by is None:
-            _log_advice(composed, ranks)
+            _log_advice(composed, ranks, failure.report)
         return failure.exit_code
 
 
@@ -224,7 +228,7 @@ def _report_failure(failure: Failure, last_line: str | None, ranks: Ranks) -> No
 def _find_mistake(error: BaseException, composed: Composed) -> ConfigError | None:
     """Return the config error that an exception is or wraps, or that a constructor raised about its arguments."""
     if (mistake := find_mistake(error)) is not None:
-        return mistake
+        return _name_where_set(mistake, composed.config)
     if isinstance(error, OSError):
         is_full = error.errno in DISK_ERRORS
         return None if is_full else _find_unwritable_path(error, composed.config["mode"])
@@ -239,12 +243,28 @@ def _find_mistake(error: BaseException, composed: Composed) -> ConfigError | Non
     return ConfigError(f"{section}.…", reason, f"{section}.<setting>=<another value>")
 
 
+def _name_where_set(mistake: ConfigError, config: Mapping[str, Any]) -> ConfigError:
+    """Return an error about a setting that has another value with the key that has this one.
+
+    A component does not know whether its `seq_len` is the default, that of the run, or was typed as `data.seq_len`.
+    """
+    key, _, value = mistake.setting.partition("=")
+    name = key.rpartition(".")[2]
+    if not re.fullmatch(r"[\w.]+", key) or to_setting(select(config, key)) == value:
+        return mistake
+    found = [path for path, node in list_nodes(config) if name in node and to_setting(node[name]) == value]
+    if len(found) != 1:
+        return mistake
+    fix = re.sub(rf"(?<![\w.]){re.escape(key)}=", f"{found[0]}.{name}=", mistake.fix)
+    return ConfigError(f"{found[0]}.{name}={value}", mistake.reason, fix)
+
+
 def _find_unwritable_path(error: OSError, mode: Mapping[str, Any]) -> ConfigError | None:
     """Return a config error if the exception is about the path that `mode.path` names, or a folder above it."""
     path = mode.get("path")
     if not isinstance(path, str) or not isinstance(error.filename, str):
         return None
-    wanted, failed = Path(path).expanduser().absolute(), Path(error.filename).absolute()
+    wanted, failed = Path(os.path.expanduser(path)).absolute(), Path(error.filename).absolute()
     # the path, a file below it, a folder above it, or a temporary file next to it
     is_beside = failed.parent == wanted.parent and wanted.name in failed.name
     if wanted not in (failed, *failed.parents) and failed not in wanted.parents and not is_beside:

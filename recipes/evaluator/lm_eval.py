@@ -5,12 +5,12 @@ without an export. The package is imported only when this option is used.
 """
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from importlib.metadata import version
 from itertools import chain
-from pathlib import Path
 from typing import Annotated, Any, cast
 
 from recipes.data.instructions.chat_template import find_template
@@ -62,11 +62,11 @@ class LmEval:
         except ImportError as error:
             reason = f"the package lm_eval cannot be imported: {error}"
             raise ConfigError("evaluator=lm_eval", reason, _INSTALL) from error
-        if self.task_folder is not None and not Path(self.task_folder).expanduser().is_dir():
+        if self.task_folder is not None and not os.path.isdir(os.path.expanduser(self.task_folder)):
             setting = f"evaluator.task_folder={self.task_folder}"
             raise ConfigError(setting, "there is no such folder", "evaluator.task_folder=<folder of YAML files>")
-        specs = [str(Path(name).expanduser()) if _is_file(name) else name for name in self.tasks]
-        folder = None if self.task_folder is None else str(Path(self.task_folder).expanduser())
+        specs = [os.path.expanduser(name) if _is_file(name) else name for name in self.tasks]
+        folder = None if self.task_folder is None else os.path.expanduser(self.task_folder)
         # indexing the harness's 14,000 tasks takes seconds
         self._manager = TaskManager(include_path=folder, include_defaults=not all(map(_is_file, specs)))
         for spec in specs:
@@ -229,7 +229,7 @@ def _unknown(name: str, known: Sequence[str]) -> ConfigError:
 
 
 def _is_file(name: str) -> bool:
-    return name.endswith((".yaml", ".yml")) and Path(name).expanduser().is_file()
+    return name.endswith((".yaml", ".yml")) and os.path.isfile(os.path.expanduser(name))
 
 
 def _first_line(error: Exception) -> str:

@@ -4,6 +4,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from recipes.config.ranks import get_ranks
 from recipes.entry.spawn import ProcessExit, spawn_ranks
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
+from recipes.mode.about import describe_command
 from recipes.plan.advice import Planner
 from recipes.plan.assumptions import Assumptions
 from recipes.plan.hardware import GIB, find_cluster
@@ -60,7 +62,7 @@ def batch_find(
         composed: The run.
         margin: Fraction of memory to leave free.
         path: Folder for `batch_find.json` and `batch_find.html`; None only prints.
-        write_page: (file, title, lines, figures) -> writes the page.
+        write_page: (file, title, lines, figures) -> writes the page; it is also given `about`, of this command.
 
     Returns:
         The exit code: 0; 71 if not even one sample fits; that of a trial that failed for another reason.
@@ -96,7 +98,7 @@ def batch_find(
     for line in lines:
         LOGGER.info(line)
     if folder is not None:
-        _write(folder, trials, lines, write_page)
+        _write(folder, trials, lines, partial(write_page, about=describe_command(composed)))
     return ExitCode.FINISHED if any(trial.fits for trial in trials) else ExitCode.OUT_OF_MEMORY
 
 

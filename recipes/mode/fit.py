@@ -9,6 +9,7 @@ from recipes.checkpoint.ending import describe_ending
 from recipes.checkpoint.manifest import read_manifest
 from recipes.checkpoint.resume import newest_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
+from recipes.config.search_path import resume_command
 from recipes.entry.out_of_memory import write_error_report
 from recipes.logger.summary import SummaryWriter
 from recipes.mode.start import RunStartCallback, get_checkpoint_io, log_event
@@ -129,7 +130,7 @@ def _end_preempted(run: Run, stop: Preempted) -> int:
     """Report that a signal ended the run, and how to resume it."""
     log_event(run, "preempted", stop.step, signal=stop.by, saved=stop.saved)
     where = f"Stopped by {stop.by} at step {stop.step}"
-    to_resume = f"to resume: python train.py resume={run.folder}"
+    to_resume = f"to resume: {resume_command(run.folder, run.overrides)}"
     newest = newest_checkpoint(run.folder)
     if stop.step == 0:
         outcome = NOT_STARTED.format(stop.by)

@@ -3,12 +3,14 @@
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from recipes.config.compose import Composed
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
+from recipes.mode.about import describe_command
 from recipes.run_folder import claim_output
 from recipes.runtime.console import LOGGER
 from recipes.runtime.world import global_rank
@@ -35,7 +37,7 @@ def lr_find(
         max_lr: Learning rate of the last step, unless the loss diverges before.
         num_steps: Optimizer steps between them.
         path: Folder for `lr_find.json` and `lr_find.html`; None only prints.
-        write_page: (file, title, lines, figures) -> writes the page.
+        write_page: (file, title, lines, figures) -> writes the page; it is also given `about`, of this command.
 
     Returns:
         The exit code, 0.
@@ -65,7 +67,7 @@ def lr_find(
     for line in lines:
         LOGGER.info(line)
     if folder is not None and global_rank() == 0:
-        _write(folder, found, lines, write_page)
+        _write(folder, found, lines, partial(write_page, about=describe_command(composed)))
     return 0
 
 

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from recipes.config.ranks import get_ranks
 from recipes.config.traits import get_traits
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
+from recipes.mode.about import describe_command
 from recipes.run_folder import claim_output
 from recipes.runtime.console import LOGGER
 from recipes.runtime.world import global_rank
@@ -32,7 +34,7 @@ def noise_scale(
         composed: The run.
         num_steps: Optimizer steps to take.
         path: Folder for `noise_scale.json` and `noise_scale.html`; None only prints.
-        write_page: (file, title, lines, figures) -> writes the page.
+        write_page: (file, title, lines, figures) -> writes the page; it is also given `about`, of this command.
 
     Returns:
         The exit code, 0.
@@ -58,7 +60,7 @@ def noise_scale(
     for line in lines:
         LOGGER.info(line)
     if folder is not None and global_rank() == 0:
-        _write(folder, windows, lines, write_page)
+        _write(folder, windows, lines, partial(write_page, about=describe_command(composed)))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from recipes.config.ranks import requested_devices
 from recipes.config.traits import get_tokens_per_sample
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
+from recipes.mode.about import describe_command
 from recipes.plan.advice import Planner, advise_settings, with_overrides
 from recipes.plan.assumptions import Assumptions
 from recipes.plan.hardware import MEASURED, Cluster, find_cluster
@@ -49,7 +51,7 @@ def plan(
         advise: Also try other strategies and micro-batch sizes.
         max_ranks: Also plan the run on increasing numbers of ranks, up to this many; None skips this.
         find_peak: (device, kind of arithmetic) -> dense peak.
-        write_page: (file, plan as JSON, printed lines) -> writes the page.
+        write_page: (file, plan as JSON, printed lines) -> writes the page; it is also given `about`, of this command.
 
     Returns:
         The exit code, 0, whether the run fits or not.
@@ -95,7 +97,7 @@ def plan(
     if max_ranks is not None:
         record["scaling"] = _scale(composed, cluster, rates, max_ranks, lines)
     if folder is not None:
-        _write(folder, record, lines, write_page)
+        _write(folder, record, lines, partial(write_page, about=describe_command(composed)))
     return 0
 
 

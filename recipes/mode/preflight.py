@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from recipes.config.compose import Composed, Config
 from recipes.config.instantiate import make
 from recipes.data import DataSource
 from recipes.files import write_atomically
+from recipes.mode.about import describe_command
 from recipes.preflight import data as data_checks
 from recipes.preflight.gradients import GradientProbe, check_frozen, check_gradients, check_optimizer
 from recipes.preflight.model import Expected, check_model
@@ -46,7 +48,7 @@ def preflight(
         composed: The run.
         overfit_steps: Optimizer steps on one micro-batch.
         path: Folder for `preflight.json` and `preflight.html`; None only prints.
-        write_page: (file, results as JSON, images) -> writes the page.
+        write_page: (file, results as JSON, images) -> writes the page; it is also given `about`, of this command.
 
     Returns:
         The exit code: 0, or 4 if a check failed.
@@ -66,7 +68,7 @@ def preflight(
     counts = {status: sum(result.status == status for result in results) for status in ("pass", "warn", "fail")}
     LOGGER.info(f"preflight: {counts['pass']} passed, {counts['warn']} warnings, {counts['fail']} failed")
     if folder is not None and global_rank() == 0:
-        _write(folder, results, checklist, write_page)
+        _write(folder, results, checklist, partial(write_page, about=describe_command(composed)))
     return ExitCode.CHECK_FAILED if counts["fail"] else ExitCode.FINISHED
 
 
@@ -92,7 +94,7 @@ class Checklist:
 
     def run(self) -> Iterator[Result]:
         """Yield the results. Collective: every rank runs all checks."""
-        data = make(self._config["data"])
+        data = make(self._config["data"], data_section="data")
         data.prepare()
         in_data = []
         for result in self._check_data(data):

@@ -1,6 +1,7 @@
 """Prepare documents for training: filter by quality, deduplicate, decontaminate. Needs no GPU and no model."""
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from recipes.config.compose import Composed
 from recipes.config.instantiate import make
 from recipes.data.read_rows import Rows, open_rows
 from recipes.errors import ConfigError
+from recipes.home import expand_home
 from recipes.prepare.chunk import Filters
 from recipes.prepare.contamination import EvaluationSet
 from recipes.prepare.minhash import BandHasher, choose_bands
@@ -36,7 +38,7 @@ def prepare(
     evaluation_words: Annotated[int, ">= 1"],
     min_coverage: Annotated[float, "> 0, <= 1"],
     shard_mb: Annotated[float, "> 0"],
-    num_processes: Annotated[int, ">= 1"] | None,
+    num_processes: Annotated[int, ">= 1, <= 256"] | None,
     write_page: Callable[..., None],
 ) -> int:
     """Write the remaining documents as JSONL, and a page that shows what was dropped and why.
@@ -71,7 +73,7 @@ def prepare(
         name: open_rows(path, setting=f"mode.evaluation.{name}", hub_split=evaluation_split, text_field="text")
         for name, path in evaluation.items()
     }
-    folder = Path(output).expanduser()
+    folder = expand_home(output, "mode.output")
     _check_output(folder, rows)
     claim_output(folder, "mode.output")
     filters = Filters(
@@ -117,7 +119,7 @@ def _run(pipeline: Pipeline, rows: Rows, content_hash: str, num_processes: int, 
 def _check_output(folder: Path, rows: Rows) -> None:
     """Reject an output that the next start would read as input."""
     inside = [file for file in getattr(rows, "files", []) if file.resolve().is_relative_to(folder.resolve())]
-    parent = Path(rows.name).expanduser()
+    parent = Path(os.path.expanduser(rows.name))
     if inside or (parent.is_dir() and folder.resolve().is_relative_to(parent.resolve())):
         reason = f"it is inside the input, {rows.name}, or contains it"
         raise ConfigError(f"mode.output={folder}", reason, "mode.output=<a folder next to it>")

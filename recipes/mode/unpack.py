@@ -1,13 +1,21 @@
 """Convert a GGUF file (llama.cpp) to a folder that `model=huggingface` can train."""
 
+import os
+import re
+import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from recipes.config.compose import Composed
 from recipes.errors import ConfigError
 from recipes.files import filling
+from recipes.foreign_file import reading
+from recipes.model.rope import LLAMA3_ROPE, frequencies
+from recipes.model.weights.files import log_unread
+from recipes.model.weights.hf_any import check_loaded
 from recipes.model.weights.text_side import write_text_side
 from recipes.numerics.torchao_import import without_warnings_of_torchao
 from recipes.run_folder import claim_output
@@ -15,6 +23,17 @@ from recipes.runtime.console import LOGGER
 from recipes.tokenizer import read_folder
 
 _MAGIC = b"GGUF"
+_ANOTHER = "mode.path=<another file>, or the published folder itself: model=huggingface model.name=<folder or hub id>"
+_EMBEDDING, _HEAD, _ROPE = "token_embd.weight", "output.weight", "rope_freqs.weight"
+_NUM_SHOWN = 3  # names of tensors in an error
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+# settings that change the result and that transformers reads for few architectures: name in the file -> in its config
+_SETTINGS = {
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "logit_scale": "logit_scale",
+}
 
 
 def unpack(composed: Composed, *, path: str, output: str, dtype: Literal["float32", "bfloat16", "float16"]) -> int:
@@ -35,7 +54,7 @@ def unpack(composed: Composed, *, path: str, output: str, dtype: Literal["float3
         ConfigError: It is not a GGUF file, transformers cannot read its model from GGUF, or nothing can be written.
     """
     del composed
-    file, folder = Path(path).expanduser().absolute(), Path(output).expanduser()
+    file, folder = (Path(os.path.expanduser(name)).absolute() for name in (path, output))
     _check(file, folder)
     claim_output(folder, "mode.output", is_file=True)
     model, tokenizer = _load(file, getattr(torch, dtype))
@@ -54,40 +73,128 @@ def _rewrite_text_files(folder: Path) -> None:
     """Write the stop tokens into the configs, and make the tokenizer load as it is."""
     try:
         tokenizer = read_folder(folder)
-    except ValueError as error:
-        LOGGER.warning(f"{error}: it cannot be trained on text, and its stop tokens are unknown")
+    except ConfigError as error:
+        LOGGER.warning(f"{error.reason}: it cannot be trained on text, and its stop tokens are unknown")
         return
     write_text_side(folder, tokenizer=tokenizer, published=None)
 
 
 def _check(file: Path, folder: Path) -> None:
-    if not file.is_file():
+    if not os.path.isfile(file):  # unlike Path.is_file, returns False if the name is too long
         raise ConfigError(f"mode.path={file}", "there is no such file", "mode.path=<a .gguf file>")
     with file.open("rb") as opened:
         if opened.read(len(_MAGIC)) != _MAGIC:
             raise ConfigError(f"mode.path={file}", "it is not a GGUF file", "mode.path=<a .gguf file>")
-    if folder.exists():
+    if os.path.lexists(folder):
         raise ConfigError(f"mode.output={folder}", "it already exists", "mode.output=<a new folder>")
 
 
 def _load(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Load model and tokenizer from a file."""
+    """Load model and tokenizer from a file, and check that the model is all that the file holds."""
     try:
-        import gguf  # noqa: F401  transformers reads the file with it
+        import gguf  # transformers reads the file with it
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         reason = f"it needs the package {error.name}, which is not installed"
         raise ConfigError("mode=unpack", reason, "pip install -e '.[huggingface]'") from error
-    where: dict[str, Any] = {"gguf_file": file.name}
-    try:
+    typed = f"mode.path={file}"
+    with reading(file, typed, "mode.path=<another file>"), tempfile.TemporaryDirectory() as alone:
+        # in a folder of its own: transformers also reads the config.json that it finds beside a file, and asks on the
+        # terminal whether to run the code that it names
+        Path(alone, file.name).symlink_to(file)
+        options: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
+        reader = gguf.GGUFReader(file)
+        _check_parts(reader, typed)
         with without_warnings_of_torchao():
-            model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=dtype, **where)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
-    except Exception as error:  # many types: an unknown model, a missing key, a damaged file
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ConfigError(f"mode.path={file}", f"transformers says: {reason}", "mode.path=<another file>") from error
+            model, report = AutoModelForCausalLM.from_pretrained(
+                alone, dtype=dtype, output_loading_info=True, **options
+            )
+        check_loaded(report, typed)
+        _check_whole(reader, model, typed)
+        tokenizer = AutoTokenizer.from_pretrained(alone, **options)
     # transformers 5.23 considers the model quantized and refuses to save it, but its weights are dequantized by now
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model, tokenizer
+
+
+def _check_parts(reader: Any, typed: str) -> None:
+    num_parts = _get(reader, "split.count", 1)
+    if num_parts > 1:
+        reason = f"it is one of the {num_parts} parts of a split model"
+        fix = "mode.path=<the whole file>, from llama-gguf-split --merge <the first part> <the whole file>"
+        raise ConfigError(typed, reason, fix)
+    if not reader.tensors:
+        raise ConfigError(typed, "it holds a vocabulary and no weights", "mode.path=<a file with weights>")
+
+
+def _check_whole(reader: Any, model: Any, typed: str) -> None:
+    """Check that the model has all numbers and settings of the file; set those settings that transformers leaves out.
+
+    transformers (5.24) takes the tensors and settings that it knows, and logs nothing about others: the rotary scaling
+    of Llama 3.1 to 3.3, biases, windows of attention.
+    """
+    config, architecture = model.config, str(_get(reader, "general.architecture", ""))
+    rest = {tensor.name: tensor for tensor in reader.tensors}
+    if _ROPE in rest:
+        _set_llama3_rope(config, rest.pop(_ROPE).data, typed)
+    for key, name in _SETTINGS.items():
+        if (value := _get(reader, f"{architecture}.{key}", None)) is None:
+            continue
+        if not hasattr(config, name):
+            raise ConfigError(typed, f"its setting {key}={value} has no place in a {config.model_type}", _ANOTHER)
+        setattr(config, name, value)
+    scaling = _get(reader, f"{architecture}.rope.scaling.type", "none")
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if scaling not in ("none", kind):
+        reason = f"it scales rotary frequencies ({scaling}), which transformers does not read from a GGUF file"
+        raise ConfigError(typed, reason, _ANOTHER)
+    own = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}  # tied ones once
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    if is_tied and _HEAD in rest and np.array_equal(rest[_HEAD].data, rest[_EMBEDDING].data):
+        del rest[_HEAD]
+    num_further = _get(reader, f"{architecture}.nextn_predict_layers", 0)
+    further = [name for name in rest if (block := _BLOCK.match(name)) and int(block[1]) >= config.num_hidden_layers]
+    further = further if num_further else []
+    log_unread(further, typed)
+    found = sum(int(tensor.n_elements) for name, tensor in rest.items() if name not in further)
+    if found != sum(own.values()):
+        unknown = sorted(rest.keys() - _list_names(model, architecture)) or sorted(rest)
+        shown = ", ".join(unknown[:_NUM_SHOWN]) + (", …" if unknown[_NUM_SHOWN:] else "")
+        reason = f"it holds {found:,} numbers, and a {config.model_type} of transformers takes {sum(own.values()):,}"
+        raise ConfigError(typed, f"{reason}: there is no place for {shown}", _ANOTHER)
+
+
+def _list_names(model: Any, architecture: str) -> set[str]:
+    """Return the names that llama.cpp gives to the tensors of a model; empty if they are not known."""
+    import gguf
+
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    if architecture not in kinds:
+        return set()
+    names = gguf.get_tensor_name_map(kinds[architecture], model.config.num_hidden_layers)
+    return {names.get_name(name, try_suffixes=(".weight", ".bias")) or "" for name in model.state_dict()}
+
+
+def _set_llama3_rope(config: Any, factors: Any, typed: str) -> None:
+    """Set the rotary scaling that a file holds as one factor per channel pair, [Q / 2]."""
+    divisors = torch.from_numpy(factors.copy()).float()
+    if bool((divisors == 1).all()):
+        return
+    rope, factor = config.rope_parameters, float(divisors.max())
+    theta, size = rope["rope_theta"], 2 * len(divisors)
+    plain, scaled = (frequencies(size, theta=theta, scaling_factor=scale) for scale in (None, factor))
+    if not torch.allclose(plain / divisors, scaled, rtol=1e-4, atol=0.0):  # float32 divided in another order
+        reason = f"it scales rotary frequencies by {_ROPE} in another way than Llama 3.1 to 3.3"
+        raise ConfigError(typed, reason, _ANOTHER)
+    config.rope_parameters = {**rope, **LLAMA3_ROPE, "factor": factor}
+
+
+def _get(reader: Any, key: str, default: Any) -> Any:
+    """Return a text or number among the settings of a file."""
+    field = reader.get_field(key)
+    if field is None:
+        return default
+    value = field.parts[field.data[0]]
+    return bytes(value).decode() if field.types[0].name == "STRING" else value[0].item()

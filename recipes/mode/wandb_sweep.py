@@ -14,6 +14,7 @@ from recipes.config import compose_and_check
 from recipes.config.check.command_line import compose_overrides
 from recipes.config.compose import CONF, Composed
 from recipes.config.overrides import make_override, parse_override
+from recipes.config.search_path import listing_own_options
 from recipes.errors import ConfigError, format_report
 from recipes.files import write_atomically
 from recipes.logger.wandb.init import DEFAULT_PROJECT
@@ -94,7 +95,7 @@ def _config_loader(composed: Composed) -> ConfigLoader:
     """Return Hydra's loader, which lists the options of each config group."""
     GlobalHydra.instance().clear()
     folder = str(Path(composed.config_folder).resolve())
-    with initialize_config_dir(folder, version_base="1.3"):
+    with listing_own_options(composed.overrides), initialize_config_dir(folder, version_base="1.3"):
         return GlobalHydra.instance().config_loader()
 
 

@@ -22,6 +22,7 @@ from recipes.model.transformers_models import (
     load_config,
     make_model,
     make_model_on_meta,
+    reading_model,
 )
 from recipes.numerics.linear import Linear
 
@@ -63,11 +64,12 @@ class HuggingFace(nn.Module):
         assert vocab_size is not None, "the check of the config has found a model without a vocabulary"
         self.vocab_size = vocab_size
         config = load_config(name)
-        check_kind(config, name=name)
-        check_sizes(config, max_seq_len=max_seq_len, vocab_size=vocab_size)
-        self.inner: Any = make_model(config)
+        with reading_model(name):
+            check_kind(config, name=name)
+            check_sizes(config, max_seq_len=max_seq_len, vocab_size=vocab_size)
+            self.inner: Any = make_model(config)
+            self._where_blocks_are = find_blocks(self.inner, name=name)
         self.title = type(self.inner).__name__
-        self._where_blocks_are = find_blocks(self.inner, name=name)
         # a chunked loss computes logits itself, from the head weight only
         changed = any(getattr(config, key, None) not in (None, 1, 1.0) for key in _CHANGE_LOGITS)
         head = self.inner.get_output_embeddings()

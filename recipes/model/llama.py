@@ -62,7 +62,7 @@ class Llama(Decoder):
         *,
         vocab_size: Annotated[int, ">= 2, <= 16777216"],
         max_seq_len: Annotated[int, ">= 1, <= 16777216"],
-        num_layers: Annotated[int, ">= 1"],
+        num_layers: Annotated[int, ">= 1, <= 1024"],  # built one by one, also where only the plan is made
         num_heads: Annotated[int, ">= 1"],
         num_kv_heads: Annotated[int, ">= 1"],
         hidden_size: Annotated[int, ">= 1, <= 1048576"],

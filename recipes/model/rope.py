@@ -17,6 +17,12 @@ from torch import Tensor
 LOW_FREQ_FACTOR = 1.0
 HIGH_FREQ_FACTOR = 4.0
 ORIGINAL_CONTEXT = 8192
+LLAMA3_ROPE = {  # as config.json names them; the factor is stated beside them
+    "rope_type": "llama3",
+    "low_freq_factor": LOW_FREQ_FACTOR,
+    "high_freq_factor": HIGH_FREQ_FACTOR,
+    "original_max_position_embeddings": ORIGINAL_CONTEXT,
+}
 
 
 class Rotation:

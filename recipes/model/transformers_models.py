@@ -2,7 +2,10 @@
 
 import copy
 import logging
+import os
 import re
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 from torch import nn
 
 from recipes.errors import ConfigError
+from recipes.foreign_file import reading
 from recipes.model import Stack
 from recipes.model.init import unsharded_shape
 from recipes.numerics.torchao_import import without_warnings_of_torchao
@@ -50,6 +54,8 @@ COMPARED = frozenset(
 )
 # bidirectional encoders, even if transformers lists them as causal models
 _ENCODERS = ("bert", "electra", "ernie", "data2vec", "big_bird", "roformer", "xlm", "xlnet", "reformer", "xmod")
+_FIX = "model.name=<folder or hub id of a causal language model>"
+_MAX_LAYERS = 1024  # as of our own models; they are built one by one
 _configs: dict[str, Any] = {}
 _said: set[str] = set()
 
@@ -65,32 +71,29 @@ def load_config(name: str) -> Any:
     except ImportError as error:
         reason = "it needs the package transformers, which is not installed"
         raise ConfigError("model=huggingface", reason, "pip install -e '.[huggingface]'") from error
-    folder = Path(name).expanduser()
-    if name.startswith((".", "/", "~")) and not folder.is_dir():
-        raise ConfigError(f"model.name={name}", "there is no such folder", "model.name=<folder or hub id>")
-    try:
-        if name not in _configs:
-            where = str(folder) if folder.is_dir() else name
-            _configs[name] = AutoConfig.from_pretrained(where, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        fix = "model.name=<folder or hub id>"
-        raise ConfigError(f"model.name={name}", f"transformers says: {reason}", fix) from error
+    folder = os.path.expanduser(name)
+    is_folder = os.path.isdir(folder)  # unlike Path.is_dir, False if the name is too long
+    if name.startswith((".", "/", "~")) and not is_folder:
+        raise ConfigError(f"model.name={name}", "there is no such folder", _FIX)
+    if name not in _configs:
+        with reading_model(name):
+            _configs[name] = AutoConfig.from_pretrained(folder if is_folder else name, trust_remote_code=False)
     return copy.deepcopy(_configs[name])
+
+
+def reading_model(name: str) -> AbstractContextManager[None]:
+    """Report whatever transformers raises on a published config.json as one `ConfigError`, which says where it is."""
+    folder = os.path.expanduser(name)
+    path = Path(folder, "config.json") if os.path.isdir(folder) else name
+    return reading(path, f"model.name={name}", _FIX)
 
 
 def make_model(config: Any) -> Any:
     """Build a causal language model from a configuration, on the current device in the default dtype."""
     from transformers import AutoModelForCausalLM
 
-    try:
-        with without_warnings_of_torchao():
-            return AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False)
-    except ValueError as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            "model.name=…", f"transformers says: {reason}", "model.name=<a causal language model>"
-        ) from error
+    with without_warnings_of_torchao():
+        return AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False)
 
 
 def make_model_on_meta(config: Any) -> Any:
@@ -165,6 +168,10 @@ def check_kind(config: Any, *, name: str) -> None:
         ConfigError: The model is not a causal language model, or is quantized.
     """
     typed, kind = f"model.name={name}", config.model_type
+    num_layers = getattr(config, "num_hidden_layers", 1)
+    if num_layers > _MAX_LAYERS:
+        reason = f"its config.json has {num_layers:,} layers, of which {_MAX_LAYERS:,} are the most"
+        raise ConfigError(typed, reason, "model.name=<a model with fewer>")
     if getattr(config, "quantization_config", None):
         reason = "its weights are quantized, and their scales would be lost"
         raise ConfigError(typed, reason, "model.name=<the same model in float32 or bfloat16>")
@@ -183,11 +190,33 @@ def check_kind(config: Any, *, name: str) -> None:
 
 
 def check_sizes(config: Any, *, max_seq_len: int, vocab_size: int) -> None:
+    """Check what was set against the sizes in config.json.
+
+    Raises:
+        ConfigError: The model has fewer positions, or another vocabulary, or treats long rows in another way.
+    """
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and max_seq_len > positions:
         reason = f"the model has {positions} positions"
         raise ConfigError(f"model.max_seq_len={max_seq_len}", reason, f"model.max_seq_len={positions}")
+    short = _find_short_context(text)
+    if short is not None and max_seq_len > short:
+        reason = f"its rotary frequencies (LongRoPE) change for a whole batch in which an example has more than {short}"
+        reason += " tokens, so that losses would depend on the neighbors of an example"
+        raise ConfigError(f"model.max_seq_len={max_seq_len}", reason, f"model.max_seq_len={short}")
     if vocab_size != text.vocab_size:
         reason = f"config.json has {text.vocab_size} tokens"
         raise ConfigError(f"model.vocab_size={vocab_size}", reason, f"model.vocab_size={text.vocab_size}")
+
+
+def _find_short_context(text: Any) -> int | None:
+    """Return the most tokens for which LongRoPE takes its short factors; None for a model without LongRoPE.
+
+    transformers (5.24) compares it with the largest position of a whole call, in `longrope_frequency_update`.
+    """
+    parameters = getattr(text, "rope_parameters", None) or {}
+    for rope in (parameters, *parameters.values()):  # for all layers, or for each kind of them
+        if isinstance(rope, Mapping) and rope.get("rope_type") == "longrope":
+            return int(rope["original_max_position_embeddings"])
+    return None

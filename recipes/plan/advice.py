@@ -10,7 +10,7 @@ from recipes.config.compose import Composed, Config
 from recipes.errors import ConfigError
 from recipes.plan.config_step import divide_ranks
 from recipes.plan.hardware import Cluster
-from recipes.plan.plan import Plan, gib, make_plan
+from recipes.plan.plan import Plan, gib, make_plan, plan_state
 
 _HSDP = ("strategy=hsdp",)
 # in order of decreasing memory per rank; the first is the fastest. ZeRO 2 and 3 are excluded: FSDP2 has the same
@@ -104,6 +104,30 @@ def find_settings(composed: Composed, planner: Planner) -> Advice | None:
             if found is not None:
                 size, plan = found
                 return Advice(overrides=[*overrides, f"micro_batch_size={size}"], plan=plan)
+    return None
+
+
+def find_strategy(composed: Composed, cluster: Cluster, *, limit_bytes: int) -> list[str] | None:
+    """Return the least sharding or narrowing under which the state of a rank fits; None if there is none.
+
+    Args:
+        composed: The run, whose state does not fit.
+        cluster: The devices.
+        limit_bytes: Memory of a rank.
+    """
+    is_gpu = cluster.device.full_name is not None
+    ladder = _ladder(cluster)[1:] if cluster.num_devices > 1 else [_LADDER[-1]]
+    candidates = [[*strategy] for strategy in ladder if is_gpu or len(strategy) == 1]  # a CPU offloads to itself
+    for overrides in [*candidates, ["precision=bf16-true"]]:
+        changed = with_overrides(composed, overrides)
+        if changed is None:
+            continue
+        try:
+            needed = plan_state(changed, cluster)
+        except ConfigError:  # the batch or the mesh does not divide evenly
+            continue
+        if needed is not None and needed <= limit_bytes:
+            return overrides
     return None
 
 

@@ -7,7 +7,9 @@ and links are those of the vendor's data sheets, in one direction.
 import math
 import os
 import re
+import resource
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -17,6 +19,7 @@ GIB = 2**30
 AUTO, MEASURED = "auto", "measured"  # this machine; the second also times its operators
 # the CUDA context, cuBLAS and NCCL workspaces take 0.5 to 1 GiB outside the allocator
 CONTEXT_BYTES = int(0.8 * GIB)
+_CGROUPS = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,8 +192,7 @@ def _parse(hardware: str) -> tuple[Device, int]:
 
 def _this_machine() -> tuple[Device, int]:
     if not torch.cuda.is_available():
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return Device(name="cpu", full_name=None, memory_bytes=memory, bandwidth=None, link="pcie4"), 1
+        return Device(name="cpu", full_name=None, memory_bytes=_host_memory(), bandwidth=None, link="pcie4"), 1
     full_name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
     known = next((device for device in DEVICES.values() if device.full_name == full_name), None)
     return (
@@ -203,3 +205,22 @@ def _this_machine() -> tuple[Device, int]:
         ),
         torch.cuda.device_count(),
     )
+
+
+def _host_memory() -> int:
+    """Return the memory that this process may use: the machine's, or less in a container and under `ulimit -v`."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
+        limits.append(address_space)
+    groups = _CGROUPS.read_text(encoding="utf-8").splitlines() if _CGROUPS.is_file() else []
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        root, name = ("", "memory.max") if not controllers else ("memory", "memory.limit_in_bytes")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        own = Path("/sys/fs/cgroup", root, path.lstrip("/"))
+        for file in (folder / name for folder in (own, *own.parents)):  # a group above may have a lower limit
+            if file.is_file() and (text := file.read_text(encoding="utf-8").strip()).isdigit():  # else "max"
+                limits.append(int(text))
+    return min(limits)

@@ -132,6 +132,28 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer 
     return replace(plan, times=estimate_times(config, cluster, recorded, rates, stages=stages))
 
 
+def plan_state(config: Config, cluster: Cluster) -> int | None:
+    """Return the bytes of weights, gradients and optimizer state of a rank, without its forward and backward pass.
+
+    Takes seconds for any model.
+
+    Args:
+        config: Composed and checked.
+        cluster: The devices.
+
+    Returns:
+        The bytes; None for a pipeline, whose stages only a whole plan divides.
+    """
+    recorded = record_config(config, cluster, computes=False)
+    if recorded.engine.pipeline.num_stages > 1:
+        return None
+    moments, _ = _without_offloaded(
+        _find_moments(recorded, None), recorded.engine, is_gpu=cluster.device.full_name is not None
+    )
+    kinds = (WEIGHTS, MASTER, GRADIENTS, OPTIMIZER)
+    return max(sum(moment.held.get(kind, 0) for kind in kinds) for moment in moments)
+
+
 def _find_stages(recorded: Recorded) -> Stages | None:
     """Return how a pipeline divides the layers; None: there is no pipeline."""
     engine, step = recorded.engine, recorded.step
@@ -241,3 +263,8 @@ def _num_kept(config: Config) -> int:
 def gib(num_bytes: float) -> float:
     """Return bytes as GiB."""
     return num_bytes / GIB
+
+
+def size_unit(num_bytes: float) -> tuple[str, int]:
+    """Return the unit in which a size is shown, and its bytes: two decimals of a GiB say nothing of a small model."""
+    return ("GiB", GIB) if num_bytes >= GIB else ("MiB", 2**20)

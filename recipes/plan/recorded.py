@@ -48,13 +48,14 @@ class Recorded:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
-def record_config(config: Config, cluster: Cluster, *, keep_calls: bool = False) -> Recorded:
+def record_config(config: Config, cluster: Cluster, *, keep_calls: bool = False, computes: bool = True) -> Recorded:
     """Record the step of a config.
 
     Args:
         config: Composed and checked.
         cluster: The devices.
         keep_calls: Keep the arguments of each operator.
+        computes: Whether to record the forward and backward pass; else only clipping and the optimizer.
 
     Raises:
         ConfigError: The ranks do not divide the global batch, or the mesh sizes do not divide the ranks.
@@ -69,10 +70,10 @@ def record_config(config: Config, cluster: Cluster, *, keep_calls: bool = False)
         num_devices=engine.mesh.data_size,
         accumulate_grad_batches=config["trainer"]["accumulate_grad_batches"],
     )
-    shape = find_sample_shape(config)
+    shape = find_sample_shape(config) if computes else ()
     step = describe_step(config, precision, accumulation, engine, shape, on_gpu=cluster.device.full_name is not None)
     kinds = block_kinds(model, recomputes=step.activation_checkpoint.recomputes)
-    ops, reason = _record(step, kinds, keep_calls=keep_calls)
+    ops, reason = _record(step, kinds, keep_calls=keep_calls, computes=computes)
     return Recorded(
         model=model,
         engine=engine,
@@ -85,12 +86,16 @@ def record_config(config: Config, cluster: Cluster, *, keep_calls: bool = False)
     )
 
 
-def _record(step: Step, kinds: Sequence[object], *, keep_calls: bool) -> tuple[list[Op], str | None]:
+def _record(step: Step, kinds: Sequence[object], *, keep_calls: bool, computes: bool) -> tuple[list[Op], str | None]:
     """Return the operators of a step, and the reason if those of the forward pass are missing."""
     try:
-        if step.mesh.tensor > 1 and kinds:  # DTensor derives placements once, with operators outside the step
+        if (
+            step.mesh.tensor > 1 and kinds and computes
+        ):  # DTensor derives placements once, with operators outside the step
             record_step(step, blocks=[0])
-        ops = record_unrolled(lambda blocks: record_step(step, blocks=blocks, keep_calls=keep_calls), kinds)
+        ops = record_unrolled(
+            lambda blocks: record_step(step, blocks=blocks, keep_calls=keep_calls, computes=computes), kinds
+        )
     except (RuntimeError, NotImplementedError) as error:  # raised by fake tensors where a value is read
         reason = " ".join(str(error).split()) or type(error).__name__
         return record_step(step, computes=False), reason

@@ -6,9 +6,8 @@ from typing import Any
 from recipes.model.flops import Flops
 from recipes.plan.activations import PCIE_BYTES_PER_SECOND
 from recipes.plan.communication import Communication
-from recipes.plan.hardware import GIB
 from recipes.plan.memory import Moment
-from recipes.plan.plan import Plan, gib
+from recipes.plan.plan import Plan, gib, size_unit
 from recipes.plan.roofline import Rates
 from recipes.plan.run_length import RunLength
 from recipes.plan.times import Times
@@ -27,7 +26,7 @@ def describe_memory(plan: Plan) -> Iterator[str]:
         f" {plan.mesh.data_size} {_name_data_ranks(plan)}"
     )
     yield from _describe_mesh(plan)
-    unit, unit_bytes = ("GiB", GIB) if moment.total >= GIB else ("MiB", 2**20)
+    unit, unit_bytes = size_unit(moment.total)
     yield f"peak memory per rank in {unit} ({describe_place(moment)}):"
     shown = {name: moment.held[name] for name in sorted(moment.held, key=_order) if moment.held[name] > 0}
     for name, num_bytes in shown.items():
@@ -46,12 +45,14 @@ def describe_memory(plan: Plan) -> Iterator[str]:
             " recomputes the rest in proportion; torch's partitioner, which a plan does not run, recomputes less"
         )
     if plan.host:
-        parts = ", ".join(f"{name} {gib(num_bytes):.2f}" for name, num_bytes in plan.host.items())
-        yield f"host memory per rank in GiB: {parts}"
+        unit, unit_bytes = size_unit(min(plan.host.values()))
+        parts = ", ".join(f"{name} {num_bytes / unit_bytes:,.2f}" for name, num_bytes in plan.host.items())
+        yield f"host memory per rank in {unit}: {parts}"
     if plan.disk_bytes:
+        unit, unit_bytes = size_unit(plan.checkpoint_bytes)
         yield (
-            f"disk: {gib(plan.checkpoint_bytes):.2f} GiB per checkpoint,"
-            f" {gib(plan.disk_bytes):.2f} GiB for all retained checkpoints"
+            f"disk: {plan.checkpoint_bytes / unit_bytes:,.2f} {unit} per checkpoint,"
+            f" {plan.disk_bytes / unit_bytes:,.2f} {unit} for all retained checkpoints"
         )
 
 
@@ -87,15 +88,23 @@ def describe_time(plan: Plan, length: RunLength, rates: Rates | None) -> Iterato
         return
     speed = "" if length.tokens_per_second is None else f", {length.tokens_per_second:,.0f} tokens/s"
     mfu = "" if length.mfu is None else f", MFU {length.mfu:.2f}"
-    yield f"time: {length.step_seconds:.3g} s per step{speed}{mfu}; {length.hours:.3g} h in total"
+    assert length.hours is not None, "the steps have a time"
+    yield f"time: {length.step_seconds:.3g} s per step{speed}{mfu}; {_duration(length.hours)} in total"
     if length.eval_fraction is not None:
         yield f"  including at most {length.eval_fraction:.0%} for validations of {length.eval_seconds:.3g} s each"
     else:
         yield "  and validation: eval_samples=null reads the whole split, whose size is known once it is prepared"
-    if length.dollars is not None:
-        yield f"price: ${length.dollars:,.2f}"
     if plan.times is not None:
         yield from _describe_parts(plan, plan.times, rates)
+    if length.dollars is not None:
+        yield f"price: {f'${length.dollars:,.2f}' if length.dollars >= 0.005 else 'less than a cent'}"
+
+
+def _duration(hours: float) -> str:
+    """Return `0.889 s`, `12.3 min` or `4.56 h`."""
+    seconds = 3600 * hours
+    number, unit = (seconds, "s") if seconds < 60 else (seconds / 60, "min") if seconds < 3600 else (hours, "h")
+    return f"{number:,.3g} {unit}"
 
 
 def _describe_parts(plan: Plan, times: Times, rates: Rates | None) -> Iterator[str]:
@@ -157,15 +166,20 @@ def describe_rules(plan: Plan, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield rules of thumb next to the computed values."""
     held = plan.peak.held
     state = sum(held.get(name, 0) for name in ("weights", "gradients", "optimizer", "master weights"))
-    rule = gib(16 * plan.num_parameters)
-    yield f"rule of thumb: 16 bytes per parameter are {rule:.2f} GiB per copy; here {gib(state):.2f} per rank"
+    rule = 16 * plan.num_parameters
+    unit, unit_bytes = size_unit(min(rule, state or rule))
+    yield (
+        f"rule of thumb: 16 bytes per parameter are {rule / unit_bytes:,.2f} {unit} per copy;"
+        f" here {state / unit_bytes:,.2f} per rank"
+    )
     model, seq_len = config["model"], config["seq_len"]
     if seq_len is not None and "hidden_size" in model and "num_layers" in model:
         tokens = plan.accumulation.micro_batch_size * int(seq_len)
-        rule = gib(34 * tokens * model["hidden_size"] * model["num_layers"])
+        rule, kept = 34 * tokens * model["hidden_size"] * model["num_layers"], held.get("activations", 0)
+        unit, unit_bytes = size_unit(min(rule, kept or rule))
         yield (
-            f"rule of thumb: 34 bytes per token, layer and channel (arXiv 2205.05198, 16 bits) are {rule:.2f} GiB of"
-            f" activations; here {gib(held.get('activations', 0)):.2f}"
+            f"rule of thumb: 34 bytes per token, layer and channel (arXiv 2205.05198, 16 bits) are"
+            f" {rule / unit_bytes:,.2f} {unit} of activations; here {kept / unit_bytes:,.2f}"
         )
 
 

@@ -262,7 +262,8 @@ def check_checkpoint(config: Config, folder: Path, *, micro_batch_size: int, num
         take_steps(small | {"resume": str(checkpoint)}, folder=folder, num_steps=1, callbacks=[loaded])
         if dist.is_initialized():
             dist.barrier()  # rank 0's folder is the one that is read
-    found = f"{saved.loss:.7g} before it was saved, {loaded.loss:.7g} once it was loaded"
+    of_what = "summed over the targets of a micro-batch"
+    found = f"{saved.loss:.7g}, {of_what}, before it was saved; {loaded.loss:.7g} once it was loaded"
     remedy = (
         "the loss depends on something that no checkpoint holds: a buffer that is not persistent, a plain attribute"
     )

@@ -3,8 +3,10 @@
 The output of a chunk depends only on its rows: three files, the last of which marks the chunk as complete.
 """
 
+import base64
 import hashlib
 import json
+import math
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,7 +29,7 @@ from recipes.prepare.quality import clean, find_failures
 
 UNREADABLE, EMPTY, QUALITY, CONTAMINATED = "unreadable", "empty", "quality", "contaminated"
 NO_DOMAIN = "all"
-UNKNOWN_DOMAIN = "unknown"  # for a row without the domain field
+UNKNOWN_DOMAIN = "unknown"  # for a row without the domain field, or with null there
 
 _CHUNK_BYTES = 4 * 1024**2
 _CHUNK_ROWS = 4096
@@ -145,7 +147,7 @@ def _judge(row: Row, filters: Filters, facts: Facts, kept: _Kept) -> None:
         reason = error.reason if isinstance(error, ConfigError) else half
         _list(facts["unreadable"], {"place": row.place, "reason": reason})
         return
-    domain = NO_DOMAIN if filters.domain_field is None else str(fields.get(filters.domain_field, UNKNOWN_DOMAIN))
+    domain = NO_DOMAIN if filters.domain_field is None else _find_domain(fields, filters.domain_field)
     rules = filters.rules_of(domain)
     cleaned, removed = clean(text, rules)
     facts["lines"].update(removed)
@@ -166,8 +168,37 @@ def _judge(row: Row, filters: Filters, facts: Facts, kept: _Kept) -> None:
         kept.keys.append(filters.hasher.band_keys(shingles(cleaned)))
     kept.domains.append(domain)
     kept.text_bytes.append(num_bytes)
-    line = json.dumps(fields | {filters.text_field: cleaned}, ensure_ascii=False, default=str)
-    kept.lines.append(line.encode("utf-8", "surrogatepass") + b"\n")
+    kept.lines.append(_to_line(fields | {filters.text_field: cleaned}))
+
+
+def _to_line(fields: Mapping[str, Any]) -> bytes:
+    """Return the fields of a row as a line of JSON, which has fewer types than Parquet."""
+    try:
+        line = json.dumps(fields, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):
+        line = json.dumps(_to_json(fields), ensure_ascii=False, allow_nan=False)
+    return line.encode("utf-8", "surrogatepass") + b"\n"
+
+
+def _to_json(value: Any) -> Any:
+    """Return a value of JSON: null for NaN and infinity, text or base64 for bytes, text for dates and decimals."""
+    if isinstance(value, Mapping):
+        return {str(key): _to_json(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(child) for child in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            return base64.b64encode(value).decode("ascii")
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def _find_domain(fields: Mapping[str, Any], name: str) -> str:
+    value = _to_json(fields.get(name))
+    return UNKNOWN_DOMAIN if value is None else str(value)
 
 
 def _repeats_evaluation(facts: Facts, evaluation: EvaluationSet, place: str, text: str) -> bool:

@@ -33,7 +33,7 @@ REPORT = "report.json"
 DOCUMENTS = "documents"
 WORK = "unfinished"
 _STATE = "state.json"
-_VERSION = 1  # increase when the same input and settings yield different documents
+_VERSION = 2  # increase when the same input and settings yield different documents
 _SECONDS_BETWEEN_LINES = 30.0
 
 

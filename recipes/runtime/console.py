@@ -52,7 +52,7 @@ class _PlainFormatter(logging.Formatter):
         return escape_controls(super().format(record))
 
 
-class _ConsoleHandler(logging.StreamHandler[TextIO]):
+class ConsoleHandler(logging.StreamHandler[TextIO]):
     """Goes on when the console takes no lines: a file on a full disk, or a pipe that was closed, as by `| head`."""
 
     @override
@@ -133,7 +133,7 @@ def open_console(log_file: Path | None = None, *, speaks: bool = True) -> None:
         handler.close()  # a file that lacks lines says so on the console, which comes before it
     LOGGER.handlers.clear()
     accept_any_text()
-    console = _ConsoleHandler(sys.stdout)
+    console = ConsoleHandler(sys.stdout)
     console.addFilter(_ConsoleFilter())
     LOGGER.addHandler(console)
     if log_file is not None:

@@ -77,12 +77,12 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
     if mistakes := [*_reject_params(typed)]:
         return SweepCommand(for_hydra=[*typed], keys=[], mistakes=mistakes, of_sweep=mistakes)
     swept = {text: parsed for text in typed if (parsed := _parse_sweep(text)) is not None}
-    first_job = [_first_value(swept[text]) if text in swept else text for text in typed]
+    first_job = [_first_value(swept[text], typed) if text in swept else text for text in typed]
     composed, _ = compose_overrides(first_job, **source)
     params = [parse_override(text) for text in composed.sweep_overrides] if composed else []
     typed_keys = {_key(text) for text in typed}
     # typed overrides replace those of hydra.sweeper.params
-    from_params = [_first_value(param) for param in params if param.key_or_group not in typed_keys]
+    from_params = [_first_value(param, typed) for param in params if param.key_or_group not in typed_keys]
     sweeper = composed.choices["hydra/sweeper"] if composed is not None else _GRID
     of_sweeper = _check_sweeper_node(composed) if composed is not None else []
     composed, mistakes = compose_and_check([*from_params, *first_job], **source)
@@ -90,10 +90,10 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
     added = set(composed.overrides) if composed is not None else set()
     param_keys = {param.key_or_group for param in params}
     of_sweep = [
-        *_check_values(swept),
+        *_check_values(swept, typed),
         *_check_sweeper(swept, sweeper),
         *of_sweeper,
-        *_check_number(swept, params, sweeper),
+        *_check_number(swept, params, sweeper, typed),
         *(_check_objective(composed) if composed is not None else []),
         *_check_folder(typed),
     ]
@@ -147,19 +147,24 @@ def _parse_sweep(text: str) -> Override | None:
     return override if override.is_sweep_override() else None
 
 
-def _first_value(override: Override) -> str:
-    """Return the override of the first job: the first value, or the lower end of an interval."""
+def _first_value(override: Override, typed: Sequence[str]) -> str:
+    """Return the override of the first job: the first value, or the lower end of an interval.
+
+    Args:
+        override: Override of one key, swept or not.
+        typed: The overrides of the command line.
+    """
     if not override.is_sweep_override():
         return str(override.input_line)
     key, sweep = override.get_key_element(), override.value()
     if isinstance(sweep, IntervalSweep | RangeSweep):
         return f"{key}={sweep.start}"
     if isinstance(sweep, Glob):
-        return f"{key}={next(iter(_matching_options(override)), 'none')}"
+        return f"{key}={next(iter(_matching_options(override, typed)), 'none')}"
     return f"{key}={next(iter(override.sweep_string_iterator()))}"
 
 
-def _check_values(swept: dict[str, Override]) -> list[ConfigError]:
+def _check_values(swept: dict[str, Override], typed: Sequence[str]) -> list[ConfigError]:
     """Check that each sweep has a value, and that the options of a swept group exist."""
     mistakes = []
     for text, override in swept.items():
@@ -170,10 +175,10 @@ def _check_values(swept: dict[str, Override]) -> list[ConfigError]:
             mistakes.append(ConfigError(text, "it is a setting of the whole sweep, in which jobs cannot differ", fix))
         elif _never_ends(override):
             mistakes.append(ConfigError(text, "the range never ends", f"{group}=range(<low>,<high>,<step>)"))
-        elif _is_empty(override):
+        elif _is_empty(override, typed):
             mistakes.append(ConfigError(text, "the sweep has no values", f"{group}=<values>"))
         elif (CONF / group).is_dir() and isinstance(override.value(), ChoiceSweep):
-            options = list_options(group)
+            options = list_options(group, typed)
             # the check of the first job has reported its own option
             unknown = [name for name in list(override.sweep_string_iterator())[1:] if name.strip("'") not in options]
             renamed = answer_renamed_option(text)
@@ -181,7 +186,7 @@ def _check_values(swept: dict[str, Override]) -> list[ConfigError]:
                 mistakes.append(renamed)
                 continue
             reason = f"the options are {' '.join(options)}"
-            mistakes += [ConfigError(f"{group}={name}", reason, suggest_option(group, name)) for name in unknown]
+            mistakes += [ConfigError(f"{group}={name}", reason, suggest_option(group, name, typed)) for name in unknown]
     return mistakes
 
 
@@ -214,10 +219,12 @@ def _check_sweeper_node(composed: Composed) -> list[ConfigError]:
     return mistakes
 
 
-def _check_number(swept: Mapping[str, Override], params: Sequence[Override], sweeper: str) -> list[ConfigError]:
+def _check_number(
+    swept: Mapping[str, Override], params: Sequence[Override], sweeper: str, typed: Sequence[str]
+) -> list[ConfigError]:
     """Check the number of jobs of a grid: Hydra composes all of them before the first one starts."""
     sweeps = {override.key_or_group: override for override in [*params, *swept.values()]}
-    number = math.prod(_count_values(override) for override in sweeps.values())
+    number = math.prod(_count_values(override, typed) for override in sweeps.values())
     if sweeper != _GRID or number <= _MAX_JOBS:
         return []
     reason = f"the grid has {number:,} jobs, and all of them are composed and checked before the first one starts"
@@ -225,15 +232,15 @@ def _check_number(swept: Mapping[str, Override], params: Sequence[Override], swe
     return [ConfigError(" ".join(swept) or "hydra.sweeper.params=…", reason, fix)]
 
 
-def _count_values(override: Override) -> int:
+def _count_values(override: Override, typed: Sequence[str]) -> int:
     sweep = override.value()
-    if isinstance(sweep, RangeSweep) and not _never_ends(override) and not _is_empty(override):
+    if isinstance(sweep, RangeSweep) and not _never_ends(override) and not _is_empty(override, typed):
         assert sweep.start is not None, "Hydra's range has a start"
         assert sweep.stop is not None, "Hydra's range has an end"
         return math.ceil((Decimal(sweep.stop) - Decimal(sweep.start)) / Decimal(sweep.step))
     if isinstance(sweep, ChoiceSweep):
         return len(sweep.list)
-    return max(1, len(_matching_options(override))) if isinstance(sweep, Glob) else 1
+    return max(1, len(_matching_options(override, typed))) if isinstance(sweep, Glob) else 1
 
 
 def _check_objective(composed: Composed) -> list[ConfigError]:
@@ -272,20 +279,20 @@ def _never_ends(override: Override) -> bool:
     return sweep.step == 0 or not all(math.isfinite(number or 0) for number in (sweep.start, sweep.stop, sweep.step))
 
 
-def _is_empty(override: Override) -> bool:
+def _is_empty(override: Override, typed: Sequence[str]) -> bool:
     sweep = override.value()
     if isinstance(sweep, RangeSweep):
         assert sweep.start is not None, "Hydra's range has a start"
         assert sweep.stop is not None, "Hydra's range has an end"
         return (sweep.stop - sweep.start) * sweep.step <= 0
-    return isinstance(sweep, Glob) and not _matching_options(override)
+    return isinstance(sweep, Glob) and not _matching_options(override, typed)
 
 
-def _matching_options(override: Override) -> list[str]:
+def _matching_options(override: Override, typed: Sequence[str]) -> list[str]:
     """Return the options of a config group that match a glob."""
     glob = override.value()
     assert isinstance(glob, Glob), override.input_line
-    return [str(option) for option in glob.filter(list_options(override.key_or_group))]
+    return [str(option) for option in glob.filter(list_options(override.key_or_group, typed))]
 
 
 def _to_hydra(text: str, first: str, added: Collection[str], param_keys: Collection[str]) -> str:

@@ -1,6 +1,5 @@
 """The live table of a running sweep; without a terminal only the log lines of each job are printed."""
 
-import logging
 import sys
 import time
 from collections import Counter
@@ -13,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from recipes.launcher.job import Job, State
-from recipes.runtime.console import LOGGER
+from recipes.runtime.console import LOGGER, ConsoleHandler
 from recipes.sweep.progress import Progress
 
 _MAX_ROWS = 24
@@ -46,6 +45,7 @@ class LiveTable:
     ) -> None:
         self._jobs = jobs
         self._get_swept_values = get_swept_values
+        self._progress: Mapping[int, Progress] = {}
         self._drawn_at = 0.0
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
@@ -59,6 +59,7 @@ class LiveTable:
             with self._live:
                 _log_to_stdout()
                 yield
+                self._draw()  # what has ended since it was drawn last
         finally:
             _log_to_stdout()
 
@@ -68,10 +69,15 @@ class LiveTable:
         Args:
             progress: Progress of the jobs this command has started, by job number.
         """
-        if self._live is None or time.monotonic() - self._drawn_at < _REFRESH_SECONDS:
+        self._progress = progress
+        if time.monotonic() - self._drawn_at >= _REFRESH_SECONDS:
+            self._draw()
+
+    def _draw(self) -> None:
+        if self._live is None:
             return
         self._drawn_at = time.monotonic()
-        self._live.update(make_table(self._jobs, self._get_swept_values(), progress), refresh=True)
+        self._live.update(make_table(self._jobs, self._get_swept_values(), self._progress), refresh=True)
 
 
 def make_table(
@@ -106,9 +112,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def _log_to_stdout() -> None:
-    """Point log handlers at the current stdout, which Live replaces so that lines appear above the table."""
+    """Point the console's handler at the current stdout, which Live replaces so that lines appear above the table."""
     for handler in LOGGER.handlers:
-        if type(handler) is logging.StreamHandler:
+        if isinstance(handler, ConsoleHandler):
             handler.setStream(sys.stdout)
 
 

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from recipes.checkpoint.resume import newest_checkpoint
 from recipes.config import compose_and_check
+from recipes.config.search_path import select_search_path
 from recipes.errors import ConfigError
 from recipes.launcher import Launcher
 from recipes.launcher.job import JOB_FILE, Job, State, read_job
@@ -56,6 +57,7 @@ class Sweep:
         self.launcher = launcher
         self._source: dict[str, Any] = {"config_folder": config_folder, "config_name": config_name}
         self._typed = typed
+        self._search_path = select_search_path(typed)  # Hydra gives no job its own settings
         self._ledger = Ledger(folder)
         self._requested: list[Job] = []  # by this command; the ledger also has earlier ones
         self._report = Report(folder, self._ledger.jobs, settings=settings, keys=keys, typed=typed)
@@ -84,7 +86,7 @@ class Sweep:
         Raises:
             ConfigError: The job's folder would not be in the sweep's.
         """
-        overrides = job_overrides(overrides)
+        overrides = [*self._search_path, *job_overrides(overrides)]
         job = self._ledger.claim(overrides)
         if job is None:
             number = self._ledger.free_number(number)
@@ -104,7 +106,7 @@ class Sweep:
 
     def claim(self, overrides: Sequence[str]) -> None:
         """Mark the job of an earlier command as used, so that `prepare` does not return it."""
-        self._ledger.claim(job_overrides(overrides))
+        self._ledger.claim([*self._search_path, *job_overrides(overrides)])
 
     def should_start(self, job: Job) -> bool:
         """Return whether a job has no result yet and may still get one."""

@@ -51,6 +51,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         metrics: Validation metrics in addition to `val/loss`, by name without `val/`.
 
     Attributes:
+        check_room: Raises if a model without storage cannot fit; called before it is allocated.
         recipes_row: Metrics of the current step, including those that callbacks add; logged at the end of the step.
     """
 
@@ -87,6 +88,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         self._loss_chunk_tokens = loss_chunk_tokens
         self.cross_entropy_sum: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
         self.scales_loss = scales_loss
+        self.check_room: Callable[[nn.Module], None] = lambda model: None
         self.recipes_row: dict[str, float | Tensor] = {}
         self._micro_batches_in_window = self._window_samples = self._window_tokens = 0
         self._window_loss: Tensor | None = None
@@ -134,6 +136,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
             self.cross_entropy_sum = torch.compile(cross_entropy_sum)
         self.model_name = getattr(model, "title", type(model).__name__)  # before an engine may change its class
         first_weights = await_checkpoint if self.awaits_checkpoint else initialize
+        self.check_room(model)
         initialize_part = functools.partial(first_weights, seed=self.seed)
         self.model = self.trainer.strategy.materialize(model, initialize_part)  # type: ignore[attr-defined]
 

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer as Backend
 
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
+from recipes.foreign_file import reading
 
 log = logging.getLogger("lightning_recipes")
 
@@ -34,7 +35,10 @@ TEMPLATE_FILE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"
 GENERATION_FILE = "generation_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+ADDED_TOKENS_FILE = "added_tokens.json"
 MODEL_FILE = "config.json"
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+READ_FIX = "tokenizer.name=<folder with tokenizer.json>, which works offline, or another hub id"
 CODE_SETTINGS = ("auto_map", "custom_pipelines")  # name Python code in the folder, which is neither run nor copied
 
 
@@ -123,9 +127,12 @@ class Tokenizer:
 
     def encode_array(self, text: str) -> NDArray[np.unsignedinteger]:
         """Return the token ids of a text as an array, [number of tokens]; with `is_bytes` this takes a single copy."""
-        if self.is_bytes:
-            return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
-        encoding = self._backend.encode_batch_fast([text], add_special_tokens=False)[0]
+        try:
+            if self.is_bytes:
+                return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+            encoding = self._backend.encode_batch_fast([text], add_special_tokens=False)[0]
+        except (TypeError, UnicodeEncodeError) as error:
+            raise _half_character(text) from error
         return np.array(encoding.ids, dtype=np.uint32)
 
     def encode_rendered(self, text: str) -> Any:
@@ -133,6 +140,8 @@ class Tokenizer:
         self._backend.encode_special_tokens = False
         try:
             return self._backend.encode(text, add_special_tokens=False)
+        except TypeError as error:
+            raise _half_character(text) from error
         finally:
             self._backend.encode_special_tokens = True
 
@@ -197,11 +206,15 @@ class Tokenizer:
     @property
     def chat_template(self) -> str | None:
         """Jinja chat template of a published tokenizer; the default if there are several."""
+        return self.chat_templates.get("default")
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """Jinja chat templates by name; a single one is the default."""
         found = self._settings.get("chat_template")
         if isinstance(found, list):
-            by_name = {entry["name"]: entry["template"] for entry in found}
-            found = by_name.get("default")
-        return found
+            return {entry["name"]: entry["template"] for entry in found}
+        return {} if found is None else {"default": found}
 
     def with_chat_template(self, template: str) -> Tokenizer:
         """Return a copy with a different chat template, which is saved with the trained model."""
@@ -233,18 +246,38 @@ class Tokenizer:
         first, second = "one two;\n", "three (four)\n"
         return self.encode(first) + self.encode(second) == self.encode(first + second)
 
+    def check_model(self, num_ids: int | None) -> None:
+        """Check that a model has every id of the vocabulary.
+
+        Args:
+            num_ids: Vocabulary size of the model; None: any.
+
+        Raises:
+            ConfigError: The tokenizer has more.
+        """
+        if num_ids is None or self.vocab_size <= num_ids:
+            return
+        raise ConfigError(
+            f"model.vocab_size={num_ids}",
+            f"the tokenizer has {self.vocab_size} tokens",
+            # weights that are published have as many as they have
+            f"model.vocab_size={self.vocab_size} for weights of the seed; for published ones, their own tokenizer, or"
+            f" model.name=<the model after resize_token_embeddings({self.vocab_size}) of transformers>",
+        )
+
     def shares_vocabulary(self, folder: Path) -> bool:
         """Return whether the tokenizer in a folder has the same ids; a folder without one has those it was made for.
 
         One that cannot be read, damaged or of a newer format, counts as another one.
         """
-        if not (folder / TOKENIZER_FILE).is_file():
+        file = folder / TOKENIZER_FILE
+        if not file.is_file():
             return bool(self._published_ids)
         try:
-            theirs = Backend.from_file(str(folder / TOKENIZER_FILE))
-        except Exception as error:  # the library raises no narrower class
-            shown = folder / TOKENIZER_FILE
-            log.warning("%s cannot be read (%s): the special ids and settings beside it are not used", shown, error)
+            with reading(file, str(file), READ_FIX):
+                theirs = Backend.from_file(str(file))
+        except ConfigError as error:
+            log.warning("%s: the special ids and settings beside it are not used", error.reason)
             return False
         return bool(theirs.get_vocab(with_added_tokens=True) == self._backend.get_vocab(with_added_tokens=True))
 
@@ -282,13 +315,10 @@ class Tokenizer:
         Raises:
             ConfigError: A tokenizer file is missing or damaged.
         """
-        try:
-            if not (folder / SETTINGS_FILE).is_file():
-                raise ValueError(f"there is no {SETTINGS_FILE}")
-            return read_folder(folder)
-        except ValueError as error:
-            fix = f"the {TOKENIZER_FILE} and {SETTINGS_FILE} that were written there, from a copy"
-            raise ConfigError(str(folder), f"its tokenizer is damaged: {error}", fix) from error
+        fix = f"the {TOKENIZER_FILE} and {SETTINGS_FILE} that were written there, from a copy"
+        if not (folder / SETTINGS_FILE).is_file():
+            raise ConfigError(str(folder), f"its tokenizer is damaged: there is no {SETTINGS_FILE}", fix)
+        return read_folder(folder, setting=str(folder), fix=fix)
 
     @classmethod
     def is_complete(cls, folder: Path) -> bool:
@@ -311,28 +341,98 @@ class Tokenizer:
         return _from_json, (self.to_json(), self.end_of_text, self._settings, self._published_ids)
 
 
-def read_folder(folder: Path) -> Tokenizer:
+def read_folder(folder: Path, *, setting: str | None = None, fix: str = READ_FIX) -> Tokenizer:
     """Return the tokenizer of a published model.
 
-    What transformers would read is read: `special_tokens_map.json` of older versions, chat templates in files of their
-    own, and which ids begin, end and pad a text by `config.json` and `generation_config.json`.
+    What transformers would read is read: `special_tokens_map.json` and `added_tokens.json` of older versions, chat
+    templates in files of their own, and which ids begin, end and pad a text by `config.json` and
+    `generation_config.json`.
+
+    Args:
+        folder: Folder with a `tokenizer.json`.
+        setting: Override that named it, for errors; None: `tokenizer.name`.
+        fix: What to type instead.
 
     Raises:
-        ValueError: A file is missing or invalid, or the vocabulary has no end-of-text token.
+        ConfigError: A file is missing or invalid, or the vocabulary has no end-of-text token.
     """
+    setting = setting or f"tokenizer.name={folder}"
     file = folder / TOKENIZER_FILE
-    try:
+    with reading(file, setting, fix):
         backend = Backend.from_file(str(file))
-    except Exception as error:  # the library raises no narrower class
-        raise ValueError(f"{file} is not a valid tokenizer file ({error})") from error
-    settings = _read_json(folder / SETTINGS_FILE)
+    settings = _read_json(folder / SETTINGS_FILE, setting, fix)
     for name in CODE_SETTINGS:
         settings.pop(name, None)
-    if "added_tokens_decoder" not in settings:
-        settings |= _read_json(folder / SPECIAL_TOKENS_FILE)
-    if (templates := _read_templates(folder)) is not None:
+    listed = settings.get("added_tokens_decoder")
+    if listed is None:
+        settings |= _read_json(folder / SPECIAL_TOKENS_FILE, setting, fix)
+        special = _special_texts(settings)
+        listed = {
+            id: {"content": text, "special": text in special, "normalized": text not in special}
+            for text, id in _read_json(folder / ADDED_TOKENS_FILE, setting, fix).items()
+            if backend.token_to_id(text) is None
+        }
+    if (templates := _read_templates(folder, setting, fix)) is not None:
         settings["chat_template"] = templates
-    published_ids = read_published_ids(folder)
+    published_ids = read_published_ids(folder, setting=setting, fix=fix)
+    with reading(folder / SETTINGS_FILE, setting, fix):
+        _check_settings(settings)
+        _add_listed_tokens(backend, listed)
+        end_of_text = _find_end_of_text(backend, settings, published_ids)
+        if end_of_text is None:
+            eos_token = token_text(settings.get("eos_token") or END_OF_TEXT)
+            raise ConfigError(setting, f"its vocabulary has no end-of-text token {eos_token}", fix)
+        settings["clean_up_tokenization_spaces"] = False  # it would drop blanks: decoding is the inverse of encoding
+        settings.setdefault("model_input_names", ["input_ids", "attention_mask"])  # decoders take no token types
+        _register_special_tokens(backend, settings)
+        _settle_added_tokens(backend, settings)
+        return Tokenizer(backend, end_of_text=end_of_text, settings=settings, published_ids=published_ids)
+
+
+def _check_settings(settings: dict[str, Any]) -> None:
+    """Check what is used of `tokenizer_config.json`, and give chat templates with names one form."""
+    for name in _NAMED_TOKENS:
+        value = settings.get(name)
+        if value is not None and not _is_token(value):
+            raise ValueError(f"{name} is {str(value)[:40]}, and not a text")
+    for name, value in settings.items():
+        if name.endswith("special_tokens") and isinstance(value, list) and not all(map(_is_token, value)):
+            raise ValueError(f"{name} is not a list of texts")
+    found = settings.get("chat_template")
+    if isinstance(found, dict):
+        found = settings["chat_template"] = [{"name": name, "template": text} for name, text in found.items()]
+    entries = found if isinstance(found, list) else [{"name": "default", "template": found or ""}]
+    fields = ("name", "template")
+    if not all(isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in fields) for entry in entries):
+        raise ValueError("chat_template is neither a text nor texts with names")
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value["content"] if isinstance(value, dict) and "content" in value else value, str)
+
+
+def _special_texts(settings: Mapping[str, Any]) -> set[str]:
+    named = [settings.get(name) for name in _NAMED_TOKENS]
+    lists = [value for name, value in settings.items() if name.endswith("special_tokens") and isinstance(value, list)]
+    return {token_text(token) for token in [*named, *itertools.chain(*lists)] if token and _is_token(token)}
+
+
+def _add_listed_tokens(backend: Any, listed: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Add the tokens that `tokenizer.json` lacks, and give the others the flags with which they are listed.
+
+    As transformers does. It would also give a token another id than the listed one; that is an error here, because a
+    model was trained with the listed one.
+    """
+    for id, token in sorted((int(id), token) for id, token in listed.items()):
+        is_new = backend.token_to_id(token["content"]) is None
+        backend.add_tokens([AddedToken(**token)])
+        found = backend.token_to_id(token["content"])
+        if is_new and found != id:
+            raise ValueError(f"it lists {token['content']} with the id {id}, and {TOKENIZER_FILE} ends before {found}")
+
+
+def _find_end_of_text(backend: Any, settings: dict[str, Any], published_ids: Mapping[str, Any]) -> int | None:
+    """Return the id of the end-of-text token, and name it in the settings; None if the vocabulary has none."""
     given = settings.get("eos_token")
     eos_token = END_OF_TEXT if given is None else token_text(given)
     end_of_text: int | None = backend.token_to_id(eos_token)
@@ -340,53 +440,52 @@ def read_folder(folder: Path) -> Tokenizer:
         end_of_text = int(published_ids["eos_token_id"][0])
         eos_token = backend.id_to_token(end_of_text) or eos_token
     if end_of_text is None or backend.id_to_token(end_of_text) is None:
-        raise ValueError(f"its vocabulary has no end-of-text token {eos_token}")
+        return None
     settings["eos_token"] = eos_token
-    settings["clean_up_tokenization_spaces"] = False  # it would drop blanks: decoding is the inverse of encoding
-    settings.setdefault("model_input_names", ["input_ids", "attention_mask"])  # decoders take no token types
-    _register_special_tokens(backend, settings)
-    _settle_added_tokens(backend, settings)
-    return Tokenizer(backend, end_of_text=end_of_text, settings=settings, published_ids=published_ids)
+    return end_of_text
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, setting: str, fix: str) -> dict[str, Any]:
     """Return the object in a JSON file, empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} does not hold an object")
-    return found
+    with reading(path, setting, fix):
+        if not path.is_file():
+            return {}
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
+        if not isinstance(found, dict):
+            raise ValueError("it does not hold an object")
+        return found
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", fsync=True)
 
 
-def _read_templates(folder: Path) -> str | list[dict[str, str]] | None:
+def _read_templates(folder: Path, setting: str, fix: str) -> str | list[dict[str, str]] | None:
     """Return the chat template in a file of its own, or a list of several with their names; None if there is none."""
     files = {path.stem: path for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
     if (folder / TEMPLATE_FILE).is_file():
         files = {"default": folder / TEMPLATE_FILE} | files
-    texts = [{"name": name, "template": path.read_bytes().decode("utf-8")} for name, path in files.items()]
+    texts = []
+    for name, path in files.items():
+        with reading(path, setting, fix):
+            texts.append({"name": name, "template": path.read_bytes().decode("utf-8")})
     if [text["name"] for text in texts] == ["default"]:
         return texts[0]["template"]
     return texts or None
 
 
-def read_published_ids(folder: Path) -> dict[str, Any]:
+def read_published_ids(folder: Path, *, setting: str | None = None, fix: str = READ_FIX) -> dict[str, Any]:
     """Return the ids that begin, end (a list) and pad a text by the config and the generation settings of a model.
 
     A model may have several ends, and often only one of the two files has all of them.
     """
     found: dict[str, Any] = {}
-    for config in (_read_json(folder / GENERATION_FILE), _read_json(folder / MODEL_FILE)):
+    setting = setting or f"tokenizer.name={folder}"
+    for config in (_read_json(folder / file, setting, fix) for file in (GENERATION_FILE, MODEL_FILE)):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = config.get(name)
-            ids = [id for id in (value if isinstance(value, list) else [value]) if isinstance(id, int) and id >= 0]
+            listed = value if isinstance(value, list) else [value]
+            ids = [id for id in listed if isinstance(id, int) and not isinstance(id, bool) and id >= 0]
             if name == "eos_token_id" and ids:
                 found[name] = list(dict.fromkeys([*found.get(name, []), *ids]))
             elif ids:
@@ -459,6 +558,12 @@ def _settle_added_tokens(backend: Any, settings: dict[str, Any]) -> None:
 def token_text(token: str | dict[str, Any]) -> str:
     """Return the text of a token in `tokenizer_config.json`, given as a string or an object."""
     return token if isinstance(token, str) else str(token["content"])
+
+
+def _half_character(text: str) -> ConfigError:
+    half = next((ascii(character)[1:-1] for character in text if "\ud800" <= character <= "\udfff"), "another type")
+    reason = f"it has {half}, half of a surrogate pair, which is no character"
+    return ConfigError("text", reason, "the text without it, or with U+FFFD in its place")
 
 
 def _from_json(serialized: str, end_of_text: int, settings: dict[str, Any], published_ids: dict[str, Any]) -> Tokenizer:

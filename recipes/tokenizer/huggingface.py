@@ -1,12 +1,17 @@
 """Published tokenizer: `tokenizer.json` from a folder or the Hugging Face hub, downloaded once."""
 
 import contextlib
+import os
 from pathlib import Path
 
 from recipes.errors import ConfigError
+from recipes.foreign_file import reading
 from recipes.tokenizer import (
+    ADDED_TOKENS_FILE,
     GENERATION_FILE,
     MODEL_FILE,
+    MORE_TEMPLATES,
+    READ_FIX,
     SETTINGS_FILE,
     SPECIAL_TOKENS_FILE,
     TEMPLATE_FILE,
@@ -14,6 +19,11 @@ from recipes.tokenizer import (
     TextCorpus,
     Tokenizer,
     read_folder,
+)
+
+_FURTHER_FILES = (
+    *(SETTINGS_FILE, TEMPLATE_FILE, SPECIAL_TOKENS_FILE, ADDED_TOKENS_FILE),
+    *(GENERATION_FILE, MODEL_FILE),
 )
 
 
@@ -33,27 +43,21 @@ class HuggingFace:
         Raises:
             ConfigError: The tokenizer does not exist, cannot be downloaded, or has no end-of-text token.
         """
-        try:
-            return read_folder(self._folder())
-        except ConfigError:
-            raise
-        except ValueError as error:
-            raise self._error(str(error)) from error
-
-    def _folder(self) -> Path:
-        """Return the folder of the tokenizer."""
-        folder = Path(self.name).expanduser()
-        if folder.is_dir():
-            if not (folder / TOKENIZER_FILE).is_file():
-                raise self._error("the folder has no tokenizer.json")
-            return folder
-        if self.name.startswith((".", "/", "~")):
+        setting = f"tokenizer.name={self.name}"
+        folder = Path(os.path.expanduser(self.name))
+        with reading(folder, setting, READ_FIX):  # a name may be too long, or have a NUL
+            is_folder = folder.is_dir()
+        if not is_folder and self.name.startswith((".", "/", "~")):
             raise self._error("there is no such folder")
-        return self._download()
+        if not is_folder:
+            folder = self._download()
+        elif not (folder / TOKENIZER_FILE).is_file():
+            raise self._error("the folder has no tokenizer.json")
+        return read_folder(folder, setting=setting, fix=READ_FIX)
 
     def _download(self) -> Path:
         try:
-            from huggingface_hub import hf_hub_download
+            from huggingface_hub import hf_hub_download, snapshot_download
             from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
         except ImportError as error:
             raise ConfigError(
@@ -63,17 +67,12 @@ class HuggingFace:
             ) from error
         try:
             tokenizer_file = Path(hf_hub_download(self.name, TOKENIZER_FILE))
+            with contextlib.suppress(EntryNotFoundError):  # offline, there is what was downloaded before
+                snapshot_download(self.name, allow_patterns=[*_FURTHER_FILES, f"{MORE_TEMPLATES}/*.jinja"])
         except (OSError, ValueError, HfHubHTTPError) as error:
             first_line = str(error).strip().partition("\n")[0]
-            raise self._error(f"its tokenizer.json could not be downloaded from the hub ({first_line})") from error
-        for name in (SETTINGS_FILE, TEMPLATE_FILE, SPECIAL_TOKENS_FILE, GENERATION_FILE, MODEL_FILE):
-            with contextlib.suppress(EntryNotFoundError):  # a repository need not have one
-                hf_hub_download(self.name, name)
+            raise self._error(f"its tokenizer could not be downloaded from the hub ({first_line})") from error
         return tokenizer_file.parent
 
     def _error(self, reason: str) -> ConfigError:
-        return ConfigError(
-            f"tokenizer.name={self.name}",
-            reason,
-            "tokenizer.name=<folder with tokenizer.json>, which works offline, or another hub id",
-        )
+        return ConfigError(f"tokenizer.name={self.name}", reason, READ_FIX)

@@ -40,14 +40,14 @@ class RowModule(LightningModule):
         return DataLoader(torch.ones(10, 4), batch_size=2)  # type: ignore[arg-type]
 
 
-def _fit(module: RowModule, monitor: Callback, *, scaled: bool) -> Trainer:
+def _fit(module: RowModule, monitors: Callback | list[Callback], *, scaled: bool) -> Trainer:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     plugins = [MixedPrecision("16-mixed", "cpu", scaler)] if scaled else []
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=1,
         plugins=plugins,
-        callbacks=[monitor],
+        callbacks=monitors,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -79,6 +79,18 @@ def test_a_resumed_run_continues_the_count() -> None:
     again.load_state_dict(first.state_dict())
     _fit(RowModule(overflow_at=3), again, scaled=True)
     assert again.summary() == {"skipped_steps": 2}
+
+
+def test_a_rollback_to_a_lower_scale_is_no_overflow() -> None:
+    class RollsBack(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+            if trainer.global_step == 3:
+                trainer.precision_plugin.scaler._scale.fill_(2.0**4)  # type: ignore[attr-defined]
+                monitor.on_rollback(trainer, pl_module, 3, 1)
+
+    monitor = LossScaleMonitor()
+    _fit(RowModule(overflow_at=None), [monitor, RollsBack()], scaled=True)
+    assert monitor.summary() == {"skipped_steps": 0}
 
 
 def test_the_state_survives_a_round_trip() -> None:

@@ -203,3 +203,15 @@ def test_one_more_metric_is_one_override(text_folder: str, tmp_path: Path) -> No
     ]
     assert 0.0 <= last["val/token_accuracy"] < last["val/top3"] < 0.5
     assert last["val/perplexity"] == pytest.approx(math.exp(last["val/loss"]), rel=1e-6)
+
+
+def test_a_mixture_of_one_source_has_its_loss_by_source() -> None:
+    for sources in (["only"], ["one", "two"]):
+        metrics = ValidationMetrics({}, sources=sources)
+        losses = torch.tensor([[1.0, 3.0], [2.0, 6.0]])  # [B, T]
+        targets = torch.zeros(2, 2, dtype=torch.int64)  # [B, T]
+        metrics.update(loss_sum=losses.sum(), logits=torch.zeros(2, 2, 3), targets=targets)
+        metrics.update_sources(losses, targets, torch.tensor([0, len(sources) - 1]))
+        found = metrics.compute()
+        assert found["val/loss"] == 3.0
+        assert [found[f"val/{name}/loss"] for name in sources] == ([3.0] if len(sources) == 1 else [2.0, 4.0])

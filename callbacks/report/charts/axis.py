@@ -1,6 +1,7 @@
 """Compute axis ticks and format labels: plain arithmetic."""
 
 import math
+from collections.abc import Sequence
 
 
 def linear_ticks(low: float, high: float, *, max_ticks: int = 6) -> list[float]:
@@ -32,6 +33,12 @@ def tick_label(value: float) -> str:
             scale = 1e3 if letter == "k" else limit
             return f"{value / scale:.4g}{letter}"
     return f"{value:.4g}"
+
+
+def tick_labels(ticks: Sequence[float]) -> list[str]:
+    """Return a label for each tick; all digits that differ where short labels would be equal: 0.92 and 0.9201."""
+    short = [tick_label(tick) for tick in ticks]
+    return short if len(set(short)) == len(short) else [f"{tick:,.9g}" for tick in ticks]
 
 
 def _short_exponent(value: float) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from .axis import linear_ticks, log_ticks, tick_label
-from .svg import UNITS, axis_labels, figure, get_colors, grid_path
+from .svg import UNITS, figure, get_colors, grid_path, tick_axis
 
 Points = Sequence[tuple[float, float]]
 
@@ -39,8 +39,8 @@ def lines_figure(
         drawn.append(f'<path class="mark" d="M{across.place(x)} 0V{UNITS}"/>')
         keys.append(f'<span class="note">{escape(name)} {tick_label(float(f"{x:.2g}"))}</span>')
     axes = (
-        axis_labels("y", ((1 - up.place(tick) / UNITS, tick_label(tick)) for tick in up.ticks())),
-        axis_labels("x", ((across.place(tick) / UNITS, tick_label(tick)) for tick in across.ticks())),
+        tick_axis("y", up.ticks(), lambda tick: UNITS - up.place(tick)),
+        tick_axis("x", across.ticks(), across.place),
     )
     return figure(title, "".join(keys), drawing="".join(drawn), axes=axes)
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...files import replacing
-from .axis import tick_label
+from .axis import tick_label, tick_labels
 from .downsample import segments
 from .series import Chart, Curve, Mark
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.ticker import Formatter
 
 # Okabe and Ito's colorblind-safe palette: https://jfly.uni-koeln.de/color/
 CURVE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
@@ -68,6 +69,14 @@ def _draw_curve(axes: Axes, curve: Curve, color: str) -> None:
             label = None  # only one legend entry per curve
 
 
+def _label_ticks() -> Formatter:
+    from matplotlib.ticker import FuncFormatter
+
+    formatter = FuncFormatter(lambda value, _: tick_label(value))
+    formatter.format_ticks = lambda values: tick_labels([*map(float, values)])  # type: ignore[method-assign]
+    return formatter
+
+
 def _style_axes(axes: Axes, chart: Chart) -> None:
     """Set labels, limits, a faint grid and no frame."""
     if chart.log_scale:
@@ -78,9 +87,8 @@ def _style_axes(axes: Axes, chart: Chart) -> None:
     axes.set_xlim(first - pad, last + pad)
     axes.set_title(chart.title, loc="left", fontsize=10, color=INK)
     axes.set_xlabel("step", fontsize=9, color=INK)
-    axes.xaxis.set_major_formatter(lambda x, _: tick_label(x))
-    if not chart.log_scale:
-        axes.yaxis.set_major_formatter(lambda y, _: tick_label(y))
+    for axis in (axes.xaxis, axes.yaxis) if not chart.log_scale else (axes.xaxis,):
+        axis.set_major_formatter(_label_ticks())
     axes.tick_params(labelsize=8, colors=INK, length=0)
     axes.grid(color=GRID, lw=0.7)
     axes.set_axisbelow(True)

@@ -5,7 +5,10 @@ from html import escape
 from itertools import groupby
 
 from .axis import linear_ticks, tick_label
-from .svg import UNITS, axis_labels, figure, get_colors, grid_path
+from .svg import UNITS, axis_labels, figure, get_colors, grid_path, tick_axis
+
+_LABEL_WIDTH = 0.17  # of the chart, on a page of 390 pixels
+_LAST_LABEL = 0.94  # its second half stays within the chart
 
 
 def stack_figure(
@@ -39,7 +42,7 @@ def stack_figure(
         line = f'<path class="limit" d="M0 {height}H{UNITS}"/>'
         keys.append(f'<span class="note">dashed: {tick_label(limit)} usable</span>')
     ticks = linear_ticks(0.0, top)
-    y_labels = axis_labels("y", ((_y(tick, top) / UNITS, tick_label(tick)) for tick in ticks))
+    y_labels = tick_axis("y", ticks, lambda tick: _y(tick, top))
     drawing = f"{grid_path(_y(tick, top) for tick in ticks)}{''.join(areas)}{line}"
     return figure(unit, "".join(keys), drawing=drawing, axes=(y_labels, axis_labels("x", _x_labels(places))))
 
@@ -59,10 +62,14 @@ def _y(value: float, top: float) -> float:
 
 
 def _x_labels(places: Sequence[str]) -> Iterator[tuple[float, str]]:
-    """Yield a label, the first word, for each section of the step, at its middle."""
-    start = 0
+    """Yield a label, the first word, for each section of the step, at its middle, the widest first; none overlap."""
+    start, sections = 0, []
     for word, group in groupby(places, key=lambda place: place.partition(",")[0]):
         length = len(list(group))
-        if length / len(places) > 0.05:  # labels of narrower sections would overlap
-            yield (start + length / 2) / len(places), word
+        sections.append((length, min((start + length / 2) / len(places), _LAST_LABEL), word))
         start += length
+    taken: list[float] = []
+    for _, middle, word in sorted(sections, reverse=True):
+        if all(abs(middle - other) >= _LABEL_WIDTH for other in taken):
+            taken.append(middle)
+            yield middle, word

@@ -6,12 +6,12 @@ and zoom.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from ..run_record import Point
-from .axis import linear_ticks, log_ticks, tick_label
+from .axis import linear_ticks, log_ticks, tick_labels
 from .downsample import segments, thin
 from .series import Chart, Curve, Mark
 
@@ -84,8 +84,8 @@ def chart_html(
         span=span,
         drawing=f"{grid_path(map(scale.y, y_ticks(chart)))}{_draw_marks(marks, scale)}{curves}",
         axes=(
-            axis_labels("y", ((scale.y(tick) / UNITS, tick_label(tick)) for tick in y_ticks(chart))),
-            axis_labels("x", ((scale.x(tick) / UNITS, tick_label(tick)) for tick in _x_ticks(chart))),
+            tick_axis("y", y_ticks(chart), scale.y),
+            tick_axis("x", _x_ticks(chart), scale.x),
         ),
     )
 
@@ -132,6 +132,17 @@ def axis_labels(css: str, labels: Iterable[tuple[float, str]]) -> str:
     """
     side = {"y": "top", "x": "left"}[css]
     return "".join(f'<span class="{css}" style="{side}:{place:.2%}">{escape(text)}</span>' for place, text in labels)
+
+
+def tick_axis(css: str, ticks: Sequence[float], place: Callable[[float], float]) -> str:
+    """Return the labels of an axis as escaped HTML.
+
+    Args:
+        css: `y` or `x`.
+        ticks: Values on the axis.
+        place: Returns the position of a value in SVG units.
+    """
+    return axis_labels(css, zip((place(tick) / UNITS for tick in ticks), tick_labels(ticks), strict=True))
 
 
 def grid_path(heights: Iterable[float]) -> str:

@@ -133,8 +133,12 @@ def _charts_html(section: Section, runs: Sequence[ComparedRun], charts: list[dic
     for (panel, name), span in zip(drawn, column_spans(len(drawn), leads=leads), strict=True):
         chart = _chart_data(panel, name, runs)
         note = '<span class="note">log scale</span>' if chart["log"] else ""
-        caption = f'<span class="note">{escape(name)}</span>{note}'
-        figures.append(figure(panel.title, caption, index=len(charts), span=span))
+        # two frames of one panel are distinguished by their metrics
+        title, also = panel.title, name
+        if sum(other is panel for other, _ in drawn) > 1:
+            title, also = name, panel.title
+        caption = f'<span class="note">{escape(also)}</span>{note}'
+        figures.append(figure(title, caption, index=len(charts), span=span))
         charts.append(chart)
     lead = " lead" if leads else ""
     return f'<div class="charts{lead}">{"".join(figures)}</div>' if figures else ""

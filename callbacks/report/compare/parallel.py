@@ -7,7 +7,7 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
-from ..charts.axis import linear_ticks, log_ticks, tick_label
+from ..charts.axis import linear_ticks, log_ticks, tick_labels
 from ..charts.svg import UNITS
 from ..html import value_text
 from .runs import ComparedRun
@@ -89,7 +89,7 @@ def _number_axis(title: str, values: list[float]) -> Axis:
     else:
         inner = log_ticks(low, high) if is_log else linear_ticks(low, high)
         labeled = inner if len(inner) > 1 else [low, high]
-    ticks = [(position(value), tick_label(value)) for value in labeled]
+    ticks = list(zip(map(position, labeled), tick_labels(labeled), strict=True))
     return Axis(f"{title} (log)" if is_log else title, [position(value) for value in values], ticks)
 
 

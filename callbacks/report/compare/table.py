@@ -20,6 +20,7 @@ from .values import (
 
 MAX_PARAMETER_COLUMNS = 8  # further ones appear only in the list of differences
 MAX_BARS = 12
+_CLOSE = 0.7  # lowest value by the highest: bars from zero would look equal
 MAX_LISTED_VALUES = 12
 _TITLES = {
     "val_loss": "val loss",
@@ -130,16 +131,23 @@ def _parameter_cell(value: Any) -> str:
 
 
 def bars_html(title: str, metric: str, runs: Sequence[ComparedRun]) -> str:
-    """Return a bar per run from zero to its best value, best run first."""
+    """Return a bar per run to its best value, best run first: from zero, or from just below the lowest of close values.
+
+    Bars from zero of close values look equal; the caption says where the others start.
+    """
     reached = [(value, i) for i, run in enumerate(runs) if (value := run.best.get(metric)) is not None]
     if not reached:
         return ""
     reached.sort(key=lambda pair: sort_key(pair[0], metric))
-    longest = max(abs(value) for value, _ in reached) or 1.0
-    rows = [_bar(runs[i], i, value, abs(value) / longest) for value, i in reached]
+    sizes = [abs(value) for value, _ in reached]
+    longest, start = max(sizes) or 1.0, 0.0
+    if _CLOSE * longest <= min(sizes) < longest:
+        start = min(sizes) - 0.25 * (longest - min(sizes))
+    rows = [_bar(runs[i], i, value, (abs(value) - start) / (longest - start)) for value, i in reached]
     more = rows[MAX_BARS:]
     rest = f"<details><summary>{len(more)} more</summary>{''.join(more)}</details>" if more else ""
-    caption = f"<figcaption><b>{escape(title)}</b><span class='note'>{escape(metric)}</span></figcaption>"
+    note = f"{metric}, from {value_text(start)}" if start else metric
+    caption = f"<figcaption><b>{escape(title)}</b><span class='note'>{escape(note)}</span></figcaption>"
     return f'<figure class="chart bars span6">{caption}{"".join(rows[:MAX_BARS])}{rest}</figure>'
 
 

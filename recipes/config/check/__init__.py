@@ -20,9 +20,11 @@ from recipes.config.check.paths import check_paths
 from recipes.config.check.ranges import check_ranges
 from recipes.config.check.renamed import check_renamed, drop_consequences
 from recipes.config.check.resumed import check_resumed
-from recipes.config.check.sections import CONF, check_settings, check_structure
+from recipes.config.check.sections import check_settings, check_structure
 from recipes.config.check.strategy import check_optimizer, check_strategy
+from recipes.config.search_path import find_config_folders
 from recipes.config.traits import select
+from recipes.config.trust import CONF
 from recipes.errors import ConfigError
 
 _OF_A_VALUE = ("it takes ", "it must be ", "it has no default")  # what the checks of types and ranges say
@@ -65,7 +67,9 @@ def _check_all(
 ) -> list[ConfigError]:
     renamed = [*check_renamed(config)]
     structure = [*check_structure(config)]
-    found = [*structure, *check_settings(config), *check_nodes(config), *check_data(config), *check_metrics(config)]
+    found = [*structure, *check_settings(config), *check_nodes(config)]
+    if not structure:  # the others read its sections
+        found += [*check_data(config), *check_metrics(config)]
     mistakes = [*renamed, *drop_consequences(found, renamed)]
     mismatches = [] if structure else [*check_kinds(config, choices, overrides)]
     if mismatches:
@@ -162,7 +166,7 @@ def locate_mistakes(mistakes: Sequence[ConfigError], overrides: Sequence[str]) -
     for mistake in mistakes:
         key = _get_key(mistake)
         is_typed = any(name == key or (key.startswith(f"{name}.") and value[:1] == "{") for name, _, value in typed)
-        place = None if is_typed else _find_place(key)
+        place = None if is_typed else _find_place(key, overrides)
         fix = mistake.fix if place is None else f"{mistake.fix} ({place})"
         is_added = any(word.startswith("+") and word.lstrip("+").startswith(f"{key}=") for word in overrides)
         if f"~{key}" in overrides:  # typed instead of the deletion, the key is there
@@ -179,12 +183,13 @@ def _get_key(mistake: ConfigError) -> str:
     return re.split(r"[=\[]", mistake.setting.removeprefix("no "), maxsplit=1)[0]
 
 
-def _find_place(key: str) -> str | None:
-    """Return `in conf/model/mine.yaml, line 4`, if exactly one line under conf/ sets the last part of the key."""
+def _find_place(key: str, typed: Sequence[str]) -> str | None:
+    """Return `in conf/model/mine.yaml, line 4`, if exactly one line of all options sets the last part of the key."""
     pattern = re.compile(rf"\s*{re.escape(key.rpartition('.')[2])}\s*:")
     places = [
-        f"in {path.relative_to(CONF.parent)}, line {number}"
-        for path in sorted(Path(CONF).rglob("*.yaml"))
+        f"in {path.relative_to(CONF.parent) if folder == CONF else path}, line {number}"
+        for folder in find_config_folders(typed)
+        for path in sorted(folder.rglob("*.yaml"))
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
         if pattern.match(line)
     ]

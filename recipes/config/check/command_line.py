@@ -33,8 +33,10 @@ from recipes.config.compose import MODE_OF_SWEEPS, Composed, compose_run, quote_
 from recipes.config.instantiate import PARTIAL
 from recipes.config.overrides import parse_or_quote
 from recipes.config.resume import find_deepest, read_resumed_run, select_inherited
+from recipes.config.search_path import select_search_path
 from recipes.config.signature import TargetNotFoundError, read_signature
 from recipes.config.traits import is_place_of_data
+from recipes.config.trust import find_own_folders
 from recipes.errors import ConfigError
 
 
@@ -58,7 +60,8 @@ def compose_overrides(
             good, invalid = _split_valid(overrides, config_folder, config_name)
             composed, conflicting = _compose_valid(good, where)
         except COMPOSITION_ERRORS as error:
-            return None, [*mistakes, _find_blamed(overrides, where) or explain_broken_file(error)]
+            blamed = _find_blamed(overrides, where)
+            return None, [*mistakes, blamed or explain_broken_file(error, config_folder, overrides)]
         except ConfigError as mistake:
             return None, [*mistakes, mistake]
         overrides, mistakes = good, [*mistakes, *invalid, *conflicting]
@@ -101,15 +104,20 @@ def _compose_valid(good: Sequence[str], where: dict[str, Any]) -> tuple[Composed
     try:
         return compose_run(good, **where), []
     except (*COMPOSITION_ERRORS, ConfigError):
-        composed = compose_run([], **where)
-    kept: list[str] = []
+        kept = select_search_path(good)
+        composed = compose_run(kept, **where)
     mistakes: list[ConfigError] = []
     for override in good:
+        if override in kept:
+            continue
         try:
             composed = compose_run([*kept, override], **where)
         except (*COMPOSITION_ERRORS, ConfigError) as error:
             is_option = (CONF / override.partition("=")[0]).is_dir() and "={" not in override
-            mistakes.append(explain_broken_file(error) if is_option else explain_override(override, error, composed))
+            if is_option:
+                mistakes.append(explain_broken_file(error, where["config_folder"], good))
+            else:
+                mistakes.append(explain_override(override, error, composed))
         else:
             kept.append(override)
     return composed, mistakes
@@ -122,20 +130,29 @@ def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[st
         ConfigError: A file of the run that `resume=` names is damaged.
         hydra.errors.HydraException: A file is broken.
     """
-    good: list[str] = []
+    search_path = select_search_path(typed)
+    folders = [folder, *find_own_folders(search_path)]
+    good = [*search_path]  # before the options in its folders
     values: list[tuple[str, str, Override]] = []
     mistakes: list[ConfigError] = []
     for text in typed:
+        if text in search_path:
+            continue
         override, quoted = parse_or_quote(text)
         if override is None:
             mistakes.append(ConfigError(text, "it is not of the form key=value", "key=value"))
             continue
         if override.package is not None and folder == CONF and not is_place_of_data(override.package):
             group = override.key_or_group
-            reason, fix = "the place of a group in the config is fixed", f"{group}=<{' | '.join(list_options(group))}>"
+            reason, fix = (
+                "the place of a group in the config is fixed",
+                f"{group}=<{' | '.join(list_options(group, typed))}>",
+            )
             mistakes.append(ConfigError(text, reason, fix))
             continue
-        is_option = folder == CONF and (CONF / override.key_or_group).is_dir() and not override.is_delete()
+        group = override.key_or_group
+        is_option = (CONF / group).is_dir() and any((path / group).is_dir() for path in folders)
+        is_option = is_option and not override.is_delete()
         if is_option and not isinstance(override.value(), dict):
             mistake = _find_unknown_option(override, quoted, good, folder, name)
             mistakes += [mistake] if mistake else []
@@ -143,7 +160,7 @@ def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[st
         else:
             values.append((text, quoted, override))
     # the keys that may be set: those of the chosen options, including those of the resumed run
-    inherited = _inherit_options([quoted for _, quoted, _ in values], good, folder, name)
+    inherited = _inherit_options([*search_path, *(quoted for _, quoted, _ in values)], good, folder, name)
     config = compose_options([*inherited, *good], folder, name)
     for text, quoted, override in values:
         corrected = _correct(quoted, override, config)
@@ -171,7 +188,7 @@ def _find_unknown_option(
     override: Override, typed: str, others: Sequence[str], folder: Path, name: str
 ) -> ConfigError | None:
     group = override.key_or_group
-    options = list_options(group)
+    options = list_options(group, others)
     value = override.value()
     chosen = value if isinstance(value, list) else [value]
     unknown = [str(option) for option in chosen if str(option) not in options]
@@ -184,7 +201,7 @@ def _find_unknown_option(
         return renamed
     if override.is_sweep_override():
         return ConfigError(typed, "a single run takes one option", f"python train.py -m {typed}")
-    fix = suggest_option(group, unknown[0] if unknown else "")
+    fix = suggest_option(group, unknown[0] if unknown else "", others)
     if override.package is not None:
         fix = fix.replace(f"{group}=", f"+{group}@{override.package}=", 1)
     return ConfigError(typed, f"the options are {' '.join(options)}", fix)
@@ -196,10 +213,10 @@ def _answer_added_option(
     """Answer `+group=option`, which Hydra rejects: every group has an option already."""
     if not is_list_of_options(group):
         return ConfigError(typed, f"an option of {group} is already chosen", f"{group}={option}")
-    same_group = [other for other in others if other.startswith(f"{group}=")]
+    same_group = [*select_search_path(others), *(other for other in others if other.startswith(f"{group}="))]
     now = get_choice(group, compose_options(same_group, folder, name))
     reason = f"{group}={now.replace(' ', '')} is already chosen, and + adds a setting, not an option"
-    return ConfigError(typed, reason, suggest_addition(group, option, now))
+    return ConfigError(typed, reason, suggest_addition(group, option, now, others))
 
 
 def _correct(typed: str, override: Override, config: Any) -> str | ConfigError:

@@ -169,8 +169,7 @@ def _vocabulary(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     if model_size is None:
         return
     tokenizer_size = (config["tokenizer"] or {}).get("vocab_size")
-    for section in ("tokenizer", "data"):
-        node = config[section] or {}
+    for section, node in (("tokenizer", config["tokenizer"] or {}), *list_data(config)):
         size = node.get("vocab_size")
         if size is None and "_target_" in node:
             size = read_signature(node["_target_"]).constants.get("vocab_size")

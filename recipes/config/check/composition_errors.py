@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -10,7 +11,8 @@ from yaml import YAMLError
 from recipes.config.check.renamed import RENAMED_OPTIONS
 from recipes.config.check.text_values import find_annotation
 from recipes.config.check.types import describe, placeholder
-from recipes.config.compose import Composed
+from recipes.config.compose import CONF, Composed
+from recipes.config.trust import find_own_folders
 from recipes.errors import ConfigError
 
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
@@ -78,8 +80,17 @@ def is_broken_file(error: BaseException | None) -> bool:
     return False
 
 
-def explain_broken_file(error: BaseException) -> ConfigError:
-    """Return the message of Hydra or the YAML reader with its causes: the innermost names the file."""
+def explain_broken_file(error: BaseException, folder: Path, typed: Sequence[str]) -> ConfigError:
+    """Return the message of Hydra or the YAML reader with its causes: the innermost names the file.
+
+    Args:
+        error: Exception raised when composing.
+        folder: Config folder.
+        typed: Overrides of this command line.
+    """
+    folders = dict.fromkeys(path.resolve() for path in (folder, *find_own_folders(typed)))
+    names = ["conf" if path == CONF.resolve() else str(path) for path in folders]
+    where = f"a file under {' or '.join(f'{name}/' for name in names)}"
     lines = [line.strip() for text in _messages(error) for line in text.splitlines() if line.strip()]
     reason = " ".join(dict.fromkeys(lines))
     unknown = re.search(r"Could not find '(\w+)/(\w+)'", reason)
@@ -87,8 +98,8 @@ def explain_broken_file(error: BaseException) -> ConfigError:
         group, old = unknown.groups()
         now = RENAMED_OPTIONS[group][old]
         reason = f"{lines[0].partition(':')[0]}: `{group}={old}` is now `{group}={now}`"
-        return ConfigError("a file under conf/", reason, f"{group}: {now} in that file")
-    return ConfigError("a file under conf/", reason, "a corrected version of that file")
+        return ConfigError(where, reason, f"{group}: {now} in that file")
+    return ConfigError(where, reason, "a corrected version of that file")
 
 
 def _messages(error: BaseException) -> list[str]:

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from recipes.config.cached_compose import compose_overrides
 from recipes.config.compose import CONF, register_resolvers
-from recipes.config.overrides import to_grammar
+from recipes.config.overrides import for_shell, to_grammar
 from recipes.config.trust import SEARCH_PATH, find_trusted_folders, parse_values
 from recipes.errors import ConfigError
 
@@ -37,9 +37,11 @@ def check_config_folder(folder: Path, name: str, typed: Sequence[str]) -> list[C
         return missing
     if folder.resolve() in find_trusted_folders(typed):
         return []
-    trust = f"'{SEARCH_PATH}=[{folder.resolve()}]' if you trust all of it"
+    search_path = _read_search_path(folder / f"{name}.yaml")
+    trusted = [str(folder.resolve()), *(search_path or [])]
+    trust = f"{for_shell(f'{SEARCH_PATH}={to_grammar(trusted)}')} if you trust all of it"
     is_replaced = any(override.key_or_group == SEARCH_PATH for override in parse_values(typed))
-    if _names_search_path(folder / f"{name}.yaml") and not is_replaced:
+    if search_path is not None and not is_replaced:
         return [ConfigError(f"{SEARCH_PATH}=…", f"{folder} sets it, which only conf/ and the command line may", trust)]
     overrides = [str(override.input_line) for override in parse_values(typed)]
     of_hydra = [text for text in overrides if text.lstrip("+").startswith("hydra")]
@@ -83,14 +85,17 @@ def _check_search_path(typed: Sequence[str]) -> Iterator[ConfigError]:
                 yield ConfigError(setting, what, f"'{SEARCH_PATH}=[file://<a folder like conf/>]'")
 
 
-def _names_search_path(file: Path) -> bool:
-    """Return whether a primary config sets Hydra's search path, which its composition would import packages from."""
+def _read_search_path(file: Path) -> list[str] | None:
+    """Return the search path that a primary config sets, from which its composition would import; None without one."""
     try:
         config: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
-        return False  # reported by whoever composes it
+        return None  # reported by whoever composes it
     hydra = config["hydra"] if isinstance(config, dict) and "hydra" in config else None
-    return isinstance(hydra, dict) and "searchpath" in hydra
+    if not isinstance(hydra, dict) or "searchpath" not in hydra:
+        return None
+    path = hydra["searchpath"]
+    return [str(entry) for entry in path] if isinstance(path, list) else []
 
 
 def _get_hydra(config: Any) -> dict[str, Any]:

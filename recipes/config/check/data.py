@@ -9,7 +9,7 @@ from recipes.config.signature import find_signature
 from recipes.config.traits import DATA_GROUPS, list_data, select
 from recipes.errors import ConfigError
 
-_NAME = re.compile(r"(?!_)[\w-]+")  # names that start with _ are Hydra's own: `_target_`
+_NAME = re.compile(r"(?!_.*_$)[\w-]+")  # Hydra reads names such as _target_ itself
 
 
 def check_data(config: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -24,12 +24,14 @@ def check_data(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         for name, node in members.items() if isinstance(members, Mapping) else ():
             where = f"{group}.{name}"
             if not _NAME.fullmatch(str(name)):
-                reason = "its name is part of its metric names: letters, digits, _ and -, the first no _"
+                reason = "its name is part of its metric names: letters, digits, - and _, but not _ at both ends"
                 yield ConfigError(f"{where}=…", reason, f"+data@{group}.<name>=<option of data>")
-            elif (where not in kinds and not (node is None and group == "eval_data")) or _is_of_another_group(node):
+            elif where not in kinds and not (node is None and group == "eval_data"):
                 reason = "it must be a data source: a section with a _target_"
-                shown = "…" if isinstance(node, Mapping) else to_setting(node)
-                yield ConfigError(f"{where}={shown}", reason, f"+data@{where}=<option of data>")
+                yield ConfigError(f"{where}={to_setting(node)}", reason, f"+data@{where}=<option of data>")
+            elif where in kinds and kinds[where] is None and not find_signature(node["_target_"]).takes_any:
+                reason = f"{node['_target_']} is no data source: it has no sample_kind"
+                yield ConfigError(f"{where}=…", reason, f"+data@{where}=<option of data> instead")
             elif where in kinds and None not in (kinds[where], kinds["data"]) and kinds[where] != kinds["data"]:
                 reason = f"it gives {kinds[where]}, and data= gives {kinds['data']}"
                 yield ConfigError(f"{where}=…", reason, f"another option: +data@{where}=<option of data>")
@@ -38,15 +40,6 @@ def check_data(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     for name in {*_names(sources)} & {*_names(further)}:
         reason = f"the mixture has a source of this name, and both would be val/{name}/loss"
         yield ConfigError(f"eval_data.{name}=…", reason, f"+data@eval_data.<another name>={name}")
-
-
-def _is_of_another_group(node: object) -> bool:
-    """Return whether a section builds something of this project that is no data source, such as a model."""
-    target = node.get("_target_") if isinstance(node, Mapping) else None
-    if not isinstance(target, str) or not target.startswith(("recipes.", "callbacks.")):
-        return False
-    signature = find_signature(target)  # empty if there is none, which the check of nodes reports
-    return bool(signature.parameters) and signature.constants.get("sample_kind") is None
 
 
 def _check_tokenizers(config: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -75,7 +68,7 @@ def _check_images(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     if isinstance(classes, int) and isinstance(given, int) and given > classes:
         reason = f"the model has model.num_classes={classes}"
         yield ConfigError(f"data.num_classes={given}", reason, f"model.num_classes={given}")
-    fixed = constants.get("num_classes")
-    if isinstance(classes, int) and isinstance(fixed, int) and fixed > classes:
-        reason = f"the images of data= have {fixed} classes"
-        yield ConfigError(f"model.num_classes={classes}", reason, f"model.num_classes={fixed}")
+    known = find_signature(select(config, "data._target_")).constants.get("num_classes")
+    if isinstance(classes, int) and isinstance(known, int) and known > classes:
+        reason = f"the images of data= have {known} classes"
+        yield ConfigError(f"model.num_classes={classes}", reason, f"model.num_classes={known}, or another data=")

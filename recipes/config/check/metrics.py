@@ -10,10 +10,14 @@ from recipes.config.traits import list_data, select
 from recipes.errors import ConfigError
 
 _PREFIX = "val/"
-# settings that name a metric -> when they are in use
+# settings that name a metric -> they are in use if one of these is set
 _READERS = {
-    "checkpoint.best_metric": "checkpoint.keep_best",
-    "callbacks.early_stop.monitor": "callbacks.early_stop.patience",
+    "checkpoint.best_metric": ("checkpoint.keep_best",),
+    "callbacks.early_stop.monitor": (
+        "callbacks.early_stop.patience",
+        "callbacks.early_stop.stopping_threshold",
+        "callbacks.early_stop.divergence_threshold",
+    ),
 }
 # settings that name a metric -> the one that says which direction is better
 _DIRECTIONS = {
@@ -46,8 +50,8 @@ def check_metrics(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 def check_readers(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Check that a metric named by a setting is computed, unless external code may log it."""
-    for setting, switch in _READERS.items():
-        if select(config, switch):
+    for setting in _READERS:
+        if _is_used(config, setting):
             yield from find_unknown_metric(config, setting, select(config, setting))
 
 
@@ -73,9 +77,13 @@ def find_wrong_directions(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Yield the settings by which the worst would count as the best; only a warning, as names are all that is known."""
     for setting, direction in _DIRECTIONS.items():
         name, wanted = select(config, setting), select(config, direction)
-        is_used = setting not in _READERS or select(config, _READERS[setting])
-        if is_used and (mistake := find_wrong_direction(setting, name, direction, wanted)):
+        if _is_used(config, setting) and (mistake := find_wrong_direction(setting, name, direction, wanted)):
             yield mistake
+
+
+def _is_used(config: Mapping[str, Any], setting: str) -> bool:
+    values = {switch: select(config, switch) for switch in _READERS[setting]}
+    return any(value is not None if name.endswith("_threshold") else value for name, value in values.items())
 
 
 def find_wrong_direction(setting: str, name: object, direction: str, wanted: object) -> ConfigError | None:

@@ -80,6 +80,12 @@ def list_groups() -> list[str]:
     return sorted(name for name in folders if name not in COMPOSING)
 
 
+def find_missing_groups(config: Mapping[str, Any]) -> list[str]:
+    """Return the groups that a config lacks if it is only a part of one: the run of an earlier version lacks few."""
+    missing = [key for key in list_groups() if key not in config and key not in NEWER]
+    return missing if len(missing) > 1 else []
+
+
 def check_structure(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Check that every section exists, with a target and the required keys: later checks read them."""
     for key in [*SETTINGS, *list_groups(), *NODES]:

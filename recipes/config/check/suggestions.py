@@ -1,5 +1,6 @@
 """Suggest a replacement for an unknown setting or option: the nearest name, or the option that has it."""
 
+from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -9,10 +10,10 @@ import yaml
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
-from recipes.config.check.sections import CONF
 from recipes.config.check.text_values import find_annotation
 from recipes.config.check.types import matches_type
 from recipes.config.overrides import for_shell
+from recipes.config.search_path import find_config_folders
 
 # common names of a precision or a strategy -> option
 _OPTION_ALIASES = {
@@ -62,14 +63,19 @@ _MAX_OPTIONS = 2  # named in a suggestion
 _SEVERAL = ("callbacks", "logger")  # groups of which a list of options may be chosen
 
 
-def list_options(group: str) -> list[str]:
-    """Return the options of a config group."""
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+def list_options(group: str, typed: Sequence[str] = ()) -> list[str]:
+    """Return the options of a config group in conf/ and in the folders of a typed search path.
+
+    Args:
+        group: Config group.
+        typed: Overrides of this command line.
+    """
+    return sorted({path.stem for folder in find_config_folders(typed) for path in (folder / group).glob("*.yaml")})
 
 
-def suggest_option(group: str, wrong: str) -> str:
+def suggest_option(group: str, wrong: str, typed: Sequence[str] = ()) -> str:
     """Return the override with the intended option: ignoring case, an alias, or the closest name."""
-    options = list_options(group)
+    options = list_options(group, typed)
     aliases = _ALIASES.get(group, _OPTION_ALIASES)
     same = [option for option in options if option.lower() == wrong.lower()]
     alias = aliases.get(wrong.lower())
@@ -79,32 +85,33 @@ def suggest_option(group: str, wrong: str) -> str:
     return f"{group}={near[0]}" if near else f"{group}=<option>"
 
 
-def suggest_addition(group: str, option: str, chosen: str) -> str:
+def suggest_addition(group: str, option: str, chosen: str, typed: Sequence[str] = ()) -> str:
     """Return the override that adds one option of a group to the chosen ones.
 
     Args:
         group: Config group; most take one option, callbacks and loggers several.
         option: Option to add.
         chosen: Current choice, `default` or `[csv,wandb]`.
+        typed: Overrides of this command line.
     """
     if group not in _SEVERAL:
         return f"{group}={option}"
     present = _split_options(chosen)
-    if includes(group, option, chosen):
+    if includes(group, option, chosen, typed):
         return f"the same command without it: {group}={','.join(present)} includes it"
-    others = [name for name in present if name not in _included(group, option)]
+    others = [name for name in present if name not in _included(group, option, typed)]
     return f"{group}=[{','.join([*others, option])}]" if others else f"{group}={option}"
 
 
-def includes(group: str, option: str, chosen: str) -> bool:
+def includes(group: str, option: str, chosen: str, typed: Sequence[str] = ()) -> bool:
     """Return whether the choice for a group, `default` or `[csv,wandb]`, includes an option."""
     present = _split_options(chosen)
-    return option in present or any(option in _included(group, name) for name in present)
+    return option in present or any(option in _included(group, name, typed) for name in present)
 
 
 def is_list_of_options(group: str) -> bool:
     """Return whether several options of a group can be chosen at a time: each has one section, with its own name."""
-    return any(set(_read_option(group, option)) - {"defaults"} == {option} for option in list_options(group))
+    return any(set(_read_option(group, option, ())) - {"defaults"} == {option} for option in list_options(group))
 
 
 def suggest_setting(
@@ -127,6 +134,7 @@ def suggest_setting(
     """
     value = typed.partition("=")[2]
     wrong = missing[-1]
+    search_path = config.hydra.overrides.hydra  # Hydra's own record of the typed ones
     if override.is_delete():
         near = get_close_matches(wrong, [name for name in names if name != wrong], 1)
         return f"'~{'.'.join([*section, near[0]])}'" if near and len(missing) == 1 else "the same command without it"
@@ -140,11 +148,11 @@ def suggest_setting(
         return f"{alias}={value}"
     if not section and owners:
         return f"{owners[0]}.{wrong}={value}"
-    if options := _find_options(override, config, section, missing):
-        choices = _choose(section[0], options, config)
+    if options := _find_options(override, config, section, missing, search_path):
+        choices = _choose(section[0], options, config, search_path)
         return ", or ".join(f"{choice} {for_shell(typed.lstrip('+'))}" for choice in choices)
     fitting = [name for name in names if len(missing) > 1 or _takes(config, ".".join([*section, name]), override)]
-    return find_nearest(section, missing, names, value, fitting=fitting)
+    return find_nearest(section, missing, names, value, search_path, fitting=fitting)
 
 
 def _takes(config: Any, key: str, override: Override) -> bool:
@@ -157,13 +165,19 @@ def _takes(config: Any, key: str, override: Override) -> bool:
 
 
 def find_nearest(
-    section: list[str], missing: list[str], names: list[str], value: str, *, fitting: list[str] | None = None
+    section: list[str],
+    missing: list[str],
+    names: list[str],
+    value: str,
+    typed: Sequence[str] = (),
+    *,
+    fitting: list[str] | None = None,
 ) -> str:
     """Return the override with the nearest of the names that the value fits, else the existing names."""
     wrong, *below = missing
     near = get_close_matches(wrong, [name for name in (names if fitting is None else fitting) if name != wrong], 3)
     if near:
-        near.sort(key=lambda name: not (CONF / name / f"{value}.yaml").is_file())
+        near.sort(key=lambda name: value not in list_options(name, typed))
         return f"{'.'.join([*section, near[0], *below])}={value}"
     if not section:
         return "python train.py --help for the list of settings"
@@ -189,34 +203,36 @@ def _find_sections_with(name: str, config: Any) -> list[str]:
     return [key for key in [*sections, *deeper] if name in OmegaConf.select(config, key)]
 
 
-def _find_options(override: Override, config: Any, section: list[str], missing: list[str]) -> list[str]:
+def _find_options(
+    override: Override, config: Any, section: list[str], missing: list[str], typed: Sequence[str]
+) -> list[str]:
     """Return the options of a group with a key that the chosen one lacks; none if the value disables it."""
     asks = not override.is_delete() and override.value() not in (False, None)
     if len(section) != 1 or missing[0] in config[section[0]] or not asks:
         return []
-    return _options_with(section[0], missing[0])
+    return _options_with(section[0], missing[0], typed)
 
 
-def _options_with(group: str, key: str) -> list[str]:
+def _options_with(group: str, key: str, typed: Sequence[str]) -> list[str]:
     """Return the options of a group whose files set a key, the shortest name first."""
-    options = [option for option in list_options(group) if key in _read_option(group, option)]
+    options = [option for option in list_options(group, typed) if key in _read_option(group, option, typed)]
     return sorted(options, key=lambda option: (option != key, len(option), option))[:_MAX_OPTIONS]
 
 
-def _choose(group: str, options: list[str], config: Any) -> list[str]:
+def _choose(group: str, options: list[str], config: Any, typed: Sequence[str]) -> list[str]:
     """Return the overrides that choose each of these options, added to the chosen ones if a group allows several."""
     if not is_list_of_options(group):
         return [f"{group}={option}" for option in options]
-    return [suggest_addition(group, options[0], get_choice(group, config))]
+    return [suggest_addition(group, options[0], get_choice(group, config), typed)]
 
 
 def _split_options(chosen: str) -> list[str]:
     return [name.strip() for name in chosen.strip("[]").split(",") if name.strip()]
 
 
-def _included(group: str, option: str) -> set[str]:
+def _included(group: str, option: str, typed: Sequence[str]) -> set[str]:
     """Return the options that the file of another one includes."""
-    return {str(name) for name in _read_option(group, option).get("defaults", ())}
+    return {str(name) for name in _read_option(group, option, typed).get("defaults", ())}
 
 
 @cache
@@ -225,10 +241,11 @@ def _read(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _read_option(group: str, option: str) -> dict[str, Any]:
+def _read_option(group: str, option: str, typed: Sequence[str]) -> dict[str, Any]:
     """Return the content of an option's file; empty for a recipe or an unreadable file."""
-    path = CONF / group / f"{option}.yaml"
+    paths = [folder / group / f"{option}.yaml" for folder in find_config_folders(typed)]
+    path = next((path for path in paths if path.is_file()), paths[0])  # Hydra also takes the first
     try:
         return _read(path)
-    except (OSError, yaml.YAMLError):  # a broken file is reported where it is composed
+    except (OSError, ValueError, yaml.YAMLError):  # a broken file is reported where it is composed
         return {}

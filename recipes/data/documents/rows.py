@@ -9,6 +9,9 @@ from recipes.data.read_rows import Row, Rows
 from recipes.data.text.token_corpus import hash_text
 from recipes.errors import ConfigError
 
+# for rows that are not documents
+_DROP = "mode=prepare quality=none mode.near_copies=null mode.output=<folder> first, which leaves such rows out"
+
 
 @dataclass(frozen=True)
 class RowPiece:
@@ -89,19 +92,24 @@ class RowCorpus:
 
 
 def read_text(row: Row, field: str) -> str:
-    """Return the text of a row.
+    """Return the text of a row; bytes are decoded, as older writers of Parquet do not mark text as such.
 
     Raises:
         ConfigError: The row has no such field, or it is not text.
     """
     fields = row.parse()
+    with_text = [name for name, value in fields.items() if isinstance(value, str) and name != field]
+    other = f"data.text_field={' | '.join(with_text)}, or " if with_text else ""
     if field not in fields:
         known = ", ".join(fields) or "none"
-        fix = f"data.text_field=<{' | '.join(fields) or 'the field of the text'}>"
-        raise ConfigError(row.place, f"it has no field {field}; its fields are {known}", fix)
-    if not isinstance(fields[field], str):
-        shown = "null" if fields[field] is None else f"a {type(fields[field]).__name__}"
-        raise ConfigError(
-            row.place, f"its field {field} is {shown}, not text", "data.text_field=<the field of the text>"
-        )
-    return str(fields[field])
+        raise ConfigError(row.place, f"it has no field {field}; its fields are {known}", f"{other}a row with {field}")
+    value = fields[field]
+    try:
+        value = value.decode("utf-8") if isinstance(value, bytes) else value
+    except UnicodeDecodeError as error:
+        reason = f"its field {field} has bytes that are not UTF-8 text ({error.reason})"
+        raise ConfigError(row.place, reason, f"{other}{_DROP}") from error
+    if not isinstance(value, str):
+        shown = "null" if value is None else f"a {type(value).__name__}"
+        raise ConfigError(row.place, f"its field {field} is {shown}, not text", f"{other}{_DROP}")
+    return value

@@ -1,5 +1,6 @@
 """Text source of documents stored as rows of files or of a dataset; also gives `mode=prepare` the rows."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from typing_extensions import override
@@ -32,17 +33,20 @@ class Documents(TextSource):
         self._path = path
         self._hub_split = hub_split
 
-    def open_rows(self) -> Rows:
-        """Return the rows.
+    def open_rows(self, fields: Sequence[str] | None = None) -> Rows:
+        """Return the rows, with all fields or, where others need not be read, with some.
 
         Raises:
             ConfigError: There are none.
         """
-        return open_rows(self._path, setting="data.path", hub_split=self._hub_split, text_field=self.text_field)
+        return open_rows(
+            self._path, setting="data.path", hub_split=self._hub_split, text_field=self.text_field, fields=fields
+        )
 
     @override
     def make_corpus(self) -> TokenCorpus:
-        return RowCorpus(self.open_rows(), text_field=self.text_field, cache_dir=open_cache_dir(self._cache_dir))
+        rows = self.open_rows([self.text_field])
+        return RowCorpus(rows, text_field=self.text_field, cache_dir=open_cache_dir(self._cache_dir))
 
     @override
     def suggest_more_text(self) -> str:

@@ -1,16 +1,20 @@
-"""Convert rows of common instruction formats to one representation of prompt and answer."""
+"""Convert rows of common instruction formats to one representation of prompt and answer.
+
+What a row says about itself is either used, or rejected if it would change what is learned, or returned as not read.
+"""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from recipes.errors import ConfigError
 
 Message = dict[str, Any]
 
 FORMATS = ("messages", "sharegpt", "prompt_completion", "alpaca", "text")
-# fields of each format, by the name that data.fields may map to another one
+# fields of each format, by the name that data.fields may map to another one; the last one holds the answer
 _FIELDS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),
@@ -28,7 +32,24 @@ _SHAREGPT_ROLES = {
     "bard": "assistant",
     "function_call": "assistant",
     "observation": "tool",
+    "function": "tool",
 }
+# of a row or a message: 0 and false keep it from being learned, 1 and true change nothing
+_WEIGHTS = ("weight", "loss_weight", "train", "training", "trainable", "loss")
+_OPPOSITES = ("masked",)
+_ROW_WEIGHTS = ("weight", "loss_weight", "train")
+_PARTS = ("train_detail", "training_detail")  # weights of parts of a message
+_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+_PAIR = ("chosen", "rejected")
+_LABELS = ("label", "kto_tag")  # false: a bad answer
+_ADDED = ("input", "system", "history", "tools")  # to the messages of a row
+_VARIABLES = "chat_template_kwargs"  # of TRL: for the template of this row
+_OPTIONAL = (*_ADDED, _VARIABLES, *_WEIGHTS, *_OPPOSITES, *_PARTS, *_MEDIA, *_PAIR, *_LABELS)
+
+# names of columns in other people's data, likely ones first
+_QUESTIONS = ("question", "query", "prompt", "instruction", "problem", "input", "human", "user", "source", "context")
+_ANSWERS = ("response", "answer", "completion", "output", "target", "solution", "reply", "assistant", "summary")
+_TYPED_NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +61,18 @@ class Example:
         prompt: Messages or text without loss; None: all text has a loss.
         answer: Messages or text that follow, with a loss; in messages, only those of the assistant.
         tools: Tools that a template may render.
+        without_loss: Indices of messages, of prompt and answer together, that are not to be learned.
+        unread: Fields of the row that were not read.
+        absent: Names in `data.fields` that the row does not have.
     """
 
     place: str
     prompt: list[Message] | str | None
     answer: list[Message] | str
     tools: list[Any] | None = None
+    without_loss: frozenset[int] = frozenset()
+    unread: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
 
     @property
     def question(self) -> str:
@@ -59,101 +86,320 @@ class Example:
         return repr([(message["role"], message["content"]) for message in messages[:first]])
 
 
+class _Read(NamedTuple):
+    """Messages of a row, which of them are not to be learned, and their fields that were not read."""
+
+    messages: list[Message]
+    without_loss: set[int]
+    unread: list[str]
+
+
 class Reader:
     """Turns rows into examples.
 
     Args:
         format: One of `FORMATS`; None: detected from the fields of each row.
-        fields: Field name in the format -> field name in this dataset: `{messages: dialog, role: speaker}`.
+        fields: Field name in the format -> field name in this dataset, or None for a field that is not to be read:
+            `{messages: dialog, role: speaker, images: null}`.
 
     Raises:
         ConfigError: `fields` has a name that is in no format.
     """
 
-    def __init__(self, *, format: str | None, fields: Mapping[str, str]) -> None:
-        known = {*(name for names in _FIELDS.values() for name in names), "input", "role", "content", "from", "value"}
-        unknown = sorted({*fields} - known)
+    def __init__(self, *, format: str | None, fields: Mapping[str, str | None]) -> None:
+        formats = {name for names in (*_FIELDS.values(), *_MESSAGE_FIELDS.values()) for name in names}
+        unknown = sorted({*fields} - formats - {*_OPTIONAL})
         if unknown:
-            reason = f"it maps the names of a format, which are {', '.join(sorted(known))}"
+            known = ", ".join(sorted(formats | {"input", "system", "history", "tools"}))
+            reason = f"it maps the names of a format, which are {known}"
             raise ConfigError(f"data.fields.{unknown[0]}", reason, "data.fields={<name of the format>: <your name>}")
+        for name, own in fields.items():
+            if own is not None and not isinstance(own, str):
+                fix = f"'data.fields={{{name}: <your name>}}', or null to leave it out"
+                raise ConfigError(f"data.fields.{name}={own}", "it takes the name of a field, or null", fix)
         self._format = format
         self._fields = dict(fields)
+        # names in this dataset
+        ignored: set[str | None] = {name for name, own in fields.items() if own is None}
+        self._read_by = {kind: ignored | {self._own(name) for name in names} for kind, names in _FIELDS.items()}
+        self._read_by["alpaca"] |= {self._own("input"), self._own("history")}
+        self._read_by_chats = {self._own("system"), self._own("tools")}
+        self._marks = {self._own(name) or name: name for name in (*_WEIGHTS, *_OPPOSITES, *_PARTS, *_MEDIA)}
+        self._ignored = ignored
+        self._mapped = [own for name, own in fields.items() if name in _ADDED and own is not None]
 
-    def read(self, row: Mapping[str, Any], *, place: str) -> Example:
-        """Return the example of a row.
+    def read(self, row: Mapping[str, Any], *, place: str, from_table: bool = False) -> Example:
+        """Return the example of a row; without an answer, one of no messages.
+
+        Args:
+            row: Its fields.
+            place: File and line.
+            from_table: Whether it is a row of columns. They give every object the fields of all rows, null where it
+                has none, and may hold dates or bytes.
 
         Raises:
-            ConfigError: A field is missing or has the wrong type, or a role is unknown.
+            ConfigError: A field is missing or has the wrong type, a role is unknown, or the row holds what is not
+                learned from and changes its meaning.
         """
+        if from_table:
+            row = {name: _as_json(value) for name, value in row.items()}
         kind = self._format or self._recognize(row, place=place)
-        values = {name: self._get(row, name, place=place) for name in _FIELDS[kind]}
-        tools = _tools(row.get("tools"), place)
-        if kind in _MESSAGE_FIELDS:
-            [messages] = values.values()
-            return Example(place=place, prompt=None, answer=self._messages(messages, kind, place), tools=tools)
-        if kind == "prompt_completion":
-            return self._prompt_completion(values["prompt"], values["completion"], tools, place)
+        values = [self._get(row, name, place=place) for name in _FIELDS[kind]]
+        unread = self._find_unread(row, kind)
+        self._reject(row, kind, unread, place)
+        weights = [self._value(row, name) for name in _ROW_WEIGHTS]
+        if values[-1] is None or not all(value for value in weights if _is_weight(value)):
+            return Example(place=place, prompt=None, answer=[], unread=tuple(unread))
+        if kind == "text":
+            return Example(place=place, prompt=None, answer=_text(values[0], "text", place), unread=tuple(unread))
+        if values[0] is None:
+            reason = f"its {_FIELDS[kind][0]} is null"
+            raise ConfigError(place, reason, f"a text as {_FIELDS[kind][0]} there, or a row without it")
+        if kind == "prompt_completion" and not (isinstance(values[0], list) and isinstance(values[1], list)):
+            prompt, completion = (_text(value, name, place) for name, value in zip(_FIELDS[kind], values, strict=True))
+            return Example(place=place, prompt=prompt, answer=completion, unread=tuple(unread))
+        return self._conversation(row, kind, values, unread, place)
+
+    def _conversation(
+        self, row: Mapping[str, Any], kind: str, values: list[Any], unread: list[str], place: str
+    ) -> Example:
+        """Return the example of a row of messages, with what other fields of the row add to them."""
+        prompt, answer = _Read([], set(), []), _Read([], set(), [])
         if kind == "alpaca":
-            question = _text(values["instruction"], "instruction", place)
-            given = row.get(self._fields.get("input", "input"))
+            question = _text(values[0], "instruction", place)
+            given = self._value(row, "input")
             if given not in (None, ""):
                 question = f"{question}\n\n{_text(given, 'input', place)}"
-            prompt = [{"role": "user", "content": question}]
-            answer = {"role": "assistant", "content": _text(values["output"], "output", place)}
-            return Example(place=place, prompt=prompt, answer=[answer])
-        return Example(place=place, prompt=None, answer=_text(values["text"], "text", place))
+            asked, earlier = {"role": "user", "content": question}, _history(self._value(row, "history"), place)
+            # the answers of earlier turns are learned, too
+            (answer if earlier else prompt).messages.extend([*earlier, asked])
+            answer.messages.append({"role": "assistant", "content": _text(values[1], "output", place)})
+        elif kind == "prompt_completion":
+            prompt, answer = (self._messages(part, "messages", place) for part in values)
+        else:
+            answer = self._messages(values[0], kind, place)
+        messages = [*prompt.messages, *answer.messages]
+        without_loss = prompt.without_loss | {len(prompt.messages) + index for index in answer.without_loss}
+        given_messages = prompt.messages
+        if system := self._value(row, "system"):
+            first = {"role": "system", "content": _text(system, "system", place)}
+            if messages and messages[0]["role"] == "system" and messages[0] != first:
+                fix = f"one of them there, or {self._ignore('system')}"
+                raise ConfigError(place, "it has a field system and another system message", fix)
+            if messages[:1] != [first]:
+                given_messages = [first, *prompt.messages]
+                without_loss = {index + 1 for index in without_loss}
+        tools = _tools(self._value(row, "tools"), place, is_required=kind != "alpaca", wraps=kind == "sharegpt")
+        if tools is None and self._value(row, "tools"):
+            unread = [*unread, "tools"]
+        return Example(
+            place=place,
+            prompt=given_messages or None,
+            answer=answer.messages,
+            tools=tools,
+            without_loss=frozenset(without_loss),
+            unread=tuple(dict.fromkeys([*unread, *prompt.unread, *answer.unread])),
+            absent=tuple(own for own in self._mapped if own not in row),
+        )
 
     def _recognize(self, row: Mapping[str, Any], *, place: str) -> str:
         # a format whose fields the user has mapped takes precedence over other matching formats
-        for kind in sorted(FORMATS, key=lambda kind: not {*_FIELDS[kind]} & {*self._fields}):
-            if all(row.get(self._fields.get(name, name)) is not None for name in _FIELDS[kind]):
+        kinds = sorted(FORMATS, key=lambda kind: not {*_FIELDS[kind]} & {*self._fields})
+        for kind in kinds:
+            if all(self._value(row, name) is not None for name in _FIELDS[kind]):
+                return kind
+        for kind in kinds:  # a row without an answer
+            if all(self._own(name) in row for name in _FIELDS[kind]):
                 return kind
         wanted = "; ".join(" and ".join(names) for names in _FIELDS.values())
-        reason = f"its fields are {', '.join(row) or 'none'}, expected {wanted}"
-        raise ConfigError(place, reason, "data.fields={messages: <your name for it>}")
+        reason = f"its fields are {_names(row)}, expected {wanted}"
+        raise ConfigError(place, reason, self._suggest_fields(row, place))
+
+    def _suggest_fields(self, row: Mapping[str, Any], place: str) -> str:
+        """Return a mapping with which this row can be read."""
+        for fields in _guess_fields(row):
+            own = {name: value for name, value in self._fields.items() if name not in fields} | fields
+            try:
+                found = Reader(format=None, fields=own).read(row, place=place)
+            except ConfigError:
+                continue  # the next guess
+            if found.answer:
+                return f"'data.fields={{{', '.join(f'{name}: {value}' for name, value in own.items())}}}'"
+        return "'data.fields={messages: <your name for it>}'"
+
+    def _map(self, name: str, found: list[str]) -> str | None:
+        """Return the override that maps a field to the only one found."""
+        if len(found) != 1 or not _TYPED_NAME.fullmatch(found[0]):
+            return None
+        fields = {own_name: own or "null" for own_name, own in self._fields.items()} | {name: found[0]}
+        return f"'data.fields={{{', '.join(f'{key}: {own}' for key, own in fields.items())}}}'"
+
+    def _own(self, name: str) -> str | None:
+        return self._fields.get(name, name)
+
+    def _value(self, row: Mapping[str, Any], name: str) -> Any:
+        own = self._own(name)
+        return None if own is None else row.get(own)
 
     def _get(self, row: Mapping[str, Any], name: str, *, place: str) -> Any:
-        own = self._fields.get(name, name)
-        if own not in row or row[own] is None:
-            shown = ", ".join(row) or "none"
-            raise ConfigError(
-                place, f"it has no field {own}; its fields are {shown}", f"data.fields={{{name}: <field>}}"
-            )
+        own = self._own(name)
+        if own is None or own not in row:
+            reason = f"it has no field {name if own is None else own}; its fields are {_names(row)}"
+            raise ConfigError(place, reason, f"'data.fields={{{name}: <field>}}'")
         return row[own]
 
-    def _prompt_completion(self, prompt: Any, completion: Any, tools: list[Any] | None, place: str) -> Example:
-        if isinstance(prompt, list) and isinstance(completion, list):
-            given, answer = (self._messages(part, "messages", place) for part in (prompt, completion))
-            return Example(place=place, prompt=given, answer=answer, tools=tools)
-        return Example(
-            place=place, prompt=_text(prompt, "prompt", place), answer=_text(completion, "completion", place)
-        )
+    def _find_unread(self, row: Mapping[str, Any], kind: str) -> list[str]:
+        """Return the fields of a row that hold something and that its format does not read."""
+        is_chat = kind in (*_MESSAGE_FIELDS, "alpaca") or isinstance(self._value(row, "prompt"), list)
+        read = self._read_by[kind] | (self._read_by_chats if is_chat else set())
+        held = [
+            name for name, value in row.items() if name not in read and not (value is None or value in ("", [], {}))
+        ]
+        weights = {self._own(name) for name in _ROW_WEIGHTS}
+        return [str(name) for name in held if not (name in weights and _is_weight(row[name]))]
 
-    def _messages(self, messages: Any, kind: str, place: str) -> list[Message]:
+    def _reject(self, row: Mapping[str, Any], kind: str, unread: list[str], place: str) -> None:
+        """Reject a row whose unread fields change what is to be learned from the others."""
+        left = [name for name in _OPTIONAL if self._own(name) in unread] if unread else []
+        for name in left:
+            value = self._value(row, name)
+            if name in _PARTS or (name in _ROW_WEIGHTS and isinstance(value, int | float)):
+                reason = f"its {name} is {_shorten(value)}, and a row is learned or not"
+                raise ConfigError(place, reason, f"0 or 1 there, or {self._ignore(name)}")
+            if kind == "text":
+                continue  # it is whole in itself
+            if name in _MEDIA:
+                fix = f"{self._ignore(name)}, which leaves them out, or rows of text"
+                raise ConfigError(place, f"it has {name}, and only text is trained on", fix)
+            if name in _LABELS and value is False:
+                reason = (
+                    f"its {name} is false: it is an example of a bad answer, which would be learned like a good one"
+                )
+                raise ConfigError(place, reason, f"{self._ignore(name)}, which learns it, or rows of good answers")
+            if name == "system":
+                fields = f"instruction: {self._own('prompt')}, output: {self._own('completion')}"
+                fix = f"'data.fields={{{fields}}}', a conversation with a system message, or {self._ignore('system')}"
+                raise ConfigError(place, "its prompt is plain text, which has no place for its field system", fix)
+            if name == _VARIABLES:
+                fix = f"{self._ignore(name)}, or {{%- set … -%}} at the top of data.template=<file.jinja>"
+                raise ConfigError(place, f"its {name} is not passed to the template", fix)
+            if name == "history":
+                reason = f"its history is not read with the fields {' and '.join(_FIELDS[kind])}"
+                raise ConfigError(place, reason, f"{self._ignore('history')}, or rows of messages with those before")
+        if kind != "text" and all(name in left for name in _PAIR):
+            reason = "it holds a chosen and a rejected answer, and neither would be learned"
+            raise ConfigError(place, reason, f"{self._ignore(*_PAIR)}, which leaves them out, or rows with an answer")
+
+    def _ignore(self, *names: str) -> str:
+        """Return the override that leaves fields out."""
+        fields = {name: own or "null" for name, own in self._fields.items()} | dict.fromkeys(names, "null")
+        return f"'data.fields={{{', '.join(f'{name}: {own}' for name, own in fields.items())}}}'"
+
+    def _messages(self, messages: Any, kind: str, place: str) -> _Read:
+        if isinstance(messages, str):
+            messages = _parse_json(messages, messages)
         if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
             raise ConfigError(
                 place, "its messages are not a list of objects", 'a list of {"role": …, "content": …} there'
             )
-        return [self._message(message, kind, place) for message in messages]
+        other = "sharegpt" if kind == "messages" else "messages"
+        if messages and self._own(_MESSAGE_FIELDS[kind][0]) not in messages[0]:
+            # the names of the other format, under this one's name of the list
+            kind = other if all(self._own(name) in messages[0] for name in _MESSAGE_FIELDS[other]) else kind
+        found, without_loss, unread = [], set(), list[str]()
+        for index, fields in enumerate(messages):
+            message = self._message(fields, kind, place)
+            for name in [name for name in message if name in self._ignored]:
+                del message[name]
+            for own in self._marks.keys() & message.keys():
+                name, value = self._marks[own], message.pop(own)
+                if value in ([], ""):
+                    continue
+                if name in _MEDIA:
+                    fix = f"{self._ignore(name)}, which leaves them out, or rows of text"
+                    raise ConfigError(place, f"a message has {name}, and only text is trained on", fix)
+                if not _is_weight(value):
+                    reason = f"{name} of a message is {_shorten(value)}, and a message is learned or not"
+                    raise ConfigError(place, reason, f"0 or 1 there, or {self._ignore(name)}")
+                is_learned = bool(value) != (name in _OPPOSITES)
+                if message["role"] == "assistant":
+                    without_loss |= set() if is_learned else {index}
+                elif is_learned:  # only answers are, or with train_on=all the whole conversation
+                    unread.append(f"{name} of {message['role']} messages")
+            found.append(message)
+        return _Read(found, without_loss, unread)
 
     def _message(self, message: Mapping[str, Any], kind: str, place: str) -> Message:
-        role_field, content_field = (self._fields.get(name, name) for name in _MESSAGE_FIELDS[kind])
+        role_field, content_field = (str(self._own(name)) for name in _MESSAGE_FIELDS[kind])
         typed = message.get(role_field)
-        role = _SHAREGPT_ROLES.get(str(typed), typed) if kind == "sharegpt" else typed
+        role = _SHAREGPT_ROLES.get(str(typed), typed) if kind == "sharegpt" or typed == "function" else typed
         if role not in ROLES:
             reason = f"its role {role_field}={typed!r} is not one of {', '.join(ROLES)}"
-            raise ConfigError(
-                place, reason, f"one of these there, or data.fields={{{_MESSAGE_FIELDS[kind][0]}: <field>}}"
-            )
-        others = {name: value for name, value in message.items() if name not in (role_field, content_field)}
-        content = message.get(content_field)
-        if content is None and not others.get("tool_calls"):
-            raise ConfigError(
-                place, f"a message of role {role} has no {content_field}", f"a text as {content_field} there"
-            )
-        text = "" if content is None else _text(content, f"{content_field} of a message", place)
-        kept = {key: value for key, value in others.items() if value is not None and key not in ("role", "content")}
-        return kept | {"role": role, "content": text}
+            known = ROLES if kind == "messages" else (*ROLES, *_SHAREGPT_ROLES)
+            others = [field for field, value in message.items() if isinstance(value, str) and value in known]
+            fix = f"one of these as {role_field} there"
+            raise ConfigError(place, reason, self._map(_MESSAGE_FIELDS[kind][0], others) or fix)
+        others = [name for name, value in message.items() if name != role_field and isinstance(value, str)]
+        rest = {name: value for name, value in message.items() if name not in (role_field, content_field)}
+        content, calls = message.get(content_field), rest.pop("tool_calls", None)
+        if kind == "sharegpt" and typed == "function_call":
+            content, calls = None, _parse_calls(content, place)
+        elif isinstance(rest.get("function_call"), Mapping):  # OpenAI's older form
+            calls = [*(calls or []), {"type": "function", "function": rest.pop("function_call")}]
+        calls = _tool_calls(calls, place)
+        if content is None and not calls:
+            reason = f"a message of role {role} has no {content_field}"
+            fix = f"a text as {content_field} there"
+            raise ConfigError(place, reason, self._map(_MESSAGE_FIELDS[kind][1], others) or fix)
+        text = "" if content is None else _content(content, f"{content_field} of a message", place)
+        kept = {key: value for key, value in rest.items() if value is not None and key not in ("role", "content")}
+        return kept | {"role": role, "content": text} | ({"tool_calls": calls} if calls else {})
+
+
+def calls_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the functions that a message calls, each with `name` and, if it has any, `arguments`."""
+    return [call.get("function") or call for call in message.get("tool_calls") or ()]
+
+
+def _guess_fields(row: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """Yield mappings of format fields to the fields of a row, the likeliest first."""
+    names = [name for name in row if isinstance(name, str) and _TYPED_NAME.fullmatch(name)]
+    for name in names:
+        if isinstance(row[name], list) and row[name] and isinstance(row[name][0], Mapping):
+            message = row[name][0]
+            texts = [field for field, value in message.items() if isinstance(value, str)]
+            roles = [field for field in texts if message[field] in (*ROLES, *_SHAREGPT_ROLES)]
+            yield {"messages": name}
+            for role in roles:
+                kind, list_name = ("messages", "messages") if message[role] in ROLES else ("sharegpt", "conversations")
+                for content in [field for field in texts if field != role]:
+                    yield {list_name: name} | dict(zip(_MESSAGE_FIELDS[kind], (role, content), strict=True))
+    texts = [name for name in names if isinstance(row[name], str)]
+    pairs = [_FIELDS[kind] for kind in ("prompt_completion", "alpaca")]
+    for question, answer in sorted(pairs, key=lambda pair: -sum(name in row for name in pair)):
+        questions = [question] if question in texts else [name for name in _QUESTIONS if name in texts]
+        answers = [answer] if answer in texts else [name for name in _ANSWERS if name in texts]
+        for asked in questions or texts:
+            for answered in answers or texts:
+                if asked != answered and (question in texts or answer in texts or (questions and answers)):
+                    found = {question: asked, answer: answered}
+                    yield {name: own for name, own in found.items() if name != own}
+    if len(texts) == 1:
+        yield {"text": texts[0]}
+
+
+def _is_weight(value: Any) -> bool:
+    """Return whether a value says that something is learned, or that it is not."""
+    return isinstance(value, int | float) and value in (0, 1)
+
+
+def _names(row: Mapping[str, Any]) -> str:
+    """Return the fields of a row, for an error; a name may hold half of a surrogate pair."""
+    return _shorten(", ".join(map(str, row)), 400) or "none"
+
+
+def _shorten(value: Any, num_characters: int = 40) -> str:
+    return str(value)[:num_characters].encode("utf-8", "backslashreplace").decode()
 
 
 def _text(value: Any, name: str, place: str) -> str:
@@ -168,15 +414,101 @@ def _text(value: Any, name: str, place: str) -> str:
     return value
 
 
-def _tools(value: Any, place: str) -> list[Any] | None:
-    """Return the tools of a row; many datasets store them as a JSON string within the JSON."""
+def _content(value: Any, name: str, place: str) -> str:
+    """Return the text of a message, which may be a list of one part of type text."""
+    if isinstance(value, list) and all(isinstance(part, Mapping) for part in value):
+        others = [part.get("type") for part in value if part.get("type") != "text"]
+        if others:
+            reason = f"its {name} has a part of type {others[0]}, and only text is trained on"
+            raise ConfigError(place, reason, f"a text as {name} there")
+        if len(value) == 1:
+            value = value[0].get("text")
+    return _text(value, name, place)
+
+
+def _history(value: Any, place: str) -> list[Message]:
+    """Return the earlier turns of an alpaca row: pairs of question and answer."""
+    if not value:
+        return []
+    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        fix = '[["<question>", "<answer>"], …] there, or \'data.fields={history: null}\''
+        raise ConfigError(place, "its history is not a list of pairs of question and answer", fix)
+    texts = [_text(text, "history", place) for pair in value for text in pair]
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def _parse_json(text: str, default: Any) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return default
+
+
+def _parse_calls(value: Any, place: str) -> list[Any]:
+    """Return the calls of a ShareGPT turn `function_call`: JSON text of one or several."""
+    found = _parse_json(value, None) if isinstance(value, str) else value
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(call, Mapping) and "name" in call for call in calls):
+        reason = f"its function_call is no call as JSON: {_shorten(value)}"
+        raise ConfigError(place, reason, '{"name": …, "arguments": {…}} there, or gpt as from, which learns it as text')
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _tool_calls(calls: Any, place: str) -> list[Any]:
+    """Return tool calls whose arguments are objects; OpenAI gives them as JSON text, which would be encoded twice."""
+    if isinstance(calls, str):
+        calls = _parse_json(calls, calls)
+    if not calls:
+        return []
+    fix = '[{"type": "function", "function": {"name": …, "arguments": {…}}}] there'
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise ConfigError(place, "its tool_calls are not a list of objects", fix)
+    found = []
+    for call in calls:
+        function = call.get("function") or call
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ConfigError(place, f"one of its tool_calls names no function: {_shorten(dict(call))}", fix)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = _parse_json(arguments, None) if arguments.strip() else {}
+            if not isinstance(arguments, Mapping):
+                reason = f"the arguments of its call of {function['name']} are text that is no JSON object"
+                raise ConfigError(place, reason, '"arguments": {"<name>": <value>, …} there')
+            function = {**function, "arguments": arguments}
+        found.append({**call, "function": function} if call.get("function") else dict(function))
+    return found
+
+
+def _tools(value: Any, place: str, *, is_required: bool, wraps: bool) -> list[Any] | None:
+    """Return the tools of a row; many datasets store them as a JSON string within the JSON.
+
+    Args:
+        value: The field.
+        place: File and line.
+        is_required: Whether a field that holds no tools is an error.
+        wraps: Whether to give them the form that templates expect, `{"type": "function", "function": …}`.
+    """
+    mistake = None
     if isinstance(value, str):
         try:
             value = json.loads(value or "null")
-        except ValueError as error:
-            raise ConfigError(
-                place, f"its tools are text that is not valid JSON ({error})", "a list as tools there"
-            ) from error
-    if value is not None and not isinstance(value, list):
-        raise ConfigError(place, f"its tools are not a list but {type(value).__name__}", "a list as tools there")
-    return value or None
+        except (ValueError, RecursionError) as error:
+            mistake = f"text that is not valid JSON ({error})"
+    if not mistake and value and not isinstance(value, list):
+        mistake = f"not a list but {type(value).__name__}"
+    if not mistake and value and not all(isinstance(tool, Mapping) for tool in value):
+        mistake = "not a list of objects"
+    if mistake and is_required:
+        raise ConfigError(place, f"its tools are {mistake}", "a list of objects as tools there")
+    if mistake or not value:
+        return None
+    return [{"type": "function", "function": tool} if wraps and "function" not in tool else tool for tool in value]
+
+
+def _as_json(value: Any) -> Any:
+    """Return the value of a column without the fields that only other rows have, and as plain data."""
+    if isinstance(value, Mapping):
+        return {name: _as_json(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [_as_json(inner) for inner in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

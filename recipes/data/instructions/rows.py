@@ -41,9 +41,11 @@ class ExampleRows(Dataset[dict[str, Tensor]]):
         self._store = store
         lengths = store.lengths[examples] - 1  # inputs
         is_cut = lengths > seq_len
-        has_targets = np.ones(len(examples), dtype=np.bool_)
+        num_targets = np.array(store.num_targets[examples])
         for index in np.flatnonzero(is_cut):
-            has_targets[index] = store.carries_loss(int(examples[index]), stop=seq_len + 1)[1:].any()
+            num_targets[index] = store.carries_loss(int(examples[index]), stop=seq_len + 1)[1:].sum()
+        has_targets = num_targets > 0
+        self.num_targets = int(num_targets.sum())
         self.num_cut = int((is_cut & has_targets).sum())
         self.num_without_targets = int((~has_targets).sum())
         self.examples = examples[has_targets]

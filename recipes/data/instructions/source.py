@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recipes.cache import open_cache_dir
-from recipes.data.instructions.chat_template import ExampleTokenizer, TrainOn, find_template, trains_on_end
+from recipes.data.instructions.chat_template import TRAINING_DAY, ChatTemplate, find_template
 from recipes.data.instructions.conversation import Reader
+from recipes.data.instructions.loss_mask import ExampleTokenizer
 from recipes.data.instructions.rows import ExampleRows, pad_rows
 from recipes.data.instructions.store import ExampleStore, cached_examples
 from recipes.data.read_rows import Rows, open_rows
@@ -24,6 +25,7 @@ from recipes.tokenizer import TextCorpus, Tokenizer, TokenizerConfig
 LOGGER = logging.getLogger("lightning_recipes")
 
 _SHOWN_PLACES = 3
+_SHOWN_FIELDS = 8
 
 
 class Instructions:
@@ -41,9 +43,9 @@ class Instructions:
         *,
         path: str,
         format: Literal["messages", "sharegpt", "prompt_completion", "alpaca", "text"] | None,
-        fields: Mapping[str, str],
+        fields: Mapping[str, str | None],
         template: str,
-        train_on: TrainOn,
+        train_on: Literal["answers", "last_answer", "all"],
         packing: bool,
         val_path: str | None,
         val_fraction: Annotated[float, "> 0, < 0.9"],
@@ -52,15 +54,15 @@ class Instructions:
         seq_len: Annotated[int, ">= 1"],
         cache_dir: str,
         vocab_size: Annotated[int, ">= 1"] | None = None,
-        num_processes: Annotated[int, ">= 1"] | None = None,
+        num_processes: Annotated[int, ">= 1, <= 256"] | None = None,
     ) -> None:
         """Store the settings; nothing is read before `prepare`.
 
         Args:
             path: File, folder or glob, or `hf://` and a dataset id.
             format: Format of the rows; None: detected from their fields.
-            fields: Field name in the format -> field name in this dataset.
-            template: Chat template: `auto`, `chatml`, or a file.
+            fields: Field name in the format -> field name in this dataset, or None for a field that is not to be read.
+            template: Chat template: `auto`, `chatml`, the name of one of several of the tokenizer, or a file.
             train_on: Tokens with a loss: the `answers`, the `last_answer`, or `all`.
             packing: Whether several examples share a row, without attending to each other.
             val_path: Rows for validation; None: split from `path`.
@@ -83,7 +85,7 @@ class Instructions:
         self._val_path = val_path
         self._val_fraction = val_fraction
         self._reader = Reader(format=format, fields=fields)
-        self._format = f"{format} {sorted(fields.items())}"
+        self._format = f"{format} {sorted(fields.items(), key=str)}"
         self._template = template
         self._train_on = train_on
         self.packs = packing
@@ -164,14 +166,9 @@ class Instructions:
             sources["val"] = self._open("val_path", self._val_path)
         hashes = {name: rows.content_hash(cache_dir) for name, rows in sources.items()}
         tokenizer = tokenizer or self.make_tokenizer(self.corpus())
-        if self._known_ids is not None and tokenizer.vocab_size > self._known_ids:
-            raise ConfigError(
-                f"model.vocab_size={self._known_ids}",
-                f"the tokenizer has {tokenizer.vocab_size} tokens",
-                f"model.vocab_size={tokenizer.vocab_size}",
-            )
-        template = find_template(self._template, tokenizer)
-        made_by = (self._format, tokenizer.fingerprint, str(tokenizer.special_tokens), template.source, self._train_on)
+        tokenizer.check_model(self._known_ids)
+        template = find_template(self._template, tokenizer, day=TRAINING_DAY)
+        made_by = (self._format, tokenizer.fingerprint, str(tokenizer.special_tokens), repr(template), self._train_on)
         stores = {
             name: cached_examples(
                 rows,
@@ -186,14 +183,9 @@ class Instructions:
         }
         rows = {name: self._rows(store, examples, name) for name, store, examples in self._splits(stores)}
         if any(store.meta.num_conversations for store in stores.values()):
-            if not trains_on_end(tokenizer, template, train_on=self._train_on):
-                LOGGER.warning(
-                    "The template of %s ends an answer where nothing is trained on: the model will not learn to stop."
-                    " data.template=<file.jinja> with the end of a turn inside of {%% generation %%}, or"
-                    " data.train_on=all, trains on it",
-                    template.name,
-                )
-            tokenizer = tokenizer.with_chat_template(template.source)
+            self._warn_of_template(template, stores)
+            if template.source != tokenizer.chat_template:
+                tokenizer = tokenizer.with_chat_template(template.source)
         self._prepared = tokenizer, stores, rows
         self._warn(stores, rows)
 
@@ -225,17 +217,23 @@ class Instructions:
         return f"{store.folder.name}/{examples}/{self.seq_len}/{'packed' if self.packs else 'padded'}"
 
     def describe(self) -> str:
-        """Return the amount of data and the fraction with a loss."""
+        """Return the amount of data, the fraction of training tokens with a loss, and the fields that are not read."""
         _, stores, rows = self._ready()
-        num_tokens = sum(store.meta.num_tokens for store in stores.values())
-        num_loss = sum(store.meta.num_loss_tokens for store in stores.values())
+        unread = dict[str, int]()
+        for store in stores.values():
+            unread |= {name: unread.get(name, 0) + count for name, count in store.meta.unread.items()}
+        shown = [f"{name} ({count:,} rows)" for name, count in [*unread.items()][:_SHOWN_FIELDS]]
+        more = f" and {len(unread) - len(shown)} more" if len(unread) > len(shown) else ""
+        not_read = f"; fields not read: {', '.join(shown)}{more}" if shown else ""
         if "train" not in rows:
-            return f"{len(rows['val'].examples):,} validation examples"
+            return f"{len(rows['val'].examples):,} validation examples{not_read}"
         train, val = rows["train"], rows["val"]
         fill = train.num_inputs / (len(train) * self.seq_len)
         packed = f" in {len(train):,} rows of {self.seq_len}, {fill:.0%} full" if self.packs else ""
         counts = f"{len(train.examples):,} training{packed} and {len(val.examples):,} validation examples"
-        return f"{counts}; {num_loss:,} of {num_tokens:,} tokens carry loss ({num_loss / num_tokens:.0%})"
+        share = train.num_targets / train.num_inputs
+        trained = f"{train.num_targets:,} of {train.num_inputs:,} training tokens carry loss ({share:.0%})"
+        return f"{counts}; {trained}{not_read}"
 
     def describe_sample(self, sample: int) -> dict[str, Any]:
         """Return the origin of the examples in a training row, and its text, for the dump of a bad batch."""
@@ -301,12 +299,30 @@ class Instructions:
         reason = f"it has {len(store):,} examples, and none of them is in the {split} split"
         raise ConfigError(f"data.path={self._path}", reason, fix)
 
+    def _warn_of_template(self, template: ChatTemplate, stores: dict[str, ExampleStore]) -> None:
+        """Log what the template leaves out of the examples, or adds to them."""
+        if not any(store.meta.num_ending for store in stores.values()):
+            LOGGER.warning(
+                "The template of %s ends no answer with a token that is trained on and stops a generation: the model"
+                " will not learn to stop. data.template=<file.jinja> with the end of a turn inside of"
+                " {%% generation %%} trains on it",
+                template.name,
+            )
+        hidden = {name: count for store in stores.values() for name, count in store.meta.hidden.items()}
+        if hidden:
+            shown = ", ".join(f"{name} ({count:,} rows)" for name, count in [*hidden.items()][:_SHOWN_FIELDS])
+            LOGGER.warning("The template of %s does not show everything. Not trained on: %s", template.name, shown)
+        if template.writes_date:
+            LOGGER.info("The template of %s writes a date: %s in every example", template.name, TRAINING_DAY)
+
     def _warn(self, stores: dict[str, ExampleStore], rows: dict[str, ExampleRows]) -> None:
         """Log the rows and tokens that are not trained on."""
         for store in stores.values():
             if dropped := store.meta.dropped:
                 places = ", ".join(dropped[:_SHOWN_PLACES]) + (", …" if len(dropped) > _SHOWN_PLACES else "")
-                LOGGER.warning("%d rows without an answer are skipped: %s", len(dropped), places)
+                LOGGER.warning("%d rows without an answer to learn are skipped: %s", len(dropped), places)
+            for name in store.meta.absent:
+                LOGGER.warning("data.fields names the field %s, which no row has", name)
         if "val" in stores:
             num_known = int(np.isin(stores["val"].questions, stores["train"].questions).sum())
             if num_known:
@@ -343,7 +359,7 @@ class _RowTexts:
     def texts(self, max_bytes: int) -> Iterator[str]:
         num_bytes = 0
         for row in self._rows:
-            example = self._reader.read(row.parse(), place=row.place)
+            example = self._reader.read(row.parse(), place=row.place, from_table=row.from_table)
             for part in (example.prompt or "", example.answer):
                 for text in [part] if isinstance(part, str) else [str(message["content"]) for message in part]:
                     num_bytes += len(text)

@@ -8,18 +8,19 @@ import hashlib
 import json
 import logging
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from recipes.cache import build_once
-from recipes.data.instructions.chat_template import ExampleTokenizer, Tokenized
 from recipes.data.instructions.conversation import Reader
+from recipes.data.instructions.loss_mask import ExampleTokenizer, Tokenized
 from recipes.data.parallel import group_by_bytes, map_in_order
 from recipes.data.read_rows import Row
 from recipes.data.text.token_corpus import hash_text
@@ -27,14 +28,24 @@ from recipes.errors import ConfigError
 
 log = logging.getLogger("lightning_recipes")
 
-FORMAT_VERSION = 1  # increase when the same key produces different files
+FORMAT_VERSION = 2  # increase when the same key produces different files
 _TASK_BYTES = 1024 * 1024
 _TASK_ROWS = 4096
 _ROWS_PER_PROCESS = 2000  # with fewer per process, starting it (~2 s with a chat template) does not pay off
 _CARRIES_LOSS, _IS_ANSWER = 1, 2  # bits of a mark
-_ARRAYS = {"starts": np.int64, "questions": np.uint64}
+_ARRAYS = {"starts": np.int64, "questions": np.uint64, "targets": np.int64}
+_MAX_NAMES = 100  # of fields; a row may have others than every other row
 
-Encoded = tuple[str, int, bool, Tokenized]  # place, hash of the question, whether it is a conversation, tokens
+
+class Encoded(NamedTuple):
+    """One row, tokenized: where it is, the hash of its question, and the fields that were not read or not there."""
+
+    place: str
+    question: int
+    is_conversation: bool
+    unread: tuple[str, ...]
+    absent: tuple[str, ...]
+    tokenized: Tokenized
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,10 @@ class StoreMeta:
 
     Attributes:
         num_conversations: Number of conversations; the other examples are plain text.
+        num_ending: Number of examples in which an answer ends with a token that stops a generation, with a loss.
+        unread: Fields that were not read, with the number of rows that have them.
+        hidden: What the template does not show, with the number of rows.
+        absent: Names in `data.fields` that no conversation has.
         dropped: Locations of rows in which no token has a loss.
     """
 
@@ -50,8 +65,11 @@ class StoreMeta:
     dtype: str
     num_examples: int
     num_tokens: int
-    num_loss_tokens: int
     num_conversations: int
+    num_ending: int
+    unread: dict[str, int]
+    hidden: dict[str, int]
+    absent: list[str]
     dropped: list[str]
 
 
@@ -86,6 +104,11 @@ class ExampleStore:
     def questions(self) -> NDArray[np.uint64]:
         """Hash of the question of each example, [N]."""
         return self._map("questions")
+
+    @property
+    def num_targets(self) -> NDArray[np.int64]:
+        """Number of tokens with a loss of each example, [N]; the first token of an example is never a target."""
+        return self._map("targets")
 
     def tokens(self, example: int, *, stop: int | None = None) -> NDArray[np.int64]:
         """Return the first `stop` tokens of an example."""
@@ -182,20 +205,23 @@ def _encode_all(
 def _encode(rows: Sequence[Row], *, reader: Reader, tokenizer: ExampleTokenizer) -> list[Encoded]:
     encoded = []
     for row in rows:
-        example = reader.read(row.parse(), place=row.place)
+        example = reader.read(row.parse(), place=row.place, from_table=row.from_table)
         is_chat = not isinstance(example.answer, str)
-        encoded.append((row.place, hash_text(example.question), is_chat, tokenizer(example)))
+        names = example.unread, example.absent
+        encoded.append(Encoded(row.place, hash_text(example.question), is_chat, *names, tokenizer(example)))
     return encoded
 
 
 def _write(folder: Path, encoded: Iterator[Encoded], *, vocab_size: int) -> None:
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-    starts, questions, dropped = array("q", [0]), array("Q"), list[str]()
-    num_loss_tokens = num_conversations = 0
+    starts, questions, targets, dropped = array("q", [0]), array("Q"), array("q"), list[str]()
+    unread, hidden, absent = Counter[str](), Counter[str](), Counter[str]()
+    num_conversations = num_ending = 0
     files = [(folder / name).open("wb") for name in ("tokens.bin", "marks.bin", "places.txt")]
     tokens_file, marks_file, places_file = files
     try:
-        for place, question, is_chat, example in encoded:
+        for place, question, is_conversation, fields, missing, example in encoded:
+            unread.update(fields)
             num_targets = int(example.carries_loss[1:].sum())  # the first token cannot be a target
             if num_targets == 0:
                 dropped.append(place)
@@ -206,15 +232,30 @@ def _write(folder: Path, encoded: Iterator[Encoded], *, vocab_size: int) -> None
             places_file.write(f"{place}\n".encode("utf-8", "surrogateescape"))
             starts.append(starts[-1] + len(example.tokens))
             questions.append(question)
-            num_loss_tokens += num_targets
-            num_conversations += is_chat
+            targets.append(num_targets)
+            hidden.update(example.hidden)
+            absent.update(missing)
+            num_conversations += is_conversation
+            num_ending += example.ends
     finally:
         for file in files:
             file.close()
     if not questions:
-        reason = f"none of its {len(dropped):,} rows has an answer" if dropped else "it has no rows"
+        reason = f"none of its {len(dropped):,} rows has an answer to learn" if dropped else "it has no rows"
         raise ConfigError("data.path", reason, "data.path=<rows with answers>, or data.fields={…} for other names")
     np.save(folder / "starts.npy", np.array(starts, dtype=np.int64))
     np.save(folder / "questions.npy", np.array(questions, dtype=np.uint64))
-    meta = StoreMeta(FORMAT_VERSION, dtype, len(questions), starts[-1], num_loss_tokens, num_conversations, dropped)
+    np.save(folder / "targets.npy", np.array(targets, dtype=np.int64))
+    meta = StoreMeta(
+        format_version=FORMAT_VERSION,
+        dtype=dtype,
+        num_examples=len(questions),
+        num_tokens=starts[-1],
+        num_conversations=num_conversations,
+        num_ending=num_ending,
+        unread=dict(unread.most_common(_MAX_NAMES)),
+        hidden=dict(hidden.most_common(_MAX_NAMES)),
+        absent=[name for name, count in absent.items() if count == num_conversations],
+        dropped=dropped,
+    )
     (folder / "meta.json").write_text(json.dumps(asdict(meta), indent=2) + "\n", encoding="utf-8")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from recipes.data import DataSource, get_val_fingerprint, in_section, prepare_with
 from recipes.data.mixture.samples import MixedSamples, MixedValidation, collate
-from recipes.data.mixture.stages import PERIOD, Stages
+from recipes.data.mixture.stages import PERIOD, Stages, count_shares
 from recipes.data.text.token_cache import SPLIT_TEXT
 from recipes.errors import ConfigError
 from recipes.tokenizer import TextCorpus, Tokenizer
@@ -21,6 +21,8 @@ from recipes.tokenizer import TextCorpus, Tokenizer
 LOGGER = logging.getLogger("lightning_recipes")
 
 _TOLERANCE = 1e-6  # for the sum of weights
+_EXAMPLE_SAMPLES = 100_000  # of a stage, in what to type
+_MAX_POSITION = 1 << 60  # of a stage: the numbers of samples before it are 64-bit integers
 _EXAMPLE = "+data@data.sources.code=stdlib_text"
 
 
@@ -55,13 +57,14 @@ class Mixture:
             ConfigError: There are no sources, weights do not match them or do not sum to 1, or stages are not in order.
         """
         if not sources:
-            raise ConfigError("data.sources={}", "a mixture needs sources", f"{_EXAMPLE} data.weights={{code: 1.0}}")
-        self.sources: dict[str, DataSource] = sources
-        starts, of_stages = [0], [_check_weights("data.weights", weights, sources)]
-        for index, stage in enumerate(stages):
-            where = f"data.stages[{index}]"
-            starts.append(_read_start(where, stage, after=starts[-1]))
-            of_stages.append(_check_weights(f"{where}.weights", stage["weights"], sources))
+            raise ConfigError("data.sources={}", "a mixture needs sources", f"{_EXAMPLE} 'data.weights={{code: 1.0}}'")
+        self.sources: dict[str, DataSource] = {str(name): source for name, source in sources.items()}
+        names = list(self.sources)
+        starts, of_stages = [0], [_check_weights("data.weights", weights, names, "data.weights={}")]
+        for index in range(len(stages)):
+            start, of_stage = _check_stage(stages, index, names, after=starts[-1])
+            starts.append(start)
+            of_stages.append(of_stage)
         self._stages = Stages(starts, of_stages)
         self._last_stage = Stages([0], of_stages[-1:])
         self._max_repeats = max_repeats
@@ -89,7 +92,8 @@ class Mixture:
             longest = source.train().tokens_per_sample
             if longest > self._seq_len:
                 reason = f"a sample of the mixture has at most {self._seq_len} tokens"
-                raise ConfigError(f"data.sources.{name}.seq_len={longest}", reason, f"seq_len={longest}")
+                fix = f"data.seq_len={longest}, or data.sources.{name}.seq_len={self._seq_len}"
+                raise ConfigError(f"data.sources.{name}.seq_len={longest}", reason, fix)
         _share_split(self.sources)
         self._mix()
 
@@ -204,36 +208,89 @@ class Mixture:
         return corpus
 
 
-def _check_weights(setting: str, weights: object, sources: Mapping[str, Any]) -> list[float]:
-    """Return the weights in the order of the sources."""
-    typed = f"{setting}={weights}".replace("'", "")
-    named = "{" + ", ".join(f"{name}: {1 / len(sources):.4g}" for name in sources) + "}"
-    if not isinstance(weights, dict) or set(weights) != set(sources):
-        raise ConfigError(typed, f"the sources are {', '.join(sources)}, and each has a weight", f"{setting}={named}")
-    values = [weights[name] for name in sources]
-    if not all(isinstance(value, int | float) and math.isfinite(value) and value >= 0 for value in values):
-        raise ConfigError(typed, "weights are numbers from 0 to 1", f"{setting}={named}")
+def _check_weights(setting: str, weights: object, names: Sequence[str], fix: str) -> list[float]:
+    """Return the weights in the order of the sources.
+
+    Args:
+        setting: Key of the weights.
+        weights: Weights by name of a source.
+        names: Names of the sources.
+        fix: What to type, with `{}` in place of right weights.
+    """
+    typed = f"{setting}={_show(weights)}"
+    equal = [1.0] * len(names)
+    by_name = {str(name): value for name, value in weights.items()} if isinstance(weights, dict) else {}
+    if set(by_name) != set(names):
+        reason = f"the sources are {', '.join(names)}, and each has a weight"
+        raise ConfigError(typed, reason, _suggest_weights(fix, names, equal))
+    values = [by_name[name] for name in names]
+    if not all(_is_number(value) and math.isfinite(value) and value >= 0 for value in values):
+        raise ConfigError(typed, "weights are numbers from 0 to 1", _suggest_weights(fix, names, equal))
     total = sum(values)
     if abs(total - 1) > _TOLERANCE:
-        fixed = [value / total for value in values] if total > 0 else [1 / len(values)] * len(values)
-        shown = ", ".join(f"{name}: {value:.4g}" for name, value in zip(sources, fixed, strict=True))
-        raise ConfigError(typed, f"weights must add up to 1; these add up to {total:.6g}", f"{setting}={{{shown}}}")
+        reason = f"weights must add up to 1; these add up to {total:.6g}"
+        raise ConfigError(typed, reason, _suggest_weights(fix, names, values if total > 0 else equal))
     if smallest := [value for value in values if 0 < value < 1 / PERIOD]:
         reason = f"shares are counted in {PERIOD:,}ths, and {smallest[0]:.3g} is less than one"
-        raise ConfigError(typed, reason, f"{setting} of at least {1 / PERIOD}, or 0")
+        enlarged = [max(value, 1 / PERIOD) if value else 0 for value in values]
+        raise ConfigError(typed, reason, _suggest_weights(fix, names, enlarged))
     return values
 
 
-def _read_start(where: str, stage: object, *, after: int) -> int:
-    """Return the first position of a stage."""
+def _suggest_weights(fix: str, names: Sequence[str], values: Sequence[float]) -> str:
+    """Return what to type for these shares, rounded such that they add up to 1."""
+    shares = (count_shares(values) / PERIOD).tolist()
+    shown = ", ".join(f"{name}: {share:.4g}" for name, share in zip(names, shares, strict=True))
+    return f"'{fix.replace('{}', f'{{{shown}}}', 1)}'"
+
+
+def _check_stage(stages: Sequence[Any], index: int, names: Sequence[str], *, after: int) -> tuple[int, list[float]]:
+    """Return the first position and the weights of a stage.
+
+    Args:
+        stages: All stages; Hydra sets a list only as a whole.
+        index: Index of this one.
+        names: Names of the sources.
+        after: First position of the stage before.
+    """
+    stage, where = stages[index], f"data.stages[{index}]"
+    equal = [1.0] * len(names)
+    others = [_show(other) for other in stages]
+
+    def suggest(start: int, weights: str) -> str:
+        right = f"{{from: {start}, weights: {weights}}}"
+        return f"data.stages=[{', '.join([*others[:index], right, *others[index + 1 :]])}]"
+
     if not isinstance(stage, dict) or set(stage) != {"from", "weights"}:
-        fix = f"data.stages=[{{from: {after + 100_000}, weights: {{…}}}}]"
-        raise ConfigError(f"{where}={stage}", "a stage has a position, `from`, and `weights`", fix)
-    start = stage["from"]
-    if not isinstance(start, int) or isinstance(start, bool) or start <= after:
+        fix = _suggest_weights(suggest(after + _EXAMPLE_SAMPLES, "{}"), names, equal)
+        raise ConfigError(f"{where}={_show(stage)}", "a stage has a position, `from`, and `weights`", fix)
+    start, shown = stage["from"], _show(stage["weights"])
+    if isinstance(start, float) and start.is_integer():
+        start = int(start)  # 1e5
+    reason = None
+    if not isinstance(start, int) or isinstance(start, bool):
+        reason = "a position is a whole number of samples"
+    elif start <= after:
         reason = f"stages follow each other, and the one before begins at sample {after:,}"
-        raise ConfigError(f"{where}.from={start}", reason, f"{where}.from={after + 100_000}")
-    return start
+    elif start > _MAX_POSITION:
+        reason = f"no run gets there: positions end at {_MAX_POSITION:,}"
+    if reason is not None:
+        fix = f"'{suggest(after + _EXAMPLE_SAMPLES, shown)}'"
+        raise ConfigError(f"{where}.from={_show(stage['from'])}", reason, fix)
+    return start, _check_weights(f"{where}.weights", stage["weights"], names, suggest(start, "{}"))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _show(value: object) -> str:
+    """Return a value as it is typed."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_show(child)}" for name, child in value.items()) + "}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
 
 
 def _share_split(sources: Mapping[str, Any]) -> None:

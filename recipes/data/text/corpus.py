@@ -13,6 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from recipes.data.file_kinds import NUM_HEAD_BYTES, recognize
+from recipes.data.found_files import unreadable
 from recipes.errors import ConfigError
 from recipes.files import replacing, tolerating
 
@@ -105,6 +107,8 @@ class Piece:
                 data = file.read(self.stop - self.start)
         except OSError as error:
             raise unreadable(self.document.path, error) from error
+        if self.start == 0:
+            reject_other_kind(self.document.path, data)
         try:
             text = data.decode("utf-8")
             return text.removeprefix("\ufeff") if self.start == 0 else text  # a byte order mark is no text
@@ -277,19 +281,26 @@ def file_digest(path: Path, *, num_bytes: int = 16, skips_mark: bool = False) ->
         raise unreadable(path, error) from error
 
 
-def not_utf8(path: Path, error: UnicodeDecodeError, *, start: int = 0) -> ConfigError:
+def reject_other_kind(path: Path, data: bytes, setting: str = "data.path") -> None:
+    """Reject a file that is no UTF-8 text, though its bytes may decode as such, as those of UTF-16 and Git LFS do.
+
+    Args:
+        path: The file.
+        data: Its first bytes, or all.
+        setting: Config key of the path.
+
+    Raises:
+        ConfigError: It is compressed, an archive, in another encoding, or was not downloaded.
+    """
+    if (kind := recognize(data[:NUM_HEAD_BYTES], path, is_text=True)) is not None:
+        raise ConfigError(f"{setting}={path}", kind.reason, kind.fix or f"{setting}= of UTF-8 text")
+
+
+def not_utf8(path: Path, error: UnicodeDecodeError, *, start: int = 0, setting: str = "data.path") -> ConfigError:
     """Return the error for a file that is not UTF-8; `start` is the file offset of the decoded bytes."""
     reason = f"byte {start + error.start} is not UTF-8 text ({error.reason})"
-    fix = "data.path= of UTF-8 files; iconv -f latin1 -t utf-8 converts an old one"
-    return ConfigError(f"data.path={path}", reason, fix)
-
-
-def unreadable(path: Path, error: Exception) -> ConfigError:
-    """Return the error for a text file or folder that cannot be read."""
-    reason = "it is a link to a file that does not exist" if path.is_symlink() and not path.exists() else None
-    fix = "data.path=<text that can be read>, or the same command when this file is gone"
-    said = getattr(error, "strerror", None) or str(error)
-    return ConfigError(f"data.path={path}", reason or f"it cannot be read: {said}", fix)
+    fix = f"{setting}= of UTF-8 files; iconv -f latin1 -t utf-8 converts an old one"
+    return ConfigError(f"{setting}={path}", reason, fix)
 
 
 def _write(path: Path, text: str) -> None:

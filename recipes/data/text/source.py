@@ -1,17 +1,15 @@
 """Base classes of text sources: list documents, make the tokenizer, tokenize once, cut windows."""
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, NoReturn
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
 from recipes.cache import open_cache_dir
-from recipes.data.text.corpus import Corpus, Document, unreadable
+from recipes.data.text.corpus import Corpus, Document
 from recipes.data.text.sequences import TokenWindows, check_length
 from recipes.data.text.token_cache import Split, TokenCache, cached_tokens, describe_start, hold_out
 from recipes.data.text.token_corpus import TokenCorpus
@@ -32,7 +30,7 @@ class TextSource(ABC):
         val_fraction: Annotated[float, "> 0, < 0.9"],
         cache_dir: str,
         vocab_size: Annotated[int, ">= 1"] | None = None,
-        num_processes: Annotated[int, ">= 1"] | None = None,
+        num_processes: Annotated[int, ">= 1, <= 256"] | None = None,
     ) -> None:
         """Check the settings; nothing is read before `prepare`.
 
@@ -100,13 +98,10 @@ class TextSource(ABC):
             return
         corpus = self.corpus()
         tokenizer = tokenizer or self.make_tokenizer(corpus)
-        if self._known_ids is not None and tokenizer.vocab_size > self._known_ids:
-            raise ConfigError(
-                f"model.vocab_size={self._known_ids}",
-                f"the tokenizer has {tokenizer.vocab_size} tokens",
-                f"model.vocab_size={tokenizer.vocab_size}",
-            )
+        tokenizer.check_model(self._known_ids)
         cache = cached_tokens(corpus, tokenizer, val_fraction=self.val_fraction, num_processes=self._num_processes)
+        if cache.meta.num_documents == 0:
+            raise ConfigError("data.path=…", "no document in it has any text", self.suggest_more_text())
         self._prepared = tokenizer, cache
         self._check_splits()
 
@@ -243,20 +238,3 @@ def check_windows(*, seq_len: int, val_fraction: float) -> None:
             "it is the fraction of the text for validation, and both splits need text",
             "data.val_fraction=0.05",
         )
-
-
-def _reject_folder(error: OSError) -> NoReturn:
-    """Reject a folder that cannot be listed, which `os.walk` would silently skip."""
-    raise unreadable(Path(error.filename), error) from error
-
-
-def list_files(folder: Path, *, suffixes: frozenset[str], skipped_folders: frozenset[str] = frozenset()) -> list[Path]:
-    """Return the files with one of the suffixes, sorted by relative path, without hidden files and folders."""
-    found = []
-    for directory, subfolders, names in os.walk(folder, onerror=_reject_folder):
-        subfolders[:] = [name for name in subfolders if name not in skipped_folders and not name.startswith(".")]
-        for name in names:
-            path = Path(directory, name)
-            if path.suffix.lower() in suffixes and not name.startswith("."):
-                found.append(path)
-    return sorted(found, key=lambda path: path.relative_to(folder).parts)

@@ -121,7 +121,7 @@ def cached_tokens(
     """
     recipe = f"{FORMAT_VERSION} {corpus.content_hash} {tokenizer.fingerprint} {val_fraction!r}"
     recipe += describe_start(tokenizer)
-    key = hashlib.blake2b(recipe.encode(), digest_size=12).hexdigest()
+    key = hashlib.blake2b(recipe.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
     folder = corpus.cache_dir / "tokens" / key
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
 

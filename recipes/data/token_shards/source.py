@@ -4,7 +4,6 @@ Letters: L tokens per sample.
 """
 
 import hashlib
-import io
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recipes.cache import open_cache_dir
+from recipes.data.file_kinds import NUM_HEAD_BYTES
 from recipes.data.full_windows import FullWindows
+from recipes.data.token_layout import (
+    LLM_C,
+    TokenLayout,
+    explain_large_token,
+    explain_wider_type,
+    find_largest,
+    find_wider_type,
+    read_layout,
+)
 from recipes.data.token_shards.order import ShardOrder
 from recipes.data.token_shards.storage import Storage
 from recipes.errors import ConfigError
@@ -25,9 +34,8 @@ from recipes.tokenizer import Tokenizer
 
 LOGGER = logging.getLogger("lightning_recipes")
 
-_HEADER_BYTES = 4096
 _OPEN_FILES = 64  # per process
-_DTYPES = {"<u2": "uint16", "<u4": "uint32"}
+_MIN_NONZERO = 8  # of the first tokens of a file, one in so many is not 0
 
 
 class ShardWindows(FullWindows):
@@ -37,7 +45,7 @@ class ShardWindows(FullWindows):
 
     Args:
         storage: Storage of the files.
-        layouts: Dtype and byte offset of the tokens of each file.
+        layouts: Location and type of the tokens of each file.
         seq_len: L.
         vocab_size: Every token must be below it.
         files_at_a_time: Files among which samples are shuffled.
@@ -46,7 +54,7 @@ class ShardWindows(FullWindows):
     def __init__(
         self,
         storage: Storage,
-        layouts: Sequence[tuple[str, int]],
+        layouts: Sequence[TokenLayout],
         *,
         seq_len: int,
         vocab_size: int,
@@ -57,10 +65,7 @@ class ShardWindows(FullWindows):
         self._vocab_size = vocab_size
         self._files_at_a_time = files_at_a_time
         super().__init__(seq_len)
-        self.counts = [
-            max(0, ((size - start) // np.dtype(dtype).itemsize - 1) // seq_len)
-            for size, (dtype, start) in zip(storage.sizes, layouts, strict=True)
-        ]
+        self.counts = [max(0, (layout.num_tokens - 1) // seq_len) for layout in layouts]
         self._lasts = np.cumsum(self.counts)  # one past the last sample of each file
         self._open = lru_cache(maxsize=_OPEN_FILES)(self._open_file)
 
@@ -86,16 +91,16 @@ class ShardWindows(FullWindows):
         return {"documents": [{"name": self._storage.names[int(np.searchsorted(self._lasts, index, side="right"))]}]}
 
     def _open_file(self, file: int) -> NDArray[np.unsignedinteger]:
-        dtype, start = self._layouts[file]
+        layout = self._layouts[file]
         tokens: NDArray[np.unsignedinteger] = np.memmap(
-            self._storage.open_local(file), dtype=dtype, mode="r", offset=start
+            self._storage.open_local(file),
+            dtype=np.dtype(layout.dtype).newbyteorder("<"),
+            mode="r",
+            offset=layout.byte_offset,
+            shape=(layout.num_tokens,),
         )
         if (largest := int(tokens.max(initial=0))) >= self._vocab_size:
-            raise ConfigError(
-                f"data.path={self._storage.names[file]}",
-                f"token id {largest} is outside the vocabulary (maximum {self._vocab_size - 1})",
-                f"model.vocab_size={largest + 1} or more, or the right data.dtype",
-            )
+            raise explain_large_token("data.path", self._storage.names[file], largest, vocab_size=self._vocab_size)
         return tokens
 
     def __getstate__(self) -> dict[str, object]:
@@ -108,7 +113,7 @@ class ShardWindows(FullWindows):
 
 @dataclass(kw_only=True)
 class TokenShards:
-    """Token files in local or object storage: `.npy`, or `.bin` without a header.
+    """Token files in local or object storage: `.npy`, or `.bin`, raw or with the header of llm.c.
 
     Args:
         path: File, folder or glob, optionally with an fsspec protocol.
@@ -135,13 +140,14 @@ class TokenShards:
 
     def __post_init__(self) -> None:
         self._prepared: tuple[ShardWindows, ShardWindows] | None = None
+        self._skips_header = False
 
     def hold_out_all(self) -> None:
         """Use all files for validation; called before `prepare`, by modes that do not train."""
         self.val_path = self.path
 
     def prepare(self) -> None:
-        """List the files and read the headers of `.npy` files; a second call does nothing.
+        """List the files and read their first bytes; a second call does nothing.
 
         Raises:
             ConfigError: There are no files or too few, or a file does not hold tokens.
@@ -172,7 +178,8 @@ class TokenShards:
         storages = [windows._storage for windows in self._ready()]
         names = " ".join(f"{n} {s}" for storage in storages for n, s in zip(storage.names, storage.sizes, strict=True))
         digest = hashlib.blake2b(names.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
-        return f"{digest}/{self.seq_len}/{self.files_at_a_time}"
+        skips = f"/{LLM_C}" if self._skips_header else ""  # earlier versions read that header as tokens
+        return f"{digest}/{self.seq_len}/{self.files_at_a_time}{skips}"
 
     def describe(self) -> str:
         """Return the number of files and samples."""
@@ -200,7 +207,7 @@ class TokenShards:
         cache_dir = open_cache_dir(self.cache_dir)
         return Storage(path, setting=f"data.{name}", cache_dir=cache_dir, cache_gb=self.cache_gb)
 
-    def _windows(self, storage: Storage, layouts: list[tuple[str, int]]) -> ShardWindows:
+    def _windows(self, storage: Storage, layouts: list[TokenLayout]) -> ShardWindows:
         return ShardWindows(
             storage,
             layouts,
@@ -209,34 +216,17 @@ class TokenShards:
             files_at_a_time=self.files_at_a_time,
         )
 
-    def _layouts(self, name: str, storage: Storage) -> list[tuple[str, int]]:
-        """Return the dtype and byte offset of the tokens in each file."""
-        layouts: list[tuple[str, int]] = []
-        for index, file in enumerate(storage.names):
-            layouts.append((self.dtype, 0))
-            if file.endswith(".npy"):
-                try:
-                    layouts[-1] = _npy_layout(storage.read_start(index, _HEADER_BYTES))
-                except ValueError as error:
-                    fix = f"data.{name}=<one-dimensional .npy of uint16 or uint32>"
-                    raise ConfigError(f"data.{name}={file}", str(error), fix) from error
-            dtype, start = layouts[-1]
-            if (storage.sizes[index] - start) % np.dtype(dtype).itemsize:
-                reason = f"its {storage.sizes[index] - start} bytes are no {dtype} tokens: it is truncated"
-                raise ConfigError(f"data.{name}={file}", reason, "the file copied again, or the right data.dtype")
+    def _layouts(self, name: str, storage: Storage) -> list[TokenLayout]:
+        """Return the location and type of the tokens in each file."""
+        key, layouts = f"data.{name}", list[TokenLayout]()
+        for index, (file, head) in enumerate(zip(storage.names, storage.read_heads(NUM_HEAD_BYTES), strict=True)):
+            size = storage.sizes[index]
+            layouts.append(read_layout(head, num_bytes=size, dtype=self.dtype, name=file, key=key))
+            dtype = np.dtype(self.dtype).newbyteorder("<")
+            seen = np.frombuffer(head, dtype=dtype, count=len(head) // dtype.itemsize)
+            is_padding = np.count_nonzero(seen[::2]) < len(seen) // _MIN_NONZERO  # after a few tokens
+            bits = find_wider_type(find_largest(seen), layouts[-1], vocab_size=self.vocab_size)
+            if bits is not None and not is_padding:
+                raise explain_wider_type(key, file, self.dtype, bits)
+            self._skips_header |= layouts[-1].header == LLM_C
         return layouts
-
-
-def _npy_layout(start: bytes) -> tuple[str, int]:
-    """Return the dtype and byte offset of the tokens in a .npy file.
-
-    Raises:
-        ValueError: The file does not hold a one-dimensional array of tokens.
-    """
-    file = io.BytesIO(start)
-    version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(file)  # type: ignore[no-untyped-call]
-    if len(shape) != 1 or dtype.str not in _DTYPES:
-        raise ValueError(f"it holds {dtype} {shape}")
-    return _DTYPES[dtype.str], file.tell()

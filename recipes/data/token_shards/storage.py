@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from recipes.data.found_files import find_files, skip_unfinished
 from recipes.errors import ConfigError
+from recipes.home import expand_home
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +46,12 @@ class Storage:
         with self._explained(fix):
             files, pattern = self._connect()
             self.is_local = "file" in files.protocol if isinstance(files.protocol, tuple) else files.protocol == "file"
-            if files.isdir(pattern):
-                names = [name for name in files.find(pattern) if name.endswith(_SUFFIXES)]
+            if self.is_local:
+                found = find_files(pattern, setting=setting, fix=fix, suffixes=_SUFFIXES, skip=skip_unfinished)
+                names = [str(file) for file in found.files]
             else:
-                names = files.glob(pattern) if any(mark in pattern for mark in "*?[") else [pattern]
-            self.names: list[str] = sorted(name for name in names if files.isfile(name))
+                names = [name for name in _list_remote(files, pattern) if files.isfile(name)]
+            self.names: list[str] = sorted(names)
             self.sizes: list[int] = [int(files.size(name)) for name in self.names]
         if not self.names:
             raise ConfigError(f"{setting}={path}", f"no file there ends in {', '.join(_SUFFIXES)}", fix)
@@ -67,12 +70,13 @@ class Storage:
         os.utime(copy)  # mark as used: the least recently used are deleted first
         return copy
 
-    def read_start(self, index: int, num_bytes: int) -> bytes:
-        """Return the first bytes of a file, without copying it."""
+    def read_heads(self, num_bytes: int) -> list[bytes]:
+        """Return the first bytes of every file, without copying it; from most object stores many at a time."""
         with self._explained(f"{self._setting}=<files that can be read>"):
             files, _ = self._connect()
-            found: bytes = files.cat_file(self.names[index], start=0, end=num_bytes)
-        return found
+            ends = [min(num_bytes, size) for size in self.sizes]
+            heads: list[bytes] = files.cat_ranges(self.names, [0] * len(ends), ends, on_error="raise")
+        return heads
 
     def _copy(self, index: int, copy: Path) -> None:
         if self._cache_bytes is not None:
@@ -113,7 +117,7 @@ class Storage:
         if self._connected is None:
             import fsspec
 
-            path = os.path.expanduser(self._path) if "://" not in self._path else self._path
+            path = str(expand_home(self._path, self._setting)) if "://" not in self._path else self._path
             self._connected = fsspec.core.url_to_fs(path)
         return self._connected
 
@@ -130,6 +134,21 @@ class Storage:
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_connected": None}
+
+
+def _list_remote(files: Any, pattern: str) -> list[str]:
+    """Return the files of a folder, a glob or a name in a store, without hidden and unfinished ones."""
+    if files.isdir(pattern):
+        inside = {name: name.removeprefix(pattern.rstrip("/")).split("/") for name in files.find(pattern)}
+        return [
+            name
+            for name, parts in inside.items()
+            if name.endswith(_SUFFIXES) and not any(part.startswith((".", "_")) for part in parts)
+        ]
+    if not any(mark in pattern for mark in "*?["):
+        return [pattern]
+    shows_hidden = "/." in pattern
+    return [name for name in files.glob(pattern) if shows_hidden or "/." not in name]
 
 
 @contextlib.contextmanager

@@ -1,9 +1,15 @@
-"""Read published weights (safetensors or .bin, sharded or not) one tensor at a time."""
+"""Read published weights (safetensors or .bin, sharded or not) one tensor at a time, and the config.json beside them.
+
+Whatever is wrong with such a file is one `ConfigError`: cut downloads, Git LFS pointers, lists instead of mappings.
+"""
 
 import json
-from collections.abc import Iterator
+import logging
+import os
+import zipfile
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -11,6 +17,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from recipes.errors import ConfigError
+from recipes.foreign_file import reading
+
+log = logging.getLogger("lightning_recipes")
 
 # beside the weights: configs, licences, vocabularies of other libraries
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", "NOTICE*", "USE_POLICY*"]
@@ -20,6 +29,10 @@ WEIGHT_FILES += ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_m
 WEIGHT_FILES += ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 # in order of preference; each may also be sharded. Pickle comes last and is restricted to tensors.
 _FILES = ("model.safetensors", "pytorch_model.bin")
+_CONFIG = "config.json"
+_NUM_SHOWN = 3  # names of tensors in a line of the log
+# dtypes that hold weights as they are; all others (int8, uint8, float8 …) need scales, which no reader here knows
+_OF_WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def locate(name_or_folder: str) -> Path:
@@ -28,9 +41,9 @@ def locate(name_or_folder: str) -> Path:
     Raises:
         ConfigError: Neither a folder with config.json nor a repository that can be downloaded.
     """
-    folder = Path(name_or_folder).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
+    folder = Path(os.path.expanduser(name_or_folder))
+    if os.path.isdir(folder):  # unlike Path.is_dir, returns False if the name is too long
+        if not (folder / _CONFIG).is_file():
             raise ConfigError(
                 f"model.pretrained={name_or_folder}",
                 "the folder has no config.json",
@@ -67,8 +80,8 @@ def _download(snapshot_download: Any, name: str) -> Path:
 
 def published_folder(name: str) -> Path | None:
     """Return the folder of a published model, or what the hub gave of it; None if neither is there any more."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    folder = Path(os.path.expanduser(name))
+    if os.path.isdir(folder):
         return folder
     try:
         from huggingface_hub import snapshot_download  # optional
@@ -78,37 +91,149 @@ def published_folder(name: str) -> Path | None:
         return None
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the config.json of a published model.
+
+    Raises:
+        ConfigError: It is no JSON object.
+    """
+    return read_settings(folder / _CONFIG, f"model.pretrained={folder}")
+
+
+def read_settings(path: Path, setting: str) -> dict[str, Any]:
+    """Return the settings in a JSON file.
+
+    Args:
+        path: The file.
+        setting: The override that named its folder, `key=value`.
+
+    Raises:
+        ConfigError: It is no JSON object.
+    """
+    fix = f"{_key(setting)}=<folder with a valid {path.name}>"
+    with reading(path, setting, fix):
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ConfigError(setting, f"its {path.name} holds a {type(found).__name__} instead of settings", fix)
+    return found
+
+
+class WeightFile:
+    """One open file of tensors; only headers are read until `read` is called.
+
+    Args:
+        opened: A `safe_open`, or the tensors of a pickle by name.
+        path: The file.
+        setting: The override that named it, `key=value`.
+    """
+
+    def __init__(self, opened: Any, path: Path, setting: str) -> None:
+        self._opened = opened
+        self._path = path
+        self._setting = setting
+
+    def names(self) -> list[str]:
+        """Return all tensor names."""
+        return list(self._opened.keys())
+
+    def read(self, name: str, *, like: Tensor | None = None) -> Tensor:
+        """Read one tensor to the CPU.
+
+        Args:
+            name: Name in the file.
+            like: Tensor that it will fill, whose kind of values it must have; None: a weight.
+
+        Raises:
+            ConfigError: It cannot be read, or is quantized and its scales would be lost.
+        """
+        with reading(self._path, self._setting, copy_of(self._setting)):
+            found = self._opened[name] if isinstance(self._opened, dict) else self._opened.get_tensor(name)
+        if found.layout != torch.strided or found.is_quantized or found.device.type != "cpu":
+            reason = f"{self._path} holds {name} as a {found.layout} tensor on {found.device}, not as plain values"
+            raise ConfigError(self._setting, reason, copy_of(self._setting))
+        if (like is None or like.dtype.is_floating_point) and found.dtype not in _OF_WEIGHTS:
+            dtype = str(found.dtype).removeprefix("torch.")
+            reason = f"{self._path} holds {name} as {dtype}: it is quantized, and its scales would be lost"
+            raise ConfigError(self._setting, reason, f"{_key(self._setting)}=<the same in float32 or bfloat16>")
+        values: Tensor = found
+        return values
+
+
+def copy_of(setting: str) -> str:
+    """Return the advice for a file that is damaged or incomplete."""
+    return f"{_key(setting)}=<a complete copy of it>"
+
+
+def _key(setting: str) -> str:
+    return setting.partition("=")[0]
+
+
 class PublishedWeights:
     """Tensors of a checkpoint folder by name.
 
     Args:
-        files: Maps each tensor name to an open file with `get_tensor(name)`.
+        files: Maps each tensor name to its open file.
     """
 
-    def __init__(self, files: dict[str, Any]) -> None:
+    def __init__(self, files: Mapping[str, WeightFile]) -> None:
         self._files = files
 
     def names(self) -> set[str]:
         """Return all tensor names."""
         return set(self._files)
 
-    def read(self, name: str) -> Tensor:
-        """Read one tensor to the CPU."""
-        tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor
+    def read(self, name: str, *, like: Tensor | None = None) -> Tensor:
+        """Read one tensor to the CPU; see `WeightFile.read`."""
+        return self._files[name].read(name, like=like)
 
 
-class _Pickle:
-    """Mimics the `safe_open` interface for a .bin file; unpickles only tensors."""
+def check_tied(weights: PublishedWeights, copy: str, source: str, setting: str) -> None:
+    """Check that a tensor equals the one that it is tied to, so that leaving it out changes nothing.
 
-    def __init__(self, file: Path) -> None:
-        self._tensors: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    Raises:
+        ConfigError: They differ: config.json says that they are tied, and the weights are those of a model without.
+    """
+    if not torch.equal(weights.read(copy), weights.read(source)):
+        reason = f"config.json ties {copy} to {source}, but the file holds other values for each"
+        raise ConfigError(setting, reason, 'the same command, with "tie_word_embeddings": false in its config.json')
 
-    def keys(self) -> list[str]:
-        return list(self._tensors)
 
-    def get_tensor(self, name: str) -> Tensor:
-        return self._tensors[name]
+def log_unread(names: Collection[str], published: str | Path) -> None:
+    """Log which tensors of a file enter no model, such as saved masks and layers that predict further tokens."""
+    if names:
+        more = f", … ({len(names)} tensors)" if len(names) > _NUM_SHOWN else ""
+        log.info("Not read from %s: %s%s", published, ", ".join(sorted(names)[:_NUM_SHOWN]), more)
+
+
+@contextmanager
+def open_file(path: Path, setting: str) -> Iterator[WeightFile]:
+    """Open a .safetensors file, or a pickle, of which only tensors are unpickled.
+
+    Args:
+        path: The file.
+        setting: The override that named it, `key=value`.
+
+    Raises:
+        ConfigError: It is damaged, or holds something else.
+    """
+    with ExitStack() as stack:
+        with reading(path, setting, copy_of(setting)):
+            if path.suffix == ".safetensors":
+                opened: Any = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+                opened.keys()
+            else:
+                # files from before torch 1.6 are no archives and cannot be mapped into memory
+                is_archive = zipfile.is_zipfile(path)
+                opened = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+        if isinstance(opened, dict):
+            others = [key for key, value in opened.items() if not (isinstance(key, str) and isinstance(value, Tensor))]
+            if others:
+                reason = f"{path} holds {str(others[0])[:100]!r}, which is no tensor"
+                raise ConfigError(setting, reason, f"{_key(setting)}=<a file of tensors by name>")
+        elif path.suffix != ".safetensors":
+            reason = f"{path} holds a {type(opened).__name__} instead of tensors by name"
+            raise ConfigError(setting, reason, f"{_key(setting)}=<a file of tensors by name>")
+        yield WeightFile(opened, path, setting)
 
 
 @contextmanager
@@ -116,36 +241,44 @@ def open_weights(folder: Path) -> Iterator[PublishedWeights]:
     """Open every weight file in `folder`, reading only headers until `read` is called.
 
     Raises:
-        ConfigError: There is no weight file, or a file listed in the index is missing.
+        ConfigError: There is no weight file, one is damaged, or a file listed in the index is missing.
     """
+    setting = f"model.pretrained={folder}"
     with ExitStack() as stack:
-        files: dict[str, Any] = {}
-        for file in _weight_files(folder):
-            if file.suffix == ".safetensors":
-                opened = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-            else:
-                opened = _Pickle(file)
-            files.update(dict.fromkeys(opened.keys(), opened))
+        files: dict[str, WeightFile] = {}
+        for path in _weight_files(folder, setting):
+            opened = stack.enter_context(open_file(path, setting))
+            files.update(dict.fromkeys(opened.names(), opened))
         yield PublishedWeights(files)
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def _weight_files(folder: Path, setting: str) -> list[Path]:
     for name in _FILES:
         index = folder / f"{name}.index.json"
         if (folder / name).is_file():
             return [folder / name]
         if index.is_file():
-            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            missing = [file for file in files if not (folder / file).is_file()]
+            files = _read_index(index, setting)
+            missing = [file for file in files if not os.path.isfile(folder / file)]
             if missing:
-                raise ConfigError(
-                    f"model.pretrained={folder}",
-                    f"{index.name} names files that are missing: {', '.join(missing)}",
-                    "model.pretrained=<a folder that is complete>",
-                )
+                reason = f"{index.name} names files that are missing: {', '.join(missing)}"
+                raise ConfigError(setting, reason, copy_of(setting))
             return [folder / file for file in files]
     raise ConfigError(
-        f"model.pretrained={folder}",
+        setting,
         "it has neither model.safetensors nor pytorch_model.bin, in one file or sharded",
         "model.pretrained=<folder with config.json and model.safetensors>",
     )
+
+
+def _read_index(index: Path, setting: str) -> list[str]:
+    """Return the names of the files that an index lists, which must lie in its folder."""
+    with reading(index, setting, copy_of(setting)):
+        files: list[Any] = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    for file in files:
+        if not isinstance(file, str) or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+            reason = f"{index.name} names {file!r}, which is no file of this folder"
+            raise ConfigError(setting, reason, copy_of(setting))
+    if not files:
+        raise ConfigError(setting, f"{index.name} names no file", copy_of(setting))
+    return files

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from recipes.errors import ConfigError
+from recipes.foreign_file import reading
 from recipes.model.init import fill, named_parameters
-from recipes.model.weights.files import locate, open_weights
+from recipes.model.weights.files import PublishedWeights, check_tied, copy_of, locate, log_unread, open_weights
 
 log = logging.getLogger("lightning_recipes")
 
@@ -37,20 +38,24 @@ def load_weights(inner: Any, name_or_folder: str) -> None:
         names = weights.names()
         found = {name: own for name in wanted for own in (name, name.removeprefix(prefix)) if own in names}
         if len(found) == len(wanted):
-            _check_rest(inner, names - {*found.values()}, name_or_folder)
+            _check_rest(inner, weights, found, name_or_folder)
             for name, tensor in wanted.items():
-                _set(tensor, weights.read(found[name]), found[name], name_or_folder)
+                _set(tensor, weights.read(found[name], like=tensor), found[name], name_or_folder)
             return
+        for name in names - {*found.values()}:
+            if not _is_ignored(inner, name):
+                weights.read(name)  # transformers would take a quantized one for a weight
     missing = [name for name in wanted if name not in found]
     log.info(
         "%s names %d of %d tensors in another way (%s, …): transformers converts them, in host memory",
         *(name_or_folder, len(missing), len(wanted), missing[0]),
     )
     converted = _tensors(_load_converted(folder, name_or_folder))
-    absent = sorted({*wanted} - {*converted})
-    if absent:
-        reason = f"it has no {absent[0]}" + (f" and {len(absent) - 1} other weights" if len(absent) > 1 else "")
-        raise ConfigError(f"model.pretrained={name_or_folder}", reason, "model.pretrained=<the same model>")
+    # a head that is tied to the embedding is none of its tensors, unless the file holds other values for it
+    for lines, others in (("it has no", {*wanted} - {*converted}), ("it also has", {*converted} - {*wanted})):
+        if others:
+            reason = f"{lines} {_list(others)}"
+            raise ConfigError(f"model.pretrained={name_or_folder}", reason, "model.pretrained=<the same model>")
     for name, tensor in wanted.items():
         _set(tensor, converted[name].detach(), name, name_or_folder)
 
@@ -70,29 +75,59 @@ def _set(tensor: Tensor, values: Tensor, name: str, published: str) -> None:
     fill(tensor, values)
 
 
-def _check_rest(inner: Any, rest: set[str], published: str) -> None:
+def _check_rest(inner: Any, weights: PublishedWeights, found: dict[str, str], published: str) -> None:
     """Reject leftover weights, which mean that the files are quantized or belong to a different model."""
-    tied = {*(inner._tied_weights_keys or ())}
-    ignored = [*(inner._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"attn\.(masked_)?bias$"]
-    unknown = sorted(n for n in rest - tied if not any(re.search(pattern, n) for pattern in ignored))
+    rest, setting = weights.names() - {*found.values()}, f"model.pretrained={published}"
+    for copy, source in inner.all_tied_weights_keys.items():
+        if copy in rest and source in found:
+            check_tied(weights, copy, found[source], setting)
+            rest.remove(copy)
+    unknown = {name for name in rest if not _is_ignored(inner, name)}
     if unknown:
-        more = f", and {len(unknown) - 1} more" if unknown[1:] else ""
-        reason = f"it has {unknown[0]}, for which the model has no place{more}"
-        raise ConfigError(f"model.pretrained={published}", reason, "model.pretrained=<the same model>")
+        reason = f"it has {_list(unknown)}, for which the model has no place"
+        raise ConfigError(setting, reason, "model.pretrained=<the same model>")
+    log_unread(rest, published)
+
+
+def _is_ignored(inner: Any, name: str) -> bool:
+    """Return whether transformers, too, does without a tensor of a file: saved masks, frequencies, further heads."""
+    ignored = [*(inner._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"attn\.(masked_)?bias$"]
+    return any(re.search(pattern, name) for pattern in ignored)
+
+
+def _list(names: Collection[str]) -> str:
+    return min(names) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _load_converted(folder: Path, name: str) -> Any:
     from transformers import AutoModelForCausalLM
 
-    with _without_progress_bars():
+    setting = f"model.pretrained={name}"
+    with _without_progress_bars(), reading(folder, setting, copy_of(setting)):
         whole, report = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=torch.float32, trust_remote_code=False, output_loading_info=True
         )
-    wrong = [*report["missing_keys"], *report["mismatched_keys"]]
-    if wrong:  # transformers would initialize them randomly
-        reason = f"its files do not have {wrong[0]}" + (f" and {len(wrong) - 1} more" if len(wrong) > 1 else "")
-        raise ConfigError(f"model.pretrained={name}", reason, "model.pretrained=<a complete copy>")
+    check_loaded(report, setting)
     return whole
+
+
+def check_loaded(report: Mapping[str, Collection[Any]], setting: str) -> None:
+    """Check that transformers filled a whole model with all tensors of a file, and initialized none randomly.
+
+    Args:
+        report: Its `output_loading_info`.
+        setting: The override that named the file, `key=value`.
+
+    Raises:
+        ConfigError: Tensors are missing, have another shape, or were left out.
+    """
+    missing = {str(name) for name in report["missing_keys"]}
+    missing |= {str(entry[0] if isinstance(entry, tuple) else entry) for entry in report["mismatched_keys"]}
+    if missing:
+        raise ConfigError(setting, f"its files do not have {_list(missing)}", copy_of(setting))
+    if unexpected := {str(name) for name in report["unexpected_keys"]}:
+        reason = f"it has {_list(unexpected)}, for which the model has no place"
+        raise ConfigError(setting, reason, f"{setting.partition('=')[0]}=<the same model>")
 
 
 @contextmanager

@@ -28,10 +28,12 @@ _IN_BLOCK = {  # our name -> published name, one to one
     "mlp.shared.out": "mlp.shared_experts.down_proj",
 }
 _OF_EXPERTS = {"mlp.experts.gate": "gate_proj", "mlp.experts.up": "up_proj", "mlp.experts.out": "down_proj"}
+_MAY_BE_ZERO = ("first_k_dense_replace", "n_shared_experts")
 _BIAS = "mlp.gate.e_score_correction_bias"
 _DEFAULTS = {  # transformers' DeepseekV3Config
     "first_k_dense_replace": 3,
     "kv_lora_rank": 512,
+    "max_position_embeddings": 4096,
     "moe_intermediate_size": 2048,
     "n_group": 8,
     "n_routed_experts": 256,
@@ -53,7 +55,7 @@ _DEFAULTS = {  # transformers' DeepseekV3Config
 class DeepSeekV3Format(LlamaFormat):
     """The published form of a `DeepSeekV3`; see `hf_format.Format`."""
 
-    known_kinds: ClassVar[str] = "deepseek_v3"
+    kinds: ClassVar[tuple[str, ...]] = ("deepseek_v3",)
 
     def __init__(self, model: DeepSeekV3) -> None:
         super().__init__(model)
@@ -110,7 +112,10 @@ class DeepSeekV3Format(LlamaFormat):
         return [
             *(setting for setting in super().settings(config) if setting.key not in of_others),
             Setting("intermediate_size", width, "model.dense_ffn_hidden_size"),
-            *(Setting(key, value, f"model.{name}") for key, (name, value) in self._sizes().items()),
+            *(
+                Setting(key, value, f"model.{name}", least=int(key not in _MAY_BE_ZERO), is_optional="q_lora" in key)
+                for key, (name, value) in self._sizes().items()
+            ),
             Setting("scoring_func", model.router_scores, "model.router_scores"),
             Setting("rope_interleave", True, None),
         ]

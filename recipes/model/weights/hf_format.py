@@ -1,16 +1,20 @@
 """Mapping of our parameters and settings to the tensors and config keys of published weights."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
+from recipes.errors import ConfigError
 from recipes.model.decoder import Decoder
 from recipes.model.init import named_parameters, pad_rows
+from recipes.model.moe.router import Scores
 
 HFConfig = Mapping[str, Any]  # config.json
+_OTHER_FOLDER = "model.pretrained=<folder with a valid config.json>"
 
 
 @dataclass(frozen=True)
@@ -39,20 +43,18 @@ class Entry:
             shape: Shape of our parameter, padding included.
 
         Raises:
-            ValueError: The shapes in the file do not match.
+            ConfigError: The shapes in the file do not match.
         """
         parts = [read(name) for name in self.published]
+        inner = shape[2:] if self.stacked else shape[1:]
+        for name, part, num_rows in zip(self.published, parts, self.rows, strict=True):
+            expected = (num_rows, *inner)
+            expected = expected[::-1] if self.transposed else expected
+            if tuple(part.shape) != expected:
+                reason = f"its {name} has the shape {tuple(part.shape)}, and its config.json describes {expected}"
+                raise ConfigError("model.pretrained=…", reason, "model.pretrained=<another folder>")
         if self.transposed:
             parts = [part.t() for part in parts]
-        found = tuple(len(part) for part in parts)
-        inner = shape[2:] if self.stacked else shape[1:]
-        if found != self.rows or any(part.shape[1:] != inner for part in parts):
-            shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-            raise ValueError(
-                f"{' + '.join(self.published)} of shape {shapes} cannot fill {self.name} of shape "
-                f"{tuple(shape)}: the file is not what its config.json describes; "
-                "type model.pretrained=<another folder>"
-            )
         rows = torch.stack(parts) if self.stacked else parts[0] if len(parts) == 1 else torch.cat(parts)
         return pad_rows(rows, num_rows=shape[0])
 
@@ -75,26 +77,59 @@ class Setting:
         key: Key in config.json.
         value: Value that matches our model.
         ours: Name of our setting, such as `model.num_layers`; None if no setting can make the two agree.
+        fix: What to type where `ours` is None; None: a model of transformers, which has every setting.
+        least: Least value of a whole number.
+        is_optional: Whether null is a value of our setting.
     """
 
     key: str
     value: object
     ours: str | None
+    fix: str | None = None
+    least: int = 1
+    is_optional: bool = False
 
-    def difference(self, config: HFConfig) -> str | None:
-        """Return one line in three clauses (problem, reason, fix); None if the values agree."""
+    def difference(self, config: HFConfig) -> tuple[str, str | None] | None:
+        """Return what differs, and what to type instead (None: see `fix`); None if the values agree."""
         if self.key not in config:
-            return f"config.json has no {self.key}, which this model needs; type another model=…"
-        if config[self.key] == self.value:
+            return f"config.json has no {self.key}, which this model needs", self.fix
+        found = config[self.key]
+        if found == self.value:
             return None
-        published = _yaml(config[self.key])
+        published = _yaml(found)
         if self.ours is None:
-            return f"{self.key}={published}: this model is only {self.value}; type another model=…"
-        return f"{self.ours}={_yaml(self.value)}: the weights have {self.key}={published}; type {self.ours}={published}"
+            return f"{self.key}={published}: this model is only {self.value}", self.fix
+        if not self._is_possible(found):
+            return f"config.json has {self.key}={published}, which no model can have", _OTHER_FOLDER
+        return f"{self.ours}={_yaml(self.value)}: the weights have {self.key}={published}", f"{self.ours}={published}"
+
+    def _is_possible(self, found: object) -> bool:
+        """Return whether our setting takes a value, as far as this is known without the others."""
+        if found is None:
+            return self.is_optional
+        if isinstance(self.value, bool) or isinstance(found, bool):
+            return isinstance(self.value, bool) and isinstance(found, bool)
+        if isinstance(self.value, str):
+            return found in get_args(Scores)  # the only names that are settings of ours
+        if isinstance(self.value, int):
+            return isinstance(found, int) and self.least <= found < 2**31
+        return isinstance(found, int | float) and 0 < found < math.inf
 
 
 def _yaml(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def whole_number(config: HFConfig, key: str) -> int:
+    """Return a size that others are computed from.
+
+    Raises:
+        ValueError: The config has no such size, or one that no model can have.
+    """
+    found = config.get(key)
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise ValueError(f"{key} is {_yaml(found)} instead of a whole number above 0")
+    return found
 
 
 class Format(Protocol):
@@ -102,11 +137,13 @@ class Format(Protocol):
 
     Attributes:
         model: Our model.
+        kinds: Supported values of `model_type`.
         outside: Published names of modules outside the blocks.
         blocks: Published name of the list of blocks.
     """
 
     model: Decoder
+    kinds: ClassVar[tuple[str, ...]]
     outside: ClassVar[dict[str, str]]
     blocks: ClassVar[str]
 
@@ -139,7 +176,11 @@ class Format(Protocol):
         """Return the values that `config`, completed by `with_defaults`, must contain."""
 
     def with_defaults(self, config: HFConfig) -> HFConfig:
-        """Return `config` with transformers' defaults for missing keys."""
+        """Return `config` with transformers' defaults for missing keys.
+
+        Raises:
+            Exception: Of whatever kind, if a value is none that a model can have.
+        """
 
     def full_name(self, name: str) -> str | None:
         """Return the name that `entries` uses for a tensor in the file; None if the tensor is not a weight."""

@@ -7,7 +7,7 @@ from torch import nn
 from typing_extensions import override
 
 from recipes.model.gpt2 import GPT2
-from recipes.model.weights.hf_format import Entry, Format, HFConfig, Setting
+from recipes.model.weights.hf_format import Entry, Format, HFConfig, Setting, whole_number
 
 # within block i: our name -> published name; matrices are transposed
 _IN_BLOCK = {
@@ -22,7 +22,6 @@ _MASKS = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")  # old fil
 _DEFAULTS = {  # transformers' GPT2Config
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
-    "model_type": None,
     "n_inner": None,
     "scale_attn_by_inverse_layer_idx": False,
     "scale_attn_weights": True,
@@ -33,6 +32,7 @@ _DEFAULTS = {  # transformers' GPT2Config
 class GPT2Format(Format):
     """The published form of a `GPT2`; see `hf_format.Format`."""
 
+    kinds: ClassVar[tuple[str, ...]] = ("gpt2",)
     outside: ClassVar[dict[str, str]] = {
         "embedding": "transformer.wte",
         "position": "transformer.wpe",
@@ -55,7 +55,6 @@ class GPT2Format(Format):
         tanh = ("gelu_new", "gelu_pytorch_tanh")  # two names for the same function
         activation = config["activation_function"]
         return [
-            Setting("model_type", "gpt2", None),
             Setting("vocab_size", model.vocab_size, "model.vocab_size"),
             Setting("n_positions", model.max_seq_len, "model.max_seq_len"),
             Setting("n_layer", model.num_layers, "model.num_layers"),
@@ -71,7 +70,10 @@ class GPT2Format(Format):
 
     def with_defaults(self, config: HFConfig) -> HFConfig:
         """Return `config` with transformers' defaults for missing keys."""
-        return {**_DEFAULTS, **config}
+        full = {**_DEFAULTS, **config}
+        if whole_number(full, "n_embd") % whole_number(full, "n_head"):
+            raise ValueError(f"n_head={full['n_head']} does not divide n_embd={full['n_embd']}")
+        return full
 
     def full_name(self, name: str) -> str | None:
         """Add the prefix that the oldest files lack: `h.0.ln_1.weight` becomes `transformer.h.0.ln_1.weight`.

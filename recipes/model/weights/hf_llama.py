@@ -6,8 +6,8 @@ from torch import nn
 from typing_extensions import override
 
 from recipes.model.llama import Llama
-from recipes.model.rope import HIGH_FREQ_FACTOR, LOW_FREQ_FACTOR, ORIGINAL_CONTEXT
-from recipes.model.weights.hf_format import Entry, Format, HFConfig, Setting
+from recipes.model.rope import LLAMA3_ROPE
+from recipes.model.weights.hf_format import Entry, Format, HFConfig, Setting, whole_number
 
 _IN_BLOCK = {  # our name -> published name, one to one
     "attention_norm": "input_layernorm",
@@ -19,7 +19,9 @@ _IN_BLOCK = {  # our name -> published name, one to one
     "mlp.up": "mlp.up_proj",
     "mlp.out": "mlp.down_proj",
 }
-_DEFAULTS = {  # transformers' LlamaConfig; published Qwen3 configs state every value that differs
+# where Qwen3Config differs from LlamaConfig
+_DEFAULTS_OF_QWEN3 = {"head_dim": 128, "max_position_embeddings": 32768, "num_key_value_heads": 32}
+_DEFAULTS = {  # transformers' LlamaConfig
     "attention_bias": False,
     "head_dim": None,
     "hidden_act": "silu",
@@ -36,24 +38,15 @@ _DEFAULTS = {  # transformers' LlamaConfig; published Qwen3 configs state every 
     "use_sliding_window": False,
 }
 _KNOWN_ROPES = "default, or llama3 as Llama 3.1 to 3.3 use it"
-_LLAMA3_ROPE = {  # rotary scaling that `rope_scaling_factor` implies, apart from the factor
-    "rope_type": "llama3",
-    "low_freq_factor": LOW_FREQ_FACTOR,
-    "high_freq_factor": HIGH_FREQ_FACTOR,
-    "original_max_position_embeddings": ORIGINAL_CONTEXT,
-}
+_KEYS_OF_ROPE = {*LLAMA3_ROPE, "factor", "rope_theta", "type"}  # any other may change the frequencies
 
 
 class LlamaFormat(Format):
-    """The published form of a `Llama`; see `hf_format.Format`.
+    """The published form of a `Llama`; see `hf_format.Format`."""
 
-    Attributes:
-        known_kinds: Supported values of `model_type`.
-    """
-
+    kinds: ClassVar[tuple[str, ...]] = ("llama", "qwen3")
     outside: ClassVar[dict[str, str]] = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
     blocks: ClassVar[str] = "model.layers"
-    known_kinds: ClassVar[str] = "llama or qwen3"
 
     def __init__(self, model: Llama) -> None:
         self.model: Llama = model
@@ -72,7 +65,6 @@ class LlamaFormat(Format):
         model = self.model
         longest = max(model.max_seq_len, config["max_position_embeddings"])  # a shorter context is fine
         return [
-            Setting("kind", self.known_kinds, None),
             Setting("qk_norm", model.qk_norm, "model.qk_norm"),
             Setting("vocab_size", model.vocab_size, "model.vocab_size"),
             Setting("max_position_embeddings", longest, "model.max_seq_len"),
@@ -85,27 +77,31 @@ class LlamaFormat(Format):
             Setting("rms_norm_eps", model.rms_eps, "model.rms_eps"),
             Setting("tie_word_embeddings", model.tie_embeddings, "model.tie_embeddings"),
             Setting("rope_theta", model.rope_theta, "model.rope_theta"),
-            Setting("rope_factor", model.rope_scaling_factor, "model.rope_scaling_factor"),
+            Setting("rope_factor", model.rope_scaling_factor, "model.rope_scaling_factor", is_optional=True),
             Setting("rope_type", _KNOWN_ROPES, None),
             Setting("attention_bias", False, None),
             Setting("mlp_bias", False, None),
             Setting("hidden_act", "silu", None),
             Setting("use_sliding_window", False, None),
-            Setting("quantization", "none", None),
+            Setting("quantization", "none", None, fix="model.pretrained=<the same model in float32 or bfloat16>"),
         ]
 
     def with_defaults(self, config: HFConfig) -> HFConfig:
         """Return `config` with transformers' defaults for missing keys.
 
-        Adds kind, qk_norm, quantization, rope_type and rope_factor, which `settings` compares.
+        Adds qk_norm, quantization, rope_type and rope_factor, which `settings` compares.
         """
-        full = {**_DEFAULTS, **config}
+        full = {**_DEFAULTS, **(_DEFAULTS_OF_QWEN3 if config.get("model_type") == "qwen3" else {}), **config}
+        num_heads = whole_number(full, "num_attention_heads")
         if full["num_key_value_heads"] is None:
-            full["num_key_value_heads"] = full["num_attention_heads"]
+            full["num_key_value_heads"] = num_heads
+        if num_heads % whole_number(full, "num_key_value_heads"):
+            raise ValueError(f"num_key_value_heads={full['num_key_value_heads']} does not divide {num_heads} heads")
         if full["head_dim"] is None:
-            full["head_dim"] = full["hidden_size"] // full["num_attention_heads"]
-        known = full["model_type"] in self.known_kinds.split(" or ")
-        full["kind"] = self.known_kinds if known else full["model_type"]
+            hidden_size = whole_number(full, "hidden_size")
+            if hidden_size % num_heads:
+                raise ValueError(f"num_attention_heads={num_heads} does not divide hidden_size={hidden_size}")
+            full["head_dim"] = hidden_size // num_heads
         full["qk_norm"] = full["model_type"] == "qwen3"
         full["quantization"] = {"quant_method": "none", **(full["quantization_config"] or {})}["quant_method"]
         # transformers 5 stores theta and scaling in `rope_parameters`; earlier versions used two keys, and the second,
@@ -115,9 +111,11 @@ class LlamaFormat(Format):
         rope = {"rope_type": rope["type"], **rope}
         if "rope_theta" in rope:
             full["rope_theta"] = rope["rope_theta"]
-        llama3 = all(key in rope and rope[key] == value for key, value in _LLAMA3_ROPE.items())
+        llama3 = all(key in rope and rope[key] == value for key, value in LLAMA3_ROPE.items())
         full["rope_factor"] = rope["factor"] if llama3 else None
-        full["rope_type"] = _KNOWN_ROPES if llama3 or rope["rope_type"] == "default" else rope["rope_type"]
+        unread = sorted(name for name in rope.keys() - _KEYS_OF_ROPE if rope[name] not in (None, 1, 1.0))
+        known = (llama3 or rope["rope_type"] == "default") and not unread
+        full["rope_type"] = _KNOWN_ROPES if known else ", ".join([str(rope["rope_type"]), *unread])
         return full
 
     def full_name(self, name: str) -> str | None:
@@ -144,7 +142,7 @@ class LlamaFormat(Format):
             "num_hidden_layers": model.num_layers,
             "num_key_value_heads": model.num_kv_heads,
             "rms_norm_eps": model.rms_eps,
-            "rope_scaling": None if factor is None else {**_LLAMA3_ROPE, "factor": factor},
+            "rope_scaling": None if factor is None else {**LLAMA3_ROPE, "factor": factor},
             "rope_theta": model.rope_theta,
             "tie_word_embeddings": model.tie_embeddings,
             "vocab_size": model.vocab_size,

@@ -12,13 +12,21 @@ from recipes.model.weights.hf_llama import LlamaFormat
 
 _OF_EXPERTS = {"mlp.experts.gate": "w1", "mlp.experts.up": "w3", "mlp.experts.out": "w2"}
 _OF_OTHERS = {"weights_scale": 1.0, "num_expert_groups": 1, "num_shared_experts": 0, "num_dense_layers": 0}
-_DEFAULTS = {"num_experts_per_tok": 2, "num_local_experts": 8, "sliding_window": None}  # transformers' MixtralConfig
+_DEFAULTS = {  # transformers' MixtralConfig, where it differs from LlamaConfig
+    "max_position_embeddings": 131072,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "sliding_window": None,
+}
 
 
 class MixtralFormat(LlamaFormat):
     """The published form of a `MoeLlama`; see `hf_format.Format`."""
 
-    known_kinds: ClassVar[str] = "mixtral"
+    kinds: ClassVar[tuple[str, ...]] = ("mixtral",)
 
     def __init__(self, model: MoeLlama) -> None:
         super().__init__(model)

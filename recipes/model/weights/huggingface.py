@@ -11,12 +11,20 @@ from torch.distributed.tensor import DTensor
 
 from recipes.errors import ConfigError
 from recipes.files import filling
+from recipes.foreign_file import reading
 from recipes.model.gpt2 import GPT2
 from recipes.model.huggingface import HuggingFace
 from recipes.model.init import fill, named_buffers, named_parameters
 from recipes.model.llama import Llama
 from recipes.model.moe import DeepSeekV3, MoeLlama
-from recipes.model.weights.files import PublishedWeights, locate, open_weights
+from recipes.model.weights.files import (
+    PublishedWeights,
+    check_tied,
+    locate,
+    log_unread,
+    open_weights,
+    read_config,
+)
 from recipes.model.weights.hf_any import load_weights, save_weights
 from recipes.model.weights.hf_deepseek import DeepSeekV3Format
 from recipes.model.weights.hf_format import Entry, Format, HFConfig
@@ -25,6 +33,7 @@ from recipes.model.weights.hf_llama import LlamaFormat
 from recipes.model.weights.hf_mixtral import MixtralFormat
 from recipes.model.weights.text_side import EXPORT_FILES, load_exported_tokenizer, writing_text_side
 
+_TIED_HEAD = "lm_head.weight"  # a copy of the embedding where the two are tied
 _MOST_NAMES = 10  # tensor names listed in an error: a model with experts has thousands
 
 
@@ -45,8 +54,7 @@ def load_pretrained(model: nn.Module, name_or_folder: str | Path) -> None:
         return
     folder = locate(str(name_or_folder))
     layout = _format(getattr(model, "whole", None) or model)  # under pipeline parallelism, `model` is one stage
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    _check_config(layout, config=config, folder=folder)
+    _check_config(layout, config=read_config(folder), folder=folder)
     with open_weights(folder) as weights:
         names = _check_names(layout, weights=weights, folder=folder)
         _language_model(model).init_buffers()  # before the weights: some formats also store buffers
@@ -138,20 +146,30 @@ def _language_model(model: nn.Module) -> Any:
 
 
 def _check_config(layout: Format, *, config: HFConfig, folder: Path) -> None:
-    full = layout.with_defaults(config)
-    found = [setting.difference(full) for setting in layout.settings(full)]
-    differences = [line for line in found if line is not None]
-    if differences:
+    setting, any_model = f"model.pretrained={folder}", f"model=huggingface model.name={folder}"
+    if (kind := config.get("model_type")) not in layout.kinds:  # all else would differ, too
         raise ConfigError(
-            f"model.pretrained={folder}",
-            "it does not fit:\n   " + "\n   ".join(line.partition("; type ")[0] for line in differences),
-            " ".join(line.rpartition("; type ")[2] for line in differences),
+            setting, f"it is of the type {kind}, and this model of {' or '.join(layout.kinds)}", any_model
+        )
+    with reading(folder / "config.json", setting, "model.pretrained=<folder with a valid config.json>"):
+        full = layout.with_defaults(config)
+        found = [setting.difference(full) for setting in layout.settings(full)]
+    differences = [difference for difference in found if difference is not None]
+    if differences:
+        fixes = [fix for _, fix in differences]
+        # one that no setting of ours removes makes those that one would remove irrelevant
+        whole = [fix or any_model for fix in fixes if fix is None or fix.startswith("model.pretrained")]
+        raise ConfigError(
+            setting,
+            "it does not fit:\n   " + "\n   ".join(line for line, _ in differences),
+            whole[0] if whole else " ".join(map(str, fixes)),
         )
 
 
 def _check_names(layout: Format, *, weights: PublishedWeights, folder: Path) -> dict[str, str]:
     """Map full names to names in the file, for exactly the tensors of `layout`."""
-    in_file = {layout.full_name(name): name for name in weights.names()}
+    full_names = {name: layout.full_name(name) for name in weights.names()}
+    in_file = {full: name for name, full in full_names.items()}
     in_file.pop(None, None)
     wanted = {name for entry in layout.entries() for name in entry.published}
     lines = [f"missing: {name}" for name in sorted(wanted - in_file.keys())]
@@ -164,11 +182,16 @@ def _check_names(layout: Format, *, weights: PublishedWeights, folder: Path) -> 
             "the tensors are not those its config.json describes: " + "\n  ".join(lines),
             "model.pretrained=<a complete folder>",
         )
+    unread = {name for name, full in full_names.items() if full is None}
+    if _TIED_HEAD in unread:
+        embedding = in_file[f"{layout.outside['embedding']}.weight"]
+        check_tied(weights, _TIED_HEAD, embedding, f"model.pretrained={folder}")
+    log_unread(unread - {_TIED_HEAD}, folder)
     return {str(full): name for full, name in in_file.items()}
 
 
 def _verify(layout: Format, *, parameters: dict[str, Tensor], folder: Path) -> None:
-    _check_config(layout, config=json.loads((folder / "config.json").read_text(encoding="utf-8")), folder=folder)
+    _check_config(layout, config=read_config(folder), folder=folder)
     entries: list[Entry] = layout.entries()
     with open_weights(folder) as weights:
         for entry in entries:

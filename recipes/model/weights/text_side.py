@@ -14,7 +14,7 @@ from typing import Any
 from recipes.data.instructions.chat_template import find_stop_ids, find_template, prompt_for_answer
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
-from recipes.model.weights.files import SMALL_FILES, WEIGHT_FILES, published_folder
+from recipes.model.weights.files import SMALL_FILES, WEIGHT_FILES, published_folder, read_settings
 from recipes.tokenizer import (
     CODE_SETTINGS,
     GENERATION_FILE,
@@ -145,8 +145,7 @@ def _write_ids(folder: Path, tokenizer: Tokenizer | None, source: Path | None) -
 
 
 def _read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return found
+    return read_settings(path, f"model.pretrained={path.parent}") if path.is_file() else {}
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:
@@ -162,9 +161,23 @@ def _copy_further_files(source: Path, folder: Path) -> None:
     """Copy the files that go with a published model and that nothing here writes."""
     for path in sorted({path for pattern in SMALL_FILES for path in source.glob(pattern)}):
         if path.is_file() and path.name not in _NOT_COPIED and not path.name.endswith(".index.json"):
+            if not _is_inside(path, source):
+                log.warning("%s is a link to a file outside of its folder: it is not exported", path)
+                continue
             shutil.copyfile(path, folder / path.name)
             if path.name.endswith("_config.json") and any(name in path.read_text("utf-8") for name in CODE_SETTINGS):
                 _write(folder / path.name, _without_code(_read(path)))
+
+
+def _is_inside(path: Path, source: Path) -> bool:
+    """Return whether a file of a published model, which may be a link, lies in its folder or in the hub's cache of it.
+
+    A downloaded folder may link to files of the user, which an export is not to hand on.
+    """
+    roots = [source.resolve()]
+    if source.parent.name == "snapshots":  # the hub's cache: snapshots/<revision>/config.json -> ../../blobs/<hash>
+        roots.append((source.parent.parent / "blobs").resolve())
+    return any(path.resolve().is_relative_to(root) for root in roots)
 
 
 def _save_as_loaded(tokenizer: Tokenizer, folder: Path) -> None:

@@ -1,15 +1,13 @@
 """Load torchvision's ResNet weights into our models, without torchvision."""
 
+import os
 import re
 from pathlib import Path
-
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from recipes.errors import ConfigError
 from recipes.model.init import fill
 from recipes.model.resnet import ResNet
+from recipes.model.weights.files import open_file
 
 _BLOCK = re.compile(r"layer([1-4])\.(\d+)\.(.+)")
 _PREFIXES = (  # outside the blocks: our prefix, torchvision's prefix
@@ -40,28 +38,24 @@ def load_pretrained(model: ResNet, file: str | Path) -> None:
         ConfigError: The file is missing, or names or shapes differ; every difference is listed and nothing was
             loaded.
     """
-    path = Path(file)
-    if not path.is_file():
-        raise ConfigError(f"model.pretrained={file}", "there is no such file", "model.pretrained=null")
-    read = load_file(path) if path.suffix == ".safetensors" else _load_pickle(path)
-    weights = {our_name(name, model): tensor for name, tensor in read.items()}
+    path, setting = Path(os.path.expanduser(file)), f"model.pretrained={file}"
+    if not os.path.isfile(path):
+        raise ConfigError(setting, "there is no such file", "model.pretrained=null")
     targets = model.state_dict(keep_vars=True)
+    with open_file(path, setting) as opened:
+        names = {our_name(name, model): name for name in opened.names()}
+        weights = {name: opened.read(names[name], like=target) for name, target in targets.items() if name in names}
     differences = [f"{name} is missing" for name in targets if name not in weights]
-    differences += [f"{name} is unknown" for name in weights if name not in targets]
+    differences += [f"{name} is unknown" for name in names if name not in targets]
     for name, target in targets.items():
         if name in weights and weights[name].shape != target.shape:
             published = tuple(weights[name].shape)
             differences.append(f"{name} is {published}, the model's {tuple(target.shape)}")
     if differences:
         raise ConfigError(
-            f"model.pretrained={file}",
+            setting,
             f"it does not fit: {'; '.join(differences)}",
             "model.num_classes=1000 model.in_channels=3 model.small_images=false for published weights",
         )
     for name, target in targets.items():
         fill(target, weights[name])
-
-
-def _load_pickle(path: Path) -> dict[str, Tensor]:
-    weights: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-    return weights

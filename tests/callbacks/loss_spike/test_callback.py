@@ -142,6 +142,33 @@ def test_an_overflow_of_float16_is_left_to_its_scaler(noisy: Any, make_trainer: 
     assert trainer.global_step == 60
 
 
+@pytest.mark.parametrize(
+    ("action", "first_scale", "ends_at"),
+    [("warn", 2.0**10, None), ("rollback", 2.0**10, None), ("warn", 2.0**-20, 18)],
+)
+def test_batches_that_overflow_float16_end_a_run_only_once_its_scaler_has_no_scale_left(
+    noisy: Any, make_trainer: Any, action: str, first_scale: float, ends_at: int | None
+) -> None:
+    """At 2**-24 and below, gradients vanish: 30 halvings of 2**10 stay above it, 4 of 2**-20 reach it."""
+
+    class Overflows(noisy):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * (torch.inf if 10 <= batch_idx < 40 else 1)
+
+    torch.manual_seed(0)
+    module, spikes = Overflows(), LossSpikeRollback(**SMALL | {"action": action, "max_non_finite": 3})
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=first_scale))
+    trainer = make_trainer(callbacks=[spikes], plugins=[plugin])
+    if ends_at is None:
+        trainer.fit(module)
+        assert spikes.summary() == {"rollbacks": 0, "skipped_steps": 30}
+        assert plugin.scaler.get_scale() == first_scale / 2**30
+    else:
+        with pytest.raises(TrainingDivergedError, match=f"step {ends_at}: .* NaN or inf in 4 steps in a row"):
+            trainer.fit(module)
+    assert all(bool(parameter.isfinite().all()) for parameter in module.parameters())
+
+
 def test_a_damaged_weight_is_rolled_back(noisy: Any, make_trainer: Any, caplog: Any) -> None:
     torch.manual_seed(0)
     module = noisy()
@@ -156,6 +183,39 @@ def test_a_damaged_weight_is_rolled_back(noisy: Any, make_trainer: Any, caplog: 
     assert "Step 39: rolled back to step 20" in caplog.text
     schedule = trainer.lr_scheduler_configs[0].scheduler
     assert schedule.last_epoch == trainer.global_step
+
+
+@pytest.mark.parametrize(("lasts", "done"), [("weight", ["rolled back"]), ("objective", ["rolled back", "treating"])])
+def test_repair_applies_a_bad_batch_and_rolls_back_only_damage_that_lasts(
+    noisy: Any, make_trainer: Any, caplog: Any, lasts: str, done: list[str]
+) -> None:
+    """From batch 30 on, the loss is a thousand times as high, or a weight damaged: it takes 8 of 16 steps to show."""
+
+    class Level(noisy):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            is_high = batch_idx == 20 or (batch_idx >= 30 and lasts == "objective")
+            return super().training_step(batch, batch_idx) * (1000 if is_high else 1)
+
+    torch.manual_seed(0)
+    module, spikes = Level(), LossSpikeRollback(**SMALL | {"action": "repair"})
+    damage = [Damage(at=30, what="weight")] if lasts == "weight" else []
+    with caplog.at_level(logging.WARNING, logger="lightning_recipes"):
+        make_trainer(callbacks=[*damage, spikes]).fit(module)
+    assert spikes.summary() == {"rollbacks": 1, "skipped_steps": 0}
+    lines = [line for line in caplog.messages if "rolled back" in line or "treating the current level" in line]
+    assert [next(word for word in done if word in line) for line in lines] == done
+    assert lines[0].startswith("Step 38: rolled back to step 10")
+    assert float(module.layer.weight.detach().abs().max()) < 5
+
+
+def test_the_first_alarm_says_what_other_actions_would_have_done(noisy: Any, make_trainer: Any, caplog: Any) -> None:
+    torch.manual_seed(0)
+    damage = [Damage(at=at, what="huge") for at in (30, 40)]
+    with caplog.at_level(logging.WARNING, logger="lightning_recipes"):
+        make_trainer(callbacks=[*damage, LossSpikeRollback(**SMALL | {"action": "warn"})]).fit(noisy())
+    [advice] = [line for line in caplog.messages if "action=skip would have skipped it" in line]
+    assert advice.startswith("Step 31: the update was applied")
+    assert "Step 41: loss" in caplog.text
 
 
 def test_a_run_resumed_during_a_backoff_has_the_lower_learning_rate(

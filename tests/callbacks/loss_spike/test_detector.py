@@ -47,6 +47,18 @@ def test_at_most_a_thousandth_of_values_with_wide_tails_are_alarms() -> None:
     assert {alarm.kind for by_step in found for alarm in by_step.values()} <= {"spike"}
 
 
+def test_a_rise_that_lasts_is_a_level_even_within_the_range_of_the_run_and_one_that_passes_is_none() -> None:
+    def levels(fault: Callable[[int], float]) -> list[int]:
+        detector = SpikeDetector(drift_threshold=None, min_rise=3.0, finds_levels=True)
+        return [step - ONSET for step, alarm in alarms(faulty(0, fault), detector).items() if alarm.kind == "drift"]
+
+    # the curve begins at 7.7: no value is an outlier in the run as a whole
+    assert 7 <= levels(lambda since: 0.7)[0] <= 11
+    assert levels(lambda since: 0.7 if since < 7 else 0.0) == []
+    assert levels(lambda since: 5.0 if since % 10 == 0 else 0.0) == []
+    assert levels(lambda since: 0.0) == []
+
+
 @pytest.mark.parametrize(
     ("fault", "most_steps_late"),
     [

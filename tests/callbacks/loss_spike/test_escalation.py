@@ -13,9 +13,18 @@ def make(**changes: Any) -> SpikeEscalation:
 
 
 def run(escalation: SpikeEscalation, steps: str) -> list[str]:
-    """Return the response to each step; s: a skipped outlier, n: not finite, d: a drift, .: a quiet step."""
+    """Return the response to each step.
+
+    s: a skipped outlier, a: an applied one, n: not finite, o: an overflow of a scaler, d: a drift, .: a quiet step.
+    """
     return [
-        escalation.step(skipped=kind in "sn", outlier=kind == "s", non_finite=kind == "n", drifts=kind == "d")
+        escalation.step(
+            skipped=kind in "sno",
+            outlier=kind in "sa",
+            non_finite=kind == "n",
+            overflowed=kind == "o",
+            drifts=kind == "d",
+        )
         for kind in steps
     ]
 
@@ -56,6 +65,26 @@ def test_without_rollbacks_a_new_level_is_learned_instead(action: str) -> None:
     assert run(escalation, "sss") == ["skip", "skip", "relearn"]
     assert run(escalation, "ss.d" * 20).count("relearn") == 20
     assert escalation.counts.rollbacks == 0
+
+
+def test_overflows_of_a_loss_scaler_count_as_nothing_but_put_off_snapshots() -> None:
+    escalation = make()
+    assert run(escalation, "nno" + "o" * 30 + "n") == ["skip"] * 34
+    assert not escalation.is_quiet
+    assert run(escalation, "n") == ["rollback"]
+    assert run(escalation, "o.") == ["skip", "none"]
+    assert escalation.is_quiet
+    assert escalation.counts.skipped_steps == 36
+
+
+def test_repair_rolls_back_what_lasts_but_not_what_the_restored_weights_show_too() -> None:
+    escalation = make(action="repair", cooldown_steps=40)
+    assert run(escalation, "a" * 20) == ["none"] * 20
+    assert run(escalation, "d") == ["rollback"]
+    assert run(escalation, "." * 16 + "d")[-1] == "rollback_and_backoff"
+    assert run(escalation, "." * 15 + "d")[-1] == "relearn"  # as soon as the detector can know
+    assert run(escalation, "." * 20 + "d")[-1] == "relearn"  # a third rollback in a row would be one too many
+    assert run(escalation, "nnnn")[-1] == "stop"
 
 
 def test_a_snapshot_waits_until_outliers_are_as_old_as_the_quarantine() -> None:

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import LossSpikeRollback
+from callbacks import GradNormMonitor, LossSpikeRollback
 
 STEPS_PER_EPOCH = 20
 
@@ -62,7 +62,7 @@ class Shuffled(LightningModule):
 
 
 class Records(Callback):
-    """Records a value after every step, by step; of a step repeated after a rollback both."""
+    """Records a value after every step and every rollback, by step."""
 
     def __init__(self, read: Any) -> None:
         self.read = read
@@ -70,6 +70,9 @@ class Records(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         self.seen.setdefault(trainer.global_step, []).append(self.read(trainer, pl_module))
+
+    def on_rollback(self, trainer: Any, pl_module: Any, from_step: int, to_step: int) -> None:
+        self.on_train_batch_end(trainer, pl_module)
 
 
 @pytest.fixture
@@ -152,6 +155,34 @@ def test_rows_of_other_loggers_have_the_numbers_of_the_steps(rolled_back: Any, t
         steps = [int(row["step"]) + 1 for row in csv.DictReader(file)]
     # back to step 20 at the end of step 38, whose own row is not one of step 20
     assert steps == [10, 20, 30, *range(30, trainer.global_step + 1, 10)]
+
+
+def test_a_row_of_an_undone_step_is_its_own_whatever_follows_in_the_list_of_callbacks(
+    rolled_back: Any, tmp_path: Path
+) -> None:
+    class Logs(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            pl_module.log("step_of_others", float(trainer.global_step))
+
+    rows = CSVLogger(tmp_path, name="", version="rows")
+    rolled_back(Logs(), GradNormMonitor(), logger=rows, log_every_n_steps=1)
+    with (tmp_path / "rows/metrics.csv").open(newline="") as file:
+        found = [
+            (int(row["step"]) + 1, float(row["step_of_others"]), float(row["grad/norm"]))
+            for row in csv.DictReader(file)
+        ]
+    assert all(step == of_others for step, of_others, _ in found)
+    norms = {step: [norm for number, _, norm in found if number == step] for step in (20, 38)}
+    assert len(norms[20]) == 1  # the step that the run returned to
+    assert len(norms[38]) == 2
+    assert norms[38][0] > 20 * norms[38][1]  # the spike, and the repeated step
+
+
+def test_what_callbacks_monitor_after_a_rollback_is_of_the_step_returned_to(rolled_back: Any) -> None:
+    records = Records(lambda trainer, module: float(trainer.callback_metrics["loss"]))
+    rolled_back(records)
+    assert len(records.seen[20]) == 2
+    assert len(set(records.seen[20])) == 1
 
 
 def test_no_checkpoint_of_an_undone_step_stays_the_best_or_the_last(

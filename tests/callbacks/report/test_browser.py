@@ -11,6 +11,7 @@ from browser import PROGRAM, Tab
 
 from callbacks.report.compare.page import write_comparison
 from callbacks.report.page import write_report
+from callbacks.report.preflight_page import write_preflight_page
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed here")
 ROOT = Path(__file__).parents[3]
@@ -106,6 +107,17 @@ def test_a_page_fits_the_screen_and_logs_nothing_to_the_console(
     ground = tab.value("getComputedStyle(document.body).backgroundColor")
     assert ground == ("rgb(18, 19, 21)" if dark else "rgb(247, 247, 245)")
     assert tab.value("document.querySelectorAll('.curve').length") >= 6
+
+
+def test_the_names_of_checks_break_between_words_on_a_phone(tab: Tab, tmp_path: Path) -> None:
+    found = (
+        "loss 7.65818 and 7.65818, gradient norm 1.96952 and 1.96952, in 1 and 2 micro-batches of the same 16 samples"
+    )
+    check = {"check": "a checkpoint restores the loss", "status": "pass", "found": found, "remedy": None}
+    write_preflight_page(tmp_path / "page.html", [check], [], about={})
+    tab.open(tmp_path / "page.html", width=390)
+    assert tab.value("document.documentElement.scrollWidth") <= 390
+    assert tab.value("document.querySelector('.checks td:nth-child(2)').clientHeight") < 30, "it fits on one line"
 
 
 @pytest.mark.parametrize(("width", "dark"), SCREENS)

@@ -4,12 +4,12 @@ import json
 import re
 from html import escape
 from html.parser import HTMLParser
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from report_pages import get_data, get_points
 
 from callbacks.report.callback import RunReport
 from callbacks.report.page import write_report
@@ -40,20 +40,6 @@ def make_page(folder: Path) -> str:
     write_report(folder)
     assert not list(folder.glob(".*.partial"))
     return (folder / "report.html").read_text()
-
-
-def get_data(page: str) -> dict[str, Any]:
-    """Return what the page's script draws from."""
-    data = re.search(r'id="data">(.*?)</script>', page, flags=re.DOTALL)
-    assert data is not None
-    value: dict[str, Any] = json.loads(data.group(1))
-    return value
-
-
-def get_points(page: str, metric: str) -> list[tuple[int, float | None]]:
-    """Return the points of a metric that a zoom shows."""
-    [curve] = [c for chart in get_data(page)["charts"] for c in chart["curves"] if c["name"] == metric]
-    return list(zip(accumulate(curve["steps"]), curve["values"], strict=True))
 
 
 class Balance(HTMLParser):

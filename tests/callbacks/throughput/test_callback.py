@@ -56,6 +56,17 @@ def test_evaluation_is_excluded(plain_module, make_trainer, read_column, clock, 
     assert sum(read_column("time/excluded_seconds")) == 1.0 + 2 * 2 * VALIDATION
 
 
+def test_the_row_after_a_validation_has_its_throughput(plain_module, make_trainer, read_column, clock) -> None:
+    monitor = SpeedMonitor(batch_size_fn=lambda batch: len(batch[0]) if isinstance(batch, list) else len(batch))
+    monitor.clock = clock
+    trainer = make_trainer(
+        callbacks=[monitor], log_every_n_steps=2, limit_val_batches=2, val_check_interval=3, num_sanity_val_steps=1
+    )
+    trainer.fit(timed(plain_module, clock))
+    # after steps 3 and 6, in the rows of steps 4 and 8: 2 batches of 2 samples, 64 s each
+    assert read_column("throughput/validation_samples_per_second") == [4 / 128, 4 / 128]
+
+
 @pytest.mark.parametrize("save_after_validation", [False, True])
 def test_saving_is_excluded(plain_module, make_trainer, read_column, clock, tmp_path, save_after_validation) -> None:
     when: dict[str, Any] = {"every_n_train_steps": 3}

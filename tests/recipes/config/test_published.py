@@ -60,3 +60,15 @@ def test_behind_a_proxy_the_hub_is_asked_although_its_name_is_unknown(monkeypatc
     with pytest.raises(ConfigError, match="the hub says: 404: no such repository; type"):
         published.read_size("somebody/model", "vocab_size")
     assert asked == [False]
+
+
+@pytest.mark.parametrize("text", ["[1]", "[" * 100_000, "{", '{"vocab_size": true}', '{"text_config": 3}'])
+def test_a_config_without_a_size_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"^model\.name={tmp_path}: .*config\.json "):
+        published.read_size(str(tmp_path), "vocab_size")
+
+
+def test_a_home_that_does_not_exist_is_no_folder() -> None:
+    with pytest.raises(ConfigError, match="model.name=~nobody/x: there is no such folder"):
+        published.read_size("~nobody/x", "vocab_size")

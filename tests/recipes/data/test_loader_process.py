@@ -76,6 +76,29 @@ def test_a_sample_that_its_process_cannot_send_is_an_error_and_not_a_wait() -> N
     assert time.monotonic() - began < SECONDS  # torch looks for dead processes every five seconds
 
 
+class Wrong:
+    """Samples of data that is found to be wrong when it is read."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            raise ConfigError("data.cause=1", "it is not this one", "nothing")
+        except ConfigError as error:
+            raise ConfigError("data.path=a: b", "token id 9: too large; or the type", "model.vocab_size=10") from error
+
+
+def test_a_mistake_that_a_loader_process_finds_is_one_in_the_rank() -> None:
+    with pytest.raises(ConfigError) as caught:
+        next(iter(SignalProofLoader(Wrong(), batch_size=1, num_workers=1)))
+    assert str(caught.value) == "data.path=a: b: token id 9: too large; or the type; type model.vocab_size=10"
+    assert caught.value.fix == "model.vocab_size=10"
+    for worker in multiprocessing.active_children():  # the traceback keeps its loader alive
+        worker.kill()
+        worker.join()
+
+
 def test_samples_arrive_where_the_temporary_folder_is_too_deep_for_a_socket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

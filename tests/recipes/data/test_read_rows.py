@@ -1,14 +1,24 @@
 """Rows of files, in order, each with a place that an error can name."""
 
+import bz2
 import gzip
+import io
 import json
+import logging
+import lzma
+import os
+import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recipes.data import read_rows, unpacked
+from recipes.data.documents.source import Documents
 from recipes.data.read_rows import Row, open_rows
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, format_report
+from recipes.tokenizer.bytes import Bytes
 
 ROWS = [{"prompt": "1", "completion": "2"}, {"prompt": "ä", "completion": "ö"}]
 
@@ -69,7 +79,7 @@ def test_parquet_files_are_read(tmp_path: Path) -> None:
     assert [row.parse() for row in read(tmp_path)] == ROWS
     assert read(tmp_path)[1].place == "a.parquet row 2"
     (tmp_path / "a.parquet").write_bytes(b"PAR1 no parquet")
-    with pytest.raises(ConfigError, match="it is not a valid parquet file"):
+    with pytest.raises(ConfigError, match="a.parquet cannot be read: ArrowInvalid: "):
         read(tmp_path)
 
 
@@ -91,6 +101,8 @@ def test_saved_data_sets_are_read(tmp_path: Path) -> None:
         ("\x00\n", "a.jsonl:1: invalid JSON"),
         ("[1, 2", "a.jsonl:1: invalid JSON"),
         ("[1, 2]", "a.jsonl item 1: a row has named fields, and this one is 1"),
+        ('{"a": 1,\n', "^a.jsonl:1: invalid JSON"),
+        ('{\n "data": [{"a": 1}]\n}\n', "a.jsonl: it is one JSON object over many lines.*type jq -c "),
     ],
 )
 def test_a_broken_row_is_named(content: str, message: str, tmp_path: Path) -> None:
@@ -102,7 +114,7 @@ def test_a_broken_row_is_named(content: str, message: str, tmp_path: Path) -> No
 
 def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"a": 1}\n{"a": "\xff"}\n')
-    with pytest.raises(ConfigError, match="a.jsonl:2: invalid JSON"):
+    with pytest.raises(ConfigError, match="a.jsonl:2: byte 8 of it is not UTF-8 text"):
         [row.parse() for row in read(tmp_path)]
 
 
@@ -119,7 +131,7 @@ def test_a_cut_gz_file_is_named(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", ROWS * 1000)
     packed = gzip.compress((tmp_path / "a.jsonl").read_bytes())
     (tmp_path / "a.jsonl.gz").write_bytes(packed[: len(packed) // 2])
-    with pytest.raises(ConfigError, match="a.jsonl.gz: it cannot be read"):
+    with pytest.raises(ConfigError, match="a.jsonl.gz cannot be read: EOFError"):
         read(tmp_path / "a.jsonl.gz")
 
 
@@ -142,7 +154,7 @@ def test_nesting_beyond_what_json_reads_is_named(tmp_path: Path) -> None:
 def test_a_damaged_gz_file_is_named(damage: Any, tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", ROWS * 1000)
     (tmp_path / "b.jsonl.gz").write_bytes(damage(gzip.compress((tmp_path / "a.jsonl").read_bytes())))
-    with pytest.raises(ConfigError, match="b.jsonl.gz: it cannot be read: (?!None)"):
+    with pytest.raises(ConfigError, match="b.jsonl.gz cannot be read: "):
         read(tmp_path / "b.jsonl.gz")
 
 
@@ -153,3 +165,225 @@ def test_half_of_a_surrogate_pair_is_named_and_a_pair_is_one_character(tmp_path:
     assert first.parse() == {"text": "\U0001f600 \\ud800"}
     with pytest.raises(ConfigError, match=r"a\.jsonl:2: it has \\ud83d, half of a surrogate pair"):
         second.parse()
+
+
+def compress_zstd(data: bytes) -> bytes:
+    pyarrow = pytest.importorskip("pyarrow")
+    return b"".join(pyarrow.compress(part, codec="zstd", asbytes=True) for part in (data[:9], data[9:]))  # two frames
+
+
+PACKINGS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": compress_zstd,
+}
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_compressed_file_is_recognized_by_its_first_bytes_whatever_its_name(packing: str, tmp_path: Path) -> None:
+    data = PACKINGS[packing](write_lines(tmp_path / "plain").read_bytes() * 500)
+    (tmp_path / f"a.JSONL{packing}").write_bytes(data)
+    (tmp_path / "b.json").write_bytes(data)
+    assert [row.parse() for row in read(tmp_path)] == ROWS * 1000
+    (tmp_path / "list.json").write_bytes(PACKINGS[packing](json.dumps(ROWS).encode()))
+    assert [row.parse() for row in read(tmp_path / "list.json")] == ROWS
+
+
+def test_a_folder_gives_no_hidden_and_unfinished_copies_and_the_log_counts_what_it_skips(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = ("E.JSONL", "d.ndjson", "h.jsonlines", "i.jl", "sub/a.json")
+    hidden = (".ipynb_checkpoints/a.jsonl", "__MACOSX/._a.jsonl", "._a.jsonl", "_temporary/0/a.jsonl", "_metadata.json")
+    others = ("c.csv", "d.csv", "README", "dataset_info.json", "state.json")
+    for name in (*kept, *hidden, *others):
+        write_lines(tmp_path / name)
+    (tmp_path / "again").symlink_to(tmp_path / "sub")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with caplog.at_level(logging.INFO, logger="lightning_recipes"):
+        rows = read(tmp_path)
+    assert [row.place for row in rows] == [f"{name}:{line}" for name in kept for line in (1, 2)]
+    (line,) = caplog.messages
+    assert line.startswith(f"data.path={tmp_path}: 5 files are read; skipped: 12 (3 hidden folder, ")
+    for count in ("2 .csv", "2 hidden", "2 description of a dataset", "1 link to a folder", "1 pipe or device"):
+        assert count in line
+    caplog.clear()
+    read(tmp_path / "E.JSONL")
+    assert not caplog.messages
+
+
+def test_a_folder_that_datasets_has_saved_is_read_as_typed_in_the_error(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(ConfigError, match="skipped: 3") as caught:
+        read(tmp_path / "saved")
+    remedy = caught.value.fix.partition(",")[0]
+    assert remedy == f"data.path=hf://{tmp_path}/saved"
+    assert [row.parse() for row in read(remedy.removeprefix("data.path="))] == ROWS
+
+
+def write_tar(rows: bytes) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w:gz") as archive:
+        archive.addfile(tarfile.TarInfo("a.jsonl"), io.BytesIO(rows))
+    return file.getvalue()
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+JSON_LINE = json.dumps({"text": "a sentence"}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason", "fix"),
+    [
+        (JSON_LINE.encode("utf-16"), "it is UTF-16 text", "iconv -f utf-16 -t utf-8"),
+        (JSON_LINE.encode("utf-16-be") * 2, "it is UTF-16BE text", "iconv -f utf-16be -t utf-8"),
+        (JSON_LINE.encode("utf-32"), "it is UTF-32 text", "iconv -f utf-32 -t utf-8"),
+        (POINTER, "it is a Git LFS pointer", "git lfs pull"),
+        (b"<!DOCTYPE html><html>Sign in</html>", "it is a web page", "data.path=<another copy>"),
+        (b"PK\x03\x04" + bytes(60), "it is a zip archive", "data.path="),
+        (b"%PDF-1.7\n", "it is a PDF", "data.path="),
+        (write_tar(JSON_LINE.encode()), "it is a tar archive", "tar xf"),
+    ],
+)
+def test_a_file_of_another_kind_is_named_with_the_command_that_converts_it(
+    content: bytes, reason: str, fix: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        read(path)
+    assert caught.value.setting == f"data.path={path}"
+    assert caught.value.reason.startswith(reason)
+    assert caught.value.fix.startswith(fix)
+
+
+@pytest.mark.parametrize("byte", [b"0", b"\n", b" ", b"["])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_file_that_unpacks_to_far_more_than_it_holds_is_rejected(
+    packing: str, byte: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpacked, "_MIN_BYTES_TO_LIMIT", 1000)
+    monkeypatch.setattr(unpacked, "_BUFFER_BYTES", 1000)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(PACKINGS[packing](byte * 300_000))
+    with pytest.raises(ConfigError, match="it unpacks to more than"):
+        [row.parse() for row in read(path)]
+
+
+def test_a_line_or_a_list_that_no_memory_holds_is_an_error_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_rows, "_MAX_LINE_BYTES", 40)
+    write_lines(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": "2" * 40}])
+    with pytest.raises(ConfigError, match="a.jsonl:2: a line of it is longer than 40 bytes"):
+        read(tmp_path / "a.jsonl")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    (tmp_path / "a.json").write_text("[1]")
+    monkeypatch.setattr(read_rows, "_parse_json", fail)
+    with pytest.raises(ConfigError, match="it does not fit into memory: a JSON list .* are read whole"):
+        read(tmp_path / "a.json")
+
+
+def test_what_utf_8_forbids_is_named_in_bytes_and_in_lists_too(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "\xed\xa0\x80"}\n')
+    with pytest.raises(ConfigError, match="a.jsonl:1: byte 11 of it is not UTF-8 text"):
+        [row.parse() for row in read(tmp_path / "a.jsonl")]
+    (tmp_path / "a.json").write_text('[{"text": "whole"}, {"text": "\\ud83d"}]')
+    with pytest.raises(ConfigError, match="a.json item 2: it has .ud83d, half of a surrogate pair"):
+        [row.parse() for row in read(tmp_path / "a.json")]
+
+
+def documents_of(path: Path | str, folder: Path) -> Documents:
+    settings: Any = {"tokenizer": Bytes(), "seq_len": 4, "val_fraction": 0.3, "cache_dir": str(folder / "cache")}
+    return Documents(path=str(path), text_field="text", domain_field=None, hub_split="train", **settings)
+
+
+def tokens_of(source: Documents) -> list[int]:
+    return sorted(int(token) for split in ("train", "val") for token in source.cache.path(split).read_bytes()[::2])
+
+
+def test_only_columns_that_are_needed_are_read_and_dates_beyond_those_of_python_are_text(tmp_path: Path) -> None:
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    far = pyarrow.array([2**59, 5] * 10, pyarrow.timestamp("us"))
+    nested = pyarrow.StructArray.from_arrays([far], ["at"])
+    texts = [f"document {number}" for number in range(20)]
+    table = pyarrow.table({"text": texts, "far": far, "nested": nested})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    parquet.write_table(table.drop_columns(["nested"]), tmp_path / "b.parquet")
+    source = documents_of(tmp_path / "a.parquet", tmp_path)
+    source.prepare()
+    assert source.cache.meta.num_documents == 20
+    shown = [row.parse()["far"] for row in read(tmp_path / "b.parquet")[:2]]
+    assert shown == ["20237-04-25 10:45:03.423488", "1970-01-01 00:00:00.000005"]
+    with pytest.raises(ConfigError, match=r"a\.parquet: its column nested cannot be read \(OverflowError"):
+        read(tmp_path / "a.parquet")
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset(datasets.table.InMemoryTable(table)).save_to_disk(str(tmp_path / "saved"))
+    rows = open_rows(f"hf://{tmp_path}/saved", setting="data.path", hub_split="train", fields=["text"])
+    assert [row.parse() for row in rows] == [{"text": text} for text in texts]
+
+
+def test_text_that_parquet_holds_as_bytes_is_text_and_the_advice_names_other_fields(tmp_path: Path) -> None:
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    texts = [f"document ä {number}" for number in range(20)]
+    parquet.write_table(pyarrow.table({"text": [text.encode() for text in texts]}), tmp_path / "bytes.parquet")
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "text.parquet")
+    as_bytes, as_text = (documents_of(tmp_path / f"{name}.parquet", tmp_path) for name in ("bytes", "text"))
+    as_bytes.prepare()
+    as_text.prepare()
+    assert tokens_of(as_bytes) == tokens_of(as_text)
+    for rows, reason, fix in (
+        ({"text": [b"\xff"], "body": ["a"]}, "bytes that are not UTF-8", "mode=prepare "),
+        ({"text": [None], "body": ["a"]}, "is null, not text", "mode=prepare "),
+        ({"txt": ["a"], "id": [1]}, "it has no field text; its fields are txt, id", "data.text_field=txt, or "),
+    ):
+        parquet.write_table(pyarrow.table(rows), tmp_path / "wrong.parquet")
+        with pytest.raises(ConfigError, match=reason) as caught:
+            documents_of(tmp_path / "wrong.parquet", tmp_path).prepare()
+        assert caught.value.fix.startswith(fix)
+
+
+def test_documents_without_any_text_are_named_and_not_the_length_of_a_sample(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", [{"text": ""}])
+    with pytest.raises(ConfigError, match=r"data.path=…: no document in it has any text; type data.path=<more"):
+        documents_of(tmp_path, tmp_path).prepare()
+
+
+def test_names_of_files_may_be_any_bytes_and_their_places_are_one_line_of_text(tmp_path: Path) -> None:
+    names = [b"caf\xe9.jsonl", b"a\n   type: rm -rf ~.jsonl"]
+    (tmp_path / "raw").mkdir()
+    for name in names:
+        rows = [{"text": f"{name!r} {number}"} for number in range(20)]
+        write_lines(tmp_path / "raw" / os.fsdecode(name), rows)
+    source = documents_of(tmp_path / "raw", tmp_path)
+    source.prepare()
+    assert source.cache.meta.num_documents == 40
+    assert [row.place for row in read(tmp_path / "raw")][::20] == ["a\\n   type: rm -rf ~.jsonl:1", "caf\\xe9.jsonl:1"]
+    for name in names:
+        (tmp_path / "raw" / os.fsdecode(name)).write_bytes(b'{"text": 1}\n')
+        with pytest.raises(ConfigError) as caught:
+            documents_of(tmp_path / "raw" / os.fsdecode(name), tmp_path).prepare()
+        report = format_report([caught.value])
+        report.encode("utf-8")
+        assert [line for line in report.splitlines() if line.lstrip().startswith("type:")] == [report.splitlines()[-1]]
+
+
+def test_what_is_no_file_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    for path, reason in (
+        (tmp_path / "pipe", "it is a pipe, and data is read more than once"),
+        ("/dev/null", "it is a device, not a file"),
+        (tmp_path / "gone.jsonl", "it is a link to a file that does not exist"),
+        (tmp_path, "it is a link to a file that does not exist"),
+        (tmp_path / "*.jsonl", "it is a link to a file that does not exist"),
+        ("~nobody-here/x", "this machine has no user nobody-here"),
+        ("", "data.path=: it is empty; type data.path=<a path; . is the working directory>"),
+        (f"{tmp_path}/{'n' * 300}", "it cannot be read: File name too long"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            read(path)

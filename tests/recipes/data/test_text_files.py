@@ -1,5 +1,6 @@
 """Text from a file, a folder or a glob; every error says what to type."""
 
+import gzip
 import os
 
 import pytest
@@ -85,8 +86,8 @@ def test_a_folder_without_text_files_lists_the_suffixes(source, tmp_path):
     (tmp_path / "data/a.bin").write_text("text")
     with pytest.raises(ConfigError) as caught:
         source(tmp_path / "data").prepare()
-    shown = " ".join(sorted(TEXT_SUFFIXES))
-    assert caught.value.reason == f"the folder has no text files (by suffix: {shown})"
+    shown = ", ".join(sorted(TEXT_SUFFIXES))
+    assert caught.value.reason == f"the folder has no {shown} file; skipped: 1 (1 .bin)"
     assert caught.value.fix == f"data.path='{tmp_path}/data/**/*' to read every file in it"
 
 
@@ -157,3 +158,28 @@ def test_a_file_that_cannot_be_read_is_named(source, folder, monkeypatch):
     monkeypatch.setattr(type(folder), "open", refuse)
     with pytest.raises(ConfigError, match=r"\.txt: it cannot be read: Permission denied; type data\.path="):
         source(folder).prepare()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason", "fix"),
+    [
+        ("UTF-16 with a mark".encode("utf-16"), "it is UTF-16 text", "iconv -f utf-16 "),
+        (("text without a mark, as 16 bits a character; " * 2).encode("utf-16-le"), "it is UTF-16LE text", "iconv -f"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "it is a Git LFS pointer", "git lfs pull"),
+        (gzip.compress(b"text" * 100), "it is compressed with gzip", "gunzip -k "),
+    ],
+)
+def test_what_is_no_text_is_named_also_where_its_bytes_are_utf_8(source, tmp_path, content, reason, fix):
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        source(tmp_path / "a.txt").prepare()
+    assert caught.value.setting == f"data.path={tmp_path / 'a.txt'}"
+    assert caught.value.reason == (f"{reason}: the file itself was not downloaded" if "LFS" in reason else reason)
+    assert caught.value.fix.startswith(fix)
+
+
+def test_an_empty_folder_advises_no_glob_that_finds_nothing_either(source, tmp_path):
+    (tmp_path / "texts" / ".hidden").mkdir(parents=True)
+    with pytest.raises(ConfigError) as caught:
+        source(tmp_path / "texts").prepare()
+    assert caught.value.fix == USUAL

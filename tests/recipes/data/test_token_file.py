@@ -1,9 +1,13 @@
 """Token files are memory-mapped, and rejected if they cannot be right."""
 
+import gzip
+import logging
+
 import numpy as np
 import pytest
 
 from recipes.data.token_file import TokenFile
+from recipes.data.token_shards.source import TokenShards
 from recipes.errors import ConfigError
 
 
@@ -74,6 +78,8 @@ def test_a_token_beyond_the_vocabulary_is_rejected_also_in_a_late_chunk(source, 
         "type model.vocab_size=1001 or more, or the right data.dtype"
     )
     source(path, vocab_size=1001).prepare()
+    with pytest.raises(ConfigError, match="token id 65536000 is outside .*; type the right data.dtype"):
+        source(write(tmp_path / "odd.bin", [0, 1000] * 20, "uint16"), dtype="uint32").prepare()
 
 
 def test_the_result_of_the_check_is_cached_until_the_file_changes(source, tmp_path, monkeypatch):
@@ -90,7 +96,7 @@ def test_the_result_of_the_check_is_cached_until_the_file_changes(source, tmp_pa
 @pytest.mark.parametrize(
     ("content", "why", "fix"),
     [
-        (None, "there is no such file", "data.path=<file of uint16 tokens>"),
+        (None, "there is no such file or folder", "data.path=<file of uint16 tokens>"),
         (b"", "the file is empty", "data.path=<file of uint16 tokens>"),
         (
             b"abc",
@@ -142,7 +148,7 @@ def test_an_archive_named_npy_is_rejected(source, tmp_path):
     with pytest.raises(ConfigError) as caught:
         source(path).prepare()
     assert str(caught.value) == (
-        f"data.path={path}: it is not a valid .npy file (an archive of several arrays);"
+        f"data.path={path}: it is a zip archive, such as an .npz or a checkpoint, not raw tokens;"
         " type data.path=<one-dimensional .npy of uint16 or uint32>"
     )
 
@@ -182,11 +188,11 @@ def test_a_file_of_the_right_type_is_not_taken_for_a_wider_one(source, tmp_path)
         source(path, vocab_size=vocab_size).prepare()
 
 
-def test_a_npy_file_of_another_name_is_rejected_and_one_of_int64_names_its_type(source, tmp_path):
-    np.save(tmp_path / "t.npy", np.arange(100, dtype="uint16"))
-    (tmp_path / "t.npy").rename(tmp_path / "t.bin")
-    with pytest.raises(ConfigError, match="it is a .npy file"):
-        source(tmp_path / "t.bin").prepare()
+def test_a_npy_file_of_another_name_is_read_and_one_of_int64_names_its_type(source, tmp_path):
+    np.save(tmp_path / "t.npy", np.arange(100, dtype="uint32"))
+    renamed = source((tmp_path / "t.npy").rename(tmp_path / "t.bin"))
+    renamed.prepare()
+    assert renamed.train()[0]["inputs"].tolist() == list(range(10))
     np.save(tmp_path / "wide.npy", np.arange(100))
     with pytest.raises(ConfigError, match=r"it holds int64 \(100,\)"):
         source(tmp_path / "wide.npy").prepare()
@@ -204,3 +210,122 @@ def test_a_file_that_cannot_be_read_is_named(source, tmp_path, monkeypatch):
     assert str(caught.value) == (
         f"data.path={path}: it cannot be read: Permission denied; type data.path=<file of uint16 tokens>"
     )
+
+
+def write_llm_c(path, tokens, *, magic=20240520, dtype="uint16", counted=None):
+    """Write the header of 256 int32 that llm.c and its followers put before the tokens."""
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, 1, len(tokens) if counted is None else counted
+    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype=dtype).tobytes())
+    return path
+
+
+@pytest.mark.parametrize(("magic", "dtype"), [(20240520, "uint16"), (20240801, "uint32")])
+def test_the_header_of_llm_c_is_no_tokens_and_gives_the_dtype(source, tmp_path, magic, dtype):
+    write_llm_c(tmp_path / "t.bin", range(100), magic=magic, dtype=dtype)
+    data, raw = source(tmp_path / "t.bin"), source(write(tmp_path / "raw.bin", range(100)))
+    data.prepare()
+    raw.prepare()
+    assert len(data.train()) == len(raw.train()) == 7
+    assert [row["inputs"].tolist() for row in data.train()] == [row["inputs"].tolist() for row in raw.train()]
+    assert data.fingerprint.endswith("/llm.c"), "earlier versions read other tokens at the same positions"
+    write_llm_c(tmp_path / "t.bin", range(100), magic=magic, dtype=dtype, counted=101)
+    with pytest.raises(ConfigError, match=r"counts 101 tokens, and it holds 100: it is truncated"):
+        source(tmp_path / "t.bin").prepare()
+
+
+@pytest.mark.parametrize("vocab_size", [1000, 65_536])
+@pytest.mark.parametrize(
+    ("content", "reason", "fix"),
+    [
+        (gzip.compress(bytes(range(256)) * 4), "it is compressed with gzip", "gunzip -k "),
+        (b"PAR1" + bytes(60), "it is a Parquet file", "data.path="),
+        (b"MMIDIDX\x00\x00" + bytes(59), "it is the index of a Megatron dataset", "data.path="),
+        (b"\x89HDF\r\n\x1a\n" + bytes(60), "it is an HDF5 file", "data.path="),
+        (b"version https://git-lfs.github.com/spec/v1\n", "it is a Git LFS pointer", "git lfs pull"),
+        (b"a text that was never tokenized\n" * 4, "it is text, not tokens", "data=text_files data.path="),
+    ],
+)
+def test_a_file_of_another_kind_is_named_and_no_larger_vocabulary_is_advised(
+    source, tmp_path, content, reason, fix, vocab_size
+):
+    (tmp_path / "t.bin").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        source(tmp_path / "t.bin", vocab_size=vocab_size).prepare()
+    assert caught.value.reason.startswith(reason)
+    assert caught.value.fix.startswith(fix)
+
+
+HEADER = "{'descr': '<u2', 'fortran_order': False, 'shape': (%s), }"
+NPY_HEADERS = {
+    "more tokens than the file": HEADER % "101,",
+    "a huge number": HEADER % "1000000000000000000,",
+    "a negative number": HEADER % "-5,",
+    "no shape": "{'descr': '<u2'}",
+    "an unknown dtype": HEADER.replace("<u2", "<zz") % "100,",
+    "objects": HEADER.replace("<u2", "|O") % "100,",
+    "big-endian": HEADER.replace("<u2", ">u2") % "100,",
+    "an open bracket": "{'descr': (((",
+    "nested": "{'descr': " + "(" * 3000 + ")" * 3000 + "}",
+    "a call": "{'descr': open('x')}",
+}
+
+
+@pytest.mark.parametrize("header", NPY_HEADERS)
+@pytest.mark.parametrize("kind", ["token_file", "token_shards"])
+def test_a_npy_file_whose_header_is_wrong_is_rejected_by_both_readers(source, tmp_path, header, kind):
+    text = NPY_HEADERS[header].encode()
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    for name in ("a.npy", "b.npy"):
+        head = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+        (folder / name).write_bytes(head + np.arange(100, dtype="<u2").tobytes())
+    read = source(folder / "a.npy") if kind == "token_file" else shards_of(folder, tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        read.prepare()
+    assert "type data.path=" in str(caught.value)
+
+
+def shards_of(folder, tmp_path, **changes):
+    settings = {"path": str(folder), "val_path": None, "dtype": "uint16", "files_at_a_time": 2, "cache_gb": None}
+    settings |= {"vocab_size": 1000, "seq_len": 10, "cache_dir": str(tmp_path / "cache")}
+    return TokenShards(**(settings | changes))
+
+
+def test_shards_are_read_as_single_files_are(tmp_path):
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    for name in ("a.bin", "b.bin"):
+        write_llm_c(folder / name, range(100))
+    shards = shards_of(folder, tmp_path)
+    shards.prepare()
+    assert shards.train().counts == [9]
+    assert shards.train()[0]["inputs"].tolist() == list(range(10))
+    np.save(folder / "b.npy", np.arange(100, dtype="uint16"))
+    data = (folder / "b.npy").read_bytes()
+    (folder / "b.npy").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ConfigError, match=r"b\.npy: it is not a valid .npy file: it holds .* of its 100 tokens"):
+        shards_of(folder, tmp_path).prepare()
+    (folder / "b.npy").unlink()
+    tokens = np.random.default_rng(0).integers(1000, size=400)
+    for written, bits in (("uint32", 32), ("int64", 64)):
+        write(folder / "c.bin", tokens, written)
+        with pytest.raises(ConfigError, match=f"the file holds {bits}-bit integers"):
+            shards_of(folder, tmp_path).prepare()
+    write(folder / "c.bin", [7, *[0] * 399])  # a token and padding
+    shards_of(folder, tmp_path).prepare()
+
+
+def test_shards_skip_hidden_and_unfinished_copies_and_name_links_to_nothing(tmp_path, caplog):
+    folder = tmp_path / "tokens"
+    for name in ("a.bin", "b.BIN", ".ipynb_checkpoints/a.bin", "._a.bin", "_temporary/a.bin", "meta.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write(folder / name, range(100))
+    with caplog.at_level(logging.INFO, logger="lightning_recipes"):
+        shards = shards_of(folder, tmp_path)
+        shards.prepare()
+    assert (len(shards.train().counts), len(shards.val().counts)) == (1, 1)
+    assert "2 files are read; skipped: 4 (2 hidden folder, 1 hidden, 1 .json)" in caplog.text
+    (folder / "c.bin").symlink_to(folder / "nowhere")
+    with pytest.raises(ConfigError, match=r"c\.bin: it is a link to a file that does not exist"):
+        shards_of(folder, tmp_path).prepare()

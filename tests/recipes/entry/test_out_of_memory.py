@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support import ROOT, TINY
+from support import ROOT, TINY, execute
 
 from recipes.config import compose_and_check
 from recipes.entry.out_of_memory import (
@@ -63,8 +63,9 @@ def test_a_batch_that_does_not_fit_ends_with_71_and_overrides_that_reduce_memory
     assert done.returncode == ExitCode.OUT_OF_MEMORY, done.stdout + done.stderr
     output = done.stdout + done.stderr
     assert "Traceback" not in output
+    # halving the micro-batch, or any other single override, does not suffice
+    assert "Add one of these overrides" not in output
     assert "micro_batch_size=2048 " in output
-    assert "the same global batch in 2 micro-batches" in output
     assert "activation_checkpoint=every_block" in output
     assert "precision=bf16-mixed" in output
     assert "offload" not in output, "host memory is full: nothing can be offloaded to it"
@@ -100,6 +101,30 @@ def test_a_full_memory_on_another_rank_than_0_is_reported_too(tmp_path: Path, te
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["status"] == "out_of_memory"
     assert (tmp_path / "run/oom/rank_00001.txt").exists()
+
+
+def test_a_model_whose_state_cannot_fit_is_refused_before_it_is_allocated(
+    tmp_path: Path, text_folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def allocate(*_: object) -> None:
+        raise AssertionError("the weights were to be allocated")
+
+    typed = [*TINY, f"data.path={text_folder}", f"hydra.run.dir={tmp_path / 'run'}", "trainer.max_steps=1"]
+    typed += ["plan.memory_gib=0.0005"]
+    with monkeypatch.context() as patched:
+        patched.setattr("recipes.strategy.single.SingleDevice.materialize", allocate)
+        assert execute(*typed) == ExitCode.INVALID_CONFIG
+    refused = capsys.readouterr().out
+    assert "1. model=gpt2_nano strategy=single\n" in refused
+    assert "type: precision=bf16-true, a smaller model=, more devices" in refused
+    assert execute(*typed, "precision=bf16-true") == ExitCode.FINISHED
+    num_parameters = re.search(r"model: GPT2, ([0-9,]+) parameters", capsys.readouterr().out)
+    planned = re.search(r"take ([0-9.]+) MiB, even without activations, and this machine has 0.51 MiB, unless", refused)
+    assert num_parameters is not None
+    assert planned is not None
+    # float32 weights and gradients, AdamW's two moments and its step counts, which are 100 bytes
+    of_state = 16 * int(num_parameters[1].replace(",", "")) / 2**20
+    assert float(planned[1]) == pytest.approx(of_state, abs=0.006)
 
 
 STAGES = {

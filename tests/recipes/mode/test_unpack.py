@@ -1,5 +1,7 @@
 """A GGUF file becomes a folder with the weights that it stands for, and a model that is trained."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,14 @@ from numpy.typing import NDArray
 from support import execute
 
 from recipes.config import compose_and_check
+from recipes.errors import ConfigError
+from recipes.mode import unpack
 
 HEADS, WIDTH, INNER, LAYERS = 4, 64, 96, 2
 TOKENS = ["<unk>", "<s>", "</s>", *(chr(code) for code in range(33, 127)), "ab"]
 
 
-def make_model() -> Any:
+def make_model(rope: dict[str, Any] | None = None) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -28,6 +32,7 @@ def make_model() -> Any:
         num_key_value_heads=HEADS,
         max_position_embeddings=128,
         tie_word_embeddings=False,
+        rope_parameters=rope,
     )
     return LlamaForCausalLM(config)
 
@@ -38,7 +43,27 @@ def interleave(weight: NDArray[Any]) -> NDArray[Any]:
     return weight.reshape(HEADS, 2, rows // HEADS // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def write_gguf(path: Path, model: Any, *, architecture: str = "llama", quantized: bool = False) -> None:
+def write_gguf(
+    path: Path,
+    model: Any,
+    *,
+    architecture: str = "llama",
+    quantized: bool = False,
+    without: str = "nothing",
+    more: dict[str, NDArray[Any]] | None = None,
+    settings: dict[str, Any] | None = None,
+) -> None:
+    """Write a model as llama.cpp's converter does.
+
+    Args:
+        path: File to write.
+        model: Its weights.
+        architecture: What the file calls it.
+        quantized: Whether matrices are in Q8_0.
+        without: Pattern of tensors of the file to leave out.
+        more: Further tensors.
+        settings: Further settings, texts and whole numbers.
+    """
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture)
@@ -49,7 +74,7 @@ def write_gguf(path: Path, model: Any, *, architecture: str = "llama", quantized
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(HEADS)
     writer.add_rope_dimension_count(WIDTH // HEADS)
-    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_freq_base(float(model.config.rope_parameters["rope_theta"]))
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_vocab_size(len(TOKENS))
     writer.add_tokenizer_model("gpt2")
@@ -64,11 +89,17 @@ def write_gguf(path: Path, model: Any, *, architecture: str = "llama", quantized
         if "q_proj" in name or "k_proj" in name:
             values = interleave(values)
         found = names.get_name(name, try_suffixes=(".weight",))
+        if re.match(without, found):
+            continue
         if quantized and values.ndim == 2:
             kind = gguf.GGMLQuantizationType.Q8_0
             writer.add_tensor(found, gguf.quants.quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(found, values)
+    for name, values in (more or {}).items():
+        writer.add_tensor(name, values)
+    for name, value in (settings or {}).items():
+        (writer.add_string if isinstance(value, str) else writer.add_uint16)(name, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -124,9 +155,50 @@ def test_the_folder_is_trained(tmp_path: Path) -> None:
     assert execute(*tiny, f"hydra.run.dir={tmp_path / 'run'}") == 0
 
 
+# what is not all of a model, or more than transformers reads of one -> the clause that names it
+PARTIAL: dict[str, tuple[dict[str, Any], str]] = {
+    "vocabulary": ({"without": ""}, "it holds a vocabulary and no weights"),
+    "part": (
+        {"without": "blk.1|output", "settings": {"split.count": 2}},
+        "one of the 2 parts.*llama-gguf-split --merge",
+    ),
+    "block": ({"without": "blk.1"}, "its files do not have model.layers.1.input_layernorm.weight and 8 more"),
+    "norm": ({"without": "output_norm"}, "its files do not have model.norm.weight"),
+    "biases": ({"more": {"blk.0.attn_q.bias": np.ones(WIDTH, np.float32)}}, "no place for blk.0.attn_q.bias"),
+    "further block": ({"more": {"blk.2.attn_norm.weight": np.ones(WIDTH, np.float32)}}, "no place for blk.2.attn_norm"),
+    "factors": ({"more": {"rope_freqs.weight": np.arange(1, 9, dtype=np.float32)}}, "rope_freqs.weight in another way"),
+    "yarn": ({"settings": {"llama.rope.scaling.type": "yarn"}}, r"scales rotary frequencies \(yarn\)"),
+    "window": (
+        {"settings": {"llama.attention.sliding_window": 16}},
+        "attention.sliding_window=16 has no place in a llama",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PARTIAL)
+def test_a_file_that_is_not_read_as_a_whole_is_refused(kind: str, tmp_path: Path) -> None:
+    options, reason = PARTIAL[kind]
+    write_gguf(tmp_path / "model.gguf", make_model(), **options)
+    with pytest.raises(ConfigError, match=rf"^mode\.path={tmp_path}/model\.gguf: .*{reason}"):
+        unpack._load(tmp_path / "model.gguf", torch.float32)
+
+
+def test_the_rotary_scaling_of_llama_3_1_is_read_and_nothing_beside_the_file(tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    model = make_model(rope | {"original_max_position_embeddings": 8192})
+    plain = 5e5 ** -(np.arange(0, 16, 2) / 16)  # [Q / 2]
+    factors = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
+    assert factors.max() == pytest.approx(8)
+    write_gguf(tmp_path / "model.gguf", model, more={"rope_freqs.weight": factors})
+    code = {"model_type": "llama", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(code))
+    tokens = torch.arange(3, 93)[None]
+    assert torch.equal(unpacked(tmp_path)(tokens).logits, model(tokens).logits)
+    assert "auto_map" not in (tmp_path / "out/config.json").read_text()
+
+
 def mistake(folder: Path, **settings: str) -> str:
     from recipes.build import execute as execute_mode
-    from recipes.errors import ConfigError
 
     typed = {"path": str(folder / "model.gguf"), "output": str(folder / "out")} | settings
     composed, mistakes = compose_and_check(["mode=unpack", *(f"mode.{key}={value}" for key, value in typed.items())])
@@ -138,11 +210,12 @@ def mistake(folder: Path, **settings: str) -> str:
 
 
 def test_other_files_and_folders_are_left_as_they_are(tmp_path: Path) -> None:
-    assert "there is no such file" in mistake(tmp_path)
+    for path in (str(tmp_path / "model.gguf"), "x" * 300, "~nobody/x"):
+        assert "there is no such file" in mistake(tmp_path, path=path)
     (tmp_path / "model.gguf").write_bytes(b"PK\x03\x04")
     assert "it is not a GGUF file" in mistake(tmp_path)
     write_gguf(tmp_path / "model.gguf", make_model(), architecture="unheard_of")
-    assert "transformers says" in mistake(tmp_path)
+    assert "cannot be read: ValueError: GGUF model with architecture unheard_of is not supported" in mistake(tmp_path)
     assert not list(tmp_path.glob("*out*"))
     (tmp_path / "out").mkdir()
     assert "it already exists" in mistake(tmp_path)

@@ -3,7 +3,6 @@
 import functools
 import json
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +216,7 @@ def test_experts_are_exported_and_their_flops_left_to_a_counter(published: Any, 
     assert torch.equal(loaded(tokens()).logits, reference(tokens()).logits)
 
 
+@pytest.mark.filterwarnings("error")  # such as those of transformers about arguments that it renames
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_text_is_the_same_with_and_without_a_cache_alone_and_in_a_batch(kind: str, published: Any) -> None:
     _, folder = published(kind)
@@ -324,6 +324,87 @@ def test_what_does_not_fit_is_named(settings: dict[str, Any], message: str, publ
         HuggingFace(**arguments)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_head_of_its_own_in_files_that_are_said_to_be_tied_is_not_dropped(
+    kind: str, published: Any, tmp_path: Path
+) -> None:
+    """transformers keeps such a head, with a warning; a model whose head is tied would have other logits."""
+    reference, folder = published(kind)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    embedding = reference.get_input_embeddings().weight.detach()
+    save_file(tensors | {"lm_head.weight": embedding.clone()}, file, metadata={"format": "pt"})
+    assert torch.equal(model_of(str(tmp_path), pretrained=str(tmp_path))(tokens()), reference(tokens()).logits)
+    save_file(tensors | {"lm_head.weight": embedding * 2}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"ties lm_head\.weight .*\"tie_word_embeddings\": false in its config.json"):
+        model_of(str(tmp_path), pretrained=str(tmp_path))
+    untied = str(shutil.copytree(tmp_path, tmp_path / "untied"))  # as advised; a process reads a config once
+    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (tmp_path / "untied/config.json").write_text(json.dumps(config))
+    kept = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(model_of(untied, pretrained=untied)(tokens()), kept(tokens()).logits)
+
+
+def test_weights_that_are_quantized_without_scales_are_rejected(published: Any, tmp_path: Path) -> None:
+    for kind in ("llama", "mixtral"):  # read tensor by tensor, and converted by transformers
+        folder = tmp_path / kind
+        shutil.copytree(published(kind)[1], folder)
+        tensors = load_file(folder / "model.safetensors")
+        name = next(name for name in tensors if name.endswith(("up_proj.weight", "w1.weight")))
+        save_file(
+            tensors | {name: tensors[name].to(torch.int8)}, folder / "model.safetensors", metadata={"format": "pt"}
+        )
+        with pytest.raises(ConfigError, match=f"holds {name} as int8: it is quantized"):
+            model_of(str(folder), pretrained=str(folder))
+
+
+def test_longrope_is_packed_as_long_as_its_frequencies_do_not_change(tmp_path: Path) -> None:
+    """In transformers, one long example changes the frequencies of all others in a batch."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope |= {"original_max_position_embeddings": 24}
+    torch.manual_seed(0)
+    config = hf.Phi3Config(**_GROUPED, pad_token_id=0, rope_parameters=rope, original_max_position_embeddings=24)
+    reference = hf.AutoModelForCausalLM.from_config(config).eval()
+    reference.save_pretrained(tmp_path)
+    options: dict[str, Any] = {"name": str(tmp_path), "pretrained": str(tmp_path), "vocab_size": 64}
+    with pytest.raises(ConfigError, match=r"\(LongRoPE\) change for a whole batch.*type model\.max_seq_len=24$"):
+        HuggingFace(**options, max_seq_len=25)
+    model = HuggingFace(**options, max_seq_len=24)
+    initialize(model, seed=0)  # type: ignore[arg-type]
+    positions = torch.cat([torch.arange(length) for row in LENGTHS for length in row]).view(2, 24)
+    together = model.eval()(tokens(), positions=positions)
+    for row, lengths in enumerate(LENGTHS):
+        alone = torch.cat([reference(part[None]).logits[0] for part in tokens()[row].split(lengths)])
+        torch.testing.assert_close(together[row], alone, rtol=1e-5, atol=1e-5)
+
+
+BROKEN: dict[str, str | dict[str, Any]] = {
+    "text": "{",
+    "list": "[1]",
+    "deep": "[" * 100_000,
+    "no heads": {"num_attention_heads": 0},
+    "three heads": {"num_attention_heads": 3},
+    "activation": {"hidden_act": "evil"},
+    "scaling": {"rope_parameters": 3},
+    "million layers": {"num_hidden_layers": 10**6},
+    "wide": {"hidden_size": 2**32, "head_dim": 2**32},
+    "no layers": {"num_hidden_layers": 0},
+    "negative": {"intermediate_size": -1},
+    "kind": {"model_type": "nope"},
+    "sliding": {"model_type": "mistral", "sliding_window": "abc"},
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_config_of_no_model_is_one_error_that_names_it(broken: str, published: Any, tmp_path: Path) -> None:
+    config, changes = json.loads((Path(published("llama")[1]) / "config.json").read_text()), BROKEN[broken]
+    (tmp_path / "config.json").write_text(changes if isinstance(changes, str) else json.dumps(config | changes))
+    with pytest.raises(ConfigError, match=rf"^model\.name={tmp_path}: ") as error, torch.device("meta"):
+        HuggingFace(name=str(tmp_path), pretrained=None, max_seq_len=64, vocab_size=64)
+    assert error.value.fix.startswith("model.name=<")
+
+
 def test_weights_of_another_model_are_rejected(published: Any) -> None:
     with pytest.raises(ConfigError, match="it has no |its files do not have "):
         model_of(published("llama")[1], pretrained=published("gpt2")[1])
@@ -334,10 +415,3 @@ def test_weights_of_another_size_are_rejected(published: Any, tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
     with pytest.raises(ConfigError, match="has the shape .* not "):
         model_of(str(tmp_path), pretrained=published("qwen2")[1])
-
-
-def test_text_is_generated_without_a_warning(published: Any) -> None:
-    _, folder = published("llama")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        generate(model_of(folder, pretrained=folder), [1, 2], 3, temperature=0.0, top_k=None, top_p=None, seed=0)

@@ -1,6 +1,9 @@
 """Documents through the whole of mode=prepare: what stays, what is counted, and the same bytes however it is run."""
 
+import datetime
+import decimal
 import json
+import math
 import pydoc_data.topics
 import random
 import shutil
@@ -131,6 +134,31 @@ def test_rows_keep_their_fields_and_lose_the_lines_that_rules_remove(tmp_path: P
     assert {rule["rule"]: rule["lines"] for rule in report["rules"] if rule.get("lines")} == {
         "remove_unpunctuated_lines": 1
     }
+
+
+def test_fields_that_json_lacks_are_kept_as_json(tmp_path: Path) -> None:
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    text = make_text(random.Random(8))
+    fields = {
+        "text": [text.encode()],
+        "utf8": ["ä".encode()],
+        "other": [b"\0\xff"],
+        "scores": [[0.5, math.nan, math.inf]],
+        "nested": [{"at": datetime.datetime(2026, 1, 2, 3, 4), "cost": decimal.Decimal("1.50")}],
+        "kind": [None],
+    }
+    parquet.write_table(pyarrow.table(fields), tmp_path / "a.parquet")
+    report = prepare(tmp_path / "a.parquet", tmp_path / "out", "data.domain_field=kind", "mode.near_copies=null")
+    [line] = [path.read_bytes() for path in (tmp_path / "out" / "documents").iterdir()]
+    assert json.loads(line, parse_constant=pytest.fail) == {
+        "text": text,
+        "utf8": "ä",
+        "other": "AP8=",
+        "scores": [0.5, None, None],
+        "nested": {"at": "2026-01-02 03:04:00", "cost": "1.50"},
+        "kind": None,
+    }
+    assert list(report["domains"]) == ["unknown"]
 
 
 @pytest.mark.parametrize("num_processes", [2, 3])

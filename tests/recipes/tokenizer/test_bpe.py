@@ -126,5 +126,5 @@ def test_a_damaged_tokenizer_in_the_cache_is_trained_again(corpus, tokenizer, fi
     (folder / file).write_text("{", encoding="utf-8")
     assert Bpe(vocab_size=320).make(corpus).fingerprint == tokenizer.fingerprint
     (folder / file).write_text("{", encoding="utf-8")
-    with pytest.raises(ConfigError, match="its tokenizer is damaged"):
+    with pytest.raises(ConfigError, match=f"{file} cannot be read: "):
         Tokenizer.load(folder)

@@ -244,6 +244,26 @@ def test_runs_with_equal_configs_have_no_parallel_panel(tmp_path: Path) -> None:
     assert 'class="chart bars' in page
 
 
+@pytest.mark.parametrize(
+    ("bests", "widths", "start"),
+    [([1.0, 4.0], [25.0, 100.0], ""), ([2.0, 2.08], [20.0, 100.0], ", from 1.98"), ([3.0, 3.0], [100.0, 100.0], "")],
+)
+def test_bars_of_close_values_start_below_the_lowest(
+    bests: list[float], widths: list[float], start: str, tmp_path: Path
+) -> None:
+    folders = [write_run(tmp_path / f"run{i}", losses=[best], config=make_config(i)) for i, best in enumerate(bests)]
+    page = make_page(folders, tmp_path / "report.html", dashboard=DASHBOARD)
+    assert [float(width) for width in re.findall(r'<i style="width:([\d.]+)%">', page)] == pytest.approx(widths)
+    assert f"<span class='note'>val/loss{start}</span>" in page
+
+
+def test_charts_of_one_panel_are_titled_by_their_metrics(three: Any, tmp_path: Path) -> None:
+    dashboard = [{"title": "learning", "panels": [{"title": "loss", "metrics": ["train/loss", "val/loss"]}]}]
+    page = make_page(three, tmp_path / "report.html", dashboard=dashboard)
+    titles = re.findall(r"<figcaption><b>([^<]*)</b><span class=\"note\">([^<]*)</span>", page)
+    assert titles == [("train/loss", "loss"), ("val/loss", "loss")]
+
+
 def test_an_axis_over_decades_is_logarithmic_and_its_middle_is_the_geometric_mean() -> None:
     axis = get_axis("lr", [0.001, 0.01, 0.1])
     assert axis.title == "lr (log)"

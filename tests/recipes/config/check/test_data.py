@@ -9,6 +9,8 @@ from support import execute, read_metrics, write_texts
 from recipes.config import compose_and_check
 from recipes.config.check.origin import check_origin
 from recipes.config.compose import compose_run
+from recipes.entry.run import _find_mistake
+from recipes.errors import ConfigError
 
 MIXED = (
     "data=mixture",
@@ -36,6 +38,16 @@ def test_options_of_data_stand_in_a_mixture_and_beside_it() -> None:
     [
         (["+data@eval_data.a.b=stdlib_text"], "type +data@eval_data.a=<option of data>"),
         (["+data@eval_data.digits=digits"], "eval_data.digits=…: it gives images, and data= gives tokens"),
+        (["+model@eval_data.x=gpt2_nano"], "eval_data.x=…: recipes.model.gpt2.GPT2 is no data source"),
+        (["+tokenizer@eval_data.x=bytes"], "eval_data.x=…: recipes.tokenizer.bytes.Bytes is no data source"),
+        ([*MIXED, "+data@data.sources._target_=random_tokens"], "data.sources._target_=…: its name is part of"),
+        ([*MIXED, "data.sources.noise.vocab_size=60000"], "data.sources.noise.vocab_size=60000: the model has model."),
+        (
+            ["data=digits", "model=resnet18", "model.num_classes=2", "~metrics.accuracy_top5"],
+            "have 10 classes; type mod",
+        ),
+        (["loader.num_workers=99999"], "loader.num_workers=99999: it must be from 0 to 256"),
+        ([*MIXED, "data.sources.code.seq_len=0"], "data.sources.code.seq_len=0: it must be at least 1"),
         (["+eval_data.x=3"], "eval_data.x=3: it must be a data source: a section with a _target_"),
         ([*MIXED, "+data@eval_data.code=stdlib_text"], "both would be val/code/loss"),
         ([*MIXED, "+data@data.sources.digits=digits"], "data.sources.digits=…: it gives images"),
@@ -54,6 +66,20 @@ def test_a_wrong_source_is_named_with_its_place(overrides: list[str], expected: 
     found = mistakes_of(*overrides)
     assert len(found) == 1, found
     assert expected in found[0]
+
+
+def test_an_error_names_the_key_that_has_the_value() -> None:
+    typed = compose_run(["data=stdlib_text", "data.vocab_size=3", "data.seq_len=7"])
+    for setting, fix, named in (
+        ("model.vocab_size=3", "model.vocab_size=257", "data.vocab_size=3 data.vocab_size=257"),
+        ("seq_len=7", "seq_len=6 or less", "data.seq_len=7 data.seq_len=6 or less"),
+        ("seq_len=8", "seq_len=6", "seq_len=8 seq_len=6"),  # nothing has it
+        (f"seq_len={typed.config['seq_len']}", "seq_len=6", f"seq_len={typed.config['seq_len']} seq_len=6"),
+        ("data.path=/a/b", "data.path=…", "data.path=/a/b data.path=…"),
+    ):
+        mistake = _find_mistake(ConfigError(setting, "why", fix), typed)
+        assert mistake is not None
+        assert f"{mistake.setting} {mistake.fix}" == named
 
 
 @pytest.mark.parametrize("name", ["val/code/loss", "val/other/loss", "val/other/perplexity"])

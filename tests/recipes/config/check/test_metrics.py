@@ -45,7 +45,7 @@ MESSAGES = {
         "checkpoint.best_metric=val_loss: validation computes val/loss val/perplexity val/token_accuracy;"
         " type checkpoint.best_metric=val/loss, or +metrics.…"
     ),
-    "callbacks.early_stop.patience=3 callbacks.early_stop.monitor=val/accuracy": (
+    "callbacks.early_stop.stopping_threshold=0.9 callbacks.early_stop.monitor=val/accuracy": (
         "callbacks.early_stop.monitor=val/accuracy: validation computes val/loss val/perplexity val/token_accuracy;"
         " type callbacks.early_stop.monitor=val/token_accuracy, or +metrics.…"
     ),

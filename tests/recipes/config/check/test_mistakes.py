@@ -273,12 +273,13 @@ def test_a_mistake_in_a_recipe_of_ones_own_names_its_file(
     text: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import recipes.config.check as origin
-    from recipes.config.check import command_line, sections, suggestions
+    from recipes.config import search_path
+    from recipes.config.check import command_line, sections
 
     conf = tmp_path / "conf"
     shutil.copytree(ROOT / "conf", conf)
     (conf / "recipe" / "mine.yaml").write_text(f"# @package _global_\n{text}")
-    for module in (command_line, origin, sections, suggestions):
+    for module in (command_line, origin, search_path, sections):
         monkeypatch.setattr(module, "CONF", conf)
     _, mistakes = compose_and_check(["recipe=mine"], config_folder=conf)
     assert [mistake.fix for mistake in mistakes] == [fix]

@@ -109,11 +109,12 @@ def test_a_sweep_typed_without_m_is_answered_with_all_its_values_too() -> None:
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of conf/ to add a file of one's own to."""
     import recipes.config.check as located
-    from recipes.config.check import command_line, sections, suggestions
+    from recipes.config import search_path
+    from recipes.config.check import command_line, sections
 
     copy = tmp_path / "conf"
     shutil.copytree(CONF, copy)
-    for module in (command_line, located, sections, suggestions):
+    for module in (command_line, located, search_path, sections):
         monkeypatch.setattr(module, "CONF", copy)
     return copy
 

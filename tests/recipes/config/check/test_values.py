@@ -91,9 +91,6 @@ WRONG = {
         " type optimizer=<an option of conf/optimizer/>"
     ],
     "+x._target_=os.system": ["x=…: there is no such setting or section; type nothing for x"],
-    "model=resnet18 model.num_classes=2 metrics=none": [
-        "model.num_classes=2: the images of data= have 10 classes; type model.num_classes=10"
-    ],
     "data=random_tokens tokenizer=bpe callbacks=[sample_text,answer_check] clipping=quantile clipping.window=10"
     " trainer.gradient_clip_algorithm=value": [
         "tokenizer=bpe: the data has no text, so nobody reads it; type nothing for tokenizer",
@@ -107,9 +104,6 @@ WRONG = {
     ],
     "mode=export mode.adapter=separate resume=auto hydra.run.dir=x": [
         "mode.adapter=separate: the run has no adapter; type mode.adapter=merged"
-    ],
-    "+model@eval_data.x=gpt2_nano": [
-        "eval_data.x=…: it must be a data source: a section with a _target_; type +data@eval_data.x=<option of data>"
     ],
 }
 OWN = ("recipes.", "callbacks.")

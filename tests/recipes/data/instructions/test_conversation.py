@@ -1,5 +1,8 @@
 """The formats that people have give the same conversation."""
 
+import json
+import re
+from datetime import date
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ from recipes.errors import ConfigError
 CHAT = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
 
 
-def read(row: dict[str, Any], *, format: str | None = None, **fields: str) -> Example:
+def read(row: dict[str, Any], *, format: str | None = None, **fields: str | None) -> Example:
     return Reader(format=format, fields=fields).read(row, place="a.jsonl:1")
 
 
@@ -71,6 +74,7 @@ def test_rows_that_ask_the_same_have_one_question() -> None:
     [
         ({"a": 1}, {}, "its fields are a, expected messages; conversations; prompt and completion"),
         ({}, {}, "its fields are none"),
+        ({"a\ud800": 1}, {}, r"its fields are a\\ud800, expected"),
         ({"messages": "hi"}, {}, "its messages are not a list of objects"),
         ({"messages": [{"role": "robot", "content": "x"}]}, {}, "its role role='robot' is not one of system"),
         ({"messages": [{"content": "x"}]}, {}, "its role role=None is not one of"),
@@ -82,6 +86,9 @@ def test_rows_that_ask_the_same_have_one_question() -> None:
         ({"prompt": "a\ud800", "completion": "b"}, {}, "its prompt has half a character"),
         ({"messages": CHAT, "tools": "{"}, {}, "its tools are text that is not valid JSON"),
         ({"messages": CHAT, "tools": 3}, {}, "its tools are not a list but int"),
+        ({"messages": CHAT, "tools": ["add"]}, {}, "its tools are not a list of objects"),
+        ({"messages": CHAT, "tools": "[" * 100_000}, {}, "its tools are text that is not valid JSON"),
+        ({"instruction": None, "output": "b"}, {}, "its instruction is null"),
         ({"conversations": [{"from": "alien", "value": "x"}]}, {}, "its role from='alien' is not one of"),
     ],
 )
@@ -99,6 +106,8 @@ def test_a_missing_field_of_a_named_format_is_named() -> None:
 def test_a_mapping_of_no_known_name_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"data.fields.mesages: it maps the names of a format"):
         Reader(format=None, fields={"mesages": "dialog"})
+    with pytest.raises(ConfigError, match=r"data.fields.label=3: it takes the name of a field, or null"):
+        Reader(format=None, fields={"label": 3})  # type: ignore[dict-item]
 
 
 def test_a_mapped_field_is_read_whatever_else_a_message_has() -> None:
@@ -130,3 +139,194 @@ def test_conversations_that_begin_with_the_same_question_have_one_question() -> 
     greeted = [{"role": "assistant", "content": "Hello!"}, *CHAT]
     other = [{"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "x"}, CHAT[1]]
     assert read({"messages": greeted}).question != read({"messages": other}).question
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+TOOL = {"name": "weather", "parameters": {"type": "object"}}
+TYPED = json.dumps({"name": "weather", "arguments": {"city": "Paris"}})
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        # as in the examples of OpenAI, whose arguments are JSON text
+        {
+            "role": "assistant",
+            "tool_calls": [{**CALL, "function": {"name": "weather", "arguments": '{"city":"Paris"}'}}],
+        },
+        {"role": "assistant", "content": "", "tool_calls": json.dumps([CALL])},
+        {"role": "assistant", "content": None, "function_call": CALL["function"]},
+    ],
+)
+def test_a_call_has_one_form(message: dict[str, Any]) -> None:
+    expected = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert read({"messages": [CHAT[0], message]}).answer[1] == expected
+
+
+def test_a_function_call_of_sharegpt_is_a_call_and_its_tools_have_the_form_of_templates() -> None:
+    turns = [("human", "Paris?"), ("function_call", TYPED), ("observation", "sunny"), ("gpt", "Sunny.")]
+    row = {"conversations": [{"from": name, "value": text} for name, text in turns], "tools": json.dumps([TOOL])}
+    example = read(row)
+    assert [message["role"] for message in example.answer] == ["user", "assistant", "tool", "assistant"]
+    assert example.answer[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert example.tools == [{"type": "function", "function": TOOL}]
+
+
+def test_columns_that_only_other_rows_have_are_not_in_a_row_of_a_table() -> None:
+    nested = {**CALL, "id": None, "function": {"name": "weather", "arguments": {"city": "Paris", "zone": None}}}
+    row = {
+        "messages": [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [nested]}],
+        "tools": [{"function": {**TOOL, "parameters": {"zone": None, "enum": ["a", None], "day": date(2024, 1, 1)}}}],
+        "text": None,
+    }
+    found = Reader(format=None, fields={}).read(row, place="a.parquet row 1", from_table=True)
+    assert found.answer[1]["tool_calls"] == [CALL]
+    assert found.tools == [{"function": {**TOOL, "parameters": {"enum": ["a", None], "day": "2024-01-01"}}}]
+    typed = read({"messages": row["messages"]})  # of JSON, where a null was written by a person
+    assert typed.answer[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Paris", "zone": None}
+
+
+@pytest.mark.parametrize("off", [0, 0.0, False])
+@pytest.mark.parametrize("name", ["weight", "loss_weight", "train", "training", "loss"])
+def test_an_answer_of_no_weight_is_not_learned(name: str, off: Any) -> None:
+    chat = [CHAT[0], {**CHAT[1], name: off}, CHAT[0], {**CHAT[1], name: 1}]
+    example = read({"messages": chat})
+    assert (example.answer, example.without_loss) == (CHAT * 2, {1})
+    parted = read({"prompt": chat[:1], "completion": chat[1:], "system": "Be brief."})
+    assert parted.without_loss == {2}, "after the system message"
+    assert read({"messages": chat}, **{name: None}).without_loss == set(), "a field that is not to be read"
+    masked = read({"messages": [CHAT[0], {**CHAT[1], "masked": not off}]})
+    assert masked.without_loss == {1}
+
+
+@pytest.mark.parametrize("name", ["weight", "loss_weight", "train"])
+def test_a_row_of_no_weight_has_no_answer(name: str) -> None:
+    assert read({"messages": CHAT, name: 0}).answer == []
+    assert read({"prompt": "a", "completion": "b", name: False}).answer == []
+    assert read({"messages": CHAT, name: 1}).answer == CHAT
+
+
+def test_system_and_history_come_before_the_question() -> None:
+    earlier = [{"role": "user", "content": "First?"}, {"role": "assistant", "content": "one"}]
+    system = {"role": "system", "content": "Count."}
+    row = {"system": "Count.", "history": [["First?", "one"]], "instruction": "1 + 1", "output": "2"}
+    example = read(row)
+    assert (example.prompt, example.answer) == ([system], [*earlier, *CHAT])
+    assert read({**row, "history": []}).prompt == [system, CHAT[0]]
+    assert read({"conversations": CHAT, "system": "Count."}).prompt == [system]
+    assert read({"messages": [system, *CHAT], "system": "Count."}).answer == [system, *CHAT], "once"
+    assert read({"messages": CHAT, "about": "Count."}, system="about").prompt == [system]
+    assert read({**row, "history": None, "system": ""}).prompt == [CHAT[0]]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": CHAT, "images": ["a.png"]},
+        {"messages": CHAT, "chosen": CHAT[1], "rejected": CHAT[1]},
+        {"prompt": "a", "completion": "b", "label": False},
+        {"messages": CHAT, "weight": 0.5},
+        {"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]},
+        {"messages": [CHAT[0], {**CHAT[1], "train_detail": [{"begin_offset": 0}]}]},
+        {"messages": [CHAT[0], {**CHAT[1], "images": ["a.png"]}]},
+        {"messages": CHAT, "history": [["a", "b"]]},
+        {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}},
+        {"instruction": "a", "output": "b", "history": ["a", "b"]},
+        {"messages": [{"role": "system", "content": "x"}, *CHAT], "system": "y"},
+        {"prompt": "a", "completion": "b", "system": "y"},
+    ],
+    ids=lambda row: " ".join(row),
+)
+def test_a_field_that_changes_what_is_learned_is_refused_until_it_is_left_out(row: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(row)
+    fields = re.findall(r"'data\.fields=\{(.*?)\}'", caught.value.fix)[-1]
+    typed = dict(part.split(": ") for part in fields.split(", "))
+    assert read(row, **{name: None if own == "null" else own for name, own in typed.items()}).answer  # type: ignore[arg-type]
+
+
+def test_a_plain_prompt_with_a_system_message_becomes_a_conversation_by_what_is_advised() -> None:
+    with pytest.raises(ConfigError, match="instruction: question, output: completion") as caught:
+        read({"question": "1 + 1", "completion": "2", "system": "Count."}, prompt="question")
+    assert caught.value.fix.startswith("'data.fields={instruction: question, output: completion}'")
+    found = read({"question": "1 + 1", "completion": "2", "system": "x"}, instruction="question", output="completion")
+    assert [message["role"] for message in (*(found.prompt or []), *found.answer)] == ["system", "user", "assistant"]
+
+
+def test_other_fields_are_named_if_they_hold_something() -> None:
+    assert read({"messages": CHAT, "id": 7, "source": "web", "note": None, "tags": []}).unread == ("id", "source")
+    assert read({"prompt": "a", "completion": "b", "label": True}).unread == ("label",)
+    assert read({"instruction": "a", "output": "b", "tools": "hammer, saw"}).unread == ("tools",)
+    assert read({"messages": CHAT, "tools": []}).unread == ()
+    assert read({"messages": [{**CHAT[0], "weight": 1}, CHAT[1]]}).unread == ("weight of user messages",)
+    assert read({"messages": CHAT, "images": []}).unread == ()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": "a", "output": None},
+        {"prompt": "a", "completion": None, "text": None},
+        {"messages": None},
+        {"messages": []},
+        {"text": None},
+    ],
+)
+def test_a_row_whose_answer_is_null_has_no_answer(row: dict[str, Any]) -> None:
+    assert read(row).answer == []
+
+
+@pytest.mark.parametrize(
+    ("row", "advice"),
+    [
+        ({"instruction": "a", "response": "b", "id": "x"}, "{output: response}"),
+        ({"question": "a", "answer": "b"}, "{prompt: question, completion: answer}"),
+        ({"prompt": "a", "chosen": "b"}, "{completion: chosen}"),
+        ({"dialog": CHAT}, "{messages: dialog}"),
+        ({"turns": [{"by": "user", "said": "a"}, {"by": "assistant", "said": "b"}]},
+         "{messages: turns, role: by, content: said}"),
+        ({"turns": [{"by": "human", "said": "a"}, {"by": "gpt", "said": "b"}]},
+         "{conversations: turns, from: by, value: said}"),
+        ({"body": "a"}, "{text: body}"),
+        ({"messages": [{"speaker": "user", "content": "a"}]}, "{role: speaker}"),
+        ({"messages": [{"role": "user", "said": "a"}]}, "{content: said}"),
+    ],
+)  # fmt: skip
+def test_names_of_other_formats_are_mapped_by_what_is_advised(row: dict[str, Any], advice: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(row)
+    assert caught.value.fix == f"'data.fields={advice}'"
+    read(row, **dict(pair.split(": ") for pair in advice.strip("{}").split(", ")))
+
+
+def test_lists_of_both_formats_are_known_by_the_names_in_their_messages() -> None:
+    assert read({"conversations": CHAT}).answer == CHAT
+    assert read({"messages": [{"from": "human", "value": "1 + 1"}, {"from": "gpt", "value": "2"}]}).answer == CHAT
+    assert read({"messages": json.dumps(CHAT)}).answer == CHAT, "also as JSON text, as in a column of CSV"
+
+
+def test_a_text_may_be_a_list_of_one_part() -> None:
+    parts = [{"type": "text", "text": "1 + 1"}]
+    assert read({"messages": [{"role": "user", "content": parts}, CHAT[1]]}).answer == CHAT
+    with pytest.raises(ConfigError, match="has a part of type image_url, and only text is trained on"):
+        read({"messages": [{"role": "user", "content": [*parts, {"type": "image_url"}]}, CHAT[1]]})
+
+
+@pytest.mark.parametrize(
+    ("calls", "reason"),
+    [
+        (3, "its tool_calls are not a list of objects"),
+        ([3], "its tool_calls are not a list of objects"),
+        ([{"function": {}}], "one of its tool_calls names no function"),
+        (
+            [{"function": {"name": "f", "arguments": "Paris"}}],
+            "the arguments of its call of f are text that is no JSON",
+        ),
+    ],
+)
+def test_calls_that_are_none_are_refused(calls: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        read({"messages": [CHAT[0], {"role": "assistant", "tool_calls": calls}]})
+    with pytest.raises(ConfigError, match="its function_call is no call as JSON"):
+        read({"conversations": [{"from": "function_call", "value": "weather(Paris)"}]})

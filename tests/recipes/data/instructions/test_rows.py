@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.data.instructions.chat_template import ChatTemplate, ExampleTokenizer
+from recipes.data.instructions.chat_template import ChatTemplate
 from recipes.data.instructions.conversation import Reader
+from recipes.data.instructions.loss_mask import ExampleTokenizer
 from recipes.data.instructions.rows import ExampleRows, pad_rows
 from recipes.data.instructions.store import ExampleStore, cached_examples
 from recipes.data.read_rows import Row
@@ -85,7 +86,7 @@ def test_every_answer_is_a_target_once_however_examples_are_packed(store: Exampl
 def test_examples_keep_their_places_and_questions(store: ExampleStore) -> None:
     assert [store.place(index) for index in range(4)] == [f"a.jsonl:{index + 1}" for index in range(4)]
     assert len(set(store.questions.tolist())) == 4
-    assert store.meta.num_loss_tokens == 3 + 2 + 2 + 9
+    assert store.num_targets.tolist() == [3, 2, 2, 9]
 
 
 def test_a_row_beyond_the_last_is_refused(store: ExampleStore) -> None:

@@ -3,14 +3,21 @@
 import json
 import logging
 import pickle
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chats import CHATML, make_backend
 
+from recipes.data.instructions import source as source_module
 from recipes.data.instructions import store as store_module
 from recipes.data.instructions.source import Instructions
+from recipes.data.instructions.store import ExampleStore
 from recipes.errors import ConfigError
+from recipes.numerics.loss import IGNORE_INDEX
+from recipes.tokenizer import Tokenizer
 from recipes.tokenizer.bpe import Bpe
 from recipes.tokenizer.bytes import Bytes
 
@@ -82,12 +89,20 @@ def test_validation_rows_of_their_own_leave_training_whole(tmp_path: Path) -> No
 
 
 def test_the_line_of_the_log_counts_what_carries_loss(tmp_path: Path) -> None:
-    line = source_of(tmp_path, sums(100), seq_len=64).describe()
-    num_tokens = sum(len(f"{row['prompt']}{row['completion']}") + 1 for row in sums(100))
-    num_loss = sum(len(row["completion"]) + 1 for row in sums(100))
-    assert f"{num_loss:,} of {num_tokens:,} tokens carry loss ({num_loss / num_tokens:.0%})" in line
+    long = [{"prompt": f"{i}=", "completion": "x" * 100, "id": i, "note": ""} for i in range(20)]
+    source = source_of(tmp_path, [*sums(80), *long], seq_len=64)
+    rows = [source.train()[index] for index in range(len(source.train()))]
+    num_targets = sum(int((row["targets"] != IGNORE_INDEX).sum()) for row in rows)
+    num_inputs = sum(int(row["num_inputs"]) for row in rows)
+    line = source.describe()
+    share = f"{num_targets / num_inputs:.0%}"
+    assert (
+        f"{num_targets:,} of {num_inputs:,} training tokens carry loss ({share}); fields not read: id (20 rows)" in line
+    )
     assert "training in" in line
     assert "rows of 64, 9" in line
+    [folder] = [path for path in (tmp_path / "cache" / "examples").iterdir() if path.is_dir()]
+    assert len(ExampleStore(folder).tokens(99)) > 65, "and what is cut off does not count"
 
 
 def test_rows_without_an_answer_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -95,7 +110,7 @@ def test_rows_without_an_answer_are_left_out_and_named(tmp_path: Path, caplog: p
     with caplog.at_level(logging.WARNING, "lightning_recipes"):
         source = source_of(tmp_path, [silent, *sums(50), silent])
     assert len(source.train().examples) + len(source.val().examples) == 50
-    assert "2 rows without an answer are skipped: rows.jsonl:1, rows.jsonl:52" in caplog.text
+    assert "2 rows without an answer to learn are skipped: rows.jsonl:1, rows.jsonl:52" in caplog.text
     with pytest.raises(ConfigError, match="none of its 3 rows has an answer"):
         source_of(tmp_path, [silent] * 3)
 
@@ -124,18 +139,26 @@ def test_any_number_of_processes_writes_the_same_bytes(tmp_path: Path) -> None:
     written = []
     for name, processes in (("one", 1), ("two", 2)):
         (tmp_path / name).mkdir()
-        source = source_of(tmp_path / name, sums(9000), num_processes=processes)
+        source = source_of(tmp_path / name, sums(4200), num_processes=processes)
         [folder] = [path for path in (tmp_path / name / "cache" / "examples").iterdir() if path.is_dir()]
         written.append({path.name: path.read_bytes() for path in folder.iterdir()})
-        assert len(source.train().examples) > 8000
+        assert len(source.train().examples) > 3600
     assert written[0] == written[1]
-    assert set(written[0]) == {"tokens.bin", "marks.bin", "starts.npy", "questions.npy", "places.txt", "meta.json"}
+    assert set(written[0]) == {
+        "tokens.bin",
+        "marks.bin",
+        "starts.npy",
+        "questions.npy",
+        "targets.npy",
+        "places.txt",
+        "meta.json",
+    }
 
 
 def test_a_row_that_cannot_be_read_leaves_nothing_behind(tmp_path: Path) -> None:
-    rows = [*sums(9000), {"prompt": "x"}]
+    rows = [*sums(4200), {"prompt": "x"}]  # in the second task of two
     for processes in (1, 2):
-        with pytest.raises(ConfigError, match="rows.jsonl:9001: its fields are prompt"):
+        with pytest.raises(ConfigError, match="rows.jsonl:4201: its fields are prompt"):
             source_of(tmp_path, rows, num_processes=processes)
     assert not [path for path in (tmp_path / "cache" / "examples").iterdir() if path.is_dir()]
 
@@ -162,7 +185,10 @@ def test_a_bad_batch_is_described_by_file_and_line(tmp_path: Path) -> None:
     [
         ({"rows": sums(3), "val_fraction": 0.01}, "it has 3 examples, and none of them is in the val split"),
         ({"seq_len": 2}, "no answer of the train split begins within 2 tokens; type seq_len="),
-        ({"vocab_size": 200}, "model.vocab_size=200: the tokenizer has 257 tokens"),
+        (
+            {"vocab_size": 200},
+            r"vocab_size=200: the tokenizer has 257 .*; for published .*resize_token_embeddings\(257\)",
+        ),
         ({"rows": []}, "it has no rows"),
         ({"tokenizer": {}}, "tokenizer=none: text needs a tokenizer"),
     ],
@@ -220,3 +246,101 @@ def test_all_rows_of_another_path_are_evaluated_whatever_the_run_validated_on(tm
     own.prepare()
     assert len(own.val().examples) == 40
     assert own.describe() == "40 validation examples"
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+CALLING = (
+    "{{ tools | tojson }}{%- for m in messages -%}<s>{{ m.role }}{{ m.content }}"
+    "{{ m.tool_calls | tojson if m.tool_calls }}</s>{%- endfor -%}"
+)
+
+
+@dataclass
+class Chat:
+    """A tokenizer with templates."""
+
+    templates: Any
+
+    def make(self, corpus: Any) -> Tokenizer:
+        settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": self.templates}
+        return Tokenizer(make_backend(), end_of_text=257, settings=settings)
+
+
+def chats(num_rows: int = 40) -> list[dict[str, Any]]:
+    return [
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}."}], "id": i}
+        for i in range(num_rows)
+    ]
+
+
+def text_of(source: Instructions) -> str:
+    store = source._ready()[1]["train"]
+    return source.tokenizer.decode([token for index in range(len(store)) for token in store.tokens(index).tolist()])
+
+
+def test_rows_of_a_table_have_the_tokens_of_the_same_rows_as_json(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{name}?"},
+                {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]},
+            ],
+            "tools": [{"function": {"name": name, "parameters": {field: {"type": "text"} for field in arguments}}}],
+        }
+        for name, arguments in [("weather", {"city": "Paris"}), ("clock", {"zone": "UTC"})] * 9
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    options: dict[str, Any] = {"tokenizer": Chat(CALLING), "seq_len": 1024, "val_fraction": 0.5, "num_processes": 1}
+    as_json = text_of(source_of(tmp_path, rows, **options))
+    assert text_of(source_of(tmp_path, path=str(tmp_path / "rows.parquet"), **options)) == as_json
+    assert '{"city": "Paris"}' in as_json
+
+
+def test_what_is_not_read_and_not_shown_is_said_also_of_cached_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    only_talk = "{% for m in messages if m.role != 'system' %}{{ m.role + m.content }}{% endfor %}"
+    rows = [{**row, "system": "Be brief.", "tags": []} for row in chats()]
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "lightning_recipes"):
+            fields = {"system": "system", "history": "histroy"}
+            source = source_of(tmp_path, rows, tokenizer=Chat(only_talk), val_fraction=0.5, fields=fields)
+        assert source.describe().endswith("; fields not read: id (40 rows)")
+        assert "Not trained on: content of system messages (40 rows)" in caplog.text
+        assert "the model will not learn to stop" in caplog.text
+        assert "data.fields names the field histroy, which no row has" in caplog.text
+        assert "writes a date" not in caplog.text
+
+
+def test_a_date_in_a_template_is_the_same_on_every_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dated = Chat("{{ strftime_now('%d %b %Y') }}" + CHATML)
+    with caplog.at_level(logging.INFO, "lightning_recipes"):
+        source = source_of(tmp_path, chats(), tokenizer=dated, val_fraction=0.5, seq_len=128)
+    assert text_of(source).startswith("26 Jul 2024<|im_start|>")
+    assert "The template of the tokenizer writes a date: 2024-07-26 in every example" in caplog.text
+    assert "will not learn to stop" not in caplog.text
+    monkeypatch.setattr(source_module, "TRAINING_DAY", date(2025, 1, 1))
+    other = source_of(tmp_path, chats(), tokenizer=dated, val_fraction=0.5, seq_len=128)
+    assert (other.fingerprint != source.fingerprint, "01 Jan 2025" in text_of(other)) == (True, True)
+
+
+def test_of_several_templates_that_for_tools_is_used_and_all_are_kept(tmp_path: Path) -> None:
+    templates = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": CALLING}]
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    rows = [{"messages": [row["messages"][0], called], "tools": TOOLS} for row in chats()]
+    options: dict[str, Any] = {"tokenizer": Chat(templates), "seq_len": 1024, "val_fraction": 0.5}
+    source = source_of(tmp_path, rows, **options)
+    assert text_of(source).count('[{"type": "function", "function": {"name": "weather", "parameters"') == 40
+    assert source.tokenizer.chat_templates == {"default": CHATML, "tool_use": CALLING}
+    with pytest.raises(
+        ConfigError, match="rows.jsonl:1: conversation: the template of the tokenizer does not show a call"
+    ):
+        source_of(tmp_path, [{"messages": row["messages"]} for row in rows], **options)  # the default, without tools
+    with pytest.raises(ConfigError, match="the template of the tokenizer rejects it: it shows no tools|show a call"):
+        source_of(tmp_path, rows, **options | {"template": "default"})

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from recipes.data.documents.source import Documents
 from recipes.data.instructions.source import Instructions
@@ -235,7 +236,9 @@ def test_a_run_that_reads_a_source_too_often_is_refused_with_the_number(tmp_path
         ({"plain": 0.5, "fancy": 0.4, "x": 0.1}, "the sources are", "data.weights={plain: 0.5, fancy: 0.5}"),
         ({"plain": 1.5, "fancy": -0.5}, "numbers from 0 to 1", "data.weights={plain: 0.5, fancy: 0.5}"),
         ({"plain": "half", "fancy": 0.5}, "numbers from 0 to 1", "data.weights="),
-        ({"plain": 0.99999, "fancy": 0.00001}, "less than one", "of at least 0.0001, or 0"),
+        ({"plain": 0.99999, "fancy": 0.00001}, "less than one", "{plain: 0.9999, fancy: 0.0001}"),
+        ({"plain": True, "fancy": 0}, "numbers from 0 to 1", "data.weights={plain: 0.5, fancy: 0.5}"),
+        ({"plain": None, "fancy": 1}, "numbers from 0 to 1", "data.weights={plain: 0.5, fancy: 0.5}"),
         ({"plain": 0, "fancy": 0}, "these add up to 0", "data.weights={plain: 0.5, fancy: 0.5}"),
     ],
 )
@@ -247,22 +250,49 @@ def test_wrong_weights_are_answered_with_right_ones(weights: Any, reason: str, f
     assert error.value.setting.startswith("data.weights={")
 
 
+HALF = {"plain": 0.5, "fancy": 0.5}
+
+
 @pytest.mark.parametrize(
-    ("stages", "setting"),
+    ("stages", "setting", "reason"),
     [
-        ([{"from": 0, "weights": {"plain": 0.5, "fancy": 0.5}}], "data.stages[0].from=0"),
-        ([{"at": 5}], "data.stages[0]="),
-        ([{"from": 5, "weights": {"plain": 0.5, "fancy": 0.6}}], "data.stages[0].weights="),
-        (
-            [{"from": at, "weights": {"plain": 0.5, "fancy": 0.5}} for at in (10, 10)],
-            "data.stages[1].from=10",
-        ),
+        ([{"from": 0, "weights": HALF}], "data.stages[0].from=0", "the one before begins at sample 0"),
+        ([{"from": 10**20, "weights": HALF}], f"data.stages[0].from={10**20}", "no run gets there"),
+        ([{"from": 0.5, "weights": HALF}], "data.stages[0].from=0.5", "a whole number of samples"),
+        ([{"from": None, "weights": HALF}], "data.stages[0].from=null", "a whole number of samples"),
+        ([{"at": 5}], "data.stages[0]={at: 5}", "a stage has a position"),
+        ([3], "data.stages[0]=3", "a stage has a position"),
+        ([{"from": 5, "weights": {"plain": 0.5, "fancy": 0.6}}], "data.stages[0].weights=", "add up to 1.1"),
+        ([{"from": 5, "weights": 1}], "data.stages[0].weights=1", "the sources are plain, fancy"),
+        ([{"from": at, "weights": HALF} for at in (10, 10)], "data.stages[1].from=10", "begins at sample 10"),
     ],
 )
-def test_wrong_stages_are_named(stages: list[Any], setting: str, tmp_path: Path) -> None:
+def test_wrong_stages_are_named_and_the_list_that_is_advised_is_right(
+    stages: list[Any], setting: str, reason: str, tmp_path: Path
+) -> None:
+    sources: dict[str, Any] = {"plain": Bytes(), "fancy": Bytes()}  # nothing is read from them
     with pytest.raises(ConfigError) as error:
-        two_texts(tmp_path, stages=stages)
+        mixture_of(sources, HALF, stages=stages)
     assert error.value.setting.startswith(setting)
+    assert reason in error.value.reason
+    typed = error.value.fix.strip("'").removeprefix("data.stages=")
+    mixture_of(sources, HALF, stages=OmegaConf.to_container(OmegaConf.create(typed)))
+
+
+@pytest.mark.parametrize("count", [1, 3, 7, 60])
+def test_weights_that_are_advised_add_up_to_one(count: int) -> None:
+    sources: dict[str, Any] = {f"s{number}": Bytes() for number in range(count)}
+    for weights in ({}, dict.fromkeys(sources, 3)):
+        with pytest.raises(ConfigError) as error:
+            mixture_of(sources, weights)
+        typed = error.value.fix.strip("'").removeprefix("data.weights=")
+        mixture_of(sources, OmegaConf.to_container(OmegaConf.create(typed)))  # type: ignore[arg-type]
+
+
+def test_names_of_sources_may_be_numbers_and_a_position_may_be_written_as_1e3() -> None:
+    sources: dict[Any, Any] = {"1": RandomTokens(vocab_size=9, seq_len=SEQ_LEN, num_samples=10)}
+    mixture = mixture_of(sources, {1: 1.0}, stages=[{"from": 1e3, "weights": {1: 1.0}}])  # type: ignore[dict-item]
+    assert mixture.source_names == ["1"]
 
 
 def test_a_sample_longer_than_those_of_the_mixture_is_refused(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_no_more_files_than_chosen_are_read_at_a_time(files_at_a_time: int) -> N
 
 def test_an_order_depends_on_position_and_seed_alone() -> None:
     order, again = (ShardOrder(COUNTS, files_at_a_time=3, seed=3) for _ in range(2))
-    positions = np.random.default_rng(0).integers(0, 10 * sum(COUNTS), 500)
+    positions = np.random.default_rng(0).integers(0, 10 * sum(COUNTS), 25)
     one_by_one = [again(int(position)) for position in positions]
     assert order.indices(positions).tolist() == one_by_one
     assert pickle.loads(pickle.dumps(order)).indices(positions).tolist() == one_by_one
@@ -165,9 +165,9 @@ def test_files_may_be_named_by_a_glob_and_validation_by_a_path_of_its_own(tmp_pa
         ([20], {}, "a single file"),
         ([5, 5], {}, "no training file has 9 tokens"),
         ([20, 5], {}, "no validation file has 9 tokens"),
-        ([20, 20], {"path": "nothing"}, "cannot be read|no file there"),
+        ([20, 20], {"path": "nothing"}, "there is no such file or folder"),
         ([20, 20], {"path": "unknown://x"}, "cannot be read"),
-        ([20, 20], {"val_path": "nothing/*.npy"}, "no file there ends in"),
+        ([20, 20], {"val_path": "nothing/*.npy"}, "no file matches"),
     ],
 )
 def test_too_few_files_are_a_sentence(lengths: list[int], settings: Any, reason: str, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_files_of_something_else_are_named(tmp_path: Path) -> None:
         shards_of(str(tmp_path / "tokens"), tmp_path)
     (tmp_path / "tokens" / "001.npy").unlink()
     (tmp_path / "tokens" / "002.bin").write_bytes(b"abc")
-    with pytest.raises(ConfigError, match="its 3 bytes are no uint16 tokens"):
+    with pytest.raises(ConfigError, match="3 bytes are not a multiple of 2"):
         shards_of(str(tmp_path / "tokens"), tmp_path)
 
 

@@ -1,7 +1,10 @@
 """A folder of weights is located, checked for completeness and read; missing files are named."""
 
+import io
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +23,105 @@ def test_safetensors_are_preferred_to_pickles_and_read_by_name(tmp_path: Path) -
         assert torch.equal(weights.read("a"), torch.ones(2))
 
 
-def test_a_pickle_that_runs_code_is_rejected(tmp_path: Path) -> None:
-    torch.save({"a": Path("x")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(Exception, match="Weights only load failed"), open_weights(tmp_path):
-        pass
+class Stop:
+    """Would end the process where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (1,)
+
+
+def header(tensors: dict[str, Any], *, num_bytes: int = 8) -> bytes:
+    text = json.dumps(tensors).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(num_bytes)
+
+
+def pickled(value: Any, **options: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file, **options)
+    return file.getvalue()
+
+
+INFO = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 4321\n"
+INDEX = "model.safetensors.index.json"
+DAMAGED: dict[str, tuple[str, bytes]] = {
+    "nothing": ("model.safetensors", b""),
+    "four bytes": ("model.safetensors", b"abcd"),
+    "pointer": ("model.safetensors", POINTER),
+    "page": ("model.safetensors", b"<!DOCTYPE html><html>404</html>"),
+    "long header": ("model.safetensors", b"\xff" * 64),
+    "no JSON": ("model.safetensors", (4).to_bytes(8, "little") + b"{{{{"),
+    "cut": ("model.safetensors", header({"a": INFO})[:-4]),
+    "overlap": ("model.safetensors", header({"a": INFO, "b": INFO})),
+    "beyond the end": ("model.safetensors", header({"a": INFO | {"data_offsets": [0, 80]}})),
+    "other dtype": ("model.safetensors", header({"a": INFO | {"dtype": "F99"}})),
+    "empty pickle": ("pytorch_model.bin", b""),
+    "pickle pointer": ("pytorch_model.bin", POINTER),
+    "cut pickle": ("pytorch_model.bin", pickled({"a": torch.ones(2)})[:-100]),
+    "cut old pickle": ("pytorch_model.bin", pickled({"a": torch.ones(2)}, _use_new_zipfile_serialization=False)[:-9]),
+    "no pickle": ("pytorch_model.bin", b"root:x:0:0:root:/root:/bin/bash\n"),
+    "code": ("pytorch_model.bin", pickled({"a": Stop()})),
+    "path": ("pytorch_model.bin", pickled({"a": Path("x")})),
+    "list": ("pytorch_model.bin", pickled([torch.ones(2)])),
+    "tensor": ("pytorch_model.bin", pickled(torch.ones(2))),
+    "nested": ("pytorch_model.bin", pickled({"state_dict": {"a": torch.ones(2)}})),
+    "numbers": ("pytorch_model.bin", pickled({1: torch.ones(2)})),
+    "sparse": ("pytorch_model.bin", pickled({"a": torch.ones(2).to_sparse()})),
+    "on meta": ("pytorch_model.bin", pickled({"a": torch.ones(2, device="meta")})),
+    "index list": (INDEX, b"[]"),
+    "index without files": (INDEX, b'{"weight_map": {}}'),
+    "index without map": (INDEX, b"{}"),
+    "index of numbers": (INDEX, b'{"weight_map": {"a": 1}}'),
+    "index of lists": (INDEX, b'{"weight_map": {"a": [1]}}'),
+    "index pointer": (INDEX, POINTER),
+    "deep index": (INDEX, b"[" * 100_000),
+    "file outside": (INDEX, b'{"weight_map": {"a": "../outside.safetensors"}}'),
+    "absolute file": (INDEX, b'{"weight_map": {"a": "/etc/passwd"}}'),
+    "long name": (INDEX, b'{"weight_map": {"a": "' + b"x" * 300 + b'"}}'),
+}
+
+
+def read_all(folder: Path) -> dict[str, torch.Tensor]:
+    with open_weights(folder) as weights:
+        return {name: weights.read(name) for name in weights.names()}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_and_foreign_files_are_one_error(damage: str, tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "outside.safetensors")
+    folder = tmp_path / "published"
+    folder.mkdir()
+    name, content = DAMAGED[damage]
+    (folder / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"^model\.pretrained={folder}: ") as error:
+        read_all(folder)
+    pulls = f"git lfs pull, in {folder}, then the same command"
+    assert error.value.fix == pulls if content == POINTER else error.value.fix.startswith("model.pretrained=<")
+    assert "Error: " in error.value.reason or name in error.value.reason
+
+
+def test_pickles_from_before_torch_1_6_are_read(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert torch.equal(read_all(tmp_path)["a"], torch.ones(2))
+
+
+def test_weights_without_their_scales_are_rejected(tmp_path: Path) -> None:
+    kinds = (torch.int8, torch.uint8, torch.bool, torch.int64, torch.float8_e4m3fn)
+    save_file({str(kind): torch.ones(2).to(kind) for kind in kinds}, tmp_path / "model.safetensors")
+    with open_weights(tmp_path) as weights:
+        for kind in kinds:
+            with pytest.raises(ConfigError, match="it is quantized, and its scales would be lost"):
+                weights.read(str(kind))
+        counter = weights.read("torch.int64", like=torch.zeros(2, dtype=torch.int64))
+        assert torch.equal(counter, torch.ones(2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("name", ["~nobody/x", "x" * 300, "a\0b"])
+def test_a_name_that_no_folder_has_is_no_folder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: (_ for _ in ()).throw(OSError(name)))
+    with pytest.raises(ConfigError, match="not a local folder"):
+        locate(name)
+    assert published_weights.published_folder(name) is None
 
 
 def test_a_folder_without_config_or_weights_is_rejected(tmp_path: Path) -> None:

@@ -2,14 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
+from recipes.errors import ConfigError
 from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
 from recipes.model.resnet import ResNet18
+from recipes.model.weights.hf_deepseek import DeepSeekV3Format
+from recipes.model.weights.hf_gpt2 import GPT2Format
+from recipes.model.weights.hf_llama import LlamaFormat
+from recipes.model.weights.hf_mixtral import MixtralFormat
 from recipes.model.weights.huggingface import export_pretrained, load_pretrained
 
 torch.set_num_threads(1)
@@ -84,8 +91,102 @@ def test_what_no_override_can_fix_is_rejected(key: str, value: object, tmp_path:
     publish(ours("llama"), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
-    with pytest.raises(ValueError, match="type another model=…"):
+    with pytest.raises(ConfigError, match=f"type model=huggingface model.name={tmp_path}$"):
         load_pretrained(ours("llama"), tmp_path)
+
+
+DEFAULTS: dict[str, tuple[Any, dict[str, int]]] = {
+    "gpt2": (GPT2Format, {"n_embd": 64, "n_head": 4}),
+    "llama": (LlamaFormat, {"hidden_size": 64, "num_attention_heads": 8}),
+    "qwen3": (LlamaFormat, {"hidden_size": 64, "num_attention_heads": 64}),
+    "mixtral": (MixtralFormat, {"hidden_size": 64, "num_attention_heads": 16}),
+    "deepseek_v3": (DeepSeekV3Format, {"hidden_size": 256, "num_attention_heads": 128}),
+}
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_what_a_config_does_not_state_has_the_default_of_its_kind_in_transformers(kind: str) -> None:
+    layout, sizes = DEFAULTS[kind]
+    full = layout.with_defaults(layout.__new__(layout), {"model_type": kind} | sizes)
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    theirs = config.to_dict() | {"rope_theta": (getattr(config, "rope_parameters", None) or {}).get("rope_theta")}
+    theirs["head_dim"] = theirs.get("head_dim") or sizes.get("hidden_size", 0) // sizes.get("num_attention_heads", 1)
+    own = {key for key in full if key in theirs and key != "rope_parameters"}
+    if kind == "deepseek_v3":
+        own -= {"head_dim", "num_local_experts"}  # the rotary part of a head, and another name of n_routed_experts
+    assert len(own) >= 8
+    assert {key: full[key] for key in own} == {key: theirs[key] for key in own}
+
+
+# what each breaks -> the clause that names it; the value of our own setting would be refused
+BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
+    "list": ("llama", {}, "holds a list instead of settings"),
+    "text": ("llama", {}, "config.json cannot be read: JSONDecodeError"),
+    "deep": ("llama", {}, "config.json cannot be read: RecursionError"),
+    "encoder": ("llama", {"model_type": "t5", "num_heads": 4}, "of the type t5, and this model of llama or qwen3"),
+    "images": ("gpt2", {"model_type": "llava", "text_config": {}}, "of the type llava, and this model of gpt2"),
+    "kind": ("llama", {"model_type": ["llama"]}, "of the type "),
+    "no heads": ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0 instead of a whole number above 0"),
+    "three heads": ("llama", {"num_attention_heads": 3, "head_dim": None, "num_key_value_heads": 3}, "does not divide"),
+    "key heads": ("llama", {"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide 4 heads"),
+    "gpt2 heads": ("gpt2", {"n_head": 3}, "n_head=3 does not divide n_embd=32"),
+    "layers": ("llama", {"num_hidden_layers": -1}, "num_hidden_layers=-1, which no model can have"),
+    "layer text": ("gpt2", {"n_layer": "2"}, "n_layer=2, which no model can have"),
+    "eps": ("llama", {"rms_norm_eps": "abc"}, "rms_norm_eps=abc, which no model can have"),
+    "nan": ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan, which no model can have"),
+    "theta": ("llama", {"rope_theta": -1.0}, "rope_theta=-1.0, which no model can have"),
+    "tied": ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings=no, which no model can have"),
+    "scaling": ("llama", {"rope_scaling": 3}, "cannot be read: TypeError"),
+    "quantization": ("llama", {"quantization_config": 3}, "cannot be read: TypeError"),
+    "quantized": ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization=fp8"),
+    "partial": ("llama", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary"),
+}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in ("gpt2", "llama")}
+    for kind, folder in folders.items():
+        publish(ours(kind), folder)
+    return folders
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_config_that_describes_no_model_is_not_advised(
+    broken: str, published: dict[str, Path], tmp_path: Path
+) -> None:
+    kind, changes, reason = BROKEN[broken]
+    texts = {"list": "[1]", "text": "{", "deep": "[" * 100_000}
+    config = json.loads((published[kind] / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(texts.get(broken, json.dumps(config)))
+    with pytest.raises(ConfigError) as error:
+        load_pretrained(ours(kind), tmp_path)
+    assert reason in str(error.value)
+    assert error.value.fix.startswith(("model.pretrained=<", f"model=huggingface model.name={tmp_path}"))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_head_of_its_own_in_files_that_are_said_to_be_tied_is_not_dropped(
+    kind: str, published: dict[str, Path], tmp_path: Path
+) -> None:
+    publish(ours(kind, tie_embeddings=True), tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    embedding = weights["transformer.wte.weight" if kind == "gpt2" else "model.embed_tokens.weight"]
+    save_file(weights | {"lm_head.weight": embedding.clone()}, file)
+    load_pretrained(ours(kind, tie_embeddings=True), tmp_path)
+    save_file(weights | {"lm_head.weight": embedding + 0.01}, file)
+    with pytest.raises(ConfigError, match=r"ties lm_head\.weight to .*other values.*\"tie_word_embeddings\": false"):
+        load_pretrained(ours(kind, tie_embeddings=True), tmp_path)
+
+
+def test_tensors_that_are_not_read_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    publish(ours("llama"), tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file)
+    with caplog.at_level("INFO", "lightning_recipes"):
+        load_pretrained(ours("llama"), tmp_path)
+    assert f"Not read from {tmp_path}: model.layers.1.self_attn.rotary_emb.inv_freq" in caplog.text
 
 
 def test_missing_unknown_and_misshapen_tensors_are_rejected(tmp_path: Path) -> None:
@@ -97,8 +198,12 @@ def test_missing_unknown_and_misshapen_tensors_are_rejected(tmp_path: Path) -> N
     with pytest.raises(ValueError, match=rf"missing: {name}\n  unknown: transformer\.x"):
         load_pretrained(ours("gpt2"), tmp_path)
     save_file(whole | {name: torch.ones(31)}, file)
-    with pytest.raises(ValueError, match=r"\(31,\) cannot fill blocks\.0\.attention_norm\.weight"):
+    with pytest.raises(ValueError, match=rf"its {name} has the shape \(31,\), and its config.json describes \(32,\)"):
         load_pretrained(ours("gpt2"), tmp_path)
+    for values in (torch.ones(()), torch.ones(32, dtype=torch.int8), torch.ones(32).to(torch.float8_e4m3fn)):
+        save_file(whole | {name: values}, file)
+        with pytest.raises(ConfigError, match=r"has the shape \(\)|it is quantized, and its scales would be lost"):
+            load_pretrained(ours("gpt2"), tmp_path)
 
 
 def test_a_model_without_a_published_format_is_rejected(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from recipes.files import filling
 from recipes.model.generate import generate
 from recipes.model.gpt2 import GPT2
 from recipes.model.huggingface import HuggingFace
+from recipes.model.weights import text_side
 from recipes.model.weights.adapter import merge_adapter
 from recipes.model.weights.huggingface import export_pretrained
 from recipes.model.weights.peft_folder import save_adapter
@@ -320,3 +321,16 @@ def test_no_config_that_transformers_reads_leaves_it_the_ids_of_the_model_type(
     export_pretrained(model, tmp_path / "export", tokenizer_folder=tmp_path / "tokenizer")
     assert [config["eos_token_id"] for config in read] == [None]
     assert json.loads((tmp_path / "export/config.json").read_text())["eos_token_id"] == byte_tokenizer().end_of_text
+
+
+def test_a_link_out_of_a_published_folder_is_not_exported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    secret, source, blobs = tmp_path / "secret", tmp_path / "snapshots/0", tmp_path / "blobs"
+    for folder in (source, blobs, tmp_path / "out"):
+        folder.mkdir(parents=True)
+    secret.write_text("mine")
+    (blobs / "1").write_text("free")
+    (source / "LICENSE").symlink_to("../../blobs/1")  # as in the cache of the hub
+    (source / "NOTICE").symlink_to(secret)
+    text_side._copy_further_files(source, tmp_path / "out")
+    assert [(path.name, path.read_text()) for path in (tmp_path / "out").iterdir()] == [("LICENSE", "free")]
+    assert "NOTICE is a link to a file outside of its folder: it is not exported" in caplog.text

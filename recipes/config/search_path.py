@@ -1,0 +1,64 @@
+"""Use options from outside this repository: a typed `hydra.searchpath` adds folders with the groups of conf/.
+
+A run records its search path, but only a typed one is searched, as it decides which code runs.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from typing_extensions import override
+
+from recipes.config.overrides import for_shell, make_override
+from recipes.config.trust import CONF, SEARCH_PATH, find_own_folders, parse_values
+
+
+def select_search_path(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that set the search path."""
+    candidates = [text for text in overrides if SEARCH_PATH in text]  # parsing takes 1 ms each
+    return [str(each.input_line) for each in parse_values(candidates) if each.key_or_group == SEARCH_PATH]
+
+
+def find_config_folders(typed: Sequence[str]) -> list[Path]:
+    """Return conf/ and the folders of the typed search path that exist."""
+    return [CONF, *(folder for folder in find_own_folders(typed) if folder.is_dir())]
+
+
+def resume_command(folder: Path, overrides: Sequence[str]) -> str:
+    """Return the command that resumes a run; one with options from a search path needs the path again.
+
+    Args:
+        folder: Run folder.
+        overrides: Overrides that the run was started with.
+    """
+    typed = [*select_search_path(overrides), make_override("resume", str(folder))]
+    return f"python train.py {' '.join(map(for_shell, typed))}"
+
+
+class OwnFolders(SearchPathPlugin):
+    """Adds the typed folders to those whose options Hydra lists: in `--help`, and for a `glob` of a sweep.
+
+    Hydra searches `hydra.searchpath` only where it composes (1.3.8).
+    """
+
+    typed: ClassVar[Sequence[str]] = ()
+
+    @override
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in find_own_folders(self.typed):
+            search_path.append(SEARCH_PATH, f"file://{folder}")
+
+
+@contextlib.contextmanager
+def listing_own_options(typed: Sequence[str]) -> Iterator[None]:
+    """Let Hydra list the options of the typed search path within this block."""
+    Plugins.instance().register(OwnFolders)  # has an effect once
+    OwnFolders.typed = typed
+    try:
+        yield
+    finally:
+        OwnFolders.typed = ()

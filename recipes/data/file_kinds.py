@@ -1,0 +1,103 @@
+"""Recognize a file of another kind than the one expected by its first bytes, and say how to convert it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+NUM_HEAD_BYTES = 4096  # enough for the header of a .npy file
+NPY, PARQUET = b"\x93NUMPY", b"PAR1"
+
+# long enough that no raw tokens begin with them by chance
+_COMPRESSED = {
+    b"\x1f\x8b\x08": ("gzip", "gunzip"),
+    b"BZh": ("bzip2", "bunzip2"),
+    b"\xfd7zXZ\x00": ("xz", "unxz"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
+}
+_BZIP2_BLOCK = b"1AY&SY"  # after "BZh" and a digit
+_OTHERS = {
+    NPY: "an array of NumPy (.npy)",
+    PARQUET: "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"PK\x03\x04": "a zip archive, such as an .npz or a checkpoint",
+    b"\x89HDF": "an HDF5 file",
+    b"MMIDIDX\x00": "the index of a Megatron dataset, whose tokens are in the .bin file beside it",
+    b"SQLite format 3": "a SQLite database",
+    b"%PDF": "a PDF",
+    b"\x89PNG": "a PNG image",
+    b"\xff\xd8\xff": "a JPEG image",
+    b"\x7fELF": "a program",
+}
+_TAR, _TAR_OFFSET = b"ustar", 257
+_POINTER = b"version https://git-lfs"
+# the longer ones first: a mark of UTF-32 begins with one of UTF-16
+_WIDE_MARKS = {
+    b"\xff\xfe\x00\x00": "utf-32",
+    b"\x00\x00\xfe\xff": "utf-32",
+    b"\xff\xfe": "utf-16",
+    b"\xfe\xff": "utf-16",
+}
+_MIN_TEXT_BYTES = 32  # fewer may look like text by chance
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """What a file is.
+
+    Attributes:
+        reason: "it is …", for an error.
+        fix: What to type to convert it; None: nothing can be typed.
+    """
+
+    reason: str
+    fix: str | None
+
+
+def find_compression(head: bytes) -> str | None:
+    """Return how a file is compressed by its first bytes: "gzip", "bzip2", "xz" or "zstd"."""
+    for magic, (name, _) in _COMPRESSED.items():
+        if head.startswith(magic) and (name != "bzip2" or head[4:].startswith(_BZIP2_BLOCK)):
+            return name
+    return None
+
+
+def recognize(head: bytes, path: Path | str, *, is_text: bool) -> FileKind | None:
+    """Return the kind of a file that is neither UTF-8 text nor raw tokens; None if it may be.
+
+    Args:
+        head: First bytes, `NUM_HEAD_BYTES` of them if there are as many.
+        path: For the commands in `fix`.
+        is_text: Whether text is expected. Raw tokens may look like text with two bytes per character.
+    """
+    if head.startswith(_POINTER):
+        reason = "it is a Git LFS pointer: the file itself was not downloaded"
+        return FileKind(reason, f"git lfs pull, in {Path(path).parent}, then the same command")
+    if (name := find_compression(head)) is not None:
+        command = dict(_COMPRESSED.values())[name]
+        return FileKind(f"it is compressed with {name}", f"{command} -k '{path}', then the path of the new file")
+    if head[_TAR_OFFSET : _TAR_OFFSET + len(_TAR)] == _TAR:
+        return FileKind("it is a tar archive", f"tar xf '{path}', then the path of a file in it")
+    for magic, name in _OTHERS.items():
+        if head.startswith(magic):
+            return FileKind(f"it is {name}", None)
+    if is_text and (encoding := _find_wide_encoding(head)) is not None:
+        fix = f"iconv -f {encoding} -t utf-8 '{path}' > <new file>, then the path of the new file"
+        return FileKind(f"it is {encoding.upper()} text", fix)
+    return None
+
+
+def is_ascii_text(head: bytes) -> bool:
+    """Return whether bytes are printable ASCII and white space: raw tokens have others, zero among them."""
+    return len(head) >= _MIN_TEXT_BYTES and all(0x20 <= byte < 0x7F or 0x09 <= byte <= 0x0D for byte in head)
+
+
+def _find_wide_encoding(head: bytes) -> str | None:
+    """Return the encoding of text with two or four bytes per character, with a byte order mark or without one."""
+    for mark, encoding in _WIDE_MARKS.items():
+        if head.startswith(mark):
+            return encoding
+    start = head[: len(head) // 2 * 2]
+    even, odd = start[::2], start[1::2]
+    for order, zeros, letters in (("le", odd, even), ("be", even, odd)):
+        if not any(zeros) and is_ascii_text(letters):
+            return f"utf-16{order}"
+    return None

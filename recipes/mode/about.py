@@ -1,0 +1,20 @@
+"""Describe a command for the page that its mode writes."""
+
+import time
+from typing import Any
+
+from recipes.config.compose import Composed
+from recipes.runtime.environment import describe_environment
+
+_NAMED = ("recipe", "model", "data")
+
+
+def describe_command(composed: Composed) -> dict[str, Any]:
+    """Return name, time, devices, host and overrides of a command: what distinguishes two pages."""
+    environment = describe_environment(composed.overrides)
+    chosen = [composed.config["name"], *(composed.choices.get(group, "") for group in _NAMED)]
+    return {
+        "name": ", ".join(dict.fromkeys(filter(None, chosen))),
+        "time": time.time(),
+        **{key: environment[key] for key in ("devices", "hostname", "overrides")},
+    }

@@ -1,0 +1,250 @@
+"""A folder that peft wrote has the logits that peft computes with it, or is refused with what to type: never others."""
+
+import dataclasses
+import json
+import re
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers as hf
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from recipes.adapter import NoAdapter, is_adapter
+from recipes.adapter.ia3 import IA3
+from recipes.adapter.lora import Lora
+from recipes.errors import ConfigError
+from recipes.model.huggingface import HuggingFace
+from recipes.model.weights import initialize, peft_folder
+
+TOKENS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+TARGETS = ["q_proj", "down_proj"]
+OURS: dict[str, Any] = {"r": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": TARGETS, "scales_by_root": False}
+OURS |= {"dora": False}
+# settings of peft -> ours that a remedy is expected to name; None: nothing of ours computes the same
+FOLDERS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "plain": ({}, {}),
+    "dropout": ({"lora_dropout": 0.5}, {}),
+    "gaussian": ({"init_lora_weights": "gaussian"}, {}),
+    "orthogonal": ({"init_lora_weights": "orthogonal"}, {}),
+    "mica": ({"init_lora_weights": "mica"}, {}),
+    "rank": ({"r": 2}, {"r": 2}),
+    "scale": ({"lora_alpha": 5}, {"alpha": 5}),
+    "rslora": ({"use_rslora": True}, {"scales_by_root": True}),
+    "dora": ({"use_dora": True}, {"dora": True}),
+    "one block": (
+        {"layers_to_transform": [1]},
+        {"target_modules": [f"model.layers.1.{x}" for x in ("mlp.down_proj", "self_attn.q_proj")]},
+    ),
+    "other layers": ({"target_modules": ["v_proj"]}, {"target_modules": ["v_proj"]}),
+    "excluded layers": ({"exclude_modules": ["q_proj"]}, {"target_modules": ["down_proj"]}),
+    "alpha pattern": ({"alpha_pattern": {"q_proj": 64}}, None),
+    "rank pattern": ({"rank_pattern": {"q_proj": 2}}, None),
+    "pissa": ({"init_lora_weights": "pissa"}, None),
+    "fast pissa": ({"init_lora_weights": "pissa_niter_2"}, None),
+    "olora": ({"init_lora_weights": "olora"}, None),
+    "alora": ({"alora_invocation_tokens": [5]}, None),
+    "biases": ({"lora_bias": True}, None),
+    "whole head": ({"modules_to_save": ["lm_head"]}, None),
+    "tokens": ({"trainable_token_indices": [4, 5]}, None),
+    "head": ({"target_modules": ["q_proj", "lm_head"]}, None),
+    "more blocks": ({"layer_replication": [[0, 2], [1, 2]]}, None),
+    "compressed inputs": ({"velora_config": peft.VeloraConfig(num_groups=2)}, None),
+    "singular values": ({"kasa_config": peft.KasaConfig()}, None),
+}
+
+# settings of a kind that the others show, each compared by name in any case
+_REPEATED = {"dropout", "gaussian", "orthogonal", "rank", "scale", "excluded layers", "fast pissa", "tokens", "head"}
+_REPEATED |= {"more blocks", "compressed inputs", "singular values"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A published Llama of two blocks with square projections."""
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = hf.LlamaConfig(vocab_size=64, **size, max_position_embeddings=16, bos_token_id=1, eos_token_id=2)
+    model = hf.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(5)
+    path = tmp_path_factory.mktemp("published")
+    model.save_pretrained(path)
+    return str(path)
+
+
+def publish(folder: str, target: Path, config: Any) -> tuple[Tensor, Any]:
+    """Write an adapter with peft and return the logits that peft has with it, and its model."""
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of peft, on adapters of which something must be kept in mind
+        model = peft.get_peft_model(hf.AutoModelForCausalLM.from_pretrained(folder), config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+        model.save_pretrained(str(target))
+        torch.manual_seed(1)  # fast PiSSA draws again
+        loaded = peft.PeftModel.from_pretrained(hf.AutoModelForCausalLM.from_pretrained(folder), str(target))
+        logits: Tensor = loaded(TOKENS).logits
+    return logits.detach(), loaded
+
+
+def load(folder: str, adapter: Any) -> Tensor:
+    with torch.device("meta"):
+        model = HuggingFace(name=folder, pretrained=folder, max_seq_len=16, vocab_size=64)
+        adapter.apply(model)
+    model.to_empty(device="cpu")
+    initialize(model, seed=0)  # type: ignore[arg-type]
+    with torch.no_grad():
+        logits: Tensor = model.eval()(TOKENS)
+    return logits
+
+
+def follow(folder: str, make: Any, settings: dict[str, Any]) -> tuple[Tensor | str, dict[str, Any]]:
+    """Load an adapter and type what each error asks for, until there is nothing of ours to type.
+
+    Returns:
+        The logits, or the advice where the adapter is refused for good, and what was typed.
+    """
+    typed: dict[str, Any] = {}
+    for _ in range(4):
+        mistake: ConfigError
+        try:
+            return load(folder, make(**settings | typed)), typed
+        except ConfigError as error:
+            mistake = error
+        found = dict(re.findall(r"adapter\.(\w+)=(\[.*?\]|\S+)", mistake.fix))
+        if found.get("pretrained") == "null" or not found:
+            return mistake.fix, typed
+        typed |= {name: yaml.safe_load(value) for name, value in found.items()}
+    raise AssertionError(f"it goes round in a circle: {mistake}")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in _REPEATED else kind for kind in FOLDERS]
+)
+def test_a_folder_has_the_logits_of_peft_or_is_refused(kind: str, folder: str, tmp_path: Path) -> None:
+    settings, expected = FOLDERS[kind]
+    config = peft.LoraConfig(
+        **{"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | settings
+    )
+    reference, theirs = publish(folder, tmp_path, config)
+    logits, typed = follow(folder, Lora, OURS | {"pretrained": str(tmp_path)})
+    assert isinstance(logits, str) == (expected is None), typed
+    if isinstance(logits, str) and "merge_and_unload" in logits:  # as advised
+        theirs.merge_and_unload().save_pretrained(tmp_path / "merged")
+        logits = load(str(tmp_path / "merged"), NoAdapter())
+    if isinstance(logits, Tensor):
+        assert typed == (expected or {})
+        torch.testing.assert_close(logits, reference, rtol=1e-5, atol=1e-5)  # float32 sums in another order
+
+
+@pytest.mark.parametrize("inputs", [[], ["o_proj"], ["o_proj", "down_proj"]])
+def test_factors_of_inputs_and_outputs_are_kept_apart(inputs: list[str], folder: str, tmp_path: Path) -> None:
+    """The factors of a square layer have as many values either way: [outputs, 1] and [1, inputs]."""
+    targets = ["q_proj", "o_proj", "down_proj"]
+    config = peft.IA3Config(target_modules=targets, feedforward_modules=inputs, task_type="CAUSAL_LM")
+    reference, _ = publish(folder, tmp_path, config)
+    settings = {"target_modules": targets, "input_modules": ["down_proj"], "pretrained": str(tmp_path)}
+    logits, typed = follow(folder, IA3, settings)
+    assert isinstance(logits, Tensor), logits
+    assert typed.keys() <= {"input_modules"}
+    torch.testing.assert_close(logits, reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
+    path = tmp_path_factory.mktemp("plain")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, task_type="CAUSAL_LM")
+    return path, publish(folder, path, config)[0]
+
+
+def copy(plain: tuple[Path, Tensor], target: Path, **changes: Any) -> str:
+    """Copy an adapter with other settings; None removes one."""
+    shutil.copytree(plain[0], target, dirs_exist_ok=True)
+    file = target / peft_folder.CONFIG
+    config = {k: v for k, v in (json.loads(file.read_text()) | changes).items() if k not in changes or v is not None}
+    file.write_text(json.dumps(config))
+    return str(target)
+
+
+def test_folders_of_older_versions_are_read(folder: str, plain: tuple[Path, Tensor], tmp_path: Path) -> None:
+    """They lack settings, whose value was today's default, and keep the tensors in a pickle."""
+    old = dict.fromkeys(("use_rslora", "use_dora", "alpha_pattern", "lora_bias", "peft_version"))
+    path = copy(plain, tmp_path, **old, enable_lora=None, merge_weights=False)
+    tensors = load_file(tmp_path / peft_folder.WEIGHTS)
+    (tmp_path / peft_folder.WEIGHTS).unlink()
+    torch.save(tensors, tmp_path / peft_folder.OLD_WEIGHTS)
+    torch.testing.assert_close(load(folder, Lora(**OURS, pretrained=path)), plain[1], rtol=1e-5, atol=1e-5)
+
+
+def test_every_setting_of_peft_is_compared_or_known_to_change_nothing(
+    folder: str, plain: tuple[Path, Tensor], tmp_path: Path
+) -> None:
+    """A later version may add settings: one that is set is refused, too."""
+    model = HuggingFace(name=folder, pretrained=folder, max_seq_len=16, vocab_size=64)
+    Lora(**OURS).apply(model)
+    fields = {field.name for field in dataclasses.fields(peft.LoraConfig)} - peft_folder._HARMLESS
+    for name in sorted(fields | {"a_setting_of_2027"}):
+        path = copy(plain, tmp_path, **{name: [["other"]]})
+        with pytest.raises(ConfigError, match=rf"its adapter_config\.json has {name}=.*adapter.pretrained=null"):
+            peft_folder.load_adapter(model, path)
+        shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fix"),
+    [
+        ({"r": 0}, "adapter.pretrained=null"),
+        ({"lora_alpha": float("nan")}, "adapter.pretrained=null"),
+        ({"use_dora": "true"}, "adapter.pretrained=null"),
+        ({"peft_type": "IA3"}, "adapter=ia3"),
+        ({"peft_type": ["LOHA"]}, "adapter.pretrained=null"),
+    ],
+)
+def test_a_setting_that_none_of_ours_can_have_is_not_advised(
+    changes: dict[str, Any], fix: str, folder: str, plain: tuple[Path, Tensor], tmp_path: Path
+) -> None:
+    path = copy(plain, tmp_path, **changes)
+    with pytest.raises(ConfigError) as error:
+        load(folder, Lora(**OURS, pretrained=path))
+    assert error.value.fix.startswith(fix)
+
+
+def test_damaged_files_are_named(folder: str, plain: tuple[Path, Tensor], tmp_path: Path) -> None:
+    def refused() -> str:
+        with pytest.raises(ConfigError, match=rf"adapter\.pretrained={tmp_path}") as error:
+            load(folder, Lora(**OURS, pretrained=str(tmp_path)))
+        return str(error.value)
+
+    assert "there is no adapter_config.json in it" in refused()
+    copy(plain, tmp_path)
+    weights = tmp_path / peft_folder.WEIGHTS
+    tensors = load_file(weights)
+    save_file({name: values.to(torch.int8) for name, values in tensors.items()}, weights)
+    assert "as int8: it is quantized" in refused()
+    whole = (plain[0] / peft_folder.WEIGHTS).read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert "cannot be read: SafetensorError" in refused()
+    for text in ("[]", "{", "[" * 100_000):
+        (tmp_path / peft_folder.CONFIG).write_text(text)
+        assert peft_folder.CONFIG in refused()
+
+
+def test_an_adapter_of_one_model_is_sent_to_it(plain: tuple[Path, Tensor], folder: str) -> None:
+    from recipes.model.gpt2 import GPT2
+
+    sizes = {"vocab_size": 50, "max_seq_len": 32, "num_layers": 2, "num_heads": 4, "hidden_size": 32}
+    model = GPT2(**sizes, dropout=0.0)
+    Lora(**OURS | {"target_modules": "all"}).apply(model)
+    with pytest.raises(ConfigError, match=f"type model=huggingface model.name={folder}"):
+        peft_folder.load_adapter(model, str(plain[0]))
+    assert any(is_adapter(name) for name, _ in model.named_parameters())
