@@ -57,8 +57,8 @@ class EarlyStop(EarlyStopping):
         mode: Literal["min", "max"] = "min",
         min_delta: Annotated[float, ">= 0"] = 0.0,
         check_finite: bool = True,
-        stopping_threshold: float | None = None,
-        divergence_threshold: float | None = None,
+        stopping_threshold: Annotated[float, "< inf"] | None = None,
+        divergence_threshold: Annotated[float, "< inf"] | None = None,
         strict: bool = True,
     ) -> None:
         if patience is not None and patience < 1:

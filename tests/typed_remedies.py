@@ -13,7 +13,7 @@ EXAMPLES = [
     (r"^\{name: \w+\}$", "{a:1}"),
     (r"^option of data$", "text_files"),
     (r"^(text|global batches|samples|whole number|number)$", "1"),
-    (r"^value$", "300"),
+    (r"^value$", "1"),
     (r"^(finite and |finite in float32 and )?above 0.*$", "1"),
     (r"^at least (\d+).*", r"\1"),
     (r"^finite and at least (\d+).*", r"\1"),
@@ -41,6 +41,7 @@ def read_remedies(mistake: ConfigError) -> list[list[str]]:
     fix = fix.partition(", which ")[0].partition(" in minutes")[0].partition(" for ")[0]
     if NOT_TYPED.search(fix) or fix.startswith(("nothing", "one of", "the same", "another", "key=", "'~")):
         return []
+    fix = fix.replace("vocab_size=<value>", "vocab_size=300")  # as many as there are bytes, at least
     alternatives = []
     for alternative in re.split(r", or |,? or (?=[\w.+']+=)", fix):
         filled = re.sub(r"<([^<>]+)>", lambda found: _fill(found[1]), alternative)

@@ -125,7 +125,7 @@ def describe_range(text: str) -> str:
     bounds = [(sign, number) for sign, number in _split(text) if number != "inf"]
     if [sign for sign, _ in bounds] == [">=", "<="]:
         return f"from {bounds[0][1]} to {bounds[1][1]}"
-    return " and ".join(f"{words[sign]} {number}" for sign, number in bounds)
+    return " and ".join(f"{words[sign]} {number}" for sign, number in bounds) or "a finite number"
 
 
 def _split(text: str) -> list[tuple[str, str]]:
