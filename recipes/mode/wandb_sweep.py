@@ -129,7 +129,9 @@ def _check_values(composed: Composed, space: SearchSpace, fixed: list[str]) -> l
         for value in values:
             # of one start here: a trial of an agent has a folder of its own, which it resumes
             typed = [text for text in fixed if text != "resume=auto"]
-            _, found = _check_trial(composed, [*typed, make_override(name, value)])
+            # no trial has exactly the end of an interval: it only has to compose
+            check = _check_trial if isinstance(parameter, Choice) else _compose_trial
+            _, found = check(composed, [*typed, make_override(name, value)])
             # what does not fit the other values may fit those of another trial
             own = [mistake for mistake in found if mistake.setting.lstrip("+").startswith(f"{name}=")]
             mistakes |= {str(mistake): mistake for mistake in own}
