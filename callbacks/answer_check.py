@@ -6,11 +6,12 @@ import re
 from collections.abc import Callable
 from typing import Annotated
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from .files import LineFile
+from .lightning_packages import Callback
 from .logged_step import completed_steps, run_folder
 from .profiler_hooks import get_profiler
 from .protocols import SupportsAnswers
@@ -57,6 +58,7 @@ class AnswerCheck(Callback):
         pattern: str | None = None,
         score: Callable[..., float] | None = None,
     ) -> None:
+        super().__init__()
         if num_questions < 1:
             raise ValueError(f"num_questions is {num_questions}; a fraction needs 1 or more; set num_questions=64")
         if num_tokens is not None and num_tokens < 1:

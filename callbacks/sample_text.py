@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from .files import LineFile
+from .lightning_packages import Callback
 from .logged_step import StepCounter, completed_steps, run_folder
 from .profiler_hooks import get_profiler
 from .protocols import SupportsText
@@ -63,6 +64,7 @@ class SampleText(Callback):
         every_n_steps: Annotated[int, ">= 1"] | None = None,
         seed: int = 0,
     ) -> None:
+        super().__init__()
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(
                 f"every_n_steps is {every_n_steps}; an interval is 1 or more optimizer steps; set None to sample only"

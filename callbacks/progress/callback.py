@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
 from typing_extensions import override
 
 from ..lightning_internals import Row, RowTap, as_floats, get_learning_rates
+from ..lightning_packages import ProgressBar
 from ..logged_step import StepCounter, completed_steps
 from ..protocols import SupportsRow
 from .console import show_info, stop_showing

@@ -10,10 +10,11 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from ..lightning_internals import Row, RowTap, get_learning_rates
+from ..lightning_packages import Callback
 from ..logged_step import completed_steps, output_folder
 from ..protocols import SupportsRow
 from .page import write_report
@@ -40,6 +41,7 @@ class RunReport(Callback):
     """
 
     def __init__(self, *, dashboard: Sequence[Mapping[str, Any]] | None = None) -> None:
+        super().__init__()
         self._dashboard = dashboard
         self._rows: dict[int, dict[str, float]] | None = None  # by step; None if read from metrics.csv
         self._tap: RowTap | None = None

@@ -4,10 +4,12 @@ import gzip
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from support import TINY, run_train, write_texts
 from timed import FETCH, monitor_at, timed
@@ -98,10 +100,14 @@ def test_tracing_zero_steps_is_an_error() -> None:
         StepProfiler(steps=0)
 
 
-def test_nothing_is_traced_while_lightnings_profiler_traces(plain_module, make_trainer, tmp_path, caplog) -> None:
-    profiler = PyTorchProfiler(dirpath=tmp_path, filename="trace")
-    make_trainer(callbacks=[StepProfiler(steps=1, after=1)], profiler=profiler).fit(plain_module())
-    assert "PyTorchProfiler traces already" in caplog.text
+@pytest.mark.parametrize("whose", ["Lightning's", "one's own"])
+def test_nothing_is_traced_while_another_profiler_traces(
+    plain_module, make_trainer, tmp_path, caplog, whose: str
+) -> None:
+    profiler = PyTorchProfiler(dirpath=tmp_path, filename="trace") if whose == "Lightning's" else None
+    with nullcontext() if profiler else torch.profiler.profile():
+        make_trainer(callbacks=[StepProfiler(steps=1, after=1)], profiler=profiler).fit(plain_module())
+    assert "another torch profiler traces already" in caplog.text
     assert not (tmp_path / "run/profile").exists()
 
 
