@@ -1,4 +1,4 @@
-"""Write curves.png and report.html to the run folder when a fit ends or raises; takes a second or two."""
+"""Write report.html and curves.png to the run folder when a fit ends or raises; takes a second or two."""
 
 import logging
 import platform
@@ -30,7 +30,7 @@ class RunReport(Callback):
     rollbacks, stops. Writes to the `log_dir` of the first logger that has one, else to `trainer.default_root_dir`. If
     the module is a `SupportsRow`, it reads the files there instead, which include what was before a resume. Call
     `write_report(folder)` again once `summary.json` exists. If the report cannot be written, the traceback is logged
-    and the fit is not affected.
+    and the fit is not affected. The picture needs matplotlib; without it, the page alone is written.
 
     Args:
         dashboard: Sections of panels, as in `conf/dashboard/default.yaml`; None draws all metrics, grouped by prefix.

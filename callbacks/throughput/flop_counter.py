@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.random import fork_rng
@@ -53,6 +54,12 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # otherwise torch.compile would run this batch uncompiled, with different rounding errors
         return True
 
+    @classmethod
+    @override
+    def is_infra_mode(cls) -> bool:
+        # torch 2.6 to 2.8 lack the method above, and would run what they meet here uncompiled from then on
+        return not _IGNORES_COMPILATION
+
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -68,7 +75,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if formula is None:
             if isinstance(func, OpOverload) and func.namespace not in _OF_TORCH:
                 self.left_out.add(str(operator))
-        elif not _is_recomputing():
+        elif not (_is_recomputing() or _is_compiling()):
             try:
                 self.flops += float(formula(*args, **kwargs, out_val=result))
             except Exception as error:  # a formula that cannot handle these arguments must not end the run
@@ -285,6 +292,14 @@ _NAMED: dict[str, Formula] = {
 }
 # a version of torch may lack some of them
 _FORMULAS = {getattr(_aten, name): formula for name, formula in _NAMED.items() if hasattr(_aten, name)}
+
+
+_IGNORES_COMPILATION = hasattr(TorchDispatchMode, "ignore_compile_internals")
+
+
+def _is_compiling() -> bool:
+    """Return whether torch.compile traces what it compiles, which only torch before 2.9 shows to a counter."""
+    return not _IGNORES_COMPILATION and TracingContext.try_get() is not None
 
 
 def _is_recomputing() -> bool:

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
-from support import TINY, run_train, write_texts
 from timed import FETCH, monitor_at, timed
 
 from callbacks.step_profiler import StepProfiler
@@ -73,6 +72,8 @@ def test_a_run_that_fails_while_it_is_traced_still_writes_the_trace(plain_module
 
 
 def test_tracing_writes_nothing_of_its_own_to_the_terminal(tmp_path) -> None:
+    from support import TINY, run_train, write_texts  # with the recipes, without which the other tests run
+
     overrides = ["trainer.max_steps=3", "profile=1", "callbacks.step_profiler.after=1"]
     done = run_train(
         [*TINY, *overrides, f"data.path={write_texts(tmp_path / 'texts')}", "hydra.run.dir=run"],

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.plugins import HalfPrecision
-from support import ROOT
 from timed import monitor_at, timed
 from torch import nn
 
@@ -19,6 +18,7 @@ from callbacks.throughput.mfu import FlopMeter, get_kind, measure_peak_tflops
 from callbacks.throughput.stopwatch import Snapshot
 
 TERA = 1e12
+ROOT = Path(__file__).parents[3]
 
 
 class Figures:
