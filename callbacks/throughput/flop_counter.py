@@ -6,7 +6,6 @@ The training step never runs twice, so counting has no side effects on RNG state
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from math import prod
 from typing import Any
 
@@ -83,7 +82,6 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-@cache
 def _find_formula(operator: Any) -> Formula | None:
     """Return the formula of an operator: ours, else that of torch's registry, to which other libraries add theirs."""
     own = _FORMULAS.get(operator)
@@ -369,8 +367,8 @@ _MAX_OBJECTS = 2_000  # a batch that refers to its whole dataset must not be sea
 
 
 def _get_shapes(item: Any, seen: set[int]) -> Any:
-    if isinstance(item, Tensor) or hasattr(type(item), "shape"):
-        return tuple(item.shape)
+    if isinstance(item, Tensor) or (hasattr(type(item), "shape") and not isinstance(item, Mapping)):
+        return tuple(item.shape)  # a TensorDict has a shape, too, which is not that of its tensors
     if isinstance(item, (str, bytes)):
         return TEXT
     if isinstance(item, (int, float, type, nn.Module)) or id(item) in seen or len(seen) > _MAX_OBJECTS:
