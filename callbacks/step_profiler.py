@@ -64,7 +64,7 @@ class StepProfiler(Callback):
         if self._num_steps is None or self._trace is not None or self._done != self._after:
             return
         # Lightning's profiler may not have begun: it waits for a step of its own schedule
-        if torch.autograd._profiler_enabled() or isinstance(
+        if torch._C._autograd._profiler_enabled() or isinstance(
             get_profiler(trainer), find_classes("profilers.PyTorchProfiler")
         ):
             self._num_steps = None

@@ -143,7 +143,7 @@ def _convolution_backward(grad: Tensor, inputs: Tensor, weight: Tensor, *args: A
     # [C_out, C_in / groups, ...], or [C_in, C_out / groups, ...] if transposed; torch's formula leaves groups out
     *_, transposed, _, _, mask = args
     positions = (inputs if transposed else grad).shape  # [B, C, ...]
-    return 2.0 * weight.numel() * positions[0] * prod(positions[2:]) * sum(mask[:2])
+    return float(2 * weight.numel() * positions[0] * prod(positions[2:]) * sum(mask[:2]))
 
 
 def _trilinear(
@@ -176,7 +176,7 @@ def _rnn_backward(*args: Any, bidirectional_at: int, **kwargs: Any) -> float:
     first = weights[0].numel() + (weights[stride].numel() if args[bidirectional_at] else 0)
     whole = _rnn(inputs, weights)
     # the gradients of hidden states and inputs, and those of the weights
-    return whole * (1 + bool(mask[3])) - (0 if mask[0] else 2.0 * _count_positions(inputs) * first)
+    return float(whole * (1 + bool(mask[3])) - (0 if mask[0] else 2 * _count_positions(inputs) * first))
 
 
 def _cudnn_rnn_backward(*args: Any, **kwargs: Any) -> float:
@@ -224,7 +224,7 @@ def _leave_out_scores(formula: Formula, *, first: int) -> Formula:
     def corrected(*args: Any, **kwargs: Any) -> float:
         # queries and keys are Q wide, values V: scores and the gradients of queries and keys, of scores and values
         of_query, of_value = args[first].shape[-1], args[first + 2].shape[-1]
-        return formula(*args, **kwargs) * (2 * of_query + 2 * of_value) / (3 * of_query + 2 * of_value)
+        return float(formula(*args, **kwargs) * (2 * of_query + 2 * of_value) / (3 * of_query + 2 * of_value))
 
     return corrected
 
@@ -384,7 +384,7 @@ def _get_members(item: Any) -> list[Any]:
         return [*item]
     if hasattr(type(item), "__get__"):  # a function
         return []
-    slots = [cls.__slots__ for cls in type(item).__mro__ if "__slots__" in vars(cls)]
+    slots = [vars(cls)["__slots__"] for cls in type(item).__mro__ if "__slots__" in vars(cls)]
     names = [name for own in slots for name in ([own] if isinstance(own, str) else own) if not name.startswith("__")]
     return [*getattr(item, "__dict__", {}).values(), *(getattr(item, name, None) for name in names)]
 

@@ -166,8 +166,8 @@ class FlopMeter:
             return None
         key = _get_key(pl_module, batch)
         if counter is not None:
-            flops = (counter.flops if self._at_optimizer is None else self._at_optimizer, None)
-            return self._keep_count(trainer, pl_module, key, passes, flops)
+            counted = counter.flops if self._at_optimizer is None else self._at_optimizer
+            return self._keep_count(trainer, pl_module, key, passes, (counted, None))
         flops = self._flops.get((key, passes)) or self._ask(trainer, pl_module, batch)
         if flops is None:
             # expected were another batch, as with a dataloader_iter, or other passes, as in a GAN
