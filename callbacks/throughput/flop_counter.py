@@ -6,12 +6,14 @@ The training step never runs twice, so counting has no side effects on RNG state
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
+from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 from torch._ops import OpOverload
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.random import fork_rng
@@ -46,6 +48,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops: float = 0.0
         self.error: str | None = None
         self.left_out: set[str] = set()
+        _enter_higher_order_operators()
 
     @classmethod
     @override
@@ -89,7 +92,7 @@ def _find_formula(operator: Any) -> Formula | None:
     if own is not None or registered is None:
         return own
     if re.search("att.*backward", str(operator)):
-        return _leave_out_scores(registered, first=0 if "flex" in str(operator) else 1)
+        return _leave_out_scores(registered)
     return registered
 
 
@@ -213,17 +216,20 @@ def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
     return 2.0 * _attention(query, key, value)
 
 
-def _leave_out_scores(formula: Formula, *, first: int) -> Formula:
+def _flex_attention_backward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> float:
+    return 2.0 * _attention(query, key, value)
+
+
+def _leave_out_scores(formula: Formula) -> Formula:
     """Correct a formula that counts five products in the backward pass, the first of which computes the scores again.
 
     Args:
-        formula: Formula of torch's registry.
-        first: Position of the queries among the arguments; keys and values follow.
+        formula: Formula of torch's registry, called with gradient, queries, keys and values.
     """
 
     def corrected(*args: Any, **kwargs: Any) -> float:
         # queries and keys are Q wide, values V: scores and the gradients of queries and keys, of scores and values
-        of_query, of_value = args[first].shape[-1], args[first + 2].shape[-1]
+        of_query, of_value = args[1].shape[-1], args[3].shape[-1]
         return float(formula(*args, **kwargs) * (2 * of_query + 2 * of_value) / (3 * of_query + 2 * of_value))
 
     return corrected
@@ -241,7 +247,8 @@ def _attention_module(
 
 def _encoder_layer(source: Tensor, width: int, *args: Any, **kwargs: Any) -> float:
     """Return the FLOPs of `nn.TransformerEncoderLayer` in eval mode without gradients."""
-    matrices = sum(each.numel() for each in args[:17] if isinstance(each, Tensor) and each.dim() == 2)
+    # the first 16, which a mask follows
+    matrices = sum(each.numel() for each in args[:16] if isinstance(each, Tensor) and each.dim() == 2)
     return 2.0 * _count_positions(source) * (matrices + 2 * source.shape[1] * width)
 
 
@@ -289,10 +296,26 @@ _NAMED: dict[str, Formula] = {
     "_transformer_encoder_layer_fwd": _encoder_layer,
 }
 # a version of torch may lack some of them
-_FORMULAS = {getattr(_aten, name): formula for name, formula in _NAMED.items() if hasattr(_aten, name)}
-
+_FORMULAS: dict[Any, Formula] = {
+    flex_attention: _attention,
+    flex_attention_backward: _flex_attention_backward,
+    **{getattr(_aten, name): formula for name, formula in _NAMED.items() if hasattr(_aten, name)},
+}
 
 _IGNORES_COMPILATION = hasattr(TorchDispatchMode, "ignore_compile_internals")
+
+
+def _enter_higher_order_operators() -> None:
+    """Give every higher-order operator a rule for the counter: without one, torch 2.6 ends the run."""
+    if hasattr(TorchDispatchMode, "supports_higher_order_operators"):
+        return
+    for operator in torch._ops._higher_order_ops.values():
+        if FlopCounter not in operator.python_key_table:
+            operator.py_impl(FlopCounter)(partial(_count_higher_order, operator))
+
+
+def _count_higher_order(operator: Any, counter: FlopCounter, *args: Any, **kwargs: Any) -> Any:
+    return counter.__torch_dispatch__(operator, (), args, kwargs)
 
 
 def _is_compiling() -> bool:

@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
-OF_THE_TESTS = ("pytest", "pytest-timeout", "setuptools", "scikit-learn", "rich", "matplotlib")
+OF_THE_TESTS = ("pytest", "pytest-timeout", "setuptools", "scikit-learn", "rich", "matplotlib", "tensorboard")
 # of the recipes, of a browser, and of files alone
 LEFT_OUT = ("test_declared_facts.py", "test_versions.py", "report/test_browser.py", "diagnosis")
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from timed import STEP, monitor_at, timed
 from torch import Tensor, nn
+from torch._higher_order_ops.flex_attention import flex_attention_backward
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -92,7 +94,7 @@ def without_autograd(inputs: Tensor) -> Tensor:
         hidden = nn.Linear(8, 8)(inputs)
         torch.einsum("ij,kj->ik", hidden, hidden)
     with torch.no_grad():  # fused kernels of eval mode
-        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()(inputs[None])
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()(inputs[None], torch.zeros(5, 5))
         nn.MultiheadAttention(8, 2, batch_first=True).eval()(inputs[None], inputs[None], inputs[None])
     return inputs.sum()
 
@@ -158,14 +160,16 @@ def test_recurrent_layers_of_a_gpu_count_as_those_of_a_cpu(mask: tuple[bool, ...
     assert _find_formula(torch.ops.aten.miopen_rnn_backward)(*of_miopen) == backward
 
 
-def test_a_flex_attention_of_torchs_registry_is_corrected_too() -> None:
-    from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
-
-    query, value = torch.randn(2, 4, 16, 8), torch.randn(2, 4, 16, 6)
-    scores = (query, query, value, value, torch.randn(2, 4, 16), value)
-    forward = 2 * 2 * 4 * 16 * 16 * (8 + 6)
-    assert _find_formula(flex_attention)(*scores) == forward
-    assert _find_formula(flex_attention_backward)(*scores) == 2 * forward
+def test_attention_of_a_gpu_counts_as_that_of_a_cpu() -> None:
+    query, value = torch.randn(2, 4, 16, 8), torch.randn(2, 4, 16, 4)
+    forward = 2 * 2 * 4 * 16 * 16 * (8 + 4)
+    with FlopCounter() as counter:
+        flex = flex_attention(query, query, value)
+    assert (counter.flops, flex.shape) == (forward, value.shape)
+    rest: list[Any] = [value, torch.randn(2, 4, 16), None, None, None, None]
+    assert _find_formula(flex_attention_backward)(query, query, value, *rest, value) == 2 * forward
+    # torch's own formula for sequences of different lengths, less the scores
+    assert _find_formula(torch.ops.aten._flash_attention_backward)(value, query, query, value, *rest) == 2 * forward
 
 
 def test_torchs_own_formulas_are_still_missing_or_wrong() -> None:

@@ -133,6 +133,8 @@ TF32 = {
 
 @pytest.mark.parametrize("how", TF32)
 def test_float32_products_in_tf32_are_shown_against_its_peak(how: str, tmp_path: Path) -> None:
+    if how == "by the new setting" and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("from torch 2.9 on")
     # in a process of its own: torch allows only one of the two settings per process
     code = f"""
 import torch
