@@ -166,10 +166,11 @@ def test_attention_of_a_gpu_counts_as_that_of_a_cpu() -> None:
     with FlopCounter() as counter:
         flex = flex_attention(query, query, value)
     assert (counter.flops, flex.shape) == (forward, value.shape)
-    rest: list[Any] = [value, torch.randn(2, 4, 16), None, None, None, None]
-    assert _find_formula(flex_attention_backward)(query, query, value, *rest, value) == 2 * forward
-    # torch's own formula for sequences of different lengths, less the scores
-    assert _find_formula(torch.ops.aten._flash_attention_backward)(value, query, query, value, *rest) == 2 * forward
+    assert _find_formula(flex_attention_backward)(query, query, value, value) == 2 * forward
+    # torch's own formula, less the scores: two packed sequences of 16 positions
+    packed, ends = torch.randn(32, 4, 8), torch.tensor([0, 16, 32])
+    of_packed = _find_formula(torch.ops.aten._flash_attention_backward)(*[packed] * 5, None, ends, ends, 16, 16)
+    assert of_packed == 2 * 2 * 2 * 4 * 16 * 16 * (8 + 8)
 
 
 def test_torchs_own_formulas_are_still_missing_or_wrong() -> None:
