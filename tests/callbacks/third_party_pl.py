@@ -79,7 +79,7 @@ def main() -> None:
         action="rollback", min_rise=0.0, window=16, warmup_steps=8, snapshot_every=10, quarantine_steps=10
     )
     progress, stop = ProgressLine(), EarlyStop(monitor="loss")
-    saver = ModelCheckpoint(every_n_train_steps=20, save_top_k=-1)
+    saver = ModelCheckpoint(every_n_train_steps=15, save_top_k=-1)
     trainer = make_trainer(Damage(), spikes, progress, stop, EarlyStopping("loss"), saver)
     trainer.fit(Module())
     found = {
