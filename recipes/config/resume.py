@@ -9,8 +9,9 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from recipes.config.cached_compose import compose_options, select_options
+from recipes.config.cached_compose import compose_options, compose_overrides, select_options
 from recipes.config.overrides import for_shell, parse_override, unescape_interpolations
 from recipes.config.search_path import select_search_path
 from recipes.config.trust import SEARCH_PATH, find_own_folders, find_resumed_run
@@ -26,6 +27,10 @@ from recipes.run_folder import (
 
 Config = dict[str, Any]
 _SINGLE_START = ("hydra.", "mode.", "evaluator.")  # sections that apply to a single start of a run
+_NEEDED = ("model", "data", "task", "trainer", "optimizer", "strategy", "precision")  # of every run there has been
+# of recorded overrides: a line of a shell has more, and each is parsed in milliseconds
+_MOST_OVERRIDES, _MOST_CHARACTERS = 1_000, 100_000
+_MOST_SHOWN = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +60,16 @@ def read_resumed_run(overrides: Sequence[str]) -> ResumedRun | None:
     folder = find_resumed_run(overrides)
     if folder is None:
         return None
+    config = unescape_interpolations(read_config(folder))
+    missing = [key for key in _NEEDED if not isinstance(config.get(key), dict)]
+    if missing:
+        reason = f"it has no section {missing[0]}"
+        fix = f"a copy of the {CONFIG_FILE} that the run wrote, or a new run without this folder"
+        raise ConfigError(str(folder / CONFIG_FILE), reason, fix)
     recorded = _read_overrides(folder)
     return ResumedRun(
         folder=folder,
-        config=unescape_interpolations(read_config(folder)),
+        config=config,
         overrides=[*select_search_path(overrides), *filter(_outlasts_a_start, recorded)],
         search_path=select_search_path(recorded),
     )
@@ -135,14 +146,17 @@ def _read_overrides(folder: Path) -> list[str]:
     if not os.path.isfile(folder / ENVIRONMENT_FILE):
         return []
     typed = read_environment(folder).get("overrides")
-    fix = f"rm {folder / ENVIRONMENT_FILE}, and the run resumes from its {CONFIG_FILE} alone"
+    fix = _fix_environment(folder)
     if not isinstance(typed, list):
         raise ConfigError(str(folder / ENVIRONMENT_FILE), "its `overrides` is not a list", fix)
+    if len(typed) > _MOST_OVERRIDES or sum(map(len, map(str, typed))) > _MOST_CHARACTERS:
+        raise ConfigError(str(folder / ENVIRONMENT_FILE), "its `overrides` are longer than any command line", fix)
     for override in typed:
         try:
             parse_override(override)
-        except (HydraException, TypeError, AttributeError) as error:
-            raise ConfigError(str(folder / ENVIRONMENT_FILE), f"{override!r} is not an override", fix) from error
+        except (HydraException, TypeError, AttributeError, RecursionError) as error:
+            shown = repr(override)[:_MOST_SHOWN]
+            raise ConfigError(str(folder / ENVIRONMENT_FILE), f"{shown} is not an override", fix) from error
     recorded: list[str] = typed
     return recorded
 
@@ -150,6 +164,37 @@ def _read_overrides(folder: Path) -> list[str]:
 def _outlasts_a_start(override: str) -> bool:
     key = parse_override(override).key_or_group
     return key not in ("mode", "resume", "evaluator") and not key.startswith(_SINGLE_START)
+
+
+def compose_recorded(resumed: ResumedRun, folder: Path, name: str | None) -> DictConfig:
+    """Compose the overrides that a run was started with.
+
+    Args:
+        resumed: The run.
+        folder: Folder of the YAML files.
+        name: Primary config, without its suffix.
+
+    Raises:
+        ConfigError: One of them has no meaning any more, or never had: nobody has typed it now.
+    """
+    try:
+        return compose_overrides(resumed.overrides, folder, name)
+    except (HydraException, OmegaConfBaseException):
+        compose_overrides([], folder, name)  # a broken file of the folder is not to be blamed on the run
+        for number, override in enumerate(resumed.overrides):
+            try:
+                compose_overrides(resumed.overrides[: number + 1], folder, name)
+            except (HydraException, OmegaConfBaseException) as error:
+                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+                reason = f"the run was started with {override[:_MOST_SHOWN]}, which means nothing here: {lines[0]}"
+                raise ConfigError(
+                    str(resumed.folder / ENVIRONMENT_FILE), reason, _fix_environment(resumed.folder)
+                ) from error
+        raise
+
+
+def _fix_environment(folder: Path) -> str:
+    return f"rm {folder / ENVIRONMENT_FILE}, and the run resumes from its {CONFIG_FILE} alone"
 
 
 def _still_applies(override: str, others: Sequence[str], before: DictConfig, now: DictConfig) -> bool:

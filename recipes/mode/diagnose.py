@@ -2,6 +2,7 @@
 
 import glob
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from recipes.config.compose import Composed
 from recipes.errors import ConfigError, escape_controls
 from recipes.files import write_atomically
+from recipes.foreign_file import reading
 from recipes.mode.report import find_runs
 from recipes.run_folder import METRICS_FILE, claim_output
 from recipes.runtime.console import LOGGER
@@ -45,13 +47,14 @@ def diagnose(
         raise ConfigError(
             f"mode.steps_per_epoch={steps_per_epoch}", "an epoch has at least one step", "mode.steps_per_epoch=null"
         )
-    file = None if path is None else claim_output(path, "mode.path", is_file=True)
+    file = None if path is None else claim_output(path, "mode.path", is_file=True, replaces=_is_own)
     found: dict[str, Any] = {}
     for run in _find_tables([runs] if isinstance(runs, str) else runs):
-        try:
-            diagnoses = diagnose_run(run, steps_per_epoch=steps_per_epoch)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"mode.runs=[{run}]", str(error), _FIX) from error
+        with reading(run, f"mode.runs=[{run}]", _FIX):
+            try:
+                diagnoses = diagnose_run(run, steps_per_epoch=steps_per_epoch)
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"mode.runs=[{run}]", str(error), _FIX) from error
         for name, diagnosis in diagnoses.items():
             title = f"{run}: {name}" if name else str(run)
             LOGGER.info(escape_controls(f"{title}:"))
@@ -61,6 +64,16 @@ def diagnose(
     if file is not None:
         write_atomically(file, json.dumps(found, indent=2) + "\n")
     return 0
+
+
+def _is_own(text: str) -> bool:
+    """Return whether a text is that of findings: an object per run."""
+    content = json.loads(text)
+    return (
+        isinstance(content, dict)
+        and bool(content)
+        and all(isinstance(found, dict) and found.keys() >= {"findings", "examined"} for found in content.values())
+    )
 
 
 def _find_tables(patterns: Sequence[str]) -> list[Path]:
@@ -83,8 +96,8 @@ def _find_tables(patterns: Sequence[str]) -> list[Path]:
 
 def _expand(pattern: str) -> list[Path]:
     """Return the files and run folders that match one path or glob."""
-    expanded = str(Path(pattern).expanduser())
-    matches = [Path(expanded)] if Path(expanded).exists() else sorted(map(Path, glob.glob(expanded)))
+    expanded = os.path.expanduser(pattern)  # unlike Path's, it accepts a user that does not exist
+    matches = [Path(expanded)] if os.path.exists(expanded) else sorted(map(Path, glob.glob(expanded)))
     files = [match for match in matches if match.is_file()]
     folders = [str(match) for match in matches if not match.is_file()]
     return [*files, *find_runs(folders or [pattern])] if folders or not files else files

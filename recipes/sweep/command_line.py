@@ -18,6 +18,8 @@ from recipes.config.check.suggestions import list_options, suggest_option
 from recipes.config.compose import CONF
 from recipes.config.overrides import make_override, parse_override
 from recipes.errors import ConfigError
+from recipes.launcher.job import JOB_FILE
+from recipes.run_folder import PAGE_FILE, SWEEP_FILE, has_run, is_page, may_replace
 
 _GRID = "basic"  # Hydra's own sweeper
 # sections and settings that determine how and where jobs run, not what they compute
@@ -171,7 +173,21 @@ def _check_folder(typed: Sequence[str]) -> list[ConfigError]:
         return [ConfigError(setting or f"hydra.sweep.dir={folder}", f"{nearest} is a file", fix)]
     if not os.access(nearest, os.W_OK | os.X_OK):
         return [ConfigError(setting or f"hydra.sweep.dir={folder}", f"{nearest} cannot be written to", fix)]
+    if (reason := _find_other_owner(Path(folder))) is not None:
+        return [ConfigError(setting or f"hydra.sweep.dir={folder}", reason, "hydra.sweep.dir=<another folder>")]
     return []
+
+
+def _find_other_owner(folder: Path) -> str | None:
+    """Return why a sweep would replace files of something else in a folder; None if it would not."""
+    if has_run(folder):
+        return "it is the folder of a run, whose report this sweep would replace"
+    if any(any(folder.glob(f"{below}/{JOB_FILE}")) for below in ("*", "*/*")):
+        return None  # an earlier sweep, which this one continues or adds jobs to
+    is_own = {PAGE_FILE: is_page, SWEEP_FILE: lambda text: text.startswith("job,state,exit_code,")}
+    is_own |= {"multirun.yaml": lambda text: text.startswith("hydra:")}
+    found = [name for name, is_own_text in is_own.items() if not may_replace(folder / name, is_own_text)]
+    return f"it holds {found[0]}, which is of no sweep, and which this one would replace" if found else None
 
 
 def _is_empty(override: Override, typed: Sequence[str]) -> bool:
