@@ -8,6 +8,7 @@ from typing import Any
 from recipes.config.check.activation_checkpoint import check_activation_checkpoint
 from recipes.config.check.batch_size import check_batch_size, count_ranks
 from recipes.config.check.compatibility import check_compatibility, check_evaluator, check_kinds
+from recipes.config.check.dashboard import PLACES, check_dashboards
 from recipes.config.check.data import check_data
 from recipes.config.check.devices import check_devices
 from recipes.config.check.loss_spike import check_loss_spike
@@ -52,8 +53,11 @@ def check_config(
     found = [*structure, *check_settings(config), *check_nodes(config)]
     if not structure:  # the others read its sections
         found += [*check_data(config), *check_metrics(config)]
+    dashboards = [*check_dashboards(config)]
+    if dashboards:  # whose sections the others refer to
+        found = [mistake for mistake in found if _get_key(mistake) not in PLACES]
     mistakes = drop_consequences(found, renamed)
-    mistakes = locate_mistakes([*renamed, *mistakes], overrides)
+    mistakes = [*locate_mistakes([*renamed, *mistakes], overrides), *dashboards]
     if structure:
         return mistakes  # the checks below read these sections
     if mismatches := [*check_kinds(config, choices, overrides)]:
