@@ -85,7 +85,7 @@ def _find_tables(patterns: Sequence[str]) -> list[Path]:
     if not patterns:
         raise ConfigError("mode.runs=[]", "no run is named", "mode.runs=[logs/<name>]")
     found = [path for pattern in patterns for path in _expand(pattern)]
-    tables = [path for path in found if path.is_file() or (path / METRICS_FILE).is_file()]
+    tables = [path for path in found if os.path.isfile(path) or os.path.isfile(path / METRICS_FILE)]
     if not tables:
         raise ConfigError(f"mode.runs=[{','.join(patterns)}]", f"no run in it has a {METRICS_FILE}", _FIX)
     for path in found:
@@ -98,6 +98,6 @@ def _expand(pattern: str) -> list[Path]:
     """Return the files and run folders that match one path or glob."""
     expanded = os.path.expanduser(pattern)  # unlike Path's, it accepts a user that does not exist
     matches = [Path(expanded)] if os.path.exists(expanded) else sorted(map(Path, glob.glob(expanded)))
-    files = [match for match in matches if match.is_file()]
-    folders = [str(match) for match in matches if not match.is_file()]
+    files = [match for match in matches if os.path.isfile(match)]  # unlike Path's, false where one may not look
+    folders = [str(match) for match in matches if match not in files]
     return [*files, *find_runs(folders or [pattern])] if folders or not files else files

@@ -99,16 +99,25 @@ def _runs_below(folder: Path, *, depth: int) -> list[Path]:
     """Return the folder itself if it is a run, else the runs in it: one level down in a sweep, two in `logs`."""
     if _is_run(folder):
         return [folder]
-    if depth == 0 or not folder.is_dir():
+    # os.path and os.access: unlike Path's methods, false where this user may not look
+    if depth == 0 or not os.path.isdir(folder) or not os.access(folder, os.R_OK | os.X_OK):
         return []
-    return [run for child in sorted(folder.iterdir()) for run in _runs_below(child, depth=depth - 1)]
+    try:
+        children = sorted(folder.iterdir())
+    except OSError:  # of a process that has just ended, in /proc
+        return []
+    return [run for child in children for run in _runs_below(child, depth=depth - 1)]
 
 
 def _is_run(folder: Path) -> bool:
     config = folder / CONFIG_FILE
     # a config with a defaults list, as in conf/, is not composed and belongs to no run
-    is_frozen = config.is_file() and "\ndefaults:" not in config.read_text(errors="replace", encoding="utf-8")
-    return is_frozen or any((folder / name).is_file() for name in _RUN_FILES)
+    is_frozen = (
+        os.path.isfile(config)
+        and os.access(config, os.R_OK)
+        and "\ndefaults:" not in config.read_text(errors="replace", encoding="utf-8")
+    )
+    return is_frozen or any(os.path.isfile(folder / name) for name in _RUN_FILES)
 
 
 def _page_path(path: str | None, folders: Sequence[Path]) -> Path:
