@@ -92,6 +92,8 @@ def claim_output(
     """
     target = Path(os.path.expanduser(path))  # unlike Path's, it accepts a user that does not exist
     kind = "file" if is_file else "folder"
+    if str(path) == "":  # Path would be the working directory
+        raise ConfigError(f"{setting}=", f"it names no {kind}", f"{setting}=<a {kind}>")
     if str(target).startswith("~"):
         raise ConfigError(f"{setting}={path}", "there is no such user", f"{setting}=<a {kind}>")
     folder = target.parent if is_file else target

@@ -25,7 +25,7 @@ from recipes.model.weights.text_side import (
     write_text_side,
 )
 from recipes.numerics.nf4 import list_nf4
-from recipes.run_folder import EXPORT_FOLDER, claim_output, has_run, read_json
+from recipes.run_folder import CHECKPOINTS, EXPORT_FOLDER, claim_output, has_run, read_json
 from recipes.runtime.console import LOGGER
 from recipes.task.base import TrainingTask
 
@@ -60,6 +60,9 @@ def export(
     source = None if run.published is None else published_folder(run.published)
     if source is not None and folder.resolve() == source.resolve():
         reason = "it holds the published model that the run started from, which the export would replace"
+        raise ConfigError(f"{setting}={target}", reason, "mode.path=<another folder>")
+    if folder.resolve().is_relative_to((run.folder / CHECKPOINTS).resolve()):
+        reason = "the checkpoints of the run are there, and their folders hold nothing else"
         raise ConfigError(f"{setting}={target}", reason, "mode.path=<another folder>")
     is_own = path is None and has_run(run.folder)
     if not is_own and (foreign := _find_foreign(folder, run.folder, source)) is not None:

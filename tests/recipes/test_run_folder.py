@@ -69,9 +69,11 @@ def test_a_device_takes_what_is_written_and_a_large_file_is_not_read(tmp_path: P
 
 
 @pytest.mark.parametrize("is_file", [True, False])
-def test_a_user_that_does_not_exist_has_no_home(is_file: bool) -> None:
+def test_a_user_that_does_not_exist_has_no_home_and_no_name_is_no_place(is_file: bool) -> None:
     with pytest.raises(ConfigError, match=r"mode\.path=~nobody_here/x: there is no such user; type mode\.path=<a f"):
         claim_output("~nobody_here/x", "mode.path", is_file=is_file)
+    with pytest.raises(ConfigError, match=r"mode\.path=: it names no f"):
+        claim_output("", "mode.path", is_file=is_file)
 
 
 def test_a_folder_is_a_runs_if_a_run_was_started_in_it(tmp_path: Path) -> None:

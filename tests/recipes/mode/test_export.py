@@ -57,6 +57,8 @@ def test_an_export_replaces_an_earlier_one_of_its_run_and_nothing_else(
         with pytest.raises(ConfigError, match=f"it holds {name}, which is not of an export of this run"):
             export_into(foreign)
         assert sorted(path.name for path in foreign.iterdir()) == ["README.md", name]
+    with pytest.raises(ConfigError, match="the checkpoints of the run are there"):
+        export_into(run.folder / "checkpoints" / "last")
     assert [export_into(target), export_into(target)] == [0, 0]
     assert "secret.txt" not in [path.name for path in target.iterdir()], "a link out of a downloaded folder"
     assert str(tmp_path) not in (target / "export.json").read_text()
