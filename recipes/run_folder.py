@@ -349,10 +349,26 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     """
     events = read_json_lines(path)
     for number, event in enumerate(events, 1):
-        if not isinstance(event.get("event"), str) or type(event.get("step")) is not int:
-            reason = f"event {number} of it has no name and step: {json.dumps(event)[:60]}"
+        has_time = isinstance(event.get("time", 0), int | float)
+        if not isinstance(event.get("event"), str) or type(event.get("step")) is not int or not has_time:
+            reason = f"event {number} of it has no name, step and time: {json.dumps(event)[:60]}"
             raise ConfigError(str(path), reason, _fix_line(path))
     return events
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """Read samples.jsonl; empty if there is no file.
+
+    Raises:
+        ConfigError: A line is not a sample.
+    """
+    samples = read_json_lines(path)
+    for number, sample in enumerate(samples, 1):
+        has_texts = all(isinstance(sample.get(key), str) for key in ("prompt", "text"))
+        if not has_texts or type(sample.get("step")) is not int:
+            reason = f"sample {number} of it has no step, prompt and text: {json.dumps(sample)[:60]}"
+            raise ConfigError(str(path), reason, _fix_line(path))
+    return samples
 
 
 def read_json_line(line: str, number: int, path: Path) -> dict[str, Any]:

@@ -87,6 +87,8 @@ class FolderCheckpointIO(CheckpointIO):
         assert manifest is not None, "it has just been verified"
         setting = f"resume=… {folder}"
         with reading(folder / RUN_FILE, setting, FIX_OF_A_FORGERY):
+            if RUN_FILE not in manifest.files:
+                raise ValueError("its manifest does not list it")
             plain = torch.load(folder / RUN_FILE, map_location="cpu", weights_only=True)
             if plain["global_step"] != manifest.step:
                 raise ValueError(f"it is of step {plain['global_step']}, and its manifest of {manifest.step}")

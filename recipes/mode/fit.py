@@ -96,7 +96,8 @@ def _end_as_finished(run: Run, why: str) -> int:
 
 def _fit(run: Run) -> None:
     """Train, and raise KeyboardInterrupt on Ctrl-C."""
-    restore_within(run.trainer, lambda: restoring(run))
+    if run.checkpoint is not None:
+        restore_within(run.trainer, lambda: restoring(run))
     try:
         run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
     except SystemExit as exit_request:

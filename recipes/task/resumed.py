@@ -8,17 +8,7 @@ import torch
 from recipes.checkpoint.saved_tensor import SavedTensor
 from recipes.errors import ConfigError
 
-_NEEDED: tuple[str, ...] = (
-    "loops",
-    "callbacks",
-    "lr_schedulers",
-    "consumed",
-    "strategy",
-    "mesh",
-    "loggers",
-    "optimizer",
-)
-_NEEDED += ("clipping", "base")
+_NEEDED = ("loops", "consumed", "strategy", "mesh", "loggers", "optimizer", "clipping", "base")
 
 
 def check_keys(checkpoint: Mapping[str, Any], data: object) -> None:
@@ -31,11 +21,11 @@ def check_keys(checkpoint: Mapping[str, Any], data: object) -> None:
     Raises:
         ValueError: Something is missing.
     """
-    missing = [key for key in _NEEDED if key not in checkpoint]
-    missing += [type(data).__qualname__] if data is not None and type(data).__qualname__ not in checkpoint else []
+    goes_on = () if data is None else ("callbacks", "lr_schedulers", type(data).__qualname__)
+    missing = [key for key in (*_NEEDED, *goes_on) if key not in checkpoint]
     if missing:
         raise ValueError(f"it lacks {', '.join(missing)}")
-    if len(checkpoint["lr_schedulers"]) != 1:
+    if goes_on and len(checkpoint["lr_schedulers"]) != 1:
         raise ValueError(
             f"it has the state of {len(checkpoint['lr_schedulers'])} schedules of the learning rate, not 1"
         )

@@ -16,6 +16,7 @@ from recipes.run_folder import (
     EXPORT_FOLDER,
     METRICS_FILE,
     RUN_FOLDERS,
+    SAMPLES_FILE,
     SPIKES_FOLDER,
     TOKENIZER_FOLDER,
     check_metrics,
@@ -26,6 +27,7 @@ from recipes.run_folder import (
     has_checkpoint,
     has_run,
     read_events,
+    read_samples,
 )
 
 _PROTOCOL = "://"  # of a data set or a bucket, which only its own library finds
@@ -92,6 +94,7 @@ def _check_run_files(run: Path) -> Iterator[ConfigError]:
     try:
         check_metrics(run / METRICS_FILE)
         read_events(run / EVENTS_FILE)
+        read_samples(run / SAMPLES_FILE)
     except ConfigError as mistake:
         yield mistake
 

@@ -88,7 +88,6 @@ def load(checkpoint: Path) -> None:
         ("world_size", 0),
         ("strategy", None),
         ("versions", 3),
-        ("files", {}),
     ]
     + [("metrics", value) for value in ({"val/loss": "x"}, {"val/loss": None}, {"val/loss": 10**400}, [1])]
     + [("ended", value) for value in (3, {}, {"by": "x", "why": "y", "settings": []})],
@@ -104,6 +103,11 @@ def test_a_state_without_what_its_tensors_need_is_an_error(key: str, forged: Pat
     checkpoint = forge_state(forged, lambda state: state.pop(key))
     with pytest.raises(ConfigError, match=rf"cannot be read: KeyError: '{key}'"):
         load(checkpoint)
+
+
+def test_a_state_without_a_hash_is_not_loaded(forged: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.pt cannot be read: ValueError: its manifest does not list it"):
+        load(forge_manifest(forged, lambda fields: fields["files"].clear()))
 
 
 def test_no_object_of_a_pickle_is_built(forged: Path) -> None:

@@ -110,8 +110,9 @@ def test_text_that_looks_like_a_reference_survives_a_freeze(tmp_path: Path) -> N
         ("metrics.csv", b"step,train/loss\n1,2,3\n", "line 2 has 3 cells, not 2"),
         ("metrics.csv", b"step,train/loss\n1,2.0\n2,abc\n", "line 3 of it has a cell that is not numeric"),
         ("metrics.csv", b"step,train/loss\n" + b"9" * 5000 + b",1\n", "not a step"),
-        ("events.jsonl", b'{"event": "start"}\n', "event 1 of it has no name and step"),
-        ("events.jsonl", b'{"event": "start", "step": "1"}\n', "event 1 of it has no name and step"),
+        ("events.jsonl", b'{"event": "start"}\n', "event 1 of it has no name, step and time"),
+        ("events.jsonl", b'{"event": "start", "step": "1"}\n', "event 1 of it has no name, step and time"),
+        ("samples.jsonl", b'{"step": 1, "prompt": "a"}\n', "sample 1 of it has no step, prompt and text"),
         ("events.jsonl", b'{"a": ' + b"[" * 100_000 + b"\n", "line 1 is not valid JSON: RecursionError"),
     ],
 )
