@@ -93,8 +93,7 @@ def select_inherited(
         The inherited overrides in order, and those that no longer apply because of another option.
 
     Raises:
-        hydra.errors.HydraException: A group or option does not exist.
-        ConfigError: The run has options of a search path that is not typed.
+        hydra.errors.HydraException: A group or option does not exist, though `compose_recorded` found all of the run's.
     """
     parsed = [parse_override(override) for override in typed]
     overridden = {_get_place(override) for override in parsed if not override.is_delete()}
@@ -104,19 +103,7 @@ def select_inherited(
         for override in resumed.overrides
         if override not in repeated and _get_place(parse_override(override)) not in overridden
     ]
-    try:
-        before = compose_options(select_options(resumed.overrides, folder, name), folder, name)
-    except HydraException as error:
-        recorded = find_own_folders(resumed.search_path)
-        if set(recorded) <= set(find_own_folders(resumed.overrides)):
-            raise
-        exist = all(map(os.path.isdir, recorded))
-        path = " ".join(map(for_shell, resumed.search_path)) if exist else f"'{SEARCH_PATH}=[<where they are now>]'"
-        raise ConfigError(
-            f"resume={resumed.folder}",
-            f"it has options of {', '.join(map(str, recorded))}, and only the command line may choose code that runs",
-            f"the same command with {path}, if you trust it",
-        ) from error
+    before = compose_options(select_options(resumed.overrides, folder, name), folder, name)
     now = compose_options(select_options([*candidates, *typed], folder, name), folder, name)
     dropped = [override for override in candidates if not _still_applies(override, candidates, before, now)]
     return [override for override in candidates if override not in dropped], dropped
@@ -175,11 +162,22 @@ def compose_recorded(resumed: ResumedRun, folder: Path, name: str | None) -> Dic
         name: Primary config, without its suffix.
 
     Raises:
-        ConfigError: One of them has no meaning any more, or never had: nobody has typed it now.
+        ConfigError: One of them has no meaning any more, or never had, and nobody has typed it now; or it is an option
+            of a search path that is not typed.
     """
     try:
         return compose_overrides(resumed.overrides, folder, name)
-    except (HydraException, OmegaConfBaseException):
+    except (HydraException, OmegaConfBaseException) as reason_of_all:
+        recorded = find_own_folders(resumed.search_path)
+        if not set(recorded) <= set(find_own_folders(resumed.overrides)):
+            exist = all(map(os.path.isdir, recorded))
+            path = " ".join(map(for_shell, resumed.search_path)) if exist else f"'{SEARCH_PATH}=[<where they are now>]'"
+            shown = ", ".join(map(str, recorded))
+            raise ConfigError(
+                f"resume={resumed.folder}",
+                f"it has options of {shown}, and only the command line may choose code that runs",
+                f"the same command with {path}, if you trust it",
+            ) from reason_of_all
         compose_overrides([], folder, name)  # a broken file of the folder is not to be blamed on the run
         for number, override in enumerate(resumed.overrides):
             try:
