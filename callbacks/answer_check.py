@@ -3,18 +3,19 @@
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from .files import LineFile
+from .lightning_packages import Callback
 from .logged_step import completed_steps, run_folder
 from .profiler_hooks import get_profiler
 from .protocols import SupportsAnswers
-from .ranks import all_ranks, data_rank, data_size, gather_by_samples, num_ranks
+from .ranks import all_ranks, data_rank, data_size, gather_by_samples, gather_objects, num_ranks
 
 log = logging.getLogger("lightning_recipes")
 
@@ -27,21 +28,27 @@ class AnswerCheck(Callback):
     Loss and token accuracy are teacher-forced: each token is predicted from the correct prefix. Here the model must
     generate the complete answer on its own and end it.
 
-    Calls `recipes_answer_questions` on every rank if the module is a `SupportsAnswers`; any other module, or one that
-    returns None, is not checked. The questions are split across ranks. Rank 0 appends `{"step", "question",
-    "expected", "given", "score"}` to `answers.jsonl` in the run folder, and logs one wrong answer.
+    With `answer_fn`, every rank answers every one of `questions` (a sharded model needs all ranks), and the answers of
+    rank 0 count. Otherwise calls `recipes_answer_questions` on every rank if the module is a `SupportsAnswers`, with
+    the questions split across ranks; one line says so if there is neither. A module that returns None is not checked.
+    Rank 0 appends `{"step", "question", "expected", "given", "score"}` to `answers.jsonl` in the run folder, and logs
+    one wrong answer.
 
     Args:
-        num_questions: Validation questions to answer, evenly spaced; the same ones each time.
+        num_questions: Questions to answer, evenly spaced; the same ones each time.
         num_tokens: Maximum number of tokens per answer. None allows slightly more than the longest expected answer.
         pattern: Regular expression that extracts the text to compare from both answers: the first group of its last
             match, or the whole match if it has no group. An answer without a match is wrong. None compares the
             complete answers with surrounding whitespace stripped.
         score: Called as `score(given=…, expected=…)` with the text that `pattern` extracts; returns 0 to 1. None
             scores 1 if both are equal, else 0.
+        questions: Questions with their expected answers, for `answer_fn`.
+        answer_fn: Called as `answer_fn(module, question)` in eval mode, without gradients; returns the complete answer.
+            With a model of transformers, it decodes what `module.model.generate` returns.
 
     Raises:
-        ValueError: An argument is outside its range, or `pattern` is not a valid regular expression.
+        ValueError: An argument is outside its range, `pattern` is not a valid regular expression, or only one of
+            `questions` and `answer_fn` is set.
 
     Example:
         >>> check = AnswerCheck(num_questions=100, pattern=r"#### (-?[0-9.]+)")
@@ -56,7 +63,10 @@ class AnswerCheck(Callback):
         num_tokens: Annotated[int, ">= 1"] | None = None,
         pattern: str | None = None,
         score: Callable[..., float] | None = None,
+        questions: Sequence[tuple[str, str]] | None = None,
+        answer_fn: Callable[[LightningModule, str], str] | None = None,
     ) -> None:
+        super().__init__()
         if num_questions < 1:
             raise ValueError(f"num_questions is {num_questions}; a fraction needs 1 or more; set num_questions=64")
         if num_tokens is not None and num_tokens < 1:
@@ -66,24 +76,28 @@ class AnswerCheck(Callback):
         except re.error as error:
             why = f"it is not a valid regular expression: {error}"
             raise ValueError(f"pattern is {pattern!r}; {why}; set None") from error
+        if (questions is None) != (answer_fn is None):
+            given, other = ("questions", "answer_fn") if answer_fn is None else ("answer_fn", "questions")
+            raise ValueError(f"{given} is set and {other} is not; answers need both; set {other} too")
         self.num_questions = num_questions
         self.num_tokens = num_tokens
         self._score = score
+        self._questions = [] if questions is None else _spread(questions, num_questions)
+        self._answer_fn = answer_fn
         self._file: LineFile | None = None
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._answer_fn is None and not isinstance(pl_module, SupportsAnswers) and trainer.is_global_zero:
+            name = type(pl_module).__name__
+            log.warning(f"AnswerCheck is off: {name} has no recipes_answer_questions; pass it questions and answer_fn")
+
+    @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.sanity_checking or not isinstance(pl_module, SupportsAnswers):
+        if trainer.sanity_checking:
             return
         with get_profiler(trainer).profile("answer_check"), isolate_rng():
-            own = pl_module.recipes_answer_questions(
-                self.num_questions,
-                num_tokens=self.num_tokens,
-                rank=data_rank(trainer) if num_ranks() > 1 else 0,
-                num_ranks=data_size(trainer) if num_ranks() > 1 else 1,
-                all_ended=lambda ended: all_ranks(ended, pl_module.device),
-            )
-        answers = [answer for answers in gather_by_samples(own, trainer) for answer in answers or ()]
+            answers = self._get_answers(trainer, pl_module)
         if not answers:
             return
         scores = [self.judge(given, expected) for _, expected, given in answers]
@@ -91,6 +105,22 @@ class AnswerCheck(Callback):
         if trainer.is_global_zero:
             _log_answers(trainer, answers, scores)
             self._write(trainer, answers, scores)
+
+    def _get_answers(self, trainer: Trainer, pl_module: LightningModule) -> list[tuple[str, str, str]]:
+        """Return (question, expected answer, given answer), the same on every rank."""
+        if self._answer_fn is not None:
+            own = [(asked, expected, self._answer_fn(pl_module, asked)) for asked, expected in self._questions]
+            return gather_objects(own)[0]
+        if not isinstance(pl_module, SupportsAnswers):
+            return []
+        of_rank = pl_module.recipes_answer_questions(
+            self.num_questions,
+            num_tokens=self.num_tokens,
+            rank=data_rank(trainer) if num_ranks() > 1 else 0,
+            num_ranks=data_size(trainer) if num_ranks() > 1 else 1,
+            all_ended=lambda ended: all_ranks(ended, pl_module.device),
+        )
+        return [answer for answers in gather_by_samples(of_rank, trainer) for answer in answers or ()]
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -126,6 +156,12 @@ class AnswerCheck(Callback):
         matches = list(self._pattern.finditer(text))
         found = matches[-1].group(1 if self._pattern.groups else 0) if matches else None
         return None if found is None else str(found)
+
+
+def _spread(questions: Sequence[tuple[str, str]], count: int) -> list[tuple[str, str]]:
+    """Return at most `count` questions, evenly spaced."""
+    count = min(count, len(questions))
+    return [questions[index * len(questions) // count] for index in range(count)]
 
 
 def _log_answers(trainer: Trainer, answers: list[tuple[str, str, str]], scores: list[float]) -> None:

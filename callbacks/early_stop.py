@@ -5,11 +5,10 @@ from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from typing_extensions import override
 
 from .events import EventKind, log_event
+from .lightning_packages import EarlyStopping
 from .logged_step import completed_steps
 
 _ANY_NUMBER = 10**9  # of checks without an improvement
@@ -108,9 +107,10 @@ class EarlyStop(EarlyStopping):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the checks so far; the patience is that of this start, and the run goes on."""
         patience = self.patience
-        super().load_state_dict(state_dict)
+        # Lightning 2.6 also saves why the earlier process stopped
+        kept = {name: value for name, value in state_dict.items() if not name.startswith("stopping_reason")}
+        super().load_state_dict(kept)
         self.patience = patience
-        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
 
     def _check(
         self, trainer: Trainer, check: Callable[[Trainer, LightningModule], None], module: LightningModule
@@ -135,9 +135,10 @@ class EarlyStop(EarlyStopping):
         return None
 
     def _describe(self, trainer: Trainer) -> str:
-        if self.stopping_reason is EarlyStoppingReason.NON_FINITE_METRIC:
-            return f"{self.monitor} is {float(trainer.callback_metrics[self.monitor])}"
-        if self.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED:
+        value = float(trainer.callback_metrics[self.monitor])
+        if self.check_finite and not math.isfinite(value):
+            return f"{self.monitor} is {value}"
+        if self.wait_count >= self.patience:
             checks = "epoch" if self._check_on_train_epoch_end else "validation"
             checks += "s" if self.patience > 1 else ""
             return f"{self.monitor} has not improved for {self.patience} {checks}"

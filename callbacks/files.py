@@ -98,7 +98,7 @@ def filling(folder: Path, *, owned: Collection[str] = (), writer: str = "") -> I
     inside = f".unfinished.{writer}.tmp" if writer else ".unfinished.tmp"
     unfinished = folder.with_name(f".{folder.name}.tmp") if is_new else folder / inside
     with _naming(folder, unfinished):
-        shutil.rmtree(unfinished, ignore_errors=True)
+        _remove(unfinished)  # left by a killed process, or a link in a folder from elsewhere
         unfinished.mkdir(parents=True)
     try:
         with _naming(folder, unfinished):

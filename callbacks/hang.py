@@ -8,10 +8,11 @@ import traceback
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from .events import EventKind, log_event
+from .lightning_packages import Callback
 from .logged_step import completed_steps
 
 log = logging.getLogger("lightning_recipes")

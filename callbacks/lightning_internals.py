@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.nn import Module
 
@@ -30,7 +29,7 @@ def get_averaged_model(callback: Any) -> Module | None:
     return model
 
 
-def allow_saves_after(saver: ModelCheckpoint, step: int) -> None:
+def allow_saves_after(saver: Any, step: int) -> None:
     """Allow a ModelCheckpoint to save after `step` again; it would skip step numbers that it has already saved."""
     saver._last_global_step_saved = min(saver._last_global_step_saved, step)
 

@@ -2,9 +2,10 @@
 
 from typing import Any, ClassVar
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
+from .lightning_packages import Callback
 from .logged_step import StepCounter, is_logged_step, log_row
 
 
@@ -28,6 +29,7 @@ class LossScaleMonitor(Callback):
     summed_fields: ClassVar[frozenset[str]] = frozenset({"skipped_steps"})
 
     def __init__(self) -> None:
+        super().__init__()
         self._steps = StepCounter()
         self._earlier = 0  # overflow steps before this process
         self._in_process = 0

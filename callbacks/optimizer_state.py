@@ -3,13 +3,13 @@
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from .grad_norm.by_block import get_block, sum_squares_by
+from .lightning_packages import Callback, find_classes
 from .logged_step import StepCounter, is_logged_step, log_row
 
 _TOTAL = ""  # group of all parameters
@@ -50,7 +50,10 @@ class OptimizerMonitor(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if not is_logged_step(trainer) or isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):
+        hides_weights = isinstance(
+            trainer.strategy, find_classes("strategies.DeepSpeedStrategy", "strategies.FSDPStrategy")
+        )
+        if hides_weights or not is_logged_step(trainer):
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         # a line search calls this again, with other weights

@@ -2,16 +2,18 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Annotated, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from .files import LineFile
+from .lightning_packages import Callback
 from .logged_step import StepCounter, completed_steps, run_folder
 from .profiler_hooks import get_profiler
 from .protocols import SupportsText
@@ -26,10 +28,10 @@ class SampleText(Callback):
 
     Useful for judging a language model beyond its loss, and for noticing broken tokenization.
 
-    Calls `recipes_generate_text` on every rank (a sharded model needs all of them) if the module is a `SupportsText`;
-    for any other module, or one that returns None, nothing is generated. Rank 0 logs the continuation and appends
-    `{"step", "prompt", "text"}` to `samples.jsonl` in the run folder. The module's train and eval modes and all global
-    RNG states are restored afterwards.
+    Calls `generate_fn`, else the module's `recipes_generate_text` if it is a `SupportsText`, on every rank (a sharded
+    model needs all of them); one line says so if there is neither. If None is returned, nothing is logged. Rank 0 logs
+    the continuation and appends `{"step", "prompt", "text"}` to `samples.jsonl` in the run folder. The module's train
+    and eval modes and all global RNG states are restored afterwards.
 
     Args:
         prompts: Texts to continue.
@@ -39,6 +41,9 @@ class SampleText(Callback):
         top_p: Sample from the smallest set of most likely tokens with this total probability; None samples from all.
         every_n_steps: Optimizer steps between samples. None samples only at the end.
         seed: Sampling seed, the same for every generation.
+        generate_fn: Called as `generate_fn(module, prompt, num_tokens, temperature=…, top_k=…, top_p=…, seed=…)` in
+            eval mode, without gradients, with torch's global generator seeded; returns the text after the prompt. With
+            a model and tokenizer of transformers, it decodes what `module.model.generate` adds to the prompt's tokens.
 
     Raises:
         ValueError: An argument is outside its range.
@@ -62,7 +67,9 @@ class SampleText(Callback):
         top_p: Annotated[float, ">= 0.001, <= 1"] | None = None,
         every_n_steps: Annotated[int, ">= 1"] | None = None,
         seed: Annotated[int, ">= 0"] = 0,
+        generate_fn: Callable[..., str | None] | None = None,
     ) -> None:
+        super().__init__()
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(
                 f"every_n_steps is {every_n_steps}; an interval is 1 or more optimizer steps; set None to sample only"
@@ -85,6 +92,7 @@ class SampleText(Callback):
         self.top_p = top_p
         self.every_n_steps = every_n_steps
         self.seed = seed
+        self._generate_fn = generate_fn
         self._steps = StepCounter()
         self._sampled_at: int | None = None  # step of the latest sample
         self._file: LineFile | None = None
@@ -93,6 +101,9 @@ class SampleText(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps.start(trainer)
         self._sampled_at = None
+        if self._generate_fn is None and not isinstance(pl_module, SupportsText) and trainer.is_global_zero:
+            name = type(pl_module).__name__
+            log.warning(f"SampleText is off: {name} has no recipes_generate_text; pass generate_fn to SampleText")
 
     @override
     def on_train_batch_end(
@@ -114,13 +125,19 @@ class SampleText(Callback):
             self._file.finish()
 
     def _sample(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not isinstance(pl_module, SupportsText):
+        generate: Callable[..., str | None]
+        if self._generate_fn is not None:
+            generate = partial(self._generate_fn, pl_module)
+        elif isinstance(pl_module, SupportsText):
+            generate = pl_module.recipes_generate_text
+        else:
             return
         self._sampled_at = completed_steps(trainer)
         # SpeedMonitor listens to the profiler and excludes this time from throughput
         with get_profiler(trainer).profile("sample_text"), _inference_state(pl_module):
             for prompt in self.prompts:
-                text = pl_module.recipes_generate_text(
+                torch.manual_seed(self.seed)
+                text = generate(
                     prompt,
                     self.num_tokens,
                     temperature=self.temperature,

@@ -5,12 +5,13 @@ import logging
 import os
 from typing import Annotated, Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.profilers import PyTorchProfiler
+import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch.profiler import ProfilerActivity, profile
 from typing_extensions import override
 
 from .files import filling, write_atomically
+from .lightning_packages import Callback, find_classes
 from .logged_step import StepCounter, output_folder
 from .profiler_hooks import get_profiler
 
@@ -42,6 +43,7 @@ class StepProfiler(Callback):
     """
 
     def __init__(self, *, steps: Annotated[int, ">= 1"] | None = None, after: Annotated[int, ">= 0"] = 10) -> None:
+        super().__init__()
         if steps is not None and steps < 1:
             raise ValueError(f"steps is {steps}; a trace needs 1 or more optimizer steps; set None to trace none")
         if after < 0:
@@ -61,11 +63,12 @@ class StepProfiler(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._num_steps is None or self._trace is not None or self._done != self._after:
             return
-        if isinstance(get_profiler(trainer), PyTorchProfiler):
+        # Lightning's profiler may not have begun: it waits for a step of its own schedule
+        if torch._C._autograd._profiler_enabled() or isinstance(
+            get_profiler(trainer), find_classes("profilers.PyTorchProfiler")
+        ):
             self._num_steps = None
-            log.warning(
-                "nothing is traced: the Trainer's PyTorchProfiler traces already, and torch supports one at a time"
-            )
+            log.warning("nothing is traced: another torch profiler traces already, and torch supports one at a time")
             return
         activities = [ProfilerActivity.CPU]
         if trainer.strategy.root_device.type == "cuda":

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 from typing_extensions import override
 
+from .lightning_packages import Callback
 from .logged_step import completed_steps
 
 Stack = list[traceback.FrameSummary]
@@ -50,6 +51,7 @@ class StopAtNan(Callback):
     """
 
     def __init__(self, *, check_finite: bool = False) -> None:
+        super().__init__()
         self._what = "NaN or inf" if check_finite else "NaN"
         self._is_bad: Callable[[Tensor], bool] = _has_non_finite if check_finite else _has_nan
         self._search: _FirstBad | None = None  # only during a batch

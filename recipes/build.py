@@ -29,6 +29,7 @@ from recipes.checkpoint.ending import MAX_STEPS, MAX_TIME, Endings
 from recipes.checkpoint.resume import find_checkpoint, names_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
 from recipes.config.check.metrics import find_wrong_directions
+from recipes.config.check.resumed import OF_WEIGHTS
 from recipes.config.compose import Composed, Config, freeze
 from recipes.config.instantiate import make, make_model
 from recipes.config.mesh import get_mesh
@@ -46,7 +47,7 @@ from recipes.model.decoder import choose_attention_kernel
 from recipes.model.documents import choose_document_kernel
 from recipes.numerics.accumulation import Accumulation, divide
 from recipes.precision import Precision, set_float32_products
-from recipes.run_folder import TOKENIZER_FOLDER, find_run_folder, read_config
+from recipes.run_folder import CONFIG_FILE, TOKENIZER_FOLDER, find_run_folder, read_config
 from recipes.runtime.allocator import keep_freed_memory
 from recipes.runtime.console import LOGGER
 from recipes.runtime.devices import get_devices
@@ -174,6 +175,9 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     trainer.strategy.num_micro_batches = num_micro_batches  # type: ignore[attr-defined]
     task = build_task(config, precision)
     task.awaits_checkpoint = checkpoint is not None  # every mode loads it
+    task.model_settings = {key: config["model"][key] for key in OF_WEIGHTS if key in config["model"]}
+    if checkpoint is not None:
+        task.fix_of_another_model = _fix_another_model(checkpoint)
     return Run(
         name=config["name"],
         folder=folder,
@@ -190,6 +194,15 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         other_data=other_data,
         endings=saver.endings,
     )
+
+
+def _fix_another_model(checkpoint: Path) -> str:
+    """Return what to type if a checkpoint is of another model than the config."""
+    run = find_run_folder(checkpoint)
+    if run is None:
+        typed = "the model= and model.… that it was trained with"
+        return f"resume=… with {typed}, or the {CONFIG_FILE} of its run in {checkpoint.parents[1]}"
+    return f"resume={run} without model=, and with the {CONFIG_FILE} and the checkpoints that this run wrote itself"
 
 
 def _find_other_data(config: Config, checkpoint: Path | None) -> list[str]:

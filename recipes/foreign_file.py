@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from recipes.errors import ConfigError
+from recipes.files import WriteError
 
 _NUM_HEAD_BYTES = 512
 _NO_MEMORY = "DefaultCPUAllocator"  # torch's allocator of host memory raises RuntimeError
@@ -20,7 +21,8 @@ _MAX_MESSAGE = 200  # characters of a parser's message: some quote the whole fil
 def reading(path: str | Path, setting: str, fix: str) -> Iterator[None]:
     """Report every error that is raised inside as one about this file.
 
-    `ConfigError` passes as it is. So does a lack of memory: a file of weights may be whole and the memory too small.
+    `ConfigError` passes as it is. So does a lack of memory, as a file of weights may be whole and the memory too small,
+    and `WriteError`, which is of a file that is written meanwhile.
 
     Args:
         path: The file that is read.
@@ -32,7 +34,7 @@ def reading(path: str | Path, setting: str, fix: str) -> Iterator[None]:
     """
     try:
         yield
-    except (ConfigError, MemoryError):
+    except (ConfigError, MemoryError, WriteError):
         raise
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError" or _NO_MEMORY in str(error):  # by name: torch is not imported

@@ -4,8 +4,9 @@ Overrides of private Lightning methods stay in the subclass that needs them
 (`recipes.strategy.precision_plugin.ZeroPrecision`).
 """
 
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import lightning.pytorch as lightning
@@ -87,6 +88,25 @@ def skip_validation_once(trainer: lightning.Trainer, *, step: int) -> None:
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop._batches_that_stepped = step
     epoch_loop._skip_next_val = True
+
+
+def restore_within(trainer: lightning.Trainer, context: Callable[[], AbstractContextManager[object]]) -> None:
+    """Restore checkpoints within a context, which then sees what the state in them makes anybody raise (2.6.6).
+
+    Lightning passes it to the model, the data, callbacks, loops, optimizers and schedulers in two of its methods.
+    """
+    connector = trainer._checkpoint_connector
+    for name in ("_restore_modules_and_callbacks", "restore_training_state"):
+        setattr(connector, name, _within(context, getattr(connector, name)))
+
+
+def _within(context: Callable[[], AbstractContextManager[object]], call: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(call)
+    def run(*arguments: Any, **options: Any) -> None:
+        with context():
+            call(*arguments, **options)
+
+    return run
 
 
 def set_up_mesh(

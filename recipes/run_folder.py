@@ -6,27 +6,59 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from recipes.errors import ConfigError
 from recipes.files import describe, probe, write_atomically
+from recipes.foreign_file import describe_error, reading
 
+ANSWERS_FILE = "answers.jsonl"
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
 EVENTS_FILE = "events.jsonl"
+LOCK_FILE = ".lock"
 LOG_FILE = "train.log"
 METRICS_FILE = "metrics.csv"
+PAGE_FILE = "report.html"
+PICTURE_FILE = "curves.png"
 PLAN_FILE = "plan.json"
 SAMPLES_FILE = "samples.jsonl"
 SUMMARY_FILE = "summary.json"
+SWEEP_FILE = "sweep.csv"
 EVALUATIONS = "evaluations"  # field of the summary that mode=evaluate writes
 CHECKPOINTS = "checkpoints"
+EXPORT_FOLDER = "export"
 OOM_FOLDER = "oom"
+PROFILE_FOLDER = "profile"
 ROLLED_BACK_FOLDER = "rolled_back"
 SPIKES_FOLDER = "spikes"
 TOKENIZER_FOLDER = "tokenizer"
+
+FROZEN = "# Run it again: python train.py "  # begins CONFIG_FILE
+HOLDS_LOCK = "process"  # begins LOCK_FILE
+PAGE_MARK = '<meta name="generator" content="lightning-recipes">'  # of each page that callbacks/report writes
+# what a run replaces; it only appends to its log, which may have been there before: `python train.py … | tee`
+_REPLACED: tuple[str, ...] = (CONFIG_FILE, ENVIRONMENT_FILE, EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, SUMMARY_FILE)
+_REPLACED += (
+    ANSWERS_FILE,
+    PICTURE_FILE,
+    PAGE_FILE,
+    TOKENIZER_FOLDER,
+    SPIKES_FOLDER,
+    ROLLED_BACK_FOLDER,
+    OOM_FOLDER,
+    PROFILE_FOLDER,
+)
+RUN_FOLDERS = (TOKENIZER_FOLDER, SPIKES_FOLDER, ROLLED_BACK_FOLDER, OOM_FOLDER, PROFILE_FOLDER)
+_HEAD_BYTES = 1 << 10
+_MOST_BYTES = 64 << 20  # a larger file is none that a mode writes
+# a YAML file of ten lines can expand to billions of values, or contain itself
+MOST_VALUES, MOST_DEPTH = 100_000, 50
+_MOST_DIGITS = 18  # of a step
+
+IsOwn = Callable[[str], bool]  # text of a file -> whether the mode that is about to replace it wrote it
 
 
 def create_new(folder: Path, *, stem: str) -> Path:
@@ -41,7 +73,9 @@ def create_new(folder: Path, *, stem: str) -> Path:
     return folder
 
 
-def claim_output(path: str | Path, setting: str, *, is_file: bool = False) -> Path:
+def claim_output(
+    path: str | Path, setting: str, *, is_file: bool = False, replaces: Mapping[str, IsOwn] | IsOwn | None = None
+) -> Path:
     """Return the folder or file that a mode writes at its end; create its folder and check that it takes files.
 
     Call it before the work: what could not be kept at the end would be found only then.
@@ -50,11 +84,18 @@ def claim_output(path: str | Path, setting: str, *, is_file: bool = False) -> Pa
         path: As set; `~` is the home folder.
         setting: Its key, for the error message.
         is_file: Whether `path` names a file, whose folder is created.
+        replaces: Whether the text of a file that is there is of this mode, which then replaces it; by name for the
+            files of a folder. Any other file is in the way. None: the caller has looked.
 
     Raises:
-        ConfigError: The disk is full, or the folder cannot be created or written to.
+        ConfigError: The disk is full, the folder cannot be created or written to, or a file of others is in the way.
     """
-    target = Path(path).expanduser()
+    target = Path(os.path.expanduser(path))  # unlike Path's, it accepts a user that does not exist
+    kind = "file" if is_file else "folder"
+    if str(path) == "":  # Path would be the working directory
+        raise ConfigError(f"{setting}=", f"it names no {kind}", f"{setting}=<a {kind}>")
+    if str(target).startswith("~"):
+        raise ConfigError(f"{setting}={path}", "there is no such user", f"{setting}=<a {kind}>")
     folder = target.parent if is_file else target
     try:
         if is_file and target.is_dir():
@@ -62,12 +103,109 @@ def claim_output(path: str | Path, setting: str, *, is_file: bool = False) -> Pa
         folder.mkdir(parents=True, exist_ok=True)
         probe(folder)
     except OSError as error:
-        kind = "file" if is_file else "folder"
         is_in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
         reason = "a file has the name of its folder" if is_in_the_way else describe(error)
         fix = f"{setting}=<a {kind} of yours on a disk with space>"
         raise ConfigError(f"{setting}={path}", f"it cannot be written to: {reason}", fix) from error
+    owners = replaces or {}
+    for file, is_own in [(target, owners)] if callable(owners) else [(folder / name, owners[name]) for name in owners]:
+        if not may_replace(file, is_own):
+            reason = f"{file} is there, and this mode has not written it: it would be replaced"
+            raise ConfigError(f"{setting}={path}", reason, f"{setting}={_find_free_name(target)}")
     return target
+
+
+def may_replace(file: Path, is_own: IsOwn) -> bool:
+    """Return whether nothing is lost if a mode writes a file: there is none, an empty one, its own, or a device."""
+    try:
+        if not file.exists():
+            return True
+        if not file.is_file():
+            return not file.is_dir()
+        size = file.stat().st_size
+        return size == 0 or (size <= _MOST_BYTES and is_own(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError):  # not UTF-8, not JSON
+        return False
+
+
+def is_page(text: str) -> bool:
+    """Return whether a text is a page of this project."""
+    return PAGE_MARK in text[:_HEAD_BYTES]
+
+
+def has_keys(*keys: str) -> IsOwn:
+    """Return a function that recognizes the JSON of a mode by keys that each such file has."""
+
+    def is_own(text: str) -> bool:
+        content = json.loads(text)
+        return isinstance(content, dict) and content.keys() >= set(keys)
+
+    return is_own
+
+
+def is_summary(text: str) -> bool:
+    """Return whether a text is that of a summary.json: of a run that has ended, or with evaluations alone."""
+    return has_keys("status")(text) or has_keys(EVALUATIONS)(text)
+
+
+def _find_free_name(path: Path) -> Path:
+    names = (path.with_name(f"{path.stem}_{number}{path.suffix}") for number in itertools.count(2))
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def has_run(folder: Path) -> bool:
+    """Return whether a run of this project has started in a folder: what it finds there is its own."""
+    if not os.path.isdir(folder):  # unlike Path.is_dir, false for a name that is too long
+        return False
+    if has_checkpoint(folder):
+        return True
+    if (folder / LOG_FILE).is_file() and _read_head(folder / LOCK_FILE).startswith(HOLDS_LOCK):
+        return True  # it was started; a sweep locks its folder, too, and has another log
+    # a copy without hidden files
+    is_frozen = _read_head(folder / CONFIG_FILE).startswith(FROZEN)
+    return is_frozen and any((folder / name).is_file() for name in (EVENTS_FILE, METRICS_FILE))
+
+
+def find_foreign(folder: Path) -> Path | None:
+    """Return a file or folder that a run would replace in a folder that is no run's; None if there is none."""
+    if has_run(folder):
+        return None
+    return next((folder / name for name in _REPLACED if os.path.lexists(folder / name)), None)
+
+
+def find_wrong_kind(folder: Path) -> Path | None:
+    """Return a file where a run has a folder, or a folder where it has a file; None if there is none."""
+    files = [name for name in (*_REPLACED, LOG_FILE, LOCK_FILE) if name not in RUN_FOLDERS]
+    wrong = [folder / name for name in files if os.path.isdir(folder / name)]
+    wrong += [folder / name for name in (CHECKPOINTS, *RUN_FOLDERS) if os.path.isfile(folder / name)]
+    return wrong[0] if wrong else None
+
+
+def find_links_out(folder: Path, names: Iterable[str]) -> Iterator[Path]:
+    """Yield the links that lead out of a run folder, at and below the folders of these names.
+
+    In a downloaded folder such a link may point to any folder of this user's: nothing is written through it or copied
+    from it.
+    """
+    home = os.path.realpath(folder)
+    for name in names:
+        paths = [folder / name]
+        if not paths[0].is_symlink():
+            paths += [Path(place, entry) for place, *found in os.walk(paths[0]) for entry in itertools.chain(*found)]
+        for path in paths:
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(home):
+                yield path
+
+
+def _read_head(path: Path) -> str:
+    """Return the beginning of a regular file as text; empty if there is none that can be read."""
+    try:
+        if not path.is_file():
+            return ""
+        with path.open("rb") as file:
+            return file.read(_HEAD_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def find_run_folder(path: Path) -> Path | None:
@@ -99,13 +237,34 @@ def read_config(run_folder: Path) -> dict[str, Any]:
 
     path = run_folder / CONFIG_FILE
     fix = f"a copy of the {CONFIG_FILE} that the run wrote, or a new run without this folder"
-    try:
-        config = yaml.safe_load(_read_text(path, fix))
-    except yaml.YAMLError as error:
-        raise ConfigError(str(path), f"it is not valid YAML: {' '.join(str(error).split())}", fix) from error
+    text = _read_text(path, fix)
+    with reading(path, str(path), fix):  # dates that do not exist, lists as keys, deeper than Python's stack
+        try:
+            # ten times faster, if available
+            config = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        except yaml.YAMLError as error:
+            raise ConfigError(str(path), f"it is not valid YAML: {' '.join(str(error).split())}", fix) from error
     if not isinstance(config, dict):
         raise ConfigError(str(path), f"it {_describe(config)}, not settings", fix)
+    if not is_bounded(config):
+        reason = f"it expands to more than {MOST_VALUES:,} values, or for one that contains itself"
+        raise ConfigError(str(path), reason, "another folder: no run writes such a config")
     return {key: value for key, value in config.items() if key != "hydra"}
+
+
+def is_bounded(value: object) -> bool:
+    """Return whether plain values, each repeated one counted again, are as many and as deep as a config may be."""
+    waiting: list[tuple[object, int]] = [(value, 0)]
+    for _ in range(MOST_VALUES):
+        if not waiting:
+            return True
+        value, depth = waiting.pop()
+        if isinstance(value, Mapping | list):
+            if depth == MOST_DEPTH or len(waiting) + len(value) > MOST_VALUES:
+                return False
+            children = value.values() if isinstance(value, Mapping) else value
+            waiting += [(child, depth + 1) for child in children]
+    return not waiting
 
 
 def read_environment(run_folder: Path) -> dict[str, Any]:
@@ -165,8 +324,9 @@ def read_json(path: Path, *, fix: str) -> dict[str, Any]:
     text = _read_text(path, fix)
     try:
         content = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(str(path), f"invalid JSON: {error}" if text.strip() else "it is empty", fix) from error
+    except (ValueError, RecursionError) as error:
+        reason = f"invalid JSON: {describe_error(error)}" if text.strip() else "it is empty"
+        raise ConfigError(str(path), reason, fix) from error
     if not isinstance(content, dict):
         raise ConfigError(str(path), f"it {_describe(content)}, not an object", fix)
     return content
@@ -181,29 +341,73 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return [read_json_line(line, number, path) for number, line in enumerate(complete_lines(path), 1) if line.strip()]
 
 
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Read events.jsonl; empty if there is no file.
+
+    Raises:
+        ConfigError: A line is not an event.
+    """
+    events = read_json_lines(path)
+    for number, event in enumerate(events, 1):
+        has_time = isinstance(event.get("time", 0), int | float)
+        if not isinstance(event.get("event"), str) or type(event.get("step")) is not int or not has_time:
+            reason = f"event {number} of it has no name, step and time: {json.dumps(event)[:60]}"
+            raise ConfigError(str(path), reason, _fix_line(path))
+    return events
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """Read samples.jsonl; empty if there is no file.
+
+    Raises:
+        ConfigError: A line is not a sample.
+    """
+    samples = read_json_lines(path)
+    for number, sample in enumerate(samples, 1):
+        has_texts = all(isinstance(sample.get(key), str) for key in ("prompt", "text"))
+        if not has_texts or type(sample.get("step")) is not int:
+            reason = f"sample {number} of it has no step, prompt and text: {json.dumps(sample)[:60]}"
+            raise ConfigError(str(path), reason, _fix_line(path))
+    return samples
+
+
 def read_json_line(line: str, number: int, path: Path) -> dict[str, Any]:
     """Parse one line of a JSON Lines file.
 
     Raises:
         ConfigError: The line is not a JSON object.
     """
-    fix = f"the file without that line, or mv {path} {path}.old"
     try:
         content = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(str(path), f"line {number} is not valid JSON: {error}", fix) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            str(path), f"line {number} is not valid JSON: {describe_error(error)}", _fix_line(path)
+        ) from error
     if not isinstance(content, dict):
-        raise ConfigError(str(path), f"line {number} {_describe(content)}, not an object", fix)
+        raise ConfigError(str(path), f"line {number} {_describe(content)}, not an object", _fix_line(path))
     return content
 
 
+def _fix_line(path: Path) -> str:
+    return f"the file without that line, or mv {path} {path}.old"
+
+
 def check_metrics(path: Path) -> None:
-    """Check that every row of a metrics.csv starts with its step; does nothing if there is no file.
+    """Check that every row of a metrics.csv is a step with numbers; does nothing if there is no file.
 
     Raises:
         ConfigError: Another program has rewritten the file.
     """
-    _check_steps(list(complete_lines(path)), path)
+    lines = list(complete_lines(path))
+    _check_steps(lines, path)
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            for cell in line.rstrip("\r\n").split(","):
+                float(cell or 0)
+        except ValueError as error:
+            raise ConfigError(
+                str(path), f"line {number} of it has a cell that is not numeric: {error}", _fix_metrics(path)
+            ) from error
 
 
 def read_cells(path: Path) -> list[dict[str, str]]:
@@ -258,12 +462,16 @@ def _read_text(path: Path, fix: str) -> str:
 
 def _check_steps(lines: list[str], path: Path) -> None:
     """Check the first column, which spreadsheets change: `;` as separator, a byte order mark, 1.0 instead of 1."""
+    num_columns = len(next(csv.reader(lines[:1]), []))
     for number, line in enumerate(lines, start=1):
         first = line.strip().partition(",")[0]
         if number == 1 and first != "step":
             raise ConfigError(str(path), f"its first column is {first[:60]!r}, not step", _fix_metrics(path))
-        if number > 1 and not first.isdecimal():
+        if number > 1 and not (first.isascii() and first.isdecimal() and len(first) <= _MOST_DIGITS):
             raise ConfigError(str(path), f"line {number} begins with {first[:60]!r}, not a step", _fix_metrics(path))
+        if number > 1 and (num_cells := line.count(",") + 1) != num_columns:
+            reason = f"line {number} has {num_cells} cells, not {num_columns}"
+            raise ConfigError(str(path), reason, _fix_metrics(path))
 
 
 def _fix_metrics(path: Path) -> str:

@@ -33,7 +33,21 @@ for name in [name for name in sys.modules if name.partition(".")[0] in ABSENT]:
 
 import callbacks  # the user's own
 assert callbacks.OWNER == "user"
-from lightning_recipes.callbacks import GradNormMonitor, LossSpikeRollback, MemoryMonitor, SpeedMonitor
+from lightning_recipes.callbacks import (
+    GradNormMonitor, LossSpikeRollback, MemoryMonitor, ProgressLine, RunReport, SpeedMonitor
+)
+
+class Terminal:
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def isatty(self):
+        return True
+
+sys.stdout, sys.stderr = Terminal(sys.stdout), Terminal(sys.stderr)
 
 class Regression(LightningModule):
     def __init__(self):
@@ -42,7 +56,9 @@ class Regression(LightningModule):
 
     def training_step(self, batch, batch_idx):
         inputs, targets = batch
-        return torch.nn.functional.mse_loss(self.layer(inputs), targets)
+        loss = torch.nn.functional.mse_loss(self.layer(inputs), targets)
+        self.log("train/loss", loss)
+        return loss
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -50,9 +66,9 @@ class Regression(LightningModule):
 inputs = torch.randn(64, 4)
 loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
 trainer = Trainer(
-    max_steps=8, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-    enable_model_summary=False, log_every_n_steps=1,
-    callbacks=[GradNormMonitor(), MemoryMonitor(), SpeedMonitor()],
+    max_steps=8, accelerator="cpu", logger=False, enable_checkpointing=False, enable_model_summary=False,
+    log_every_n_steps=1,
+    callbacks=[GradNormMonitor(), MemoryMonitor(), SpeedMonitor(), RunReport(), ProgressLine()],
 )
 trainer.fit(Regression(), loader)
 assert trainer.callback_metrics["grad/norm"] > 0
@@ -136,6 +152,13 @@ def test_another_project_trains_with_our_callbacks_beside_a_folder_of_the_same_n
     done = subprocess.run([python, "main.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "trained 8 steps"
+    # neither rich nor matplotlib: lines on a terminal, and a page without a picture
+    assert done.stderr.count("no progress bar: it needs rich; type: pip install rich") == 1
+    assert "step 8/8  loss" in done.stderr
+    assert done.stderr.count("no curves.png: it needs matplotlib; type: pip install matplotlib") == 1
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+    assert not (tmp_path / "curves.png").exists()
 
 
 def test_the_installed_command_runs_a_recipe_beside_a_folder_of_the_same_name(python: Path, tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from statistics import median
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from ..events import EventKind, log_event
+from ..lightning_packages import Callback, find_classes
 from ..logged_step import StepCounter, is_logged_step
 from ..ranks import gather_values
 from ..throughput.callback import SpeedMonitor
@@ -46,6 +46,7 @@ class BottleneckMonitor(Callback):
     events: ClassVar[dict[str, EventKind]] = {"diagnosis": {"mark": "none"}}
 
     def __init__(self, *, advice: Mapping[str, str] | None = None) -> None:
+        super().__init__()
         self._advice = dict(advice) if advice is not None else {}
         if unknown := self._advice.keys() - set(KINDS):
             raise ValueError(f"advice is about {sorted(unknown)}; the kinds are {', '.join(KINDS)}; leave others out")
@@ -121,7 +122,7 @@ class BottleneckMonitor(Callback):
             return None
         step_seconds = speed["time/step_seconds"]
         # under FSDP and ZeRO-3 the forward pass waits for other ranks' shards, so it does not time this rank alone
-        is_ddp = isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1
+        is_ddp = isinstance(trainer.strategy, find_classes("strategies.DDPStrategy")) and trainer.world_size > 1
         return BottleneckSample(
             step=trainer.global_step,
             seconds=step_seconds * steps,

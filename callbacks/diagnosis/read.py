@@ -32,6 +32,8 @@ from .run import Points, Run, make_run
 METRICS = "metrics.csv"
 _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, if available
 _GAP = 10  # times the usual distance between rows
+# a YAML file of ten lines can expand to billions of values, or contain itself
+_MOST_VALUES, _MOST_DEPTH = 100_000, 50
 
 # names of columns, in lower case
 _STEPS = (
@@ -419,12 +421,27 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def parse_yaml(text: str) -> dict[str, Any]:
-    """Parse settings; empty if there are none or they contain tags of the program that wrote them."""
+    """Parse settings; empty if there are none, they have tags of the program that wrote them, or expand endlessly."""
     try:
         value = yaml.load(text, Loader=_YAML)
-    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that does not exist
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError):  # dates that do not exist, lists as keys
         return {}
-    return value if isinstance(value, dict) else {}
+    return value if isinstance(value, dict) and _is_bounded(value) else {}
+
+
+def _is_bounded(value: object) -> bool:
+    """Return whether settings, each repeated one counted again, are as many and as deep as those of a run."""
+    waiting: list[tuple[object, int]] = [(value, 0)]
+    for _ in range(_MOST_VALUES):
+        if not waiting:
+            return True
+        value, depth = waiting.pop()
+        if isinstance(value, dict | list):
+            if depth == _MOST_DEPTH or len(waiting) + len(value) > _MOST_VALUES:
+                return False
+            children = value.values() if isinstance(value, dict) else value
+            waiting += [(child, depth + 1) for child in children]
+    return not waiting
 
 
 def _parse_json(text: str) -> Any:

@@ -5,12 +5,12 @@ import math
 from typing import Annotated, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ..lightning_packages import Callback, find_classes
 from ..logged_step import StepCounter, completed_steps, is_logged_step, log_row
 from ..protocols import KeepsGradNorm
 from .by_block import sum_by_block, sum_squares
@@ -61,6 +61,7 @@ class GradNormMonitor(Callback):
         vanishing: Annotated[float, ">= 0"] = 1e-7,
         rising: Annotated[float, "> 1"] = 30.0,
     ) -> None:
+        super().__init__()
         if not vanishing >= 0:
             raise ValueError(f"vanishing is {vanishing}; no norm is below 0; set vanishing=0 for no warning")
         if not rising > 1:
@@ -72,6 +73,7 @@ class GradNormMonitor(Callback):
         self._num_steps = 0  # since the last row
         self._num_clipped: Tensor | int = 0  # of `_num_steps`; 0-dim, on the device of the norm
         self._keeper: KeepsGradNorm | None = None
+        self._hides_gradients = False
         self._forget_step()
 
     def _forget_step(self) -> None:
@@ -82,6 +84,11 @@ class GradNormMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps.start(trainer)
         self._keeper = trainer.strategy if isinstance(trainer.strategy, KeepsGradNorm) else None
+        sharded = find_classes("strategies.DeepSpeedStrategy", "strategies.FSDPStrategy")
+        self._hides_gradients = isinstance(trainer.strategy, sharded)
+        if self._hides_gradients and self._keeper is None and trainer.is_global_zero:
+            name = type(trainer.strategy).__name__
+            log.warning(f"no grad/norm: {name} does not expose its sharded gradients; ModelParallelStrategy does")
         self._forget_step()
 
     @override
@@ -89,7 +96,7 @@ class GradNormMonitor(Callback):
         is_logged = is_logged_step(trainer)
         if not (is_logged or _get_max_norm(trainer) is not None):
             return
-        if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):
+        if self._hides_gradients:
             return
         is_kept = self._keeper is not None and self._keeper.grad_norm is not None
         if is_kept and not self._per_block:

@@ -10,13 +10,14 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..events import EventKind
 from ..lightning_internals import call_after_row
+from ..lightning_packages import Callback
 from ..logged_step import StepCounter, is_logged_step, log_row
 from ..profiler_hooks import get_profiler
 from ..protocols import SupportsRow
@@ -139,6 +140,7 @@ class LossSpikeRollback(Callback):
         max_dumps: Annotated[int, ">= 0"] = 3,
         rewind_data: bool = False,
     ) -> None:
+        super().__init__()
         self._recovery = Recovery(
             monitor=SpikeMonitor(
                 window=window,

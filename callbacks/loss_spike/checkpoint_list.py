@@ -6,10 +6,10 @@ from typing import Any
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from ..lightning_internals import allow_saves_after
+from ..lightning_packages import find_classes
 
 log = logging.getLogger("lightning_recipes")
 
@@ -39,9 +39,9 @@ def restore_checkpoint_lists(trainer: Trainer, lists: list[dict[str, Any]]) -> N
             log.warning(f"No longer in the list of ModelCheckpoint, as their steps were rolled back: {', '.join(left)}")
 
 
-def _find_savers(trainer: Trainer) -> list[ModelCheckpoint]:
+def _find_savers(trainer: Trainer) -> list[Any]:
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    return [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+    return [callback for callback in callbacks if isinstance(callback, find_classes("callbacks.ModelCheckpoint"))]
 
 
 def _paths(state: dict[str, Any]) -> set[str]:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import Tensor
 
 from ..lightning_internals import averages_weights_periodically
+from ..lightning_packages import find_classes
 from ..ranks import all_ranks, gather_values, num_ranks
 from .train_state import live_tensors
 
@@ -78,7 +78,8 @@ def find_replicas(trainer: Trainer) -> NodeReplicas | None:
     optimizer may shard its state over the ranks.
     """
     strategy = trainer.strategy
-    if not isinstance(strategy, DDPStrategy) or isinstance(strategy, DeepSpeedStrategy) or num_ranks() == 1:
+    is_ddp = isinstance(strategy, find_classes("strategies.DDPStrategy"))
+    if not is_ddp or isinstance(strategy, find_classes("strategies.DeepSpeedStrategy")) or num_ranks() == 1:
         return None
     if averages_weights_periodically(strategy):
         return None

@@ -8,14 +8,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch import callbacks as lightning_callbacks
-from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-)
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -26,17 +18,18 @@ from ..lightning_internals import (
     set_logged_step,
     set_monitored,
 )
+from ..lightning_packages import find_classes
 
-_REACHABLE = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
+_REACHABLE = tuple(f"strategies.{name}" for name in ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"))
 _RATES = ("lr", "initial_lr")
-# Lightning 2.5 has no WeightAveraging; isinstance with an empty tuple is always False
-_WEIGHT_AVERAGING: Any = getattr(lightning_callbacks, "WeightAveraging", ())
+_WEIGHT_AVERAGING = "callbacks.WeightAveraging"  # Lightning 2.5 has none
 
 
 def is_reachable(trainer: Trainer) -> bool:
     """Return whether `live_tensors` can access the train state, in plain torch optimizers or through the strategy."""
     strategy = trainer.strategy
-    is_torch = isinstance(strategy, _REACHABLE) and not isinstance(strategy, DeepSpeedStrategy)
+    is_torch = isinstance(strategy, find_classes(*_REACHABLE))
+    is_torch &= not isinstance(strategy, find_classes("strategies.DeepSpeedStrategy"))
     return hasattr(strategy, "live_tensors") or is_torch
 
 
@@ -76,8 +69,9 @@ def _torch_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
 
 def _find_averages(trainer: Trainer) -> list[Any]:
     """Return the averaged models of Lightning's `WeightAveraging` callbacks."""
+    kinds = find_classes(_WEIGHT_AVERAGING)
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    models = (get_averaged_model(callback) for callback in callbacks if isinstance(callback, _WEIGHT_AVERAGING))
+    models = (get_averaged_model(callback) for callback in callbacks if isinstance(callback, kinds))
     return [model for model in models if model is not None]
 
 
@@ -170,7 +164,7 @@ def restore_scalars(trainer: Trainer, scalars: dict[str, Any], *, with_random: b
 
 def _find_stateful(trainer: Trainer) -> list[Any]:
     """Return Lightning's callbacks whose state must follow a rollback: weight averaging and early stopping."""
-    kinds = (EarlyStopping, *([_WEIGHT_AVERAGING] if _WEIGHT_AVERAGING else []))
+    kinds = find_classes("callbacks.EarlyStopping", _WEIGHT_AVERAGING)
     return [callback for callback in trainer.callbacks if isinstance(callback, kinds)]  # type: ignore[attr-defined]
 
 

@@ -6,9 +6,10 @@ import sys
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
+from ..lightning_packages import Callback
 from ..logged_step import StepCounter, is_logged_step, log_row, output_folder
 from ..ranks import max_over_ranks
 from .dump import is_out_of_memory, write_dump
@@ -44,6 +45,7 @@ class MemoryMonitor(Callback):
     summary_fields: ClassVar[dict[str, Any]] = {"peak_memory_gib": None}
 
     def __init__(self, *, record_history: bool = False) -> None:
+        super().__init__()
         self._record_history = record_history
         self._steps = StepCounter()
         self._peaks: dict[str, float] = {}  # at the last logged step

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
 from typing_extensions import override
 
 from ..lightning_internals import Row, RowTap, as_floats, get_learning_rates
+from ..lightning_packages import ProgressBar
 from ..logged_step import StepCounter, completed_steps
 from ..protocols import SupportsRow
 from .console import show_info, stop_showing
@@ -28,7 +28,7 @@ class ProgressLine(ProgressBar):
     """Shows progress on rank 0: a bar redrawn in place on a terminal, a plain line per logged step elsewhere.
 
     Replaces Lightning's progress bar. `self.log(prog_bar=True)` adds a metric; the loss, gradient norm, learning rate
-    and speed are shown if they are logged.
+    and speed are shown if they are logged. The bar needs the package rich; without it, a terminal gets the lines too.
 
     Every line also goes to the logger "lightning_recipes" at INFO. While the bar is shown, these records carry
     `console=False`, so that a console handler can drop them while a file handler keeps them. Without a bar, INFO
@@ -56,6 +56,7 @@ class ProgressLine(ProgressBar):
         super().__init__()
         self.clock: Callable[[], float] = time.monotonic
         self._is_enabled = True
+        self._lacks_rich = False
         self._min_redraw_seconds = 1.0 / refresh_per_second
         self._steps = StepCounter()
         self._is_showing: logging.Handler | None = None
@@ -98,11 +99,17 @@ class ProgressLine(ProgressBar):
         """Start the bar if both streams are terminals, and return whether they are; `| tee log` gets plain lines."""
         # a stream that the shell has closed is None
         is_terminal = all(stream is not None and stream.isatty() for stream in (sys.stderr, sys.stdout))
-        if not (self._is_enabled and is_terminal):
+        if not (self._is_enabled and is_terminal) or self._lacks_rich:
             return False
         if self._bar is None:
-            from .bar import LiveBar  # importing rich takes 50 ms, only needed on a terminal
-
+            try:
+                from .bar import LiveBar  # importing rich takes 50 ms, only needed on a terminal
+            except ModuleNotFoundError as error:
+                if (error.name or "").partition(".")[0] != "rich":
+                    raise
+                self._lacks_rich = True
+                log.warning("no progress bar: it needs rich; type: pip install rich")
+                return False
             self._bar = LiveBar()
             self._bar.start()
         return True

@@ -1,4 +1,4 @@
-"""Write curves.png and report.html to the run folder when a fit ends or raises; takes a second or two."""
+"""Write report.html and curves.png to the run folder when a fit ends or raises; takes a second or two."""
 
 import logging
 import platform
@@ -10,10 +10,11 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from ..lightning_internals import Row, RowTap, get_learning_rates
+from ..lightning_packages import Callback
 from ..logged_step import completed_steps, output_folder
 from ..protocols import SupportsRow
 from .page import write_report
@@ -29,7 +30,7 @@ class RunReport(Callback):
     rollbacks, stops. Writes to the `log_dir` of the first logger that has one, else to `trainer.default_root_dir`. If
     the module is a `SupportsRow`, it reads the files there instead, which include what was before a resume. Call
     `write_report(folder)` again once `summary.json` exists. If the report cannot be written, the traceback is logged
-    and the fit is not affected.
+    and the fit is not affected. The picture needs matplotlib; without it, the page alone is written.
 
     Args:
         dashboard: Sections of panels, as in `conf/dashboard/default.yaml`; None draws all metrics, grouped by prefix.
@@ -40,6 +41,7 @@ class RunReport(Callback):
     """
 
     def __init__(self, *, dashboard: Sequence[Mapping[str, Any]] | None = None) -> None:
+        super().__init__()
         self._dashboard = dashboard
         self._rows: dict[int, dict[str, float]] | None = None  # by step; None if read from metrics.csv
         self._tap: RowTap | None = None

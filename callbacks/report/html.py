@@ -30,7 +30,7 @@ def render_page(*, title: str, body: str, data: dict[str, Any], styles: Sequence
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<link rel="icon" href="data:,">'
+        '<meta name="generator" content="lightning-recipes"><link rel="icon" href="data:,">'
         f"<title>{escape(title)}</title><style>{style}</style></head><body><main>{body}</main>"
         f'<script type="application/json" id="data">{as_json(data)}</script>'
         f"<script>{script}</script></body></html>\n"
@@ -39,7 +39,8 @@ def render_page(*, title: str, body: str, data: dict[str, Any], styles: Sequence
 
 def write_page(path: Path, text: str) -> None:
     """Write a file atomically: a reader finds either the old page or the new one."""
-    write_atomically(path, text)
+    # half of a surrogate pair, in a text from a run's files, has no bytes in UTF-8
+    write_atomically(path, text.encode("utf-8", "backslashreplace").decode())
 
 
 def quoted_link(path: str) -> str:

@@ -1,5 +1,6 @@
 """Write the report of one run: a picture and a self-contained HTML page. Takes a second or two, no Lightning."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -31,6 +32,7 @@ from .plan_page import memory_section
 from .run_record import RecordedFit, RunRecord, add_fit, read_run
 from .tables import events_table, operators_table, plan_table, sample_texts, spikes_table
 
+log = logging.getLogger("lightning_recipes")
 STYLES = ("page.css", "charts.css")
 SCRIPTS = ("axis.js", "charts.js", "zoom.js")
 
@@ -41,9 +43,9 @@ def write_report(
     *,
     fit: RecordedFit | None = None,
 ) -> None:
-    """Write `curves.png` and `report.html` to a run folder, from the files in it.
+    """Write `report.html` and `curves.png` to a run folder, from the files in it.
 
-    A file that a full disk rejects is logged.
+    A file that a full disk rejects is logged, and so is a picture for which matplotlib is missing.
 
     Needs `metrics.csv` unless `fit` is given; uses `summary.json`, `environment.json`, `config.yaml`, `plan.json`,
     `events.jsonl`, `samples.jsonl`, `spikes/` and `profile/operators.json` if they exist. Can be called again.
@@ -63,12 +65,18 @@ def write_report(
         run = add_fit(run, fit)
     sections = sections_for(run.series) if dashboard is None else get_sections(dashboard)
     groups, marks = get_groups(run, sections), get_marks(run.events)
-    pictures = [chart for group in groups for chart in group.charts if chart.picture]
-    if pictures:
-        with tolerating(run_folder / "curves.png"):
-            write_png(run_folder / "curves.png", title=run.name, charts=pictures, marks=marks)
     with tolerating(run_folder / "report.html"):
         write_page(run_folder / "report.html", page_html(run, groups, marks))
+    pictures = [chart for group in groups for chart in group.charts if chart.picture]
+    if not pictures:
+        return
+    try:
+        with tolerating(run_folder / "curves.png"):
+            write_png(run_folder / "curves.png", title=run.name, charts=pictures, marks=marks)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        log.warning("no curves.png: it needs matplotlib; type: pip install matplotlib")
 
 
 def page_html(run: RunRecord, groups: Sequence[Group], marks: Sequence[Mark]) -> str:

@@ -150,7 +150,7 @@ def read_run(folder: Path, *, needs_metrics: bool = True) -> RunRecord:
 
 
 def read_metrics(path: Path) -> Series:
-    """Read each column's non-empty cells with their steps; skip truncated rows.
+    """Read each column's non-empty cells with their steps; skip truncated rows and those without a step.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -165,9 +165,9 @@ def read_metrics(path: Path) -> Series:
         columns = [(i, name) for i, name in enumerate(header) if i != step_column]
         series: Series = {name: [] for _, name in columns}
         for row in rows:
-            if len(row) != len(header):
+            if len(row) != len(header) or not math.isfinite(place := _parse_number(row[step_column])):
                 continue
-            step = int(float(row[step_column]))
+            step = int(place)
             for i, name in columns:
                 if row[i] != "":
                     series[name].append((step, _parse_number(row[i])))

@@ -1,21 +1,26 @@
 """Log training throughput and MFU; costs at most one device synchronization per logged step."""
 
+import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ..lightning_packages import Callback
 from ..logged_step import StepCounter, is_logged_step, log_row
 from ..profiler_hooks import Listener, ProfilerTap, get_profiler
 from ..protocols import SupportsConsumed
 from ..ranks import data_size
+from .flop_counter import find_batch_size, get_shapes
 from .mfu import FlopMeter
 from .stopwatch import CompileListener, Snapshot, Stopwatch, get_rates
+
+log = logging.getLogger("lightning_recipes")
 
 
 class SpeedMonitor(Callback):
@@ -23,9 +28,11 @@ class SpeedMonitor(Callback):
 
     Useful in every run, to compare settings and hardware and to notice slowdowns.
 
-    Samples and tokens come from `batch_size_fn` and `length_fn`, else from the module if it is a `SupportsConsumed`;
-    otherwise they are not logged. FLOPs come from the module if it is a `SupportsFlops`; otherwise the matmuls,
-    convolutions and attention of one micro-batch of each shape are counted as it runs.
+    Samples and tokens come from `batch_size_fn` and `length_fn`, else from the module if it is a `SupportsConsumed`.
+    Otherwise the samples are the first dimension that all tensors of a batch share, and tokens are not logged. FLOPs
+    come from the module if it is a `SupportsFlops`; otherwise the matmuls, convolutions, recurrent layers and attention
+    of one micro-batch of each shape are counted as it runs. An operator of another library counts with the formula that
+    is registered for it with `torch.utils.flop_counter.register_flop_formula`; one line names those without one.
 
     Excluded from the window and summed in `time/excluded_seconds`: the first step of each process; compilation;
     micro-batches whose FLOPs are being counted; evaluation, from the end of the preceding training batch to the next
@@ -76,6 +83,7 @@ class SpeedMonitor(Callback):
         batch_size_fn: Callable[[Any], int] | None = None,
         length_fn: Callable[[Any], float] | None = None,
     ) -> None:
+        super().__init__()
         if peak_tflops is not None and not peak_tflops > 0:
             raise ValueError(
                 f"peak_tflops is {peak_tflops}; a peak is above 0; leave it out to take it from the table of devices"
@@ -102,6 +110,7 @@ class SpeedMonitor(Callback):
         self._is_first = True  # whether this is the first step of this process
         self._is_step_timed = False  # whether any micro-batch of the current step is timed
         self._counted = (0, 0)  # the module's samples and tokens after the last batch
+        self._is_size_unclear = False  # whether the tensors of a batch did not tell its size
         self._wait_seconds = 0.0
         self._fetch_began = 0.0
         self._idle_since: float | None = None  # end of the last batch, if known to be finished on the device
@@ -165,7 +174,7 @@ class SpeedMonitor(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        self._meter.reach_optimizer()
+        self._meter.reach_optimizer(optimizer)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -231,11 +240,13 @@ class SpeedMonitor(Callback):
             self._synchronize()  # also exclude the work that the counted micro-batch has queued
             self._watch.resume("count_flops")
         if is_timed:  # else excluded: first step, being counted or being traced
-            if self._batch_size_fn is None:
-                samples, tokens = (max(0, b - a) for a, b in zip(before, self._counted, strict=True))
-            else:
+            if self._batch_size_fn is not None:
                 samples = self._batch_size_fn(batch) * data_size(trainer)
                 tokens = 0 if self._length_fn is None else round(samples * self._length_fn(batch))
+            elif isinstance(pl_module, SupportsConsumed):
+                samples, tokens = (max(0, b - a) for a, b in zip(before, self._counted, strict=True))
+            else:
+                samples, tokens = self._read_batch_size(trainer, batch), 0
             known, causal = flops or (0.0, None)
             self._now += Snapshot(
                 samples=samples,
@@ -246,8 +257,30 @@ class SpeedMonitor(Callback):
             )
         self._is_step_timed |= is_timed
         if stepped:
+            self._meter.end_step()
             self._now += Snapshot(steps=int(self._is_step_timed))
             self._is_step_timed = False
+
+    def _read_batch_size(self, trainer: Trainer, batch: Any) -> int:
+        """Return the samples of a micro-batch on all ranks, from its tensors; 0 from the first one on that is unclear.
+
+        Then no row has samples: a rate over a part of its batches would be too low.
+        """
+        if self._is_size_unclear:
+            return 0
+        size = find_batch_size(get_shapes(batch))
+        if size is not None:
+            return size * data_size(trainer)
+        self._is_size_unclear = True
+        self._now, self._row, self._earlier = (
+            replace(counts, samples=0) for counts in (self._now, self._row, self._earlier)
+        )
+        if trainer.is_global_zero:
+            log.warning(
+                "no throughput/samples_per_second: the tensors of a batch do not share their first dimension, or there"
+                " are none; pass batch_size_fn to SpeedMonitor, such as batch_size_fn=lambda batch: len(batch[0])"
+            )
+        return 0
 
     def _get_flops(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> tuple[float, float | None] | None:
         """Return the FLOPs of a micro-batch; exclude the time that the module takes to compute them."""

@@ -10,9 +10,17 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..protocols import SupportsFlops, SupportsMetaForward
-from .flop_counter import FlopCounter, count_flops_on_meta, get_shapes, has_sharded_parameters, is_compiled
+from .flop_counter import (
+    FlopCounter,
+    are_telling,
+    count_flops_on_meta,
+    get_shapes,
+    has_sharded_parameters,
+    is_compiled,
+)
 from .peak_flops import Kind, get_peak
 from .stopwatch import Snapshot
 
@@ -28,6 +36,7 @@ _DTYPES = {
 }
 _MAX_SHAPES = 256  # micro-batch shapes whose FLOPs are cached
 _MAX_WATCHED = 32  # micro-batches whose operators are counted, which slows each of them down
+_NUM_EQUAL = 3  # equal counts after which batches have the same FLOPs although their shapes alone do not tell
 _HOW = "define recipes_flops(batch), which returns .palm and .causal"
 Flops = tuple[float, float | None]  # attention counted in full; at half for the causal mask, None if unknown
 
@@ -43,20 +52,30 @@ class FlopMeter:
     def __init__(self, *, peak_tflops: float | None, measure_peak: bool) -> None:
         self._peak_tflops = peak_tflops
         self._measure_peak = measure_peak
-        self._flops: dict[Any, Flops] = {}  # by key
+        self._flops: dict[Any, Flops] = {}  # by key and passes
         self._counter: FlopCounter | None = None  # while a micro-batch is being counted
         self._at_optimizer: float | None = None  # FLOPs of that micro-batch before the optimizer step
-        self._num_watched = 0
-        self._watches_next = True
         self._why_not: str | None = None  # why FLOPs cannot be counted; None if they can
+        self._begin()
         self._peak: float | None = None  # TFLOP/s, published or set
         self._measured: float | None = None  # TFLOP/s
 
+    def _begin(self) -> None:
+        self._flops.clear()
+        self._why_not = None
+        self._num_watched = 0
+        self._left_out: set[str] = set()  # operators named in a log line
+        self._expected: Any = None  # key of the batch as known before its step
+        self._counts: dict[Any, list[float]] = {}  # by key, of batches whose shapes alone may not tell
+        self._wanted: Any = None  # key and passes of a micro-batch that no one expected, until it is counted
+        self._num_backward = 0  # backward passes of the current micro-batch
+        self._stepped: list[int] = []  # optimizers that stepped in it
+        self._is_slowed = self._rests = False  # whether a micro-batch of this step, of the last one, was counted
+
     def start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset all state, determine the peak, and log it or the reason why there is none."""
-        self._flops.clear()
+        self._begin()
         self._peak = self._measured = None
-        self._num_watched, self._watches_next, self._why_not = 0, True, None
         device, kind = trainer.strategy.root_device, get_kind(trainer, pl_module)
         if self._measure_peak:
             if kind is None or kind == "fp8" or (kind == "fp16" and device.type == "cpu"):
@@ -78,12 +97,10 @@ class FlopMeter:
             has_peak = self._peak is not None or self._measured is not None
             log.log(logging.INFO if has_peak else logging.WARNING, message)
 
-    def known(self, pl_module: LightningModule, batch: Any) -> Flops | None:
-        """Return the cached FLOPs of a micro-batch with this key; None if unknown."""
-        return self._flops.get(_get_key(pl_module, batch))
-
     def needs_watch(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> bool:
         """Return whether the operators of a micro-batch must be counted because its FLOPs are unknown.
+
+        Not in two steps in a row on account of new shapes: with a new shape in every step, none would be left to time.
 
         Args:
             trainer: The trainer.
@@ -92,7 +109,10 @@ class FlopMeter:
         """
         if self._why_not is not None or isinstance(pl_module, (SupportsFlops, SupportsMetaForward)):
             return False
-        if self._num_watched >= _MAX_WATCHED or (self.known(pl_module, batch) is not None and not self._watches_next):
+        if self._num_watched >= _MAX_WATCHED:
+            return False
+        self._expected = _get_key(pl_module, batch)
+        if self._wanted is None and (self._rests or any(key == self._expected for key, _ in self._flops)):
             return False
         if has_sharded_parameters(pl_module):
             self._give_up(trainer, pl_module, "its parameters are DTensors")
@@ -102,7 +122,7 @@ class FlopMeter:
     def watch(self) -> None:
         """Start counting the operators of a micro-batch; call it before its forward pass."""
         self._num_watched += 1
-        self._watches_next = False
+        self._is_slowed = True
         self._at_optimizer = None
         self._counter = FlopCounter()
         self._counter.__enter__()  # type: ignore[no-untyped-call]
@@ -110,15 +130,17 @@ class FlopMeter:
     def must_ask(self, pl_module: LightningModule, batch: Any) -> bool:
         """Return whether the module itself must compute the FLOPs of a micro-batch."""
         is_asked = isinstance(pl_module, (SupportsFlops, SupportsMetaForward))
-        return is_asked and self._why_not is None and self.known(pl_module, batch) is None
+        return is_asked and self._why_not is None and (_get_key(pl_module, batch), ()) not in self._flops
 
     def check_loss(self, loss: Tensor) -> None:
         """Detect a compiled step, whose operators cannot be counted; call it before every backward pass."""
+        self._num_backward += 1
         if self._counter is not None and is_compiled(loss):
             self._counter.error = "its step is compiled"
 
-    def reach_optimizer(self) -> None:
+    def reach_optimizer(self, optimizer: Optimizer) -> None:
         """Save the count before an optimizer step, whose matmuls are not the model's; call it before each step."""
+        self._stepped.append(id(optimizer))
         if self._counter is not None:
             self._at_optimizer = self._counter.flops
 
@@ -129,26 +151,75 @@ class FlopMeter:
             counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return counter
 
+    def end_step(self) -> None:
+        """Note whether this step was slowed down; call it after each optimizer step."""
+        self._rests, self._is_slowed = self._is_slowed, False
+
     def get(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Flops | None:
         """Return the FLOPs of the micro-batch just trained on this rank; None if unknown."""
-        counter, key = self.stop(), _get_key(pl_module, batch)
-        if counter is not None and counter.error is not None:
-            self._give_up(trainer, pl_module, counter.error)
+        counter, passes = self.stop(), self._take_passes(pl_module)
+        if counter is not None:
+            self._name_left_out(trainer, counter)
+            if counter.error is not None:
+                self._give_up(trainer, pl_module, counter.error)
         if self._why_not is not None:
             return None
-        flops = self._flops.get(key)
+        key = _get_key(pl_module, batch)
         if counter is not None:
-            flops = (counter.flops if self._at_optimizer is None else self._at_optimizer, None)
-        elif flops is None:
-            flops = self._ask(trainer, pl_module, batch)
+            counted = counter.flops if self._at_optimizer is None else self._at_optimizer
+            return self._keep_count(trainer, pl_module, key, passes, (counted, None))
+        flops = self._flops.get((key, passes)) or self._ask(trainer, pl_module, batch)
         if flops is None:
-            self._watches_next = True
+            # expected were another batch, as with a dataloader_iter, or other passes, as in a GAN
+            if key != self._expected or any(key == known for known, _ in self._flops):
+                self._wanted = (key, passes)
             return None
+        self._keep(key, passes, flops)
+        return flops
+
+    def _take_passes(self, pl_module: LightningModule) -> tuple[Any, ...]:
+        """Return what a micro-batch did beyond its shapes: its backward passes and, stepped by hand, its optimizers.
+
+        A GAN trains its generator in every fifth batch, LBFGS evaluates a step several times.
+        """
+        passes: tuple[Any, ...] = (self._num_backward, *([] if pl_module.automatic_optimization else self._stepped))
+        self._num_backward, self._stepped = 0, []
+        return () if isinstance(pl_module, (SupportsFlops, SupportsMetaForward)) else passes
+
+    def _keep_count(
+        self, trainer: Trainer, pl_module: LightningModule, key: Any, passes: tuple[Any, ...], flops: Flops
+    ) -> Flops | None:
+        """Keep the FLOPs of a counted micro-batch for the next ones like it, at once if its shapes tell them."""
+        self._wanted = None if self._wanted in (None, (key, passes)) else self._wanted
+        if hasattr(pl_module, "recipes_flops_key") or are_telling(key):
+            self._keep(key, passes, flops)
+            return flops
+        counts = self._counts.setdefault((key, passes), [])
+        counts.append(flops[0])
+        if len(set(counts)) > 1:
+            self._give_up(trainer, pl_module, "batches with tensors of equal shapes differ in FLOPs")
+            return None
+        if len(counts) < _NUM_EQUAL:
+            self._wanted = (key, passes)
+        else:
+            self._keep(key, passes, flops)
+        return flops
+
+    def _keep(self, key: Any, passes: tuple[Any, ...], flops: Flops) -> None:
         if len(self._flops) >= _MAX_SHAPES:
             self._flops.clear()
-        if key:
-            self._flops[key] = flops
-        return flops
+        self._flops[key, passes] = flops
+
+    def _name_left_out(self, trainer: Trainer, counter: FlopCounter) -> None:
+        """Name operators that count nothing, once each."""
+        new = counter.left_out - self._left_out
+        self._left_out |= new
+        if new and trainer.is_global_zero:
+            names = ", ".join(sorted(new))
+            log.warning(
+                f"throughput/tflops leaves out {names}: no formula is known; if they multiply matrices, register one"
+                " with torch.utils.flop_counter.register_flop_formula"
+            )
 
     def _ask(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Flops | None:
         """Return the FLOPs of a batch as computed by the module; None if the module cannot compute them."""
@@ -165,7 +236,7 @@ class FlopMeter:
         elif self._num_watched == _MAX_WATCHED:
             self._num_watched += 1  # log this only once
             if trainer.is_global_zero:
-                known = f"FLOP/s only in rows whose batches have the first {_MAX_WATCHED} shapes"
+                known = f"FLOP/s only in rows whose batches have the {_MAX_WATCHED} shapes that were counted"
                 log.info(f"{known}: to count each takes as long as a step; {_HOW}")
         return None
 
@@ -213,9 +284,14 @@ def get_kind(trainer: Trainer, pl_module: LightningModule) -> Kind | None:
         kind = _KINDS.get(dtype)
     else:
         kind = _KINDS_BY_PRECISION.get(str(trainer.precision).partition("-")[0])
-    if kind == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        return "tf32"
-    return kind
+    return "tf32" if kind == "fp32" and _uses_tf32() else kind
+
+
+def _uses_tf32() -> bool:
+    matmul = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):  # torch 2.9, where the other setting cannot be read once this one is set
+        return str(matmul.fp32_precision) == "tf32"
+    return bool(matmul.allow_tf32)
 
 
 def _is_fp8(module: torch.nn.Module) -> bool:

@@ -132,10 +132,10 @@ class CompileListener:
         callback_handler.register_start_callback(self._on_start)
         callback_handler.register_end_callback(self._on_end)
 
-    def _on_start(self, arguments: Any) -> None:
+    def _on_start(self, *arguments: Any) -> None:  # torch 2.6 passes none
         self._watch.pause("compile")
 
-    def _on_end(self, arguments: Any) -> None:
+    def _on_end(self, *arguments: Any) -> None:
         self._watch.resume("compile")
 
     def detach(self) -> None:

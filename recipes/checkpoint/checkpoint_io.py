@@ -18,9 +18,12 @@ from recipes.checkpoint.retention import remove
 from recipes.checkpoint.saved_tensor import open_tensors
 from recipes.checkpoint.writer import CheckpointWriter
 from recipes.errors import ConfigError
+from recipes.foreign_file import reading
 from recipes.numerics.collectives import gather_objects
 
 LOGGER = logging.getLogger("lightning_recipes")
+# every byte is as the manifest says, and yet it is not what this version writes
+FIX_OF_A_FORGERY = "resume=<another checkpoint, or another run>: no run of this version writes such a file"
 
 
 class Rejection(NamedTuple):
@@ -82,10 +85,18 @@ class FolderCheckpointIO(CheckpointIO):
         folder = self.find_valid(Path(path))
         manifest = read_manifest(folder)
         assert manifest is not None, "it has just been verified"
-        plain = torch.load(folder / RUN_FILE, map_location="cpu", weights_only=True)
-        tensors = open_tensors(folder / name for name in manifest.files if is_shard(name))
+        setting = f"resume=… {folder}"
+        with reading(folder / RUN_FILE, setting, FIX_OF_A_FORGERY):
+            if RUN_FILE not in manifest.files:
+                raise ValueError("its manifest does not list it")
+            plain = torch.load(folder / RUN_FILE, map_location="cpu", weights_only=True)
+            if plain["global_step"] != manifest.step:
+                raise ValueError(f"it is of step {plain['global_step']}, and its manifest of {manifest.step}")
+        with reading(folder, setting, FIX_OF_A_FORGERY):
+            tensors = open_tensors(folder / name for name in manifest.files if is_shard(name))
+            merged = merge_state(plain, tensors)
         self.loaded = folder
-        return merge_state(plain, tensors)
+        return merged
 
     def find_valid(self, named: Path) -> Path:
         """Return the named checkpoint if it is valid, else, where allowed, the newest valid one.

@@ -4,6 +4,7 @@ The hash is XXH3-128: faster than any disk, and it detects any flipped bit. The 
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +15,9 @@ import xxhash
 MANIFEST_FILE = "manifest.json"
 FORMAT = 2  # format 1 lacked what optimizers keep outside tensors on ranks other than the first
 _OWN_HASH = "hash_of_this_file_without_this_line"
+_NAME = re.compile(r"step_(\d{1,18})\.ckpt")
 _READ_BYTES = 16 << 20
+_MOST = 1 << 62  # steps, bytes and whole numbers among the metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +73,40 @@ def read_manifest(folder: Path) -> Manifest | None:
         return None
     try:
         files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
-        return Manifest(files=files, **fields) if all(_is_file_name(name) for name in files) else None
+        manifest = Manifest(files=files, **fields)
     except (AttributeError, KeyError, TypeError):
         return None
+    return manifest if _has_values(manifest) else None
+
+
+def _has_values(manifest: Manifest) -> bool:
+    """Return whether each field has a value as a run writes it: a hash shows damage, and anybody can compute it."""
+    ended = manifest.ended
+    is_plain = all(isinstance(value, str) for value in (manifest.strategy, *_list_texts(manifest.versions)))
+    is_counted = _is_count(manifest.step) and _is_count(manifest.world_size) and manifest.world_size > 0
+    is_measured = isinstance(manifest.metrics, Mapping) and all(map(_is_number, manifest.metrics.values()))
+    has_files = all(
+        _is_file_name(name) and _is_count(record.bytes) and isinstance(record.xxh3_128, str)
+        for name, record in manifest.files.items()
+    )
+    is_explained = ended is None or (
+        isinstance(ended, Mapping)
+        and all(isinstance(ended.get(key), str) for key in ("by", "why"))
+        and isinstance(ended.get("settings"), Mapping)
+    )
+    return is_plain and is_counted and is_measured and has_files and is_explained
+
+
+def _list_texts(values: object) -> list[object]:
+    return [*values.values()] if isinstance(values, Mapping) else [None]
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MOST
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < _MOST)
 
 
 def _read_fields(folder: Path) -> dict[str, Any] | None:
@@ -84,7 +118,7 @@ def _read_fields(folder: Path) -> dict[str, Any] | None:
         as_written = _dump(fields | {_OWN_HASH: own_hash})
         # compare the text too: a flipped bit in whitespace would leave the fields, and so the hash, unchanged
         is_whole = text == as_written and own_hash == _hash(_dump(fields)) and "format" in fields
-    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return None
     return fields if is_whole else None
 
@@ -105,6 +139,9 @@ def find_fault(folder: Path) -> str | None:
             return f"it has format {fields['format']}, which this version does not load; continue it with its own"
         reason = "is damaged" if (folder / MANIFEST_FILE).exists() else "is missing"
         return f"its {MANIFEST_FILE} {reason}"
+    named = _NAME.fullmatch(folder.name)
+    if named and int(named[1]) != manifest.step:
+        return f"its {MANIFEST_FILE} is of step {manifest.step}"
     for name, record in manifest.files.items():
         try:
             size = (folder / name).stat().st_size

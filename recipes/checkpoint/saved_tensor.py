@@ -161,8 +161,17 @@ def open_tensors(files: Iterable[Path]) -> dict[str, SavedTensor]:
     for path in files:
         for name, shape, part in _open_parts(path):
             tensor = tensors.setdefault(name, SavedTensor(shape=shape))
+            if tensor.shape != shape or not _lies_within(part, shape):
+                raise ValueError(f"{path.name} has a shard of {name} that lies outside of the tensor, {list(shape)}")
             tensor._parts.append(part)
     return tensors
+
+
+def _lies_within(part: SavedPart, shape: torch.Size) -> bool:
+    """Return whether a shard is a box of a tensor, or a range of the flattened one."""
+    ends = [start + size for start, size in zip(part.offsets, part.shape, strict=True)]
+    sizes = shape if len(part.offsets) == len(shape) else (math.prod(shape),)
+    return all(start >= 0 and end <= size for start, end, size in zip(part.offsets, ends, sizes, strict=True))
 
 
 def _open_parts(path: Path) -> Iterator[tuple[str, torch.Size, SavedPart]]:

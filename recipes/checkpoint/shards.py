@@ -193,7 +193,10 @@ def load_module(module: nn.Module, saved: Mapping[str, SavedTensor]) -> None:
         if name in frozen and name not in saved:
             continue
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        local.copy_(_read_local(tensor, saved[name], orders.get(id(tensor))).view(local.shape))
+        values = _read_local(tensor, saved[name], orders.get(id(tensor)))
+        if values.is_floating_point() != local.is_floating_point():
+            raise ValueError(f"{name} is {values.dtype} in it, and {local.dtype} in the model")
+        local.copy_(values.view(local.shape))
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from omegaconf.resolvers import oc
 from recipes.config.cached_compose import compose_overrides
 from recipes.config.overrides import escape_interpolations, for_shell, parse_override, to_overrides
 from recipes.config.published import published_size
-from recipes.config.resume import apply_changes, read_resumed_run, recorded_by, select_inherited
+from recipes.config.resume import apply_changes, compose_recorded, read_resumed_run, select_inherited
 from recipes.config.search_path import select_search_path
 from recipes.config.traits import trains
 from recipes.config.trust import CONF as CONF
@@ -31,7 +31,7 @@ from recipes.errors import ConfigError
 from recipes.files import write_atomically
 from recipes.lr_scaling import scaled_lr
 from recipes.numerics.accumulation import steps_of
-from recipes.run_folder import CONFIG_FILE, create_new, find_run_folder
+from recipes.run_folder import CONFIG_FILE, FROZEN, create_new, find_run_folder
 
 Config = dict[str, Any]
 # names of options that Hydra's grammar reads as a number, a boolean or null
@@ -182,16 +182,14 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
     is_own = resumed is None and config_folder.resolve() in find_trusted_folders(overrides)
     register_resolvers(*([] if is_own else [restrict_variables(overrides)]))
     overrides, sweeps = _split_off_sweeps(overrides)
-    before: Config = {}
-    if resumed:
-        with recorded_by(resumed):
-            before = _to_plain(compose_overrides(resumed.overrides, config_folder, config_name))
+    recorded = None if resumed is None else compose_recorded(resumed, config_folder, config_name)
     inherited, dropped = select_inherited(resumed, overrides, config_folder, config_name) if resumed else ([], [])
     node = compose_overrides([*inherited, *overrides], config_folder, config_name)
     config = _to_plain(node)
     if isinstance(config.get("resume"), str):
         config["resume"] = os.path.expanduser(config["resume"])
-    if resumed:
+    if resumed and recorded is not None:
+        before = _to_plain(recorded)
         frozen = resumed.config | {key: config[key] for key in ("mode", "resume", "evaluator") if key in config}
         frozen.setdefault("metrics", config["metrics"])  # absent from runs of earlier versions
         config = _use_cache_of(config, apply_changes(frozen, before=before, now=config))
@@ -222,7 +220,7 @@ def freeze(composed: Composed) -> None:
     config = escape_interpolations(composed.config | {"resume": None}) | {"hydra": again}
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
     again_with = [*map(for_shell, select_search_path(composed.overrides)), "--config-path <this folder>"]
-    header = f"# Run it again: python train.py {' '.join(again_with)} --config-name config\n"
+    header = f"{FROZEN}{' '.join(again_with)} --config-name config\n"
     write_atomically(composed.run_folder / CONFIG_FILE, header + text, fsync=True)
 
 

@@ -1,8 +1,7 @@
 """Read the run that `resume=` names: its frozen config and the overrides that still apply. Imports no torch."""
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recipes.config.cached_compose import compose_options, select_options
+from recipes.config.cached_compose import compose_options, compose_overrides, select_options
 from recipes.config.overrides import for_shell, parse_override, unescape_interpolations
 from recipes.config.search_path import select_search_path
 from recipes.config.trust import SEARCH_PATH, find_own_folders, find_resumed_run
@@ -28,6 +27,10 @@ from recipes.run_folder import (
 
 Config = dict[str, Any]
 _SINGLE_START = ("hydra.", "mode.", "evaluator.")  # sections that apply to a single start of a run
+_NEEDED = ("model", "data", "task", "trainer", "optimizer", "strategy", "precision")  # of every run there has been
+# of recorded overrides: a line of a shell has more, and each is parsed in milliseconds
+_MOST_OVERRIDES, _MOST_CHARACTERS = 1_000, 100_000
+_MOST_SHOWN = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,41 +60,19 @@ def read_resumed_run(overrides: Sequence[str]) -> ResumedRun | None:
     folder = find_resumed_run(overrides)
     if folder is None:
         return None
+    config = unescape_interpolations(read_config(folder))
+    missing = [key for key in _NEEDED if not isinstance(config.get(key), dict)]
+    if missing:
+        reason = f"it has no section {missing[0]}"
+        fix = f"a copy of the {CONFIG_FILE} that the run wrote, or a new run without this folder"
+        raise ConfigError(str(folder / CONFIG_FILE), reason, fix)
     recorded = _read_overrides(folder)
     return ResumedRun(
         folder=folder,
-        config=unescape_interpolations(read_config(folder)),
+        config=config,
         overrides=[*select_search_path(overrides), *filter(_outlasts_a_start, recorded)],
         search_path=select_search_path(recorded),
     )
-
-
-@contextmanager
-def recorded_by(resumed: ResumedRun) -> Iterator[None]:
-    """Report what composing the recorded overrides raises as an error of their file: nobody has typed them.
-
-    Raises:
-        ConfigError: An override names a group, option or key that does not exist, or one of a folder not typed again.
-    """
-    try:
-        yield
-    except (HydraException, OmegaConfBaseException) as error:
-        recorded = find_own_folders(resumed.search_path)
-        if set(recorded) <= set(find_own_folders(resumed.overrides)):
-            reason = str(error).strip().partition("\n")[0]
-            raise _reject_environment(resumed.folder, f"its overrides cannot be composed: {reason}") from error
-        exist = all(map(os.path.isdir, recorded))
-        path = " ".join(map(for_shell, resumed.search_path)) if exist else f"'{SEARCH_PATH}=[<where they are now>]'"
-        raise ConfigError(
-            f"resume={resumed.folder}",
-            f"it has options of {', '.join(map(str, recorded))}, and only the command line may choose code that runs",
-            f"the same command with {path}, if you trust it",
-        ) from error
-
-
-def _reject_environment(folder: Path, reason: str) -> ConfigError:
-    file = folder / ENVIRONMENT_FILE
-    return ConfigError(str(file), reason, f"rm {file}, and the run resumes from its {CONFIG_FILE} alone")
 
 
 def select_inherited(
@@ -112,8 +93,7 @@ def select_inherited(
         The inherited overrides in order, and those that no longer apply because of another option.
 
     Raises:
-        hydra.errors.HydraException: A group or option does not exist.
-        ConfigError: The run has options of a search path that is not typed.
+        hydra.errors.HydraException: A group or option does not exist, though `compose_recorded` found all of the run's.
     """
     parsed = [parse_override(override) for override in typed]
     overridden = {_get_place(override) for override in parsed if not override.is_delete()}
@@ -123,8 +103,7 @@ def select_inherited(
         for override in resumed.overrides
         if override not in repeated and _get_place(parse_override(override)) not in overridden
     ]
-    with recorded_by(resumed):
-        before = compose_options(select_options(resumed.overrides, folder, name), folder, name)
+    before = compose_options(select_options(resumed.overrides, folder, name), folder, name)
     now = compose_options(select_options([*candidates, *typed], folder, name), folder, name)
     dropped = [override for override in candidates if not _still_applies(override, candidates, before, now)]
     return [override for override in candidates if override not in dropped], dropped
@@ -154,13 +133,17 @@ def _read_overrides(folder: Path) -> list[str]:
     if not os.path.isfile(folder / ENVIRONMENT_FILE):
         return []
     typed = read_environment(folder).get("overrides")
+    fix = _fix_environment(folder)
     if not isinstance(typed, list):
-        raise _reject_environment(folder, "its `overrides` is not a list")
+        raise ConfigError(str(folder / ENVIRONMENT_FILE), "its `overrides` is not a list", fix)
+    if len(typed) > _MOST_OVERRIDES or sum(map(len, map(str, typed))) > _MOST_CHARACTERS:
+        raise ConfigError(str(folder / ENVIRONMENT_FILE), "its `overrides` are longer than any command line", fix)
     for override in typed:
         try:
             parse_override(override)
-        except (HydraException, TypeError, AttributeError) as error:
-            raise _reject_environment(folder, f"{override!r} is not an override") from error
+        except (HydraException, TypeError, AttributeError, RecursionError) as error:
+            shown = repr(override)[:_MOST_SHOWN]
+            raise ConfigError(str(folder / ENVIRONMENT_FILE), f"{shown} is not an override", fix) from error
     recorded: list[str] = typed
     return recorded
 
@@ -168,6 +151,48 @@ def _read_overrides(folder: Path) -> list[str]:
 def _outlasts_a_start(override: str) -> bool:
     key = parse_override(override).key_or_group
     return key not in ("mode", "resume", "evaluator") and not key.startswith(_SINGLE_START)
+
+
+def compose_recorded(resumed: ResumedRun, folder: Path, name: str | None) -> DictConfig:
+    """Compose the overrides that a run was started with.
+
+    Args:
+        resumed: The run.
+        folder: Folder of the YAML files.
+        name: Primary config, without its suffix.
+
+    Raises:
+        ConfigError: One of them has no meaning any more, or never had, and nobody has typed it now; or it is an option
+            of a search path that is not typed.
+    """
+    try:
+        return compose_overrides(resumed.overrides, folder, name)
+    except (HydraException, OmegaConfBaseException) as reason_of_all:
+        recorded = find_own_folders(resumed.search_path)
+        if not set(recorded) <= set(find_own_folders(resumed.overrides)):
+            exist = all(map(os.path.isdir, recorded))
+            path = " ".join(map(for_shell, resumed.search_path)) if exist else f"'{SEARCH_PATH}=[<where they are now>]'"
+            shown = ", ".join(map(str, recorded))
+            raise ConfigError(
+                f"resume={resumed.folder}",
+                f"it has options of {shown}, and only the command line may choose code that runs",
+                f"the same command with {path}, if you trust it",
+            ) from reason_of_all
+        compose_overrides([], folder, name)  # a broken file of the folder is not to be blamed on the run
+        for number, override in enumerate(resumed.overrides):
+            try:
+                compose_overrides(resumed.overrides[: number + 1], folder, name)
+            except (HydraException, OmegaConfBaseException) as error:
+                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+                reason = f"the run was started with {override[:_MOST_SHOWN]}, which means nothing here: {lines[0]}"
+                raise ConfigError(
+                    str(resumed.folder / ENVIRONMENT_FILE), reason, _fix_environment(resumed.folder)
+                ) from error
+        raise
+
+
+def _fix_environment(folder: Path) -> str:
+    return f"rm {folder / ENVIRONMENT_FILE}, and the run resumes from its {CONFIG_FILE} alone"
 
 
 def _still_applies(override: str, others: Sequence[str], before: DictConfig, now: DictConfig) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from recipes.config.trust import CONF
+from recipes.config.trust import CONF, find_trusted_folders, restrict_variables
 from recipes.errors import ConfigError, ConfigErrors, find_mistake, format_report
 from recipes.runtime.exit_codes import ExitCode
 
@@ -156,7 +156,8 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int], override
             raise KeyboardInterrupt  # ends the sweep, not only this job
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raises errors instead of printing them
-    register_resolvers()
+    is_own = folder.resolve() in find_trusted_folders(overrides)
+    register_resolvers(*([] if is_own else [restrict_variables(overrides)]))
     try:
         with listing_own_options(overrides):
             hydra.main(version_base="1.3", config_path=str(folder.resolve()), config_name=name)(run_job)()

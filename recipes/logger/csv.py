@@ -31,7 +31,7 @@ from recipes.run_folder import (
     check_metrics,
     complete_lines,
     read_cells,
-    read_json_lines,
+    read_events,
 )
 
 LOGGER = logging.getLogger("lightning_recipes")
@@ -154,7 +154,7 @@ class CsvLogger(Logger):
     @rank_zero_only
     def has_event(self, event: str, step: int) -> bool:
         """Return whether an event of a step is in events.jsonl."""
-        return (event, step) in [(e["event"], e["step"]) for e in read_json_lines(self._folder / EVENTS_FILE)]
+        return (event, step) in [(e["event"], e["step"]) for e in read_events(self._folder / EVENTS_FILE)]
 
     @override
     @rank_zero_only
@@ -260,7 +260,7 @@ class EventFile:
         if not self._path.is_file():
             return
         lines = [line for line in complete_lines(self._path) if line.strip()]
-        events = read_json_lines(self._path)
+        events = read_events(self._path)
         rollbacks = [n for n, event in enumerate(events) if event["event"] == "rollback"]
         last_rollback = [-1, *rollbacks][min(num_rollbacks, len(rollbacks))]
         valid = [

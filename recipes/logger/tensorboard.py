@@ -21,8 +21,9 @@ from recipes.run_folder import (
     METRICS_FILE,
     SAMPLES_FILE,
     SUMMARY_FILE,
-    read_json_lines,
+    read_events,
     read_rows,
+    read_samples,
 )
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class TensorBoardLogger(Logger):
             step: Completed optimizer steps.
             num_rollbacks: Not used: metrics.csv and events.jsonl have already dropped rolled-back rows.
         """
-        events = read_json_lines(self._run_folder / EVENTS_FILE)
+        events = read_events(self._run_folder / EVENTS_FILE)
         # everything up to the checkpoint before this one was flushed; later rows may be missing
         flushed = [e["step"] for e in events if e["event"] == "checkpoint" and e["step"] < step]
         has_files = Path(self.log_dir).exists()
@@ -168,10 +169,10 @@ class TensorBoardLogger(Logger):
                 self._step, self._row = row_step, row
         if self._step < step:
             self._write_row()  # else keep it pending: a validation at that step may still follow
-        for event in read_json_lines(self._run_folder / EVENTS_FILE):
+        for event in read_events(self._run_folder / EVENTS_FILE):
             if event["step"] >= purge_step:
                 self._write_event(event)
-        samples = read_json_lines(self._run_folder / SAMPLES_FILE)
+        samples = read_samples(self._run_folder / SAMPLES_FILE)
         for sample in samples:
             if purge_step <= sample["step"] <= step:
                 self._write_sample(sample)
@@ -193,7 +194,7 @@ class TensorBoardLogger(Logger):
 
     def _write_event(self, event: Mapping[str, Any]) -> None:
         """Write a line of events.jsonl under a tag per kind: TensorBoard sorts the texts of a tag by step."""
-        kind, step, wall_time = event["event"], event["step"], event["time"]
+        kind, step, wall_time = event["event"], event["step"], event.get("time")
         fields = [f"{k} {v}" for k, v in event.items() if k not in ("time", "step", "event")]
         self._write_text(f"events/{kind}", ", ".join(fields) or kind, step, wall_time)
 
@@ -220,7 +221,7 @@ class TensorBoardLogger(Logger):
         self._write(session_start, 0)
 
     def _write_samples(self) -> None:
-        samples = read_json_lines(self._run_folder / SAMPLES_FILE)
+        samples = read_samples(self._run_folder / SAMPLES_FILE)
         for sample in samples[self._num_samples :]:
             self._write_sample(sample)
         self._num_samples = len(samples)

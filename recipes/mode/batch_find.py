@@ -22,7 +22,7 @@ from recipes.mode.about import describe_command
 from recipes.plan.advice import Planner
 from recipes.plan.assumptions import Assumptions
 from recipes.plan.hardware import GIB, find_cluster
-from recipes.run_folder import claim_output
+from recipes.run_folder import claim_output, has_keys, is_page
 from recipes.runtime.console import LOGGER
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.world import Ranks
@@ -71,7 +71,8 @@ def batch_find(
         ConfigError: `path` cannot be written to, the global batch does not divide over the ranks, or the run resumes.
     """
     reject_resume(composed)
-    folder = None if path is None else claim_output(path, "mode.path")
+    written = {"batch_find.json": has_keys("micro_batch_size", "tried"), "batch_find.html": is_page}
+    folder = None if path is None else claim_output(path, "mode.path", replaces=written)
     config = composed.config | {"mode": {"_target_": _TRY, "_partial_": True, "path": ""}}
     ranks = get_ranks(config)
     sizes = _find_sizes(config, ranks)

@@ -10,10 +10,11 @@ from recipes.config.compose import Composed
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
 from recipes.mode.wandb_workspace import as_json, make_workspace
-from recipes.run_folder import claim_output
+from recipes.run_folder import claim_output, has_keys
 from recipes.runtime.console import LOGGER
 
 DASHBOARD_FILE = "dashboard.json"
+_IS_OWN = has_keys("entity", "project", "spec")
 TIMEOUT_SECONDS = 10  # without a response by then the server counts as unreachable
 
 
@@ -46,14 +47,15 @@ def dashboard(
         return make_workspace(sections, entity=entity, project=project, title=shown_title)
 
     if path is not None:
-        file = claim_output(path, "mode.path", is_file=True)
+        file = claim_output(path, "mode.path", is_file=True, replaces=_IS_OWN)
         write_atomically(file, as_json(make(entity or "")) + "\n")
         LOGGER.info(f"The workspace's JSON is in {path}; to send it: the same command without mode.path=")
         return 0
     api, reason = _connect()
     if api is None:
         folder = composed.run_folder  # may not exist yet
-        file = claim_output((folder if folder.is_dir() else folder.parent) / DASHBOARD_FILE, "mode.path", is_file=True)
+        target = (folder if folder.is_dir() else folder.parent) / DASHBOARD_FILE
+        file = claim_output(target, "mode.path", is_file=True, replaces=_IS_OWN)
         write_atomically(file, as_json(make(entity or "")) + "\n")
         LOGGER.info(
             f"Nothing was sent: {reason}; the workspace's JSON is in {file};"

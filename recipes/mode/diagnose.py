@@ -2,6 +2,7 @@
 
 import glob
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +10,7 @@ from typing import Annotated, Any
 from recipes.config.compose import Composed
 from recipes.errors import ConfigError, escape_controls
 from recipes.files import write_atomically
+from recipes.foreign_file import reading
 from recipes.mode.report import find_runs
 from recipes.run_folder import METRICS_FILE, claim_output
 from recipes.runtime.console import LOGGER
@@ -45,13 +47,14 @@ def diagnose(
         raise ConfigError(
             f"mode.steps_per_epoch={steps_per_epoch}", "an epoch has at least one step", "mode.steps_per_epoch=null"
         )
-    file = None if path is None else claim_output(path, "mode.path", is_file=True)
+    file = None if path is None else claim_output(path, "mode.path", is_file=True, replaces=_is_own)
     found: dict[str, Any] = {}
     for run in _find_tables([runs] if isinstance(runs, str) else runs):
-        try:
-            diagnoses = diagnose_run(run, steps_per_epoch=steps_per_epoch)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"mode.runs=[{run}]", str(error), _FIX) from error
+        with reading(run, f"mode.runs=[{run}]", _FIX):
+            try:
+                diagnoses = diagnose_run(run, steps_per_epoch=steps_per_epoch)
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"mode.runs=[{run}]", str(error), _FIX) from error
         for name, diagnosis in diagnoses.items():
             title = f"{run}: {name}" if name else str(run)
             LOGGER.info(escape_controls(f"{title}:"))
@@ -63,6 +66,16 @@ def diagnose(
     return 0
 
 
+def _is_own(text: str) -> bool:
+    """Return whether a text is that of findings: an object per run."""
+    content = json.loads(text)
+    return (
+        isinstance(content, dict)
+        and bool(content)
+        and all(isinstance(found, dict) and found.keys() >= {"findings", "examined"} for found in content.values())
+    )
+
+
 def _find_tables(patterns: Sequence[str]) -> list[Path]:
     """Return the unique folders and files that match the patterns; log which runs have no metrics yet.
 
@@ -72,7 +85,7 @@ def _find_tables(patterns: Sequence[str]) -> list[Path]:
     if not patterns:
         raise ConfigError("mode.runs=[]", "no run is named", "mode.runs=[logs/<name>]")
     found = [path for pattern in patterns for path in _expand(pattern)]
-    tables = [path for path in found if path.is_file() or (path / METRICS_FILE).is_file()]
+    tables = [path for path in found if os.path.isfile(path) or os.path.isfile(path / METRICS_FILE)]
     if not tables:
         raise ConfigError(f"mode.runs=[{','.join(patterns)}]", f"no run in it has a {METRICS_FILE}", _FIX)
     for path in found:
@@ -83,8 +96,8 @@ def _find_tables(patterns: Sequence[str]) -> list[Path]:
 
 def _expand(pattern: str) -> list[Path]:
     """Return the files and run folders that match one path or glob."""
-    expanded = str(Path(pattern).expanduser())
-    matches = [Path(expanded)] if Path(expanded).exists() else sorted(map(Path, glob.glob(expanded)))
-    files = [match for match in matches if match.is_file()]
-    folders = [str(match) for match in matches if not match.is_file()]
+    expanded = os.path.expanduser(pattern)  # unlike Path's, it accepts a user that does not exist
+    matches = [Path(expanded)] if os.path.exists(expanded) else sorted(map(Path, glob.glob(expanded)))
+    files = [match for match in matches if os.path.isfile(match)]  # unlike Path's, false where one may not look
+    folders = [str(match) for match in matches if match not in files]
     return [*files, *find_runs(folders or [pattern])] if folders or not files else files

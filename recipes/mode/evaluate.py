@@ -10,7 +10,7 @@ from recipes.build import Run
 from recipes.evaluator import Evaluator
 from recipes.files import write_atomically
 from recipes.mode.load import load_task, load_tokenizer
-from recipes.run_folder import add_evaluations, claim_output
+from recipes.run_folder import SUMMARY_FILE, add_evaluations, claim_output, has_keys, has_run, is_summary
 from recipes.runtime.console import LOGGER
 from recipes.task.language_modeling import LanguageModeling
 
@@ -41,7 +41,10 @@ def evaluate(
         ConfigError: There is no checkpoint, or no average in it, the evaluator does not support its settings, or the
             run folder cannot be written to.
     """
-    claim_output(run.folder, "hydra.run.dir")
+    name = evaluator.name if evaluator else split  # type: ignore[union-attr]
+    # in another folder than the run's own, typed, these may be of something else
+    written = {SUMMARY_FILE: is_summary, _file_name(name): has_keys("checkpoint")}
+    claim_output(run.folder, "hydra.run.dir", replaces=None if has_run(run.folder) else written)
     if evaluator:
         _evaluate_tasks(run, evaluator, weights)  # type: ignore[arg-type]
     else:
@@ -117,7 +120,11 @@ def _evaluate_tasks(run: Run, evaluator: Evaluator, weights: Weights) -> None:
 
 
 def _write(run: Run, name: str, record: Mapping[str, Any]) -> None:
-    write_atomically(run.folder / f"evaluate_{name}.json", json.dumps(record, indent=2) + "\n")
+    write_atomically(run.folder / _file_name(name), json.dumps(record, indent=2) + "\n")
+
+
+def _file_name(name: str) -> str:
+    return f"evaluate_{name}.json"
 
 
 def _list_metrics(metrics: Mapping[str, float | None], errors: Mapping[str, float | None] | None = None) -> str:

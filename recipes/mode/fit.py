@@ -11,7 +11,9 @@ from recipes.checkpoint.resume import newest_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
 from recipes.config.search_path import resume_command
 from recipes.entry.out_of_memory import write_error_report
+from recipes.lightning_internals import restore_within
 from recipes.logger.summary import SummaryWriter
+from recipes.mode.load import restoring
 from recipes.mode.start import RunStartCallback, get_checkpoint_io, log_event
 from recipes.run_folder import read_summary
 from recipes.runtime.console import LOGGER
@@ -77,8 +79,9 @@ def _find_ending(run: Run, checkpoint: Path) -> str | None:
     assert manifest is not None, f"{checkpoint} was valid when it was found"
     if manifest.step >= run.trainer.max_steps >= 0:
         return f"is at step {manifest.step} of {run.trainer.max_steps}"
-    if manifest.ended is not None and run.endings.holds(manifest.ended):
-        return f"is at step {manifest.step}: {describe_ending(manifest.ended)}"
+    with restoring(run, checkpoint):
+        if manifest.ended is not None and run.endings.holds(manifest.ended):
+            return f"is at step {manifest.step}: {describe_ending(manifest.ended)}"
     return None
 
 
@@ -93,6 +96,8 @@ def _end_as_finished(run: Run, why: str) -> int:
 
 def _fit(run: Run) -> None:
     """Train, and raise KeyboardInterrupt on Ctrl-C."""
+    if run.checkpoint is not None:
+        restore_within(run.trainer, lambda: restoring(run))
     try:
         run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
     except SystemExit as exit_request:

@@ -1,18 +1,24 @@
 """Load the weights of a checkpoint into a model, for the modes that do not train. Reads the checkpoint once."""
 
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from recipes.build import Run
+from recipes.checkpoint.checkpoint_io import FIX_OF_A_FORGERY
 from recipes.checkpoint.shards import load_module
 from recipes.data.text.source import TextSource
 from recipes.data.text.token_cache import STARTS
 from recipes.errors import ConfigError
+from recipes.foreign_file import reading
 from recipes.mode.start import get_checkpoint_io
 from recipes.model.weights.text_side import load_exported_tokenizer
 from recipes.numerics.ema import NAME as EMA_KEY
 from recipes.numerics.ema import OPTIMIZER_AVERAGE
 from recipes.runtime.console import LOGGER
+from recipes.runtime.failure import is_out_of_memory, is_peer_failure
 from recipes.task.base import TrainingTask
 from recipes.tokenizer import Tokenizer
 
@@ -37,17 +43,45 @@ def load_task(run: Run, weights: Literal["trained", "ema"]) -> tuple[TrainingTas
     task.trainer = run.trainer
     with run.trainer.precision_plugin.module_init_context():
         task.configure_model()
-    state = run.trainer.strategy.load_checkpoint(run.checkpoint)
-    optimizer_state = state["optimizer_states"][0]["state"]
-    if weights == "trained" and any(OPTIMIZER_AVERAGE in of_parameter for of_parameter in optimizer_state.values()):
-        LOGGER.info("This run's optimizer averages the weights; to use that average, set mode.weights=ema")
-    state_dict = state["state_dict"] if weights == "trained" else _averaged_state_dict(state)
-    _log_unseen_start(run, state)
-    task.on_load_checkpoint(state)
-    load_module(task, state_dict)
+    with restoring(run):
+        state = run.trainer.strategy.load_checkpoint(run.checkpoint)
+        optimizer_state = state["optimizer_states"][0]["state"]
+        if weights == "trained" and any(OPTIMIZER_AVERAGE in of_parameter for of_parameter in optimizer_state.values()):
+            LOGGER.info("This run's optimizer averages the weights; to use that average, set mode.weights=ema")
+        state_dict = state["state_dict"] if weights == "trained" else _averaged_state_dict(state)
+        _log_unseen_start(run, state)
+        task.on_load_checkpoint(state)
+        load_module(task, state_dict)
     loaded_path = get_checkpoint_io(run).loaded  # may be an older one: damaged checkpoints are skipped
     assert loaded_path is not None
     return task.eval(), loaded_path
+
+
+@contextmanager
+def restoring(run: Run, folder: Path | None = None) -> Iterator[None]:
+    """Report what the state of a checkpoint makes anybody raise as an error in it; the traceback is in the log.
+
+    Hashes show damage, and anybody can compute them: the state of a forged checkpoint may have any form.
+
+    Args:
+        run: The run that is restored.
+        folder: What is read; None: the checkpoint that was loaded.
+
+    Raises:
+        ConfigError: The state has another form than this version writes.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error) or is_peer_failure(error):
+            raise
+        LOGGER.error(traceback.format_exc(), extra={"console": False})
+        read = folder or get_checkpoint_io(run).loaded or run.checkpoint
+        assert read is not None, "something is restored"
+        with reading(read, f"resume=… {read}", FIX_OF_A_FORGERY):
+            raise
 
 
 def _averaged_state_dict(state: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from recipes.config.compose import Composed
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
 from recipes.mode.about import describe_command
-from recipes.run_folder import claim_output
+from recipes.run_folder import claim_output, has_keys, is_page
 from recipes.runtime.console import LOGGER
 from recipes.runtime.world import global_rank
 from recipes.trial.lr_range import RangeTest, read_range_test
@@ -51,7 +51,8 @@ def lr_find(
         raise ConfigError(
             f"mode.min_lr={min_lr:g} mode.max_lr={max_lr:g}", "the range is empty", "mode.min_lr=1e-6 mode.max_lr=1"
         )
-    folder = None if path is None else claim_output(path, "mode.path")
+    written = {"lr_find.json": has_keys("steepest", "learning_rates"), "lr_find.html": is_page}
+    folder = None if path is None else claim_output(path, "mode.path", replaces=written)
     config = composed.config
     recorder = LossRecorder(max_ratio=_LOST)
     rising = {

@@ -15,7 +15,7 @@ from recipes.config.traits import get_traits
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
 from recipes.mode.about import describe_command
-from recipes.run_folder import claim_output
+from recipes.run_folder import claim_output, has_keys, is_page
 from recipes.runtime.console import LOGGER
 from recipes.runtime.world import global_rank
 from recipes.trial.noise_scale import NoiseMeter, NoiseScale, StepNorms, estimate_noise_scale
@@ -50,7 +50,8 @@ def noise_scale(
             "DeepSpeed does not expose per-micro-batch gradients; the noise scale depends only on model and data",
             "strategy=fsdp, or strategy=ddp",
         )
-    folder = None if path is None else claim_output(path, "mode.path")
+    written = {"noise_scale.json": has_keys("noise_scale", "windows"), "noise_scale.html": is_page}
+    folder = None if path is None else claim_output(path, "mode.path", replaces=written)
     meter = NoiseMeter()
     run = take_steps(config, folder=composed.run_folder, num_steps=num_steps, callbacks=[meter])
     large = run.accumulation.global_batch_size

@@ -28,7 +28,7 @@ from recipes.plan.search import Found, describe_search, search_layouts
 from recipes.plan.search import as_json as search_as_json
 from recipes.plan.table import as_json, describe_memory, describe_rules, describe_time
 from recipes.precision import Precision
-from recipes.run_folder import PLAN_FILE, claim_output
+from recipes.run_folder import PLAN_FILE, claim_output, has_keys, is_page
 from recipes.runtime.console import LOGGER
 
 PAGE = "plan.html"
@@ -60,7 +60,8 @@ def plan(
         ConfigError: There is no such device, or the batch does not divide over its ranks,
             or `path` cannot be written to.
     """
-    folder = None if path is None else claim_output(path, "mode.path")
+    written = {PLAN_FILE: has_keys("num_parameters", "peak_memory_gib"), PAGE: is_page}
+    folder = None if path is None else claim_output(path, "mode.path", replaces=written)
     config = composed.config
     assumed: Assumptions = make(config["plan"])
     cluster = _find_cluster(config, assumed)

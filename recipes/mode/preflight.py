@@ -29,7 +29,7 @@ from recipes.preflight.training import (
     draw,
     overfit,
 )
-from recipes.run_folder import claim_output
+from recipes.run_folder import claim_output, has_keys, is_page
 from recipes.runtime.console import LOGGER
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.world import global_rank
@@ -58,7 +58,8 @@ def preflight(
             or `path` cannot be written to.
     """
     reject_resume(composed)
-    folder = None if path is None else claim_output(path, "mode.path")
+    written = {"preflight.json": has_keys("results"), "preflight.html": is_page}
+    folder = None if path is None else claim_output(path, "mode.path", replaces=written)
     results: list[Result] = []
     checklist = Checklist(composed.config | {"compile": False}, composed.run_folder, overfit_steps=overfit_steps)
     for result in checklist.run():

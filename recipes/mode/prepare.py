@@ -75,7 +75,7 @@ def prepare(
     }
     folder = expand_home(output, "mode.output")
     _check_output(folder, rows)
-    claim_output(folder, "mode.output")
+    claim_output(output, "mode.output")
     filters = Filters(
         folder=folder / WORK,
         text_field=source.text_field,

@@ -14,7 +14,7 @@ from recipes.checkpoint.saved_tensor import open_tensors
 from recipes.checkpoint.shards import load_module
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
-from recipes.mode.load import load_task
+from recipes.mode.load import load_task, restoring
 from recipes.run_folder import SPIKES_FOLDER, claim_output
 from recipes.runtime.console import LOGGER
 from recipes.strategy.torch_native import global_norm
@@ -39,6 +39,14 @@ def replay(run: Run, *, step: Annotated[int, ">= 1"] | None) -> int:
     task, checkpoint = load_task(run, "trained")
     dump = _find_dump(checkpoint.parents[1] / SPIKES_FOLDER, step)
     claim_output(dump, "resume")
+    with restoring(run, dump):
+        result = _replay(run, task, dump, checkpoint)
+    write_atomically(dump / "replay.json", json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def _replay(run: Run, task: TrainingTask, dump: Path, checkpoint: Path) -> dict[str, Any]:
+    """Recompute the step of a dump and print it; return the values."""
     recorded = json.loads((dump / "spike.json").read_text(encoding="utf-8"))
     weights = dump / "weights"
     if weights.is_dir():
@@ -60,9 +68,7 @@ def replay(run: Run, *, step: Annotated[int, ">= 1"] | None) -> int:
     rank_states = [torch.load(path, map_location="cpu", weights_only=True) for path in sorted(dump.glob("rank_*.pt"))]
     loss, norm_by_block, norm = _recompute(run, task, rank_states)
     _print(recorded, dump, loss, norm, norm_by_block)
-    result = {"loss": _finite(loss), "grad_norm": _finite(norm), "grad_norms": norm_by_block}
-    write_atomically(dump / "replay.json", json.dumps(result, indent=2) + "\n")
-    return 0
+    return {"loss": _finite(loss), "grad_norm": _finite(norm), "grad_norms": norm_by_block}
 
 
 def _find_dump(parent: Path, step: int | None) -> Path:

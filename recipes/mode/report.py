@@ -1,6 +1,7 @@
 """Compare runs on one page. Reads their folders and builds nothing: a fraction of a second per run."""
 
 import glob
+import os
 from collections.abc import Callable, Sequence
 from os.path import commonpath
 from pathlib import Path
@@ -8,10 +9,19 @@ from typing import Any
 
 from recipes.config.compose import Composed
 from recipes.errors import ConfigError
-from recipes.run_folder import CONFIG_FILE, EVENTS_FILE, LOG_FILE, METRICS_FILE, SUMMARY_FILE, claim_output
+from recipes.foreign_file import reading
+from recipes.run_folder import (
+    CONFIG_FILE,
+    EVENTS_FILE,
+    LOG_FILE,
+    METRICS_FILE,
+    PAGE_FILE,
+    SUMMARY_FILE,
+    claim_output,
+    is_page,
+)
 from recipes.runtime.console import LOGGER
 
-PAGE = "report.html"
 # files that mark a run folder, earliest first: a run that failed at its start has only a log
 _RUN_FILES = (LOG_FILE, EVENTS_FILE, METRICS_FILE, SUMMARY_FILE)
 
@@ -43,13 +53,15 @@ def report(
     """
     del composed
     folders = find_runs([runs] if isinstance(runs, str) else runs)
-    page = claim_output(_page_path(path, folders), "mode.path", is_file=True)
-    try:
-        write(folders, page, sort=sort, dashboard=dashboard)
-    except LookupError as error:
-        if type(error) is not LookupError:  # a KeyError or IndexError is a bug
-            raise
-        raise ConfigError(f"mode.sort={sort}", str(error), "mode.sort=<one of these>") from error
+    page = claim_output(_page_path(path, folders), "mode.path", is_file=True, replaces=is_page)
+    parent = Path(commonpath([folder.resolve().parent for folder in folders]))
+    with reading(parent, f"mode.runs={runs}", "mode.runs=[<those whose files are whole>]"):
+        try:
+            write(folders, page, sort=sort, dashboard=dashboard)
+        except LookupError as error:
+            if type(error) is not LookupError:  # a KeyError or IndexError is that of a damaged file
+                raise
+            raise ConfigError(f"mode.sort={sort}", str(error), "mode.sort=<one of these>") from error
     LOGGER.info(f"{len(folders)} run{'' if len(folders) == 1 else 's'} compared by {sort}")
     LOGGER.info(str(page))
     return 0
@@ -72,8 +84,8 @@ def find_runs(patterns: Sequence[str]) -> list[Path]:
 
 def _expand(pattern: str) -> list[Path]:
     """Return the run folders that match one path or glob."""
-    expanded = str(Path(pattern).expanduser())
-    matches = [Path(expanded)] if Path(expanded).exists() else list(map(Path, glob.glob(expanded)))
+    expanded = os.path.expanduser(pattern)  # unlike Path's, it accepts a user that does not exist
+    matches = [Path(expanded)] if os.path.exists(expanded) else list(map(Path, glob.glob(expanded)))
     fix = "mode.runs=[<run folders, globs or a sweep's folder>]"
     if not matches:
         raise ConfigError(f"mode.runs=[{pattern}]", "there is no such folder", fix)
@@ -87,23 +99,32 @@ def _runs_below(folder: Path, *, depth: int) -> list[Path]:
     """Return the folder itself if it is a run, else the runs in it: one level down in a sweep, two in `logs`."""
     if _is_run(folder):
         return [folder]
-    if depth == 0 or not folder.is_dir():
+    # os.path and os.access: unlike Path's methods, false where this user may not look
+    if depth == 0 or not os.path.isdir(folder) or not os.access(folder, os.R_OK | os.X_OK):
         return []
-    return [run for child in sorted(folder.iterdir()) for run in _runs_below(child, depth=depth - 1)]
+    try:
+        children = sorted(folder.iterdir())
+    except OSError:  # of a process that has just ended, in /proc
+        return []
+    return [run for child in children for run in _runs_below(child, depth=depth - 1)]
 
 
 def _is_run(folder: Path) -> bool:
     config = folder / CONFIG_FILE
     # a config with a defaults list, as in conf/, is not composed and belongs to no run
-    is_frozen = config.is_file() and "\ndefaults:" not in config.read_text(errors="replace", encoding="utf-8")
-    return is_frozen or any((folder / name).is_file() for name in _RUN_FILES)
+    is_frozen = (
+        os.path.isfile(config)
+        and os.access(config, os.R_OK)
+        and "\ndefaults:" not in config.read_text(errors="replace", encoding="utf-8")
+    )
+    return is_frozen or any(os.path.isfile(folder / name) for name in _RUN_FILES)
 
 
 def _page_path(path: str | None, folders: Sequence[Path]) -> Path:
     if path is not None:
-        given = Path(path).expanduser()
-        return given / PAGE if given.is_dir() else given
+        given = Path(os.path.expanduser(path))
+        return given / PAGE_FILE if given.is_dir() else given
     parent = Path(commonpath([folder.resolve().parent for folder in folders]))
     if _is_run(parent):
         raise ConfigError("mode.path=null", f"{parent} is a run with a page of its own", "mode.path=<a file>")
-    return parent / PAGE
+    return parent / PAGE_FILE

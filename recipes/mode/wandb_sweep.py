@@ -32,6 +32,9 @@ from recipes.sweep.wandb_sweep import (
 )
 
 PROGRAM = CONF.parent / "train.py"
+_HEADER = (
+    "# A W&B sweep, written by train.py mode=wandb_sweep. Start its agents in the folder where that command ran.\n"
+)
 
 
 def wandb_sweep(
@@ -70,7 +73,7 @@ def wandb_sweep(
         early_terminate=early_terminate,
         num_trials=num_trials,
     )
-    file = claim_output(path, "mode.path", is_file=True)
+    file = claim_output(path, "mode.path", is_file=True, replaces=lambda text: text.startswith(_HEADER))
     command = trial_command(fixed, flags=_flags(composed))
     content = _head(composed, fixed) | sweep_config(space, search, command)
     _write(content, file)
@@ -161,11 +164,8 @@ def _head(composed: Composed, fixed: list[str]) -> dict[str, Any]:
 
 
 def _write(content: dict[str, Any], path: Path) -> None:
-    header = (
-        "# A W&B sweep, written by train.py mode=wandb_sweep. Start its agents in the folder where that command ran.\n"
-    )
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000)
-    write_atomically(path, header + text)
+    write_atomically(path, _HEADER + text)
     shown = shlex.quote(str(path))
     LOGGER.info(f"A {content['method']} search over {', '.join(content['parameters'])} is in {path}")
     LOGGER.info(f"Create the sweep: wandb sweep {shown}")

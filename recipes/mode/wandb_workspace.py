@@ -1,23 +1,13 @@
 """Build a W&B workspace from plain lists of sections and panels with wandb-workspaces. No network access."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from recipes.config.check.dashboard import DEFAULTS, check_sections
 from recipes.errors import ConfigError
 
 STEP = "trainer/global_step"  # the x axis of every line plot
-KINDS = ("line", "bar", "parallel")
-_DEFAULTS: dict[str, Any] = {"kind": "line", "log_scale": False}
-_SECTION_KEYS = {"title": str, "panels": list}
-_PANEL_KEYS = {
-    "title": str,
-    "metrics": list,
-    "kind": str,
-    "log_scale": bool,
-    "picture": bool,  # used for curves.png only
-    "parameters": list,
-}
 
 
 def make_workspace(sections: Sequence[dict[str, Any]], *, entity: str, project: str, title: str) -> Any:
@@ -34,8 +24,10 @@ def make_workspace(sections: Sequence[dict[str, Any]], *, entity: str, project: 
     """
     import wandb_workspaces.workspaces as ws
 
+    check_sections("dashboard.sections", sections)
     for number, section in enumerate(sections):
-        _check_section(f"dashboard.sections[{number}]", section)
+        for index, panel in enumerate(section["panels"]):
+            _check_panel(f"dashboard.sections[{number}].panels[{index}]", panel)
     return ws.Workspace(
         entity=entity,
         project=project,
@@ -71,7 +63,7 @@ def names_pattern(metrics: Sequence[str]) -> str:
 def _make_panel(panel: dict[str, Any]) -> Any:
     import wandb_workspaces.reports.v2 as wr
 
-    panel = _DEFAULTS | panel
+    panel = DEFAULTS | panel
     title, metrics = panel["title"], panel["metrics"]
     if panel["kind"] == "bar":
         return wr.BarPlot(title=title, metrics=metrics)
@@ -91,27 +83,12 @@ def _make_panel(panel: dict[str, Any]) -> Any:
     )
 
 
-def _check_section(where: str, section: object) -> None:
-    _check_keys(where, section, _SECTION_KEYS, required=("title", "panels"))
-    assert isinstance(section, dict)
-    for number, panel in enumerate(section["panels"]):
-        _check_panel(f"{where}.panels[{number}]", panel)
-
-
-def _check_panel(where: str, panel: object) -> None:
-    _check_keys(where, panel, _PANEL_KEYS, required=("title", "metrics"))
-    assert isinstance(panel, dict)
-    for key in ("metrics", "parameters"):
-        names = panel[key] if key in panel else ["-"]
-        if not names or not all(isinstance(name, str) for name in names):
-            raise ConfigError(f"{where}.{key}={names}", "it needs a list of names", f"{key}: [<name>, …]")
-    kind = (_DEFAULTS | panel)["kind"]
-    if kind not in KINDS:
-        raise ConfigError(f"{where}.kind={kind}", f"the kinds are {', '.join(KINDS)}", "kind: <one of them>")
-    if (kind == "parallel") != ("parameters" in panel):
-        needs = "needs" if kind == "parallel" else "has no"
-        fix = "parameters: [<key of the config>, …]" if needs == "needs" else "kind: parallel"
-        raise ConfigError(f"{where}.kind={kind}", f"a {kind} panel {needs} parameters", fix)
+def _check_panel(where: str, panel: dict[str, Any]) -> None:
+    """Reject what the pages of this project show and a workspace of W&B cannot."""
+    kind = (DEFAULTS | panel)["kind"]
+    if kind == "parallel" and "parameters" not in panel:
+        fix = "parameters: [<key of the config>, …]"
+        raise ConfigError(f"{where}.kind={kind}", f"a {kind} panel needs parameters", fix)
     patterns = [name for name in panel["metrics"] if "*" in name]
     if kind != "line" and patterns:
         raise ConfigError(
@@ -119,17 +96,3 @@ def _check_panel(where: str, panel: object) -> None:
             f"a {kind} panel cannot use patterns",
             "metrics: [<full name>, …]",
         )
-
-
-def _check_keys(where: str, node: object, types: Mapping[str, type], *, required: tuple[str, ...]) -> None:
-    if not isinstance(node, dict):
-        raise ConfigError(f"{where}={node}", f"it needs {', '.join(types)}", f"{{{required[0]}: …, …}}")
-    for key, value in node.items():
-        if key not in types:
-            raise ConfigError(f"{where}.{key}={value}", f"there is no key {key!r}", f"one of {', '.join(types)}")
-        if not isinstance(value, types[key]):
-            expected = {str: "text", list: "a list", bool: "true or false"}[types[key]]
-            raise ConfigError(f"{where}.{key}={value}", f"it must be {expected}", f"{key}: <{expected}>")
-    for key in required:
-        if key not in node:
-            raise ConfigError(f"no {where}.{key}", f"it needs {' and '.join(required)}", f"{key}: …")

@@ -25,6 +25,7 @@ from recipes.prepare.chunk import Chunk, Facts, Filters, chunk_path, create_file
 from recipes.prepare.near_duplicates import Bools, Copies
 from recipes.prepare.report import EXACT, NEAR, count_copies, make_report, merge
 from recipes.prepare.survivors import Survivors, cut_shards
+from recipes.run_folder import read_json
 from recipes.runtime.lock import lock_run_folder
 
 LOGGER = logging.getLogger("lightning_recipes")
@@ -111,7 +112,7 @@ class Pipeline:
         report, state = self.output / REPORT, self._work / _STATE
         typed, fix = f"mode.output={self.output}", "mode.output=<another folder>"
         if report.is_file():
-            found: Facts = json.loads(report.read_text(encoding="utf-8"))
+            found: Facts = read_json(report, fix=fix)
             if found.get("input") != digest:
                 raise ConfigError(typed, "it contains documents from a different input or settings", fix)
             return found

@@ -66,7 +66,9 @@ def _git_state(folder: Path) -> dict[str, Any] | None:
     """Return the commit and whether the tree was dirty; None outside a repository or without git."""
     try:
         commit = _run(["git", "rev-parse", "HEAD"], folder)
-        return {"commit": commit, "dirty": bool(_run(["git", "status", "--porcelain"], folder))}
+        # without the lock of the user's index, which a run that is killed meanwhile would leave there
+        status = _run(["git", "--no-optional-locks", "status", "--porcelain"], folder)
+        return {"commit": commit, "dirty": bool(status)}
     except (OSError, subprocess.CalledProcessError):
         return None
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from recipes.errors import ConfigError
 from recipes.files import probe
+from recipes.run_folder import HOLDS_LOCK, LOCK_FILE
 
 LOGGER = logging.getLogger("lightning_recipes")
-LOCK_FILE = ".lock"
 _WAIT_SECONDS = 10.0  # for the remaining processes of a run that has just been killed
 _ANNOUNCE_SECONDS = 3.0  # until it is logged that this process waits
 _POLL_SECONDS = 0.1
@@ -52,7 +52,7 @@ def lock_run_folder(folder: Path, *, setting: str = "hydra.run.dir") -> Iterator
         try:
             probe(folder)  # first: the lock of an earlier start is overwritten without taking space
             file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            file.write(f"{HOLDS_LOCK} {os.getpid()} on {socket.gethostname()}\n".encode())
         except OSError as error:
             raise _unwritable(folder, setting, error) from error
         yield

@@ -27,6 +27,8 @@ from recipes.config.compose import CONF, Composed
 from recipes.config.overrides import make_override, parse_or_quote, parse_override, quote
 from recipes.config.traits import select
 from recipes.errors import ConfigError
+from recipes.launcher.job import JOB_FILE
+from recipes.run_folder import PAGE_FILE, SWEEP_FILE, has_run, is_page, may_replace
 
 _GRID = "basic"  # Hydra's own sweeper
 _PLUGINS = "hydra_plugins"  # a package that exists only while Hydra runs
@@ -269,6 +271,8 @@ def _check_folder(typed: Sequence[str]) -> list[ConfigError]:
         return [ConfigError(setting or f"hydra.sweep.dir={folder}", f"{nearest} is a file", fix)]
     if not os.access(nearest, os.W_OK | os.X_OK):
         return [ConfigError(setting or f"hydra.sweep.dir={folder}", f"{nearest} cannot be written to", fix)]
+    if (owner := _find_other_owner(Path(folder))) is not None:
+        return [ConfigError(setting or f"hydra.sweep.dir={folder}", owner, "hydra.sweep.dir=<another folder>")]
     return []
 
 
@@ -277,6 +281,18 @@ def _never_ends(override: Override) -> bool:
     if not isinstance(sweep, RangeSweep):
         return False
     return sweep.step == 0 or not all(math.isfinite(number or 0) for number in (sweep.start, sweep.stop, sweep.step))
+
+
+def _find_other_owner(folder: Path) -> str | None:
+    """Return why a sweep would replace files of something else in a folder; None if it would not."""
+    if has_run(folder):
+        return "it is the folder of a run, whose report this sweep would replace"
+    if any(any(folder.glob(f"{below}/{JOB_FILE}")) for below in ("*", "*/*")):
+        return None  # an earlier sweep, which this one continues or adds jobs to
+    is_own = {PAGE_FILE: is_page, SWEEP_FILE: lambda text: text.startswith("job,state,exit_code,")}
+    is_own |= {"multirun.yaml": lambda text: text.startswith("hydra:")}
+    found = [name for name, is_own_text in is_own.items() if not may_replace(folder / name, is_own_text)]
+    return f"it holds {found[0]}, which is of no sweep, and which this one would replace" if found else None
 
 
 def _is_empty(override: Override, typed: Sequence[str]) -> bool:

@@ -12,10 +12,9 @@ from recipes.config.check.metrics import find_wrong_direction
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
 from recipes.launcher.job import Job, State
-from recipes.run_folder import METRICS_FILE, read_rows, read_summary
+from recipes.run_folder import METRICS_FILE, SWEEP_FILE, read_rows, read_summary
 from recipes.runtime.console import LOGGER
 
-SWEEP_FILE = "sweep.csv"
 Direction = Literal["minimize", "maximize"]
 _SUMMARY_NUMBERS = (
     "val_loss",

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from recipes.files import tolerating
 from recipes.launcher.job import Job, State
-from recipes.run_folder import CONFIG_FILE
+from recipes.run_folder import CONFIG_FILE, PAGE_FILE, SWEEP_FILE
 from recipes.runtime.console import LOGGER
 from recipes.sweep.command_line import resume_command, train_command
 from recipes.sweep.leaderboard import (
-    SWEEP_FILE,
     rank_jobs,
     read_objective,
     swept_overrides,
@@ -20,7 +19,6 @@ from recipes.sweep.leaderboard import (
 from recipes.sweep.live_table import format_seconds
 from recipes.sweep.settings import Settings
 
-PAGE = "report.html"
 _PAGE_SECONDS = 60.0  # at least, between two pages: one takes 3 s for 300 runs and blocks the pool
 _TAIL_LINES = 6
 _SRUN_PREFIXES = ("srun: ", "slurmstepd: ")  # these lines only say that the ranks have ended
@@ -117,12 +115,12 @@ class Report:
         # the page is sorted by the objective, so at least one run must have it
         if settings.compare is None or all(self._objective(job) is None for job in ended):
             return
-        path = self._folder / PAGE
+        path = self._folder / PAGE_FILE
         try:
             with tolerating(path):
                 settings.compare(folders, path, sort=settings.objective, dashboard=settings.dashboard)
         except Exception as error:  # logged: a page must not stop the jobs
-            self._log_error_once(f"Cannot write {PAGE}: {type(error).__name__}: {error}")
+            self._log_error_once(f"Cannot write {PAGE_FILE}: {type(error).__name__}: {error}")
 
     def _objective(self, job: Job) -> float | None:
         return read_objective(job.folder, self._settings.objective)

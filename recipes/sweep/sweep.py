@@ -12,6 +12,7 @@ from recipes.config.search_path import select_search_path
 from recipes.errors import ConfigError
 from recipes.launcher import Launcher
 from recipes.launcher.job import JOB_FILE, Job, State, read_job
+from recipes.run_folder import has_run
 from recipes.runtime.console import LOGGER
 from recipes.runtime.exit_codes import ExitCode
 from recipes.sweep.command_line import job_overrides, resume_command
@@ -89,8 +90,7 @@ class Sweep:
         overrides = [*self._search_path, *job_overrides(overrides)]
         job = self._ledger.claim(overrides)
         if job is None:
-            number = self._ledger.free_number(number)
-            name = get_folder_name(number)
+            number, name = self._find_free(number, get_folder_name)
             _check_folder_name(name)
             job = Job(number=number, folder=self.folder / name, overrides=overrides)
             if owners := [other for other in self.jobs if other.folder == job.folder]:
@@ -100,9 +100,25 @@ class Sweep:
                     "no hydra.sweep.subdir, or one with ${hydra.job.num} in it",
                 )
                 return job, [shared_folder]
+            if has_run(job.folder):
+                of_other = ConfigError(
+                    f"hydra.sweep.dir={self.folder}",
+                    f"{job.folder} is of a run that no job of this sweep started: the job would continue it",
+                    "hydra.sweep.dir=<another folder>",
+                )
+                return job, [of_other]
             self._ledger.add(job)
         self._requested.append(job)
         return job, self._compose(job) if self.should_start(job) else []
+
+    def _find_free(self, wanted: int, get_folder_name: Callable[[int], str]) -> tuple[int, str]:
+        """Return a number that no job has, and the name of its folder, where possible one that is of no other run."""
+        number = self._ledger.free_number(wanted)
+        while has_run(self.folder / get_folder_name(number)):
+            if get_folder_name(number) == get_folder_name(number + 1):
+                break  # named by something else than the number
+            number = self._ledger.free_number(number + 1)
+        return number, get_folder_name(number)
 
     def claim(self, overrides: Sequence[str]) -> None:
         """Mark the job of an earlier command as used, so that `prepare` does not return it."""

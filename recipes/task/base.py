@@ -106,6 +106,10 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         added = regularizer_sum(self._without_padding(logits), batch["targets"], **self._regularizer)
         return loss_sum + added, loss_sum
 
+    def recipes_generate_text(self, *prompt: Any, **options: Any) -> str | None:
+        """Return None: a task generates no text unless it says so, and the sampling callback need not warn of that."""
+        return None
+
     @abstractmethod
     def recipes_sample_losses(self, batch: Batch) -> Tensor:
         """Return the mean loss of each sample over its targets, [B] float32."""

@@ -2,9 +2,10 @@
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as lightning
@@ -25,7 +26,14 @@ from recipes.numerics.collectives import gather_objects
 from recipes.numerics.ema import NAME as AVERAGE
 from recipes.numerics.nf4 import list_nf4
 from recipes.optimizer.param_groups import drop_unused_groups
-from recipes.task.resumed import check_base, check_model, check_optimizer, recount_micro_batches
+from recipes.task.resumed import (
+    check_base,
+    check_keys,
+    check_model,
+    check_optimizer,
+    check_settings,
+    recount_micro_batches,
+)
 
 _RATES = ("lr", "initial_lr")
 
@@ -45,9 +53,13 @@ class Resumable(lightning.LightningModule):
         num_samples: Samples consumed so far over all ranks; a host integer.
         num_tokens: Tokens consumed so far over all ranks; a host integer.
         awaits_checkpoint: Whether weights will be loaded from a checkpoint, so that initialization is skipped.
+        model_settings: Settings of the model that change what its weights compute, for the checkpoint.
+        fix_of_another_model: What to type if the checkpoint is of another model.
     """
 
     awaits_checkpoint = False
+    model_settings: Mapping[str, Any] = MappingProxyType({})
+    fix_of_another_model = "resume=<a run of this model>"
 
     def __init__(self, *, seed: int, clipping: Clipping, keeps_average: bool) -> None:
         super().__init__()
@@ -170,6 +182,7 @@ class Resumable(lightning.LightningModule):
         checkpoint["every_parameter"] = self._every_parameter
         checkpoint["group_values"] = self._get_group_values()
         checkpoint["base"] = self._base_of_adapter
+        checkpoint["model_settings"] = dict(self.model_settings)
         frozen = self.frozen_names()
         for name in frozen:
             checkpoint["state_dict"].pop(name, None)  # this rank's shards
@@ -179,12 +192,14 @@ class Resumable(lightning.LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        check_keys(checkpoint, getattr(self.trainer, "datamodule", None))
         tensors = self.state_dict(keep_vars=True)
         frozen = self.frozen_names()
         shapes = {name: unsharded_shape(tensor) for name, tensor in tensors.items() if name not in frozen}
         if self.whole_model is not None:  # includes the layers of other pipeline ranks
             shapes = {f"model.{name}": tensor.shape for name, tensor in self.whole_model.state_dict().items()}
-        check_model(shapes, checkpoint["state_dict"])
+        check_settings(self.model_settings, checkpoint.get("model_settings", {}), fix=self.fix_of_another_model)
+        check_model(shapes, checkpoint["state_dict"], fix=self.fix_of_another_model)
         check_base(self._base_of_adapter, checkpoint["base"])
         self.awaits_checkpoint = False
         self.num_samples = checkpoint["consumed"]["samples"]

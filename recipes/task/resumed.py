@@ -8,9 +8,55 @@ import torch
 from recipes.checkpoint.saved_tensor import SavedTensor
 from recipes.errors import ConfigError
 
+_NEEDED = ("loops", "consumed", "strategy", "mesh", "loggers", "optimizer", "clipping", "base")
 
-def check_model(own: Mapping[str, torch.Size], saved: Mapping[str, SavedTensor]) -> None:
+
+def check_keys(checkpoint: Mapping[str, Any], data: object) -> None:
+    """Check that a checkpoint has what a run goes on from: without some of it Lightning would begin again, silently.
+
+    Args:
+        checkpoint: Lightning checkpoint.
+        data: Data module that goes on from it; None if nothing is trained.
+
+    Raises:
+        ValueError: Something is missing.
+    """
+    goes_on = () if data is None else ("callbacks", "lr_schedulers", type(data).__qualname__)
+    missing = [key for key in (*_NEEDED, *goes_on) if key not in checkpoint]
+    if missing:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    if goes_on and len(checkpoint["lr_schedulers"]) != 1:
+        raise ValueError(
+            f"it has the state of {len(checkpoint['lr_schedulers'])} schedules of the learning rate, not 1"
+        )
+
+
+def check_settings(own: Mapping[str, Any], saved: Mapping[str, Any], *, fix: str) -> None:
+    """Check that the model has the settings that its weights were trained with: some change no shape.
+
+    The config check compares what is typed with the run's config.yaml, and this what that file says.
+
+    Args:
+        own: Settings of this run's model.
+        saved: Those in the checkpoint; empty if an earlier version wrote it.
+        fix: What to type if one differs.
+
+    Raises:
+        ConfigError: A setting differs.
+    """
+    for key, value in saved.items():
+        if key in own and own[key] != value:
+            reason = f"the weights of the checkpoint were trained with model.{key}={value}"
+            raise ConfigError(f"resume=… with model.{key}={own[key]}", reason, fix)
+
+
+def check_model(own: Mapping[str, torch.Size], saved: Mapping[str, SavedTensor], *, fix: str) -> None:
     """Check that the names and shapes of a model's tensors match the checkpoint.
+
+    Args:
+        own: Shapes by name.
+        saved: Tensors of the checkpoint by name.
+        fix: What to type if they do not.
 
     Raises:
         ConfigError: A tensor is missing, unknown, or has a different shape.
@@ -20,10 +66,10 @@ def check_model(own: Mapping[str, torch.Size], saved: Mapping[str, SavedTensor])
     for name in own_shapes | saved_shapes:
         if own_shapes.get(name) != saved_shapes.get(name):
             raise ConfigError(
-                "resume=… model.…",
+                "resume=…",
                 f"the checkpoint is of another model: {name} is {_show(saved_shapes.get(name))} there"
                 f" and {_show(own_shapes.get(name))} here",
-                "resume=… without settings of the model",
+                fix,
             )
 
 

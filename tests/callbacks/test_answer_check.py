@@ -86,11 +86,31 @@ def test_a_function_of_ones_own_scores_what_the_pattern_finds() -> None:
 
 
 @pytest.mark.parametrize("answers", [None, []])
-def test_a_module_without_questions_is_left_alone(answers: Any, plain_module, make_trainer, tmp_path) -> None:
+def test_a_module_without_questions_is_left_alone(answers: Any, plain_module, make_trainer, tmp_path, caplog) -> None:
     trainer = fit(make_trainer, make_student(plain_module, answers), AnswerCheck())
     assert "val/exact_match" not in trainer.callback_metrics
+    assert "AnswerCheck is off" not in caplog.text
     fit(make_trainer, plain_module(), AnswerCheck())
     assert not (tmp_path / "run" / "answers.jsonl").exists()
+    assert caplog.text.count("pass it questions and answer_fn") == 1
+
+
+def test_a_function_answers_for_a_module_of_any_kind(plain_module, make_trainer, tmp_path) -> None:
+    states: list[Any] = []
+
+    def answer(module: Any, question: str) -> str:
+        states.append((module.training, torch.is_grad_enabled()))
+        return str(eval(question.removesuffix("=")) // 3 * 3)
+
+    check = AnswerCheck(num_questions=2, questions=[(asked, right) for asked, right, _ in ANSWERS], answer_fn=answer)
+    trainer = fit(make_trainer, plain_module(), check)
+    assert float(trainer.callback_metrics["val/exact_match"]) == 0.5
+    assert states == [(False, False)] * 4
+    rows = [json.loads(line) for line in (tmp_path / "run" / "answers.jsonl").open()]
+    assert [(row["question"], row["expected"], row["given"]) for row in rows[2:]] == [
+        ("1+1=", "2", "0"),
+        ("3+3=", "6", "6"),
+    ]
 
 
 def test_answering_draws_no_random_number_of_the_training(plain_module, make_trainer) -> None:
@@ -108,6 +128,8 @@ def test_answering_draws_no_random_number_of_the_training(plain_module, make_tra
     [
         ({"num_questions": 0}, "num_questions is 0"),
         ({"num_tokens": 0}, "num_tokens is 0"),
+        ({"questions": [("1+1=", "2")]}, "questions is set and answer_fn is not; .* set answer_fn too"),
+        ({"answer_fn": len}, "answer_fn is set and questions is not"),
         ({"pattern": "("}, "pattern is '\\('; it is not a valid regular expression"),
     ],
 )

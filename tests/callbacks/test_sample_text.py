@@ -84,10 +84,26 @@ def test_sampling_restores_random_states_and_modes(plain_module, make_trainer) -
 
 
 @pytest.mark.parametrize("silent", ["no method", "None"])
-def test_a_model_without_text_writes_no_samples(plain_module, make_trainer, tmp_path, silent) -> None:
+def test_a_model_without_text_writes_no_samples(plain_module, make_trainer, tmp_path, caplog, silent) -> None:
     module = plain_module() if silent == "no method" else make_writer(plain_module, text=None)
     make_trainer(callbacks=[make_sampler(every_n_steps=2)]).fit(module)
     assert not (tmp_path / "run" / "samples.jsonl").exists()
+    assert caplog.text.count("pass generate_fn to SampleText") == (silent == "no method")
+
+
+def test_a_function_generates_for_a_module_of_any_kind(plain_module, make_trainer, tmp_path) -> None:
+    calls: list[Any] = []
+
+    def generate(module: Any, prompt: str, num_tokens: int, **options: Any) -> str:
+        calls.append((module, num_tokens, options, module.training, torch.is_grad_enabled()))
+        return f"{torch.rand(()).item():.4f}"
+
+    module = plain_module()
+    make_trainer(callbacks=[make_sampler(generate_fn=generate, every_n_steps=4)]).fit(module)
+    options = {"temperature": 0.5, "top_k": 4, "top_p": None, "seed": 0}
+    assert calls == [(module, 3, options, False, False)] * 4
+    torch.manual_seed(0)
+    assert {line["text"] for line in read_samples(tmp_path)} == {f"{torch.rand(()).item():.4f}"}
 
 
 def test_a_run_without_a_folder_still_logs_its_sample(

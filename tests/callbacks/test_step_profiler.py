@@ -4,12 +4,13 @@ import gzip
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
-from support import TINY, run_train, write_texts
 from timed import FETCH, monitor_at, timed
 
 from callbacks.step_profiler import StepProfiler
@@ -70,7 +71,9 @@ def test_a_run_that_fails_while_it_is_traced_still_writes_the_trace(plain_module
     assert json.loads((tmp_path / "run/profile/operators.json").read_text())
 
 
-def test_tracing_writes_nothing_of_its_own_to_the_terminal(tmp_path) -> None:
+def test_tracing_writes_nothing_of_its_own_to_the_terminal_of_a_recipe(tmp_path) -> None:
+    from support import TINY, run_train, write_texts  # with the recipes, without which the other tests run
+
     overrides = ["trainer.max_steps=3", "profile=1", "callbacks.step_profiler.after=1"]
     done = run_train(
         [*TINY, *overrides, f"data.path={write_texts(tmp_path / 'texts')}", "hydra.run.dir=run"],
@@ -98,10 +101,14 @@ def test_tracing_zero_steps_is_an_error() -> None:
         StepProfiler(steps=0)
 
 
-def test_nothing_is_traced_while_lightnings_profiler_traces(plain_module, make_trainer, tmp_path, caplog) -> None:
-    profiler = PyTorchProfiler(dirpath=tmp_path, filename="trace")
-    make_trainer(callbacks=[StepProfiler(steps=1, after=1)], profiler=profiler).fit(plain_module())
-    assert "PyTorchProfiler traces already" in caplog.text
+@pytest.mark.parametrize("whose", ["Lightning's", "one's own"])
+def test_nothing_is_traced_while_another_profiler_traces(
+    plain_module, make_trainer, tmp_path, caplog, whose: str
+) -> None:
+    profiler = PyTorchProfiler(dirpath=tmp_path, filename="trace") if whose == "Lightning's" else None
+    with nullcontext() if profiler else torch.profiler.profile():
+        make_trainer(callbacks=[StepProfiler(steps=1, after=1)], profiler=profiler).fit(plain_module())
+    assert "another torch profiler traces already" in caplog.text
     assert not (tmp_path / "run/profile").exists()
 
 

@@ -94,8 +94,13 @@ def has_best(measure: str) -> bool:
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether a value is a finite number; bools do not count."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Return whether a value is a finite number, which a float can hold; bools do not count."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return False
 
 
 def get_parameters(run: RunRecord) -> dict[str, Any]:

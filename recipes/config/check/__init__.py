@@ -8,6 +8,7 @@ from typing import Any
 from recipes.config.check.activation_checkpoint import check_activation_checkpoint
 from recipes.config.check.batch_size import check_batch_size, count_ranks
 from recipes.config.check.compatibility import check_compatibility, check_evaluator, check_kinds, check_unread
+from recipes.config.check.dashboard import PLACES, check_dashboards
 from recipes.config.check.data import check_data
 from recipes.config.check.devices import check_devices
 from recipes.config.check.loss_spike import check_loss_spike
@@ -70,13 +71,16 @@ def _check_all(
     found = [*structure, *check_settings(config), *check_nodes(config)]
     if not structure:  # the others read its sections
         found += [*check_data(config), *check_metrics(config)]
+    dashboards = [*check_dashboards(config)]
+    if dashboards:  # whose sections the others refer to
+        found = [mistake for mistake in found if _get_key(mistake) not in PLACES]
     mistakes = [*renamed, *drop_consequences(found, renamed)]
     mismatches = [] if structure else [*check_kinds(config, choices, overrides)]
     if mismatches:
         # data of the wrong kind has no tokenizer or sequence length, metrics no classes: consequences, not mistakes
         consequences = ("data.", "tokenizer.", "metrics.", "no metrics.")
         mistakes = [m for m in mistakes if not m.setting.startswith(consequences)]
-    mistakes = locate_mistakes(_trace_all(mistakes, references, config), overrides)
+    mistakes = [*locate_mistakes(_trace_all(mistakes, references, config), overrides), *dashboards]
     if structure or mismatches:
         return [*mistakes, *mismatches]  # the checks below read these sections
     scaling = [*check_lr_scaling(config, choices, overrides)]

@@ -32,7 +32,7 @@ from recipes.config.check.types import takes_any_key
 from recipes.config.compose import MODE_OF_SWEEPS, Composed, compose_run, quote_options
 from recipes.config.instantiate import PARTIAL
 from recipes.config.overrides import parse_or_quote
-from recipes.config.resume import find_deepest, read_resumed_run, select_inherited
+from recipes.config.resume import compose_recorded, find_deepest, read_resumed_run, select_inherited
 from recipes.config.search_path import select_search_path
 from recipes.config.signature import TargetNotFoundError, read_signature
 from recipes.config.traits import is_place_of_data
@@ -180,6 +180,7 @@ def _inherit_options(values: Sequence[str], options: Sequence[str], folder: Path
     resumed = read_resumed_run(values)
     if resumed is None:
         return []
+    compose_recorded(resumed, folder, name)  # whose errors are not of what is typed now
     inherited, _ = select_inherited(resumed, options, folder, name)
     return select_options(inherited, folder, name)
 

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from recipes.config.cached_compose import compose_overrides
 from recipes.config.compose import CONF, register_resolvers
 from recipes.config.overrides import for_shell, to_grammar
-from recipes.config.trust import SEARCH_PATH, find_trusted_folders, parse_values
+from recipes.config.trust import SEARCH_PATH, find_trusted_folders, parse_values, restrict_variables
 from recipes.errors import ConfigError
 
 _MISSING = object()
@@ -45,7 +45,7 @@ def check_config_folder(folder: Path, name: str, typed: Sequence[str]) -> list[C
         return [ConfigError(f"{SEARCH_PATH}=…", f"{folder} sets it, which only conf/ and the command line may", trust)]
     overrides = [str(override.input_line) for override in parse_values(typed)]
     of_hydra = [text for text in overrides if text.lstrip("+").startswith("hydra")]
-    register_resolvers()
+    register_resolvers(restrict_variables(typed))  # composing resolves the defaults list, and an error would show it
     try:
         node = compose_overrides(overrides, folder, name)
         own = compose_overrides(of_hydra, CONF, "config")

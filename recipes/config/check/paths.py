@@ -13,11 +13,21 @@ from recipes.errors import ConfigError
 from recipes.run_folder import (
     CHECKPOINTS,
     EVENTS_FILE,
+    EXPORT_FOLDER,
     METRICS_FILE,
+    RUN_FOLDERS,
+    SAMPLES_FILE,
+    SPIKES_FOLDER,
+    TOKENIZER_FOLDER,
     check_metrics,
+    find_foreign,
+    find_links_out,
     find_run_folder,
+    find_wrong_kind,
     has_checkpoint,
-    read_json_lines,
+    has_run,
+    read_events,
+    read_samples,
 )
 
 _PROTOCOL = "://"  # of a data set or a bucket, which only its own library finds
@@ -38,6 +48,8 @@ def check_paths(
     for section, node in list_data(config):
         yield from _check_data_path(section, node)
     yield from _check_resume(config, overrides)
+    if trains(config) and has_run(run_folder):
+        yield from _check_run_files(run_folder)
     yield from check_run_folder(config, run_folder, continues=continues)
 
 
@@ -75,41 +87,64 @@ def _check_resume(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterat
             "it contains no valid checkpoint",
             "resume=<a run that saved one>",
         )
-    elif (run := find_run_folder(folder)) is not None and trains(config):
-        yield from _check_run_files(run)
 
 
 def _check_run_files(run: Path) -> Iterator[ConfigError]:
-    """Check the files that a resumed run appends to, before it replaces any others."""
+    """Check the files that a run continues, of an earlier start in its folder, before it replaces any others."""
     try:
         check_metrics(run / METRICS_FILE)
-        read_json_lines(run / EVENTS_FILE)
+        read_events(run / EVENTS_FILE)
+        read_samples(run / SAMPLES_FILE)
     except ConfigError as mistake:
         yield mistake
 
 
-def _check_links(run_folder: Path) -> Iterator[ConfigError]:
-    """Reject a link in place of a file that the run writes: in a downloaded folder it could point to any file.
+def _check_links(config: Mapping[str, Any], run_folder: Path) -> Iterator[ConfigError]:
+    """Reject links through which this mode would write, or from which it would copy.
 
-    A link to a folder is allowed: checkpoints may be on another disk.
+    In a downloaded folder a link may point to anything of this user's. A link in place of the run's checkpoints is
+    allowed, as they may be on another disk, unless it leads to those of another run.
     """
     try:
         entries = sorted(run_folder.iterdir())
     except OSError:  # not there yet; or whoever locks it reports why it cannot be used
         return
-    for path in entries:
-        if path.is_symlink() and not path.is_dir():
-            yield ConfigError(
-                f"hydra.run.dir={run_folder}",
-                f"{path.name} is a link to {os.readlink(path)}, where this run would write",
-                f"rm {path}, or hydra.run.dir=<another folder>",
-            )
+    mode = config["mode"]["_target_"].rpartition(".")[2]
+    written = {"replay": (SPIKES_FOLDER,), "export": () if config["mode"].get("path") else (EXPORT_FOLDER,)}
+    folders = RUN_FOLDERS if trains(config) else (TOKENIZER_FOLDER, *written.get(mode, ()))
+    links = [path for path in entries if path.is_symlink() and not path.is_dir()]
+    links += find_links_out(run_folder, folders)
+    saved = run_folder / CHECKPOINTS
+    if saved.is_symlink() and trains(config) and has_run(saved.resolve().parent):
+        links += [] if saved.resolve().parent == run_folder.resolve() else [saved]
+    for path in links:
+        inside = path.relative_to(run_folder)
+        use = "would copy from it" if inside.parts[0] == TOKENIZER_FOLDER else "would write"
+        yield ConfigError(
+            f"hydra.run.dir={run_folder}",
+            f"{inside} is a link to {os.readlink(path)}, where this run {use}",
+            f"rm {path}, or hydra.run.dir=<another folder>",
+        )
 
 
 def _is_repeatable(overrides: Sequence[str]) -> bool:
     """Return whether the same command gets the same run folder again: typed, or keyed by a cluster job."""
     typed = any(override.startswith("hydra.run.dir=") for override in overrides)
     return typed or cluster_job_name() is not None
+
+
+def _check_files(config: Mapping[str, Any], run_folder: Path) -> Iterator[ConfigError]:
+    """Reject a folder in which a run would replace what is not a run's, such as a project's own config.yaml."""
+    if not trains(config):
+        return
+    fix = "hydra.run.dir=<another folder>"
+    if (foreign := find_foreign(run_folder)) is not None:
+        reason = f"it holds {foreign.name}, which is of no run, and which this run would replace"
+        yield ConfigError(f"hydra.run.dir={run_folder}", reason, fix)
+    elif (path := find_wrong_kind(run_folder)) is not None:
+        kinds = "a folder, and this run writes a file" if path.is_dir() else "a file, and this run makes a folder"
+        reason = f"{path.name} in it is {kinds} of that name"
+        yield ConfigError(f"hydra.run.dir={run_folder}", reason, f"mv {path} <another name>, or {fix}")
 
 
 def check_run_folder(config: Mapping[str, Any], run_folder: Path, *, continues: bool = False) -> Iterator[ConfigError]:
@@ -122,7 +157,9 @@ def check_run_folder(config: Mapping[str, Any], run_folder: Path, *, continues: 
     """
     if str(run_folder).startswith("~"):
         yield ConfigError(f"hydra.run.dir={run_folder}", "there is no such user", "hydra.run.dir=<a folder>")
-    yield from _check_links(run_folder)
+    if in_the_way := [*_check_links(config, run_folder)] or [*_check_files(config, run_folder)]:
+        yield from in_the_way
+        return
     resume = config["resume"]
     used = any(os.path.exists(run_folder / name) for name in (METRICS_FILE, CHECKPOINTS))
     if continues or not used or not trains(config) or resume == "auto":

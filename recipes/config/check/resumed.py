@@ -4,14 +4,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from recipes.config.check.types import to_setting
 from recipes.errors import ConfigError
-from recipes.run_folder import CONFIG_FILE, find_run_folder, has_checkpoint
+from recipes.run_folder import CONFIG_FILE, find_run_folder, has_checkpoint, read_config
 
 # model settings that change the function its weights compute, several of them without changing any shape
-_OF_WEIGHTS = (
+OF_WEIGHTS = (
     "num_heads",
     "num_kv_heads",
     "num_layers",
@@ -29,7 +27,6 @@ _OF_WEIGHTS = (
     "in_channels",
     "small_images",
 )
-_READER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def check_resumed(config: Mapping[str, Any], run_folder: Path) -> Iterator[ConfigError]:
@@ -51,7 +48,7 @@ def check_resumed(config: Mapping[str, Any], run_folder: Path) -> Iterator[Confi
             "nothing for model=, or resume=null to train another model",
         )
         return
-    for key in _OF_WEIGHTS:
+    for key in OF_WEIGHTS:
         if before.get(key) != now.get(key):
             yield ConfigError(
                 f"resume={config['resume']} model.{key}={to_setting(now.get(key))}",
@@ -77,10 +74,10 @@ def _read_trained(resume: object, run_folder: Path) -> dict[str, Any] | None:
     if run is None or not (run / CONFIG_FILE).is_file():
         return None
     try:
-        frozen = yaml.load((run / CONFIG_FILE).read_text(encoding="utf-8"), Loader=_READER)
-    except (OSError, ValueError, yaml.YAMLError):
+        frozen = read_config(run)
+    except ConfigError:
         return None  # reported where the run is composed from it; `auto` composes from the command line alone
-    if not isinstance(frozen, dict) or not isinstance(frozen.get("model"), dict):
+    if not isinstance(frozen.get("model"), dict):
         return None
     return {"model": frozen["model"], "tokenizer": frozen.get("tokenizer")}
 

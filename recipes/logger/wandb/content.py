@@ -61,7 +61,7 @@ def get_logged_config(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
 def get_code_diff() -> str:
     """Return the uncommitted changes of the code; empty outside a repository or without git."""
     try:
-        done = subprocess.run(["git", "diff", "HEAD"], cwd=CODE, check=True, capture_output=True)
+        done = subprocess.run(["git", "--no-optional-locks", "diff", "HEAD"], cwd=CODE, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         return ""
     return done.stdout.decode(errors="replace")
@@ -75,7 +75,7 @@ def events_table(folder: Path) -> Any:
         lambda line: [
             line["step"],
             line["event"],
-            line["time"],
+            line.get("time"),
             json.dumps({k: v for k, v in line.items() if k not in ("step", "event", "time")}),
         ],
     )

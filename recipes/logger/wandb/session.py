@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from recipes.errors import ConfigError
 from recipes.files import tolerating, write_atomically
-from recipes.run_folder import METRICS_FILE, read_rows
+from recipes.run_folder import METRICS_FILE, read_json, read_rows
 
 LOGGER = logging.getLogger("lightning_recipes")
 ID_FILE = "wandb_run.json"
@@ -123,7 +124,10 @@ class SentRows:
         self._folder = folder
         self._resumed_at = resumed_at
         path = folder / ID_FILE
-        record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        fix = f"rm {path}, and the rows since the checkpoint are sent again"
+        record = read_json(path, fix=fix) if path.is_file() else {}
+        if type(record.get("step", 0)) is not int or not isinstance(record.get("id", ""), str):
+            raise ConfigError(str(path), "its id is not a text, or its step not a whole number", fix)
         # an id in the environment (set by a W&B sweep) takes precedence over the folder's
         kept_id = record.get("id") or saved_id
         self.run_id: str = os.environ.get("WANDB_RUN_ID") or kept_id or secrets.token_hex(4)

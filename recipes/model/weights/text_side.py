@@ -31,7 +31,9 @@ from recipes.tokenizer import (
 log = logging.getLogger("lightning_recipes")
 
 _NOT_COPIED = {MODEL_FILE, GENERATION_FILE, TOKENIZER_FILE, SETTINGS_FILE, TEMPLATE_FILE}  # written here
+EXPORT_RECORD = "export.json"  # of which run an export is
 _NOT_COPIED |= {"chat_template.json", "adapter_config.json", "trainer_state.json", "all_results.json", "tekken.json"}
+_NOT_COPIED |= {EXPORT_RECORD}
 _MODULE = "tokenization_export"
 # all that readers of an export look for: what one export lacks, it must not have from an earlier one, of whatever kind
 EXPORT_FILES: tuple[str, ...] = (MODEL_FILE, *WEIGHT_FILES, GENERATION_FILE, TOKENIZER_FILE, SETTINGS_FILE)
@@ -159,14 +161,25 @@ def _without_code(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _copy_further_files(source: Path, folder: Path) -> None:
     """Copy the files that go with a published model and that nothing here writes."""
+    for path in list_further_files(source):
+        shutil.copyfile(path, folder / path.name)
+        if path.name.endswith("_config.json") and any(name in path.read_text("utf-8") for name in CODE_SETTINGS):
+            _write(folder / path.name, _without_code(_read(path)))
+
+
+def list_further_files(source: Path | None) -> list[Path]:
+    """Return the files that go with a published model and that nothing here writes; none without a model."""
+    if source is None:
+        return []
+    found = []
     for path in sorted({path for pattern in SMALL_FILES for path in source.glob(pattern)}):
-        if path.is_file() and path.name not in _NOT_COPIED and not path.name.endswith(".index.json"):
-            if not _is_inside(path, source):
-                log.warning("%s is a link to a file outside of its folder: it is not exported", path)
-                continue
-            shutil.copyfile(path, folder / path.name)
-            if path.name.endswith("_config.json") and any(name in path.read_text("utf-8") for name in CODE_SETTINGS):
-                _write(folder / path.name, _without_code(_read(path)))
+        if not path.is_file() or path.name in _NOT_COPIED or path.name.endswith(".index.json"):
+            continue
+        if _is_inside(path, source):
+            found.append(path)
+        else:
+            log.warning("%s is a link to a file outside of its folder: it is not exported", path)
+    return found
 
 
 def _is_inside(path: Path, source: Path) -> bool:

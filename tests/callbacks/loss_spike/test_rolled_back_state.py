@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -132,8 +133,9 @@ def test_an_optimizer_whose_state_has_its_own_structure_is_restored(make_optimiz
     assert step > 0
 
 
+@pytest.mark.skipif(not hasattr(lightning_callbacks, "EMAWeightAveraging"), reason="from Lightning 2.6 on")
 def test_lightnings_weight_averaging_is_restored(rolled_back: Any) -> None:
-    average = EMAWeightAveraging(decay=0.9)
+    average = lightning_callbacks.EMAWeightAveraging(decay=0.9)
     records = Records(lambda trainer, module: average._average_model.module.layer.weight.detach().clone())
     rolled_back(average, records)
     assert all(float(value.abs().max()) < 5 for values in records.seen.values() for value in values[-1:])

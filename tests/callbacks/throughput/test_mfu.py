@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.plugins import HalfPrecision
-from support import ROOT
 from timed import monitor_at, timed
 from torch import nn
 
@@ -19,6 +18,7 @@ from callbacks.throughput.mfu import FlopMeter, get_kind, measure_peak_tflops
 from callbacks.throughput.stopwatch import Snapshot
 
 TERA = 1e12
+ROOT = Path(__file__).parents[3]
 
 
 class Figures:
@@ -133,6 +133,8 @@ TF32 = {
 
 @pytest.mark.parametrize("how", TF32)
 def test_float32_products_in_tf32_are_shown_against_its_peak(how: str, tmp_path: Path) -> None:
+    if how == "by the new setting" and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("from torch 2.9 on")
     # in a process of its own: torch allows only one of the two settings per process
     code = f"""
 import torch
@@ -149,12 +151,10 @@ print(get_kind(Trainer(accelerator="cpu", logger=False), LightningModule()))
     assert done.stdout.split() == ["fp32" if how == "by neither" else "tf32"], done.stderr
 
 
-def test_a_cpu_has_no_mfu_and_one_line(plain_module, make_trainer, tmp_path, clock, caplog) -> None:
+def test_a_cpu_has_no_mfu_and_no_line_about_it(plain_module, make_trainer, tmp_path, clock, caplog) -> None:
     with caplog.at_level("INFO", logger="lightning_recipes"):
         make_trainer(callbacks=[monitor_at(clock)]).fit(timed_with_flops(plain_module, clock))
-    lines = [r.getMessage() for r in caplog.records if "MFU" in r.getMessage()]
-    assert len(lines) == 1
-    assert "measure_peak=True" in lines[0]
+    assert not [r.getMessage() for r in caplog.records if "MFU" in r.getMessage()]
     assert "throughput/mfu" not in (tmp_path / "run" / "metrics.csv").read_text()
 
 

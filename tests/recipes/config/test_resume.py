@@ -1,6 +1,7 @@
 """What a resumed run keeps of its command line, and damaged files of its folder."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -44,15 +45,9 @@ def test_a_shell_leaves_the_home_folder_in_a_resume_to_this_project(
     assert composed.config["optimizer"]["lr"] == 7e-4
 
 
-@pytest.mark.parametrize("recorded", ["nope=3", "model=gpt9", "optimizer.lr.x=1", "callbacks=[nope]"])
-def test_a_recorded_override_that_cannot_be_composed_is_an_error_of_its_file(tmp_path: Path, recorded: str) -> None:
-    run = start(tmp_path / "run", "tokenizer=bytes")
-    (run / "environment.json").write_text(json.dumps({"overrides": ["tokenizer=bytes", recorded]}))
-    _, [mistake] = compose_and_check([f"resume={run}"])
-    assert mistake.setting == str(run / "environment.json")
-    assert mistake.fix == f"rm {run / 'environment.json'}, and the run resumes from its config.yaml alone"
-    (run / "environment.json").unlink()
-    assert compose_and_check([f"resume={run}"])[1] == []
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return start(tmp_path_factory.mktemp("started") / "run", "tokenizer=bytes")
 
 
 def test_an_override_of_a_replaced_option_is_dropped_and_every_other_one_stays(tmp_path: Path) -> None:
@@ -117,12 +112,26 @@ def test_text_that_looks_like_a_reference_survives_a_freeze(tmp_path: Path) -> N
         ("metrics.csv", b"step,train/loss\n1.0,2.0\n", "line 2 begins with '1.0', not a step"),
         ("events.jsonl", b'{"event": "start", "step": 0}\n{\n', "line 2 is not valid JSON"),
         ("events.jsonl", b"3\n", "line 1 holds a single value"),
+        ("config.yaml", b"a: " + b"[" * 3000 + b"]" * 3000, "it is not valid YAML"),
+        ("config.yaml", b"a: &a [*a]", "it expands to more than 100,000 values"),
+        ("config.yaml", b"model: {}", "it has no section data"),
+        ("environment.json", b'{"overrides": ["nope=3"]}', "the run was started with nope=3, which means nothing here"),
+        ("environment.json", b'{"overrides": ["model=nope"]}', "the run was started with model=nope, which means"),
+        ("environment.json", json.dumps({"overrides": ["seed=1"] * 2000}).encode(), "longer than any command line"),
+        ("environment.json", json.dumps({"overrides": ["x=" + "[" * 3000]}).encode(), "is not an override"),
+        ("metrics.csv", b"step,train/loss\n1,2,3\n", "line 2 has 3 cells, not 2"),
+        ("metrics.csv", b"step,train/loss\n1,2.0\n2,abc\n", "line 3 of it has a cell that is not numeric"),
+        ("metrics.csv", b"step,train/loss\n" + b"9" * 5000 + b",1\n", "not a step"),
+        ("events.jsonl", b'{"event": "start"}\n', "event 1 of it has no name, step and time"),
+        ("events.jsonl", b'{"event": "start", "step": "1"}\n', "event 1 of it has no name, step and time"),
+        ("samples.jsonl", b'{"step": 1, "prompt": "a"}\n', "sample 1 of it has no step, prompt and text"),
+        ("events.jsonl", b'{"a": ' + b"[" * 100_000 + b"\n", "line 1 is not valid JSON: RecursionError"),
     ],
 )
 def test_a_damaged_file_of_a_run_is_named_with_what_to_do(
-    file: str, content: bytes, reason: str, tmp_path: Path
+    file: str, content: bytes, reason: str, tmp_path: Path, started: Path
 ) -> None:
-    run = start(tmp_path / "run", "tokenizer=bytes")
+    run = shutil.copytree(started, tmp_path / "run")
     (run / file).write_bytes(content)
     _, mistakes = compose_and_check([f"resume={run}"])
     [mistake] = mistakes

@@ -16,10 +16,11 @@ import yaml
 from support import ROOT
 
 from recipes.config import compose_and_check
+from recipes.config.check.dashboard import KINDS, check_dashboards
 from recipes.config.compose import Composed
 from recipes.errors import ConfigError
 from recipes.mode.dashboard import dashboard
-from recipes.mode.wandb_workspace import KINDS, STEP, make_workspace, names_pattern
+from recipes.mode.wandb_workspace import STEP, make_workspace, names_pattern
 
 SPEC = yaml.safe_load((ROOT / "conf" / "dashboard" / "default.yaml").read_text())["sections"]
 PANELS = [panel for section in SPEC for panel in section["panels"]]
@@ -254,9 +255,23 @@ def test_a_workspace_that_wandb_rejects_is_an_error_with_its_message(server: typ
     ],
 )
 def test_an_invalid_panel_is_an_error_with_three_clauses(panel: Any, message: str) -> None:
+    sections = [{"title": "s", "panels": [panel]}]
     with pytest.raises(ConfigError) as caught:
-        make_workspace([{"title": "s", "panels": [panel]}], entity="", project="p", title="t")
+        make_workspace(sections, entity="", project="p", title="t")
     assert message in str(caught.value)
+    # a page is written at the end of a run: the check finds it before
+    config = {"dashboard": {"sections": sections}, "callbacks": {"report": {"dashboard": sections}}}
+    is_only_of_wandb = "needs parameters" in message or "patterns" in message
+    assert list(map(str, check_dashboards(config))) == ([] if is_only_of_wandb else [str(caught.value)])
+
+
+@pytest.mark.parametrize("sections", [[3], [None], "x", 3, {}, [{"title": "x"}], [{"title": "x", "panels": [{}]}]])
+def test_sections_of_another_form_are_found_where_they_are_typed(sections: Any) -> None:
+    default: list[Any] = []
+    config = {"dashboard": {"sections": default}, "mode": {"dashboard": sections}, "sweep": {"dashboard": default}}
+    [mistake] = check_dashboards(config)
+    assert mistake.setting.removeprefix("no ").startswith("mode.dashboard")
+    assert list(check_dashboards({"callbacks": {"report": {"dashboard": None}}})) == []
 
 
 def test_a_missing_package_is_an_error_with_the_command_that_installs_it(

@@ -36,6 +36,39 @@ def test_an_export_never_replaces_the_published_model_that_its_run_started_from(
     assert [*source.iterdir()] == []
 
 
+def test_an_export_replaces_an_earlier_one_of_its_run_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "export"
+    model = make_model(Kind("any llama", "lora"), publish_text(PLAIN, source), source)
+    (source / "secret.txt").symlink_to("/etc/hostname")
+    loaded = (SimpleNamespace(model=model), tmp_path / "step_0000002.ckpt")
+    monkeypatch.setattr("recipes.mode.export.load_task", lambda run, weights: loaded)
+    run = make_run(tmp_path / "run", source)
+
+    def export_into(folder: Path, run: Any = run) -> int:
+        return export(run, path=str(folder), weights="trained", adapter="separate")
+
+    for name in ("config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "export.json"):
+        foreign = tmp_path / f"with_{name}"
+        foreign.mkdir()
+        (foreign / name).write_text('{"run": "of another"}')
+        (foreign / "README.md").touch()
+        with pytest.raises(ConfigError, match=f"it holds {name}, which is not of an export of this run"):
+            export_into(foreign)
+        assert sorted(path.name for path in foreign.iterdir()) == ["README.md", name]
+    with pytest.raises(ConfigError, match="the checkpoints of the run are there"):
+        export_into(run.folder / "checkpoints" / "last")
+    assert [export_into(target), export_into(target)] == [0, 0]
+    assert "secret.txt" not in [path.name for path in target.iterdir()], "a link out of a downloaded folder"
+    assert str(tmp_path) not in (target / "export.json").read_text()
+    with pytest.raises(ConfigError, match="which is not of an export of this run"):
+        export_into(target, make_run(tmp_path / "another", source))
+    (target / "adapter_config.json").write_text("{}")  # somebody has put another adapter there
+    with pytest.raises(ConfigError, match="which is not of an export of this run"):
+        export_into(target)
+
+
 @pytest.mark.parametrize(("adapter", "num_lines"), [("lora", 0), ("qlora", 1)])
 def test_only_an_adapter_beside_nf4_is_said_to_depend_on_it(
     adapter: str, num_lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -78,6 +78,8 @@ class FakeTrainer:
         self.strategy = FakeStrategy()
         self.global_step = 0
         self._end = end
+        restores = {name: lambda: None for name in ("_restore_modules_and_callbacks", "restore_training_state")}
+        self._checkpoint_connector = SimpleNamespace(**restores)
 
     def fit(self, task: Any, **arguments: Any) -> None:
         assert arguments["weights_only"] is True

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from recipes.errors import ConfigError
-from recipes.runtime.lock import LOCK_FILE, lock_run_folder
+from recipes.run_folder import LOCK_FILE
+from recipes.runtime.lock import lock_run_folder
 
 
 def test_a_lock_that_is_a_folder_is_named(tmp_path: Path) -> None:

@@ -98,6 +98,38 @@ def test_a_job_stays_in_the_folder_of_its_sweep(name: str, tmp_path: Path) -> No
     assert (sweep.jobs, list(tmp_path.glob("**/job.json"))) == ([], [])
 
 
+def put_run(folder: Path) -> Path:
+    """Make what a single run that was started leaves in its folder."""
+    folder.mkdir()
+    (folder / "train.log").touch()
+    (folder / ".lock").write_text("process 1 on here\n")
+    return folder
+
+
+def test_a_new_job_does_not_continue_a_single_run_in_the_folder_of_the_sweep(tmp_path: Path) -> None:
+    sweep = make_sweep(tmp_path)
+    put_run(tmp_path / "0")
+    put_run(tmp_path / "2")
+    jobs = [sweep.prepare([f"seed={number}"], number, str)[0] for number in range(2)]
+    assert [(job.number, job.folder.name) for job in jobs] == [(1, "1"), (3, "3")]
+    put_run(tmp_path / "named")
+    _, [mistake] = sweep.prepare(["seed=5"], 5, lambda _: "named")
+    assert mistake.reason.startswith(f"{tmp_path / 'named'} is of a run that no job of this sweep started")
+
+
+@pytest.mark.parametrize("name", ["report.html", "sweep.csv", "multirun.yaml"])
+def test_a_sweep_replaces_no_file_of_others(name: str, tmp_path: Path) -> None:
+    where = {"config_folder": CONF, "config_name": "config"}
+    command = ["seed=1,2", f"hydra.sweep.dir={tmp_path}"]
+    (tmp_path / name).write_text("mine")
+    [mistake] = check_command(command, **where).mistakes
+    assert mistake.reason == f"it holds {name}, which is of no sweep, and which this one would replace"
+    Job(number=0, folder=tmp_path / "0", overrides=["seed=1"]).save()
+    assert check_command(command, **where).mistakes == [], "an earlier sweep's"
+    [mistake] = check_command(["seed=1,2", f"hydra.sweep.dir={put_run(tmp_path / 'run')}"], **where).mistakes
+    assert mistake.reason == "it is the folder of a run, whose report this sweep would replace"
+
+
 @pytest.mark.parametrize("direction", ["max", "min", "higher", "maximise", "1"])
 def test_a_direction_that_is_none_is_rejected_and_not_minimized(direction: str) -> None:
     _, mistakes = compose_and_check([f"sweep.direction={direction}"])

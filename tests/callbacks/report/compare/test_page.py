@@ -47,6 +47,33 @@ def make_page(folders: list[Path], path: Path, **arguments: Any) -> str:
     return path.read_text()
 
 
+LEVELS = "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10))
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.yaml", f"a0: &a0 [x]\n{LEVELS}"),  # billions of values
+        ("config.yaml", "a: &a [*a]\n"),
+        ("config.yaml", DEEP),
+        ("summary.json", DEEP),
+        (
+            "summary.json",
+            json.dumps({"val_loss": 10**400, "status": "\ud800", "evaluations": {"val": {"loss": 10**400}}}),
+        ),
+        ("events.jsonl", f"{DEEP}\n3\nnull\n"),
+        ("metrics.csv", "step,train/loss\ninf,1\nnan,2\n1e400,3\nx,4\n10,5\n"),
+    ],
+)
+def test_a_run_with_hostile_files_is_compared_with_the_others(file: str, content: str, tmp_path: Path) -> None:
+    good = write_run(tmp_path / "good", losses=[2.0, 1.5], config=make_config(0.1), val_loss=1.5)
+    hostile = write_run(tmp_path / "hostile", losses=[2.5], config=make_config(0.2), val_loss=2.5)
+    (hostile / file).write_text(content)
+    page = make_page([hostile, good], tmp_path / "report.html")
+    assert [run["text"].partition(" ")[0] for run in get_data(page)["runs"]] == ["good", "hostile"]
+
+
 def get_data(page: str) -> dict[str, Any]:
     """Return what the page's script draws from."""
     data = re.search(r'id="data">(.*?)</script>', page, flags=re.DOTALL)

@@ -270,3 +270,11 @@ def test_hydra_is_not_started_with_such_a_folder(
     assert train.main() == 2
     assert "hydra.callbacks.x._target_=os.system\n" in capsys.readouterr().err
     assert not Path("executed").exists()
+
+
+def test_no_variable_is_shown_in_an_error_of_the_defaults_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "s3cr3t")
+    (tmp_path / "config.yaml").write_text("defaults: [{optimizer: '${oc.env:SECRET}'}]\n")
+    [mistake] = check_config_folder(tmp_path, "config", [])
+    assert "s3cr3t" not in str(mistake)
+    assert "${oc.env:SECRET}" in mistake.reason

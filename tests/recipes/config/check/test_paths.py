@@ -12,6 +12,7 @@ from recipes.config.check.paths import _check_data_path, check_run_folder
 from recipes.config.check.sections import check_settings
 from recipes.config.compose import Composed, claim_folder, compose_run, parse_override, quote_options
 from recipes.entry.run import run_composed
+from recipes.run_folder import FROZEN
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def make_run(tmp_path: Path) -> Callable[[str], Path]:
     def make(name: str) -> Path:
         checkpoint = tmp_path / name / "checkpoints" / "step_0000001.ckpt"
         checkpoint.mkdir(parents=True)
-        (tmp_path / name / "config.yaml").write_text("{}")
+        (tmp_path / name / "config.yaml").write_text(f"{FROZEN}\n{{}}\n")
         (tmp_path / name / "metrics.csv").write_text("step,train/loss\n1,2.5\n")
         return tmp_path / name
 
@@ -64,6 +65,73 @@ def test_a_link_in_place_of_a_file_of_the_run_is_not_followed(
     config = composed.config | {"resume": str(folder)}
     [mistake] = check_run_folder(config, folder)
     assert mistake.reason == f"{name} is a link to {outside}, where this run would write"
+
+
+@pytest.mark.parametrize(
+    ("mode", "link"),
+    [
+        ("fit", "spikes"),
+        ("fit", "tokenizer/special_tokens_map.json"),
+        ("fit", "oom/rank_0.json"),
+        ("fit", "checkpoints"),
+        ("export", "export"),
+        ("export", "tokenizer/chat_template.jinja"),
+        ("replay", "spikes/step_0000003"),
+        ("sample", "tokenizer"),
+    ],
+)
+def test_no_link_inside_a_run_folder_is_written_through_or_copied(
+    composed: Composed, make_run: Callable[[str], Path], tmp_path: Path, mode: str, link: str
+) -> None:
+    folder, other = make_run("from_elsewhere"), make_run("other") / "checkpoints"
+    (folder / "checkpoints").rename(tmp_path / "moved")
+    (folder / "checkpoints").symlink_to(tmp_path / "moved")  # which may be on another disk
+    (folder / "oom").mkdir()
+    (folder / "oom" / "rank_0.json").symlink_to("../metrics.csv")  # does not leave the folder
+    node = {"_target_": f"recipes.mode.{mode}.{mode}", "path": None}
+    config = composed.config | {"resume": str(folder), "mode": node}
+    assert list(check_run_folder(config, folder)) == []
+    (folder / link).parent.mkdir(exist_ok=True)
+    (folder / link).unlink(missing_ok=True)
+    (folder / link).symlink_to(other)
+    [mistake] = check_run_folder(config, folder)
+    assert mistake.reason.startswith(f"{link} is a link to {other}, where this run would ")
+    assert mistake.fix.startswith(f"rm {folder / link}, or ")
+    if link == "export":
+        typed = config | {"mode": node | {"path": str(tmp_path / "mine")}}
+        assert list(check_run_folder(typed, folder)) == []
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+@pytest.mark.parametrize(
+    "name",
+    ["config.yaml", "summary.json", "environment.json", "events.jsonl", "metrics.csv", "report.html", "tokenizer"],
+)
+def test_a_run_replaces_no_file_that_is_of_no_run(
+    composed: Composed, tmp_path: Path, name: str, resume: str | None
+) -> None:
+    (tmp_path / "train.log").touch()  # of `python train.py … > train.log`
+    (tmp_path / "README.md").touch()
+    config = composed.config | {"resume": resume}
+    assert list(check_run_folder(config, tmp_path)) == []
+    (tmp_path / name).write_text(FROZEN)  # even a config.yaml of a run, alone, has been put there
+    for continues in (False, True):
+        [mistake] = check_run_folder(config, tmp_path, continues=continues)
+        assert mistake.setting == f"hydra.run.dir={tmp_path}"
+        assert mistake.reason == f"it holds {name}, which is of no run, and which this run would replace"
+    (tmp_path / ".lock").write_text("process 1 on here\n")  # of a start that failed before it wrote anything
+    found = [mistake.reason for mistake in check_run_folder(config, tmp_path, continues=True)]
+    wrong_kind = f"{name} in it is a file, and this run makes a folder of that name"
+    assert found == ([wrong_kind] if name == "tokenizer" else [])
+
+
+def test_a_folder_in_place_of_a_file_of_a_run_is_found_before_the_run(
+    composed: Composed, make_run: Callable[[str], Path]
+) -> None:
+    folder = make_run("mine")
+    (folder / "report.html").mkdir()
+    [mistake] = check_run_folder(composed.config | {"resume": "auto"}, folder)
+    assert mistake.reason == "report.html in it is a folder, and this run writes a file of that name"
 
 
 def test_a_run_that_waited_for_the_lock_looks_again_and_leaves_the_folder_as_it_is(

@@ -54,8 +54,7 @@ WRONG = {
         "mode.max_lr=inf: it must be finite and above 0; type mode.max_lr=<finite and above 0>",
     ],
     "model=moe_nano model.router_scores=nope data=string_tasks data.train_on=question data.tasks=[]"
-    " adapter=lora adapter.target_modules=[] callbacks=[default,answer_check] callbacks.answer_check.score=nope"
-    " dashboard.sections=3": [
+    " adapter=lora adapter.target_modules=[] callbacks=[default,answer_check] callbacks.answer_check.score=nope": [
         "model.router_scores=nope: it takes softmax or sigmoid; type model.router_scores=<softmax or sigmoid>",
         "data.train_on=question: it takes answers or last_answer or all;"
         " type data.train_on=<answers or last_answer or all>",
@@ -63,7 +62,6 @@ WRONG = {
         "adapter.target_modules=[]: it must be a list of at least 1; type adapter.target_modules=<list of at least 1>",
         "callbacks.answer_check.score=nope: it takes a section with a _target_ and _partial_: true or null;"
         " type callbacks.answer_check.score=<section with a _target_ and _partial_: true or null>",
-        "dashboard.sections=3: it takes a list of sections or null; type dashboard.sections=<list of sections or null>",
     ],
     "data=mixture data.weights={a:x} data.stages={} mode=report mode.runs=[logs] mode.write=null": [
         "data.weights={a:x}: it takes a section such as {name: number}; type data.weights=<{name: number}>",
