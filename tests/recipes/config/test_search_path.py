@@ -188,10 +188,9 @@ def test_an_agent_of_wandb_gets_own_options() -> None:
 
 def test_help_lists_own_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", "--help", PATH])
-    with pytest.raises(SystemExit) as ended:
-        train.main()
+    assert train.main() == 0
     printed = capsys.readouterr().out
-    assert (ended.value.code, OwnFolders.typed) == (0, ())
+    assert OwnFolders.typed == ()
     assert "mine, mine_wide" in printed
     assert "my_recipe" in printed
 
