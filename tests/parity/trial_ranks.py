@@ -27,7 +27,7 @@ def compose(overrides: list[str], mode: str, folder: Path) -> Composed:
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    def no_page(*_: Any) -> None:
+    def no_page(*_: Any, **__: Any) -> None:
         pass
 
     overrides, path = case["overrides"], str(folder)
