@@ -113,7 +113,7 @@ def rollback(settings: Settings) -> Outcome:
 
 
 def out_of_memory(settings: Settings) -> Outcome:
-    """Train with a far too large micro-batch: exit code 71, three overrides, cheapest first, and no traceback."""
+    """Train with a far too large micro-batch: exit code 71, overrides that suffice by the plan, no traceback."""
     # 26 GB of logits alone on a CPU; hundreds of GB of activations on a GPU
     size = [*TINY_GPT2, "model.vocab_size=50000", "seq_len=16"] if settings.accelerator == "cpu" else ["model=gpt2"]
     micro_batch_size = 8192 if settings.accelerator == "cpu" else 4096
@@ -128,10 +128,7 @@ def out_of_memory(settings: Settings) -> Outcome:
     ]
     limit_bytes = _HOST_LIMIT_BYTES if settings.accelerator == "cpu" else None
     ended = run_train(settings, "run", overrides, limit_seconds=settings.limit(_LIMIT_SECONDS), limit_bytes=limit_bytes)
-    expected = ["Out of memory:", "the cheapest first:", f"micro_batch_size={micro_batch_size // 2}"]
-    expected.append("activation_checkpoint=every_block")
-    if settings.accelerator == "gpu":
-        expected.append("strategy=fsdp strategy.cpu_offload=true")
+    expected = ["Out of memory:", "micro_batch_size=", "activation_checkpoint=every_block", "mode=plan shows more"]
     failures = [f"the output does not contain {text!r}" for text in expected if text not in ended.output]
     if ended.code != ExitCode.OUT_OF_MEMORY:
         failures.append(f"exit code {ended.code}, not {ExitCode.OUT_OF_MEMORY.value}")

@@ -231,11 +231,12 @@ def check_unread(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterato
         key, _, value = override.lstrip("+").partition("=")
         if not reads_text and key.partition(".")[0] == "tokenizer" and value != "none":
             yield ConfigError(override, "the data has no text, so nobody reads it", f"nothing for {key}")
-        named = key.removeprefix("callbacks.").partition(".")[0]
-        chosen = re.split(r"[\[\],\s]+", value) if key == "callbacks" else [named]
+        # the callback itself, not its settings: one command may serve several kinds of data
+        chosen = re.split(r"[\[\],\s]+", value) if key == "callbacks" else [key.removeprefix("callbacks.")]
         silent = [name for name in _READERS_OF_TEXT if name in chosen and not reads_text and value not in _OFF]
         if silent and key.partition(".")[0] == "callbacks":
-            reason = f"{' and '.join(silent)} need text and its tokenizer, and the data has none"
+            verb = "needs" if len(silent) == 1 else "need"
+            reason = f"{' and '.join(silent)} {verb} text and its tokenizer, and the data has none"
             yield ConfigError(override, reason, "the same command without it")
     adapter = config.get("adapter") or {}
     exports = config["mode"].get("adapter", "merged")

@@ -21,6 +21,7 @@ from recipes.checkpoint.resume import newest_checkpoint
 from recipes.checkpoint.save_log import SaveError
 from recipes.config import compose_and_check
 from recipes.entry.run import run_composed
+from recipes.run_folder import HOLDS_LOCK, LOCK_FILE
 
 SIZE = "1300k"  # two checkpoints of 489 kB and everything else that a run writes; not three
 SETTINGS = ["save_every=5", "eval_every=20", "checkpoint.keep_best=0"]
@@ -184,6 +185,8 @@ def test_a_disk_that_is_full_from_step_3_on_ends_nothing_and_refuses_the_next_st
     overrides: list[str], train, disk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder, filler = disk / "run", disk / "filler"
+    folder.mkdir()
+    (folder / LOCK_FILE).write_text(f"{HOLDS_LOCK} 1")  # as every start of a run leaves it
 
     def fill() -> None:
         with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):

@@ -446,7 +446,7 @@ def test_numbers_that_cannot_be_kept_are_printed(
 def test_a_failed_read_is_no_full_disk(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def read(composed: object) -> int:
+    def read(composed: object, **_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO), "/data/shard.bin")
 
     monkeypatch.setattr("recipes.build.execute", read)

@@ -31,7 +31,7 @@ def run_preflight(folder: Path, *overrides: str, steps: int = 20, **targets: str
         replace(composed, config=config, run_folder=folder / "run"),
         overfit_steps=steps,
         path=str(folder / "preflight"),
-        write_page=lambda path, results, images: written.update(images=images),
+        write_page=lambda path, results, images, **_: written.update(images=images),
     )
     assert not (folder / "run").exists()
     results = json.loads((folder / "preflight" / "preflight.json").read_text())["results"]
@@ -117,5 +117,5 @@ def test_a_resumed_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="resume=x mode=preflight: the trial starts from the initial weights"):
         preflight(
             replace(composed, config=composed.config | {"resume": "x"}),
-            overfit_steps=10, path=None, write_page=lambda *_: None,
+            overfit_steps=10, path=None, write_page=lambda *_, **__: None,
         )  # fmt: skip

@@ -40,7 +40,7 @@ MESSAGES = {
     "trainer.overfit_batches=3": (
         "trainer.overfit_batches=3: another setting controls it; type debug=overfit, or loader.overfit_batches=<global batches>"
     ),
-    "model.num_layers=0": ("model.num_layers=0: it must be at least 1; type model.num_layers=<at least 1>"),
+    "model.num_layers=0": ("model.num_layers=0: it must be from 1 to 1024; type model.num_layers=<from 1 to 1024>"),
     "loader=3": "loader=3: it is a section of settings; type loader.<setting>=<value>",
     "optimizer.betas=[0.9]": (
         "optimizer.betas=[0.9]: it takes a list of 2 numbers; type optimizer.betas=<list of 2 numbers>"
