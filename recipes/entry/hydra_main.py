@@ -164,8 +164,8 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int], override
         if sys.stdout is not None:  # closed by the shell, `>&-`
             sys.stdout.flush()
     except SystemExit as error:
-        if not error.code:  # of --help
-            return ExitCode.FINISHED
+        if error.code != 1:  # 0 of --help, or that of the signal that has stopped a sweep
+            return int(error.code or ExitCode.FINISHED)
         mistake = ConfigError("--package …", "the config has no such section", "--package <section>, such as trainer")
         print(format_report([mistake]), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
