@@ -129,6 +129,7 @@ PACKED_DATA = {
     "vocab_size": 257,
 }  # plus a cache_dir
 _PACKED = [
+    *("data=string_tasks", "tokenizer=bytes"),
     *("model.vocab_size=257", "model.max_seq_len=48", "optimizer.lr=5e-3", "eval_samples=null"),
     "callbacks=[grad_norm,loss_scale,answer_check]",
     "callbacks.answer_check.num_questions=21",  # odd, so that one of two ranks has fewer
@@ -141,7 +142,8 @@ def packed_case(
 ) -> dict[str, Any]:
     """Return the experiment on packed examples, including answers to validation questions."""
     made = case(model, strategy=ENGINES[strategy], precision="32-true", accumulate=accumulate, world_size=world_size)
-    return made | {"overrides": [*made["overrides"], *_PACKED, *more], "data": PACKED_DATA | {"cache_dir": cache_dir}}
+    kept = [override for override in made["overrides"] if not override.startswith("data=")]
+    return made | {"overrides": [*kept, *_PACKED, *more], "data": PACKED_DATA | {"cache_dir": cache_dir}}
 
 
 MIXED_DATA = {
@@ -164,7 +166,7 @@ MIXED_DATA = {
 
 def mixed_case(strategy: str, *, world_size: int, accumulate: int = 2, more: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the experiment on a mixture of packed examples and noise, with a second validation set."""
-    other = ("+data@eval_data.other=random_tokens", "+eval_data.other.seed=3", "tokenizer=bytes")
+    other = ("+data@eval_data.other=random_tokens", "+eval_data.other.seed=3")
     made = packed_case(strategy, *other, *more, world_size=world_size, accumulate=accumulate)
     return made | {"data": MIXED_DATA}
 
