@@ -5,6 +5,7 @@ of Rust code). So each reader of downloaded weights, config.json, tokenizers or 
 `reading`, instead of guessing what its parser may raise. Imports only the standard library.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,26 @@ def reading(path: str | Path, setting: str, fix: str) -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise _explain(path, setting, fix, error) from error
+
+
+def missing_config(folder: str | Path, key: str) -> ConfigError:
+    """Return the error for a folder that should hold a published model, and has no config.json.
+
+    Args:
+        folder: As it was typed.
+        key: The setting that named it, `model.name` or `model.pretrained`.
+    """
+    setting, expanded = f"{key}={folder}", Path(os.path.expanduser(folder))
+    if (expanded / "adapter_config.json").is_file():
+        reason = "the folder holds an adapter of peft, which is trained on top of a model"
+        return ConfigError(setting, reason, f"{key}=<model of the adapter> adapter=lora adapter.pretrained={folder}")
+    if (expanded / "checkpoints").is_dir():
+        reason = "the folder is that of a run, whose checkpoints are in another format"
+        fix = f"mode=export resume={folder}, then {key}={folder}/export, or resume={folder} alone to go on with the run"
+        return ConfigError(setting, reason, fix)
+    return ConfigError(
+        setting, "the folder has no config.json", f"{key}=<folder with config.json and model.safetensors>"
+    )
 
 
 def _explain(path: str | Path, setting: str, fix: str, error: BaseException) -> ConfigError:

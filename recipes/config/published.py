@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from recipes.errors import ConfigError
-from recipes.foreign_file import reading
+from recipes.foreign_file import missing_config, reading
 
 _FILE = "config.json"
 _NESTED = "text_config"  # in multimodal models
@@ -44,6 +44,8 @@ def read_size(name: str, key: str) -> int:
     file = Path(folder, _FILE) if os.path.isdir(folder) else _find_on_hub(name)
     if isinstance(file, ConfigError):
         raise file
+    if not os.path.lexists(file):
+        raise missing_config(name, "model.name")
     with reading(file, f"model.name={name}", _FIX):
         config: Any = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(config, dict):

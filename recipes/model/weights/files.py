@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from recipes.errors import ConfigError
-from recipes.foreign_file import reading
+from recipes.foreign_file import missing_config, reading
 
 log = logging.getLogger("lightning_recipes")
 
@@ -44,11 +44,7 @@ def locate(name_or_folder: str) -> Path:
     folder = Path(os.path.expanduser(name_or_folder))
     if os.path.isdir(folder):  # unlike Path.is_dir, returns False if the name is too long
         if not (folder / _CONFIG).is_file():
-            raise ConfigError(
-                f"model.pretrained={name_or_folder}",
-                "the folder has no config.json",
-                "model.pretrained=<folder with config.json and model.safetensors>",
-            )
+            raise missing_config(name_or_folder, "model.pretrained")
         return folder
     try:
         from huggingface_hub import snapshot_download  # optional

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from recipes.config.published import read_size
 from recipes.errors import ConfigError
 from recipes.model.weights import files as published_weights
 from recipes.model.weights.files import locate, open_weights
@@ -122,6 +123,26 @@ def test_a_name_that_no_folder_has_is_no_folder(name: str, monkeypatch: pytest.M
     with pytest.raises(ConfigError, match="not a local folder"):
         locate(name)
     assert published_weights.published_folder(name) is None
+
+
+@pytest.mark.parametrize(
+    ("holds", "reason", "fix"),
+    [
+        ("adapter_config.json", "an adapter of peft", "adapter=lora adapter.pretrained={folder}"),
+        ("checkpoints/last.txt", "that of a run", "mode=export resume={folder}, then {key}={folder}/export"),
+        ("readme.md", "no config.json", "{key}=<folder with config.json and model.safetensors>"),
+    ],
+)
+def test_a_folder_that_holds_something_else_than_a_model_is_told_what_to_type(
+    holds: str, reason: str, fix: str, tmp_path: Path
+) -> None:
+    (tmp_path / holds).parent.mkdir(exist_ok=True)
+    (tmp_path / holds).write_text("{}")
+    for key, read in (("model.pretrained", locate), ("model.name", lambda name: read_size(name, "vocab_size"))):
+        with pytest.raises(ConfigError) as caught:
+            read(str(tmp_path))
+        assert reason in caught.value.reason
+        assert fix.format(folder=tmp_path, key=key) in caught.value.fix
 
 
 def test_a_folder_without_config_or_weights_is_rejected(tmp_path: Path) -> None:
