@@ -227,10 +227,14 @@ def check_unread(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterato
     """Check for typed settings that nobody reads beside the others; those of defaults do no harm."""
     typed = [override for override in overrides if not override.startswith("~")]
     reads_text = any("tokenizer" in node for _, node in list_data(config))
+    prepares = config["mode"]["_target_"] == "recipes.mode.prepare.prepare"
     for override in typed:
         key, _, value = override.lstrip("+").partition("=")
         if not reads_text and key.partition(".")[0] == "tokenizer" and value != "none":
             yield ConfigError(override, "the data has no text, so nobody reads it", f"nothing for {key}")
+        if key.partition(".")[0] == "quality" and value != "none" and not prepares:
+            reason = "only mode=prepare reads it, and writes a folder to train on: other modes take texts as they are"
+            yield ConfigError(override, reason, f"mode=prepare data=documents mode.output=<folder> {override}")
         # the callback itself, not its settings: one command may serve several kinds of data
         chosen = re.split(r"[\[\],\s]+", value) if key == "callbacks" else [key.removeprefix("callbacks.")]
         silent = [name for name in _READERS_OF_TEXT if name in chosen and not reads_text and value not in _OFF]

@@ -100,6 +100,10 @@ WRONG = {
         "clipping.window=10 clipping.warmup_steps=100: the window of clipping.window=10 never holds that many norms;"
         " type clipping.window=100",
     ],
+    "quality=c4": [
+        "quality=c4: only mode=prepare reads it, and writes a folder to train on: other modes take texts as they are;"
+        " type mode=prepare data=documents mode.output=<folder> quality=c4"
+    ],
     "mode=export mode.adapter=separate resume=auto hydra.run.dir=x": [
         "mode.adapter=separate: the run has no adapter; type mode.adapter=merged"
     ],
