@@ -76,13 +76,19 @@ class Example:
 
     @property
     def question(self) -> str:
-        """Everything before the first answer to a user; rows with the same question are kept in one split."""
+        """What is asked first: the first message of a user, or the prompt; rows of one question are kept in one split.
+
+        Whatever is around it: the same question with other system messages or tools is not unseen. Without a user it is
+        everything before the first answer.
+        """
         if isinstance(self.answer, str):
             return str(self.answer if self.prompt is None else self.prompt)
         messages = [*(self.prompt or []), *self.answer]
+        for message in messages:
+            if message["role"] == "user":
+                return str(message["content"])
         roles = [message["role"] for message in messages]
-        asked = roles.index("user") if "user" in roles else 0
-        first = roles.index("assistant", asked) if "assistant" in roles[asked:] else len(messages)
+        first = roles.index("assistant") if "assistant" in roles else len(messages)
         return repr([(message["role"], message["content"]) for message in messages[:first]])
 
 

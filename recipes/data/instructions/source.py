@@ -66,8 +66,8 @@ class Instructions:
             train_on: Tokens with a loss: the `answers`, the `last_answer`, or `all`.
             packing: Whether several examples share a row, without attending to each other.
             val_path: Rows for validation; None: split from `path`.
-            val_fraction: Fraction of `path` for validation, by a hash of the question, so that equal questions stay
-                in one split.
+            val_fraction: Fraction of `path` for validation, by a hash of the first question, so that equal questions
+                stay in one split, whatever the system message.
             hub_split: Split of a hub dataset.
             tokenizer: Config of the tokenizer, which is trained on these rows if necessary.
             seq_len: Tokens per row.
@@ -283,7 +283,7 @@ class Instructions:
         if self._val_fraction >= 1:
             yield "val", train, np.arange(len(train), dtype=np.int64)
             return
-        is_val = is_held_out | (train.questions < np.uint64(int(self._val_fraction * 2.0**64)))
+        is_val = is_held_out | (train.questions < _find_limit(train.questions, self._val_fraction)[0])
         yield "train", train, np.flatnonzero(~is_val)
         yield "val", train, np.flatnonzero(is_val)
 
@@ -295,8 +295,10 @@ class Instructions:
             longest = int(store.lengths[examples].min())
             reason = f"no answer of the {split} split begins within {self.seq_len} tokens"
             raise ConfigError(f"seq_len={self.seq_len}", reason, f"seq_len={longest} or more")
-        fix = "data.val_path=<rows>, a larger data.val_fraction, or data.path=<more rows>"
-        reason = f"it has {len(store):,} examples, and none of them is in the {split} split"
+        fix = "data.val_path=<rows>, or data.path=<rows with more questions>"
+        num, questions = len(store), "question" if len(np.unique(store.questions)) == 1 else "questions"
+        counted = "1 example" if num == 1 else f"{num:,} examples"
+        reason = f"the {split} split is empty: its {counted} have {len(np.unique(store.questions)):,} {questions}"
         raise ConfigError(f"data.path={self._path}", reason, fix)
 
     def _warn_of_template(self, template: ChatTemplate, stores: dict[str, ExampleStore]) -> None:
@@ -330,6 +332,12 @@ class Instructions:
                     "%d of %d examples of data.val_path begin with a question that training examples begin with",
                     *(num_known, len(stores["val"])),
                 )
+        elif self._val_fraction < 1 and _find_limit(stores["train"].questions, self._val_fraction)[1]:
+            LOGGER.info(
+                "data.val_fraction=%s of so few questions would leave a split empty: %s examples are in the validation"
+                " split",
+                *(self._val_fraction, f"{len(rows['val'].examples):,}"),
+            )
         for split, found in rows.items():
             if found.num_cut or found.num_without_targets:
                 LOGGER.warning(
@@ -345,6 +353,18 @@ class Instructions:
     def _ready(self) -> tuple[Tokenizer, dict[str, ExampleStore], dict[str, ExampleRows]]:
         assert self._prepared is not None, "prepare() comes first"
         return self._prepared
+
+
+def _find_limit(questions: NDArray[np.uint64], val_fraction: float) -> tuple[np.uint64, bool]:
+    """Return the hash below which questions are validated on, and whether it was moved so that no split is empty.
+
+    Of few questions, all may be on one side by chance. Of two or more, the one with the smallest hash is always in the
+    validation split, and the one with the largest in the training split.
+    """
+    limit = int(val_fraction * 2.0**64)
+    smallest, largest = int(questions.min()), int(questions.max())
+    kept = limit if smallest == largest else min(max(limit, smallest + 1), largest)
+    return np.uint64(kept), kept != limit
 
 
 class _RowTexts:

@@ -28,7 +28,7 @@ from recipes.errors import ConfigError
 
 log = logging.getLogger("lightning_recipes")
 
-FORMAT_VERSION = 2  # increase when the same key produces different files
+FORMAT_VERSION = 3  # increase when the same key produces different files
 _TASK_BYTES = 1024 * 1024
 _TASK_ROWS = 4096
 _ROWS_PER_PROCESS = 2000  # with fewer per process, starting it (~2 s with a chat template) does not pay off

@@ -141,6 +141,28 @@ def test_conversations_that_begin_with_the_same_question_have_one_question() -> 
     assert read({"messages": greeted}).question != read({"messages": other}).question
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": CHAT, "system": "Be brief."},
+        {"messages": [{"role": "system", "content": "Be brief."}, *CHAT]},
+        {"messages": [{"role": "developer", "content": "Be brief."}, *CHAT]},
+        {"messages": CHAT, "tools": [{"name": "add"}]},
+        {"messages": [{"role": "assistant", "content": "Hello!"}, *CHAT]},
+        {"messages": [CHAT[0], {"role": "user", "content": "Quickly!"}, CHAT[1]]},
+        {"prompt": [{"role": "system", "content": "Be brief."}, CHAT[0]], "completion": CHAT[1:]},
+        {"system": "Be brief.", "conversations": [{"from": "human", "value": "1 + 1"}, {"from": "gpt", "value": "2"}]},
+        {"conversations": [{"from": "system", "value": "x"}, {"from": "human", "value": "1 + 1"}]},
+        {"instruction": "1 + 1", "output": "2", "system": "Be brief."},
+        {"instruction": "more", "output": "3", "history": [["1 + 1", "2"]]},
+        {"prompt": "1 + 1", "completion": "2"},
+    ],
+)
+def test_the_first_message_of_a_user_is_the_question_whatever_is_around_it(row: dict[str, Any]) -> None:
+    assert read(row).question == "1 + 1"
+    assert read({"messages": [{"role": "system", "content": "1 + 1"}, CHAT[1]]}).question != "1 + 1", "nobody asks"
+
+
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
 TOOL = {"name": "weather", "parameters": {"type": "object"}}
 TYPED = json.dumps({"name": "weather", "arguments": {"city": "Paris"}})

@@ -3,6 +3,7 @@
 import json
 import logging
 import pickle
+import re
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -61,6 +62,37 @@ def test_a_tenth_is_held_out_by_what_is_asked_whatever_the_order(tmp_path: Path)
     # the same question with another answer stays on its side
     doubled = source_of(tmp_path, [*sums(), *({"prompt": row["prompt"], "completion": "?"} for row in sums())])
     assert {doubled.tokenizer.decode(question) for question, _ in doubled.questions(1000)} == asked
+
+
+def test_a_question_is_in_one_split_whatever_the_system_message(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat = [{"role": "user", "content": ""}, {"role": "assistant", "content": "yes"}]
+    rows = [
+        {"system": f"prompt {i}", "messages": [{"role": "user", "content": f"<{i % 20}>"}, chat[1]]} for i in range(60)
+    ]
+    source = source_of(tmp_path, rows, seq_len=256, val_fraction=0.3)
+    texts = [
+        {re.findall("<[0-9]+>", source.tokenizer.decode(store.tokens(index).tolist()))[0] for index in examples}
+        for _, store, examples in source._splits(source._ready()[1])
+    ]
+    assert (len(texts[0] | texts[1]), texts[0] & texts[1]) == (20, set())
+    assert all("system\nprompt" in source.tokenizer.decode(question) for question, _ in source.questions(9)), "shown"
+    with caplog.at_level(logging.WARNING, "lightning_recipes"):
+        other = [{**row, "system": "another"} for row in rows[:20]]
+        source_of(tmp_path, rows, seq_len=256, val_path=write(tmp_path / "val.jsonl", other))
+    assert "20 of 20 examples of data.val_path begin with a question" in caplog.text
+
+
+@pytest.mark.parametrize(("val_fraction", "num_val"), [(0.001, 1), (0.899, 2)])
+def test_of_two_questions_or_more_no_split_is_empty(
+    val_fraction: float, num_val: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = sums(3)
+    with caplog.at_level(logging.INFO, "lightning_recipes"):
+        source = source_of(tmp_path, rows, val_fraction=val_fraction)
+    assert (len(source.train().examples), len(source.val().examples)) == (3 - num_val, num_val)
+    assert f"data.val_fraction={val_fraction} of so few questions would leave a split empty" in caplog.text
 
 
 def test_questions_come_with_their_answers(tmp_path: Path) -> None:
@@ -183,7 +215,7 @@ def test_a_bad_batch_is_described_by_file_and_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rows": sums(3), "val_fraction": 0.01}, "it has 3 examples, and none of them is in the val split"),
+        ({"rows": sums(2)[1:] * 3}, "split is empty: its 3 examples have 1 question; type data.val_path=<rows>, or"),
         ({"seq_len": 2}, "no answer of the train split begins within 2 tokens; type seq_len="),
         (
             {"vocab_size": 200},
