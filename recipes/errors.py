@@ -9,6 +9,7 @@ _CONTROLS = {*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x
 _CONTROLS |= {*range(0xD800, 0xE000)}
 # a key of a data source, in an override as it was typed and in what to type; not the `data.` of a file name
 _TYPED_KEY, _KEY = re.compile(r"^data\.|(?<=\s)data\.(?=[\w.]+=)"), re.compile(r"(?<![^\s'(@])data\.(?=[a-z_])")
+_OPTION = re.compile(r"(?<![\w.@])data=(?=\w)")
 _ESCAPES = {code: repr(chr(code))[1:-1] for code in sorted(_CONTROLS)}
 
 
@@ -33,7 +34,7 @@ class ConfigError(ValueError):
     def in_section(self, section: str) -> "ConfigError":
         """Return the error of a data source, which speaks of `data.`, with the config section that it is in."""
         setting, fix = _TYPED_KEY.sub(f"{section}.", self.setting), _KEY.sub(f"{section}.", self.fix)
-        return ConfigError(setting, self.reason, fix)
+        return ConfigError(setting, self.reason, _OPTION.sub(f"+data@{section}=", fix))
 
 
 class ConfigErrors(Exception):  # noqa: N818  a collection of ConfigError

@@ -4,7 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NUM_HEAD_BYTES = 4096  # enough for the header of a .npy file
-NPY, PARQUET = b"\x93NUMPY", b"PAR1"
+NPY, PARQUET, _ARROW, _ZIP, _PDF = b"\x93NUMPY", b"PAR1", b"ARROW1", b"PK\x03\x04", b"%PDF"
+_ARROW_STREAM = b"\xff\xff\xff\xff"  # before the length of its schema, a multiple of 8
+_MAX_SCHEMA_BYTES = 1 << 26
+# zip archives of a document, by the suffix or the name of a member
+_OFFICE_SUFFIXES, _OFFICE_MEMBERS = (".docx", ".odt", ".epub"), (b"word/", b"mimetypeapplication/")
 
 # long enough that no raw tokens begin with them by chance
 _COMPRESSED = {
@@ -17,12 +21,12 @@ _BZIP2_BLOCK = b"1AY&SY"  # after "BZh" and a digit
 _OTHERS = {
     NPY: "an array of NumPy (.npy)",
     PARQUET: "a Parquet file",
-    b"ARROW1": "an Arrow file",
-    b"PK\x03\x04": "a zip archive, such as an .npz or a checkpoint",
+    _ARROW: "an Arrow file",
+    _ZIP: "a zip archive, such as an .npz or a checkpoint",
     b"\x89HDF": "an HDF5 file",
     b"MMIDIDX\x00": "the index of a Megatron dataset, whose tokens are in the .bin file beside it",
     b"SQLite format 3": "a SQLite database",
-    b"%PDF": "a PDF",
+    _PDF: "a PDF",
     b"\x89PNG": "a PNG image",
     b"\xff\xd8\xff": "a JPEG image",
     b"\x7fELF": "a program",
@@ -78,11 +82,38 @@ def recognize(head: bytes, path: Path | str, *, is_text: bool) -> FileKind | Non
         return FileKind("it is a tar archive", f"tar xf '{path}', then the path of a file in it")
     for magic, name in _OTHERS.items():
         if head.startswith(magic):
-            return FileKind(f"it is {name}", None)
+            return _find_fix(magic, name, head, path) if is_text else FileKind(f"it is {name}", None)
+    if is_text and is_table(head):
+        return _find_fix(_ARROW, "an Arrow stream", head, path)
     if is_text and (encoding := _find_wide_encoding(head)) is not None:
         fix = f"iconv -f {encoding} -t utf-8 '{path}' > <new file>, then the path of the new file"
         return FileKind(f"it is {encoding.upper()} text", fix)
     return None
+
+
+def is_table(head: bytes) -> bool:
+    """Return whether a file is one of rows and columns: Parquet or Arrow, as a file or a stream."""
+    length = int.from_bytes(head[4:8], "little")
+    is_stream = head.startswith(_ARROW_STREAM) and length % 8 == 0 and 0 < length < _MAX_SCHEMA_BYTES
+    return is_stream or head.startswith((PARQUET, _ARROW))
+
+
+def _find_fix(magic: bytes, name: str, head: bytes, path: Path | str) -> FileKind:
+    """Return the kind of a file with what to type: the option that reads it, or the command that converts it."""
+    new = Path(path).with_suffix(".txt")
+    if magic in (PARQUET, _ARROW):
+        return FileKind(f"it is {name}", f"data=documents data.path={path}, which reads its column text")
+    if magic == _ZIP and (
+        str(path).lower().endswith(_OFFICE_SUFFIXES) or any(member in head for member in _OFFICE_MEMBERS)
+    ):
+        return FileKind(
+            "it is a document of a word processor", f"pandoc -t plain -o '{new}' '{path}', then data.path={new}"
+        )
+    if magic == _ZIP:
+        return FileKind(f"it is {name}", f"unzip '{path}' -d <new folder>, then the path of a file in it")
+    if magic == _PDF:
+        return FileKind(f"it is {name}", f"pdftotext '{path}' '{new}', then data.path={new}")
+    return FileKind(f"it is {name}", None)
 
 
 def is_ascii_text(head: bytes) -> bool:

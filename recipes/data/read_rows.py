@@ -1,27 +1,30 @@
-"""Read rows of JSON, JSONL, Parquet and text files and of Hugging Face datasets, with their location for errors."""
+"""Read rows of JSON, Parquet, Arrow and text files and of Hugging Face datasets, with their location for errors."""
 
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from recipes.data.file_kinds import NUM_HEAD_BYTES, PARQUET
+from recipes.data.file_kinds import NUM_HEAD_BYTES, find_compression, is_table
 from recipes.data.found_files import FoundFiles, find_files, make_printable, skip_unfinished
+from recipes.data.table_rows import BATCH_ROWS, choose_columns, list_rows, read_table
 from recipes.data.text.corpus import Document, content_digests, not_utf8, reject_other_kind
 from recipes.data.unpacked import open_unpacked
 from recipes.errors import ConfigError
-from recipes.foreign_file import describe_error, reading
+from recipes.foreign_file import reading
 from recipes.home import expand_home
 
 HUB = "hf://"
-SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".jl", ".json", ".parquet")
+DEFAULT_SPLIT = "train"
+SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".jl", ".json", ".parquet", ".feather")
+_TABLES = (".parquet", ".feather")  # compressed inside
+_STATE = "state.json"  # of one dataset, by `datasets`
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst")
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")  # after any of them but .parquet
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")  # after any of them but those of tables
 _DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json"}  # of a dataset, by `datasets`
-_BATCH_ROWS = 1024  # rows in memory at a time
 _SHOWN_CHARACTERS = 60
 _MAX_LINE_BYTES = 1 << 30
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -85,7 +88,13 @@ class Rows(Protocol):
 
 
 def open_rows(
-    path: str, *, setting: str, hub_split: str, text_field: str | None = None, fields: Sequence[str] | None = None
+    path: str,
+    *,
+    setting: str,
+    hub_split: str,
+    split_setting: str = "data.hub_split",
+    text_field: str | None = None,
+    fields: Sequence[str] | None = None,
 ) -> Rows:
     """Return the rows of a path.
 
@@ -93,6 +102,7 @@ def open_rows(
         path: A file, a folder, a glob, or `hf://` and a dataset id.
         setting: Config key of the path, for errors, such as "data.path".
         hub_split: Split of a hub dataset.
+        split_setting: Config key of the split, for errors.
         text_field: Read plain text files too, each as a row with this field; None: do not read them.
         fields: Fields that are needed; columns of others are not read. None: all.
 
@@ -100,7 +110,9 @@ def open_rows(
         ConfigError: No rows were found.
     """
     if path.startswith(HUB):
-        return HubRows(path.removeprefix(HUB), setting=setting, split=hub_split, fields=fields)
+        return HubRows(
+            path.removeprefix(HUB), setting=setting, split=hub_split, split_setting=split_setting, fields=fields
+        )
     return FileRows(path, setting=setting, text_field=text_field, fields=fields)
 
 
@@ -162,8 +174,8 @@ class FileRows:
         stem = _strip_compression(document.name.lower())
         with open_unpacked(document.path, self._setting) as file:
             head = file.peek(NUM_HEAD_BYTES)[:NUM_HEAD_BYTES]
-            if head.startswith(PARQUET):
-                yield from _parquet_rows(document, self._fields, setting=self._setting)
+            if is_table(head):
+                yield from self._table_rows(document, head)
                 return
             reject_other_kind(document.path, head, self._setting)
             if stem.endswith(".parquet"):
@@ -177,6 +189,14 @@ class FileRows:
             else:
                 yield from _json_rows(document, file)
 
+    def _table_rows(self, document: Document, head: bytes) -> Iterator[Row]:
+        with document.path.open("rb") as file:
+            if find_compression(raw := file.read(NUM_HEAD_BYTES)) is not None:  # read at random, so it is not unpacked
+                reject_other_kind(document.path, raw, self._setting)
+        rows = read_table(document.path, head, name=document.name, setting=self._setting, fields=self._fields)
+        for number, row in enumerate(rows, start=1):
+            yield Row(f"{document.name} row {number}", row, from_table=True)
+
     def _text_row(self, document: Document, data: bytes, field: str) -> Row:
         try:
             return Row(document.name, {field: data.decode("utf-8-sig")})
@@ -185,8 +205,8 @@ class FileRows:
 
     def _find(self, path: str) -> FoundFiles:
         plain = SUFFIXES if self._text_field is None else SUFFIXES + TEXT_SUFFIXES
-        packed = [f"{suffix}{packing}" for suffix in plain if suffix != ".parquet" for packing in COMPRESSED]
-        fix = f"{self._setting}=<JSONL, JSON or Parquet file, a folder of them, or {HUB}<id> of a dataset>"
+        packed = [f"{suffix}{packing}" for suffix in plain if suffix not in _TABLES for packing in COMPRESSED]
+        fix = f"{self._setting}=<JSONL, JSON, Parquet or Arrow file, a folder of them, or {HUB}<id> of a dataset>"
         folder = expand_home(path, self._setting)
         if any(os.path.isfile(folder / name) for name in _DESCRIPTIONS):
             fix = f"{self._setting}={HUB}{path}, as the folder was saved by datasets"
@@ -197,38 +217,66 @@ class HubRows:
     """A dataset from the Hugging Face hub, or a folder saved by `datasets`, read in order.
 
     Args:
-        name: Dataset id, optionally followed by `:` and a configuration.
+        name: Dataset id, optionally followed by `:` and a configuration; or a folder.
         setting: Config key of the path.
         split: Split to read.
+        split_setting: Config key of the split.
         fields: Columns to read; None: all.
 
     Raises:
         ConfigError: `datasets` is not installed, or cannot load it.
     """
 
-    def __init__(self, name: str, *, setting: str, split: str, fields: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, name: str, *, setting: str, split: str, split_setting: str, fields: Sequence[str] | None = None
+    ) -> None:
         self.name = f"{HUB}{name}"
         self._fields = fields
-        typed = f"{setting}={self.name}"
+        self._typed = f"{setting}={self.name}"
         try:
             import datasets
         except ImportError as error:
             fix = "pip install -e '.[datasets]'"
             raise ConfigError(
-                typed, "data sets of the hub need the package datasets, which is not installed", fix
+                self._typed, "data sets of the hub need the package datasets, which is not installed", fix
             ) from error
+        folder = _find_folder(name, setting)
+        self._copy = f"{setting}=<another copy of the folder>" if folder else f"{setting}=<another dataset>"
+        if folder is not None:
+            self._rows: Any = self._open_saved(folder, name, setting, split, split_setting)
+            return
         name, _, configuration = name.partition(":")
-        folder = expand_home(name, setting)
         try:
-            if os.path.isdir(folder):
-                loaded = datasets.load_from_disk(str(folder))
-                self._rows: Any = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-            else:
-                self._rows = datasets.load_dataset(name, configuration or None, split=split)
+            self._rows = datasets.load_dataset(name, configuration or None, split=split)
         except Exception as error:  # the library documents no narrower class
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            fix = f"{setting}={HUB}<id or id:configuration>, or data.hub_split=<split>"
-            raise ConfigError(typed, f"datasets says: {reason}", fix) from error
+            fix = f"{setting}={HUB}<id or id:configuration>, or {split_setting}=<split>"
+            raise ConfigError(self._typed, f"datasets says: {reason}", fix) from error
+
+    def _open_saved(self, folder: Path, name: str, setting: str, split: str, split_setting: str) -> Any:
+        """Return the split of a folder that `datasets` saved."""
+        import datasets
+
+        if not os.path.isdir(expand_home(name, setting)):
+            reason = "the folder was saved by datasets, and has no configurations"
+            raise ConfigError(self._typed, reason, f"{setting}={HUB}{name.rpartition(':')[0]}")
+        if not _is_saved(folder):
+            if (folder / "dataset_info.json").is_file():
+                reason = f"the folder has no {_STATE}: it was saved or copied in part"
+                raise ConfigError(self._typed, reason, self._copy)
+            reason = f"{HUB} is for a dataset of the hub, or a folder saved by datasets, and this folder is neither"
+            raise ConfigError(self._typed, reason, f"{setting}={name}, which reads the files in it")
+        with reading(folder, self._typed, self._copy):
+            loaded = datasets.load_from_disk(str(folder))
+        if not isinstance(loaded, datasets.DatasetDict):
+            return loaded
+        if split not in loaded:
+            reason = f"{self.name} has {'the split' if len(loaded) == 1 else 'the splits'} {', '.join(loaded)}"
+            if re.search(r"[+\[]", split):
+                reason += ", and is read by whole splits"
+            fixes = " or ".join(f"{split_setting}={name}" for name in loaded)
+            raise ConfigError(f"{split_setting}={split}", reason, fixes or self._copy)
+        return loaded[split]
 
     @property
     def num_bytes(self) -> int:
@@ -241,18 +289,76 @@ class HubRows:
 
     def __iter__(self) -> Iterator[Row]:
         """Yield all rows; images and sounds as the bytes that are stored, not decoded."""
-        names = _choose_columns(self._rows.column_names, self._fields)
-        rows = self._rows.select_columns(names).with_format("arrow")
+        names = choose_columns(self._rows.column_names, self._fields, self.name)
         number = 0
-        for table in rows.iter(batch_size=_BATCH_ROWS):
-            for fields in _list_rows(table, self.name):
-                number += 1
-                yield Row(f"{self.name} row {number}", fields, from_table=True)
+        with reading(self.name, self._typed, self._copy):
+            rows = self._rows.select_columns(names).with_format("arrow")
+            for table in rows.iter(batch_size=BATCH_ROWS):
+                for fields in list_rows(table, self.name):
+                    number += 1
+                    yield Row(f"{self.name} row {number}", fields, from_table=True)
+
+
+def check_split(
+    split: str, paths: Mapping[str, str], *, split_setting: str = "data.hub_split", default: str = DEFAULT_SPLIT
+) -> None:
+    """Check that a split that was typed is read by one of the paths.
+
+    Args:
+        split: The split.
+        paths: Config key -> path.
+        split_setting: Config key of the split.
+        default: The split if none is typed.
+
+    Raises:
+        ConfigError: All of them are files, or folders with a single dataset.
+    """
+    if split == default or not paths:
+        return
+    for setting, path in paths.items():
+        folder = _find_folder(path.removeprefix(HUB), setting) if path.startswith(HUB) else None
+        if path.startswith(HUB) and (folder is None or not (folder / _STATE).is_file()):
+            return
+    setting, path = next(iter(paths.items()))
+    if path.startswith(HUB):
+        reason = f"{path} is one dataset, which was saved without splits, and all of it would be read"
+    else:
+        reason = f"only a path that begins with {HUB} has splits, and all of {path} would be read"
+    fix = f"{setting}=<the rows of that split>, without {split_setting}"
+    raise ConfigError(f"{setting}={path} {split_setting}={split}", reason, fix)
+
+
+def _find_folder(name: str, setting: str) -> Path | None:
+    """Return the local folder that was typed behind `hf://`, with or without a configuration; None: a hub id."""
+    for path in (name, name.rpartition(":")[0]):
+        if path and os.path.isdir(folder := expand_home(path, setting)):
+            return folder
+    return None
+
+
+def _is_saved(folder: Path) -> bool:
+    """Return whether a folder is a dataset, or a dictionary of them, as `datasets` saves it."""
+    return any((folder / name).is_file() for name in (_STATE, "dataset_dict.json"))
+
+
+def name_type(value: object) -> str:
+    """Return what a value of a row is, in the words of JSON: `a list`."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, int | float):
+        return "a number"
+    if isinstance(value, str | bytes):
+        return "text" if isinstance(value, str) else "bytes that are not UTF-8 text"
+    if isinstance(value, list | tuple):
+        return "a list"
+    return "an object" if isinstance(value, Mapping) else f"of type {type(value).__name__}"
 
 
 def _skip(path: Path) -> str | None:
     """Return the kind of a file or folder without rows."""
-    is_state = path.name == "state.json" and path.with_name("dataset_info.json").is_file()
+    is_state = path.name == _STATE and path.with_name("dataset_info.json").is_file()
     return "description of a dataset" if is_state or path.name in _DESCRIPTIONS else skip_unfinished(path)
 
 
@@ -321,68 +427,3 @@ def _parse_json(text: bytes, place: str, *, is_line: bool = True) -> Any:
             raise ConfigError(place, f"invalid JSON: {error}", fix) from error
         line = "" if is_line else f":{error.lineno}"
         raise ConfigError(f"{place}{line}", f"invalid JSON: {error.msg}, column {error.colno}", fix) from error
-
-
-def _parquet_rows(document: Document, fields: Sequence[str] | None, *, setting: str) -> Iterator[Row]:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        reason = "Parquet files need the package pyarrow, which is not installed"
-        raise ConfigError(f"{setting}={document.path}", reason, "pip install -e '.[datasets]'") from error
-    file = parquet.ParquetFile(document.path)
-    names = _choose_columns(file.schema_arrow.names, fields)
-    number = 0
-    try:
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=names):
-            for row in _list_rows(batch, document.name):
-                number += 1
-                yield Row(f"{document.name} row {number}", row, from_table=True)
-    except ConfigError:
-        raise
-    except Exception as error:
-        column = _find_unreadable(file, names)
-        if column is None:
-            raise
-        raise _bad_column(document.name, column, error) from error
-
-
-def _choose_columns(names: Sequence[str], fields: Sequence[str] | None) -> list[str]:
-    """Return the columns to read: those that are needed; all if one is missing, so that the error can list them."""
-    needed = [name for name in names if fields is not None and name in fields]
-    return needed if fields is not None and len(needed) == len(set(fields)) else list(names)
-
-
-def _list_rows(table: Any, place: str) -> Iterable[dict[str, Any]]:
-    """Return the rows of an Arrow table or batch as fields."""
-    columns = {name: _list_values(table.column(name), name, place) for name in table.schema.names}
-    return (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
-
-
-def _list_values(column: Any, name: str, place: str) -> list[Any]:
-    """Return the values of a column; dates that Python cannot represent as text."""
-    import pyarrow
-
-    try:
-        values: list[Any] = column.to_pylist()
-    except (OverflowError, ValueError, pyarrow.ArrowException) as error:  # beyond the year 9999, or nanoseconds
-        try:
-            values = column.cast(pyarrow.string()).to_pylist()
-        except pyarrow.ArrowException:
-            raise _bad_column(place, name, error) from error
-    return values
-
-
-def _find_unreadable(file: Any, names: Sequence[str]) -> str | None:
-    """Return the first column that cannot be read by itself."""
-    for name in names:
-        try:
-            for _ in file.iter_batches(batch_size=_BATCH_ROWS, columns=[name]):
-                pass
-        except Exception:  # whatever the library raises; the caller reports its error
-            return name
-    return None
-
-
-def _bad_column(place: str, column: str, error: Exception) -> ConfigError:
-    reason = f"its column {column} cannot be read ({describe_error(error)})"
-    return ConfigError(place, reason, f"a copy of the file without {column}")

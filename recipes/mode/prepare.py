@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from recipes.cache import open_cache_dir
 from recipes.config.compose import Composed
 from recipes.config.instantiate import make
-from recipes.data.read_rows import Rows, open_rows
+from recipes.data.read_rows import Rows, check_split, open_rows
 from recipes.errors import ConfigError
 from recipes.home import expand_home
 from recipes.prepare.chunk import Filters
@@ -69,9 +69,12 @@ def prepare(
     check_rules(rules)
     _check_rules_off(rules_off, rules)
     source, rows = _open_documents(composed.config["data"])
+    split: dict[str, str] = {"split_setting": "mode.evaluation_split"}
+    paths = {f"mode.evaluation.{name}": path for name, path in evaluation.items()}
+    check_split(evaluation_split, paths, default="test", **split)
     sets = {
-        name: open_rows(path, setting=f"mode.evaluation.{name}", hub_split=evaluation_split, text_field="text")
-        for name, path in evaluation.items()
+        name: open_rows(path, setting=key, hub_split=evaluation_split, text_field="text", **split)
+        for name, (key, path) in zip(evaluation, paths.items(), strict=True)
     }
     folder = expand_home(output, "mode.output")
     _check_output(folder, rows)

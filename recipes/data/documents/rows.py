@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.data.read_rows import Row, Rows
+from recipes.data.read_rows import Row, Rows, name_type
 from recipes.data.text.token_corpus import hash_text
 from recipes.errors import ConfigError
 
@@ -98,8 +98,8 @@ def read_text(row: Row, field: str) -> str:
         ConfigError: The row has no such field, or it is not text.
     """
     fields = row.parse()
-    with_text = [name for name, value in fields.items() if isinstance(value, str) and name != field]
-    other = f"data.text_field={' | '.join(with_text)}, or " if with_text else ""
+    texts = {name: value for name, value in fields.items() if isinstance(value, str) and name != field}
+    other = f"data.text_field={max(texts, key=lambda name: len(texts[name]))}, or " if texts else ""
     if field not in fields:
         known = ", ".join(fields) or "none"
         raise ConfigError(row.place, f"it has no field {field}; its fields are {known}", f"{other}a row with {field}")
@@ -110,6 +110,5 @@ def read_text(row: Row, field: str) -> str:
         reason = f"its field {field} has bytes that are not UTF-8 text ({error.reason})"
         raise ConfigError(row.place, reason, f"{other}{_DROP}") from error
     if not isinstance(value, str):
-        shown = "null" if value is None else f"a {type(value).__name__}"
-        raise ConfigError(row.place, f"its field {field} is {shown}, not text", f"{other}{_DROP}")
+        raise ConfigError(row.place, f"its field {field} is {name_type(value)}, not text", f"{other}{_DROP}")
     return value

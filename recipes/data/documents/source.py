@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from recipes.cache import open_cache_dir
 from recipes.data.documents.rows import RowCorpus
-from recipes.data.read_rows import Rows, open_rows
+from recipes.data.read_rows import Rows, check_split, open_rows
 from recipes.data.text.source import TextSource
 from recipes.data.text.token_corpus import TokenCorpus
 
@@ -28,6 +28,7 @@ class Documents(TextSource):
             **settings: As for `TextSource`.
         """
         super().__init__(**settings)
+        check_split(hub_split, {"data.path": path})
         self.text_field = text_field
         self.domain_field = domain_field
         self._path = path

@@ -16,7 +16,7 @@ from recipes.data.instructions.conversation import Reader
 from recipes.data.instructions.loss_mask import ExampleTokenizer
 from recipes.data.instructions.rows import ExampleRows, pad_rows
 from recipes.data.instructions.store import ExampleStore, cached_examples
-from recipes.data.read_rows import Rows, open_rows
+from recipes.data.read_rows import Rows, check_split, open_rows
 from recipes.data.text.token_cache import SPLIT_TEXT
 from recipes.errors import ConfigError
 from recipes.runtime.world import num_cores
@@ -80,6 +80,7 @@ class Instructions:
         """
         if not hasattr(tokenizer, "make"):
             raise ConfigError("tokenizer=none", "text needs a tokenizer", "tokenizer=huggingface or =bytes")
+        check_split(hub_split, {"data.path": path} | ({} if val_path is None else {"data.val_path": val_path}))
         self.seq_len = seq_len
         self._path = path
         self._val_path = val_path

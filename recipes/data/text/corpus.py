@@ -293,13 +293,13 @@ def reject_other_kind(path: Path, data: bytes, setting: str = "data.path") -> No
         ConfigError: It is compressed, an archive, in another encoding, or was not downloaded.
     """
     if (kind := recognize(data[:NUM_HEAD_BYTES], path, is_text=True)) is not None:
-        raise ConfigError(f"{setting}={path}", kind.reason, kind.fix or f"{setting}= of UTF-8 text")
+        raise ConfigError(f"{setting}={path}", kind.reason, kind.fix or f"{setting}=<file of UTF-8 text>")
 
 
 def not_utf8(path: Path, error: UnicodeDecodeError, *, start: int = 0, setting: str = "data.path") -> ConfigError:
     """Return the error for a file that is not UTF-8; `start` is the file offset of the decoded bytes."""
     reason = f"byte {start + error.start} is not UTF-8 text ({error.reason})"
-    fix = f"{setting}= of UTF-8 files; iconv -f latin1 -t utf-8 converts an old one"
+    fix = f"iconv -f latin1 -t utf-8 '{path}' > <new file>, if it is an old one, then the path of the new file"
     return ConfigError(f"{setting}={path}", reason, fix)
 
 

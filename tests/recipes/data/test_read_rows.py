@@ -89,8 +89,120 @@ def test_saved_data_sets_are_read(tmp_path: Path) -> None:
     rows = read(f"hf://{tmp_path}/saved")
     assert [row.parse() for row in rows] == ROWS
     assert rows[1].place.endswith("saved row 2")
-    with pytest.raises(ConfigError, match="datasets says: "):
-        read(f"hf://{tmp_path}")
+
+
+def save_splits(folder: Path) -> Path:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(str(folder / "dict"))
+    rows.save_to_disk(str(folder / "one"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "split", "message"),
+    [
+        (None, "dict", "validation", "hub_split=validation: hf://.*dict has the splits train, test; type data.hub_s"),
+        (None, "dict", "train+test", r"train, test, and is read by whole splits; type data.hub_split=train or data"),
+        (None, "dict", "train[:50%]", r"hub_split=train\[:50%\]: .*read by whole splits; type data.hub_split=train or"),
+        (None, "one:default", "train", "one:default: .* has no configurations; type data.path=hf://.*/one$"),
+        (
+            None,
+            "",
+            "train",
+            "saved by datasets, and this folder is neither; type data.path=/.*, which",
+        ),
+        (
+            "state.json",
+            "one",
+            "train",
+            "has no state.json: it was saved or copied in part; type data.path=<another",
+        ),
+        (
+            "*.arrow",
+            "one",
+            "train",
+            "one cannot be read: (ArrowInvalid|OSError): .*type data.path=<another copy",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_saved_data_set_is_named(
+    damage: str | None, name: str, split: str, message: str, tmp_path: Path
+) -> None:
+    save_splits(tmp_path)
+    if damage == "state.json":
+        (tmp_path / "one" / damage).unlink()
+    elif damage is not None:
+        [file] = (tmp_path / "one").glob(damage)
+        os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(ConfigError, match=message):
+        list(open_rows(f"hf://{tmp_path / name}".rstrip("/"), setting="data.path", hub_split=split))
+
+
+def test_a_split_that_no_path_reads_is_rejected(tmp_path: Path) -> None:
+    save_splits(tmp_path)
+    dataset, one, files = f"hf://{tmp_path}/dict", f"hf://{tmp_path}/one", str(tmp_path / "a.jsonl")
+    for accepted in ({"data.path": dataset}, {"data.path": files, "data.val_path": "hf://org/name"}):
+        read_rows.check_split("test", accepted)
+    read_rows.check_split("train", {"data.path": files})
+    for path, reason in ((files, "only a path that begins with hf:// has splits"), (one, "was saved without splits")):
+        with pytest.raises(ConfigError, match=f"data.path={path} data.hub_split=test: .*{reason}, and all of .* read"):
+            documents_of(path, tmp_path, hub_split="test")
+
+
+@pytest.mark.parametrize("kind", ["feather", "file", "stream"])
+def test_arrow_files_are_read(kind: str, tmp_path: Path) -> None:
+    pyarrow, feather = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.feather"))
+    table = pyarrow.Table.from_pylist(ROWS * 700)
+    path = tmp_path / ("a.feather" if kind == "feather" else "a.arrow")
+    if kind == "feather":
+        feather.write_feather(table, path)
+    else:
+        with (pyarrow.ipc.new_file if kind == "file" else pyarrow.ipc.new_stream)(str(path), table.schema) as writer:
+            writer.write_table(table)
+    rows = read(tmp_path if kind == "feather" else path)
+    assert ([row.parse() for row in rows], rows[-1].place) == (ROWS * 700, f"{path.name} row 1400")
+    rows = list(open_rows(str(path), setting="data.path", hub_split="train", fields=["prompt"]))
+    assert rows[1].parse() == {"prompt": "ä"}
+    path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(ConfigError, match="cannot be read: .*; type data.path=<another copy of the file>"):
+        read(path)
+
+
+def test_an_arrow_file_of_a_saved_data_set_is_not_read_alone(tmp_path: Path) -> None:
+    [file] = save_splits(tmp_path).glob("one/*.arrow")
+    with pytest.raises(ConfigError, match=f"chosen and ordered by state.json; type data.path=hf://{tmp_path}/one"):
+        read(file)
+
+
+def test_text_that_is_not_utf_8_in_a_table_is_bytes_of_its_row(tmp_path: Path) -> None:
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    texts = pyarrow.array([b"good", b"caf\xe9"]).view(pyarrow.string())
+    turns = pyarrow.ListArray.from_arrays([0, 1, 2], pyarrow.StructArray.from_arrays([texts], ["content"]))
+    table = pyarrow.table({"text": texts, "turns": turns, "coded": texts.dictionary_encode()})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert [row.parse() for row in read(tmp_path)] == [
+        {"text": "good", "turns": [{"content": "good"}], "coded": "good"},
+        {"text": b"caf\xe9", "turns": [{"content": b"caf\xe9"}], "coded": b"caf\xe9"},
+    ]
+    with pytest.raises(ConfigError, match="a.parquet row 2: its field text has bytes that are not UTF-8 text"):
+        documents_of(tmp_path / "a.parquet", tmp_path).prepare()
+
+
+def test_columns_of_one_name_and_damaged_pages_are_named(tmp_path: Path) -> None:
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    texts = pyarrow.array([f"{number:09}" * 9 for number in range(60)])
+    parquet.write_table(pyarrow.Table.from_arrays([texts, texts], ["text", "text"]), tmp_path / "twice.parquet")
+    with pytest.raises(ConfigError, match="it has 2 columns with the name text; type a copy of the file in which"):
+        documents_of(tmp_path / "twice.parquet", tmp_path).prepare()
+    file = tmp_path / "damaged.parquet"
+    parquet.write_table(pyarrow.table({"text": texts}), file, compression="snappy", use_dictionary=False)
+    file.write_bytes(file.read_bytes()[:200] + bytes(60) + file.read_bytes()[260:])
+    with pytest.raises(ConfigError, match=r"column text cannot be read \(.*\); type another copy of the file$"):
+        documents_of(file, tmp_path).prepare()
+    file.with_name("b.parquet.gz").write_bytes(gzip.compress(file.read_bytes()))
+    with pytest.raises(ConfigError, match=r"b.parquet.gz: it is compressed with gzip; type gunzip -k"):
+        read(tmp_path / "b.parquet.gz")
 
 
 @pytest.mark.parametrize(
@@ -241,8 +353,8 @@ JSON_LINE = json.dumps({"text": "a sentence"}) + "\n"
         (JSON_LINE.encode("utf-32"), "it is UTF-32 text", "iconv -f utf-32 -t utf-8"),
         (POINTER, "it is a Git LFS pointer", "git lfs pull"),
         (b"<!DOCTYPE html><html>Sign in</html>", "it is a web page", "data.path=<another copy>"),
-        (b"PK\x03\x04" + bytes(60), "it is a zip archive", "data.path="),
-        (b"%PDF-1.7\n", "it is a PDF", "data.path="),
+        (b"PK\x03\x04" + bytes(60), "it is a zip archive", "unzip "),
+        (b"%PDF-1.7\n", "it is a PDF", "pdftotext "),
         (write_tar(JSON_LINE.encode()), "it is a tar archive", "tar xf"),
     ],
 )
@@ -297,9 +409,9 @@ def test_what_utf_8_forbids_is_named_in_bytes_and_in_lists_too(tmp_path: Path) -
         [row.parse() for row in read(tmp_path / "a.json")]
 
 
-def documents_of(path: Path | str, folder: Path) -> Documents:
+def documents_of(path: Path | str, folder: Path, hub_split: str = "train") -> Documents:
     settings: Any = {"tokenizer": Bytes(), "seq_len": 4, "val_fraction": 0.3, "cache_dir": str(folder / "cache")}
-    return Documents(path=str(path), text_field="text", domain_field=None, hub_split="train", **settings)
+    return Documents(path=str(path), text_field="text", domain_field=None, hub_split=hub_split, **settings)
 
 
 def tokens_of(source: Documents) -> list[int]:

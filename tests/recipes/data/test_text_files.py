@@ -167,6 +167,12 @@ def test_a_file_that_cannot_be_read_is_named(source, folder, monkeypatch):
         (("text without a mark, as 16 bits a character; " * 2).encode("utf-16-le"), "it is UTF-16LE text", "iconv -f"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "it is a Git LFS pointer", "git lfs pull"),
         (gzip.compress(b"text" * 100), "it is compressed with gzip", "gunzip -k "),
+        (b"PAR1" + bytes(60), "it is a Parquet file", "data=documents data.path="),
+        (b"ARROW1" + bytes(60), "it is an Arrow file", "data=documents data.path="),
+        (b"\xff\xff\xff\xff\x80\0\0\0" + bytes(60), "it is an Arrow stream", "data=documents data.path="),
+        (b"PK\x03\x04" + bytes(26) + b"word/document.xml", "it is a document of a word processor", "pandoc -t plain "),
+        (b"PK\x03\x04" + bytes(60), "it is a zip archive, such as an .npz or a checkpoint", "unzip "),
+        (b"%PDF-1.7", "it is a PDF", "pdftotext "),
     ],
 )
 def test_what_is_no_text_is_named_also_where_its_bytes_are_utf_8(source, tmp_path, content, reason, fix):
