@@ -97,6 +97,7 @@ class Tokenizer:
                 them; None: they follow from the tokenizer.
         """
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        _switch_off_dropout(backend)
         backend.no_truncation()
         backend.no_padding()
         self.end_of_text: int = end_of_text
@@ -569,6 +570,16 @@ def _half_character(text: str) -> ConfigError:
 def _from_json(serialized: str, end_of_text: int, settings: dict[str, Any], published_ids: dict[str, Any]) -> Tokenizer:
     backend = Backend.from_str(serialized)
     return Tokenizer(backend, end_of_text=end_of_text, settings=settings, published_ids=published_ids)
+
+
+def _switch_off_dropout(backend: Any) -> None:
+    """Make encoding deterministic: BPE may skip merges at random, the only random setting in a `tokenizer.json`."""
+    dropout = getattr(backend.model, "dropout", None)
+    if dropout:
+        log.info(
+            "The tokenizer skips merges at random (dropout %s): switched off, so that a text has one encoding", dropout
+        )
+        backend.model.dropout = None
 
 
 def _is_bytes(backend: Any) -> bool:

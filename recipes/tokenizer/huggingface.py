@@ -25,6 +25,12 @@ _FURTHER_FILES = (
     *(SETTINGS_FILE, TEMPLATE_FILE, SPECIAL_TOKENS_FILE, ADDED_TOKENS_FILE),
     *(GENERATION_FILE, MODEL_FILE),
 )
+# vocabularies that transformers converts: files, and the packages that read them
+_OTHER_FORMATS = {
+    "SentencePiece": (("*.model",), "transformers sentencepiece protobuf"),
+    "tiktoken": (("*.tiktoken", "tekken.json"), "transformers tiktoken"),
+    "WordPiece or BPE": (("vocab.txt", "vocab.json", "merges.txt"), "transformers"),
+}
 
 
 class HuggingFace:
@@ -47,12 +53,15 @@ class HuggingFace:
         folder = Path(os.path.expanduser(self.name))
         with reading(folder, setting, READ_FIX):  # a name may be too long, or have a NUL
             is_folder = folder.is_dir()
+        if folder.is_file():
+            fix = f"tokenizer.name={folder.parent}" if folder.name == TOKENIZER_FILE else READ_FIX
+            raise ConfigError(setting, "it is a file, and a tokenizer is the folder that it is in", fix)
         if not is_folder and self.name.startswith((".", "/", "~")):
             raise self._error("there is no such folder")
         if not is_folder:
             folder = self._download()
         elif not (folder / TOKENIZER_FILE).is_file():
-            raise self._error("the folder has no tokenizer.json")
+            raise self._explain_folder(folder)
         return read_folder(folder, setting=setting, fix=READ_FIX)
 
     def _download(self) -> Path:
@@ -73,6 +82,17 @@ class HuggingFace:
             first_line = str(error).strip().partition("\n")[0]
             raise self._error(f"its tokenizer could not be downloaded from the hub ({first_line})") from error
         return tokenizer_file.parent
+
+    def _explain_folder(self, folder: Path) -> ConfigError:
+        """Return the error for a folder without a tokenizer.json, with how to make one from the files of other libraries."""
+        for kind, (patterns, packages) in _OTHER_FORMATS.items():
+            if found := sorted(path.name for pattern in patterns for path in folder.glob(pattern)):
+                loaded = f"AutoTokenizer.from_pretrained('{folder}')"
+                code = f"from transformers import AutoTokenizer; {loaded}.save_pretrained('{folder}-fast')"
+                reason = f"the folder has no tokenizer.json, but {found[0]}, a vocabulary of {kind}"
+                fix = f'pip install {packages}; python -c "{code}", then tokenizer.name={folder}-fast'
+                return ConfigError(f"tokenizer.name={self.name}", reason, fix)
+        return self._error("the folder has no tokenizer.json")
 
     def _error(self, reason: str) -> ConfigError:
         return ConfigError(f"tokenizer.name={self.name}", reason, READ_FIX)

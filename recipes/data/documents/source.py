@@ -31,7 +31,7 @@ class Documents(TextSource):
         check_split(hub_split, {"data.path": path})
         self.text_field = text_field
         self.domain_field = domain_field
-        self._path = path
+        self.path = path
         self._hub_split = hub_split
 
     def open_rows(self, fields: Sequence[str] | None = None) -> Rows:
@@ -41,7 +41,7 @@ class Documents(TextSource):
             ConfigError: There are none.
         """
         return open_rows(
-            self._path, setting="data.path", hub_split=self._hub_split, text_field=self.text_field, fields=fields
+            self.path, setting="data.path", hub_split=self._hub_split, text_field=self.text_field, fields=fields
         )
 
     @override

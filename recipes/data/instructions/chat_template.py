@@ -1,10 +1,12 @@
 """Find and render the chat template of a tokenizer or a file, and find the tokens that end a turn of it."""
 
 import datetime
+import difflib
 import functools
 import logging
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,13 +140,17 @@ def find_template(name: str, tokenizer: Tokenizer, *, day: datetime.date | None 
         return ChatTemplate(source, "chatml", day=day)
     if name in named:
         return ChatTemplate(named[name], f"the tokenizer ({name})", day=day)
-    return ChatTemplate(_read_file(name), name, day=day)
+    return ChatTemplate(_read_file(name, [*named]), name, day=day)
 
 
-def _read_file(name: str) -> str:
+def _read_file(name: str, named: Sequence[str]) -> str:
     path, setting = Path(os.path.expanduser(name)), f"data.template={name}"
     fix = f"{_OWN_FILE}, =auto for that of the tokenizer, or =chatml"
     with reading(path, setting, fix):
+        if not path.is_file() and len(named) > 1:
+            reason = f"there is no such file, and the templates of the tokenizer are {', '.join(named)}"
+            closest = difflib.get_close_matches(name, named, n=1, cutoff=0.0)[0]
+            raise ConfigError(setting, reason, f"data.template={closest}, or ={_OWN_FILE.partition('=')[2]}")
         if not path.is_file():
             raise ConfigError(setting, "there is no such file", fix)
         num_bytes = path.stat().st_size

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from recipes.data.read_rows import name_type
 from recipes.errors import ConfigError
 
 Message = dict[str, Any]
@@ -49,6 +50,9 @@ _OPTIONAL = (*_ADDED, _VARIABLES, *_WEIGHTS, *_OPPOSITES, *_PARTS, *_MEDIA, *_PA
 # names of columns in other people's data, likely ones first
 _QUESTIONS = ("question", "query", "prompt", "instruction", "problem", "input", "human", "user", "source", "context")
 _ANSWERS = ("response", "answer", "completion", "output", "target", "solution", "reply", "assistant", "summary")
+# of several answers to one question, beside the plurals of those above
+_SEVERAL = ("candidate", "choice", "generation", "message", "sample")
+_QUOTED = ("true", "false", "0", "1", "yes", "no")  # a weight as text
 _TYPED_NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 
@@ -64,6 +68,7 @@ class Example:
         without_loss: Indices of messages, of prompt and answer together, that are not to be learned.
         unread: Fields of the row that were not read.
         absent: Names in `data.fields` that the row does not have.
+        silenced_by: Names of the weights of 0 or false that keep a part of it from being learned.
     """
 
     place: str
@@ -73,6 +78,7 @@ class Example:
     without_loss: frozenset[int] = frozenset()
     unread: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
+    silenced_by: tuple[str, ...] = ()
 
     @property
     def question(self) -> str:
@@ -93,11 +99,12 @@ class Example:
 
 
 class _Read(NamedTuple):
-    """Messages of a row, which of them are not to be learned, and their fields that were not read."""
+    """Messages of a row, which are not to be learned and by which fields, and their fields that were not read."""
 
     messages: list[Message]
     without_loss: set[int]
     unread: list[str]
+    silenced_by: list[str]
 
 
 class Reader:
@@ -153,9 +160,10 @@ class Reader:
         values = [self._get(row, name, place=place) for name in _FIELDS[kind]]
         unread = self._find_unread(row, kind)
         self._reject(row, kind, unread, place)
-        weights = [self._value(row, name) for name in _ROW_WEIGHTS]
-        if values[-1] is None or not all(value for value in weights if _is_weight(value)):
-            return Example(place=place, prompt=None, answer=[], unread=tuple(unread))
+        weights = {name: self._value(row, name) for name in _ROW_WEIGHTS}
+        silenced_by = tuple(name for name, value in weights.items() if _is_weight(value) and not value)
+        if values[-1] is None or silenced_by:
+            return Example(place=place, prompt=None, answer=[], unread=tuple(unread), silenced_by=silenced_by)
         if kind == "text":
             return Example(place=place, prompt=None, answer=_text(values[0], "text", place), unread=tuple(unread))
         if values[0] is None:
@@ -170,7 +178,7 @@ class Reader:
         self, row: Mapping[str, Any], kind: str, values: list[Any], unread: list[str], place: str
     ) -> Example:
         """Return the example of a row of messages, with what other fields of the row add to them."""
-        prompt, answer = _Read([], set(), []), _Read([], set(), [])
+        prompt, answer = _Read([], set(), [], []), _Read([], set(), [], [])
         if kind == "alpaca":
             question = _text(values[0], "instruction", place)
             given = self._value(row, "input")
@@ -206,6 +214,7 @@ class Reader:
             without_loss=frozenset(without_loss),
             unread=tuple(dict.fromkeys([*unread, *prompt.unread, *answer.unread])),
             absent=tuple(own for own in self._mapped if own not in row),
+            silenced_by=(*prompt.silenced_by, *answer.silenced_by),
         )
 
     def _recognize(self, row: Mapping[str, Any], *, place: str) -> str:
@@ -219,26 +228,31 @@ class Reader:
                 return kind
         wanted = "; ".join(" and ".join(names) for names in _FIELDS.values())
         reason = f"its fields are {_names(row)}, expected {wanted}"
+        if several := _find_several(row):
+            reason += f"; its {_shorten(several)} is {name_type(row[several])}, and a row has one answer"
+            raise ConfigError(place, reason, 'a row for each answer: {"prompt": …, "completion": …}')
         raise ConfigError(place, reason, self._suggest_fields(row, place))
 
     def _suggest_fields(self, row: Mapping[str, Any], place: str) -> str:
         """Return a mapping with which this row can be read."""
         for fields in _guess_fields(row):
             own = {name: value for name, value in self._fields.items() if name not in fields} | fields
+            own = {name: value for name, value in own.items() if name != value}
             try:
                 found = Reader(format=None, fields=own).read(row, place=place)
             except ConfigError:
                 continue  # the next guess
+            if found.answer and not own:
+                return "the same command without data.fields"
             if found.answer:
-                return f"'data.fields={{{', '.join(f'{name}: {value}' for name, value in own.items())}}}'"
-        return "'data.fields={messages: <your name for it>}'"
+                return _to_override(own)
+        return "'data.fields={prompt: <field of the question>, completion: <field of the answer>}', or rows with both"
 
     def _map(self, name: str, found: list[str]) -> str | None:
         """Return the override that maps a field to the only one found."""
         if len(found) != 1 or not _TYPED_NAME.fullmatch(found[0]):
             return None
-        fields = {own_name: own or "null" for own_name, own in self._fields.items()} | {name: found[0]}
-        return f"'data.fields={{{', '.join(f'{key}: {own}' for key, own in fields.items())}}}'"
+        return _to_override(self._fields | {name: found[0]})
 
     def _own(self, name: str) -> str | None:
         return self._fields.get(name, name)
@@ -269,6 +283,8 @@ class Reader:
         left = [name for name in _OPTIONAL if self._own(name) in unread] if unread else []
         for name in left:
             value = self._value(row, name)
+            if name in _ROW_WEIGHTS and isinstance(value, str) and value.strip().lower() in _QUOTED:
+                raise ConfigError(place, f"its {name} is text: {json.dumps(value)}", _unquote(self._ignore(name)))
             if name in _PARTS or (name in _ROW_WEIGHTS and isinstance(value, int | float)):
                 reason = f"its {name} is {_shorten(value)}, and a row is learned or not"
                 raise ConfigError(place, reason, f"0 or 1 there, or {self._ignore(name)}")
@@ -298,8 +314,7 @@ class Reader:
 
     def _ignore(self, *names: str) -> str:
         """Return the override that leaves fields out."""
-        fields = {name: own or "null" for name, own in self._fields.items()} | dict.fromkeys(names, "null")
-        return f"'data.fields={{{', '.join(f'{name}: {own}' for name, own in fields.items())}}}'"
+        return _to_override(self._fields | dict.fromkeys(names))
 
     def _messages(self, messages: Any, kind: str, place: str) -> _Read:
         if isinstance(messages, str):
@@ -312,7 +327,7 @@ class Reader:
         if messages and self._own(_MESSAGE_FIELDS[kind][0]) not in messages[0]:
             # the names of the other format, under this one's name of the list
             kind = other if all(self._own(name) in messages[0] for name in _MESSAGE_FIELDS[other]) else kind
-        found, without_loss, unread = [], set(), list[str]()
+        found, without_loss, unread, silenced_by = [], set(), list[str](), list[str]()
         for index, fields in enumerate(messages):
             message = self._message(fields, kind, place)
             for name in [name for name in message if name in self._ignored]:
@@ -324,26 +339,34 @@ class Reader:
                 if name in _MEDIA:
                     fix = f"{self._ignore(name)}, which leaves them out, or rows of text"
                     raise ConfigError(place, f"a message has {name}, and only text is trained on", fix)
+                if isinstance(value, str):
+                    reason = f"{name} of a message is text: {_shorten(json.dumps(value))}"
+                    raise ConfigError(place, reason, _unquote(self._ignore(name)))
                 if not _is_weight(value):
                     reason = f"{name} of a message is {_shorten(value)}, and a message is learned or not"
                     raise ConfigError(place, reason, f"0 or 1 there, or {self._ignore(name)}")
                 is_learned = bool(value) != (name in _OPPOSITES)
                 if message["role"] == "assistant":
                     without_loss |= set() if is_learned else {index}
+                    silenced_by += [] if is_learned else [name]
                 elif is_learned:  # only answers are, or with train_on=all the whole conversation
                     unread.append(f"{name} of {message['role']} messages")
             found.append(message)
-        return _Read(found, without_loss, unread)
+        return _Read(found, without_loss, unread, silenced_by)
 
     def _message(self, message: Mapping[str, Any], kind: str, place: str) -> Message:
         role_field, content_field = (str(self._own(name)) for name in _MESSAGE_FIELDS[kind])
         typed = message.get(role_field)
         role = _SHAREGPT_ROLES.get(str(typed), typed) if kind == "sharegpt" or typed == "function" else typed
         if role not in ROLES:
-            reason = f"its role {role_field}={typed!r} is not one of {', '.join(ROLES)}"
             known = ROLES if kind == "messages" else (*ROLES, *_SHAREGPT_ROLES)
+            shown = f"no {role_field}" if typed is None else f"{role_field} {_shorten(json.dumps(typed, default=str))}"
+            reason = f"a message has {shown}, expected one of {', '.join(known)}"
             others = [field for field, value in message.items() if isinstance(value, str) and value in known]
             fix = f"one of these as {role_field} there"
+            if kind == "messages" and str(typed) in _SHAREGPT_ROLES and self._format is None:
+                turn = dict(zip(_MESSAGE_FIELDS["sharegpt"], (role_field, content_field), strict=True))
+                fix = _to_override({"conversations": self._own("messages")} | turn)
             raise ConfigError(place, reason, self._map(_MESSAGE_FIELDS[kind][0], others) or fix)
         others = [name for name, value in message.items() if name != role_field and isinstance(value, str)]
         rest = {name: value for name, value in message.items() if name not in (role_field, content_field)}
@@ -357,7 +380,7 @@ class Reader:
             reason = f"a message of role {role} has no {content_field}"
             fix = f"a text as {content_field} there"
             raise ConfigError(place, reason, self._map(_MESSAGE_FIELDS[kind][1], others) or fix)
-        text = "" if content is None else _content(content, f"{content_field} of a message", place)
+        text = "" if content is None else _content(content, content_field, place)
         kept = {key: value for key, value in rest.items() if value is not None and key not in ("role", "content")}
         return kept | {"role": role, "content": text} | ({"tool_calls": calls} if calls else {})
 
@@ -381,17 +404,43 @@ def _guess_fields(row: Mapping[str, Any]) -> Iterator[dict[str, str]]:
                 for content in [field for field in texts if field != role]:
                     yield {list_name: name} | dict(zip(_MESSAGE_FIELDS[kind], (role, content), strict=True))
     texts = [name for name in names if isinstance(row[name], str)]
+    others = [name for name in texts if name not in _QUESTIONS]
     pairs = [_FIELDS[kind] for kind in ("prompt_completion", "alpaca")]
     for question, answer in sorted(pairs, key=lambda pair: -sum(name in row for name in pair)):
         questions = [question] if question in texts else [name for name in _QUESTIONS if name in texts]
         answers = [answer] if answer in texts else [name for name in _ANSWERS if name in texts]
         for asked in questions or texts:
-            for answered in answers or texts:
+            for answered in answers or others:
                 if asked != answered and (question in texts or answer in texts or (questions and answers)):
                     found = {question: asked, answer: answered}
                     yield {name: own for name, own in found.items() if name != own}
-    if len(texts) == 1:
+    if texts == others and len(texts) == 1:  # a question alone is not what is to be learned
         yield {"text": texts[0]}
+
+
+def _find_several(row: Mapping[str, Any]) -> str | None:
+    """Return the field of a row that holds several answers, where a text beside it may be their question."""
+    single = {*_ANSWERS, *_SEVERAL}
+    for name, value in row.items():
+        is_several = isinstance(value, Mapping) or (isinstance(value, list) and not _is_of_messages(value))
+        is_answer = str(name).lower() in single or str(name).lower().removesuffix("s") in single
+        if is_several and is_answer and any(isinstance(other, str) for other in row.values()):
+            return str(name)
+    return None
+
+
+def _is_of_messages(value: list[Any]) -> bool:
+    return bool(value) and isinstance(value[0], Mapping) and len(value[0]) > 1
+
+
+def _to_override(fields: Mapping[str, str | None]) -> str:
+    """Return the override that maps the names of a format to those of a dataset, None to null."""
+    pairs = ", ".join(f"{name}: {own or 'null'}" for name, own in fields.items())
+    return f"'data.fields={{{pairs}}}'"
+
+
+def _unquote(ignoring: str) -> str:
+    return f"true or false there, without quotes, or {ignoring}"
 
 
 def _is_weight(value: Any) -> bool:
@@ -408,14 +457,15 @@ def _shorten(value: Any, num_characters: int = 40) -> str:
     return str(value)[:num_characters].encode("utf-8", "backslashreplace").decode()
 
 
-def _text(value: Any, name: str, place: str) -> str:
+def _text(value: Any, name: str, place: str, *, owner: str | None = None) -> str:
+    shown = f"its {name}" if owner is None else f"the {name} of {owner}"
     if not isinstance(value, str):
-        shown = type(value).__name__
-        raise ConfigError(place, f"its {name} is not text but {shown}", f"a text as {name} there")
+        verb = "has" if isinstance(value, bytes) else "is not text but"
+        raise ConfigError(place, f"{shown} {verb} {name_type(value)}", f"a text as {name} there")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        reason = f"its {name} has half a character ({value[error.start]!r}, a lone surrogate)"
+        reason = f"{shown} has half a character ({value[error.start]!r}, a lone surrogate)"
         raise ConfigError(place, reason, f"whole characters in {name} there") from error
     return value
 
@@ -425,11 +475,11 @@ def _content(value: Any, name: str, place: str) -> str:
     if isinstance(value, list) and all(isinstance(part, Mapping) for part in value):
         others = [part.get("type") for part in value if part.get("type") != "text"]
         if others:
-            reason = f"its {name} has a part of type {others[0]}, and only text is trained on"
+            reason = f"the {name} of a message has a part of type {others[0]}, and only text is trained on"
             raise ConfigError(place, reason, f"a text as {name} there")
         if len(value) == 1:
             value = value[0].get("text")
-    return _text(value, name, place)
+    return _text(value, name, place, owner="a message")
 
 
 def _history(value: Any, place: str) -> list[Message]:
@@ -501,7 +551,7 @@ def _tools(value: Any, place: str, *, is_required: bool, wraps: bool) -> list[An
         except (ValueError, RecursionError) as error:
             mistake = f"text that is not valid JSON ({error})"
     if not mistake and value and not isinstance(value, list):
-        mistake = f"not a list but {type(value).__name__}"
+        mistake = f"not a list but {name_type(value)}"
     if not mistake and value and not all(isinstance(tool, Mapping) for tool in value):
         mistake = "not a list of objects"
     if mistake and is_required:
@@ -517,4 +567,9 @@ def _as_json(value: Any) -> Any:
         return {name: _as_json(inner) for name, inner in value.items() if inner is not None}
     if isinstance(value, list | tuple):
         return [_as_json(inner) for inner in value]
+    if isinstance(value, bytes):  # of older writers, which do not mark text as such
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            return value
     return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -173,6 +173,7 @@ class Instructions:
         stores = {
             name: cached_examples(
                 rows,
+                setting=f"data.{'path' if name == 'train' else 'val_path'}={rows.name}",
                 reader=self._reader,
                 tokenizer=ExampleTokenizer(tokenizer, template, train_on=self._train_on),
                 vocab_size=tokenizer.vocab_size,
@@ -295,7 +296,8 @@ class Instructions:
         if len(examples):
             longest = int(store.lengths[examples].min())
             reason = f"no answer of the {split} split begins within {self.seq_len} tokens"
-            raise ConfigError(f"seq_len={self.seq_len}", reason, f"seq_len={longest} or more")
+            fix = f"seq_len={longest} or more, and model.max_seq_len={longest} or more if it is smaller"
+            raise ConfigError(f"seq_len={self.seq_len}", reason, f"{fix}; or shorter prompts")
         fix = "data.val_path=<rows>, or data.path=<rows with more questions>"
         num, questions = len(store), "question" if len(np.unique(store.questions)) == 1 else "questions"
         counted = "1 example" if num == 1 else f"{num:,} examples"

@@ -38,11 +38,22 @@ _MAX_NAMES = 100  # of fields; a row may have others than every other row
 
 
 class Encoded(NamedTuple):
-    """One row, tokenized: where it is, the hash of its question, and the fields that were not read or not there."""
+    """One row, tokenized.
+
+    Attributes:
+        place: Where it is.
+        question: Hash of its question.
+        is_conversation: Whether it is no plain text.
+        silenced_by: Names of the weights that keep answers from being learned.
+        unread: Fields that were not read.
+        absent: Fields that were not there.
+        tokenized: Its tokens.
+    """
 
     place: str
     question: int
     is_conversation: bool
+    silenced_by: tuple[str, ...]
     unread: tuple[str, ...]
     absent: tuple[str, ...]
     tokenized: Tokenized
@@ -148,6 +159,7 @@ class ExampleStore:
 def cached_examples(
     rows: Iterable[Row],
     *,
+    setting: str,
     reader: Reader,
     tokenizer: ExampleTokenizer,
     vocab_size: int,
@@ -159,6 +171,7 @@ def cached_examples(
 
     Args:
         rows: Rows to read.
+        setting: Override that named them, for errors.
         reader: Converts rows to examples.
         tokenizer: Tokenizes examples.
         vocab_size: Vocabulary size of the tokenizer.
@@ -173,7 +186,8 @@ def cached_examples(
     folder = cache_dir / "examples" / digest
 
     def build(temporary: Path) -> None:
-        _write(temporary, _encode_all(rows, reader, tokenizer, num_processes=num_processes), vocab_size=vocab_size)
+        encoded = _encode_all(rows, reader, tokenizer, num_processes=num_processes)
+        _write(temporary, encoded, vocab_size=vocab_size, setting=setting)
 
     build_once(folder, build, is_complete=is_complete)
     return ExampleStore(folder)
@@ -208,23 +222,41 @@ def _encode(rows: Sequence[Row], *, reader: Reader, tokenizer: ExampleTokenizer)
         example = reader.read(row.parse(), place=row.place, from_table=row.from_table)
         is_chat = not isinstance(example.answer, str)
         names = example.unread, example.absent
-        encoded.append(Encoded(row.place, hash_text(example.question), is_chat, *names, tokenizer(example)))
+        question, by = hash_text(example.question), tuple(dict.fromkeys(example.silenced_by))
+        encoded.append(Encoded(row.place, question, is_chat, by, *names, tokenizer(example)))
     return encoded
 
 
-def _write(folder: Path, encoded: Iterator[Encoded], *, vocab_size: int) -> None:
+def _no_examples(setting: str, *, num_rows: int, silenced: Counter[str]) -> ConfigError:
+    """Return the error for rows of which none has a loss."""
+    key = setting.partition("=")[0]
+    if not num_rows:
+        return ConfigError(setting, "it has no rows", f"{key}=<rows with answers>")
+    counted = "its only row has no" if num_rows == 1 else f"none of its {num_rows:,} rows has an"
+    reason, fix = f"{counted} answer to learn", f"{key}=<rows with answers>, or data.fields={{…}} for other names"
+    if silenced:
+        names = ", ".join(sorted(silenced))
+        reason += f", as the {f'field {names} says' if len(silenced) == 1 else f'fields {names} say'}"
+        ignored = ", ".join(f"{name}: null" for name in sorted(silenced))
+        fix = f"'data.fields={{{ignored}}}', which learns them, or {key}=<other rows>"
+    return ConfigError(setting, reason, fix)
+
+
+def _write(folder: Path, encoded: Iterator[Encoded], *, vocab_size: int, setting: str) -> None:
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     starts, questions, targets, dropped = array("q", [0]), array("Q"), array("q"), list[str]()
     unread, hidden, absent = Counter[str](), Counter[str](), Counter[str]()
     num_conversations = num_ending = 0
+    silenced = Counter[str]()
     files = [(folder / name).open("wb") for name in ("tokens.bin", "marks.bin", "places.txt")]
     tokens_file, marks_file, places_file = files
     try:
-        for place, question, is_conversation, fields, missing, example in encoded:
+        for place, question, is_conversation, silenced_by, fields, missing, example in encoded:
             unread.update(fields)
             num_targets = int(example.carries_loss[1:].sum())  # the first token cannot be a target
             if num_targets == 0:
                 dropped.append(place)
+                silenced.update(silenced_by)
                 continue
             tokens_file.write(example.tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
             marks = example.carries_loss * np.uint8(_CARRIES_LOSS) + example.is_answer * np.uint8(_IS_ANSWER)
@@ -241,8 +273,7 @@ def _write(folder: Path, encoded: Iterator[Encoded], *, vocab_size: int) -> None
         for file in files:
             file.close()
     if not questions:
-        reason = f"none of its {len(dropped):,} rows has an answer to learn" if dropped else "it has no rows"
-        raise ConfigError("data.path", reason, "data.path=<rows with answers>, or data.fields={…} for other names")
+        raise _no_examples(setting, num_rows=len(dropped), silenced=silenced)
     np.save(folder / "starts.npy", np.array(starts, dtype=np.int64))
     np.save(folder / "questions.npy", np.array(questions, dtype=np.uint64))
     np.save(folder / "targets.npy", np.array(targets, dtype=np.int64))

@@ -101,7 +101,9 @@ class TextSource(ABC):
         tokenizer.check_model(self._known_ids)
         cache = cached_tokens(corpus, tokenizer, val_fraction=self.val_fraction, num_processes=self._num_processes)
         if cache.meta.num_documents == 0:
-            raise ConfigError("data.path=…", "no document in it has any text", self.suggest_more_text())
+            typed = getattr(self, "path", None)
+            setting = "data" if typed is None else f"data.path={typed}"
+            raise ConfigError(setting, "no document in it has any text", self.suggest_more_text())
         self._prepared = tokenizer, cache
         self._check_splits()
 

@@ -1,6 +1,7 @@
 """Published tokenizers, from a folder; tests never access the hub."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -173,6 +174,38 @@ def test_folders_without_a_tokenizer_are_rejected(tmp_path, folder):
     assert refuse(str(missing)) == (f"tokenizer.name={missing}: there is no such folder; type {REMEDY}")
     (folder / "tokenizer.json").write_text("{}")
     assert "tokenizer.json cannot be read: Exception" in refuse(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("file", "reason", "fix"),
+    [
+        ("tokenizer.model", "but tokenizer.model, a vocabulary of SentencePiece", "sentencepiece protobuf; python -c"),
+        ("qwen.tiktoken", "but qwen.tiktoken, a vocabulary of tiktoken", "transformers tiktoken; python -c"),
+        ("vocab.txt", "but vocab.txt, a vocabulary of WordPiece or BPE", r"AutoTokenizer.from_pretrained\('{}'\)"),
+    ],
+)
+def test_a_folder_with_the_vocabulary_of_another_library_is_answered_with_its_conversion(tmp_path, file, reason, fix):
+    (tmp_path / file).write_text("x")
+    with pytest.raises(ConfigError, match=reason) as caught:
+        HuggingFace(name=str(tmp_path)).make(None)
+    assert re.search(fix.format(tmp_path), caught.value.fix)
+    assert caught.value.fix.endswith(f"tokenizer.name={tmp_path}-fast")
+
+
+def test_a_file_is_answered_with_its_folder(folder):
+    with pytest.raises(ConfigError, match=f"it is a file, .*; type tokenizer.name={folder}$"):
+        HuggingFace(name=str(folder / "tokenizer.json")).make(None)
+
+
+def test_random_merges_are_switched_off(words, tmp_path, caplog):
+    words()
+    plain = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(plain | {"model": plain["model"] | {"dropout": 0.5}}))
+    with caplog.at_level("INFO", "lightning_recipes"):
+        tokenizer = HuggingFace(name=str(tmp_path)).make(None)
+    assert "skips merges at random (dropout 0.5): switched off" in caplog.text
+    assert len({tuple(tokenizer.encode("the loss of the loss " * 9)) for _ in range(20)}) == 1
+    assert json.loads(tokenizer.to_json())["model"]["dropout"] is None
 
 
 def test_a_vocabulary_without_the_end_of_a_document_is_rejected(folder):

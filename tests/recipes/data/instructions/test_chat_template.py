@@ -33,6 +33,15 @@ def test_a_template_that_does_not_exist_is_named() -> None:
         find_template("alpaca", byte_tokenizer())
 
 
+def test_a_name_that_none_of_several_templates_has_is_answered_with_theirs() -> None:
+    tokenizer = chat_tokenizer([{"name": name, "template": CHATML} for name in ("default", "rag")])
+    message = (
+        "rga: there is no such file, and the templates of the tokenizer are default, rag; type data.template=rag, or"
+    )
+    with pytest.raises(ConfigError, match=message):
+        find_template("rga", tokenizer)
+
+
 def test_of_several_templates_the_default_is_used() -> None:
     several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
     settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": several}

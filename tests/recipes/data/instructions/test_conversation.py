@@ -76,26 +76,80 @@ def test_rows_that_ask_the_same_have_one_question() -> None:
         ({}, {}, "its fields are none"),
         ({"a\ud800": 1}, {}, r"its fields are a\\ud800, expected"),
         ({"messages": "hi"}, {}, "its messages are not a list of objects"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, {}, "its role role='robot' is not one of system"),
-        ({"messages": [{"content": "x"}]}, {}, "its role role=None is not one of"),
+        (
+            {"messages": [{"role": "robot", "content": "x"}]},
+            {},
+            'a message has role "robot", expected one of system',
+        ),
+        ({"messages": [{"content": "x"}]}, {}, "a message has no role, expected one of"),
+        ({"messages": [{"role": "human", "content": "x"}]}, {}, 'has role "human", expected'),
         ({"messages": [{"role": "user"}]}, {}, "a message of role user has no content"),
-        ({"messages": [{"role": "user", "content": 3}]}, {}, "its content of a message is not text but int"),
-        ({"prompt": 1, "completion": "b"}, {}, "its prompt is not text but int"),
-        ({"instruction": "a", "output": ["b"]}, {}, "its output is not text but list"),
-        ({"instruction": "a", "input": 0, "output": "b"}, {}, "its input is not text but int"),
+        ({"messages": [{"role": "user", "content": 3}]}, {}, "the content of a message is not text but a number"),
+        ({"prompt": 1, "completion": "b"}, {}, "its prompt is not text but a number"),
+        ({"instruction": "a", "output": ["b"]}, {}, "its output is not text but a list"),
+        ({"instruction": "a", "input": 0, "output": "b"}, {}, "its input is not text but a number"),
         ({"prompt": "a\ud800", "completion": "b"}, {}, "its prompt has half a character"),
         ({"messages": CHAT, "tools": "{"}, {}, "its tools are text that is not valid JSON"),
-        ({"messages": CHAT, "tools": 3}, {}, "its tools are not a list but int"),
+        ({"messages": CHAT, "tools": 3}, {}, "its tools are not a list but a number"),
         ({"messages": CHAT, "tools": ["add"]}, {}, "its tools are not a list of objects"),
         ({"messages": CHAT, "tools": "[" * 100_000}, {}, "its tools are text that is not valid JSON"),
         ({"instruction": None, "output": "b"}, {}, "its instruction is null"),
-        ({"conversations": [{"from": "alien", "value": "x"}]}, {}, "its role from='alien' is not one of"),
+        (
+            {"conversations": [{"from": "alien", "value": "x"}]},
+            {},
+            'a message has from "alien", expected one of system',
+        ),
+        ({"messages": CHAT, "train": "false"}, {}, 'its train is text: "false"; type true or false there, without'),
+        (
+            {"messages": [CHAT[0], CHAT[1] | {"train": "no"}]},
+            {},
+            'train of a message is text: "no"; type true or',
+        ),
     ],
 )
 def test_what_is_wrong_with_a_row_is_named(row: dict[str, Any], fields: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         read(row, **fields)
     assert caught.value.setting == "a.jsonl:1"
+
+
+def test_bytes_of_a_table_are_text_or_named() -> None:
+    rows = [{"prompt": b"caf\xc3\xa9", "completion": text} for text in (b"good", b"caf\xe9")]
+    reader = Reader(format=None, fields={})
+    found = reader.read(rows[0], place="a row", from_table=True)
+    assert (found.prompt, found.answer) == ("caf\u00e9", "good")
+    with pytest.raises(ConfigError, match="its completion has bytes that are not UTF-8 text"):
+        reader.read(rows[1], place="a row", from_table=True)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "q", "responses": ["a"]},
+        {"prompt": "q", "id": "x", "completions": ["a", "b"]},
+        {"question": "q", "context": "c", "answers": {"text": ["a"], "answer_start": [0]}},
+        {"instruction": "q", "candidates": [{"text": "a"}]},
+    ],
+)
+def test_of_several_answers_to_a_question_no_remedy_learns_the_question(row: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="and a row has one answer; type a row for each answer") as caught:
+        read(row)
+    assert "data.fields" not in caught.value.fix
+
+
+@pytest.mark.parametrize("row", [{"prompt": "q"}, {"question": "q", "id": 3}, {"prompt": "q", "context": "c"}])
+def test_a_question_alone_is_no_text_to_learn(row: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="type 'data.fields={prompt: <field of the question>, completion: <"):
+        read(row)
+
+
+def test_a_mapping_of_fields_that_are_not_there_is_answered_with_what_can_be_typed() -> None:
+    with pytest.raises(ConfigError, match="type the same command without data.fields"):
+        read({"messages": CHAT}, messages="dialog")
+    human = {"messages": [{"role": "human", "content": "q"}, {"role": "gpt", "content": "a"}]}
+    with pytest.raises(ConfigError, match="type 'data.fields={conversations: messages, from: role, value: content}'"):
+        read(human)
+    assert read(human, conversations="messages", **{"from": "role"}, value="content").answer[1]["content"] == "a"
 
 
 def test_a_missing_field_of_a_named_format_is_named() -> None:

@@ -23,6 +23,7 @@ def store(tmp_path: Path) -> ExampleStore:
     rows = [Row(f"a.jsonl:{i + 1}", {"prompt": p, "completion": c}) for i, (p, c) in enumerate(EXAMPLES)]
     return cached_examples(
         rows,
+        setting="data.path=a.jsonl",
         reader=Reader(format=None, fields={}),
         tokenizer=ExampleTokenizer(byte_tokenizer(), ChatTemplate("", ""), train_on="answers"),
         vocab_size=257,

@@ -216,12 +216,23 @@ def test_a_bad_batch_is_described_by_file_and_line(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"rows": sums(2)[1:] * 3}, "split is empty: its 3 examples have 1 question; type data.val_path=<rows>, or"),
-        ({"seq_len": 2}, "no answer of the train split begins within 2 tokens; type seq_len="),
+        (
+            {"seq_len": 2},
+            "begins within 2 tokens; type seq_len=6 or more, and model.max_seq_len=6 or more if it is smaller",
+        ),
         (
             {"vocab_size": 200},
             r"vocab_size=200: the tokenizer has 257 .*; for published .*resize_token_embeddings\(257\)",
         ),
-        ({"rows": []}, "it has no rows"),
+        ({"rows": []}, "data.path=/.*/rows.jsonl: it has no rows; type data.path=<rows with answers>$"),
+        (
+            {"rows": [row | {"weight": 0} for row in sums(3)]},
+            "none of its 3 rows has an answer to learn, as the field weight says; type 'data.fields={weight: null}',",
+        ),
+        (
+            {"rows": [{"messages": [{"role": "assistant", "content": "x", "masked": True, "train": 0}]}]},
+            "its only row has no answer to learn, as the fields masked, train say; type .data.fields={masked: null, ",
+        ),
         ({"tokenizer": {}}, "tokenizer=none: text needs a tokenizer"),
     ],
 )
