@@ -121,7 +121,8 @@ def _read_npy(head: bytes, *, num_bytes: int, typed: str, key: str) -> TokenLayo
         reason = f"it is not a valid .npy file ({type(error).__name__})"
         raise ConfigError(typed, reason, _suggest_array(key)) from error
     if len(shape) != 1 or shape[0] < 0 or dtype.str[1:] not in ("u2", "u4"):
-        raise ConfigError(typed, f"it holds {dtype} {shape}", _suggest_array(key))
+        reason = f"it is an array of {dtype.name} with the shape {shape}, and tokens are a row of uint16 or uint32"
+        raise ConfigError(typed, reason, _suggest_array(key))
     if dtype.str not in _NPY_DTYPES:
         raise ConfigError(typed, "its bytes are big-endian", _suggest_array(key))
     [num_tokens], offset = shape, file.tell()

@@ -52,8 +52,8 @@ class HuggingFace:
         setting = f"tokenizer.name={self.name}"
         folder = Path(os.path.expanduser(self.name))
         with reading(folder, setting, READ_FIX):  # a name may be too long, or have a NUL
-            is_folder = folder.is_dir()
-        if folder.is_file():
+            is_folder, is_file = folder.is_dir(), folder.is_file()
+        if is_file:
             fix = f"tokenizer.name={folder.parent}" if folder.name == TOKENIZER_FILE else READ_FIX
             raise ConfigError(setting, "it is a file, and a tokenizer is the folder that it is in", fix)
         if not is_folder and self.name.startswith((".", "/", "~")):
@@ -84,7 +84,7 @@ class HuggingFace:
         return tokenizer_file.parent
 
     def _explain_folder(self, folder: Path) -> ConfigError:
-        """Return the error for a folder without a tokenizer.json, with how to make one from the files of other libraries."""
+        """Return the error for a folder without a tokenizer.json, with how to make one of another vocabulary there."""
         for kind, (patterns, packages) in _OTHER_FORMATS.items():
             if found := sorted(path.name for pattern in patterns for path in folder.glob(pattern)):
                 loaded = f"AutoTokenizer.from_pretrained('{folder}')"

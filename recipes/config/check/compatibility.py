@@ -242,6 +242,7 @@ def check_unread(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterato
             verb = "needs" if len(silent) == 1 else "need"
             reason = f"{' and '.join(silent)} {verb} text and its tokenizer, and the data has none"
             yield ConfigError(override, reason, "the same command without it")
+    yield from _check_fractions(config, typed)
     adapter = config.get("adapter") or {}
     exports = config["mode"].get("adapter", "merged")
     if exports != "merged" and str(adapter.get("_target_", ".NoAdapter")).endswith(".NoAdapter"):
@@ -259,6 +260,16 @@ def check_unread(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterato
         reason = f"the window of clipping.window={window} never holds that many norms"
         setting = f"clipping.window={window} clipping.warmup_steps={warmup}"
         yield ConfigError(setting, reason, f"clipping.window={warmup}")
+
+
+def _check_fractions(config: Mapping[str, Any], typed: Sequence[str]) -> Iterator[ConfigError]:
+    """Check for fractions of `path` for validation beside a `val_path`, which holds all of it."""
+    for section, node in list_data(config):
+        key, val_path = f"{section}.val_fraction", node.get("val_path")
+        for override in typed if val_path is not None else ():
+            if override.lstrip("+").startswith(f"{key}="):
+                reason = f"{section}.val_path={val_path} has all examples for validation, so nobody reads the fraction"
+                yield ConfigError(override, reason, f"{section}.val_path=null, or the same command without {key}")
 
 
 def check_evaluator(config: Mapping[str, Any]) -> Iterator[ConfigError]:

@@ -1,5 +1,6 @@
 """Base classes of text sources: list documents, make the tokenizer, tokenize once, cut windows."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
@@ -14,7 +15,10 @@ from recipes.data.text.sequences import TokenWindows, check_length
 from recipes.data.text.token_cache import Split, TokenCache, cached_tokens, describe_start, hold_out
 from recipes.data.text.token_corpus import TokenCorpus
 from recipes.errors import ConfigError
+from recipes.files import count
 from recipes.tokenizer import TextCorpus, Tokenizer, TokenizerConfig
+
+LOGGER = logging.getLogger("lightning_recipes")
 
 
 class TextSource(ABC):
@@ -106,6 +110,7 @@ class TextSource(ABC):
             raise ConfigError(setting, "no document in it has any text", self.suggest_more_text())
         self._prepared = tokenizer, cache
         self._check_splits()
+        self._warn_of_copies()
 
     def hold_out_all(self) -> None:
         """Use the whole text for validation; called before `prepare`, by modes that do not train."""
@@ -190,6 +195,25 @@ class TextSource(ABC):
         if self.val_fraction < 1:
             self.train()
         self.val()
+
+    def _warn_of_copies(self) -> None:
+        """Log how many validation documents are copies of training documents, where the split is the tail of all text.
+
+        Splits of complete documents have no copies in both.
+        """
+        texts = self.cache.texts
+        is_val = texts["num_train"] < texts["num_tokens"]
+        first = int(np.argmax(is_val))
+        if not is_val[first:].all():
+            return
+        num_copies = int(np.isin(texts["key"][first:], texts["key"][:first]).sum())
+        if num_copies:
+            LOGGER.warning(
+                "The validation split is the tail of the text, as no whole documents of about data.val_fraction=%s are"
+                " found: %s of it %s also trained on, as %s, so its loss is too low",
+                *(self.val_fraction, count(num_copies, "document"), "is" if num_copies == 1 else "are"),
+                "a copy" if num_copies == 1 else "copies",
+            )
 
     def _ready(self) -> tuple[Tokenizer, TokenCache]:
         assert self._prepared is not None, "prepare() comes first"

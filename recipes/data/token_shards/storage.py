@@ -13,10 +13,19 @@ from typing import Any
 
 from recipes.data.found_files import find_files, skip_unfinished
 from recipes.errors import ConfigError
+from recipes.foreign_file import describe_error
 from recipes.home import expand_home
 
 log = logging.getLogger(__name__)
 
+# packages whose name is not that of their module, and those that classes within fsspec import
+_PACKAGES = {
+    "fsspec_xrootd": "fsspec-xrootd",
+    "gdrive_fsspec": "gdrive-fsspec",
+    "huggingface_hub": "huggingface-hub",
+    "lakefs_spec": "lakefs-spec",
+}
+_NEEDED_BY_FSSPEC = ("requests", "aiohttp", "paramiko", "smbprotocol", "pygit2", "pyarrow", "distributed")
 _PARTIAL = ".partial."
 _SUFFIXES = (".npy", ".bin")  # files read from a folder
 
@@ -128,12 +137,32 @@ class Storage:
             yield
         except ConfigError:
             raise
+        except ImportError as error:
+            protocol, packages = self._path.partition("://")[0], find_packages(self._path.partition("://")[0])
+            reason = f"{protocol}:// needs a package that is not installed ({describe_error(error)})"
+            fix = f"pip install {packages}" if packages else fix
+            raise ConfigError(f"{self._setting}={self._path}", reason, fix) from error
         except Exception as error:  # each protocol has its own exceptions
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise ConfigError(f"{self._setting}={self._path}", f"it cannot be read: {reason}", fix) from error
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_connected": None}
+
+
+def find_packages(protocol: str) -> str | None:
+    """Return the packages that `pip install` takes for a protocol of fsspec; None: unknown.
+
+    fsspec registers the module of its class, or for one of its own a sentence about what that imports.
+    """
+    from fsspec.registry import known_implementations
+
+    known = known_implementations.get(protocol.rpartition("::")[2], {})
+    module = str(known.get("class", "fsspec")).partition(".")[0]
+    if module != "fsspec":
+        return _PACKAGES.get(module, module)
+    named = [name for name in _NEEDED_BY_FSSPEC if name in known.get("err", "")]
+    return " ".join(named) or None
 
 
 def _list_remote(files: Any, pattern: str) -> list[str]:

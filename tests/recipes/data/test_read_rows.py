@@ -459,9 +459,23 @@ def test_text_that_parquet_holds_as_bytes_is_text_and_the_advice_names_other_fie
         assert caught.value.fix.startswith(fix)
 
 
+@pytest.mark.parametrize(
+    ("texts", "num_copies"), [(["same text"] * 60, True), ([f"text {i:02}" for i in range(60)], False)]
+)
+def test_copies_in_both_splits_are_counted(
+    texts: list[str], num_copies: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    with caplog.at_level(logging.WARNING, "lightning_recipes"):
+        documents_of(tmp_path / "a.jsonl", tmp_path).prepare()
+    assert ("18 documents of it are also trained on, as copies" in caplog.text) == num_copies
+
+
 def test_documents_without_any_text_are_named_and_not_the_length_of_a_sample(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [{"text": ""}])
-    with pytest.raises(ConfigError, match=r"data.path=…: no document in it has any text; type data.path=<more"):
+    with pytest.raises(
+        ConfigError, match=f"data.path={tmp_path}: no document in it has any text; type data.path=<more"
+    ):
         documents_of(tmp_path, tmp_path).prepare()
 
 

@@ -134,7 +134,8 @@ def test_other_arrays_are_rejected(source, tmp_path):
         np.save(path, array)
         with pytest.raises(ConfigError) as caught:
             source(path).prepare()
-        assert str(caught.value) == (f"data.path={path}: it holds {array.dtype} {array.shape}; type {fix}")
+        reason = f"it is an array of {array.dtype.name} with the shape {array.shape}, and tokens are a row of uint16 or"
+        assert str(caught.value) == f"data.path={path}: {reason} uint32; type {fix}"
     np.save(path, np.arange(100, dtype=np.uint16))
     path.write_bytes(path.read_bytes()[:-7])
     with pytest.raises(ConfigError, match=r"it is not a valid \.npy file"):
@@ -194,7 +195,7 @@ def test_a_npy_file_of_another_name_is_read_and_one_of_int64_names_its_type(sour
     renamed.prepare()
     assert renamed.train()[0]["inputs"].tolist() == list(range(10))
     np.save(tmp_path / "wide.npy", np.arange(100))
-    with pytest.raises(ConfigError, match=r"it holds int64 \(100,\)"):
+    with pytest.raises(ConfigError, match=r"it is an array of int64 with the shape \(100,\)"):
         source(tmp_path / "wide.npy").prepare()
 
 

@@ -1,6 +1,7 @@
 """Files of tokens: an order that reads few of them at a time, copies within a limit, and what is wrong with a file."""
 
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from support import execute, read_metrics
 from recipes.data.batches import PositionSampler
 from recipes.data.token_shards.order import ShardOrder
 from recipes.data.token_shards.source import TokenShards
+from recipes.data.token_shards.storage import Storage, find_packages
 from recipes.errors import ConfigError
 
 SEQ_LEN = 8
@@ -176,10 +178,36 @@ def test_too_few_files_are_a_sentence(lengths: list[int], settings: Any, reason:
         shards_of(**({"path": path, "cache": tmp_path} | settings))
 
 
+@pytest.mark.parametrize(
+    ("protocol", "packages"),
+    [
+        ("s3", "s3fs"),
+        ("gs", "gcsfs"),
+        ("az", "adlfs"),
+        ("sftp", "paramiko"),
+        ("https", "requests aiohttp"),
+        ("hf", "huggingface-hub"),
+        ("simplecache::s3", "s3fs"),
+        ("memory", None),
+        ("unknown", None),
+    ],
+)
+def test_each_protocol_has_its_package(protocol: str, packages: str | None) -> None:
+    assert find_packages(protocol) == packages
+
+
+def test_a_package_that_is_missing_is_installed_by_what_is_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ConfigError, match=r"s3:// needs a package .*not installed \(Imp.*; type pip install s3fs$"):
+        Storage("s3://bucket/x/*.npy", setting="data.path", cache_dir=tmp_path, cache_gb=None)
+
+
 def test_files_of_something_else_are_named(tmp_path: Path) -> None:
     write_shards(str(tmp_path / "tokens"), [20, 20])
     np.save(tmp_path / "tokens" / "001.npy", np.zeros((3, 3), dtype=np.float32))
-    with pytest.raises(ConfigError, match=r"001\.npy: it holds float32 \(3, 3\)"):
+    with pytest.raises(ConfigError, match=r"001\.npy: it is an array of float32 with the shape \(3, 3\)"):
         shards_of(str(tmp_path / "tokens"), tmp_path)
     (tmp_path / "tokens" / "001.npy").write_bytes(b"no array")
     with pytest.raises(ConfigError, match=r"001\.npy"):
