@@ -325,6 +325,8 @@ def check_split(
     else:
         reason = f"only a path that begins with {HUB} has splits, and all of {path} would be read"
     fix = f"{setting}=<the rows of that split>, without {split_setting}"
+    if not path.startswith(HUB) and os.path.isfile(expand_home(path, setting) / "dataset_dict.json"):
+        fix = f"{setting}={HUB}{path} {split_setting}={split}"
     raise ConfigError(f"{setting}={path} {split_setting}={split}", reason, fix)
 
 

@@ -148,6 +148,11 @@ def test_a_split_that_no_path_reads_is_rejected(tmp_path: Path) -> None:
     for path, reason in ((files, "only a path that begins with hf:// has splits"), (one, "was saved without splits")):
         with pytest.raises(ConfigError, match=f"data.path={path} data.hub_split=test: .*{reason}, and all of .* read"):
             documents_of(path, tmp_path, hub_split="test")
+    with pytest.raises(ConfigError, match=f"type data.path={dataset} data.hub_split=test$"):
+        documents_of(tmp_path / "dict", tmp_path, hub_split="test")
+    options = {"split_setting": "mode.evaluation_split", "default": "test"}
+    with pytest.raises(ConfigError, match="mode.evaluation.b=b.jsonl mode.evaluation_split=dev: .*, without mode.eval"):
+        read_rows.check_split("dev", {"mode.evaluation.b": "b.jsonl"}, **options)
 
 
 @pytest.mark.parametrize("kind", ["feather", "file", "stream"])
