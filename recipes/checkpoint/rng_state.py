@@ -3,6 +3,7 @@
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,18 @@ from torch import Tensor
 from recipes.checkpoint.saved_tensor import SavedTensor
 from recipes.checkpoint.shard_file import Part
 from recipes.checkpoint.shards import unsharded_part
+
+_NUM_KEYS = 624  # of a Mersenne Twister
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorStates:
+    """States of one rank's generators, each in the form that its library takes."""
+
+    cpu: Tensor
+    cuda: Tensor | None
+    numpy: tuple[Any, ...]
+    python: tuple[Any, ...]
 
 
 def seed_rank(*, seed: int, rank: int, step: int) -> None:
@@ -33,35 +46,59 @@ def rng_state() -> dict[str, Part]:
     return {source: unsharded_part(state) for source, state in states.items()}
 
 
-def restore(
-    states: Sequence[Mapping[str, SavedTensor]],
-    *,
-    seed: int,
-    rank: int,
-    world_size: int,
-    step: int,
-) -> None:
-    """Restore this rank's generators, or reseed them if the number of ranks has changed.
+def read_states(states: Sequence[Mapping[str, SavedTensor]], *, rank: int, world_size: int) -> GeneratorStates | None:
+    """Read the saved states of this rank, and try each on a generator of its own; None if the ranks have changed.
 
     Args:
         states: Saved states by source, one entry per saving rank.
-        seed: Seed of the run.
         rank: Rank of this process.
         world_size: Current number of ranks.
-        step: Optimizer steps completed.
+
+    Raises:
+        ValueError: A state has another form than `rng_state` returns; the libraries raise errors of their own.
     """
     if len(states) != world_size:
+        return None
+    saved = {source: state.read() for source, state in states[rank].items()}
+    for source in ("numpy", "python"):
+        if saved[source].dtype != torch.int64 or saved[source].shape != (_NUM_KEYS + 3,):
+            raise ValueError(f"the state of the random numbers of {source} is {_describe(saved[source])}")
+    *keys, position, has_gauss, gauss = saved["numpy"].tolist()
+    if not 0 <= position <= _NUM_KEYS:  # numpy would read beyond the keys
+        raise ValueError(f"the state of the random numbers of numpy is at position {position} of {_NUM_KEYS}")
+    numpy = ("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, _to_float(gauss))
+    *internal, has_gauss, gauss = saved["python"].tolist()
+    python = (random.getstate()[0], tuple(internal), _to_float(gauss) if has_gauss else None)
+    read = GeneratorStates(cpu=saved["cpu"], cuda=saved.get("cuda"), numpy=numpy, python=python)
+    torch.Generator().set_state(read.cpu)
+    if read.cuda is not None and torch.cuda.is_available():
+        torch.Generator("cuda").set_state(read.cuda)
+    np.random.RandomState().set_state(read.numpy)
+    random.Random().setstate(read.python)
+    return read
+
+
+def restore(states: GeneratorStates | None, *, seed: int, rank: int, step: int) -> None:
+    """Restore this rank's generators, or seed them if there is no state to restore.
+
+    Args:
+        states: States of this rank; None without a checkpoint, or if the number of ranks has changed.
+        seed: Seed of the run.
+        rank: Rank of this process.
+        step: Optimizer steps completed.
+    """
+    if states is None:
         seed_rank(seed=seed, rank=rank, step=step)
         return
-    saved = {source: state.read() for source, state in states[rank].items()}
-    torch.set_rng_state(saved["cpu"])
-    if torch.cuda.is_available() and "cuda" in saved:
-        torch.cuda.set_rng_state(saved["cuda"])
-    *keys, position, has_gauss, gauss = saved["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, _to_float(gauss)))
-    *internal, has_gauss, gauss = saved["python"].tolist()
-    version = random.getstate()[0]
-    random.setstate((version, tuple(internal), _to_float(gauss) if has_gauss else None))
+    torch.set_rng_state(states.cpu)
+    if torch.cuda.is_available() and states.cuda is not None:
+        torch.cuda.set_rng_state(states.cuda)
+    np.random.set_state(states.numpy)
+    random.setstate(states.python)
+
+
+def _describe(state: Tensor) -> str:
+    return f"{list(state.shape)} of {state.dtype}"
 
 
 def _numpy_state() -> Tensor:

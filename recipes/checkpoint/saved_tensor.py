@@ -27,6 +27,7 @@ class SavedPart:
     Attributes:
         offsets: Position of its first element in the unsharded tensor; a single index for a flattened tensor.
         shape: Shape of the shard, as long as `offsets`.
+        dtype: Data type by its name in safetensors, `F32`.
         file: Open file.
         name: Name of the tensor in the file.
         first_row: First row of the shard among the rows that the file holds under this name.
@@ -34,6 +35,7 @@ class SavedPart:
 
     offsets: Sizes
     shape: Sizes
+    dtype: str
     file: Any
     name: str
     first_row: int = 0
@@ -60,9 +62,11 @@ class SavedTensor:
 
     Attributes:
         shape: Shape of the unsharded tensor.
+        dtype: Data type by its name in safetensors, `F32`.
     """
 
     shape: torch.Size
+    dtype: str
     _parts: list[SavedPart] = field(default_factory=list)
 
     def read(self) -> Tensor:
@@ -160,7 +164,9 @@ def open_tensors(files: Iterable[Path]) -> dict[str, SavedTensor]:
     tensors: dict[str, SavedTensor] = {}
     for path in files:
         for name, shape, part in _open_parts(path):
-            tensor = tensors.setdefault(name, SavedTensor(shape=shape))
+            tensor = tensors.setdefault(name, SavedTensor(shape=shape, dtype=part.dtype))
+            if tensor.dtype != part.dtype:
+                raise ValueError(f"{path.name} has a shard of {name} of {part.dtype}, and others are {tensor.dtype}")
             if tensor.shape != shape or not _lies_within(part, shape):
                 raise ValueError(f"{path.name} has a shard of {name} that lies outside of the tensor, {list(shape)}")
             tensor._parts.append(part)
@@ -183,14 +189,20 @@ def _open_parts(path: Path) -> Iterator[tuple[str, torch.Size, SavedPart]]:
     for name in file.keys():  # noqa: SIM118, not a dict
         unsharded = torch.Size(shapes[name])
         offsets = tuple(saved[name]["saved_offsets"])
-        shape = tuple(file.get_slice(name).get_shape())
+        place = file.get_slice(name)
+        shape, dtype = tuple(place.get_shape()), place.get_dtype()
         if name not in rows:
-            yield name, unsharded, SavedPart(offsets=offsets, shape=shape, file=file, name=name)
+            yield name, unsharded, SavedPart(offsets=offsets, shape=shape, dtype=dtype, file=file, name=name)
             continue
         done = 0
         for first, count in rows[name]:
             box = SavedPart(
-                offsets=(first, *offsets[1:]), shape=(count, *shape[1:]), file=file, name=name, first_row=done
+                offsets=(first, *offsets[1:]),
+                shape=(count, *shape[1:]),
+                dtype=dtype,
+                file=file,
+                name=name,
+                first_row=done,
             )
             yield name, unsharded, box
             done += count

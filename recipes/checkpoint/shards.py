@@ -3,7 +3,7 @@
 `DTensor` is FSDP2's sharded tensor; every other tensor is held unsharded by every rank.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class PerRankSavingMixin:
 
         Raises:
             ConfigError: Ranks of another mesh keep different values of one parameter.
+            ValueError: A tensor has a dtype that the optimizer never saves.
         """
         strategy: Any = self
         task = strategy.lightning_module
@@ -54,6 +55,8 @@ class PerRankSavingMixin:
         task.take_group_values(values["groups"])
         names: list[str] = checkpoint["parameters"]
         [optimizer] = checkpoint["optimizer_states"]
+        if task.has_known_state:
+            check_dtypes(optimizer["state"], names, checkpoint["state_dict"])
         state = {
             index: optimizer["state"].get(index, {}) | values["parameters"].get(name, {})
             for index, name in enumerate(names)
@@ -62,6 +65,27 @@ class PerRankSavingMixin:
         saved = select_state(optimizer | {"state": state}, names, task.optimized_parameters, checkpoint["tied"])
         merged: dict[str, Any] = saved | values["top"] | {"state": saved["state"] | values["others"]}
         return merged
+
+
+def check_dtypes(
+    state: Mapping[int, Mapping[str, Any]], names: Sequence[str], weights: Mapping[str, SavedTensor]
+) -> None:
+    """Check that saved optimizer state is float32 or has the dtype of its weight: torch would cast any other.
+
+    Args:
+        state: Saved state by index of the parameter and key.
+        names: Names of the parameters.
+        weights: Saved weights by name. This run's may have another dtype, as a run may resume in another precision.
+
+    Raises:
+        ValueError: A tensor has another dtype.
+    """
+    for index, values in state.items():
+        own = weights[names[index]].dtype
+        for key, value in values.items():
+            if isinstance(value, SavedTensor) and value.dtype not in ("F32", own):
+                expected = own if own == "F32" else f"F32 or {own}"
+                raise ValueError(f"{key} of {names[index]} is {value.dtype} in it, not {expected}")
 
 
 class ShardSavingMixin(PerRankSavingMixin):
@@ -194,7 +218,8 @@ def load_module(module: nn.Module, saved: Mapping[str, SavedTensor]) -> None:
             continue
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         values = _read_local(tensor, saved[name], orders.get(id(tensor)))
-        if values.is_floating_point() != local.is_floating_point():
+        are_floating = values.is_floating_point() and local.is_floating_point()  # of another precision
+        if values.dtype != local.dtype and not are_floating:
             raise ValueError(f"{name} is {values.dtype} in it, and {local.dtype} in the model")
         local.copy_(values.view(local.shape))
 

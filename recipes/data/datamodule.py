@@ -158,7 +158,10 @@ class StreamDataModule(lightning.LightningDataModule):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.move_to(state_dict["position"])
+        position = state_dict["position"]
+        if type(position) is not int or position < 0:
+            raise ValueError(f"the position in the data is {str(position)[:40]}, not a count")
+        self.move_to(position)
         current = self._stream_identity()
         changed = [f"{key} {state_dict[key]} -> {current[key]}" for key in current if current[key] != state_dict[key]]
         if changed:

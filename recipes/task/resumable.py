@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
 from recipes.checkpoint.layout import are_equal, read_values, shard_name
-from recipes.checkpoint.rng_state import restore, rng_state, seed_rank
+from recipes.checkpoint.rng_state import GeneratorStates, read_states, restore, rng_state
 from recipes.checkpoint.shard_file import write_shard
 from recipes.clipping import Clipping
 from recipes.lightning_internals import skip_validation_once
@@ -35,7 +35,7 @@ from recipes.task.resumed import (
     recount_micro_batches,
 )
 
-_RATES = ("lr", "initial_lr")
+_NOT_KEPT = ("params", "lr", "initial_lr")  # of an optimizer's groups: the config decides them
 
 
 class Resumable(lightning.LightningModule):
@@ -53,11 +53,14 @@ class Resumable(lightning.LightningModule):
         num_samples: Samples consumed so far over all ranks; a host integer.
         num_tokens: Tokens consumed so far over all ranks; a host integer.
         awaits_checkpoint: Whether weights will be loaded from a checkpoint, so that initialization is skipped.
+        has_known_state: Whether the optimizer is torch's or one of these, whose tensors are float32 or of the dtype of
+            their parameter; others may keep whole numbers or codes.
         model_settings: Settings of the model that change what its weights compute, for the checkpoint.
         fix_of_another_model: What to type if the checkpoint is of another model.
     """
 
     awaits_checkpoint = False
+    has_known_state = False
     model_settings: Mapping[str, Any] = MappingProxyType({})
     fix_of_another_model = "resume=<a run of this model>"
 
@@ -74,7 +77,7 @@ class Resumable(lightning.LightningModule):
         self._hyperparameters: list[dict[str, Any]] = []
         self._resumed_group_values: list[dict[str, Any]] = []
         self._resumed_optimizer: str | None = None
-        self._resumed_rng: list[Any] | None = None
+        self._resumed_rng: GeneratorStates | None = None
         self._rng_is_restored = False
 
     def recipes_consumed(self) -> tuple[int, int]:
@@ -90,6 +93,7 @@ class Resumable(lightning.LightningModule):
             ConfigError: The checkpoint holds the state of another optimizer.
         """
         self._optimizer = getattr(optimizer, "state_of", type(optimizer).__name__)
+        self.has_known_state = type(optimizer).__module__.startswith(("torch.optim.", "recipes."))
         check_optimizer(self._optimizer, self._resumed_optimizer)
         used = [[bool(group["params"]) for group in optimizer.param_groups]]
         pipeline = self.trainer.strategy.groups.pipeline  # type: ignore[attr-defined]
@@ -119,7 +123,13 @@ class Resumable(lightning.LightningModule):
         ]
 
     def take_group_values(self, values: list[dict[str, Any]]) -> None:
-        """Keep what the optimizer of a checkpoint kept in each of its parameter groups, for `resume_optimizer`."""
+        """Keep what the optimizer of a checkpoint kept in each of its parameter groups, for `resume_optimizer`.
+
+        Raises:
+            ValueError: They are not what `_get_group_values` returns.
+        """
+        if not all(isinstance(of_group, Mapping) and of_group.keys().isdisjoint(_NOT_KEPT) for of_group in values):
+            raise ValueError("what the optimizer kept in its groups holds other groups or learning rates")
         self._resumed_group_values = values
 
     def _get_group_values(self) -> list[dict[str, Any]]:
@@ -132,7 +142,7 @@ class Resumable(lightning.LightningModule):
             {
                 key: value
                 for key, value in group.items()
-                if key not in ("params", *_RATES) and (key not in configured or not are_equal(value, configured[key]))
+                if key not in _NOT_KEPT and (key not in configured or not are_equal(value, configured[key]))
             }
             for group, configured in zip(current, self._hyperparameters, strict=True)
         ]
@@ -160,14 +170,8 @@ class Resumable(lightning.LightningModule):
         """
         if self._rng_is_restored:
             return
-        rank, world_size = self.trainer.global_rank, self.trainer.world_size
-        step = self.trainer.global_step
-        if self._resumed_rng is None:
-            seed_rank(seed=self.seed, rank=rank, step=step)
-        else:
-            restore(self._resumed_rng, seed=self.seed, rank=rank, world_size=world_size, step=step)
+        restore(self._resumed_rng, seed=self.seed, rank=self.trainer.global_rank, step=self.trainer.global_step)
         self._rng_is_restored = True
-        self._resumed_rng = None  # a reference would keep the checkpoint's files open
 
     # Checkpoints.
 
@@ -212,7 +216,8 @@ class Resumable(lightning.LightningModule):
             check_optimizer(self._optimizer, self._resumed_optimizer)
         # RNG states belong to a rank's place in the mesh, whichever ranks shard the weights
         is_same_place = _get_model_sizes(checkpoint["mesh"]) == _get_model_sizes(self._mesh_sizes)
-        self._resumed_rng = checkpoint["rng"] if is_same_place else []
+        states = checkpoint["rng"] if is_same_place else []
+        self._resumed_rng = read_states(states, rank=self.trainer.global_rank, world_size=self.trainer.world_size)
         if self.is_of_same_mesh(checkpoint):
             # Lightning would give every rank the callback states of rank 0
             of_rank = read_values(checkpoint, self.trainer.global_rank)

@@ -19,7 +19,7 @@ def check_keys(checkpoint: Mapping[str, Any], data: object) -> None:
         data: Data module that goes on from it; None if nothing is trained.
 
     Raises:
-        ValueError: Something is missing.
+        ValueError: Something is missing, or no count.
     """
     goes_on = () if data is None else ("callbacks", "lr_schedulers", type(data).__qualname__)
     missing = [key for key in (*_NEEDED, *goes_on) if key not in checkpoint]
@@ -29,6 +29,17 @@ def check_keys(checkpoint: Mapping[str, Any], data: object) -> None:
         raise ValueError(
             f"it has the state of {len(checkpoint['lr_schedulers'])} schedules of the learning rate, not 1"
         )
+    _check_counts(checkpoint)
+
+
+def _check_counts(checkpoint: Mapping[str, Any]) -> None:
+    """Check what Lightning and the task take over unread, and compute with in the first step."""
+    counts = [(f"consumed {name}", checkpoint["consumed"][name]) for name in ("samples", "tokens")]
+    schedules = checkpoint.get("lr_schedulers", [])
+    counts += [("the step of the schedule", schedule["last_epoch"]) for schedule in schedules]
+    for name, count in counts:
+        if type(count) is not int or count < 0:
+            raise ValueError(f"{name} is {str(count)[:40]}, not a count")
 
 
 def check_settings(own: Mapping[str, Any], saved: Mapping[str, Any], *, fix: str) -> None:

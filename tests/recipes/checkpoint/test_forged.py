@@ -1,6 +1,8 @@
 """Checkpoints that are whole by their hashes, and yet are none that a run wrote: each is one error that names it."""
 
 import json
+import random
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -15,6 +17,10 @@ from support import composed_config
 from recipes.build import build
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.manifest import find_fault, hash_file
+from recipes.checkpoint.rng_state import read_states, rng_state
+from recipes.checkpoint.saved_tensor import open_tensors
+from recipes.checkpoint.shard_file import write_shard
+from recipes.checkpoint.shards import unsharded_part
 from recipes.checkpoint.writer import CheckpointWriter
 from recipes.errors import ConfigError
 from recipes.mode.fit import fit
@@ -142,6 +148,9 @@ def resume(run: Path, overrides: list[str], **model: Any) -> None:
         (lambda state: state.update(lr_schedulers=[]), "it has the state of 0 schedules of the learning rate, not 1"),
         (lambda state: state.pop("StreamDataModule"), "it lacks StreamDataModule"),  # the position in the data
         (lambda state: state["callbacks"].update({key: {"x": 1} for key in state["callbacks"]}), "KeyError: "),
+        (lambda state: state["consumed"].update(samples=-8), "consumed samples is -8, not a count"),
+        (lambda state: state["lr_schedulers"][0].update(last_epoch="a"), "the step of the schedule is a, not a count"),
+        (lambda state: state["StreamDataModule"].update(position=-1), "the position in the data is -1, not a count"),
     ],
 )
 def test_what_restoring_a_state_raises_is_an_error_in_the_checkpoint(
@@ -166,6 +175,57 @@ def test_weights_of_another_kind_of_number_are_not_cast(forged: Path, overrides:
     forge_header(forged, change)
     with pytest.raises(ConfigError, match=r"is torch\.int32 in it, and torch\.float32 in the model"):
         resume(forged, overrides)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("I32", "exp_avg"), ("U32", "exp_avg_sq"), ("I32", "step")])
+def test_optimizer_state_of_another_kind_of_number_is_not_cast(
+    dtype: str, name: str, forged: Path, overrides: list[str]
+) -> None:
+    def change(header: State, metadata: State) -> None:
+        changed = next(key for key in header if key.startswith(f"optimizer/{name}/"))
+        header[changed]["dtype"] = dtype
+
+    forge_header(forged, change)
+    with pytest.raises(ConfigError, match=rf"{name} of model\.\S+ is {dtype} in it, not F32"):
+        resume(forged, overrides)
+
+
+@pytest.mark.parametrize(
+    ("source", "change", "reason"),
+    [
+        ("numpy", lambda tensor: tensor[:5], r"random numbers of numpy is \[5\] of torch.int64"),
+        ("numpy", lambda tensor: tensor.double(), r"random numbers of numpy is \[627\] of torch.float64"),
+        # numpy itself takes it, and reads beyond the keys
+        ("numpy", lambda tensor: tensor.index_fill(0, torch.tensor(624), 9999), "numpy is at position 9999 of 624"),
+        ("python", lambda tensor: tensor.neg(), r"OverflowError|ValueError"),
+        ("cpu", lambda tensor: tensor[:7], "RuntimeError: "),
+    ],
+)
+def test_a_state_of_random_numbers_is_tried_before_anything_is_restored(
+    source: str, change: Any, reason: str, tmp_path: Path
+) -> None:
+    states = {key: part.tensor for key, part in rng_state().items()}
+    before = random.getstate(), torch.get_rng_state().tolist()
+    parts = {key: unsharded_part(tensor.clone()) for key, tensor in states.items()}
+    parts[source] = unsharded_part(change(states[source]))
+    write_shard(tmp_path / "rank_00000.safetensors", parts)
+    saved = open_tensors([tmp_path / "rank_00000.safetensors"])
+    with pytest.raises(Exception) as raised:
+        read_states([saved], rank=0, world_size=1)
+    assert re.search(reason, f"{type(raised.value).__name__}: {raised.value}")
+    assert (random.getstate(), torch.get_rng_state().tolist()) == before
+
+
+def test_a_state_of_random_numbers_is_read_where_errors_are_those_of_the_checkpoint(
+    forged: Path, overrides: list[str]
+) -> None:
+    def change(header: State, metadata: State) -> None:
+        header["rng/0/numpy"]["dtype"] = "F64"
+
+    checkpoint = forge_header(forged, change)
+    with pytest.raises(ConfigError) as raised:
+        resume(forged, overrides)
+    assert raised.value.reason.startswith(f"{checkpoint} cannot be read: ValueError: the state of the random numbers")
 
 
 def test_a_resume_computes_what_its_weights_were_trained_for(forged: Path, overrides: list[str]) -> None:

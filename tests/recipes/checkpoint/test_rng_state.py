@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from recipes.checkpoint.rng_state import restore, rng_state, seed_rank
+from recipes.checkpoint.rng_state import read_states, restore, rng_state, seed_rank
 from recipes.checkpoint.saved_tensor import SavedTensor, open_tensors
 from recipes.checkpoint.shard_file import Part, write_shard
 
@@ -64,7 +64,7 @@ def test_a_resumed_rank_continues_its_own_sequence_of_every_source(tmp_path: Pat
     expected = _all_draws()
     _seed(2)
     other = _saved(tmp_path / "other", rng_state())
-    restore([other, own], seed=5, rank=1, world_size=2, step=9)
+    restore(read_states([other, own], rank=1, world_size=2), seed=5, rank=1, step=9)
     assert _all_draws() == expected
 
 
@@ -74,7 +74,7 @@ def test_a_state_is_a_copy(tmp_path: Path) -> None:
     state = rng_state()
     expected = _all_draws()
     own = _saved(tmp_path / "own", state)
-    restore([own], seed=5, rank=0, world_size=1, step=9)
+    restore(read_states([own], rank=0, world_size=1), seed=5, rank=0, step=9)
     assert _all_draws() == expected
 
 
@@ -83,6 +83,6 @@ def test_another_number_of_ranks_seeds_again_the_same_way_every_time(tmp_path: P
     for noise in (1, 2):
         _seed(noise)
         state = _saved(tmp_path / str(noise), rng_state())
-        restore([state], seed=5, rank=1, world_size=2, step=9)
+        restore(read_states([state], rank=1, world_size=2), seed=5, rank=1, step=9)
         seen.append(_draws())
     assert seen[0] == seen[1]
