@@ -19,7 +19,14 @@ from recipes.logger.csv import CsvLogger
 from recipes.mesh import Mesh
 from recipes.model.init import unsharded_shape
 from recipes.parallel.schedule import PipelineSchedule
-from recipes.run_folder import ENVIRONMENT_FILE, EVENTS_FILE, OOM_FOLDER, TOKENIZER_FOLDER
+from recipes.run_folder import (
+    CHECKPOINTS,
+    ENVIRONMENT_FILE,
+    EVENTS_FILE,
+    METRICS_FILE,
+    OOM_FOLDER,
+    TOKENIZER_FOLDER,
+)
 from recipes.runtime.console import LOGGER
 from recipes.runtime.environment import describe_environment
 
@@ -80,7 +87,8 @@ class RunStartCallback(Callback):
 
     def _write_files(self, trainer: lightning.Trainer) -> None:
         run, step = self._run, trainer.global_step
-        was_used = (run.folder / EVENTS_FILE).exists()
+        # of an earlier start any one may be missing, and the rows after its checkpoint are dropped all the same
+        was_used = any((run.folder / name).exists() for name in (EVENTS_FILE, METRICS_FILE, CHECKPOINTS))
         run.freeze()
         for error_report in (run.folder / OOM_FOLDER).glob("rank_*.json"):
             error_report.unlink()  # left by an earlier start

@@ -66,6 +66,19 @@ def newest(run_folder: Path, tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "copy").rename(path)
 
 
+@pytest.mark.parametrize("missing", [["events.jsonl"], ["metrics.csv"], ["events.jsonl", "metrics.csv"]])
+def test_a_resume_goes_on_with_whatever_files_are_left(
+    missing: list[str], train, run_folder: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(run_folder, tmp_path / "run", symlinks=True)
+    shutil.rmtree(run / "checkpoints/step_0000020.ckpt")
+    for name in missing:
+        (run / name).unlink()
+    assert train(run, f"resume={run}").exit_code == 0
+    first = 11 if "metrics.csv" in missing else 1
+    assert [int(row["step"]) for row in read_metrics(run)] == [*range(first, 21)]
+
+
 def test_an_undamaged_checkpoint_is_loaded(newest: Path) -> None:
     assert sorted(path.name for path in newest.iterdir()) == FILES
     io = load(newest, falls_back=True)
