@@ -21,6 +21,7 @@ from .page import write_report
 from .run_record import RecordedFit
 
 log = logging.getLogger("lightning_recipes")
+_DIVERGED = 3  # exit code of `TrainingDivergedError`
 
 
 class RunReport(Callback):
@@ -46,6 +47,11 @@ class RunReport(Callback):
         self._rows: dict[int, dict[str, float]] | None = None  # by step; None if read from metrics.csv
         self._tap: RowTap | None = None
         self._began = 0.0
+        self._has_begun = False
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._has_begun = True
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -82,9 +88,11 @@ class RunReport(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if trainer.state.fn == "fit":
+        # a resume that is refused leaves the page of the earlier start
+        if trainer.state.fn == "fit" and (self._has_begun or self._rows is not None):
             status = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
-            self._write(trainer, status="diverged" if hasattr(exception, "exit_code") else status)
+            has_diverged = getattr(exception, "exit_code", None) == _DIVERGED
+            self._write(trainer, status="diverged" if has_diverged else status)
 
     def _write(self, trainer: Trainer, *, status: str) -> None:
         if self._tap is not None:

@@ -1,6 +1,7 @@
 """Read the files of a run folder as plain values, each file once. No Lightning."""
 
 import csv
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ import yaml
 from ..diagnosis.read import parse_yaml, read_json, read_lines, read_object, read_text
 from ..diagnosis.run import STATUS_OF_EVENT
 
+log = logging.getLogger("lightning_recipes")
 Point = tuple[int, float]  # step, value
 Series = dict[str, list[Point]]  # by metric name, in file order
 
@@ -126,7 +128,7 @@ def read_run(folder: Path, *, needs_metrics: bool = True) -> RunRecord:
 
     Raises:
         FileNotFoundError: There is no `metrics.csv`.
-        ValueError: `metrics.csv` has no `step` column.
+        ValueError: `metrics.csv` has no `step` column, or is no table.
     """
     metrics, operators = folder / "metrics.csv", read_json(folder / "profile" / "operators.json")
     text = read_text(folder / "config.yaml") or read_text(folder / "hparams.yaml")
@@ -152,25 +154,37 @@ def read_run(folder: Path, *, needs_metrics: bool = True) -> RunRecord:
 def read_metrics(path: Path) -> Series:
     """Read each column's non-empty cells with their steps; skip truncated rows and those without a step.
 
+    A kill leaves one truncated row; a log line counts more of them.
+
     Raises:
-        FileNotFoundError: The file does not exist.
-        ValueError: There is no `step` column.
+        FileNotFoundError: There is no such file.
+        ValueError: There is no `step` column, or the file is not a table.
     """
+    if path.exists() and not path.is_file():  # a FIFO would block
+        raise ValueError(f"{path} is not a file")
+    num_rows = num_skipped = 0
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         rows = csv.reader(file)
-        header = next(rows, [])
-        if "step" not in header:
-            raise ValueError(f"{path}: the header {header} has no column 'step'")
-        step_column = header.index("step")
-        columns = [(i, name) for i, name in enumerate(header) if i != step_column]
-        series: Series = {name: [] for _, name in columns}
-        for row in rows:
-            if len(row) != len(header) or not math.isfinite(place := _parse_number(row[step_column])):
-                continue
-            step = int(place)
-            for i, name in columns:
-                if row[i] != "":
-                    series[name].append((step, _parse_number(row[i])))
+        try:
+            header = next(rows, [])
+            if "step" not in header:
+                found = "is empty" if not header else f"has no column 'step' in its header {str(header)[:60]}"
+                raise ValueError(f"{path} {found}")
+            step_column = header.index("step")
+            columns = [(i, name) for i, name in enumerate(header) if i != step_column]
+            series: Series = {name: [] for _, name in columns}
+            for num_rows, row in enumerate(rows, start=1):  # noqa: B007  counts them
+                if len(row) != len(header) or not math.isfinite(place := _parse_number(row[step_column])):
+                    num_skipped += 1
+                    continue
+                step = int(place)
+                for i, name in columns:
+                    if row[i] != "":
+                        series[name].append((step, _parse_number(row[i])))
+        except csv.Error as error:
+            raise ValueError(f"{path}, line {rows.line_num}: {error}") from error
+    if num_skipped > 1:
+        log.warning(f"{path}: {num_skipped:,} of its {num_rows:,} rows are cut or have no step, and are not drawn")
     return {name: points for name, points in series.items() if points}
 
 
@@ -185,16 +199,23 @@ def as_series(rows: Mapping[int, Mapping[str, float]]) -> Series:
 
 def metric_names(path: Path) -> list[str]:
     """Return the column names of a metrics file without reading its rows; empty if it does not exist."""
-    if not path.exists():
+    if not path.is_file():
         return []
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        return [name for name in next(csv.reader(file), []) if name != "step"]
+    try:
+        with path.open(newline="", encoding="utf-8", errors="replace") as file:
+            return [name for name in next(csv.reader(file), []) if name != "step"]
+    except (OSError, csv.Error):  # `read_run` says so
+        return []
 
 
 def _read_metrics_if_any(path: Path) -> Series:
+    """Return the series of a metrics file; without one, or with one that is no table, which a log line names, none."""
     try:
         return read_metrics(path)
-    except (OSError, ValueError):
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        log.warning(f"Curves are missing: {error}")
         return {}
 
 

@@ -5,6 +5,7 @@ import re
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -414,3 +415,17 @@ def test_the_findings_stand_near_the_top_escaped_and_a_healthy_run_has_one_line(
     balance = Balance()
     balance.feed(page)
     assert balance.open == []
+
+
+def test_a_fit_that_is_refused_before_it_trains_leaves_the_page_of_the_earlier_one(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,train/loss\n1,2.0\n")
+    trainer: Any = SimpleNamespace(
+        state=SimpleNamespace(fn="fit"), is_global_zero=True, loggers=[], callbacks=[], default_root_dir=tmp_path
+    )
+    module: Any = SimpleNamespace(recipes_row={})
+    callback = RunReport()
+    callback.on_exception(trainer, module, ValueError("resume=…: it is of another model"))
+    assert not (tmp_path / "report.html").exists()
+    callback.on_train_start(trainer, module)
+    callback.on_exception(trainer, module, ValueError("crashed"))
+    assert (tmp_path / "report.html").exists()

@@ -74,6 +74,29 @@ def test_a_run_with_hostile_files_is_compared_with_the_others(file: str, content
     assert [run["text"].partition(" ")[0] for run in get_data(page)["runs"]] == ["good", "hostile"]
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "is empty"),
+        (b"\xff\xfe\x00\x80" * 200, "has no column 'step' in its header"),
+        (b"place,train/loss\n1,2.0\n", "has no column 'step' in its header ['place', 'train/loss']"),
+        (b"step,train/loss\n1,2.0\n2," + b"9" * 200_000 + b"\n", "line 3: field larger than field limit"),
+        (b"step,train/loss\n\x002,1\nx,2\n\x00\n", "3 of its 3 rows are cut or have no step"),
+    ],
+    ids=["empty", "binary", "no-step", "huge-cell", "no-rows"],
+)
+def test_a_run_whose_metrics_cannot_be_read_is_named_and_the_others_are_compared(
+    content: bytes, reason: str, three: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = three[0] / "metrics.csv"
+    metrics.write_bytes(content)
+    data = get_data(make_page(three, tmp_path / "page.html"))
+    assert len(data["runs"]) == 3
+    [line] = caplog.messages
+    assert str(metrics) in line
+    assert reason in line
+
+
 def get_data(page: str) -> dict[str, Any]:
     """Return what the page's script draws from."""
     data = re.search(r'id="data">(.*?)</script>', page, flags=re.DOTALL)
