@@ -11,12 +11,19 @@ import torch
 from recipes.checkpoint.layout import split_state
 from recipes.checkpoint.retention import Retention, get_manifests
 from recipes.checkpoint.writer import Outcome
+from recipes.runtime.exit_codes import ExitCode
 
 LOGGER = logging.getLogger("lightning_recipes")
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written, and `checkpoint.on_save_error=stop`."""
+    """A checkpoint could not be written, and `checkpoint.on_save_error=stop`.
+
+    Attributes:
+        exit_code: Exit code of the run.
+    """
+
+    exit_code = ExitCode.UNSAVED
 
 
 class SaveLog:
@@ -43,8 +50,7 @@ class SaveLog:
         self.record(trainer, outcome)
         if self._stops and self._failed is not None:
             raise SaveError(
-                f"checkpoint.on_save_error=stop: {self._failed.path.name} could not be written: {self._failed.error},"
-                " then resume=<the run's folder>"
+                f"checkpoint.on_save_error=stop: {self._failed.path.name} could not be written: {self._failed.error}"
             )
 
     def record(self, trainer: lightning.Trainer, outcome: Outcome | None) -> bool:

@@ -15,6 +15,7 @@ from recipes.errors import ConfigError
 from recipes.files import tolerating, write_atomically
 from recipes.model.init import unsharded_shape
 from recipes.run_folder import EVALUATIONS, SUMMARY_FILE, read_summary
+from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.failure import is_out_of_memory, is_peer_failure, read_oom_of_other_rank
 from recipes.runtime.signals import Preempted
 
@@ -65,7 +66,7 @@ class SummaryWriter(Callback):
     @override
     def on_exception(self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException) -> None:
         status = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
-        if hasattr(exception, "exit_code"):
+        if getattr(exception, "exit_code", None) == ExitCode.DIVERGED:
             status = "diverged"
         by = None
         if isinstance(exception, Preempted):

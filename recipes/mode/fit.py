@@ -156,8 +156,9 @@ def _end_preempted(run: Run, stop: Preempted) -> int:
 
 
 def _end_given_up(run: Run, error: Exception, exit_code: int) -> int:
-    """Report that a callback ended the run; every rank decided this from the same all-reduced values."""
-    log_event(run, "end", run.trainer.global_step, status="diverged", error=str(error))
+    """Report that a callback or the saver ended the run; every rank decided this from values they agreed on."""
+    status = "diverged" if exit_code == ExitCode.DIVERGED else "failed"
+    log_event(run, "end", run.trainer.global_step, status=status, error=str(error))
     newest = newest_checkpoint(run.folder)
     good = "nothing was saved" if newest is None else f"the last good checkpoint is {newest}"
     LOGGER.error(f"{error}; {good}")
