@@ -30,6 +30,7 @@ from recipes.checkpoint.resume import find_checkpoint, names_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
 from recipes.config.check.metrics import find_wrong_directions
 from recipes.config.check.resumed import OF_WEIGHTS
+from recipes.config.check.types import to_setting
 from recipes.config.compose import Composed, Config, freeze
 from recipes.config.instantiate import make, make_model
 from recipes.config.mesh import get_mesh
@@ -177,7 +178,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     task.awaits_checkpoint = checkpoint is not None  # every mode loads it
     task.model_settings = {key: config["model"][key] for key in OF_WEIGHTS if key in config["model"]}
     if checkpoint is not None:
-        task.fix_of_another_model = _fix_another_model(checkpoint)
+        task.setting_of_another_model, task.fix_of_another_model = _explain_another_model(config["model"], checkpoint)
     return Run(
         name=config["name"],
         folder=folder,
@@ -196,13 +197,20 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     )
 
 
-def _fix_another_model(checkpoint: Path) -> str:
-    """Return what to type if a checkpoint is of another model than the config."""
+def _explain_another_model(model: Config, checkpoint: Path) -> tuple[str, str]:
+    """Return what was set and what to type if a checkpoint is of another model: the settings that differ."""
     run = find_run_folder(checkpoint)
     if run is None:
         typed = "the model= and model.… that it was trained with"
-        return f"resume=… with {typed}, or the {CONFIG_FILE} of its run in {checkpoint.parents[1]}"
-    return f"resume={run} without model=, and with the {CONFIG_FILE} and the checkpoints that this run wrote itself"
+        return "resume=…", f"resume=… with {typed}, or the {CONFIG_FILE} of its run in {checkpoint.parents[1]}"
+    before = read_config(run).get("model") or {}
+    changed = {
+        f"model.{key}": value for key, value in model.items() if key != "pretrained" and value != before.get(key)
+    }
+    if changed:
+        typed = " ".join(f"{key}={to_setting(value)}" for key, value in changed.items())
+        return f"resume={run} {typed}", f"nothing for {' and '.join(changed)}, or resume=null to train another model"
+    return f"resume={run}", f"resume={run} with the {CONFIG_FILE} and the checkpoints that this run wrote itself"
 
 
 def _find_other_data(config: Config, checkpoint: Path | None) -> list[str]:

@@ -104,7 +104,8 @@ def claim_output(
         probe(folder)
     except OSError as error:
         is_in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
-        reason = "a file has the name of its folder" if is_in_the_way else describe(error)
+        place = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+        reason = f"{place} is a file, not a folder" if is_in_the_way else describe(error)
         fix = f"{setting}=<a {kind} of yours on a disk with space>"
         raise ConfigError(f"{setting}={path}", f"it cannot be written to: {reason}", fix) from error
     owners = replaces or {}

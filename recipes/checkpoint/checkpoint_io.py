@@ -85,13 +85,13 @@ class FolderCheckpointIO(CheckpointIO):
         folder = self.find_valid(Path(path))
         manifest = read_manifest(folder)
         assert manifest is not None, "it has just been verified"
-        setting = f"resume=… {folder}"
+        setting = f"resume={folder}"
         with reading(folder / RUN_FILE, setting, FIX_OF_A_FORGERY):
             if RUN_FILE not in manifest.files:
                 raise ValueError("its manifest does not list it")
             plain = torch.load(folder / RUN_FILE, map_location="cpu", weights_only=True)
             if plain["global_step"] != manifest.step:
-                raise ValueError(f"it is of step {plain['global_step']}, and its manifest of {manifest.step}")
+                raise ValueError(f"its step is {plain['global_step']!r}, and that of its manifest {manifest.step}")
         with reading(folder, setting, FIX_OF_A_FORGERY):
             tensors = open_tensors(folder / name for name in manifest.files if is_shard(name))
             merged = merge_state(plain, tensors)
@@ -116,7 +116,7 @@ class FolderCheckpointIO(CheckpointIO):
             self.rejected.append(Rejection(folder, reason))
             LOGGER.info("Rejected %s: %s", folder, reason)  # only rank 0's lines reach the console
         raise ConfigError(
-            f"resume=… {named}",
+            f"resume={named}",
             f"{self.rejected[-1].why}; {'no other one is valid' if self.falls_back else 'it was named'}",
             "resume=<the run's folder>, which loads its newest valid checkpoint"
             if not self.falls_back

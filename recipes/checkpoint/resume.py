@@ -32,7 +32,8 @@ def find_checkpoint(resume: str | None, run_folder: Path) -> Path | None:
         reason = "it holds no valid checkpoint"
         if damaged:
             newest = damaged[max(damaged)]
-            reason = f"none of its {len(damaged)} checkpoints is valid: {newest.name}: {find_fault(newest)}"
+            which = "its only checkpoint is not" if len(damaged) == 1 else f"none of its {len(damaged)} checkpoints is"
+            reason = f"{which} valid: {newest.name}: {find_fault(newest)}"
         raise ConfigError(
             f"resume={resume}",
             reason,

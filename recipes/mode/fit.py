@@ -11,6 +11,7 @@ from recipes.checkpoint.resume import newest_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
 from recipes.config.search_path import resume_command
 from recipes.entry.out_of_memory import write_error_report
+from recipes.files import count
 from recipes.lightning_internals import restore_within
 from recipes.logger.summary import SummaryWriter
 from recipes.mode.load import restoring
@@ -178,7 +179,7 @@ def _judge_last_save(run: Run) -> tuple[int, str | None]:
 
 
 def _last_line(summary: dict[str, Any], folder: Path) -> str:
-    parts = [f"{summary['steps']} steps"]
+    parts = [count(summary["steps"], "step") if isinstance(summary["steps"], int) else f"{summary['steps']} steps"]
     parts += [
         f"{name.replace('_', ' ')} {summary[name]:.4f}"
         for name in ("train_loss", "val_loss")

@@ -80,7 +80,7 @@ def restoring(run: Run, folder: Path | None = None) -> Iterator[None]:
         LOGGER.error(traceback.format_exc(), extra={"console": False})
         read = folder or get_checkpoint_io(run).loaded or run.checkpoint
         assert read is not None, "something is restored"
-        with reading(read, f"resume=… {read}", FIX_OF_A_FORGERY):
+        with reading(read, f"resume={read}", FIX_OF_A_FORGERY):
             raise
 
 

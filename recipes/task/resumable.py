@@ -56,12 +56,14 @@ class Resumable(lightning.LightningModule):
         has_known_state: Whether the optimizer is torch's or one of these, whose tensors are float32 or of the dtype of
             their parameter; others may keep whole numbers or codes.
         model_settings: Settings of the model that change what its weights compute, for the checkpoint.
+        setting_of_another_model: What was set if the checkpoint is of another model.
         fix_of_another_model: What to type if the checkpoint is of another model.
     """
 
     awaits_checkpoint = False
     has_known_state = False
     model_settings: Mapping[str, Any] = MappingProxyType({})
+    setting_of_another_model = "resume=…"
     fix_of_another_model = "resume=<a run of this model>"
 
     def __init__(self, *, seed: int, clipping: Clipping, keeps_average: bool) -> None:
@@ -203,7 +205,8 @@ class Resumable(lightning.LightningModule):
         if self.whole_model is not None:  # includes the layers of other pipeline ranks
             shapes = {f"model.{name}": tensor.shape for name, tensor in self.whole_model.state_dict().items()}
         check_settings(self.model_settings, checkpoint.get("model_settings", {}), fix=self.fix_of_another_model)
-        check_model(shapes, checkpoint["state_dict"], fix=self.fix_of_another_model)
+        setting, fix = self.setting_of_another_model, self.fix_of_another_model
+        check_model(shapes, checkpoint["state_dict"], setting=setting, fix=fix)
         check_base(self._base_of_adapter, checkpoint["base"])
         self.awaits_checkpoint = False
         self.num_samples = checkpoint["consumed"]["samples"]

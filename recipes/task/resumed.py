@@ -61,12 +61,13 @@ def check_settings(own: Mapping[str, Any], saved: Mapping[str, Any], *, fix: str
             raise ConfigError(f"resume=… with model.{key}={own[key]}", reason, fix)
 
 
-def check_model(own: Mapping[str, torch.Size], saved: Mapping[str, SavedTensor], *, fix: str) -> None:
+def check_model(own: Mapping[str, torch.Size], saved: Mapping[str, SavedTensor], *, setting: str, fix: str) -> None:
     """Check that the names and shapes of a model's tensors match the checkpoint.
 
     Args:
         own: Shapes by name.
         saved: Tensors of the checkpoint by name.
+        setting: What was set, for the error.
         fix: What to type if they do not.
 
     Raises:
@@ -77,7 +78,7 @@ def check_model(own: Mapping[str, torch.Size], saved: Mapping[str, SavedTensor],
     for name in own_shapes | saved_shapes:
         if own_shapes.get(name) != saved_shapes.get(name):
             raise ConfigError(
-                "resume=…",
+                setting,
                 f"the checkpoint is of another model: {name} is {_show(saved_shapes.get(name))} there"
                 f" and {_show(own_shapes.get(name))} here",
                 fix,
@@ -116,7 +117,7 @@ def check_optimizer(name: str, saved_name: str | None) -> None:
         raise ConfigError(
             f"optimizer={name.lower()}",
             f"the checkpoint holds the state of {saved_name}",
-            f"optimizer={str(saved_name).lower()}, or leave it out",
+            "nothing for optimizer=, or resume=null to train with another one",
         )
 
 

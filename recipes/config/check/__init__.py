@@ -21,13 +21,15 @@ from recipes.config.check.paths import check_paths
 from recipes.config.check.ranges import check_ranges
 from recipes.config.check.renamed import check_renamed, drop_consequences
 from recipes.config.check.resumed import check_resumed
-from recipes.config.check.sections import check_settings, check_structure
+from recipes.config.check.sections import NO_SUCH_KEY, check_settings, check_structure
 from recipes.config.check.strategy import check_optimizer, check_strategy
 from recipes.config.search_path import find_config_folders
 from recipes.config.traits import select
-from recipes.config.trust import CONF
+from recipes.config.trust import CONF, find_resumed_run
 from recipes.errors import ConfigError
+from recipes.run_folder import CONFIG_FILE
 
+_NO_ARGUMENT = " has no argument "  # what the check of nodes says
 _OF_A_VALUE = ("it takes ", "it must be ", "it has no default")  # what the checks of types and ranges say
 
 
@@ -54,7 +56,41 @@ def check_config(
         The errors in the order of the checks; empty if the run can be built.
     """
     found = _check_all(config, choices, overrides, run_folder, references=references or {}, continues=continues)
-    return _trace_all(found, references or {}, config)
+    found = [_of_same_size(mistake, choices) for mistake in _trace_all(found, references or {}, config)]
+    return _locate_in_run(found, overrides)
+
+
+def _of_same_size(mistake: ConfigError, choices: Mapping[str, str]) -> ConfigError:
+    """Return an error that names AdamW with the learning rate of the models that the chosen optimizer is for."""
+    if not str(choices.get("optimizer")).endswith("_nano"):
+        return mistake
+    return ConfigError(
+        mistake.setting, mistake.reason, re.sub(r"optimizer=adamw\b", "optimizer=adamw_nano", mistake.fix)
+    )
+
+
+def _locate_in_run(mistakes: Sequence[ConfigError], overrides: Sequence[str]) -> list[ConfigError]:
+    """Add file and line to errors that only an edit of the resumed run's config.yaml corrects: a key too many there.
+
+    Nothing that is typed removes it, as what is typed is composed before that file is read.
+    """
+    run = find_resumed_run(overrides)
+    if run is None:
+        return [*mistakes]
+    lines = (run / CONFIG_FILE).read_text(encoding="utf-8").splitlines()
+    typed = [override.lstrip("+").partition("=")[0] for override in overrides]
+    located = []
+    for mistake in mistakes:
+        key = _get_key(mistake)
+        name = key.rpartition(".")[2]
+        numbers = [number for number, line in enumerate(lines, 1) if re.match(rf"\s*{re.escape(name)}\s*:", line)]
+        is_surplus = mistake.reason == NO_SUCH_KEY or _NO_ARGUMENT in mistake.reason
+        if is_surplus and numbers and key not in typed:
+            where = f", line {numbers[0]}" if len(numbers) == 1 else ""
+            fix = f"the same command without {key} in {run / CONFIG_FILE}{where}"
+            mistake = ConfigError(mistake.setting, mistake.reason, fix)
+        located.append(mistake)
+    return located
 
 
 def _check_all(
@@ -105,7 +141,7 @@ def _check_all(
         *check_readers(config),
         *check_evaluator(config),
         *check_unread(config, overrides),
-        *check_resumed(config, run_folder),
+        *check_resumed(config, run_folder, choices),
         *check_paths(config, overrides, run_folder, continues=continues),
     ]
     out_of_range = [mistake.setting for mistake in ranges]  # what is computed from these values is a consequence

@@ -145,7 +145,8 @@ def _published_weights(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Reject published weights with a different tokenizer, whose token ids mean something else."""
     pretrained = config["model"].get("pretrained")
     tokenizer = str(config["tokenizer"].get("_target_"))
-    if pretrained is not None and tokenizer.endswith((".Bpe", ".Bytes")):
+    is_read = config["resume"] in (None, "auto")  # those of a checkpoint replace them
+    if is_read and pretrained is not None and tokenizer.endswith((".Bpe", ".Bytes")):
         yield ConfigError(
             f"model.pretrained={pretrained} tokenizer={tokenizer.split('.')[2]}",
             "published weights need the token ids of their own tokenizer",

@@ -1,6 +1,7 @@
 """Check paths and folders that must exist before a run starts, by name and size; no file is opened."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from recipes.data.glob_files import expand_glob
 from recipes.errors import ConfigError
 from recipes.run_folder import (
     CHECKPOINTS,
+    CONFIG_FILE,
     EVENTS_FILE,
     EXPORT_FOLDER,
     METRICS_FILE,
@@ -31,6 +33,7 @@ from recipes.run_folder import (
 )
 
 _PROTOCOL = "://"  # of a data set or a bucket, which only its own library finds
+_OF_MODEL = re.compile(r"\+*(model|recipe|hydra\.searchpath)[=.]")  # what is typed says which model is meant
 _NEED_CHECKPOINT = ("evaluate", "sample", "export", "replay")
 
 
@@ -79,13 +82,22 @@ def _check_resume(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterat
     folder = Path(resume)
     if os.path.lexists(folder):  # unlike Path's methods, false for a name that is too long
         folder = resolve_symlink(folder) or folder
-    if not os.path.isdir(folder):  # unlike Path.is_dir, false for a name that is too long
-        yield ConfigError(f"resume={resume}", "there is no such folder", "resume=<a run folder or a checkpoint>")
+    above = next((place for place in folder.parents if has_checkpoint(place)), None)
+    fix = "resume=<a run folder or a checkpoint>" if above is None else f"resume={above}"
+    if os.path.isfile(folder):
+        yield ConfigError(f"resume={resume}", "it is a file, not the folder of a run", fix)
+    elif not os.path.isdir(folder):  # unlike Path.is_dir, false for a name that is too long
+        yield ConfigError(f"resume={resume}", "there is no such folder", fix)
     elif not (folder / "manifest.json").is_file() and not has_checkpoint(folder):
+        fix = "resume=<a run that saved one>" if above is None else fix
+        yield ConfigError(f"resume={resume}", "it contains no valid checkpoint", fix)
+    elif find_run_folder(folder) is None and not any(map(_OF_MODEL.match, overrides)):
+        run = folder if has_checkpoint(folder) else folder.parent.parent
         yield ConfigError(
             f"resume={resume}",
-            "it contains no valid checkpoint",
-            "resume=<a run that saved one>",
+            f"{run / CONFIG_FILE} is missing, and nothing else says which model its weights are of",
+            f"a copy of the {CONFIG_FILE} that the run wrote, in {run}, or the same command with the model= and all"
+            " other settings of that run",
         )
 
 

@@ -1,7 +1,8 @@
-"""Check that a resumed run has the same model and tokenizer as its weights were trained with."""
+"""Check that a resumed run has the same model, adapter and tokenizer as its weights were trained with."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from recipes.config.check.types import to_setting
@@ -29,12 +30,19 @@ OF_WEIGHTS = (
 )
 
 
-def check_resumed(config: Mapping[str, Any], run_folder: Path) -> Iterator[ConfigError]:
-    """Reject a model or tokenizer that differs from the one the weights were trained with.
+# settings of an adapter that change neither the shapes of its weights nor what they compute
+_NOT_OF_ADAPTER = ("_target_", "pretrained", "dropout", "init")
+
+
+def check_resumed(
+    config: Mapping[str, Any], run_folder: Path, choices: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[ConfigError]:
+    """Reject a model, adapter or tokenizer that differs from the one the weights were trained with.
 
     Args:
         config: Plain values, every interpolation resolved.
         run_folder: Folder for the files of the run, which `resume=auto` continues.
+        choices: Option chosen for each group, to name it in messages.
     """
     trained = _read_trained(config["resume"], run_folder)
     if trained is None:
@@ -43,7 +51,7 @@ def check_resumed(config: Mapping[str, Any], run_folder: Path) -> Iterator[Confi
     if before.get("_target_") != now.get("_target_"):
         name = str(before.get("_target_")).rpartition(".")[2]
         yield ConfigError(
-            f"resume={config['resume']} model._target_={now.get('_target_')}",
+            f"resume={config['resume']} {_name('model', now, choices)}",
             f"its weights are those of {name}",
             "nothing for model=, or resume=null to train another model",
         )
@@ -55,18 +63,59 @@ def check_resumed(config: Mapping[str, Any], run_folder: Path) -> Iterator[Confi
                 f"its weights were trained with model.{key}={to_setting(before.get(key))}",
                 f"nothing for model.{key}, or resume=null to train another model",
             )
+    yield from _check_adapter(config, trained["adapter"], choices)
+    pretrained = now.get("pretrained")
+    if pretrained not in (None, before.get("pretrained")) and not _is_adapter(trained["adapter"]):
+        yield ConfigError(
+            f"resume={config['resume']} model.pretrained={pretrained}",
+            "its weights are those of the checkpoint, and no others would be read",
+            "nothing for model.pretrained, or resume=null to start from these weights",
+        )
     # tokens prepared elsewhere (data=token_file) come without a tokenizer and cannot be compared
     known, chosen = trained["tokenizer"], config["tokenizer"]
     if known and chosen and known != chosen:
         yield ConfigError(
-            f"resume={config['resume']} tokenizer._target_={chosen.get('_target_')}",
+            f"resume={config['resume']} {_name('tokenizer', chosen, choices)}",
             f"its weights were trained with the token ids of {_describe(known)}, not of {_describe(chosen)}",
             "nothing for tokenizer=, or resume=null to train with another one",
         )
 
 
+def _check_adapter(
+    config: Mapping[str, Any], before: Mapping[str, Any], choices: Mapping[str, str]
+) -> Iterator[ConfigError]:
+    """Reject another adapter, or one whose settings give its weights another meaning, such as their scale."""
+    resume, now = config["resume"], config.get("adapter") or {}
+    if _is_adapter(before) != _is_adapter(now) or (_is_adapter(now) and before.get("_target_") != now.get("_target_")):
+        kind = str(before.get("_target_")).rpartition(".")[2]
+        yield ConfigError(
+            f"resume={resume} {_name('adapter', now, choices)}",
+            f"its weights are those of {kind}"
+            if _is_adapter(before)
+            else "its weights were trained without an adapter",
+            "nothing for adapter=, or resume=null to train another model",
+        )
+        return
+    for key in before.keys() & now.keys() - {*_NOT_OF_ADAPTER} if _is_adapter(now) else ():
+        if before[key] != now[key]:
+            yield ConfigError(
+                f"resume={resume} adapter.{key}={to_setting(now[key])}",
+                f"its weights were trained with adapter.{key}={to_setting(before[key])}",
+                f"nothing for adapter.{key}, or resume=null to train another model",
+            )
+
+
+def _is_adapter(node: Mapping[str, Any]) -> bool:
+    return bool(node) and not str(node.get("_target_")).endswith(".NoAdapter")
+
+
+def _name(group: str, node: Mapping[str, Any], choices: Mapping[str, str]) -> str:
+    """Return the override that chose an option, or the constructor in its place."""
+    return f"{group}={choices[group]}" if group in choices else f"{group}._target_={node.get('_target_')}"
+
+
 def _read_trained(resume: object, run_folder: Path) -> dict[str, Any] | None:
-    """Return the model and the tokenizer of the run whose weights are loaded; None if there is none to compare with."""
+    """Return model, adapter and tokenizer of the run whose weights are loaded; None if there are none to compare."""
     if resume == "auto":
         run = run_folder if has_checkpoint(run_folder) else None
     else:
@@ -79,7 +128,9 @@ def _read_trained(resume: object, run_folder: Path) -> dict[str, Any] | None:
         return None  # reported where the run is composed from it; `auto` composes from the command line alone
     if not isinstance(frozen.get("model"), dict):
         return None
-    return {"model": frozen["model"], "tokenizer": frozen.get("tokenizer")}
+    adapter = frozen.get("adapter")
+    is_known = isinstance(adapter, dict)
+    return {"model": frozen["model"], "adapter": adapter if is_known else {}, "tokenizer": frozen.get("tokenizer")}
 
 
 def _describe(tokenizer: Mapping[str, Any]) -> str:

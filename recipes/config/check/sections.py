@@ -124,6 +124,9 @@ def _check_members(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         yield ConfigError("no logger.csv", "every run writes metrics.csv", "logger=none for nothing else")
 
 
+NO_SUCH_KEY = "there is no such setting or section"
+
+
 def check_settings(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Check for unknown sections, and for settings of the wrong type."""
     sections = [*list_groups(), *NODES]
@@ -139,7 +142,7 @@ def check_settings(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         elif key not in sections:
             near = get_close_matches(key, [*SETTINGS, *sections], 1)
             fix = f"{near[0]}=…" if near else f"nothing for {key}"
-            yield ConfigError(f"{key}=…", "there is no such setting or section", fix)
+            yield ConfigError(f"{key}=…", NO_SUCH_KEY, fix)
     name = config.get("name")
     if isinstance(name, str):
         if not re.fullmatch(r"[\w.][\w.,=+ -]*", name) or name.strip(".") == "":

@@ -38,9 +38,34 @@ _ALIASES = {
         "test": "evaluate",
         "validate": "evaluate",
         "eval": "evaluate",
+        "val": "evaluate",
+        "benchmark": "evaluate",
         "generate": "sample",
         "predict": "sample",
+        "infer": "sample",
+        "inference": "sample",
+        "chat": "sample mode.chat=true",
         "tune": "lr_find",
+        "search": "fit -m sweep=lr",
+        "sweep": "fit -m sweep=lr",
+        "finetune": "fit",
+        "pretrain": "fit",
+        "resume": "fit resume=<run folder>",
+        "compare": "report",
+        "plot": "report",
+        "visualize": "report",
+        "analyze": "diagnose",
+        "profile": "fit callbacks=[default,step_profiler]",
+        "merge": "export",
+        "convert": "export",
+        "save": "export",
+        "tokenize": "prepare",
+        "preprocess": "prepare",
+        "estimate": "plan",
+        "memory": "plan",
+        "dry_run": "preflight",
+        "check": "preflight",
+        "debug": "preflight",
     },
 }
 # common names of settings elsewhere -> setting
@@ -79,7 +104,8 @@ def suggest_option(group: str, wrong: str, typed: Sequence[str] = ()) -> str:
     aliases = _ALIASES.get(group, _OPTION_ALIASES)
     same = [option for option in options if option.lower() == wrong.lower()]
     alias = aliases.get(wrong.lower())
-    near = same or ([alias] if alias in options else get_close_matches(wrong.lower(), options, 1, cutoff=0.5))
+    is_known = alias is not None and alias.partition(" ")[0] in options
+    near = same or ([alias] if is_known else get_close_matches(wrong.lower(), options, 1, cutoff=0.5))
     if not near:
         near = options if len(options) == 1 else [name for name in options if name == "none" and wrong == "null"]
     return f"{group}={near[0]}" if near else f"{group}=<option>"

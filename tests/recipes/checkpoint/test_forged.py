@@ -160,7 +160,7 @@ def test_what_restoring_a_state_raises_is_an_error_in_the_checkpoint(
     rows = (forged / "metrics.csv").read_bytes()
     with pytest.raises(ConfigError) as raised:
         resume(forged, overrides)
-    assert raised.value.setting == f"resume=… {checkpoint}"
+    assert raised.value.setting == f"resume={checkpoint}"
     assert raised.value.reason.startswith(f"{checkpoint} cannot be read: ")
     assert reason in raised.value.reason
     assert (forged / "metrics.csv").read_bytes() == rows

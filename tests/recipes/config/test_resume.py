@@ -142,6 +142,46 @@ def test_a_damaged_file_of_a_run_is_named_with_what_to_do(
     assert (run / file).read_bytes() == content
 
 
+@pytest.mark.parametrize("key", ["my_note", "model.my_note"])
+def test_a_key_too_many_in_the_config_of_a_run_is_named_with_its_line(key: str, tmp_path: Path) -> None:
+    run = start(tmp_path / "run", "tokenizer=bytes")
+    config = run / "config.yaml"
+    text = config.read_text()
+    added = text + "my_note: hello\n" if key == "my_note" else text.replace("model:\n", "model:\n  my_note: hello\n", 1)
+    config.write_text(added)
+    line = 1 + next(n for n, line in enumerate(added.splitlines()) if "my_note" in line)
+    for typed in ([], [f"~{key}"]):
+        last = resume(run, *typed)[2][-1]
+        assert last.endswith(f"; type the same command without {key} in {config}, line {line}")
+    config.write_text(text)
+    assert resume(run)[2] == []
+
+
+@pytest.mark.parametrize("below", ["checkpoints", "config.yaml", "checkpoints/step_0000002.ckpt/manifest.json"])
+def test_a_path_inside_of_a_run_is_answered_with_the_run(below: str, tmp_path: Path) -> None:
+    run = start(tmp_path / "run", "tokenizer=bytes")
+    _, mistakes = compose_and_check([f"resume={run / below}"])
+    [fix] = [mistake.fix for mistake in mistakes if mistake.setting == f"resume={run / below}"]
+    assert fix == f"resume={run}"
+    assert resume(run)[2] == []
+
+
+@pytest.mark.parametrize("name", ["", "checkpoints/step_0000002.ckpt"])
+def test_a_run_without_its_config_needs_the_model_typed(name: str, tmp_path: Path) -> None:
+    run = start(tmp_path / "run", "tokenizer=bytes")
+    (run / "config.yaml").unlink()
+    _, mistakes = compose_and_check([f"resume={run / name}"])
+    [reason] = [mistake.reason for mistake in mistakes]
+    assert reason == f"{run}/config.yaml is missing, and nothing else says which model its weights are of"
+    assert compose_and_check([f"resume={run / name}", "tokenizer=bytes", "model=gpt2_nano"])[1] == []
+
+
+def test_published_weights_in_a_resume_have_one_answer_that_works(tmp_path: Path) -> None:
+    run = start(tmp_path / "run", "tokenizer=bytes")
+    [mistake] = resume(run, "model.pretrained=gpt2")[2]
+    assert mistake.endswith("; type nothing for model.pretrained, or resume=null to start from these weights")
+
+
 def test_a_blank_line_among_the_events_is_none(tmp_path: Path) -> None:
     run = start(tmp_path / "run", "tokenizer=bytes")
     (run / "events.jsonl").write_text('{"event": "start", "step": 0}\n\n')

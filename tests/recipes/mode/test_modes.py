@@ -357,7 +357,7 @@ def test_another_optimizer_cannot_resume_from_the_state_of_this_one(
     assert execute(f"resume={run}", "trainer.max_steps=20", "optimizer=sgd", *WITHOUT_CALLBACKS) == 2
     console = capsys.readouterr().out
     assert "the checkpoint holds the state of AdamW" in console
-    assert "type: optimizer=adamw, or leave it out" in console
+    assert "type: nothing for optimizer=, or resume=null to train with another one" in console
 
 
 def test_resuming_a_finished_run_changes_nothing(run: Path) -> None:
@@ -492,4 +492,4 @@ def test_an_output_that_takes_no_file_is_rejected_before_the_work(
     setting = overrides[-2 if mode in ("evaluate", "export", "diagnose", "report", "wandb_sweep") else -1]
     [named] = [line for line in output.splitlines() if str(tmp_path / "file/below") in line and line.startswith("1. ")]
     assert named.startswith(f"1. {setting.partition('=')[0]}=")
-    assert "it cannot be written to: a file has the name of its folder" in output
+    assert f"it cannot be written to: {tmp_path / 'file'} is a file, not a folder" in output

@@ -179,3 +179,26 @@ def test_every_error_has_a_setting_a_reason_and_a_fix() -> None:
     for mistake in mistakes:
         assert isinstance(mistake, ConfigError)
         assert all((mistake.setting, mistake.reason, mistake.fix))
+
+
+@pytest.mark.parametrize(
+    ("mode", "fix"),
+    [
+        ("compare", "mode=report"),
+        ("test", "mode=evaluate"),
+        ("generate", "mode=sample"),
+        ("infer", "mode=sample"),
+        ("chat", "mode=sample mode.chat=true"),
+        ("merge", "mode=export"),
+        ("profile", "mode=fit callbacks=[default,step_profiler]"),
+        ("train", "mode=fit"),
+        ("resume", "mode=fit resume=<run folder>"),
+        ("sweep", "mode=fit -m sweep=lr"),
+        ("tune", "mode=lr_find"),
+        ("preprare", "mode=prepare"),  # a typo
+    ],
+)
+def test_a_mode_that_others_have_is_answered_with_the_one_that_does_it(mode: str, fix: str) -> None:
+    assert fixes(f"mode={mode}") == [fix]
+    words = [word for word in fix.split() if word[0] != "-" and "<" not in word]
+    assert fixes(*words, "resume=x") == []

@@ -23,6 +23,8 @@ CHANGED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "layers": ({"model.num_layers": 12}, "its weights were trained with model.num_layers=3"),
     "model": ({"model._target_": "recipes.model.llama.Llama"}, "its weights are those of GPT2"),
+    "adapter": ({"adapter": {"_target_": "recipes.adapter.lora.Lora"}}, "its weights were trained without an adapter"),
+    "published": ({"model.pretrained": "gpt2"}, "its weights are those of the checkpoint, and no others would be read"),
 }
 
 
@@ -51,6 +53,32 @@ def test_another_model_or_tokenizer_is_rejected(resume: str, config: dict[str, A
     # what leaves the meaning of the weights as it is
     regularized = resumed | {"model": config["model"] | {"dropout": 0.1}, "tokenizer": {}}
     assert not list(check_resumed(regularized, tmp_path))
+
+
+LORA = {"_target_": "recipes.adapter.lora.Lora", "r": 16, "alpha": 32, "dropout": 0.0, "pretrained": None}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "setting", "reason"),
+    [
+        # the scale of its weights changes, and no shape
+        (LORA | {"alpha": 64}, "adapter.alpha=64", "its weights were trained with adapter.alpha=32"),
+        (LORA | {"r": 4}, "adapter.r=4", "its weights were trained with adapter.r=16"),
+        ({"_target_": "recipes.adapter.NoAdapter"}, "adapter=none", "its weights are those of Lora"),
+        ({"_target_": "recipes.adapter.ia3.IA3"}, "adapter=ia3", "its weights are those of Lora"),
+        (LORA | {"dropout": 0.1, "pretrained": "x"}, None, None),
+    ],
+)
+def test_another_adapter_is_rejected(
+    adapter: dict[str, Any], setting: str | None, reason: str | None, config: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config | {"adapter": LORA}))
+    resumed = config | {"resume": str(tmp_path), "adapter": adapter}
+    # the base weights of an adapter may have moved
+    resumed["model"] = config["model"] | {"pretrained": "moved"}
+    choices = {"adapter": str(setting).partition("=")[2]}
+    found = [(m.setting, m.reason) for m in check_resumed(resumed, tmp_path, choices)]
+    assert found == ([] if setting is None else [(f"resume={tmp_path} {setting}", reason)])
 
 
 def test_a_folder_without_a_checkpoint_has_no_weights_to_compare_with(config: dict[str, Any], tmp_path: Path) -> None:
