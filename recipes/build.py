@@ -203,7 +203,8 @@ def _explain_another_model(model: Config, checkpoint: Path) -> tuple[str, str]:
     if run is None:
         typed = "the model= and model.… that it was trained with"
         return "resume=…", f"resume=… with {typed}, or the {CONFIG_FILE} of its run in {checkpoint.parents[1]}"
-    before = read_config(run).get("model") or {}
+    before = read_config(run).get("model")
+    before = before if isinstance(before, dict) else {}
     changed = {
         f"model.{key}": value for key, value in model.items() if key != "pretrained" and value != before.get(key)
     }
@@ -219,9 +220,15 @@ def _find_other_data(config: Config, checkpoint: Path | None) -> list[str]:
     if folder is None:
         return []
     trained_on = read_config(folder)
-    own = [trained_on["data"], *(trained_on.get("eval_data") or {}).values()]
+    # with resume=auto nobody has checked that file
+    eval_data = trained_on.get("eval_data")
+    own = [trained_on.get("data"), *(eval_data.values() if isinstance(eval_data, dict) else ())]
     nodes = {"data": config["data"]} | {f"eval_data.{name}": node for name, node in config.get("eval_data", {}).items()}
-    return [name for name, node in nodes.items() if node and all(is_other_data(node, one or {}) for one in own)]
+    return [
+        name
+        for name, node in nodes.items()
+        if node and all(is_other_data(node, one if isinstance(one, dict) else {}) for one in own)
+    ]
 
 
 def build_task(config: Config, precision: Precision) -> TrainingTask:

@@ -57,6 +57,7 @@ _MOST_BYTES = 64 << 20  # a larger file is none that a mode writes
 # a YAML file of ten lines can expand to billions of values, or contain itself
 MOST_VALUES, MOST_DEPTH = 100_000, 50
 _MOST_DIGITS = 18  # of a step
+_MOST_CELL = 10_000  # characters in a cell of metrics.csv; the reader of the standard library stops at 131,072
 
 IsOwn = Callable[[str], bool]  # text of a file -> whether the mode that is about to replace it wrote it
 
@@ -463,7 +464,15 @@ def _read_text(path: Path, fix: str) -> str:
 
 def _check_steps(lines: list[str], path: Path) -> None:
     """Check the first column, which spreadsheets change: `;` as separator, a byte order mark, 1.0 instead of 1."""
-    num_columns = len(next(csv.reader(lines[:1]), []))
+    for number, line in enumerate(lines, start=1):
+        if len(line) > _MOST_CELL and max(map(len, line.split(","))) > _MOST_CELL:
+            reason = f"line {number} has a cell of more than {_MOST_CELL:,} characters"
+            raise ConfigError(str(path), reason, _fix_metrics(path))
+    columns = next(csv.reader(lines[:1]), [])
+    num_columns = len(columns)
+    repeated = next((name for name in columns if columns.count(name) > 1), None)
+    if repeated is not None:
+        raise ConfigError(str(path), f"two of its columns are named {repeated[:60]}", _fix_metrics(path))
     for number, line in enumerate(lines, start=1):
         first = line.strip().partition(",")[0]
         if number == 1 and first != "step":

@@ -111,8 +111,11 @@ def _is_number(value: object) -> bool:
 
 def _read_fields(folder: Path) -> dict[str, Any] | None:
     """Return the fields of an undamaged manifest of any format."""
+    path = folder / MANIFEST_FILE
     try:
-        text = (folder / MANIFEST_FILE).read_text(encoding="utf-8")
+        if not path.is_file():  # a FIFO would block
+            return None
+        text = path.read_text(encoding="utf-8")
         fields: dict[str, Any] = json.loads(text)
         own_hash = fields.pop(_OWN_HASH)
         as_written = _dump(fields | {_OWN_HASH: own_hash})

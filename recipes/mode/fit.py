@@ -179,12 +179,9 @@ def _judge_last_save(run: Run) -> tuple[int, str | None]:
 
 
 def _last_line(summary: dict[str, Any], folder: Path) -> str:
-    parts = [count(summary["steps"], "step") if isinstance(summary["steps"], int) else f"{summary['steps']} steps"]
-    parts += [
-        f"{name.replace('_', ' ')} {summary[name]:.4f}"
-        for name in ("train_loss", "val_loss")
-        if summary[name] is not None
-    ]
-    if summary.get("tokens_per_second") is not None:
-        parts.append(f"{summary['tokens_per_second']:,.0f} tokens/s")
-    return f"Finished: {', '.join(parts)}, in {folder}"
+    values = {name: summary.get(name) for name in ("steps", "train_loss", "val_loss", "tokens_per_second")}
+    known = {name: value for name, value in values.items() if isinstance(value, int | float)}  # of any summary.json
+    parts = [count(int(known["steps"]), "step")] if "steps" in known else []
+    parts += [f"{name.replace('_', ' ')} {known[name]:.4f}" for name in ("train_loss", "val_loss") if name in known]
+    parts += [f"{known['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in known else []
+    return f"Finished: {', '.join([*parts, f'in {folder}'])}"

@@ -73,7 +73,7 @@ def _replay(run: Run, task: TrainingTask, dump: Path, checkpoint: Path) -> dict[
 
 def _find_dump(parent: Path, step: int | None) -> Path:
     """Return the folder of a step's dump."""
-    dumps = sorted(parent.glob("step_*"))
+    dumps = [path for path in sorted(parent.glob("step_*")) if path.name.removeprefix("step_").isdecimal()]
     wanted = dumps[-1:] if step is None else [parent / f"step_{step:07d}"]
     if wanted and (wanted[0] / "spike.json").is_file():
         return wanted[0]

@@ -42,7 +42,7 @@ class Progress:
                 header, is_shorter = file.readline(), status.st_size < self._offset
                 if (status.st_ino, header) != self._file or is_shorter or not self._is_at_newest(file):
                     self._file = (status.st_ino, header)
-                    self._columns = next(csv.reader([header.decode()]), [])
+                    self._columns = next(csv.reader([header.decode(errors="replace")]), [])
                     self._offset, self._newest = len(header), b""
                 file.seek(self._offset)
                 lines = file.readlines()

@@ -130,7 +130,12 @@ def _read_trained(resume: object, run_folder: Path) -> dict[str, Any] | None:
         return None
     adapter = frozen.get("adapter")
     is_known = isinstance(adapter, dict)
-    return {"model": frozen["model"], "adapter": adapter if is_known else {}, "tokenizer": frozen.get("tokenizer")}
+    tokenizer = frozen.get("tokenizer")
+    return {
+        "model": frozen["model"],
+        "adapter": adapter if is_known else {},
+        "tokenizer": tokenizer if isinstance(tokenizer, dict) else None,
+    }
 
 
 def _describe(tokenizer: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from recipes.build import Run
 from recipes.checkpoint.saver import CheckpointSaver
 from recipes.logger.summary import SummaryWriter
 from recipes.mode import fit as fit_module
-from recipes.mode.fit import fit
+from recipes.mode.fit import _last_line, fit
 from recipes.mode.start import RunStartCallback
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.failure import is_peer_failure
@@ -341,3 +341,15 @@ def test_a_checkpoint_at_the_last_step_leaves_nothing_to_do(
     assert outcome.exit_code == 0
     assert outcome.events == []
     assert outcome.lines == [f"Nothing to do: {checkpoint} is at step 10 of 10"]
+
+
+@pytest.mark.parametrize(
+    ("summary", "line"),
+    [
+        ({"steps": 1, "train_loss": 2.0, "val_loss": None}, "Finished: 1 step, train loss 2.0000, in run"),
+        ({"steps": "x", "train_loss": [], "tokens_per_second": {}}, "Finished: in run"),
+        ({}, "Finished: in run"),
+    ],
+)
+def test_the_last_line_has_what_a_summary_has(summary: dict[str, Any], line: str) -> None:
+    assert _last_line(summary, Path("run")) == line

@@ -85,3 +85,10 @@ def test_a_folder_without_a_checkpoint_has_no_weights_to_compare_with(config: di
     (tmp_path / "config.yaml").write_text("model: {_target_: x.Other}\n")
     assert not list(check_resumed(config | {"resume": "auto"}, tmp_path))
     assert not list(check_resumed(config, tmp_path))
+
+
+def test_a_run_whose_config_holds_a_text_for_its_tokenizer_is_not_compared(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config | {"tokenizer": "bytes"}))
+    assert not list(check_resumed(config | {"resume": str(tmp_path)}, tmp_path))
