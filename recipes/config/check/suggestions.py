@@ -104,8 +104,8 @@ def suggest_option(group: str, wrong: str, typed: Sequence[str] = ()) -> str:
     aliases = _ALIASES.get(group, _OPTION_ALIASES)
     same = [option for option in options if option.lower() == wrong.lower()]
     alias = aliases.get(wrong.lower())
-    is_known = alias is not None and alias.partition(" ")[0] in options
-    near = same or ([alias] if is_known else get_close_matches(wrong.lower(), options, 1, cutoff=0.5))
+    known = [alias] if alias is not None and alias.partition(" ")[0] in options else []
+    near = same or known or get_close_matches(wrong.lower(), options, 1, cutoff=0.5)
     if not near:
         near = options if len(options) == 1 else [name for name in options if name == "none" and wrong == "null"]
     return f"{group}={near[0]}" if near else f"{group}=<option>"
