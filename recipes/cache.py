@@ -89,7 +89,7 @@ def _build(target: Path, build: Callable[[Path], None], *, is_complete: Callable
 
 def _move_into_place(temporary: Path, target: Path, *, is_complete: Callable[[Path], bool]) -> None:
     if target.exists() and not is_complete(target):
-        log.warning("%s is incomplete and is replaced", target)
+        log.warning("%s is incomplete or damaged and is replaced", target)
         broken = temporary.with_name(f"{temporary.name}.broken")
         target.rename(broken)
         shutil.rmtree(broken)

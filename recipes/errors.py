@@ -20,6 +20,7 @@ class ConfigError(ValueError):
         setting: The override as set, `key=value`.
         reason: Why it cannot work.
         fix: What to type instead.
+        is_late: Whether it was found while samples were read, after a run may have started.
     """
 
     def __init__(self, setting: str, reason: str, fix: str) -> None:
@@ -27,6 +28,7 @@ class ConfigError(ValueError):
         self.setting = setting
         self.reason = reason
         self.fix = fix
+        self.is_late = False
 
     def __str__(self) -> str:
         return f"{self.setting}: {self.reason}; type {self.fix}"

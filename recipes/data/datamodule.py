@@ -17,6 +17,7 @@ from recipes.data import DataSource, SampleDataset, get_val_fingerprint, in_sect
 from recipes.data.batches import Batch, RankShare, TrainingStream
 from recipes.data.loader_process import SignalProofLoader
 from recipes.data.order import Order, RepeatedOrder, ShuffledOrder
+from recipes.files import count
 from recipes.numerics.accumulation import Accumulation
 from recipes.runtime.world import num_cores
 
@@ -229,15 +230,20 @@ class StreamDataModule(lightning.LightningDataModule):
             return
         self._has_warned = True
         texts: Any = self.source.split_texts()
-        trained = texts["key"][texts["num_train"] > 0]
+        texts = texts[np.lexsort((-texts["num_train"], texts["key"]))]
+        keys, firsts = np.unique(texts["key"], return_index=True)
+        num_train = texts["num_train"][firsts]  # the most of any copy
         for name, source in self.eval_sources.items():
-            if hasattr(source, "split_texts"):
+            if len(keys) and hasattr(source, "split_texts"):
                 held_out: Any = source.split_texts()
-                held_out = held_out["key"][held_out["num_train"] < held_out["num_tokens"]]
-                if num_shared := int(np.isin(held_out, trained).sum()):
+                held_out = held_out[held_out["num_train"] < held_out["num_tokens"]]
+                place = np.minimum(np.searchsorted(keys, held_out["key"]), len(keys) - 1)
+                is_shared = (keys[place] == held_out["key"]) & (num_train[place] > held_out["num_train"])
+                if num_shared := int(is_shared.sum()):
                     LOGGER.warning(
-                        "%d of the %d validation texts of eval_data.%s are also trained on: its loss is too low",
-                        *(num_shared, len(held_out), name),
+                        "%d of the %s of eval_data.%s %s also trained on: its loss is too low",
+                        *(num_shared, count(len(held_out), "validation text"), name),
+                        "is" if num_shared == 1 else "are",
                     )
 
     def _order(self, dataset: Any) -> Order:

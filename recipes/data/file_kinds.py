@@ -22,15 +22,32 @@ _OTHERS = {
     NPY: "an array of NumPy (.npy)",
     PARQUET: "a Parquet file",
     _ARROW: "an Arrow file",
+    b"FEA1": "a Feather file of version 1",
+    b"ORC": "an ORC file",
+    b"Obj\x01": "an Avro file",
     _ZIP: "a zip archive, such as an .npz or a checkpoint",
+    b"PK\x05\x06": "an empty zip archive",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
+    b"Rar!\x1a\x07": "a RAR archive",
+    b"\x04\x22\x4d\x18": "compressed with lz4, which `unlz4` unpacks",
+    b"GGUF": "a GGUF file, which holds the weights of a model",
+    b"\x80\x02\x8a\nl\xfc\x9cF\xf9": "a checkpoint of PyTorch",
+    b"\x80\x03}": "a pickle",
+    b"\x80\x04\x95": "a pickle",
+    b"\x80\x05\x95": "a pickle",
     b"\x89HDF": "an HDF5 file",
     b"MMIDIDX\x00": "the index of a Megatron dataset, whose tokens are in the .bin file beside it",
     b"SQLite format 3": "a SQLite database",
     _PDF: "a PDF",
     b"\x89PNG": "a PNG image",
     b"\xff\xd8\xff": "a JPEG image",
+    b"GIF8": "a GIF image",
+    b"II*\x00": "a TIFF image",
+    b"MM\x00*": "a TIFF image",
+    b"RIFF": "a RIFF file, such as a WAV or a WebP",
     b"\x7fELF": "a program",
 }
+_MAX_SAFETENSORS_HEADER = 100_000_000  # bytes, whose number is in the first eight
 _TAR, _TAR_OFFSET = b"ustar", 257
 _POINTER = b"version https://git-lfs"
 # the longer ones first: a mark of UTF-32 begins with one of UTF-16
@@ -83,6 +100,8 @@ def recognize(head: bytes, path: Path | str, *, is_text: bool) -> FileKind | Non
     for magic, name in _OTHERS.items():
         if head.startswith(magic):
             return _find_fix(magic, name, head, path) if is_text else FileKind(f"it is {name}", None)
+    if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") <= _MAX_SAFETENSORS_HEADER:
+        return FileKind("it is a safetensors file, which holds the weights of a model", None)
     if is_text and is_table(head):
         return _find_fix(_ARROW, "an Arrow stream", head, path)
     if is_text and (encoding := _find_wide_encoding(head)) is not None:

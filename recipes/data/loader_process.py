@@ -53,6 +53,9 @@ class SignalProofLoader(DataLoader[Batch]):
                     batch = next(batches)
                 except StopIteration:
                     return
+                except ConfigError as mistake:
+                    mistake.is_late = True
+                    raise
                 except RuntimeError as error:
                     raise explain(error, num_workers=self.num_workers) or error from None
             yield batch
@@ -76,7 +79,9 @@ class SignalProofLoader(DataLoader[Batch]):
 def explain(error: RuntimeError, *, num_workers: int) -> ConfigError | None:
     """Return the mistake behind an error of a loader process: its own, or too little shared memory for its samples."""
     if found := _MISTAKE.findall(str(error)):  # the last: others are its causes
-        return ConfigError(*found[-1])
+        mistake = ConfigError(*found[-1])
+        mistake.is_late = True
+        return mistake
     if num_workers == 0 or not _NO_SHARED_MEMORY.search(str(error)):
         return None
     size = shutil.disk_usage(_SHARED_MEMORY).total / 2**20 if os.path.isdir(_SHARED_MEMORY) else 0

@@ -1,5 +1,6 @@
 """Memory-mapped token file, raw uint16 or uint32, or .npy; read in full once to check it."""
 
+import copy
 import hashlib
 import os
 from dataclasses import dataclass
@@ -7,23 +8,27 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from recipes.cache import build_once, open_cache_dir
 from recipes.data.file_kinds import NUM_HEAD_BYTES
 from recipes.data.found_files import describe_missing
-from recipes.data.text.sequences import TokenWindows, check_length
+from recipes.data.text.sequences import TokenWindows, check_splits
 from recipes.data.text.source import check_windows
+from recipes.data.text.token_cache import SPLIT_TEXT
 from recipes.data.token_layout import (
     LLM_C,
     PERIOD,
     TokenLayout,
     explain_large_token,
     explain_wider_type,
+    file_key,
     find_largest,
     find_wider_type,
     read_layout,
 )
 from recipes.errors import ConfigError
+from recipes.files import count
 from recipes.home import expand_home
 from recipes.tokenizer import Tokenizer
 
@@ -70,6 +75,7 @@ class TokenFile:
             )
         self._prepared: tuple[TokenWindows, TokenWindows] | None = None
         self._skips_header = False
+        self._is_same = False  # whether the file of validation tokens is that of all others
 
     def prepare(self) -> None:
         """Check the files; their tokens are read only if a file is new or has changed.
@@ -81,19 +87,15 @@ class TokenFile:
         if self._prepared is not None:
             return
         path, train = self._check("path", self.path)
-        if self.val_path is None:
-            cut = train.num_tokens - round(train.num_tokens * self.val_fraction)
-            windows = self._windows(path, train, 0, cut), self._windows(path, train, cut, train.num_tokens)
-        else:
-            val_path, val = self._check("val_path", self.val_path)
-            windows = (
-                self._windows(path, train, 0, train.num_tokens),
-                self._windows(val_path, val, 0, val.num_tokens),
-            )
-        if self.val_fraction < 1:
-            check_length(windows[0], split="training", fix="data.path=<more tokens>")
-        fix = "a larger data.val_fraction, or data.val_path=<more tokens>"
-        check_length(windows[1], split="validation", fix=fix)
+        val_path, val = (path, train) if self.val_path is None else self._check("val_path", self.val_path)
+        self._is_same = self.val_path is not None and os.path.samefile(path, val_path)
+        num_held_out = round(train.num_tokens * self.val_fraction) if self.val_path is None else 0
+        num_train = 0 if self._is_same else train.num_tokens - num_held_out
+        windows = (
+            self._windows(path, train, 0, num_train),
+            self._windows(val_path, val, num_train if self.val_path is None else 0, val.num_tokens),
+        )
+        self._check_splits(*windows)
         self._prepared = windows
 
     def hold_out_all(self) -> None:
@@ -110,18 +112,59 @@ class TokenFile:
 
     def describe(self) -> str:
         """Return the number of samples and the tokens per sample."""
-        counts = f"{len(self.train()):,} training and {len(self.val()):,} validation samples"
-        return f"{counts} of {self.seq_len} tokens in {self.path}"
+        counts = f"{len(self.train()):,} training and {count(len(self.val()), 'validation sample')}"
+        return f"{counts} of {count(self.seq_len, 'token')} in {self.path}"
 
     def train(self) -> TokenWindows:
-        """Return the training samples."""
+        """Return the training samples.
+
+        Raises:
+            ConfigError: The file is also that of the validation samples, so that there are none.
+        """
         assert self._prepared is not None, "prepare() comes first"
+        if self._is_same:
+            reason = "it is the file of data.path, so no token is left to train on"
+            fix = "data.val_path=null, which holds out its end, or data.val_path=<another file>"
+            raise ConfigError(f"data.val_path={self.val_path}", reason, fix)
         return self._prepared[0]
 
     def val(self) -> TokenWindows:
         """Return the validation samples, the same for every seed."""
         assert self._prepared is not None, "prepare() comes first"
         return self._prepared[1]
+
+    def split_texts(self) -> NDArray[np.void]:
+        """Return what is trained on of each file, as `SPLIT_TEXT`; after `prepare`."""
+        assert self._prepared is not None, "prepare() comes first"
+        train, val = self._prepared
+        if train.path == val.path or self._is_same:
+            return np.array([(file_key(train.path), train.stop, val.stop)], dtype=SPLIT_TEXT)
+        rows = [(file_key(train.path), train.stop, train.stop), (file_key(val.path), 0, val.stop)]
+        return np.array(rows, dtype=SPLIT_TEXT)
+
+    def hold_out(self, keys: NDArray[np.uint64], num_train: NDArray[np.int64]) -> int:
+        """Train at most on the first tokens, because others are validation data; see `TextSource.hold_out`."""
+        assert self._prepared is not None, "prepare() comes first"
+        train, val = self._prepared
+        limits = dict(zip(keys.tolist(), num_train.tolist(), strict=True))
+        limit = limits.get(file_key(train.path), train.stop)
+        if limit >= train.stop:
+            return 0
+        held_out = copy.copy(train)
+        held_out.stop = limit
+        self._check_splits(held_out, val)
+        self._prepared = held_out, val
+        return 1
+
+    def _check_splits(self, train: TokenWindows, val: TokenWindows) -> None:
+        is_one = self.val_path is None
+        check_splits(
+            val if self._is_same or self.val_fraction >= 1 else train,
+            val,
+            val_fraction=self.val_fraction if is_one and self.val_fraction < 1 else None,
+            cuts=True,
+            more="data.path=<more tokens>" if is_one or not len(train) else "data.val_path=<more tokens>",
+        )
 
     def _windows(self, path: Path, layout: TokenLayout, start: int, stop: int) -> TokenWindows:
         return TokenWindows(
@@ -150,7 +193,7 @@ class TokenFile:
         if (bits := find_wider_type(by_position, layout, vocab_size=self.vocab_size)) is not None:
             raise explain_wider_type(key, value, layout.dtype, bits)
         if (largest := max(by_position)) >= self.vocab_size:
-            raise explain_large_token(key, value, largest, vocab_size=self.vocab_size)
+            raise explain_large_token(key, value, largest, layout, vocab_size=self.vocab_size)
         self._skips_header |= layout.header == LLM_C
         return path, layout
 

@@ -1,13 +1,20 @@
 """Where the tokens are in a file: raw, a .npy array, or behind the header of llm.c; anything else is rejected."""
 
+import hashlib
 import io
+import logging
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from recipes.data.file_kinds import NPY, is_ascii_text, recognize
 from recipes.errors import ConfigError
+from recipes.files import count
+
+LOGGER = logging.getLogger("lightning_recipes")
 
 _NPY_DTYPES = {"<u2": "uint16", "<u4": "uint32"}
 # llm.c and those who follow it, such as modded-nanogpt: 256 int32, of which the first three are these
@@ -56,7 +63,7 @@ def read_layout(head: bytes, *, num_bytes: int, dtype: str, name: str, key: str)
     if len(head) >= _LLM_C_HEADER_BYTES:
         magic, _, num_tokens = np.frombuffer(head[:12], "<i4").tolist()
         if magic in _LLM_C_MAGICS:
-            return _read_llm_c(_LLM_C_MAGICS[magic], num_tokens, num_bytes=num_bytes, typed=typed)
+            return _read_llm_c(_LLM_C_MAGICS[magic], num_tokens, num_bytes=num_bytes, typed=typed, key=key)
     if (kind := recognize(head, name, is_text=False)) is not None:
         raise ConfigError(typed, f"{kind.reason}, not raw tokens", kind.fix or _suggest_array(key))
     if name.lower().endswith(".npy"):
@@ -66,8 +73,15 @@ def read_layout(head: bytes, *, num_bytes: int, dtype: str, name: str, key: str)
     item_bytes = np.dtype(dtype).itemsize
     if num_bytes % item_bytes:
         reason = f"{num_bytes} bytes are not a multiple of {item_bytes}, the size of a {dtype} token: it is truncated"
-        raise ConfigError(typed, reason, f"{fix}, copied again, or the right data.dtype")
+        other = "" if num_bytes % 2 else f", or {_section(key)}.dtype=uint16"  # half a token of uint32
+        raise ConfigError(typed, reason, f"{fix}, copied again{other}")
     return TokenLayout(dtype, 0, num_bytes // item_bytes)
+
+
+def file_key(path: str | Path) -> int:
+    """Return a hash of where a file is, by which sources find out that they read the same one."""
+    name = str(path) if "://" in str(path) else os.path.realpath(path)
+    return int.from_bytes(hashlib.blake2b(os.fsencode(name), digest_size=8).digest(), "little")
 
 
 def find_wider_type(largest: list[int], layout: TokenLayout, *, vocab_size: int) -> int | None:
@@ -104,11 +118,17 @@ def explain_wider_type(key: str, name: str, dtype: str, bits: int) -> ConfigErro
     return ConfigError(f"{key}={name} data.dtype={dtype}", reason, fix)
 
 
-def explain_large_token(key: str, name: str, largest: int, *, vocab_size: int) -> ConfigError:
+def explain_large_token(key: str, name: str, largest: int, layout: TokenLayout, *, vocab_size: int) -> ConfigError:
     """Return the error for a token that the model does not know."""
     reason = f"token id {largest} is outside the vocabulary (maximum {vocab_size - 1})"
-    larger = f"model.vocab_size={largest + 1} or more, or " if largest < _MAX_VOCABULARY else ""
-    return ConfigError(f"{key}={name}", reason, f"{larger}the right data.dtype")
+    fixes = [f"model.vocab_size={largest + 1} or more"] if largest < _MAX_VOCABULARY else []
+    if layout.header is None and layout.dtype == "uint32":  # two tokens of uint16 read as one
+        fixes.append(f"{_section(key)}.dtype=uint16")
+    return ConfigError(f"{key}={name}", reason, ", or ".join(fixes) or f"{key}=<file of tokens below {vocab_size}>")
+
+
+def _section(key: str) -> str:
+    return key.rpartition(".")[0]
 
 
 def _read_npy(head: bytes, *, num_bytes: int, typed: str, key: str) -> TokenLayout:
@@ -130,14 +150,22 @@ def _read_npy(head: bytes, *, num_bytes: int, typed: str, key: str) -> TokenLayo
     if num_held < num_tokens:
         reason = f"it is not a valid .npy file: it holds {num_held:,} of its {num_tokens:,} tokens, so it is truncated"
         raise ConfigError(typed, reason, f"{_suggest_array(key)}, copied again")
+    if num_after := num_bytes - offset - num_tokens * dtype.itemsize:  # as of several np.save to one open file
+        LOGGER.warning(
+            "%s: it is an array of %s, and %s after it are not read",
+            *(typed, count(num_tokens, "token"), count(num_after, "byte")),
+        )
     return TokenLayout(_NPY_DTYPES[dtype.str], offset, num_tokens, header=".npy")
 
 
-def _read_llm_c(dtype: str, num_tokens: int, *, num_bytes: int, typed: str) -> TokenLayout:
+def _read_llm_c(dtype: str, num_tokens: int, *, num_bytes: int, typed: str, key: str) -> TokenLayout:
     num_held = (num_bytes - _LLM_C_HEADER_BYTES) // np.dtype(dtype).itemsize
-    if num_held < num_tokens or num_tokens < 1:
-        reason = f"its header, as of llm.c, counts {num_tokens:,} tokens, and it holds {num_held:,}: it is truncated"
-        raise ConfigError(typed, reason, "the file copied again")
+    if num_tokens < 1 or num_tokens != num_held:
+        reason = f"its header, as of llm.c, counts {count(num_tokens, 'token')}, and it holds {num_held:,}"
+        if num_tokens > num_held:
+            raise ConfigError(typed, f"{reason}: it is truncated", "the file copied again")
+        fix = f"{key}=<the file with the right count in its header>, or {_suggest_array(key)} with the same tokens"
+        raise ConfigError(typed, f"{reason}: the count is wrong", fix)
     return TokenLayout(dtype, _LLM_C_HEADER_BYTES, num_tokens, header=LLM_C)
 
 

@@ -159,8 +159,9 @@ def _report_mistake(mistake: ConfigError) -> int:
     return ExitCode.INVALID_CONFIG
 
 
-def _failure_from_mistake(mistake: ConfigError) -> Failure:
-    return failure_from_exception(mistake, exit_code=ExitCode.INVALID_CONFIG, report=format_report([mistake]))
+def _failure_from_mistake(mistake: ConfigError, *, is_late: bool = False) -> Failure:
+    head = "The run has ended: a sample of its data cannot be used." if is_late else None
+    return failure_from_exception(mistake, exit_code=ExitCode.INVALID_CONFIG, report=format_report([mistake], head))
 
 
 def _execute(composed: Composed, ranks: Ranks) -> int:
@@ -185,7 +186,7 @@ def _execute(composed: Composed, ranks: Ranks) -> int:
             failure = failure_from_exception(error, exit_code=ExitCode.OUT_OF_MEMORY, report=text)
             last_line = f"The run ended early; run folder: {_describe_folder(composed)}"
         elif (mistake := _find_mistake(error, composed)) is not None:
-            failure = _failure_from_mistake(mistake)
+            failure = _failure_from_mistake(mistake, is_late=getattr(find_mistake(error), "is_late", False))
             last_line = None
         elif isinstance(error, WriteError):
             # a result, a cache, a prepared document: training handles the files that it can go on without

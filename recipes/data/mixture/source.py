@@ -16,6 +16,7 @@ from recipes.data.mixture.samples import MixedSamples, MixedValidation, collate
 from recipes.data.mixture.stages import PERIOD, Stages, count_shares
 from recipes.data.text.token_cache import SPLIT_TEXT
 from recipes.errors import ConfigError
+from recipes.files import count
 from recipes.tokenizer import TextCorpus, Tokenizer
 
 LOGGER = logging.getLogger("lightning_recipes")
@@ -315,9 +316,8 @@ def _share_split(sources: Mapping[str, Any]) -> None:
         with in_section(f"data.sources.{name}"):
             num_held_out = source.hold_out(keys, num_train)
         if num_held_out:
-            LOGGER.info(
-                f"{name}: {num_held_out:,} texts are validation data of another source, so they are held out here, too"
-            )
+            texts = f"{count(num_held_out, 'text')} {'is' if num_held_out == 1 else 'are'}"
+            LOGGER.info(f"{name}: {texts} validation data of another source, so held out here, too")
 
 
 class _JoinedText:

@@ -3,6 +3,7 @@
 Letters: L tokens per sample, B samples.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,11 @@ from torch import Tensor
 
 from recipes.data.full_windows import FullWindows
 from recipes.errors import ConfigError
+from recipes.files import count
+
+_MIN_TOKENS = 4  # an input and a target for each split
+_MAX_SHARE = 0.5  # for validation, in what to type
+_SURE_SHARE = 0.2  # of whole documents: a smaller one may again find none of them
 
 
 class TokenWindows(FullWindows):
@@ -27,6 +33,7 @@ class TokenWindows(FullWindows):
         start: First token.
         stop: One past the last token.
         byte_offset: Size of the header before token 0.
+        vocab_size: Every token must be below it, which is checked as they are read; None: they were checked before.
     """
 
     def __init__(
@@ -38,6 +45,7 @@ class TokenWindows(FullWindows):
         start: int,
         stop: int,
         byte_offset: int = 0,
+        vocab_size: int | None = None,
     ) -> None:
         super().__init__(seq_len)
         assert 0 <= start <= stop, (start, stop)
@@ -46,6 +54,7 @@ class TokenWindows(FullWindows):
         self.start = start
         self.stop = stop
         self.byte_offset = byte_offset
+        self.vocab_size = vocab_size
         self._tokens: NDArray[np.unsignedinteger] | None = None
 
     def __len__(self) -> int:
@@ -60,7 +69,14 @@ class TokenWindows(FullWindows):
         """Return B samples with one gather; a DataLoader prefers this method to `__getitem__`."""
         starts = np.array([self._first_token(index) for index in indices], dtype=np.int64)  # [B]
         offsets = starts[:, None] + np.arange(self.seq_len + 1)  # [B, L+1]
-        tokens = torch.from_numpy(self._map()[offsets].astype(np.int64))  # [B, L+1]
+        read = self._map()[offsets]  # [B, L+1]
+        if self.vocab_size is not None and (largest := int(read.max(initial=0))) >= self.vocab_size:
+            reason = (
+                f"the cached tokens are damaged: id {largest} is outside the vocabulary of {self.vocab_size} tokens"
+            )
+            fix = f"rm -r '{self.path.parent}', then the same command, which tokenizes again"
+            raise ConfigError(str(self.path), reason, fix)
+        tokens = torch.from_numpy(read.astype(np.int64))  # [B, L+1]
         return [{"inputs": row[:-1], "targets": row[1:]} for row in tokens]
 
     def _first_token(self, index: int) -> int:
@@ -78,23 +94,30 @@ class TokenWindows(FullWindows):
         return {**self.__dict__, "_tokens": None}
 
 
-def check_length(windows: TokenWindows, *, split: str, fix: str) -> TokenWindows:
-    """Return the windows if there is at least one.
+def check_splits(train: TokenWindows, val: TokenWindows, *, val_fraction: float | None, cuts: bool, more: str) -> None:
+    """Check that both splits have at least one sample.
 
     Args:
-        windows: Windows of one split.
-        split: "training" or "validation", for the error.
-        fix: Override that gives more tokens.
+        train: Windows of the training split.
+        val: Windows of the validation split.
+        val_fraction: Fraction for validation that divided them; None: they are of different files.
+        cuts: Whether validation is the tail of the tokens, so that every fraction can be had.
+        more: Override that gives more tokens.
 
     Raises:
-        ConfigError: The split is shorter than one sample; the fix names the longest `seq_len` that fits.
+        ConfigError: A split is shorter than one sample; each remedy makes both long enough.
     """
-    if len(windows) > 0:
-        return windows
-    num_tokens = windows.stop - windows.start
-    shorter = f"seq_len={num_tokens - 1} or less, or " if num_tokens > 1 else ""
-    raise ConfigError(
-        f"seq_len={windows.seq_len}",
-        f"the {split} split has {num_tokens} tokens and one sample takes {windows.seq_len + 1}",
-        f"{shorter}{fix}",
-    )
+    split, short = ("training", train) if not len(train) else ("validation", val)
+    if len(short):
+        return
+    num_train, num_val = (windows.stop - windows.start for windows in (train, val))
+    seq_len, total, shortest = train.seq_len, num_train + num_val, min(num_train, num_val)
+    setting = f"seq_len={seq_len}" if val_fraction is None else f"seq_len={seq_len} data.val_fraction={val_fraction:g}"
+    reason = f"the {split} split has {count(short.stop - short.start, 'token')} and one sample takes {seq_len + 1}"
+    fixes = [f"seq_len={shortest - 1} or less"] if shortest > 1 else []
+    share = math.ceil(100 * (seq_len + 1) / max(total, 1)) / 100
+    if val_fraction is not None and split == "validation" and val_fraction < share <= _MAX_SHARE:
+        fixes.append(f"data.val_fraction={share:g}" if cuts else f"data.val_fraction={max(share, _SURE_SHARE):g}")
+    elif val_fraction is not None and cuts and total >= _MIN_TOKENS:
+        fixes = [f"seq_len={total // 2 - 1} data.val_fraction=0.5"]
+    raise ConfigError(setting, reason, ", or ".join([*fixes, more]))

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from recipes.cache import open_cache_dir
-from recipes.data.text.corpus import Corpus, Document
-from recipes.data.text.sequences import TokenWindows, check_length
+from recipes.data.text.corpus import MIN_DOCUMENTS_TO_SPLIT, Corpus, Document
+from recipes.data.text.sequences import TokenWindows, check_splits
 from recipes.data.text.token_cache import Split, TokenCache, cached_tokens, describe_start, hold_out
 from recipes.data.text.token_corpus import TokenCorpus
 from recipes.errors import ConfigError
@@ -145,12 +145,11 @@ class TextSource(ABC):
 
     def train(self) -> TokenWindows:
         """Return the training samples."""
-        return check_length(self._windows("train"), split="training", fix=self.suggest_more_text())
+        return self._windows("train")
 
     def val(self) -> TokenWindows:
         """Return the validation samples, the same for every seed."""
-        fix = f"a larger data.val_fraction, or {self.suggest_more_text()}"
-        return check_length(self._windows("val"), split="validation", fix=fix)
+        return self._windows("val")
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -178,10 +177,10 @@ class TextSource(ABC):
     def describe(self) -> str:
         """Return the amount of text, and the unigram loss."""
         meta = self.cache.meta
-        counts = f"{meta.num_train_tokens:,} training and {meta.num_val_tokens:,} validation tokens"
+        counts = f"{meta.num_train_tokens:,} training and {count(meta.num_val_tokens, 'validation token')}"
         entropy = meta.unigram_entropy_nats
         baseline = "" if entropy is None else f"; unigram entropy {entropy:.3f} nats"
-        return f"{meta.num_documents:,} documents, {counts}{baseline}"
+        return f"{count(meta.num_documents, 'document')}, {counts}{baseline}"
 
     def describe_sample(self, sample: int) -> dict[str, Any]:
         """Return the documents and the text of a training sample, for the dump of a bad batch."""
@@ -191,10 +190,16 @@ class TextSource(ABC):
         return {"documents": documents, "text": self.tokenizer.decode(tokens)}
 
     def _check_splits(self) -> None:
-        """Check that both splits have at least one sample."""
-        if self.val_fraction < 1:
-            self.train()
-        self.val()
+        """Check that both splits have at least one sample; only the validation split if it has all text."""
+        train, val = self.train(), self.val()
+        holds_out_all = self.val_fraction >= 1
+        check_splits(
+            val if holds_out_all else train,
+            val,
+            val_fraction=None if holds_out_all else self.val_fraction,
+            cuts=isinstance(self._corpus, Corpus) and self.cache.meta.num_documents < MIN_DOCUMENTS_TO_SPLIT,
+            more=self.suggest_more_text(),
+        )
 
     def _warn_of_copies(self) -> None:
         """Log how many validation documents are copies of training documents, where the split is the tail of all text.
@@ -226,6 +231,7 @@ class TextSource(ABC):
             seq_len=self.seq_len,
             start=0,
             stop=self.cache.num_tokens(split),
+            vocab_size=self.cache.meta.vocab_size,
         )
 
 

@@ -33,6 +33,7 @@ Row = tuple[str, Split, int, int]  # document, split, offset of its first token 
 FORMAT_VERSION = 2  # increase when the same key produces different files
 STARTS = "/documents start with "  # in the key of tokens and in the fingerprint of the data
 _CHUNK_TOKENS = 1024 * 1024
+_MAX_BYTES_TO_HASH = 64 * 1024**2  # at every start: less takes negligible time
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class TokenCacheMeta:
         unigram_entropy_nats: Validation loss of a unigram model fitted to the training tokens with add-one smoothing.
             A network with a higher loss has learned nothing about context. None without validation tokens.
         val_hash: Hash of the validation tokens.
+        train_hash: Hash of the training tokens; empty in the caches of earlier versions.
         held_out: Hash of what `hold_out` moved to the validation split; empty if nothing.
     """
 
@@ -60,6 +62,7 @@ class TokenCacheMeta:
     unigram_entropy_nats: float | None
     val_hash: str
     held_out: str = ""
+    train_hash: str = ""
 
 
 class TokenCache:
@@ -151,6 +154,7 @@ def cached_tokens(
             num_val_tokens=num_val,
             unigram_entropy_nats=_unigram_entropy(temporary, dtype=dtype, vocab_size=tokenizer.vocab_size),
             val_hash=_hash_file(temporary / "val.bin"),
+            train_hash=_hash_file(temporary / "train.bin"),
         )
         _write_meta(temporary, meta)
 
@@ -198,6 +202,7 @@ def hold_out(cache: TokenCache, num_train: NDArray[np.int64]) -> TokenCache:
             num_val_tokens=written["val"],
             unigram_entropy_nats=_unigram_entropy(temporary, dtype=meta.dtype, vocab_size=meta.vocab_size),
             val_hash=_hash_file(temporary / "val.bin"),
+            train_hash=_hash_file(temporary / "train.bin"),
             held_out=digest,
         )
         _write_meta(temporary, changed)
@@ -216,19 +221,27 @@ def describe_start(tokenizer: Tokenizer) -> str:
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether a folder has its files, with the sizes given by `meta.json`."""
+    """Return whether a folder has its files, with the sizes and, up to 64 MiB, the content given by `meta.json`.
+
+    The tokens of larger files are checked as they are read: they must be in the vocabulary.
+    """
     if not all((folder / name).is_file() for name in ("meta.json", "documents.jsonl", "texts.npy")):
         return False
     try:
         cache = TokenCache(folder)
     except (TypeError, ValueError):  # not JSON, or has other fields
         return False
+    hashes: dict[Split, str] = {"train": cache.meta.train_hash, "val": cache.meta.val_hash}
     item_bytes = np.dtype(cache.meta.dtype).itemsize
-    splits: tuple[Split, Split] = ("train", "val")
     return all(
-        cache.path(split).is_file() and cache.path(split).stat().st_size == cache.num_tokens(split) * item_bytes
-        for split in splits
+        _is_whole(cache.path(split), cache.num_tokens(split) * item_bytes, content) for split, content in hashes.items()
     )
+
+
+def _is_whole(path: Path, num_bytes: int, content: str) -> bool:
+    if not path.is_file() or path.stat().st_size != num_bytes:
+        return False
+    return not content or num_bytes > _MAX_BYTES_TO_HASH or _hash_file(path) == content
 
 
 @dataclass

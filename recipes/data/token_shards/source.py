@@ -5,8 +5,8 @@ Letters: L tokens per sample.
 
 import hashlib
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from recipes.cache import open_cache_dir
 from recipes.data.file_kinds import NUM_HEAD_BYTES
 from recipes.data.full_windows import FullWindows
+from recipes.data.text.token_cache import SPLIT_TEXT
 from recipes.data.token_layout import (
     LLM_C,
     TokenLayout,
@@ -30,6 +31,7 @@ from recipes.data.token_layout import (
 from recipes.data.token_shards.order import ShardOrder
 from recipes.data.token_shards.storage import Storage
 from recipes.errors import ConfigError
+from recipes.files import count
 from recipes.tokenizer import Tokenizer
 
 LOGGER = logging.getLogger("lightning_recipes")
@@ -61,7 +63,7 @@ class ShardWindows(FullWindows):
         files_at_a_time: int,
     ) -> None:
         self._storage = storage
-        self._layouts = list(layouts)
+        self.layouts = list(layouts)
         self._vocab_size = vocab_size
         self._files_at_a_time = files_at_a_time
         super().__init__(seq_len)
@@ -70,7 +72,7 @@ class ShardWindows(FullWindows):
         self._open = lru_cache(maxsize=_OPEN_FILES)(self._open_file)
 
     def __len__(self) -> int:
-        return int(self._lasts[-1])
+        return sum(self.counts)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return one sample: inputs and targets, [L] int64."""
@@ -90,8 +92,31 @@ class ShardWindows(FullWindows):
         """Return the file of a sample."""
         return {"documents": [{"name": self._storage.names[int(np.searchsorted(self._lasts, index, side="right"))]}]}
 
+    @property
+    def setting(self) -> str:
+        """Config key of the path of the files."""
+        return self._storage.setting
+
+    def count_tokens(self) -> list[tuple[int, int]]:
+        """Return a hash of where each file is, and its number of tokens."""
+        return [*zip(self._storage.keys(), (layout.num_tokens for layout in self.layouts), strict=True)]
+
+    def keep_first(self, limits: Mapping[int, int]) -> "ShardWindows":
+        """Return the samples of the first tokens of each file, as many as `limits` gives for the hash of its place."""
+        layouts = [
+            replace(layout, num_tokens=min(layout.num_tokens, limits.get(key, layout.num_tokens)))
+            for key, layout in zip(self._storage.keys(), self.layouts, strict=True)
+        ]
+        return ShardWindows(
+            self._storage,
+            layouts,
+            seq_len=self.seq_len,
+            vocab_size=self._vocab_size,
+            files_at_a_time=self._files_at_a_time,
+        )
+
     def _open_file(self, file: int) -> NDArray[np.unsignedinteger]:
-        layout = self._layouts[file]
+        layout = self.layouts[file]
         tokens: NDArray[np.unsignedinteger] = np.memmap(
             self._storage.open_local(file),
             dtype=np.dtype(layout.dtype).newbyteorder("<"),
@@ -100,7 +125,8 @@ class ShardWindows(FullWindows):
             shape=(layout.num_tokens,),
         )
         if (largest := int(tokens.max(initial=0))) >= self._vocab_size:
-            raise explain_large_token("data.path", self._storage.names[file], largest, vocab_size=self._vocab_size)
+            key, name = self._storage.setting, self._storage.names[file]
+            raise explain_large_token(key, name, largest, layout, vocab_size=self._vocab_size)
         return tokens
 
     def __getstate__(self) -> dict[str, object]:
@@ -141,10 +167,11 @@ class TokenShards:
     def __post_init__(self) -> None:
         self._prepared: tuple[ShardWindows, ShardWindows] | None = None
         self._skips_header = False
+        self._holds_out_all = False
 
     def hold_out_all(self) -> None:
-        """Use all files for validation; called before `prepare`, by modes that do not train."""
-        self.val_path = self.path
+        """Use all files of `path` for validation; called before `prepare`, by modes that do not train."""
+        self._holds_out_all = True
 
     def prepare(self) -> None:
         """List the files and read their first bytes; a second call does nothing.
@@ -155,22 +182,51 @@ class TokenShards:
         if self._prepared is not None:
             return
         storage = self._open("path", self.path)
-        layouts = self._layouts("path", storage)
-        if self.val_path is not None:
+        layouts = self._layouts(storage)
+        files = range(len(layouts))
+        if self._holds_out_all:
+            trained, val = [], (storage, layouts)
+        elif self.val_path is not None:
             val_storage = self._open("val_path", self.val_path)
-            val_layouts = self._layouts("val_path", val_storage)
-        elif len(storage.names) == 1:
+            val = val_storage, self._layouts(val_storage)
+            held_out, keys = {*val_storage.keys()}, storage.keys()
+            trained = [file for file in files if keys[file] not in held_out]
+            if num_held_out := len(files) - len(trained):
+                are = "is a file" if num_held_out == 1 else "are files"
+                LOGGER.info("%s of data.path %s of data.val_path, too, and not trained on", f"{num_held_out:,}", are)
+        elif len(files) == 1:
             reason = "it is a single file, and validation reads the last one"
             raise ConfigError(f"data.path={self.path}", reason, "data.val_path=<file of tokens>, or data=token_file")
         else:
-            val_storage, val_layouts = self._open("path", self.path), layouts[-1:]
-            val_storage.names, val_storage.sizes = storage.names[-1:], storage.sizes[-1:]
-            storage.names, storage.sizes, layouts = storage.names[:-1], storage.sizes[:-1], layouts[:-1]
-        self._prepared = self._windows(storage, layouts), self._windows(val_storage, val_layouts)
-        for split, windows in zip(("training", "validation"), self._prepared, strict=True):
+            trained, val = [*files[:-1]], (storage.select(files[-1:]), layouts[-1:])
+        train = self._windows(storage.select(trained), [layouts[file] for file in trained])
+        self._prepared = train, self._windows(*val)
+        self._check_splits(*self._prepared)
+
+    def split_texts(self) -> NDArray[np.void]:
+        """Return what is trained on of each file, as `SPLIT_TEXT`; after `prepare`."""
+        train, val = self._ready()
+        rows = [(key, num_tokens, num_tokens) for key, num_tokens in train.count_tokens()]
+        rows += [(key, 0, num_tokens) for key, num_tokens in val.count_tokens()]
+        return np.array(rows, dtype=SPLIT_TEXT)
+
+    def hold_out(self, keys: NDArray[np.uint64], num_train: NDArray[np.int64]) -> int:
+        """Train at most on the first tokens of some files, because others are validation data; return their number."""
+        train, val = self._ready()
+        held_out = train.keep_first(dict(zip(keys.tolist(), num_train.tolist(), strict=True)))
+        num_held_out = sum(before != after for before, after in zip(train.layouts, held_out.layouts, strict=True))
+        self._prepared = held_out, val
+        self._check_splits(held_out, val)
+        return num_held_out
+
+    def _check_splits(self, train: ShardWindows, val: ShardWindows) -> None:
+        splits = {name: one for name, one in (("training", train), ("validation", val)) if one.layouts}
+        longest = min(max(layout.num_tokens for layout in one.layouts) for one in splits.values())
+        for split, windows in splits.items():
             if not len(windows):
+                shorter = f"seq_len={longest - 1} or less, or " if longest > 1 else ""
                 reason = f"no {split} file has {self.seq_len + 1} tokens"
-                raise ConfigError(f"seq_len={self.seq_len}", reason, "a smaller seq_len, or larger files")
+                raise ConfigError(f"seq_len={self.seq_len}", reason, f"{shorter}{windows.setting}=<larger files>")
 
     @property
     def fingerprint(self) -> str:
@@ -183,17 +239,27 @@ class TokenShards:
 
     def describe(self) -> str:
         """Return the number of files and samples."""
-        train, val = self._ready()
-        files = f"{len(train.counts):,} training and {len(val.counts):,} validation files"
-        return f"{files}; {len(train):,} and {len(val):,} samples of {self.seq_len} tokens in {self.path}"
+        train, val = self.train(), self.val()
+        files = f"{len(train.counts):,} training and {count(len(val.counts), 'validation file')}"
+        samples = f"{len(train):,} and {count(len(val), 'sample')} of {count(self.seq_len, 'token')}"
+        return f"{files}; {samples} in {self.path}"
 
     def describe_sample(self, sample: int) -> dict[str, Any]:
         """Return the file of a training sample, for the dump of a bad batch."""
         return self.train().describe_sample(sample)
 
     def train(self) -> ShardWindows:
-        """Return the training samples."""
-        return self._ready()[0]
+        """Return the training samples.
+
+        Raises:
+            ConfigError: All files are also those of the validation samples.
+        """
+        train = self._ready()[0]
+        if not train.layouts and not self._holds_out_all:
+            reason = "all files of data.path are in it, so none is left to train on"
+            fix = "data.val_path=null, which holds out the last one, or data.val_path=<some of the files>"
+            raise ConfigError(f"data.val_path={self.val_path}", reason, fix)
+        return train
 
     def val(self) -> ShardWindows:
         """Return the validation samples."""
@@ -216,9 +282,9 @@ class TokenShards:
             files_at_a_time=self.files_at_a_time,
         )
 
-    def _layouts(self, name: str, storage: Storage) -> list[TokenLayout]:
+    def _layouts(self, storage: Storage) -> list[TokenLayout]:
         """Return the location and type of the tokens in each file."""
-        key, layouts = f"data.{name}", list[TokenLayout]()
+        key, layouts = storage.setting, list[TokenLayout]()
         for index, (file, head) in enumerate(zip(storage.names, storage.read_heads(NUM_HEAD_BYTES), strict=True)):
             size = storage.sizes[index]
             layouts.append(read_layout(head, num_bytes=size, dtype=self.dtype, name=file, key=key))

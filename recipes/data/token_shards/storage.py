@@ -1,17 +1,19 @@
 """Files in any fsspec storage: listed once, copied to a local cache on first read."""
 
 import contextlib
+import copy
 import fcntl
 import hashlib
 import logging
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from recipes.data.found_files import find_files, skip_unfinished
+from recipes.data.token_layout import file_key
 from recipes.errors import ConfigError
 from recipes.foreign_file import describe_error
 from recipes.home import expand_home
@@ -46,7 +48,7 @@ class Storage:
     """
 
     def __init__(self, path: str, *, setting: str, cache_dir: Path, cache_gb: float | None) -> None:
-        self._setting = setting
+        self.setting = setting
         self._path = path
         self._cache_dir = cache_dir
         self._cache_bytes = None if cache_gb is None else int(cache_gb * 1e9)
@@ -65,44 +67,56 @@ class Storage:
         if not self.names:
             raise ConfigError(f"{setting}={path}", f"no file there ends in {', '.join(_SUFFIXES)}", fix)
 
+    def select(self, indices: Sequence[int]) -> "Storage":
+        """Return a storage of some of the files."""
+        selected = copy.copy(self)
+        selected.names = [self.names[index] for index in indices]
+        selected.sizes = [self.sizes[index] for index in indices]
+        return selected
+
+    def keys(self) -> list[int]:
+        """Return a hash of where each file is, equal for equal files of any path."""
+        protocol = "" if self.is_local else f"{self._path.partition('://')[0]}://"
+        return [file_key(f"{protocol}{name}") for name in self.names]
+
     def open_local(self, index: int) -> Path:
         """Return a local path of a file, copying it to the cache if it is remote."""
         name = self.names[index]
         if self.is_local:
             return Path(name)
-        copy = self._copy_path(index)
-        if not copy.is_file():
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(copy.with_name(f".{copy.name}.lock")):
-                if not copy.is_file():
-                    self._copy(index, copy)
-        os.utime(copy)  # mark as used: the least recently used are deleted first
-        return copy
+        target = self._copy_path(index)
+        if not target.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(target.with_name(f".{target.name}.lock")):
+                if not target.is_file():
+                    self._copy(index, target)
+        os.utime(target)  # mark as used: the least recently used are deleted first
+        return target
 
     def read_heads(self, num_bytes: int) -> list[bytes]:
         """Return the first bytes of every file, without copying it; from most object stores many at a time."""
-        with self._explained(f"{self._setting}=<files that can be read>"):
+        with self._explained(f"{self.setting}=<files that can be read>"):
             files, _ = self._connect()
             ends = [min(num_bytes, size) for size in self.sizes]
             heads: list[bytes] = files.cat_ranges(self.names, [0] * len(ends), ends, on_error="raise")
         return heads
 
-    def _copy(self, index: int, copy: Path) -> None:
+    def _copy(self, index: int, target: Path) -> None:
         if self._cache_bytes is not None:
             self._make_room(self.sizes[index])
-        temporary = copy.with_name(f".{copy.name}{_PARTIAL}{uuid.uuid4().hex}")
+        temporary = target.with_name(f".{target.name}{_PARTIAL}{uuid.uuid4().hex}")
         began = time.monotonic()
         try:
-            with self._explained(f"{self._setting}=<files that can be read>"):
+            with self._explained(f"{self.setting}=<files that can be read>"):
                 files, _ = self._connect()
                 files.get_file(self.names[index], str(temporary))
             if temporary.stat().st_size != self.sizes[index]:
                 reason = f"{self.names[index]} has {temporary.stat().st_size:,} bytes, and had {self.sizes[index]:,}"
-                raise ConfigError(f"{self._setting}={self._path}", reason, "the same command again")
-            temporary.replace(copy)
+                raise ConfigError(f"{self.setting}={self._path}", reason, "the same command again")
+            temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
-        log.info("copied %s, %.1f MB in %.1f s", copy.name, self.sizes[index] / 1e6, time.monotonic() - began)
+        log.info("copied %s, %.1f MB in %.1f s", target.name, self.sizes[index] / 1e6, time.monotonic() - began)
 
     def _make_room(self, num_bytes: int) -> None:
         """Delete the least recently used copies."""
@@ -126,7 +140,7 @@ class Storage:
         if self._connected is None:
             import fsspec
 
-            path = str(expand_home(self._path, self._setting)) if "://" not in self._path else self._path
+            path = str(expand_home(self._path, self.setting)) if "://" not in self._path else self._path
             self._connected = fsspec.core.url_to_fs(path)
         return self._connected
 
@@ -144,7 +158,7 @@ class Storage:
             raise ConfigError(f"{self._setting}={self._path}", reason, fix) from error
         except Exception as error:  # each protocol has its own exceptions
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise ConfigError(f"{self._setting}={self._path}", f"it cannot be read: {reason}", fix) from error
+            raise ConfigError(f"{self.setting}={self._path}", f"it cannot be read: {reason}", fix) from error
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_connected": None}

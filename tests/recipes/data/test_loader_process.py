@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 from recipes.data.loader_process import SignalProofLoader, explain
 from recipes.errors import ConfigError
@@ -132,3 +133,17 @@ def test_shared_memory_that_is_too_small_is_named_with_what_to_type(text: str) -
     assert mistake.fix.startswith("loader.num_workers=0, or in a container a larger one: docker run --shm-size")
     assert explain(RuntimeError(text), num_workers=0) is None
     assert explain(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), num_workers=2) is None
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_mistake_found_in_a_sample_is_one_of_a_run_that_may_have_started(num_workers: int) -> None:
+    class Damaged(Dataset[int]):
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> int:
+            raise ConfigError("data.path=x", "it is damaged", "data.path=y")
+
+    with pytest.raises(ConfigError) as caught:
+        next(iter(SignalProofLoader(Damaged(), num_workers=num_workers)))
+    assert (caught.value.setting, caught.value.is_late) == ("data.path=x", True)

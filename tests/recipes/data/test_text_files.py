@@ -96,15 +96,19 @@ def test_too_little_text_is_rejected_for_either_split(source, tmp_path):
     with pytest.raises(ConfigError) as caught:
         source(tmp_path / "short.txt", seq_len=20).prepare()
     assert str(caught.value) == (
-        "seq_len=20: the training split has 9 tokens and one sample takes 21; "
-        "type seq_len=8 or less, or data.path=<more text>"
+        "seq_len=20 data.val_fraction=0.2: the training split has 9 tokens and one sample takes 21; "
+        "type seq_len=4 data.val_fraction=0.5, or data.path=<more text>"
     )
+    source(tmp_path / "short.txt", seq_len=4, val_fraction=0.5).prepare()
+    (tmp_path / "short.txt").write_text("0123456789" * 4)
     with pytest.raises(ConfigError) as caught:
-        source(tmp_path / "short.txt").prepare()
+        source(tmp_path / "short.txt", seq_len=10).prepare()
     assert str(caught.value) == (
-        "seq_len=8: the validation split has 2 tokens and one sample takes 9; "
-        "type seq_len=1 or less, or a larger data.val_fraction, or data.path=<more text>"
+        "seq_len=10 data.val_fraction=0.2: the validation split has 8 tokens and one sample takes 11; "
+        "type seq_len=7 or less, or data.val_fraction=0.27, or data.path=<more text>"
     )
+    source(tmp_path / "short.txt", seq_len=7).prepare()
+    source(tmp_path / "short.txt", seq_len=10, val_fraction=0.27).prepare()
 
 
 @pytest.mark.parametrize(

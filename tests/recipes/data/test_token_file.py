@@ -74,11 +74,10 @@ def test_a_token_beyond_the_vocabulary_is_rejected_also_in_a_late_chunk(source, 
     with pytest.raises(ConfigError) as caught:
         source(path).prepare()
     assert str(caught.value) == (
-        f"data.path={path}: token id 1000 is outside the vocabulary (maximum 999); "
-        "type model.vocab_size=1001 or more, or the right data.dtype"
+        f"data.path={path}: token id 1000 is outside the vocabulary (maximum 999); type model.vocab_size=1001 or more"
     )
     source(path, vocab_size=1001).prepare()
-    with pytest.raises(ConfigError, match="token id 65536000 is outside .*; type the right data.dtype"):
+    with pytest.raises(ConfigError, match="token id 65536000 is outside .*; type data.dtype=uint16"):
         source(write(tmp_path / "odd.bin", [0, 1000] * 20, "uint16"), dtype="uint32").prepare()
 
 
@@ -101,7 +100,7 @@ def test_the_result_of_the_check_is_cached_until_the_file_changes(source, tmp_pa
         (
             b"abc",
             "3 bytes are not a multiple of 2, the size of a uint16 token: it is truncated",
-            "data.path=<file of uint16 tokens>, copied again, or the right data.dtype",
+            "data.path=<file of uint16 tokens>, copied again",
         ),
     ],
 )
@@ -120,8 +119,8 @@ def test_a_file_shorter_than_one_sequence_is_rejected_for_either_split(source, t
     with pytest.raises(ConfigError) as caught:
         source(path).prepare()
     assert str(caught.value) == (
-        "seq_len=10: the training split has 10 tokens and one sample takes 11; "
-        "type seq_len=9 or less, or data.path=<more tokens>"
+        "seq_len=10 data.val_fraction=0.2: the training split has 10 tokens and one sample takes 11; "
+        "type seq_len=5 data.val_fraction=0.5, or data.path=<more tokens>"
     )
     with pytest.raises(ConfigError, match="the validation split has 4 tokens"):
         source(write(path, range(20))).prepare()
@@ -231,6 +230,11 @@ def test_the_header_of_llm_c_is_no_tokens_and_gives_the_dtype(source, tmp_path, 
     assert [row["inputs"].tolist() for row in data.train()] == [row["inputs"].tolist() for row in raw.train()]
     assert data.fingerprint.endswith("/llm.c"), "earlier versions read other tokens at the same positions"
     write_llm_c(tmp_path / "t.bin", range(100), magic=magic, dtype=dtype, counted=101)
+    for counted in (0, -5, 50):
+        write_llm_c(tmp_path / "t.bin", range(100), magic=magic, dtype=dtype, counted=counted)
+        with pytest.raises(ConfigError, match=rf"counts {counted} tokens, and it holds 100: the count is wrong; type"):
+            source(tmp_path / "t.bin").prepare()
+    write_llm_c(tmp_path / "t.bin", range(100), magic=magic, dtype=dtype, counted=101)
     with pytest.raises(ConfigError, match=r"counts 101 tokens, and it holds 100: it is truncated"):
         source(tmp_path / "t.bin").prepare()
 
@@ -330,3 +334,52 @@ def test_shards_skip_hidden_and_unfinished_copies_and_name_links_to_nothing(tmp_
     (folder / "c.bin").symlink_to(folder / "nowhere")
     with pytest.raises(ConfigError, match=r"c\.bin: it is a link to a file that does not exist"):
         shards_of(folder, tmp_path).prepare()
+
+
+@pytest.mark.parametrize(
+    ("head", "kind"),
+    [
+        (b'\x50\x00\x00\x00\x00\x00\x00\x00{"t":{', "a safetensors file"),
+        (b"GGUF\x03\x00\x00\x00", "a GGUF file"),
+        (b"PK\x03\x04", "a zip archive"),
+        (b"PAR1", "a Parquet file"),
+        (b"\x89PNG\r\n", "a PNG image"),
+        (b"%PDF-1.4", "a PDF"),
+        (b"\x80\x04\x95\x01", "a pickle"),
+        (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j", "a checkpoint of PyTorch"),
+    ],
+)
+def test_a_file_of_another_kind_is_named(source, tmp_path, head, kind):
+    path = tmp_path / "t.bin"
+    path.write_bytes(head + b"\x7d\x7d" * 500)
+    with pytest.raises(ConfigError, match=f"it is {kind}.*, not raw tokens"):
+        source(path).prepare()
+
+
+def test_what_follows_an_array_is_not_read_and_logged(source, tmp_path, caplog):
+    with open(tmp_path / "t.npy", "wb") as file:
+        for _ in range(2):
+            np.save(file, np.arange(100, dtype=np.uint16))
+    source(tmp_path / "t.npy").prepare()
+    assert "t.npy: it is an array of 100 tokens, and 328 bytes after it are not read" in caplog.text
+
+
+def test_a_file_does_not_train_on_what_it_validates_on(source, tmp_path):
+    path = write(tmp_path / "t.bin", range(100))
+    (tmp_path / "link.bin").symlink_to(path)
+    data = source(path, val_path=str(tmp_path / "link.bin"))
+    data.prepare()
+    assert len(data.val()) == 9, "all of it, for those who only evaluate"
+    with pytest.raises(ConfigError, match=r"it is the file of data\.path, so no token is left to train on"):
+        data.describe()
+
+
+def test_what_another_source_validates_on_is_held_out(source, tmp_path):
+    path = write(tmp_path / "t.bin", range(100))
+    data, other = source(path, val_fraction=0.2), source(path, val_fraction=0.5)
+    data.prepare()
+    other.prepare()
+    [text] = other.split_texts()
+    assert data.hold_out(np.array([text["key"]]), np.array([text["num_train"]])) == 1
+    assert (len(data.train()), len(data.val())) == (4, 1)
+    assert data.hold_out(np.array([text["key"]]), np.array([60])) == 0

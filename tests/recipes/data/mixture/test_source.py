@@ -346,7 +346,7 @@ def test_a_text_of_two_sources_is_in_one_split(
     else:
         cut = (documents_of(files, "train") & documents_of(rows, "train")) - known
         assert all(any(text.startswith(head) for text in known) for head in cut), "cut at the same token in both"
-    assert "are validation data of another source, so they are held out here, too" in caplog.text
+    assert "validation data of another source, so held out here, too" in caplog.text
     assert (
         f"Copying the cached {rows.cache.meta.num_train_tokens + rows.cache.meta.num_val_tokens:,} tokens"
         in caplog.text

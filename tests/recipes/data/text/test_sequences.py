@@ -1,13 +1,14 @@
 """Windows are slices of the token file."""
 
 import pickle
+import re
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from recipes.data.text.sequences import TokenWindows, check_length
+from recipes.data.text.sequences import TokenWindows, check_splits
 from recipes.errors import ConfigError
 
 
@@ -77,10 +78,49 @@ def test_worker_processes_read_the_same_batches(tokens, context):
     assert [batch["inputs"].tolist() for batch in loader] == here
 
 
-def test_a_split_without_a_window_says_which_length_would_fit(tokens):
+@pytest.mark.parametrize(
+    ("num_tokens", "val_fraction", "cuts", "message"),
+    [
+        (
+            12,
+            0.05,
+            True,
+            "the training split has 11 tokens; type seq_len=5 data.val_fraction=0.5",
+        ),
+        (
+            40,
+            0.05,
+            True,
+            "the validation split has 2 tokens; type seq_len=19 data.val_fraction=0.5",
+        ),
+        (100, 0.01, True, "the validation split has 1 token; type data.val_fraction=0.33"),
+        (5000, 1e-6, True, "the validation split has 0 tokens; type data.val_fraction=0.01"),
+        (5000, 1e-6, False, "the validation split has 0 tokens; type data.val_fraction=0.2"),
+        (12, 0.05, False, "the training split has 11 tokens; type"),
+        (2, 0.05, True, "the training split has 2 tokens; type"),
+    ],
+)
+def test_a_split_without_a_window_says_what_makes_both_long_enough(tokens, num_tokens, val_fraction, cuts, message):
+    def divide(seq_len, fraction):
+        cut = num_tokens - round(num_tokens * fraction)
+        whole = {"path": tokens[0], "dtype": "uint16", "seq_len": seq_len}
+        return TokenWindows(**whole, start=0, stop=cut), TokenWindows(**whole, start=cut, stop=num_tokens)
+
     with pytest.raises(ConfigError) as caught:
-        check_length(windows(tokens[0], stop=8), split="validation", fix="data.path=<more>")
+        check_splits(*divide(32, val_fraction), val_fraction=val_fraction, cuts=cuts, more="data.path=<more>")
+    found, _, fix = message.partition("; ")
     assert str(caught.value) == (
-        "seq_len=10: the validation split has 8 tokens and one sample takes 11; "
-        "type seq_len=7 or less, or data.path=<more>"
+        f"seq_len=32 data.val_fraction={val_fraction:g}: {found} and one sample takes 33; "
+        f"{fix}{'' if fix == 'type' else ', or'} data.path=<more>"
     )
+    typed = re.search(r"(?:seq_len=(\d+))?.*?(?:data.val_fraction=([\d.]+))?, or", caught.value.fix)
+    if cuts and typed:
+        splits = divide(int(typed[1] or 32), float(typed[2] or val_fraction))
+        check_splits(*splits, val_fraction=val_fraction, cuts=cuts, more="")
+
+
+def test_a_cached_token_outside_the_vocabulary_is_an_error_that_names_the_folder(tmp_path):
+    path = tmp_path / "train.bin"
+    np.array([1, 2, 65535, 4], dtype="<u2").tofile(path)
+    with pytest.raises(ConfigError, match=f"id 65535 is outside the vocabulary of 257 tokens; type rm -r '{tmp_path}'"):
+        TokenWindows(path, dtype="uint16", seq_len=3, start=0, stop=4, vocab_size=257)[0]

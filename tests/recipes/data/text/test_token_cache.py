@@ -137,12 +137,14 @@ def test_a_second_start_reads_what_the_first_wrote(make_corpus):
     assert make(corpus, val_fraction=0.2).folder != first.folder
 
 
-def test_a_damaged_cache_is_replaced(make_corpus):
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("damage", [lambda whole: whole[:-2], lambda whole: b"\xff\xff" + whole[2:]])
+def test_a_damaged_cache_is_replaced(make_corpus, split, damage):
     corpus = make_corpus({"a.txt": b"some text"})
     cache = make(corpus)
-    whole = cache.path("train").read_bytes()
-    cache.path("train").write_bytes(whole[:-2])
-    assert make(corpus).path("train").read_bytes() == whole
+    whole = cache.path(split).read_bytes()
+    cache.path(split).write_bytes(damage(whole))
+    assert make(corpus).path(split).read_bytes() == whole
     assert len(tokens_folders(corpus.cache_dir.parent)) == 1
 
 

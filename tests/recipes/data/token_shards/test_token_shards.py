@@ -161,6 +161,21 @@ def test_files_may_be_named_by_a_glob_and_validation_by_a_path_of_its_own(tmp_pa
     assert other.fingerprint != source.fingerprint
 
 
+@pytest.mark.parametrize("folder", ["{}", BUCKET])
+def test_files_for_validation_are_not_trained_on(folder: str, tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level("INFO")
+    path = write_shards(folder.format(tmp_path / "tokens"), [20, 20, 20])
+    source = shards_of(path, tmp_path, val_path=f"{path}/001.npy")
+    assert [source.train()[i]["inputs"][0].item() for i in range(len(source.train()))] == [0, 8, 2000, 2008]
+    assert source.val()[0]["inputs"][0] == 1000
+    assert "1 of data.path is a file of data.val_path, too, and not trained on" in caplog.text
+    [trained, *_] = source.split_texts()
+    assert source.hold_out(np.array([trained["key"]]), np.array([10])) == 1
+    assert [source.train()[i]["inputs"][0].item() for i in range(len(source.train()))] == [0, 2000, 2008]
+    with pytest.raises(ConfigError, match=r"all files of data\.path are in it, so none is left to train on"):
+        shards_of(path, tmp_path, val_path=path).describe()
+
+
 @pytest.mark.parametrize(
     ("lengths", "settings", "reason"),
     [
