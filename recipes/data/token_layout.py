@@ -160,7 +160,9 @@ def _read_npy(head: bytes, *, num_bytes: int, typed: str, key: str) -> TokenLayo
 
 def _read_llm_c(dtype: str, num_tokens: int, *, num_bytes: int, typed: str, key: str) -> TokenLayout:
     num_held = (num_bytes - _LLM_C_HEADER_BYTES) // np.dtype(dtype).itemsize
-    if num_tokens < 1 or num_tokens != num_held:
+    if num_held < 1 and num_tokens < 1:
+        raise ConfigError(typed, "it holds a header, as of llm.c, and no token", f"{key}=<file of {dtype} tokens>")
+    if num_tokens != num_held:
         reason = f"its header, as of llm.c, counts {count(num_tokens, 'token')}, and it holds {num_held:,}"
         if num_tokens > num_held:
             raise ConfigError(typed, f"{reason}: it is truncated", "the file copied again")

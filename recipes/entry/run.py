@@ -249,7 +249,8 @@ def _name_where_set(mistake: ConfigError, config: Mapping[str, Any]) -> ConfigEr
 
     A component does not know whether its `seq_len` is the default, that of the run, or was typed as `data.seq_len`.
     """
-    key, _, value = mistake.setting.partition("=")
+    first, space, others = mistake.setting.partition(" ")
+    key, _, value = first.partition("=")
     name = key.rpartition(".")[2]
     if not re.fullmatch(r"[\w.]+", key) or to_setting(select(config, key)) == value:
         return mistake
@@ -257,7 +258,7 @@ def _name_where_set(mistake: ConfigError, config: Mapping[str, Any]) -> ConfigEr
     if len(found) != 1:
         return mistake
     fix = re.sub(rf"(?<![\w.]){re.escape(key)}=", f"{found[0]}.{name}=", mistake.fix)
-    return ConfigError(f"{found[0]}.{name}={value}", mistake.reason, fix)
+    return ConfigError(f"{found[0]}.{name}={value}{space}{others}", mistake.reason, fix)
 
 
 def _find_unwritable_path(error: OSError, mode: Mapping[str, Any]) -> ConfigError | None:

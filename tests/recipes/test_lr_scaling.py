@@ -89,7 +89,7 @@ def test_a_learning_rate_set_in_addition_to_a_rule_is_rejected() -> None:
     overrides = ("lr_scaling=sqrt", *REFERENCE, "global_batch_size=128", "optimizer.lr=1e-3")
     assert mistakes(*overrides) == [
         "optimizer.lr=0.001: lr_scaling=sqrt makes it 0.0006 at global_batch_size=128;"
-        " type nothing for optimizer.lr, or lr_scaling=none to set it yourself"
+        " type the same command without optimizer.lr, or lr_scaling=none to set it yourself"
     ]
 
 

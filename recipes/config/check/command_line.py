@@ -15,6 +15,7 @@ from recipes.config.check.composition_errors import (
     explain_override,
     is_broken_file,
 )
+from recipes.config.check.data import reject_dots
 from recipes.config.check.deepspeed import misplaced_offload
 from recipes.config.check.nodes import get_provided
 from recipes.config.check.renamed import answer_renamed_option, answer_renamed_setting
@@ -35,7 +36,7 @@ from recipes.config.overrides import parse_or_quote
 from recipes.config.resume import compose_recorded, find_deepest, read_resumed_run, select_inherited
 from recipes.config.search_path import select_search_path
 from recipes.config.signature import TargetNotFoundError, read_signature
-from recipes.config.traits import is_place_of_data
+from recipes.config.traits import DATA_GROUPS, is_place_of_data
 from recipes.config.trust import find_own_folders
 from recipes.errors import ConfigError
 
@@ -90,7 +91,7 @@ def _reject_deletions(overrides: Sequence[str]) -> tuple[list[str], list[ConfigE
     needed = {*SETTINGS, *list_groups(), *NODES} - {"callbacks"}
     wrong = [text for text in overrides if text.startswith("~") and text[1:].partition("=")[0] in needed]
     keys = [text[1:].partition("=")[0] for text in wrong]
-    fixes = [f"nothing for {key}" if key in NODES else suggest_value(key) for key in keys]
+    fixes = [f"the same command without {key}" if key in NODES else suggest_value(key) for key in keys]
     mistakes = [ConfigError(text, "every run has one", fix) for text, fix in zip(wrong, fixes, strict=True)]
     return [text for text in overrides if text not in wrong], mistakes
 
@@ -144,6 +145,9 @@ def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[st
             continue
         if override.package is not None and folder == CONF and not is_place_of_data(override.package):
             group = override.key_or_group
+            if group == "data" and override.package.startswith(tuple(f"{place}." for place in DATA_GROUPS)):
+                mistakes.append(reject_dots(override.package, str(override.value())))
+                continue
             reason, fix = (
                 "the place of a group in the config is fixed",
                 f"{group}=<{' | '.join(list_options(group, typed))}>",
@@ -162,7 +166,11 @@ def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[st
     # the keys that may be set: those of the chosen options, including those of the resumed run
     inherited = _inherit_options([*search_path, *(quoted for _, quoted, _ in values)], good, folder, name)
     config = compose_options([*inherited, *good], folder, name)
+    sources = [mistake.setting for mistake in mistakes if mistake.setting.startswith("+data@")]
+    missing = tuple(f"{setting.removeprefix('+data@').partition('=')[0]}." for setting in sources)
     for text, quoted, override in values:
+        if f"{override.key_or_group}.".startswith(missing):
+            continue  # a setting of what is not there
         corrected = _correct(quoted, override, config)
         if override.is_sweep_override() and isinstance(corrected, str) and MODE_OF_SWEEPS not in typed:
             answer = answer_sweep(text, override, config)

@@ -137,7 +137,7 @@ def _check_min_steps(trainer: Mapping[str, Any]) -> Iterator[ConfigError]:
         yield ConfigError(
             f"trainer.min_steps={least} trainer.max_steps={most}",
             "the run would end before its last checkpoint and validation",
-            f"trainer.max_steps={least}, or nothing for trainer.min_steps",
+            f"trainer.max_steps={least}, or the same command without trainer.min_steps",
         )
 
 
@@ -229,10 +229,16 @@ def check_unread(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterato
     typed = [override for override in overrides if not override.startswith("~")]
     reads_text = any("tokenizer" in node for _, node in list_data(config))
     prepares = config["mode"]["_target_"] == "recipes.mode.prepare.prepare"
+    lacks_sources = config["data"].get("sources") == {}
+    yield from _unread_data_settings(config, typed, prepares=prepares)
     for override in typed:
         key, _, value = override.lstrip("+").partition("=")
         if not reads_text and key.partition(".")[0] == "tokenizer" and value != "none":
-            yield ConfigError(override, "the data has no text, so nobody reads it", f"nothing for {key}")
+            if lacks_sources:
+                example = "+data@data.sources.code=stdlib_text 'data.weights={code: 1.0}'"
+                yield ConfigError("data.sources={}", "a mixture needs sources", example)
+                return
+            yield ConfigError(override, "the data has no text, so nobody reads it", f"the same command without {key}")
         if key.partition(".")[0] == "quality" and value != "none" and not prepares:
             reason = "only mode=prepare reads it, and writes a folder to train on: other modes take texts as they are"
             yield ConfigError(override, reason, f"mode=prepare data=documents mode.output=<folder> {override}")
@@ -243,7 +249,6 @@ def check_unread(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterato
             verb = "needs" if len(silent) == 1 else "need"
             reason = f"{' and '.join(silent)} {verb} text and its tokenizer, and the data has none"
             yield ConfigError(override, reason, "the same command without it")
-    yield from _check_fractions(config, typed)
     adapter = config.get("adapter") or {}
     exports = config["mode"].get("adapter", "merged")
     if exports != "merged" and str(adapter.get("_target_", ".NoAdapter")).endswith(".NoAdapter"):
@@ -263,14 +268,26 @@ def check_unread(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterato
         yield ConfigError(setting, reason, f"clipping.window={warmup}")
 
 
-def _check_fractions(config: Mapping[str, Any], typed: Sequence[str]) -> Iterator[ConfigError]:
-    """Check for fractions of `path` for validation beside a `val_path`, which holds all of it."""
-    for section, node in list_data(config):
-        key, val_path = f"{section}.val_fraction", node.get("val_path")
-        for override in typed if val_path is not None else ():
-            if override.lstrip("+").startswith(f"{key}="):
-                reason = f"{section}.val_path={val_path} has all examples for validation, so nobody reads the fraction"
-                yield ConfigError(override, reason, f"{section}.val_path=null, or the same command without {key}")
+def _unread_data_settings(config: Mapping[str, Any], typed: Sequence[str], *, prepares: bool) -> Iterator[ConfigError]:
+    """Check for typed settings of data sources that another one, or the mode, makes meaningless."""
+    nodes = dict(list_data(config))
+    for override in typed:
+        key, _, value = override.lstrip("+").partition("=")
+        place, _, name = key.rpartition(".")
+        node = nodes.get(place, {})
+        path, val_path = node.get("path"), node.get("val_path")
+        reason = None
+        if key == "seq_len" and value not in _OFF and not any("seq_len" in one for one in nodes.values()):
+            reason = "the data has no text, so nobody reads it"
+        elif name == "val_fraction" and val_path is not None:
+            reason = f"all of {place}.val_path={val_path} is for validation, so nobody reads it"
+        elif name == "domain_field" and place in nodes and value not in _OFF and not prepares:
+            reason = "only mode=prepare reads it"
+        elif name == "hub_split" and not any(str(one).startswith("hf://") for one in (path, val_path)):
+            reason = f"{place}.path={path} is of files, and only datasets at hf:// have splits"
+        if reason is not None:
+            others = f", or {place}.val_path=null" if name == "val_fraction" else ""
+            yield ConfigError(override, reason, f"the same command without {key}{others}")
 
 
 def check_evaluator(config: Mapping[str, Any]) -> Iterator[ConfigError]:

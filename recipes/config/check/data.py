@@ -11,6 +11,8 @@ from recipes.errors import ConfigError
 
 _NAME = re.compile(r"(?!_.*_$)[\w-]+")  # Hydra reads names such as _target_ itself
 
+_NESTED = "a mixture cannot hold a mixture: its sources are other options of data"
+
 
 def check_data(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Check images against the model, and every named data source: its name, part of a metric, and its kind of data."""
@@ -26,6 +28,10 @@ def check_data(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             if not _NAME.fullmatch(str(name)):
                 reason = "its name is part of its metric names: letters, digits, - and _, but not _ at both ends"
                 yield ConfigError(f"{where}=…", reason, f"+data@{group}.<name>=<option of data>")
+            elif (below := _find_source(node)) is not None:
+                yield reject_dots(f"{where}.{below}", _get_option(node[below]))
+            elif group == "data.sources" and where in kinds and "sources" in node:
+                yield ConfigError(f"{where}=…", _NESTED, f"+data@{where}=<another option of data>")
             elif where not in kinds and not (node is None and group == "eval_data"):
                 reason = "it must be a data source: a section with a _target_"
                 yield ConfigError(f"{where}={to_setting(node)}", reason, f"+data@{where}=<option of data>")
@@ -39,7 +45,39 @@ def check_data(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     sources, further = (select(config, group) for group in DATA_GROUPS)
     for name in {*_names(sources)} & {*_names(further)}:
         reason = f"the mixture has a source of this name, and both would be val/{name}/loss"
-        yield ConfigError(f"eval_data.{name}=…", reason, f"+data@eval_data.<another name>={name}")
+        node: Any = select(config, f"eval_data.{name}")
+        path = f" eval_data.<another name>.path={node['path']}" if node.get("path") else ""
+        fix = f"+data@eval_data.<another name>={_get_option(node)}{path}"
+        yield ConfigError(f"eval_data.{name}=…", reason, fix)
+
+
+def reject_dots(place: str, option: str) -> ConfigError:
+    """Return the error for an option of data at a place below those of data sources.
+
+    Args:
+        place: `data.sources.code.py`, or `data.sources.m.sources.b` within another mixture.
+        option: The option.
+    """
+    group = next(group for group in DATA_GROUPS if place.startswith(f"{group}."))
+    name = place.removeprefix(f"{group}.")
+    if ".sources." in name:
+        outer, _, inner = name.partition(".sources.")
+        fix = f"+data@{group}.{inner}={option} in place of {outer}, with its weight in data.weights"
+        return ConfigError(f"+data@{place}={option}", _NESTED, fix)
+    reason = "its name is part of its metric names, and has no dots: letters, digits, - and _"
+    return ConfigError(f"+data@{place}={option}", reason, f"+data@{group}.{name.replace('.', '_')}={option}")
+
+
+def _find_source(node: object) -> str | None:
+    """Return the name of a data source in a section that is none itself."""
+    if not isinstance(node, Mapping) or "_target_" in node:
+        return None
+    return next((str(name) for name, one in node.items() if isinstance(one, Mapping) and "_target_" in one), None)
+
+
+def _get_option(node: Mapping[str, Any]) -> str:
+    parts = str(node["_target_"]).split(".")
+    return parts[2] if parts[:2] == ["recipes", "data"] else "<option of data>"
 
 
 def _check_tokenizers(config: Mapping[str, Any]) -> Iterator[ConfigError]:

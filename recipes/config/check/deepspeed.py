@@ -53,7 +53,7 @@ def misplaced_offload(strategy: Mapping[str, Any], setting: str, value: object, 
     elif "stage" not in strategy:
         reason, fix = f"{option} keeps everything on its devices", _ALTERNATIVES[setting]
     elif "offload_optimizer" in strategy and strategy["offload_optimizer"] is not None:
-        reason, fix = f"{option} offloads already", f"nothing for strategy.{setting}"
+        reason, fix = f"{option} offloads already", f"the same command without strategy.{setting}"
     else:
         reason = f"{option} has settings of its own for it"
         is_stage_1 = option.endswith("_1")  # which has no offload option

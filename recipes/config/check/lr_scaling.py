@@ -73,7 +73,7 @@ def _check_result(config: Mapping[str, Any], section: Mapping[str, Any], *, is_f
     if is_frozen:  # its learning rate is a plain value, which no longer follows the rule
         fix = f"optimizer.lr={expected!r}, or lr_scaling.rule=none to set it yourself"
     else:
-        fix = "nothing for optimizer.lr, or lr_scaling=none to set it yourself"
+        fix = "the same command without optimizer.lr, or lr_scaling=none to set it yourself"
     yield ConfigError(
         f"optimizer.lr={lr}",
         f"lr_scaling={rule} makes it {expected:.6g} at global_batch_size={batch_size}",

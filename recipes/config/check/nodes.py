@@ -106,12 +106,14 @@ def _check_node(path: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
             yield ConfigError(
                 f"{where}={to_setting(value)}",
                 "it is read by nobody: a section is built with its settings as they stand, each by its name",
-                f"nothing for {where}",
+                f"the same command without {where}",
             )
             continue
         if key in provided:
             where = f"{path}.{key}"
-            yield ConfigError(f"{where}={to_setting(value)}", "build.py provides it", f"nothing for {where}")
+            yield ConfigError(
+                f"{where}={to_setting(value)}", "build.py provides it", f"the same command without {where}"
+            )
             continue
         if key in signature.parameters:
             yield from _check_value(f"{path}.{key}", value, signature, key)
@@ -133,7 +135,9 @@ def _check_partial(path: str, node: Mapping[str, Any], nodes: Mapping[str, Mappi
     declared = "Any" if slot is None or slot.annotation is None else ast.unparse(slot.annotation)
     is_free = parent in nodes and ("Callable" in declared or "Any" in declared)  # takes a function, or whatever it is
     if not isinstance(is_partial, bool):
-        yield ConfigError(f"{where}={to_setting(is_partial)}", "it takes true or false", f"nothing for {where}")
+        yield ConfigError(
+            f"{where}={to_setting(is_partial)}", "it takes true or false", f"the same command without {where}"
+        )
     elif provided and not is_partial:
         reason = f"build.py calls it with {' and '.join(sorted(provided)[:2])}"
         shown, plus = (f"{where}=false", "") if PARTIAL in node else (f"no {where}", "+")

@@ -53,7 +53,7 @@ def check_resumed(
         yield ConfigError(
             f"resume={config['resume']} {_name('model', now, choices)}",
             f"its weights are those of {name}",
-            "nothing for model=, or resume=null to train another model",
+            "the same command without model=, or resume=null to train another model",
         )
         return
     for key in OF_WEIGHTS:
@@ -61,7 +61,7 @@ def check_resumed(
             yield ConfigError(
                 f"resume={config['resume']} model.{key}={to_setting(now.get(key))}",
                 f"its weights were trained with model.{key}={to_setting(before.get(key))}",
-                f"nothing for model.{key}, or resume=null to train another model",
+                f"the same command without model.{key}, or resume=null to train another model",
             )
     yield from _check_adapter(config, trained["adapter"], choices)
     pretrained = now.get("pretrained")
@@ -77,7 +77,7 @@ def check_resumed(
         yield ConfigError(
             f"resume={config['resume']} {_name('tokenizer', chosen, choices)}",
             f"its weights were trained with the token ids of {_describe(known)}, not of {_describe(chosen)}",
-            "nothing for tokenizer=, or resume=null to train with another one",
+            "the same command without tokenizer=, or resume=null to train with another one",
         )
 
 

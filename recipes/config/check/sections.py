@@ -141,7 +141,7 @@ def check_settings(config: Mapping[str, Any]) -> Iterator[ConfigError]:
                 )
         elif key not in sections:
             near = get_close_matches(key, [*SETTINGS, *sections], 1)
-            fix = f"{near[0]}=…" if near else f"nothing for {key}"
+            fix = f"{near[0]}=…" if near else f"the same command without {key}"
             yield ConfigError(f"{key}=…", NO_SUCH_KEY, fix)
     name = config.get("name")
     if isinstance(name, str):

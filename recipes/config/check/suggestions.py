@@ -169,9 +169,11 @@ def suggest_setting(
     if override.key_or_group in _REPLACED:
         return _REPLACED[override.key_or_group]
     if "/" in wrong:  # a group that does not exist
-        return f"nothing for {wrong}"
+        return f"the same command without {wrong}"
     if alias is not None and (not section or alias.rpartition(".")[0] in ("", ".".join(section))):
         return f"{alias}={value}"
+    if wrong == "val_fraction" and "val_path" in names:  # of whole files
+        return f"{'.'.join(section)}.val_path=<a path that exists> of other tokens"
     if not section and owners:
         return f"{owners[0]}.{wrong}={value}"
     if options := _find_options(override, config, section, missing, search_path):
@@ -208,7 +210,7 @@ def find_nearest(
     if not section:
         return "python train.py --help for the list of settings"
     offered = " ".join(f"{'.'.join([*section, name])}=" for name in names)
-    return f"one of {offered}" if offered else f"nothing for {'.'.join([*section, *missing])}"
+    return f"one of {offered}" if offered else f"the same command without {'.'.join([*section, *missing])}"
 
 
 def get_choice(group: str, config: Any) -> str:

@@ -126,7 +126,7 @@ def test_an_unknown_option_gets_its_alias_or_the_closest_name_suggested(typed: s
             "strategy=fsdp strategy.cpu_offload=true, or strategy=deepspeed_stage_2_offload",
         ),
         ("callbacks.stop_at_nan.x=1", "callbacks=[default,stop_at_nan] callbacks.stop_at_nan.x=1"),
-        ("strategy.buckets=3", "nothing for strategy.buckets"),
+        ("strategy.buckets=3", "the same command without strategy.buckets"),
         ("qqqq=1", "python train.py --help for the list of settings"),
         (
             "optimizer.zzz=1",

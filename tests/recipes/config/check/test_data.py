@@ -36,7 +36,24 @@ def test_options_of_data_stand_in_a_mixture_and_beside_it() -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["+data@eval_data.a.b=stdlib_text"], "type +data@eval_data.a=<option of data>"),
+        (
+            ["+data@eval_data.a.b=stdlib_text"],
+            "has no dots: letters, digits, - and _; type +data@eval_data.a_b=stdlib_text",
+        ),
+        (
+            [*MIXED, "+data@data.sources.code.py=text_files", "data.sources.code.py.path=x"],
+            "has no dots: letters, digits, - and _; type +data@data.sources.code_py=text_files",
+        ),
+        (
+            [*MIXED, "+data@data.sources.m=mixture", "+data@data.sources.m.sources.b=stdlib_text"],
+            "a mixture cannot hold a mixture: its sources are other options of data; type",
+        ),
+        ([*MIXED, "+data@data.sources.m=mixture"], "data.sources.m=…: a mixture cannot hold a mixture"),
+        (["data=mixture", "tokenizer=bytes"], "data.sources={}: a mixture needs sources; type +data@data.sources.code"),
+        (
+            [*MIXED, "+data@eval_data.code=text_files", "eval_data.code.path=tests"],
+            "type +data@eval_data.<another name>=text_files eval_data.<another name>.path=tests",
+        ),
         (["+data@eval_data.digits=digits"], "eval_data.digits=…: it gives images, and data= gives tokens"),
         (["+model@eval_data.x=gpt2_nano"], "eval_data.x=…: recipes.model.gpt2.GPT2 is no data source"),
         (["+tokenizer@eval_data.x=bytes"], "eval_data.x=…: recipes.tokenizer.bytes.Bytes is no data source"),
@@ -49,7 +66,10 @@ def test_options_of_data_stand_in_a_mixture_and_beside_it() -> None:
         (["loader.num_workers=99999"], "loader.num_workers=99999: it must be from 0 to 256"),
         ([*MIXED, "data.sources.code.seq_len=0"], "data.sources.code.seq_len=0: it must be at least 1"),
         (["+eval_data.x=3"], "eval_data.x=3: it must be a data source: a section with a _target_"),
-        ([*MIXED, "+data@eval_data.code=stdlib_text"], "both would be val/code/loss"),
+        (
+            [*MIXED, "+data@eval_data.code=stdlib_text"],
+            "both would be val/code/loss; type +data@eval_data.<another name>=stdlib_text",
+        ),
         ([*MIXED, "+data@data.sources.digits=digits"], "data.sources.digits=…: it gives images"),
         ([*MIXED, "data.sources.code.val_fraktion=0.1"], "type data.sources.code.val_fraction=0.1"),
         ([*MIXED, "+data@data.sources.mine=text_files"], "no data.sources.mine.path"),

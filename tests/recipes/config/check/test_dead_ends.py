@@ -66,7 +66,7 @@ TOGETHER = {
     "~resume": "~resume: every run has one; type resume=null",
     "~trainer": "~trainer: every run has one; type trainer=default",
     "~name": "~name: every run has one; type name=<text>",
-    "~loader": "~loader: every run has one; type nothing for loader",
+    "~loader": "~loader: every run has one; type the same command without loader",
     "=3": "=3: it is not of the form key=value; type key=value",
     "~key": "~key: there is no 'key'; type the same command without it",
     "~callbacks.nope": "~callbacks.nope: there is no 'callbacks.nope'; type the same command without it",

@@ -29,7 +29,9 @@ MESSAGES = {
     "tokenizer=none": ("tokenizer=none: text needs a tokenizer; type tokenizer=bpe or tokenizer=bytes"),
     "name=a/b": "name=a/b: it names a folder under logs/; type name=<letters, digits, . _ ->",
     "modle=gpt2": "modle=gpt2: there is no 'modle'; type model=gpt2",
-    "optimizer.model=gpt2": ("optimizer.model=gpt2: build.py provides it; type nothing for optimizer.model"),
+    "optimizer.model=gpt2": (
+        "optimizer.model=gpt2: build.py provides it; type the same command without optimizer.model"
+    ),
     "model.pretrained=gpt2": (
         "model.pretrained=gpt2 tokenizer=bpe: published weights need the token ids of their own tokenizer;"
         " type tokenizer=huggingface tokenizer.name=gpt2"
@@ -187,10 +189,10 @@ MESSAGES = {
         "strategy=zero2: the options are ddp deepspeed_stage_1 deepspeed_stage_2 deepspeed_stage_2_offload deepspeed_stage_3 deepspeed_stage_3_nvme deepspeed_stage_3_offload fsdp hsdp single; type strategy=deepspeed_stage_2"
     ),
     "strategy=ddp strategy.buckets=3": (
-        "strategy.buckets=3: there is no 'strategy.buckets'; type nothing for strategy.buckets"
+        "strategy.buckets=3: there is no 'strategy.buckets'; type the same command without strategy.buckets"
     ),
     "strategy=ddp strategy.precision=bf16": (
-        "strategy.precision=bf16: build.py provides it; type nothing for strategy.precision"
+        "strategy.precision=bf16: build.py provides it; type the same command without strategy.precision"
     ),
     "strategy=hsdp data_parallel_shard=3 trainer.accelerator=cpu trainer.devices=4": (
         "data_parallel_shard=3: 4 ranks are not divisible by 3; type data_parallel_shard=2 data_parallel_replicate=null"

@@ -55,7 +55,7 @@ MISPLACED = {
     ),
     ("deepspeed_stage_3_offload", "cpu_offload=true"): (
         "strategy=deepspeed_stage_3 offloads already",
-        "nothing for strategy.cpu_offload",
+        "the same command without strategy.cpu_offload",
     ),
 }
 ZERO = {
@@ -113,7 +113,7 @@ def test_the_disks_folder_must_take_files(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_asking_for_no_offload_offers_none() -> None:
     _, mistakes = compose_and_check(["strategy=ddp", "strategy.cpu_offload=false"])
-    assert [mistake.fix for mistake in mistakes] == ["nothing for strategy.cpu_offload"]
+    assert [mistake.fix for mistake in mistakes] == ["the same command without strategy.cpu_offload"]
 
 
 def test_a_recipe_that_offloads_says_so_under_another_strategy() -> None:

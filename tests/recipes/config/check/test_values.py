@@ -80,11 +80,11 @@ WRONG = {
     "+optimizer._args_=[a] ++model._partial_=true ++data._convert_=all scheduler._partial_=false ~loader._partial_": [
         "optimizer._args_=[a]: it is read by nobody: a section is built with its settings as they stand, each by its"
         " name;"
-        " type nothing for optimizer._args_",
+        " type the same command without optimizer._args_",
         "model._partial_=true: it is built at once: nobody calls it again; type +model._partial_=false",
         "data._convert_=all: it is read by nobody: a section is built with its settings as they stand, each by its"
         " name;"
-        " type nothing for data._convert_",
+        " type the same command without data._convert_",
         "scheduler._partial_=false: build.py calls it with step; type scheduler._partial_=true",
         "no loader._partial_: build.py calls it with accumulation and eval_samples; type loader._partial_=true",
     ],
@@ -92,10 +92,10 @@ WRONG = {
         "optimizer._target_=builtins.eval: builtins: 'builtins' is part of Python itself;"
         " type optimizer=<an option of conf/optimizer/>"
     ],
-    "+x._target_=os.system": ["x=…: there is no such setting or section; type nothing for x"],
+    "+x._target_=os.system": ["x=…: there is no such setting or section; type the same command without x"],
     "data=random_tokens tokenizer=bpe callbacks=[sample_text,answer_check] clipping=quantile clipping.window=10"
     " trainer.gradient_clip_algorithm=value": [
-        "tokenizer=bpe: the data has no text, so nobody reads it; type nothing for tokenizer",
+        "tokenizer=bpe: the data has no text, so nobody reads it; type the same command without tokenizer",
         "callbacks=[sample_text,answer_check]: sample_text and answer_check need text and its tokenizer, and the data"
         " has none; type the same command without it",
         "trainer.gradient_clip_algorithm=value clipping._target_=recipes.clipping.quantile.Quantile: Quantile finds"
@@ -103,6 +103,21 @@ WRONG = {
         " type trainer.gradient_clip_algorithm=norm, or clipping=none",
         "clipping.window=10 clipping.warmup_steps=100: the window of clipping.window=10 never holds that many norms;"
         " type clipping.window=100",
+    ],
+    "data=digits model=resnet18 seq_len=32": [
+        "seq_len=32: the data has no text, so nobody reads it; type the same command without seq_len"
+    ],
+    "data=documents data.path=tests data.domain_field=kind data.hub_split=test": [
+        "data.domain_field=kind: only mode=prepare reads it; type the same command without data.domain_field",
+        "data.hub_split=test: data.path=tests is of files, and only datasets at hf:// have splits;"
+        " type the same command without data.hub_split",
+    ],
+    "data=token_file data.path=train.py data.val_path=setup.py data.val_fraction=0.3": [
+        "data.val_fraction=0.3: all of data.val_path=setup.py is for validation, so nobody reads it;"
+        " type the same command without data.val_fraction, or data.val_path=null"
+    ],
+    "data=token_shards data.path=tests data.val_fraction=0.1": [
+        "data.val_fraction=0.1: there is no 'data.val_fraction'; type data.val_path=<a path that exists> of other tokens"
     ],
     "quality=c4": [
         "quality=c4: only mode=prepare reads it, and writes a folder to train on: other modes take texts as they are;"
