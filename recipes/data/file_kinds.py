@@ -1,5 +1,6 @@
 """Recognize a file of another kind than the one expected by its first bytes, and say how to convert it."""
 
+import codecs
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,6 +139,15 @@ def _find_fix(magic: bytes, name: str, head: bytes, path: Path | str) -> FileKin
 def is_ascii_text(head: bytes) -> bool:
     """Return whether bytes are printable ASCII and white space: raw tokens have others, zero among them."""
     return len(head) >= _MIN_TEXT_BYTES and all(0x20 <= byte < 0x7F or 0x09 <= byte <= 0x0D for byte in head)
+
+
+def is_text(head: bytes) -> bool:
+    """Return whether bytes begin a UTF-8 text; the last character may be cut."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in head
 
 
 def _find_wide_encoding(head: bytes) -> str | None:

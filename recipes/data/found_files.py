@@ -5,19 +5,27 @@ import logging
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 from recipes.data.glob_files import expand_glob
 from recipes.errors import ConfigError
+from recipes.files import count
 from recipes.home import expand_home
 
 LOGGER = logging.getLogger("lightning_recipes")
 
 _SHOWN_KINDS = 8
 HIDDEN, _HIDDEN_FOLDER, _LINK, _PIPE = "hidden", "hidden folder", "link to a folder", "pipe or device"
+DESCRIPTION = "description of a dataset"
+_PLURALS = {
+    _HIDDEN_FOLDER: "hidden folders",
+    _LINK: "links to a folder",
+    _PIPE: "pipes or devices",
+    DESCRIPTION: "descriptions of a dataset",
+}
 _UNREAD = {HIDDEN, _HIDDEN_FOLDER, _LINK, _PIPE}  # by a glob, too
 # copies that a Mac packs beside the files of a zip archive, and compiled Python
 _NEVER_READ = frozenset({"__MACOSX", "__pycache__"})
@@ -39,7 +47,7 @@ class FoundFiles:
 
     def describe_skipped(self) -> str:
         """Return the number of skipped files and of the most frequent kinds: `4 (3 .csv, 1 hidden)`."""
-        shown = [f"{count:,} {kind}" for kind, count in self.skipped.most_common(_SHOWN_KINDS)]
+        shown = [count(num, kind, _PLURALS.get(kind, kind)) for kind, num in self.skipped.most_common(_SHOWN_KINDS)]
         return f"{self.skipped.total():,} ({', '.join(shown)}{', …' if len(self.skipped) > _SHOWN_KINDS else ''})"
 
 
@@ -61,6 +69,7 @@ def find_files(
     suffixes: Collection[str],
     skip: Callable[[Path], str | None] = skip_hidden,
     reads_any: bool = False,
+    elsewhere: Mapping[str, str] | None = None,
 ) -> FoundFiles:
     """Find the files of a path, and log what is skipped in a folder.
 
@@ -72,6 +81,7 @@ def find_files(
         skip: Returns the kind of a file or folder in a folder that is not to be read, although its suffix is right;
             None for the others.
         reads_any: Whether a file of another suffix can be read, too.
+        elsewhere: What to type instead for a folder of files of other suffixes, by suffix.
 
     Raises:
         ConfigError: There is no file, or a folder or a link cannot be read.
@@ -85,7 +95,10 @@ def find_files(
         reason = f"the folder has no {', '.join(plain)} file"
         if found.skipped:
             reason += f"; skipped: {found.describe_skipped()}"
-        if reads_any and any(kind not in _UNREAD for kind in found.skipped):
+        others = [kind for kind, _ in found.skipped.most_common() if kind in (elsewhere or {})]
+        if elsewhere and others:
+            fix = elsewhere[others[0]]
+        elif reads_any and any(kind not in _UNREAD for kind in found.skipped):
             fix = f"{setting}='{path}/**/*' to read every file in it"
     elif glob.has_magic(str(expanded)):
         found, reason = _match(expanded, setting), "no file matches"
@@ -96,7 +109,7 @@ def find_files(
     if found.skipped:
         LOGGER.info(
             "%s: %s %s read; skipped: %s",
-            *(typed, f"{len(found.files):,}", "file is" if len(found.files) == 1 else "files are"),
+            *(typed, count(len(found.files), "file"), "is" if len(found.files) == 1 else "are"),
             found.describe_skipped(),
         )
     return found

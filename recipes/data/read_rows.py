@@ -3,13 +3,14 @@
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from recipes.data.file_kinds import NUM_HEAD_BYTES, find_compression, is_table
-from recipes.data.found_files import FoundFiles, find_files, make_printable, skip_unfinished
+from recipes.data.found_files import DESCRIPTION, FoundFiles, find_files, make_printable, skip_unfinished
 from recipes.data.table_rows import BATCH_ROWS, choose_columns, list_rows, read_table
 from recipes.data.text.corpus import Document, content_digests, not_utf8, reject_other_kind
 from recipes.data.unpacked import open_unpacked
@@ -24,6 +25,7 @@ _TABLES = (".parquet", ".feather")  # compressed inside
 _STATE = "state.json"  # of one dataset, by `datasets`
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")  # after any of them but those of tables
+_TEXT_TABLES = (".csv", ".tsv")
 _DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json"}  # of a dataset, by `datasets`
 _SHOWN_CHARACTERS = 60
 _MAX_LINE_BYTES = 1 << 30
@@ -181,6 +183,9 @@ class FileRows:
             if stem.endswith(".parquet"):
                 reason = "it is not a Parquet file: it does not begin with PAR1"
                 raise ConfigError(f"{self._setting}={document.path}", reason, f"{self._setting}=<another copy>")
+            if stem.endswith(_TEXT_TABLES):
+                reason = "it is a table of text, and rows are read from JSONL, JSON and Parquet"
+                raise ConfigError(f"{self._setting}={document.path}", reason, _convert(document.path, self._setting))
             if self._text_field is not None and stem.endswith(TEXT_SUFFIXES):
                 yield self._text_row(document, file.read(), self._text_field)
             elif head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
@@ -210,7 +215,11 @@ class FileRows:
         folder = expand_home(path, self._setting)
         if any(os.path.isfile(folder / name) for name in _DESCRIPTIONS):
             fix = f"{self._setting}={HUB}{path}, as the folder was saved by datasets"
-        return find_files(path, setting=self._setting, fix=fix, suffixes=[*plain, *packed], skip=_skip)
+        inside = f"{path.rstrip('/')}/<file>"
+        elsewhere = {suffix: _convert(f"{inside}{suffix}", self._setting) for suffix in _TEXT_TABLES}
+        return find_files(
+            path, setting=self._setting, fix=fix, suffixes=[*plain, *packed], skip=_skip, elsewhere=elsewhere
+        )
 
 
 class HubRows:
@@ -361,7 +370,14 @@ def name_type(value: object) -> str:
 def _skip(path: Path) -> str | None:
     """Return the kind of a file or folder without rows."""
     is_state = path.name == _STATE and path.with_name("dataset_info.json").is_file()
-    return "description of a dataset" if is_state or path.name in _DESCRIPTIONS else skip_unfinished(path)
+    return DESCRIPTION if is_state or path.name in _DESCRIPTIONS else skip_unfinished(path)
+
+
+def _convert(path: Path | str, setting: str) -> str:
+    """Return the command that converts a table of text to JSONL."""
+    separator = r", sep='\t'" if ".tsv" in str(path).lower() else ""
+    call = f"pandas.read_csv('{path}'{separator}).to_json('rows.jsonl', orient='records', lines=True)"
+    return f'python -c "import pandas; {call}", then {setting}=rows.jsonl'
 
 
 def _strip_compression(name: str) -> str:
@@ -391,14 +407,30 @@ def _json_rows(document: Document, file: BinaryIO) -> Iterator[Row]:
         if not line.strip():
             continue
         if is_first and line.strip() == b"{":
-            reason = "it is one JSON object over many lines; rows are objects of a line each, or a list of them"
-            fix = f"jq -c '.<field with the rows>[]' '{document.path}' > rows.jsonl, then its path"
-            raise ConfigError(document.name, reason, fix)
+            raise _explain_lines(document, line + file.read())
         if is_first and line.lstrip().startswith(b"["):
             yield from _items(b"\n" * (number - 1) + line + file.read(), document.name)
             return
         is_first = False
         yield Row(f"{document.name}:{number}", line)
+
+
+def _explain_lines(document: Document, text: bytes) -> ConfigError:
+    """Return the error for objects of many lines each, or a single one, with the command that makes rows of it."""
+    query = "."
+    try:
+        first, end = json.JSONDecoder().raw_decode(text.decode("utf-8"))
+        lists = [name for name, value in first.items() if isinstance(value, list) and any(map(_is_object, value))]
+        if lists and not text.decode("utf-8")[end:].strip():
+            query = f".{json.dumps(lists[0], ensure_ascii=False)}[]"
+    except (ValueError, RecursionError):
+        pass  # jq says where it is damaged
+    reason = "it is JSON of several lines an object; rows are objects of a line each, or a list of them"
+    return ConfigError(document.name, reason, f"jq -c '{query}' '{document.path}' > rows.jsonl, then its path")
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
 
 
 def _items(text: bytes, name: str) -> Iterator[Row]:
@@ -425,7 +457,18 @@ def _parse_json(text: bytes, place: str, *, is_line: bool = True) -> Any:
         raise ConfigError(place, reason, "one JSON object a line there, in UTF-8") from error
     except (ValueError, RecursionError) as error:
         fix = "one JSON object a line there"
+        if isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError):
+            return json.loads(text.decode("utf-8"), parse_int=_parse_int)
         if not isinstance(error, json.JSONDecodeError):
             raise ConfigError(place, f"invalid JSON: {error}", fix) from error
+        if not is_line and error.msg == "Extra data":
+            number = text[: len(text) - len(text.lstrip())].count(b"\n") + 1
+            reason = "it is a list, and more follows it; rows are objects of a line each, or one list of them"
+            raise ConfigError(f"{place}:{number}", reason, fix) from error
         line = "" if is_line else f":{error.lineno}"
         raise ConfigError(f"{place}{line}", f"invalid JSON: {error.msg}, column {error.colno}", fix) from error
+
+
+def _parse_int(digits: str) -> int | str:
+    """Return an integer; one that is longer than Python converts stays text."""
+    return digits if len(digits) > sys.get_int_max_str_digits() else int(digits)

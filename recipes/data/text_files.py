@@ -1,5 +1,6 @@
 """Custom text: a file, a folder or a glob of UTF-8 files; bounded memory, one document per file."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,12 +8,16 @@ from recipes.data.found_files import find_files
 from recipes.data.text.corpus import Document
 from recipes.data.text.source import FileSource
 from recipes.errors import ConfigError
+from recipes.files import count
+
+LOGGER = logging.getLogger("lightning_recipes")
 
 # suffixes read from a folder: prose and source code. Tables and markup are more often data than text; a glob reads
 # every file that it matches.
 _PROSE = ".txt .text .md .markdown .rst .org .tex .adoc"
 _CODE = ".py .pyi .c .h .cc .cpp .hpp .cu .cuh .java .kt .js .ts .tsx .go .rs .rb .jl .lua .sh .sql"
 TEXT_SUFFIXES = frozenset(f"{_PROSE} {_CODE}".split())
+_ROWS = frozenset({".jsonl", ".ndjson", ".jsonlines", ".json", ".parquet"})  # read by data=documents
 _FIX = "data.path=<file, folder or 'glob/**/*.txt' of UTF-8 text>"
 
 
@@ -35,7 +40,16 @@ class TextFiles(FileSource):
         Raises:
             ConfigError: There are no files, none has a known text suffix, or all are empty.
         """
-        found = find_files(self.path, setting="data.path", fix=_FIX, suffixes=TEXT_SUFFIXES, reads_any=True)
+        elsewhere = dict.fromkeys(_ROWS, f"data=documents data.path={self.path}")
+        found = find_files(
+            self.path, setting="data.path", fix=_FIX, suffixes=TEXT_SUFFIXES, reads_any=True, elsewhere=elsewhere
+        )
+        if num_rows := sum(file.suffix.lower() in _ROWS for file in found.files):
+            LOGGER.warning(
+                "data.path=%s: %s of rows %s read as plain text, with braces and field names; data=documents reads the"
+                " text in them",
+                *(self.path, count(num_rows, "file"), "is" if num_rows == 1 else "are"),
+            )
         documents = [Document.of(file, name=file.relative_to(found.folder).as_posix()) for file in found.files]
         if all(document.num_bytes == 0 for document in documents):
             raise ConfigError(f"data.path={self.path}", "there is no text in it, 0 bytes", _FIX)

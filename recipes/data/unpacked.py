@@ -6,7 +6,7 @@ from typing import Any, BinaryIO, cast
 
 from typing_extensions import override
 
-from recipes.data.file_kinds import NUM_HEAD_BYTES, find_compression
+from recipes.data.file_kinds import NUM_HEAD_BYTES, find_compression, is_text
 from recipes.errors import ConfigError
 
 _BUFFER_BYTES = 1 << 20
@@ -27,8 +27,10 @@ def open_unpacked(path: Path, setting: str) -> io.BufferedReader:
         ConfigError: zstd is needed and not installed. On reading: the file unpacks to over 200 times its size.
     """
     plain = path.open("rb")
-    kind = find_compression(plain.peek(NUM_HEAD_BYTES))
-    if kind is None and not path.name.lower().endswith(".gz"):
+    head = plain.peek(NUM_HEAD_BYTES)[:NUM_HEAD_BYTES]
+    kind = find_compression(head)
+    is_damaged = path.name.lower().endswith(".gz") and not is_text(head)
+    if kind is None and not is_damaged:
         return plain
     typed = f"{setting}={path}"
     raw = _Unpacking(_unpack(plain, kind or "gzip", typed), plain, path, typed)

@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from recipes.cache import open_cache_dir
+from recipes.config.check.types import to_setting
 from recipes.config.compose import Composed
 from recipes.config.instantiate import make
 from recipes.data.read_rows import Rows, check_split, open_rows
 from recipes.errors import ConfigError
+from recipes.files import count
 from recipes.home import expand_home
-from recipes.prepare.chunk import Filters
+from recipes.prepare.chunk import NO_DOMAIN, UNKNOWN_DOMAIN, Filters
 from recipes.prepare.contamination import EvaluationSet
 from recipes.prepare.minhash import BandHasher, choose_bands
 from recipes.prepare.pipeline import DOCUMENTS, WORK, Pipeline
 from recipes.prepare.quality import RULES, check_rules
+from recipes.prepare.report import describe_dropped
 from recipes.run_folder import claim_output
 from recipes.runtime.console import LOGGER
 from recipes.runtime.world import num_cores
@@ -72,6 +75,7 @@ def prepare(
     split: dict[str, str] = {"split_setting": "mode.evaluation_split"}
     paths = {f"mode.evaluation.{name}": path for name, path in evaluation.items()}
     check_split(evaluation_split, paths, default="test", **split)
+    _check_kinds(rules_off, source.domain_field)
     sets = {
         name: open_rows(path, setting=key, hub_split=evaluation_split, text_field="text", **split)
         for name, (key, path) in zip(evaluation, paths.items(), strict=True)
@@ -110,6 +114,9 @@ def _run(pipeline: Pipeline, rows: Rows, content_hash: str, num_processes: int, 
     begun = time.monotonic()
     report = pipeline.run(rows, content_hash=content_hash, num_processes=num_processes)
     write_page(pipeline.output / PAGE, report)
+    field, kinds_found = pipeline.filters.domain_field, {*report["domains"]} - {NO_DOMAIN}
+    if field is not None and kinds_found == {UNKNOWN_DOMAIN}:
+        LOGGER.warning(f"data.domain_field={field}: no document has a value there, so the kind of all is unknown")
     for kind in pipeline.filters.rules_off:
         if kind not in report["domains"]:
             kinds = ", ".join(report["domains"])
@@ -161,6 +168,15 @@ def _check_rules_off(rules_off: Mapping[str, Any], rules: Mapping[str, Any]) -> 
             raise ConfigError(f"mode.rules_off.{domain}={names}", reason, fix)
 
 
+def _check_kinds(rules_off: Mapping[str, Any], domain_field: str | None) -> None:
+    """Reject rules that are off for a kind of documents if no field says the kind."""
+    kinds = [kind for kind in rules_off if kind != NO_DOMAIN]
+    if kinds and domain_field is None:
+        reason = "which documents are of this kind is unknown without the field that says it"
+        fix = f"data.domain_field=<field whose value is {kinds[0]}>, or 'mode.rules_off={{}}'"
+        raise ConfigError(f"mode.rules_off.{kinds[0]}={to_setting(rules_off[kinds[0]])}", reason, fix)
+
+
 def _read_items(sets: Mapping[str, Rows]) -> Iterator[tuple[str, str]]:
     """Yield every evaluation item: all text of a row, or a line of a text file."""
     for name, rows in sets.items():
@@ -184,16 +200,17 @@ def _texts(value: Any) -> Iterator[str]:
 def _summarize(report: Mapping[str, Any], folder: Path, *, seconds: float) -> Iterator[str]:
     rate = report["bytes"] / 1e6 / max(seconds, 1e-3)
     yield (
-        f"{report['kept']:,} of {report['documents']:,} documents kept,"
+        f"{report['kept']:,} of {count(report['documents'], 'document')} kept,"
         f" {report['kept_bytes'] / 1e6:,.1f} of {report['bytes'] / 1e6:,.1f} MB ({rate:.1f} MB/s)"
     )
-    for reason, count in report["dropped"].items():
-        yield f"dropped: {count:,} {reason}"
+    for reason, number in report["dropped"].items():
+        yield f"dropped: {describe_dropped(reason, number)}"
     if (near := report["near_copies"]) and near["not_compared"]:
-        yield f"{near['not_compared']:,} pairs that may be near copies were not compared: mode.max_compared"
+        pairs = count(near["not_compared"], "pair that may be a near copy was", "pairs that may be near copies were")
+        yield f"{pairs} not compared: mode.max_compared"
     if evaluation := report["evaluation"]:
         yield (
-            f"of {evaluation['items']:,} evaluation items, {evaluation['found']:,} were found in documents,"
-            f" {evaluation['found_in_part']:,} in part; {evaluation['too_short']:,} are too short to search for"
+            f"of {count(evaluation['items'], 'evaluation item')}, {evaluation['found']:,} found in documents,"
+            f" {evaluation['found_in_part']:,} in part; {evaluation['too_short']:,} too short to search for"
         )
     yield f"{folder / PAGE}; train on them: data=documents data.path={folder / DOCUMENTS}"

@@ -10,6 +10,7 @@ import json
 import logging
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,22 @@ from numpy.typing import NDArray
 from recipes.data.parallel import map_in_order
 from recipes.data.read_rows import Rows
 from recipes.errors import ConfigError
-from recipes.prepare.chunk import Chunk, Facts, Filters, chunk_path, create_file, group_rows, judge_chunk, write_file
+from recipes.files import count
+from recipes.prepare.chunk import (
+    CONTAMINATED,
+    QUALITY,
+    UNREADABLE,
+    Chunk,
+    Facts,
+    Filters,
+    chunk_path,
+    create_file,
+    group_rows,
+    judge_chunk,
+    write_file,
+)
 from recipes.prepare.near_duplicates import Bools, Copies
-from recipes.prepare.report import EXACT, NEAR, count_copies, make_report, merge
+from recipes.prepare.report import EXACT, NEAR, count_copies, describe_dropped, make_report, merge
 from recipes.prepare.survivors import Survivors, cut_shards
 from recipes.run_folder import read_json
 from recipes.runtime.lock import lock_run_folder
@@ -82,7 +96,7 @@ class Pipeline:
     def _prepare(self, rows: Rows, digest: str, num_processes: int) -> Facts:
         num_chunks = self._judge(rows, num_processes)
         facts = merge(_read_facts(self._work, num_chunks))
-        survivors = self._survivors(facts, num_chunks)
+        survivors = self._survivors(rows.name, facts, num_chunks)
         is_first = survivors.find_first() if self.removes_exact else np.ones(len(survivors), dtype=np.bool_)
         near = self._find_near(survivors, is_first)
         is_near = np.zeros(len(survivors), dtype=np.bool_)
@@ -150,30 +164,42 @@ class Pipeline:
             progress.advance(chunk)
         return num_chunks
 
-    def _survivors(self, facts: Facts, num_chunks: int) -> Survivors:
+    def _survivors(self, name: str, facts: Facts, num_chunks: int) -> Survivors:
         num_documents = sum(domain["documents"] for domain in facts["domains"].values())
-        typed = f"mode.output={self.output}"
         if not num_documents:
             shutil.rmtree(self._work)
-            raise ConfigError(typed, "there is no document to prepare", "data.path=<documents>")
+            raise ConfigError(f"data.path={name}", "there is no document to prepare", "data.path=<documents>")
         if num_chunks:
             survivors = Survivors(self._work, num_chunks, text_field=self.filters.text_field)
             if len(survivors):
                 return survivors
-        reasons = ", ".join(
-            f"{count:,} {reason}"
-            for domain in facts["domains"].values()
-            for reason, count in sorted(domain["dropped"].items())
-        )
-        first = f"; the first: {facts['unreadable'][0]['reason']}" if facts["unreadable"] else ""
-        fix = "data.path=<documents>, data.text_field=<the field of the text>, or other rules in quality="
         shutil.rmtree(self._work)
-        raise ConfigError(typed, f"all {num_documents:,} documents were dropped: {reasons}{first}", fix)
+        raise self._explain(name, facts, num_documents)
+
+    def _explain(self, name: str, facts: Facts, num_documents: int) -> ConfigError:
+        """Return the error for rules that no document passes, at the setting that drops most."""
+        dropped = sum((Counter(domain["dropped"]) for domain in facts["domains"].values()), Counter[str]())
+        first = f"; the first: {facts['unreadable'][0]['reason']}" if facts["unreadable"] else ""
+        who = "the only document was" if num_documents == 1 else f"all {num_documents:,} documents were"
+        reason = f"{who} dropped: {', '.join(describe_dropped(*item) for item in sorted(dropped.items()))}{first}"
+        [(most, _)] = dropped.most_common(1)
+        setting, fix = f"data.path={name}", "data.path=<documents>"
+        if most == UNREADABLE:
+            fix = f"data.text_field=<the field of the text>, or {fix}"
+        elif most == QUALITY:
+            rules = sorted(facts["rules"], key=lambda rule: -facts["rules"][rule]["first"])
+            setting = f"quality.{rules[0]}={self.filters.rules[rules[0]]}"
+            fix = f"{' '.join(f'quality.{rule}=null' for rule in rules)}, or {fix} that pass"
+        elif most == CONTAMINATED:
+            sets = self.settings["evaluation"]
+            setting = f"mode.evaluation={{{', '.join(f'{one}: …' for one in sets)}}}"
+            fix = "'mode.evaluation={}' to keep them, or other documents in data.path"
+        return ConfigError(setting, reason, fix)
 
     def _find_near(self, survivors: Survivors, is_first: Bools) -> Copies | None:
         if self.near_threshold is None:
             return None
-        LOGGER.info("looking for near copies among %s documents", f"{int(is_first.sum()):,}")
+        LOGGER.info("looking for near copies among %s", count(int(is_first.sum()), "document"))
         return survivors.find_near_copies(is_first, threshold=self.near_threshold, max_compared=self.max_compared)
 
     def _write(self, survivors: Survivors, kept: NDArray[np.int64]) -> None:

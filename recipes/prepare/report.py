@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from recipes.files import count
 from recipes.prepare.chunk import MAX_EXAMPLES, MAX_LISTED, SHOWN_CHARACTERS, Facts, empty_facts
 from recipes.prepare.contamination import EvaluationSet
 from recipes.prepare.near_duplicates import Bools, Copies
@@ -13,6 +14,12 @@ from recipes.prepare.quality import RULES
 from recipes.prepare.survivors import Survivors
 
 EXACT, NEAR = "exact copy", "near copy"
+_PLURALS = {EXACT: "exact copies", NEAR: "near copies"}
+
+
+def describe_dropped(reason: str, number: int) -> str:
+    """Return the number of documents that were dropped for a reason, `2 exact copies` or `2 quality`."""
+    return count(number, reason, _PLURALS.get(reason, reason))
 
 
 def merge(parts: Iterable[Facts]) -> Facts:

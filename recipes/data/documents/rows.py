@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from recipes.data.read_rows import Row, Rows, name_type
 from recipes.data.text.token_corpus import hash_text
 from recipes.errors import ConfigError
 
+_MAX_LOOKED_AT = 1000  # rows, once the first is no document
 # for rows that are not documents
 _DROP = "mode=prepare quality=none mode.near_copies=null mode.output=<folder> first, which leaves such rows out"
 
@@ -48,13 +50,15 @@ class RowCorpus:
         rows: Source of the rows.
         text_field: Name of the field.
         cache_dir: Folder of cached tokenizers and tokens.
+        open_all: Returns the rows with all fields, of which an error names those with text.
     """
 
-    def __init__(self, rows: Rows, *, text_field: str, cache_dir: Path) -> None:
+    def __init__(self, rows: Rows, *, text_field: str, cache_dir: Path, open_all: Callable[[], Rows]) -> None:
         self.cache_dir = cache_dir
         self.content_hash = f"{rows.content_hash(cache_dir)} {text_field}"
         self._rows = rows
         self._text_field = text_field
+        self._open_all = open_all
 
     @property
     def num_bytes(self) -> int:
@@ -73,10 +77,34 @@ class RowCorpus:
 
     def pieces(self, *, cut: bool = True) -> Iterator[RowPiece]:
         """Yield the non-empty documents."""
+        has_text = False
         for row in self._rows:
-            text = read_text(row, self._text_field)
+            try:
+                text = read_text(row, self._text_field)
+            except ConfigError as mistake:
+                raise mistake if has_text else self._explain(mistake) from mistake
+            has_text = True
             if text:
                 yield RowPiece(row.place, text)
+
+    def _explain(self, mistake: ConfigError) -> ConfigError:
+        """Return the error of the first row as one of the whole field, if no row that is looked at has text there."""
+        fields_with_text: dict[str, None] = {}
+        num_rows = 0
+        for row in islice(self._open_all(), _MAX_LOOKED_AT):
+            num_rows += 1
+            try:
+                fields = row.parse()
+            except ConfigError:
+                return mistake
+            if self._text_field not in fields or isinstance(fields[self._text_field], str | bytes):
+                return mistake
+            fields_with_text |= {name: None for name, value in fields.items() if isinstance(value, str) and value}
+        if num_rows < 2:
+            return mistake
+        reason = f"{mistake.reason}; so it is in the {num_rows:,} rows that were looked at"
+        named = f"data.text_field={' | '.join(fields_with_text)}, or " if fields_with_text else ""
+        return ConfigError(mistake.setting, reason, f"{named}data.path=<rows with text in {self._text_field}>")
 
     def make_split(self, val_fraction: float) -> Callable[[Any], bool]:
         """Return a predicate for validation documents, by a hash of the text so that duplicates share a split."""

@@ -47,7 +47,8 @@ class Documents(TextSource):
     @override
     def make_corpus(self) -> TokenCorpus:
         rows = self.open_rows([self.text_field])
-        return RowCorpus(rows, text_field=self.text_field, cache_dir=open_cache_dir(self._cache_dir))
+        cache_dir = open_cache_dir(self._cache_dir)
+        return RowCorpus(rows, text_field=self.text_field, cache_dir=cache_dir, open_all=self.open_rows)
 
     @override
     def suggest_more_text(self) -> str:

@@ -258,27 +258,43 @@ def _check_stage(stages: Sequence[Any], index: int, names: Sequence[str], *, aft
     equal = [1.0] * len(names)
     others = [_show(other) for other in stages]
 
-    def suggest(start: int, weights: str) -> str:
+    def suggest(start: object, weights: str) -> str:
         right = f"{{from: {start}, weights: {weights}}}"
         return f"data.stages=[{', '.join([*others[:index], right, *others[index + 1 :]])}]"
 
+    later = 2 * after or _EXAMPLE_SAMPLES
     if not isinstance(stage, dict) or set(stage) != {"from", "weights"}:
-        fix = _suggest_weights(suggest(after + _EXAMPLE_SAMPLES, "{}"), names, equal)
+        values = stage.values() if isinstance(stage, dict) else ()  # under names of which one is mistyped
+        start = next((value for value in values if isinstance(value, int) and value > after), later)
+        weights = next((value for value in values if isinstance(value, dict)), None)
+        fix = f"'{suggest(start, _show(weights))}'" if weights else _suggest_weights(suggest(start, "{}"), names, equal)
         raise ConfigError(f"{where}={_show(stage)}", "a stage has a position, `from`, and `weights`", fix)
     start, shown = stage["from"], _show(stage["weights"])
     if isinstance(start, float) and start.is_integer():
         start = int(start)  # 1e5
-    reason = None
+    reason, fix = None, f"'{suggest(later, shown)}'"
     if not isinstance(start, int) or isinstance(start, bool):
         reason = "a position is a whole number of samples"
+        fix = f"'{suggest(max(round(start), after + 1), shown)}'" if _is_finite(start) else fix
+    elif start <= 0:
+        reason = "data.weights are those from the start, and a stage begins later"
+        rest = ", ".join([*others[:index], *others[index + 1 :]])
+        fix = f"'data.weights={shown}' 'data.stages=[{rest}]'"
     elif start <= after:
         reason = f"stages follow each other, and the one before begins at sample {after:,}"
+        positions = [other.get("from") if isinstance(other, dict) else None for other in stages]
+        if all(map(_is_finite, positions)) and len({*positions}) == len(positions):
+            ordered = [_show(other) for other in sorted(stages, key=lambda other: float(other["from"]))]
+            fix = f"'data.stages=[{', '.join(ordered)}]'"
     elif start > _MAX_POSITION:
         reason = f"no run gets there: positions end at {_MAX_POSITION:,}"
     if reason is not None:
-        fix = f"'{suggest(after + _EXAMPLE_SAMPLES, shown)}'"
         raise ConfigError(f"{where}.from={_show(stage['from'])}", reason, fix)
     return start, _check_weights(f"{where}.weights", stage["weights"], names, suggest(start, "{}"))
+
+
+def _is_finite(value: object) -> bool:
+    return _is_number(value) and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def _is_number(value: object) -> bool:

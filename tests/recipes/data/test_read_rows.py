@@ -7,6 +7,7 @@ import json
 import logging
 import lzma
 import os
+import shlex
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -219,7 +220,11 @@ def test_columns_of_one_name_and_damaged_pages_are_named(tmp_path: Path) -> None
         ("[1, 2", "a.jsonl:1: invalid JSON"),
         ("[1, 2]", "a.jsonl item 1: a row has named fields, and this one is 1"),
         ('{"a": 1,\n', "^a.jsonl:1: invalid JSON"),
-        ('{\n "data": [{"a": 1}]\n}\n', "a.jsonl: it is one JSON object over many lines.*type jq -c "),
+        ('{\n "data": [{"a": 1}]\n}\n', r"""several lines an object.*type jq -c '\."data"\[\]' """),
+        ('{\n "a": 1\n}\n{\n "a": 2\n}', r"a.jsonl: it is JSON of several lines an object.*type jq -c '\.' "),
+        ('{\n "a": [1]\n}', r"type jq -c '\.' "),
+        ('["x"]\n["y"]\n', "a.jsonl:1: it is a list, and more follows it.*one JSON object a line"),
+        ('\n[{"a": 1}]\n{"a": 1}\n', "a.jsonl:2: it is a list, and more follows it"),
     ],
 )
 def test_a_broken_row_is_named(content: str, message: str, tmp_path: Path) -> None:
@@ -267,7 +272,7 @@ def test_nesting_beyond_what_json_reads_is_named(tmp_path: Path) -> None:
         [row.parse() for row in read(tmp_path)]
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:40] + b"\0" * 40 + data[80:], lambda data: b"no gzip"])
+@pytest.mark.parametrize("damage", [lambda data: data[:40] + b"\0" * 40 + data[80:], lambda data: b"\xffno gzip"])
 def test_a_damaged_gz_file_is_named(damage: Any, tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", ROWS * 1000)
     (tmp_path / "b.jsonl.gz").write_bytes(damage(gzip.compress((tmp_path / "a.jsonl").read_bytes())))
@@ -321,8 +326,8 @@ def test_a_folder_gives_no_hidden_and_unfinished_copies_and_the_log_counts_what_
         rows = read(tmp_path)
     assert [row.place for row in rows] == [f"{name}:{line}" for name in kept for line in (1, 2)]
     (line,) = caplog.messages
-    assert line.startswith(f"data.path={tmp_path}: 5 files are read; skipped: 12 (3 hidden folder, ")
-    for count in ("2 .csv", "2 hidden", "2 description of a dataset", "1 link to a folder", "1 pipe or device"):
+    assert line.startswith(f"data.path={tmp_path}: 5 files are read; skipped: 12 (3 hidden folders, ")
+    for count in ("2 .csv", "2 hidden", "2 descriptions of a dataset", "1 link to a folder", "1 pipe or device"):
         assert count in line
     caplog.clear()
     read(tmp_path / "E.JSONL")
@@ -518,3 +523,49 @@ def test_what_is_no_file_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=reason):
             read(path)
+
+
+def test_a_plain_file_with_the_name_of_a_compressed_one_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    assert [row.parse() for row in read(tmp_path / "a.jsonl.gz")] == ROWS
+    (tmp_path / "b.jsonl.gz").write_bytes(b"\x00\xff no gzip")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        [row.parse() for row in read(tmp_path / "b.jsonl.gz")]
+
+
+def test_an_integer_of_more_digits_than_python_converts_is_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"n": ' + "9" * 6000 + ', "m": 7}\n')
+    assert [row.parse() for row in read(tmp_path / "a.jsonl")] == [{"n": "9" * 6000, "m": 7}]
+
+
+@pytest.mark.parametrize(("suffix", "separator"), [(".csv", ","), (".tsv", "\t")])
+def test_a_table_of_text_is_named_with_a_command_that_converts_it(suffix: str, separator: str, tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    path = tmp_path / f"a{suffix}"
+    path.write_text(f"id{separator}text\n1{separator}ä b\n")
+    with pytest.raises(ConfigError, match="it is a table of text") as caught:
+        read(path).__iter__().__next__()
+    code = shlex.split(caught.value.fix.partition(", then")[0])
+    assert code[:2] == ["python", "-c"]
+    statement = code[2].replace("'rows.jsonl'", repr(str(tmp_path / "rows.jsonl"))).partition("; ")[2]
+    eval(statement, {"pandas": pandas})
+    assert [row.parse() for row in read(tmp_path / "rows.jsonl")] == [{"id": 1, "text": "ä b"}]
+    (tmp_path / "rows.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"skipped: 1 \(1 \.[ct]sv\); type python -c"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "fix"),
+    [
+        ([{"text": ["a"], "body": "b"}] * 3, "data.text_field=body, or data.path=<rows with text in text>"),
+        ([{"text": None}] * 3, "data.path=<rows with text in text>"),
+        ([{"text": {"en": "a"}}, {"text": "a"}], "mode=prepare quality=none"),
+        ([{"text": None}, {"text": "a"}], "mode=prepare quality=none"),
+    ],
+)
+def test_a_field_without_any_text_is_not_what_other_rows_can_mend(rows: Any, fix: str, tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", rows)
+    with pytest.raises(ConfigError, match="its field text is .*, not text") as caught:
+        documents_of(tmp_path, tmp_path).prepare()
+    assert caught.value.fix.startswith(fix)

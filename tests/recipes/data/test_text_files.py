@@ -193,3 +193,13 @@ def test_an_empty_folder_advises_no_glob_that_finds_nothing_either(source, tmp_p
     with pytest.raises(ConfigError) as caught:
         source(tmp_path / "texts").prepare()
     assert caught.value.fix == USUAL
+
+
+def test_files_of_rows_are_for_another_option(source, tmp_path, caplog):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text('{"text": "some text"}\n' * 40)
+    with pytest.raises(ConfigError) as caught:
+        source(tmp_path / "rows").prepare()
+    assert caught.value.fix == f"data=documents data.path={tmp_path}/rows"
+    source(tmp_path / "rows" / "a.jsonl").prepare()
+    assert "1 file of rows is read as plain text, with braces and field names" in caplog.text

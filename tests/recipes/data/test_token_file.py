@@ -330,7 +330,7 @@ def test_shards_skip_hidden_and_unfinished_copies_and_name_links_to_nothing(tmp_
         shards = shards_of(folder, tmp_path)
         shards.prepare()
     assert (len(shards.train().counts), len(shards.val().counts)) == (1, 1)
-    assert "2 files are read; skipped: 4 (2 hidden folder, 1 hidden, 1 .json)" in caplog.text
+    assert "2 files are read; skipped: 4 (2 hidden folders, 1 hidden, 1 .json)" in caplog.text
     (folder / "c.bin").symlink_to(folder / "nowhere")
     with pytest.raises(ConfigError, match=r"c\.bin: it is a link to a file that does not exist"):
         shards_of(folder, tmp_path).prepare()

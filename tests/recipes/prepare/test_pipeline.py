@@ -302,14 +302,30 @@ def mistake(source: Path, output: Path, *overrides: str) -> str:
         (["mode.rules_off={code: [min_wrds]}"], "mode.rules_off.code=['min_wrds']: it is a list of rules"),
         (["mode.near_copies=1.5"], "mode.near_copies=1.5: it must be above 0 and at most 1"),
         (["mode.evaluation={x: nowhere.jsonl}"], "mode.evaluation.x=nowhere.jsonl: there is no such file or folder"),
-        (["data.text_field=body"], "all 1 documents were dropped: 1 unreadable; the first: it has no field body"),
-        (["quality=gopher", "quality.min_words=500"], "all 1 documents were dropped: 1 quality"),
+        (
+            ["data.text_field=body"],
+            "the only document was dropped: 1 unreadable; the first: it has no field body; its fields are text;"
+            " type data.text_field=<the field of the text>, or data.path=<documents>",
+        ),
+        (
+            ["quality=gopher", "quality.min_words=500"],
+            "quality.min_words=500: the only document was dropped: 1 quality; type quality.min_words=null, or data.",
+        ),
+        (
+            ["mode.rules_off={code: all}"],
+            "mode.rules_off.code=all: which documents are of this kind is unknown without the field that says it;"
+            " type data.domain_field=<field whose value is code>",
+        ),
+        (
+            ["mode.evaluation={mine: SOURCE}"],
+            "mode.evaluation={mine: …}: the only document was dropped: 1 contaminated; type 'mode.evaluation={}'",
+        ),
         (["data=stdlib_text", "~data.path"], "it reads documents as rows; type data=documents"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_leaves_no_folder(overrides: list[str], expected: str, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "a.jsonl", [{"text": make_text(random.Random(5), 60)}])
-    overrides = [override for override in overrides if override != "~data.path"]
+    overrides = [override.replace("SOURCE", str(source)) for override in overrides if override != "~data.path"]
     if "data=stdlib_text" in overrides:
         composed, _ = compose_and_check(["mode=prepare", *overrides, f"mode.output={tmp_path / 'out'}"])
         assert composed is not None
@@ -328,6 +344,7 @@ def test_no_document_is_a_sentence_and_a_kind_that_no_document_has_a_warning(
     out, err = capfd.readouterr()
     shown = out + err
     assert "mode.rules_off.prose: no document is of this kind; by data.domain_field they are unknown" in shown
+    assert "data.domain_field=knid: no document has a value there, so the kind of all is unknown" in shown
 
 
 def test_a_folder_of_something_else_stays_as_it_is(tmp_path: Path) -> None:

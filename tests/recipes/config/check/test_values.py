@@ -117,7 +117,8 @@ WRONG = {
         " type the same command without data.val_fraction, or data.val_path=null"
     ],
     "data=token_shards data.path=tests data.val_fraction=0.1": [
-        "data.val_fraction=0.1: there is no 'data.val_fraction'; type data.val_path=<a path that exists> of other tokens"
+        "data.val_fraction=0.1: there is no 'data.val_fraction';"
+        " type data.val_path=<a path that exists> of other tokens"
     ],
     "quality=c4": [
         "quality=c4: only mode=prepare reads it, and writes a folder to train on: other modes take texts as they are;"

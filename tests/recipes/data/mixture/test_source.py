@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -256,7 +257,7 @@ HALF = {"plain": 0.5, "fancy": 0.5}
 @pytest.mark.parametrize(
     ("stages", "setting", "reason"),
     [
-        ([{"from": 0, "weights": HALF}], "data.stages[0].from=0", "the one before begins at sample 0"),
+        ([{"from": 0, "weights": HALF}], "data.stages[0].from=0", "are those from the start"),
         ([{"from": 10**20, "weights": HALF}], f"data.stages[0].from={10**20}", "no run gets there"),
         ([{"from": 0.5, "weights": HALF}], "data.stages[0].from=0.5", "a whole number of samples"),
         ([{"from": None, "weights": HALF}], "data.stages[0].from=null", "a whole number of samples"),
@@ -265,6 +266,12 @@ HALF = {"plain": 0.5, "fancy": 0.5}
         ([{"from": 5, "weights": {"plain": 0.5, "fancy": 0.6}}], "data.stages[0].weights=", "add up to 1.1"),
         ([{"from": 5, "weights": 1}], "data.stages[0].weights=1", "the sources are plain, fancy"),
         ([{"from": at, "weights": HALF} for at in (10, 10)], "data.stages[1].from=10", "begins at sample 10"),
+        ([{"from": at, "weights": HALF} for at in (60, 20)], "data.stages[1].from=20", "begins at sample 60"),
+        (
+            [{"form": 20, "weights": {"plain": 0.1, "fancy": 0.9}}],
+            "data.stages[0]={form: 20, ",
+            "a stage has a position",
+        ),
     ],
 )
 def test_wrong_stages_are_named_and_the_list_that_is_advised_is_right(
@@ -275,8 +282,13 @@ def test_wrong_stages_are_named_and_the_list_that_is_advised_is_right(
         mixture_of(sources, HALF, stages=stages)
     assert error.value.setting.startswith(setting)
     assert reason in error.value.reason
-    typed = error.value.fix.strip("'").removeprefix("data.stages=")
-    mixture_of(sources, HALF, stages=OmegaConf.to_container(OmegaConf.create(typed)))
+    settings = {key: value for key, _, value in (word.partition("=") for word in shlex.split(error.value.fix))}
+    typed = {key: OmegaConf.to_container(OmegaConf.create(value)) for key, value in settings.items()}
+    mixture_of(sources, typed.get("data.weights", HALF), stages=typed["data.stages"])
+    positions = [stage.get("from", stage.get("form")) for stage in stages if isinstance(stage, dict)]
+    if set(positions) in ({20}, {20, 60}):  # what the user typed is kept, in order
+        assert [stage["from"] for stage in typed["data.stages"]] == sorted(positions)
+        assert typed["data.stages"][0]["weights"] == stages[-1]["weights"]
 
 
 @pytest.mark.parametrize("count", [1, 3, 7, 60])
