@@ -82,13 +82,15 @@ class RowCorpus:
             try:
                 text = read_text(row, self._text_field)
             except ConfigError as mistake:
-                raise mistake if has_text else self._explain(mistake) from mistake
+                if has_text or (found := self._explain(mistake)) is None:
+                    raise
+                raise found from mistake
             has_text = True
             if text:
                 yield RowPiece(row.place, text)
 
-    def _explain(self, mistake: ConfigError) -> ConfigError:
-        """Return the error of the first row as one of the whole field, if no row that is looked at has text there."""
+    def _explain(self, mistake: ConfigError) -> ConfigError | None:
+        """Return the error of the first row as one of the whole field; None if a row that is looked at has text."""
         fields_with_text: dict[str, None] = {}
         num_rows = 0
         for row in islice(self._open_all(), _MAX_LOOKED_AT):
@@ -96,13 +98,13 @@ class RowCorpus:
             try:
                 fields = row.parse()
             except ConfigError:
-                return mistake
+                return None
             if self._text_field not in fields or isinstance(fields[self._text_field], str | bytes):
-                return mistake
+                return None
             fields_with_text |= {name: None for name, value in fields.items() if isinstance(value, str) and value}
         if num_rows < 2:
-            return mistake
-        reason = f"{mistake.reason}; so it is in the {num_rows:,} rows that were looked at"
+            return None
+        reason = f"{mistake.reason}; the same is true of all {num_rows:,} rows that were looked at"
         named = f"data.text_field={' | '.join(fields_with_text)}, or " if fields_with_text else ""
         return ConfigError(mistake.setting, reason, f"{named}data.path=<rows with text in {self._text_field}>")
 

@@ -561,6 +561,7 @@ def test_a_table_of_text_is_named_with_a_command_that_converts_it(suffix: str, s
         ([{"text": ["a"], "body": "b"}] * 3, "data.text_field=body, or data.path=<rows with text in text>"),
         ([{"text": None}] * 3, "data.path=<rows with text in text>"),
         ([{"text": {"en": "a"}}, {"text": "a"}], "mode=prepare quality=none"),
+        ([{"text": "a"}, {"text": None}], "mode=prepare quality=none"),
         ([{"text": None}, {"text": "a"}], "mode=prepare quality=none"),
     ],
 )
@@ -569,3 +570,4 @@ def test_a_field_without_any_text_is_not_what_other_rows_can_mend(rows: Any, fix
     with pytest.raises(ConfigError, match="its field text is .*, not text") as caught:
         documents_of(tmp_path, tmp_path).prepare()
     assert caught.value.fix.startswith(fix)
+    assert caught.value.__cause__ is not caught.value, "a chain of causes ends"
