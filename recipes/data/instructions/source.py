@@ -19,12 +19,14 @@ from recipes.data.instructions.store import ExampleStore, cached_examples
 from recipes.data.read_rows import Rows, check_split, open_rows
 from recipes.data.text.token_cache import SPLIT_TEXT
 from recipes.errors import ConfigError
+from recipes.files import count
 from recipes.runtime.world import num_cores
 from recipes.tokenizer import TextCorpus, Tokenizer, TokenizerConfig
 
 LOGGER = logging.getLogger("lightning_recipes")
 
 _SHOWN_PLACES = 3
+_ROWS_WITHOUT = "rows without an answer to learn are"
 _SHOWN_FIELDS = 8
 
 
@@ -223,16 +225,16 @@ class Instructions:
         _, stores, rows = self._ready()
         unread = dict[str, int]()
         for store in stores.values():
-            unread |= {name: unread.get(name, 0) + count for name, count in store.meta.unread.items()}
-        shown = [f"{name} ({count:,} rows)" for name, count in [*unread.items()][:_SHOWN_FIELDS]]
+            unread |= {name: unread.get(name, 0) + num for name, num in store.meta.unread.items()}
+        shown = [f"{name} ({count(num, 'row')})" for name, num in [*unread.items()][:_SHOWN_FIELDS]]
         more = f" and {len(unread) - len(shown)} more" if len(unread) > len(shown) else ""
         not_read = f"; fields not read: {', '.join(shown)}{more}" if shown else ""
         if "train" not in rows:
-            return f"{len(rows['val'].examples):,} validation examples{not_read}"
+            return f"{count(len(rows['val'].examples), 'validation example')}{not_read}"
         train, val = rows["train"], rows["val"]
         fill = train.num_inputs / (len(train) * self.seq_len)
-        packed = f" in {len(train):,} rows of {self.seq_len}, {fill:.0%} full" if self.packs else ""
-        counts = f"{len(train.examples):,} training{packed} and {len(val.examples):,} validation examples"
+        packed = f" in {count(len(train), 'row')} of {self.seq_len}, {fill:.0%} full" if self.packs else ""
+        counts = f"{len(train.examples):,} training{packed} and {count(len(val.examples), 'validation example')}"
         share = train.num_targets / train.num_inputs
         trained = f"{train.num_targets:,} of {train.num_inputs:,} training tokens carry loss ({share:.0%})"
         return f"{counts}; {trained}{not_read}"
@@ -299,9 +301,8 @@ class Instructions:
             fix = f"seq_len={longest} or more, and model.max_seq_len={longest} or more if it is smaller"
             raise ConfigError(f"seq_len={self.seq_len}", reason, f"{fix}; or shorter prompts")
         fix = "data.val_path=<rows>, or data.path=<rows with more questions>"
-        num, questions = len(store), "question" if len(np.unique(store.questions)) == 1 else "questions"
-        counted = "1 example" if num == 1 else f"{num:,} examples"
-        reason = f"the {split} split is empty: its {counted} have {len(np.unique(store.questions)):,} {questions}"
+        questions = count(len(np.unique(store.questions)), "question")
+        reason = f"the {split} split is empty: its {count(len(store), 'example')} have {questions}"
         raise ConfigError(f"data.path={self._path}", reason, fix)
 
     def _warn_of_template(self, template: ChatTemplate, stores: dict[str, ExampleStore]) -> None:
@@ -313,9 +314,9 @@ class Instructions:
                 " {%% generation %%} trains on it",
                 template.name,
             )
-        hidden = {name: count for store in stores.values() for name, count in store.meta.hidden.items()}
+        hidden = {name: num for store in stores.values() for name, num in store.meta.hidden.items()}
         if hidden:
-            shown = ", ".join(f"{name} ({count:,} rows)" for name, count in [*hidden.items()][:_SHOWN_FIELDS])
+            shown = ", ".join(f"{name} ({count(num, 'row')})" for name, num in [*hidden.items()][:_SHOWN_FIELDS])
             LOGGER.warning("The template of %s does not show everything. Not trained on: %s", template.name, shown)
         if template.writes_date:
             LOGGER.info("The template of %s writes a date: %s in every example", template.name, TRAINING_DAY)
@@ -325,7 +326,8 @@ class Instructions:
         for store in stores.values():
             if dropped := store.meta.dropped:
                 places = ", ".join(dropped[:_SHOWN_PLACES]) + (", …" if len(dropped) > _SHOWN_PLACES else "")
-                LOGGER.warning("%d rows without an answer to learn are skipped: %s", len(dropped), places)
+                rows_without = count(len(dropped), "row without an answer to learn is", _ROWS_WITHOUT)
+                LOGGER.warning("%s skipped: %s", rows_without, places)
             for name in store.meta.absent:
                 LOGGER.warning("data.fields names the field %s, which no row has", name)
         if "val" in stores:
@@ -344,8 +346,9 @@ class Instructions:
         for split, found in rows.items():
             if found.num_cut or found.num_without_targets:
                 LOGGER.warning(
-                    "Of the %s examples, %d are cut to %d tokens, and %d are skipped: their answers begin later",
-                    *(split, found.num_cut, self.seq_len, found.num_without_targets),
+                    "Of the %s examples, %d %s cut to %d tokens, and %d %s skipped: answers begin later",
+                    *(split, found.num_cut, "is" if found.num_cut == 1 else "are", self.seq_len),
+                    *(found.num_without_targets, "is" if found.num_without_targets == 1 else "are"),
                 )
 
     def _open(self, name: str, path: str) -> Rows:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from recipes.cache import build_once
 from recipes.data.text.token_corpus import TextPiece, TokenCorpus
 from recipes.data.text.tokenize import tokenize
+from recipes.files import count
 from recipes.tokenizer import Tokenizer
 
 LOGGER = logging.getLogger("lightning_recipes")
@@ -177,8 +178,8 @@ def hold_out(cache: TokenCache, num_train: NDArray[np.int64]) -> TokenCache:
     def build(temporary: Path) -> None:
         num_tokens = meta.num_train_tokens + meta.num_val_tokens
         LOGGER.info(
-            "Copying the cached %s tokens (%.1f MB): texts of them are in another split here",
-            *(f"{num_tokens:,}", num_tokens * np.dtype(meta.dtype).itemsize / 1e6),
+            "Copying the cached %s (%.1f MB): texts of them are in another split here",
+            *(count(num_tokens, "token"), num_tokens * np.dtype(meta.dtype).itemsize / 1e6),
         )
         splits: tuple[Split, Split] = ("train", "val")
         tokens = {split: _map_tokens(cache.path(split), meta.dtype) for split in splits}

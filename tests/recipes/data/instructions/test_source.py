@@ -155,7 +155,8 @@ def test_what_is_cut_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture
     counted = [(rows.num_cut, rows.num_without_targets) for rows in (source.train(), source.val())]
     assert tuple(map(sum, zip(*counted, strict=True))) == (20, 10)
     for split, (cut, left_out) in zip(("train", "val"), counted, strict=True):
-        assert f"Of the {split} examples, {cut} are cut to 32 tokens, and {left_out} are skipped" in caplog.text
+        are = "is" if left_out == 1 else "are"
+        assert f"Of the {split} examples, {cut} are cut to 32 tokens, and {left_out} {are} skipped" in caplog.text
 
 
 def test_the_second_time_nothing_is_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
