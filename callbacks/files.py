@@ -250,9 +250,9 @@ def describe(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def count(number: int, noun: str) -> str:
-    """Return a number with its noun, `1 line` or `2 lines`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """Return a number with its noun, `1 line` or `2 lines`; the plural has an s unless it is given."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def probe(folder: Path) -> None:

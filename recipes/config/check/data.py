@@ -45,9 +45,9 @@ def check_data(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     sources, further = (select(config, group) for group in DATA_GROUPS)
     for name in {*_names(sources)} & {*_names(further)}:
         reason = f"the mixture has a source of this name, and both would be val/{name}/loss"
-        node: Any = select(config, f"eval_data.{name}")
-        path = f" eval_data.<another name>.path={node['path']}" if node.get("path") else ""
-        fix = f"+data@eval_data.<another name>={_get_option(node)}{path}"
+        same: Any = select(config, f"eval_data.{name}")
+        path = f" eval_data.<another name>.path={same['path']}" if same.get("path") else ""
+        fix = f"+data@eval_data.<another name>={_get_option(same)}{path}"
         yield ConfigError(f"eval_data.{name}=…", reason, fix)
 
 

@@ -265,9 +265,9 @@ def _check_stage(stages: Sequence[Any], index: int, names: Sequence[str], *, aft
     later = 2 * after or _EXAMPLE_SAMPLES
     if not isinstance(stage, dict) or set(stage) != {"from", "weights"}:
         values = stage.values() if isinstance(stage, dict) else ()  # under names of which one is mistyped
-        start = next((value for value in values if isinstance(value, int) and value > after), later)
+        kept = next((value for value in values if isinstance(value, int) and value > after), later)
         weights = next((value for value in values if isinstance(value, dict)), None)
-        fix = f"'{suggest(start, _show(weights))}'" if weights else _suggest_weights(suggest(start, "{}"), names, equal)
+        fix = f"'{suggest(kept, _show(weights))}'" if weights else _suggest_weights(suggest(kept, "{}"), names, equal)
         raise ConfigError(f"{where}={_show(stage)}", "a stage has a position, `from`, and `weights`", fix)
     start, shown = stage["from"], _show(stage["weights"])
     if isinstance(start, float) and start.is_integer():
@@ -332,8 +332,8 @@ def _share_split(sources: Mapping[str, Any]) -> None:
         with in_section(f"data.sources.{name}"):
             num_held_out = source.hold_out(keys, num_train)
         if num_held_out:
-            texts = f"{count(num_held_out, 'text')} {'is' if num_held_out == 1 else 'are'}"
-            LOGGER.info(f"{name}: {texts} validation data of another source, so held out here, too")
+            held_out = f"{count(num_held_out, 'text')} {'is' if num_held_out == 1 else 'are'}"
+            LOGGER.info(f"{name}: {held_out} validation data of another source, so held out here, too")
 
 
 class _JoinedText:
