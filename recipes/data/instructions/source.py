@@ -302,7 +302,7 @@ class Instructions:
             raise ConfigError(f"seq_len={self.seq_len}", reason, f"{fix}; or shorter prompts")
         fix = "data.val_path=<rows>, or data.path=<rows with more questions>"
         questions = count(len(np.unique(store.questions)), "question")
-        reason = f"the {split} split is empty: its {count(len(store), 'example')} have {questions}"
+        reason = f"the {split} split is empty: {count(len(store), 'example')} with {questions}"
         raise ConfigError(f"data.path={self._path}", reason, fix)
 
     def _warn_of_template(self, template: ChatTemplate, stores: dict[str, ExampleStore]) -> None:

@@ -44,10 +44,6 @@ def test_options_of_data_stand_in_a_mixture_and_beside_it() -> None:
             [*MIXED, "+data@data.sources.code.py=text_files", "data.sources.code.py.path=x"],
             "has no dots: letters, digits, - and _; type +data@data.sources.code_py=text_files",
         ),
-        (
-            [*MIXED, "+data@data.sources.m=mixture", "+data@data.sources.m.sources.b=stdlib_text"],
-            "a mixture cannot hold a mixture: its sources are other options of data; type",
-        ),
         ([*MIXED, "+data@data.sources.m=mixture"], "data.sources.m=…: a mixture cannot hold a mixture"),
         (["data=mixture", "tokenizer=bytes"], "data.sources={}: a mixture needs sources; type +data@data.sources.code"),
         (
