@@ -69,10 +69,6 @@ WRONG = {
         "mode.write=null: it takes a section with a _target_ and _partial_: true;"
         " type mode.write=<section with a _target_ and _partial_: true>",
     ],
-    "data=instructions data.path=README.md data.val_path=LICENSE data.val_fraction=0.3": [
-        "data.val_fraction=0.3: data.val_path=LICENSE has all examples for validation, so nobody reads the fraction;"
-        " type data.val_path=null, or the same command without data.val_fraction",
-    ],
     "data.tokenizer=null": [
         "data.tokenizer=null: it takes a section with a _target_; type data.tokenizer=<section with a _target_>"
     ],

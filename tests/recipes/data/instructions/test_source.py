@@ -216,7 +216,7 @@ def test_a_bad_batch_is_described_by_file_and_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rows": sums(2)[1:] * 3}, "split is empty: its 3 examples have 1 question; type data.val_path=<rows>, or"),
+        ({"rows": sums(2)[1:] * 3}, "split is empty: 3 examples with 1 question; type data.val_path=<rows>, or"),
         (
             {"seq_len": 2},
             "begins within 2 tokens; type seq_len=6 or more, and model.max_seq_len=6 or more if it is smaller",
