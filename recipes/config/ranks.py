@@ -17,6 +17,9 @@ from recipes.runtime.world import (
     reject_other_launcher,
 )
 
+# ranks on a machine without a GPU, each a process of its own that imports torch: 3 s of a core
+_MIN_CPU_RANKS, _CPU_RANKS_PER_CORE = 16, 4
+
 
 def get_ranks(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Ranks:
     """Return the existing ranks of a composed run, else the requested ones.
@@ -138,8 +141,11 @@ def _per_node(trainer: Mapping[str, Any]) -> int:
     devices, requested = trainer["devices"], requested_devices(trainer) or 1
     may_be_cpus = not isinstance(devices, list) and devices not in ("auto", -1)
     if trainer["accelerator"] == "cpu" or (may_be_cpus and requested == 1):
+        _reject_more_ranks_than_cores(trainer, requested)
         return requested
     gpus = num_gpus()
+    if gpus == 0 and may_be_cpus:
+        _reject_more_ranks_than_cores(trainer, requested)
     if gpus == 0 and trainer["accelerator"] in ("gpu", "cuda"):
         raise ConfigError(
             f"trainer.accelerator={trainer['accelerator']}",
@@ -158,6 +164,19 @@ def _per_node(trainer: Mapping[str, Any]) -> int:
             "trainer.devices=auto",
         )
     return requested
+
+
+def _reject_more_ranks_than_cores(trainer: Mapping[str, Any], requested: int) -> None:
+    """Reject more processes than the cores of this machine start in a minute."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = max(_MIN_CPU_RANKS, _CPU_RANKS_PER_CORE * cores)
+    if requested > limit:
+        has = "1 core" if cores == 1 else f"{cores} cores"
+        raise ConfigError(
+            f"trainer.devices={trainer['devices']}",
+            f"there is no GPU for these ranks, and {has} for that many processes, of which {limit} may be started",
+            f"trainer.devices={next(fewer for fewer in range(limit, 0, -1) if requested % fewer == 0)}",
+        )
 
 
 def requested_devices(trainer: Mapping[str, Any]) -> int | None:

@@ -1,6 +1,7 @@
 """Read constructor signatures from source without importing: the arguments a config node may set. Cached per file."""
 
 import ast
+import builtins
 import contextlib
 import importlib.util
 import re
@@ -81,7 +82,61 @@ def read_signature(target: str) -> Signature:
         return _class_signature(node, module, path)
     if isinstance(node, ast.FunctionDef):
         return _function_signature(node, module, skip_first=False)
+    for source in _star_imports(module, path):  # `from torch.nn.modules import *`
+        with contextlib.suppress(TargetNotFoundError):
+            return read_signature(f"{source}.{name}")
     raise TargetNotFoundError(f"{target}: no class or function {name!r} in {module}")
+
+
+def find_lineage(target: str) -> set[str] | None:
+    """Return the dotted paths of a class and of all its bases, each where it is defined.
+
+    Returns:
+        None if it is not a class, or if the source of one of these classes cannot be read.
+    """
+    module, _, name = target.rpartition(".")
+    try:
+        path = module_file(module)
+        node = find(name, parse(path).body)
+    except TargetNotFoundError:
+        return None
+    if isinstance(node, ast.ImportFrom):
+        return find_lineage(import_source(node, name, module, path))
+    if node is None:
+        found = (find_lineage(f"{source}.{name}") for source in _star_imports(module, path))
+        return next((lineage for lineage in found if lineage is not None), None)
+    if not isinstance(node, ast.ClassDef):
+        return None
+    lineage = {target}
+    for base in node.bases:
+        of_base = _base_lineage(ast.unparse(base).partition("[")[0], module, path)
+        if of_base is None:
+            return None
+        lineage |= of_base
+    return lineage
+
+
+def _base_lineage(base: str, module: str, path: Path) -> set[str] | None:
+    """Return the lineage of a base class by its name in a module: `Base`, or `callbacks.Base`."""
+    first, _, rest = base.partition(".")
+    if hasattr(builtins, base) or first in ("ABC", "Generic", "Protocol"):
+        return {base}
+    if not rest:
+        return find_lineage(f"{module}.{base}")
+    for node in parse(path).body:
+        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == first for alias in node.names):
+            return find_lineage(f"{import_source(node, first, module, path)}.{rest}")
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if (alias.asname or alias.name.partition(".")[0]) == first:
+                    return find_lineage(f"{alias.name if alias.asname else first}.{rest}")
+    return None
+
+
+def _star_imports(module: str, path: Path) -> list[str]:
+    """Return the modules of which a module imports every name."""
+    stars = [node for node in parse(path).body if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"]
+    return [import_source(node, "*", module, path).removesuffix(".*") for node in stars]
 
 
 def find_signature(target: object) -> Signature:

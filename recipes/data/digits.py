@@ -44,6 +44,7 @@ class Digits:
     sample_kind: ClassVar[str] = "images"
     num_channels: ClassVar[int] = 1
     num_classes: ClassVar[int] = 10
+    image_size: ClassVar[int] = 8
     fingerprint: str = "digits"
     tokenizer: Tokenizer | None = None  # the samples are not text
 

@@ -28,6 +28,7 @@ class ScheduleFreeAdamW(GroupwiseOptimizer):
     """
 
     accepts_flat_partitions: ClassVar[bool] = False
+    keeps_average: ClassVar[bool] = True
     why_no_partitions: ClassVar[str] = (
         "a validation exchanges the weights for their average, and DeepSpeed computes with weights of its own"
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from recipes.config.check.activation_checkpoint import check_activation_checkpoint
 from recipes.config.check.batch_size import check_batch_size, count_ranks
+from recipes.config.check.callbacks import check_callbacks
 from recipes.config.check.compatibility import check_compatibility, check_evaluator, check_kinds, check_unread
 from recipes.config.check.dashboard import PLACES, check_dashboards
 from recipes.config.check.data import check_data
@@ -106,7 +107,11 @@ def _check_all(
     structure = [*check_structure(config)]
     found = [*structure, *check_settings(config), *check_nodes(config)]
     if not structure:  # the others read its sections
-        found += [*check_data(config), *check_metrics(config)]
+        wrong_classes = [*check_callbacks(config)]
+        sections = tuple(mistake.setting.partition("_target_=")[0] for mistake in wrong_classes)
+        # the arguments of a class that cannot be used are not worth a correction
+        found = [mistake for mistake in found if not mistake.setting.removeprefix("no ").startswith(sections)]
+        found += [*wrong_classes, *check_data(config), *check_metrics(config)]
     dashboards = [*check_dashboards(config)]
     if dashboards:  # whose sections the others refer to
         found = [mistake for mistake in found if _get_key(mistake) not in PLACES]
@@ -206,16 +211,24 @@ def locate_mistakes(mistakes: Sequence[ConfigError], overrides: Sequence[str]) -
     for mistake in mistakes:
         key = _get_key(mistake)
         is_typed = any(name == key or (key.startswith(f"{name}.") and value[:1] == "{") for name, _, value in typed)
-        place = None if is_typed else _find_place(key, overrides)
-        fix = mistake.fix if place is None else f"{mistake.fix} ({place})"
         is_added = any(word.startswith("+") and word.lstrip("+").startswith(f"{key}=") for word in overrides)
+        section = key.rpartition(".")[0]
+        is_in_added = any(  # `+callbacks.mine._target_=…`, or one of its arguments
+            word.startswith("+") and word.lstrip("+").startswith((f"{section}=", f"{section}._target_=")) and section
+            for word in overrides
+        )
+        reason, fix = mistake.reason, mistake.fix
+        if not is_typed and not is_in_added and (line := _find_line(mistake, key, overrides)):
+            place, is_quoted = line
+            fix = f"{fix} ({place})"
+            reason = f"{reason}, and in quotes it is text" if is_quoted and reason.startswith("it takes ") else reason
         if f"~{key}" in overrides:  # typed instead of the deletion, the key is there
             fix = fix.removeprefix("+")
-        elif is_added and fix.startswith(f"{key}="):
-            fix = f"+{fix}"
-        elif is_added and fix.startswith("'~"):
+        elif is_added and fix.startswith(f"'~{key}'"):
             fix = "the same command without it"
-        located.append(ConfigError(mistake.setting, mistake.reason, fix))
+        elif (is_added and fix.startswith(f"{key}=")) or (is_in_added and fix.startswith(f"{section}.")):
+            fix = f"+{fix}"
+        located.append(ConfigError(mistake.setting, reason, fix))
     return located
 
 
@@ -223,14 +236,31 @@ def _get_key(mistake: ConfigError) -> str:
     return re.split(r"[=\[]", mistake.setting.removeprefix("no "), maxsplit=1)[0]
 
 
-def _find_place(key: str, typed: Sequence[str]) -> str | None:
-    """Return `in conf/model/mine.yaml, line 4`, if exactly one line of all options sets the last part of the key."""
-    pattern = re.compile(rf"\s*{re.escape(key.rpartition('.')[2])}\s*:")
-    places = [
-        f"in {path.relative_to(CONF.parent) if folder == CONF else path}, line {number}"
+def _find_line(mistake: ConfigError, key: str, typed: Sequence[str]) -> tuple[str, bool] | None:
+    """Return `in conf/model/mine.yaml, line 4`, and whether the value is quoted there.
+
+    None unless exactly one line of all options sets the last part of the key, or one of an own folder sets it to this value.
+    """
+    pattern = re.compile(rf"\s*{re.escape(key.rpartition('.')[2])}\s*:\s*(.*?)\s*(?:#.*)?")
+    lines = [
+        (f"in {path.relative_to(CONF.parent) if folder == CONF else path}, line {number}", match[1])
         for folder in find_config_folders(typed)
         for path in sorted(folder.rglob("*.yaml"))
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-        if pattern.match(line)
+        if _may_set(key, text := path.read_text(encoding="utf-8", errors="replace"), path.parent.relative_to(folder))
+        for number, line in enumerate(text.splitlines(), start=1)
+        if (match := pattern.fullmatch(line))
     ]
-    return places[0] if len(places) == 1 else None
+    value = mistake.setting.partition("=")[2]
+    own = [line for line in lines if not line[0].startswith(f"in {CONF.name}/")]
+    exact = [(place, written) for place, written in own if value and written.strip("\"'") == value]
+    found = exact if len(exact) == 1 else lines
+    return (found[0][0], found[0][1][:1] in ("'", '"') if found[0][1] else False) if len(found) == 1 else None
+
+
+def _may_set(key: str, text: str, group: Path) -> bool:
+    """Return whether a YAML file may set a key: one of its group or of the whole config, and of the same member."""
+    section, _, rest = key.partition(".")
+    if "@package _global_" in text or group == Path():
+        return True
+    member = rest.partition(".")[0] if section in ("callbacks", "logger") else ""
+    return group.parts[0] == section and (not member or re.search(rf"^{re.escape(member)}:", text, re.M) is not None)

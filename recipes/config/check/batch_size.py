@@ -5,8 +5,10 @@ from typing import Any
 
 from recipes.config.mesh import count_data_ranks
 from recipes.config.ranks import get_ranks
+from recipes.config.signature import find_signature
+from recipes.config.traits import takes_steps
 from recipes.errors import ConfigError
-from recipes.numerics.accumulation import divide
+from recipes.numerics.accumulation import Accumulation, divide
 
 
 def check_batch_size(config: Mapping[str, Any], world_size: int | None) -> Iterator[ConfigError]:
@@ -21,7 +23,7 @@ def check_batch_size(config: Mapping[str, Any], world_size: int | None) -> Itera
     # 0 is out of range and reported by that check
     if world_size is not None and all(count is None or count > 0 for count in counts):
         try:
-            divide(
+            accumulation = divide(
                 global_batch_size=config["global_batch_size"],
                 micro_batch_size=config["micro_batch_size"],
                 num_devices=count_data_ranks(config, world_size),
@@ -29,6 +31,8 @@ def check_batch_size(config: Mapping[str, Any], world_size: int | None) -> Itera
             )
         except ConfigError as mistake:
             yield mistake
+        else:
+            yield from _check_batch_norm(config, accumulation, world_size)
     max_seq_len = config["model"].get("max_seq_len")
     data_seq_len = config["data"].get("seq_len")
     if max_seq_len is not None and data_seq_len is not None and data_seq_len > max_seq_len:
@@ -36,6 +40,28 @@ def check_batch_size(config: Mapping[str, Any], world_size: int | None) -> Itera
             f"seq_len={data_seq_len}",
             f"the model accepts at most model.max_seq_len={max_seq_len} tokens",
             f"seq_len={max_seq_len}",
+        )
+
+
+def _check_batch_norm(config: Mapping[str, Any], accumulation: Accumulation, world_size: int) -> Iterator[ConfigError]:
+    """Check that batch norm has more than one value per channel, without which torch raises an error in training."""
+    model, data = config["model"], config["data"]
+    stride = find_signature(model["_target_"]).constants.get("batch_norm_stride")
+    size = data.get("image_size", find_signature(data["_target_"]).constants.get("image_size"))
+    if not takes_steps(config) or not isinstance(stride, int) or not isinstance(size, int):
+        return
+    pixels = stride if model.get("small_images") else 4 * stride
+    is_synced = config["trainer"].get("sync_batchnorm") and world_size > 1
+    if accumulation.micro_batch_size == 1 and size <= pixels and not is_synced:
+        shown = (
+            "micro_batch_size=1" if config["micro_batch_size"] else f"global_batch_size={config['global_batch_size']}"
+        )
+        smallest = 2 * count_data_ranks(config, world_size)
+        batch = "" if config["global_batch_size"] % smallest == 0 else f" global_batch_size={smallest}"
+        yield ConfigError(
+            shown,
+            f"one image of {size} x {size} leaves batch norm a single value per channel, which has no variance",
+            f"micro_batch_size=2{batch}",
         )
 
 

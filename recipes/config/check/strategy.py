@@ -61,7 +61,7 @@ def _check_sync_batchnorm(strategy: Mapping[str, Any], typed: str) -> Iterator[C
 
 
 def check_optimizer(config: Mapping[str, Any], choices: Mapping[str, str]) -> Iterator[ConfigError]:
-    """Check that the optimizer supports the strategy's parameters: under ZeRO, flat shards.
+    """Check that the optimizer supports the strategy's parameters, under ZeRO flat shards, and the run's average.
 
     Args:
         config: Composed config whose nodes match their signatures.
@@ -72,10 +72,16 @@ def check_optimizer(config: Mapping[str, Any], choices: Mapping[str, str]) -> It
     strategy, target = config["strategy"], str(config["optimizer"]["_target_"])
     traits = get_traits(strategy)
     constants = read_signature(target).constants
+    option = choices["optimizer"] if "optimizer" in choices else target.split(".")[-2]  # the module has its name
+    if constants.get("keeps_average") and config["ema_decay"] is not None:
+        yield ConfigError(
+            f"ema_decay={config['ema_decay']} optimizer={option}",
+            "this optimizer averages the weights itself, and mode.weights=ema reads one average",
+            "ema_decay=null, or optimizer=adamw",
+        )
     if traits.state_layout != "zero" or constants.get("accepts_flat_partitions", True):
         return
     one_by_one = "it updates parameters individually, but DeepSpeed passes one flat shard of all parameters"
-    option = choices["optimizer"] if "optimizer" in choices else target.split(".")[-2]  # the module has its name
     offloads = strategy["offload_optimizer"] is not None
     yield ConfigError(
         f"optimizer={option} {traits.typed}",

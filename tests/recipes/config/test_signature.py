@@ -8,7 +8,7 @@ import lightning.pytorch as lightning
 import pytest
 from support import ROOT
 
-from recipes.config.signature import TargetNotFoundError, read_signature
+from recipes.config.signature import TargetNotFoundError, find_lineage, read_signature
 from recipes.model.llama import Llama
 from recipes.optimizer.adamw import adamw
 
@@ -27,6 +27,17 @@ def test_a_signature_read_from_source_is_that_of_the_object(target: str, real: t
     assert list(read.parameters) == list(parameters)
     for name, parameter in parameters.items():
         assert read.parameters[name].required == (parameter.default is inspect.Parameter.empty)
+
+
+def test_a_name_that_a_package_imports_with_a_star_is_found() -> None:
+    assert "in_features" in read_signature("torch.nn.Linear").parameters
+
+
+def test_the_lineage_of_a_class_is_that_of_the_object() -> None:
+    bars = find_lineage("lightning.pytorch.callbacks.TQDMProgressBar")
+    real = {f"{cls.__module__}.{cls.__qualname__}" for cls in lightning.callbacks.TQDMProgressBar.__mro__}
+    assert bars == real - {"builtins.object"}
+    assert find_lineage("recipes.optimizer.adamw.adamw") is None
 
 
 def test_a_class_attribute_is_read_as_a_literal() -> None:

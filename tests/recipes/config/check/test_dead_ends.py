@@ -161,6 +161,14 @@ ALONE = {
         "optimizer.momentum=0 optimizer.nesterov=true: Nesterov's method looks ahead along the momentum, and there is"
         " none; type optimizer.nesterov=false, or optimizer.momentum=0.9"
     ),
+    "model=resnet18 global_batch_size=1": (
+        "global_batch_size=1: one image of 8 x 8 leaves batch norm a single value per channel, which has no variance;"
+        " type micro_batch_size=2 global_batch_size=2"
+    ),
+    "optimizer=schedule_free ema_decay=0.5": (
+        "ema_decay=0.5 optimizer=schedule_free: this optimizer averages the weights itself, and mode.weights=ema reads"
+        " one average; type ema_decay=null, or optimizer=adamw"
+    ),
     f"name={'a' * 300}": f"name={'a' * 40}…: it names a folder: 200 bytes at most; type name=<a shorter name>",
 }
 # of composed values, reported if nothing else is wrong
