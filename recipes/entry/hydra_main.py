@@ -1,5 +1,6 @@
 """Handle command lines for Hydra itself: `--help`, `--cfg`, and `-m` with its sweepers and launchers."""
 
+import itertools
 import os
 import re
 import sys
@@ -32,8 +33,8 @@ def parse_flags(words: Sequence[str]) -> tuple[Namespace, list[ConfigError]]:
 
     parser = get_args_parser()
     mistakes = [
-        ConfigError(word, "settings are typed without dashes", f"{word.lstrip('-')}{'' if '=' in word else '=<value>'}")
-        for word in words
+        _explain_dashes(word, following)
+        for word, following in itertools.zip_longest(words, words[1:], fillvalue="")
         if word.startswith("-") and not _is_flag(word, [*parser._option_string_actions])
     ]
     if mistakes:
@@ -47,6 +48,16 @@ def parse_flags(words: Sequence[str]) -> tuple[Namespace, list[ConfigError]]:
         return parser.parse_intermixed_args(list(words)), []
     except _FlagError as error:
         return parser.parse_args([]), [_explain_flag(str(error))]
+
+
+def _explain_dashes(word: str, following: str) -> ConfigError:
+    """Return the error in `--lr=1e-3`, or in `--lr 1e-3`, with the word that follows as its value."""
+    from recipes.config.check.suggestions import suggest_name
+
+    name, equals, value = word.lstrip("-").partition("=")
+    is_value = not equals and following and "=" not in following and not following.startswith("--")
+    typed, value = (f"{word} {following}", following) if is_value else (word, value if equals else "<value>")
+    return ConfigError(typed, "settings are typed without dashes", suggest_name(name.replace("-", "_"), value))
 
 
 def _is_flag(word: str, known: Sequence[str]) -> bool:

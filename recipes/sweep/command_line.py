@@ -24,7 +24,7 @@ from recipes.config.check.ranges import check_ranges
 from recipes.config.check.renamed import answer_renamed_option, restore_sweeps
 from recipes.config.check.suggestions import list_options, suggest_option
 from recipes.config.compose import CONF, Composed
-from recipes.config.overrides import make_override, parse_or_quote, parse_override, quote
+from recipes.config.overrides import for_shell, make_override, parse_or_quote, parse_override, quote
 from recipes.config.traits import select
 from recipes.errors import ConfigError
 from recipes.launcher.job import JOB_FILE
@@ -98,6 +98,7 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
         *_check_number(swept, params, sweeper, typed),
         *(_check_objective(composed) if composed is not None else []),
         *_check_folder(typed),
+        *_check_run_folder(typed),
     ]
     return SweepCommand(
         for_hydra=[_to_hydra(text, first, added, param_keys) for text, first in zip(typed, first_job, strict=True)],
@@ -197,7 +198,7 @@ def _check_sweeper(swept: dict[str, Override], sweeper: str) -> list[ConfigError
     mistakes = []
     for text, override in swept.items():
         if isinstance(override.value(), IntervalSweep) and sweeper == _GRID:
-            fix = f"{override.get_key_element()}=<values with commas>, or hydra/sweeper=optuna"
+            fix = f"hydra/sweeper=optuna {for_shell(text)}, or {override.get_key_element()}=<values with commas>"
             mistakes.append(ConfigError(text, "a grid needs single values", fix))
     if sweeper == "optuna" and importlib.util.find_spec("optuna") is None:
         fix = "pip install -e '.[optuna]'"
@@ -249,6 +250,14 @@ def _check_objective(composed: Composed) -> list[ConfigError]:
     """Check that a validation metric that ranks the jobs is computed; other names are those of summary.json."""
     objective = str(select(composed.config, "sweep.objective"))
     return [*find_unknown_metric(composed.config, "sweep.objective", objective)] if "/" in objective else []
+
+
+def _check_run_folder(typed: Sequence[str]) -> Iterator[ConfigError]:
+    """Reject the folder of a single run: the jobs of a sweep have theirs below that of the sweep."""
+    for text in typed:
+        key, _, value = text.partition("=")
+        if key == "hydra.run.dir" and _parse_sweep(text) is None:
+            yield ConfigError(text, "it is the folder of one run, and a sweep has several", f"hydra.sweep.dir={value}")
 
 
 def _check_folder(typed: Sequence[str]) -> list[ConfigError]:

@@ -145,7 +145,7 @@ def _check_all(
         *check_loss_spike(config, world_size or 1),
         *check_readers(config),
         *check_evaluator(config),
-        *check_unread(config, overrides),
+        *check_unread(config, overrides, references),
         *check_resumed(config, run_folder, choices),
         *check_paths(config, overrides, run_folder, continues=continues),
     ]
@@ -239,7 +239,8 @@ def _get_key(mistake: ConfigError) -> str:
 def _find_line(mistake: ConfigError, key: str, typed: Sequence[str]) -> tuple[str, bool] | None:
     """Return `in conf/model/mine.yaml, line 4`, and whether the value is quoted there.
 
-    None unless exactly one line of all options sets the last part of the key, or one of an own folder sets it to this value.
+    None unless exactly one line of all options sets the last part of the key, or one of an own folder sets it to this
+    value.
     """
     pattern = re.compile(rf"\s*{re.escape(key.rpartition('.')[2])}\s*:\s*(.*?)\s*(?:#.*)?")
     lines = [

@@ -1,5 +1,6 @@
 """Check each typed override by itself; for those that Hydra cannot compose, suggest the nearest existing name."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from recipes.config.check.suggestions import (
     is_list_of_options,
     list_options,
     suggest_addition,
+    suggest_nested,
     suggest_option,
     suggest_setting,
 )
@@ -32,7 +34,7 @@ from recipes.config.check.text_values import answer_sweep, decimal_point, find_a
 from recipes.config.check.types import takes_any_key
 from recipes.config.compose import MODE_OF_SWEEPS, Composed, compose_run, quote_options
 from recipes.config.instantiate import PARTIAL
-from recipes.config.overrides import parse_or_quote
+from recipes.config.overrides import for_shell, parse_or_quote
 from recipes.config.resume import compose_recorded, find_deepest, read_resumed_run, select_inherited
 from recipes.config.search_path import select_search_path
 from recipes.config.signature import TargetNotFoundError, read_signature
@@ -114,6 +116,9 @@ def _compose_valid(good: Sequence[str], where: dict[str, Any]) -> tuple[Composed
         try:
             composed = compose_run([*kept, override], **where)
         except (*COMPOSITION_ERRORS, ConfigError) as error:
+            if (switch := _find_switch(override, kept)) is not None:
+                mistakes += _explain_switched_off(override, switch)
+                continue
             is_option = (CONF / override.partition("=")[0]).is_dir() and "={" not in override
             if is_option:
                 mistakes.append(explain_broken_file(error, where["config_folder"], good))
@@ -122,6 +127,24 @@ def _compose_valid(good: Sequence[str], where: dict[str, Any]) -> tuple[Composed
         else:
             kept.append(override)
     return composed, mistakes
+
+
+def _find_switch(override: str, others: Sequence[str]) -> str | None:
+    """Return the override that removes the section of a setting, or switches it off."""
+    key = override.lstrip("+~").partition("=")[0]
+    for other in others:
+        section, _, value = other.lstrip("+~").partition("=")
+        if (other.startswith("~") or value in ("null", "false")) and f"{key}.".startswith(f"{section}."):
+            return other
+    return None
+
+
+def _explain_switched_off(override: str, switch: str) -> list[ConfigError]:
+    """Return the error in a setting of a section that another override switches off; none if it does so again."""
+    typed = override.removeprefix("++")
+    if typed.partition("=")[2] in ("null", "false") and typed.partition("=")[0] == switch.lstrip("+~").partition("=")[0]:
+        return []
+    return [ConfigError(typed, f"{switch} removes what it is a setting of", f"the same command without {switch}")]
 
 
 def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[str], list[ConfigError]]:
@@ -141,18 +164,18 @@ def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[st
             continue
         override, quoted = parse_or_quote(text)
         if override is None:
-            mistakes.append(ConfigError(text, "it is not of the form key=value", "key=value"))
+            mistakes.append(_explain_word(text))
             continue
         if override.package is not None and folder == CONF and not is_place_of_data(override.package):
-            group = override.key_or_group
+            group, option = override.key_or_group, str(override.value())
             if group == "data" and override.package.startswith(tuple(f"{place}." for place in DATA_GROUPS)):
-                mistakes.append(reject_dots(override.package, str(override.value())))
+                mistakes.append(reject_dots(override.package, option))
                 continue
-            reason, fix = (
-                "the place of a group in the config is fixed",
-                f"{group}=<{' | '.join(list_options(group, typed))}>",
-            )
-            mistakes.append(ConfigError(text, reason, fix))
+            fix = f"{group}={option}" if option in list_options(group, typed) else None
+            if "/" in group:
+                fix = suggest_nested(group, option, compose_options(search_path, folder, name), typed)
+            fix = fix or f"{group}=<{' | '.join(list_options(group, typed))}>"
+            mistakes.append(ConfigError(text, "the place of a group in the config is fixed", fix))
             continue
         group = override.key_or_group
         is_option = (CONF / group).is_dir() and any((path / group).is_dir() for path in folders)
@@ -209,11 +232,40 @@ def _find_unknown_option(
     if renamed := answer_renamed_option(typed):
         return renamed
     if override.is_sweep_override():
-        return ConfigError(typed, "a single run takes one option", f"python train.py -m {typed}")
+        return ConfigError(typed, "a single run takes one option", f"python train.py -m {for_shell(typed)}")
+    if unknown and (file := _find_misnamed(group, unknown[0], others)):
+        fix = f"{typed.partition('=')[0]}={unknown[0]}, after mv {file} {Path(file).with_suffix('.yaml')}"
+        return ConfigError(typed, f"there is {file}, and Hydra reads files that end in .yaml", fix)
     fix = suggest_option(group, unknown[0] if unknown else "", others)
     if override.package is not None:
         fix = fix.replace(f"{group}=", f"+{group}@{override.package}=", 1)
     return ConfigError(typed, f"the options are {' '.join(options)}", fix)
+
+
+def _find_misnamed(group: str, option: str, typed: Sequence[str]) -> str | None:
+    """Return the file of an option that ends in .yml, which Hydra does not read."""
+    files = (path / group / f"{option}.yml" for path in find_own_folders(typed))
+    return next((str(file) for file in files if file.is_file()), None)
+
+
+def _explain_word(text: str) -> ConfigError:
+    """Return the error in a word that is no override, with the override that it is meant to be."""
+    if not text.strip():
+        reason = "an empty word: a variable of the shell that is not set, or a space after a backslash"
+        return ConfigError(f"'{text}'", reason, "the same command without it")
+    if text.strip()[0] in "#\\":
+        reason = "a shell reads # and \\ itself, unless they are quoted or followed by a space"
+        return ConfigError(text, reason, "the same command without it")
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if equals and key and " " not in key and text != f"{key}={value}":
+        return ConfigError(text, "there is a space beside the =", for_shell(f"{key}={value}"))
+    group, slash, option = text.partition("/")
+    if slash and (CONF / group).is_dir() and "/" not in option and not equals:
+        return ConfigError(text, "an option of a group is typed with =", f"{group}={option.removesuffix('.yaml')}")
+    key, colon, value = (part.strip() for part in text.partition(":"))
+    if colon and not equals and re.fullmatch(r"[+~]*[\w.]+", key):
+        return ConfigError(text, "a setting is typed with =, not with a colon", for_shell(f"{key}={value}"))
+    return ConfigError(text, "it is not of the form key=value", "key=value")
 
 
 def _answer_added_option(

@@ -9,7 +9,7 @@ from recipes.config.check.types import to_setting
 from recipes.config.compose import CONF
 from recipes.config.published import read_size
 from recipes.config.signature import find_signature, read_signature
-from recipes.config.traits import list_data
+from recipes.config.traits import get_traits, list_data, select, takes_steps
 from recipes.errors import ConfigError
 
 # Trainer arguments controlled by a group or setting of this project: argument -> what to type instead
@@ -35,11 +35,15 @@ _CONTROLLED = {
     "overfit_batches": "debug=overfit, or loader.overfit_batches=<global batches>",
     "fast_dev_run": "debug=fast_dev_run",
     "barebones": "'~callbacks.report' '~callbacks.sample_text' save_every=null",
-    "enable_autolog_hparams": "nothing: config.yaml holds them",
-    "inference_mode": "nothing: evaluation computes no gradients",
     "num_sanity_val_steps": "eval_every=<optimizer steps>",
-    "use_distributed_sampler": "nothing: the order is the same for every number of ranks",
-    "reload_dataloaders_every_n_epochs": "nothing: training is a stream without epochs",
+}
+# Trainer arguments without effect here -> why
+_WITHOUT_EFFECT = {
+    "enable_autolog_hparams": "config.yaml and the logger hold all settings of a run",
+    "inference_mode": "a validation computes no gradients, whatever this says",
+    "use_distributed_sampler": "the order of the samples is the same for every number of ranks",
+    "reload_dataloaders_every_n_epochs": "training is a stream without epochs",
+    "model_registry": "only Lightning's own checkpoints are uploaded there, and a run writes none",
 }
 
 
@@ -52,6 +56,47 @@ _OPTIONS: dict[str, tuple[str | bool | None, ...]] = {
 }
 _READERS_OF_TEXT = ("sample_text", "answer_check")  # callbacks that are silent without a tokenizer
 _OFF = ("null", "false", "[]")
+_THRESHOLDS = ("stopping_threshold", "divergence_threshold")
+# settings that other settings alone make effective -> which ones, of which one must differ from these values; why nobody
+# reads them otherwise; and what to type beside them
+_READ_WITH: dict[str, tuple[tuple[str, ...], tuple[object, ...], str, str]] = {
+    "pipeline_schedule": (
+        ("pipeline_parallel_size",),
+        (1,),
+        "pipeline_parallel_size=1 has no stages to schedule",
+        "strategy=fsdp pipeline_parallel_size=<stages>",
+    ),
+    "sequence_parallel": (
+        ("tensor_parallel_size",),
+        (1,),
+        "tensor_parallel_size=1 has no ranks that share a sequence",
+        "strategy=fsdp tensor_parallel_size=<ranks>",
+    ),
+    "trainer.gradient_clip_algorithm": (
+        ("trainer.gradient_clip_val",),
+        (None,),
+        "no trainer.gradient_clip_val is set, so nothing is clipped",
+        "trainer.gradient_clip_val=1.0",
+    ),
+    **{
+        f"callbacks.early_stop.{name}": (
+            tuple(f"callbacks.early_stop.{switch}" for switch in ("patience", *_THRESHOLDS)),
+            (None,),
+            "without a patience or a threshold callbacks.early_stop is off",
+            "callbacks.early_stop.patience=<validations>",
+        )
+        for name in ("monitor", "mode", "min_delta", "check_finite", "strict")
+    },
+}
+# settings that nobody reads but the settings that refer to them -> the setting below which it is otherwise
+_READ_BY_REFERENCE = {"warmup_steps": "scheduler.warmup_steps", "profile": "callbacks.step_profiler.steps"}
+# of Hydra's own settings, those that have an effect here
+_OF_HYDRA = ("run.", "sweep.", "sweeper", "launcher", "searchpath", "mode", "help.", "hydra_help.", "job.name")
+_INSTEAD_OF_HYDRA = {
+    "hydra.job.chdir": "paths of a command are relative to the folder that it is typed in, and stay so",
+    "hydra.output_subdir": "config.yaml in the run folder holds the config and the command",
+    "hydra.verbose": "train.log in the run folder holds all lines",
+}
 _MAX_TIME = re.compile(r"\d+:\d\d:\d\d:\d\d")
 _SBATCH_TIME = re.compile(r"(\d+-\d+|\d+)(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 
@@ -87,6 +132,10 @@ def _trainer(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             if (CONF / argument / f"{trainer[argument]}.yaml").is_file():
                 fix = f"{argument}={trainer[argument]}"
             yield ConfigError(f"trainer.{argument}={to_setting(trainer[argument])}", "another setting controls it", fix)
+    for argument, reason in _WITHOUT_EFFECT.items():
+        if argument in trainer:
+            shown = f"trainer.{argument}={to_setting(trainer[argument])}"
+            yield ConfigError(shown, reason, "the same command without it")
     for argument, options in _OPTIONS.items():
         if argument in trainer and trainer[argument] not in options:
             listed = " ".join(to_setting(option) for option in options if option is not None)
@@ -224,8 +273,20 @@ def _schedule(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             )
 
 
-def check_unread(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[ConfigError]:
-    """Check for typed settings that nobody reads beside the others; those of defaults do no harm."""
+def check_unread(
+    config: Mapping[str, Any], overrides: Sequence[str], references: Mapping[str, str]
+) -> Iterator[ConfigError]:
+    """Check for typed settings that nobody reads beside the others; those of defaults do no harm.
+
+    Args:
+        config: Composed config whose nodes match their signatures.
+        overrides: Overrides of this command line.
+        references: Settings that only refer to another one, and that one.
+    """
+    for override in overrides:
+        key, equals, _ = override.lstrip("+").partition("=")
+        if equals and not key.startswith("~"):
+            yield from _check_reader(config, key, override, references)
     typed = [override for override in overrides if not override.startswith("~")]
     reads_text = any("tokenizer" in node for _, node in list_data(config))
     prepares = config["mode"]["_target_"] == "recipes.mode.prepare.prepare"
@@ -288,6 +349,33 @@ def _unread_data_settings(config: Mapping[str, Any], typed: Sequence[str], *, pr
         if reason is not None:
             others = f", or {place}.val_path=null" if name == "val_fraction" else ""
             yield ConfigError(override, reason, f"the same command without {key}{others}")
+
+
+def _check_reader(
+    config: Mapping[str, Any], key: str, override: str, references: Mapping[str, str]
+) -> Iterator[ConfigError]:
+    """Yield the error in an override that sets what nobody reads."""
+    without = "the same command without it"
+    if key in _READ_WITH:
+        switches, off, reason, beside = _READ_WITH[key]
+        if select(config, key) is not None and all(select(config, switch) in off for switch in switches):
+            yield ConfigError(override, reason, f"{beside} beside it, or {without}")
+    if key in _READ_BY_REFERENCE and select(config, key) and key not in references.values():
+        own = _READ_BY_REFERENCE[key]
+        section, _, name = own.rpartition(".")
+        node = select(config, section)
+        takes = isinstance(node, Mapping) and name in find_signature(node.get("_target_")).parameters
+        reason = f"{own} has a value of its own" if takes else f"{section} takes none"
+        fix = f"{own}={to_setting(config[key])}" if takes else without
+        yield ConfigError(override, f"{reason}, and nobody else reads it", fix)
+    if key.startswith("hydra.") and not key.removeprefix("hydra.").startswith(_OF_HYDRA):
+        yield ConfigError(override, _INSTEAD_OF_HYDRA.get(key, "nobody reads it: Hydra starts no run here"), without)
+    if key == "callbacks.throughput.peak_tflops" and select(config, "callbacks.throughput.measure_peak"):
+        reason = "callbacks.throughput.measure_peak=true measures what a matmul reaches instead"
+        yield ConfigError(f"{override} callbacks.throughput.measure_peak=true", reason, f"{override} alone, or without it")
+    if key == "trainer.sync_batchnorm" and config["trainer"].get("sync_batchnorm") and takes_steps(config):
+        if not get_traits(config["strategy"]).needs_process_group:
+            yield ConfigError(override, "strategy=single has one rank, and nothing to synchronize", f"{without}, or strategy=ddp")
 
 
 def check_evaluator(config: Mapping[str, Any]) -> Iterator[ConfigError]:

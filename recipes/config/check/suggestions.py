@@ -17,11 +17,14 @@ from recipes.config.search_path import find_config_folders
 
 # common names of a precision or a strategy -> option
 _OPTION_ALIASES = {
-    "bf16": "bf16-mixed",
-    "fp16": "16-mixed",
-    "16": "16-mixed",
-    "fp32": "32-true",
-    "32": "32-true",
+    **dict.fromkeys(("bf16", "bfloat16", "bf16_mixed", "bf16-amp"), "bf16-mixed"),
+    **dict.fromkeys(("fp16", "float16", "half", "16", "amp", "mixed", "fp16-mixed", "16_mixed"), "16-mixed"),
+    **dict.fromkeys(("fp32", "float32", "float", "single", "full", "32", "fp32-true", "32_true"), "32-true"),
+    **dict.fromkeys(("fp8", "float8"), "fp8-mixed"),
+}
+_STRATEGY_ALIASES = {
+    "single_device": "single",
+    "dp": "ddp",
     "fsdp2": "fsdp",
     "deepspeed": "deepspeed_stage_2",
     "zero1": "deepspeed_stage_1",
@@ -33,6 +36,7 @@ _RECIPE_ALIASES = {name: f"{name}_bf16" for name in ("single", "ddp", "fsdp", "h
 # common names of other options -> option, by group
 _ALIASES = {
     "recipe": _RECIPE_ALIASES,
+    "strategy": _STRATEGY_ALIASES,
     "mode": {
         "train": "fit",
         "test": "evaluate",
@@ -74,12 +78,22 @@ _SETTING_ALIASES = {
     "block_size": "model.max_seq_len",
     "learning_rate": "optimizer.lr",
     "gpus": "trainer.devices",
+    "lr": "optimizer.lr",
+    "wd": "optimizer.weight_decay",
     "steps": "trainer.max_steps",
-    "epochs": "trainer.max_steps",
-    "max_epochs": "trainer.max_steps",
+    "num_steps": "trainer.max_steps",
+    "max_iters": "trainer.max_steps",
+    "devices": "trainer.devices",
+    "num_gpus": "trainer.devices",
+    "grad_clip": "trainer.gradient_clip_val",
+    "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
+    "context_length": "model.max_seq_len",
+    "num_workers": "loader.num_workers",
     "checkpoint_every": "save_every",
     "ckpt_path": "resume",
 }
+# common names of a number of passes over the data, which no setting counts
+_EPOCHS = ("epochs", "max_epochs", "num_epochs", "num_train_epochs", "n_epochs")
 # settings that no other single setting replaces -> what to type
 _REPLACED = {
     "strategy.offload": "strategy=fsdp strategy.cpu_offload=true, or strategy=deepspeed_stage_2_offload",
@@ -106,6 +120,8 @@ def suggest_option(group: str, wrong: str, typed: Sequence[str] = ()) -> str:
     alias = aliases.get(wrong.lower())
     known = [alias] if alias is not None and alias.partition(" ")[0] in options else []
     near = same or known or get_close_matches(wrong.lower(), options, 1, cutoff=0.5)
+    if group in _SEVERAL and group == "callbacks" and wrong.lower() in ("none", "null", "false"):
+        return f"{group}=[]"
     if not near:
         near = options if len(options) == 1 else [name for name in options if name == "none" and wrong == "null"]
     return f"{group}={near[0]}" if near else f"{group}=<option>"
@@ -169,7 +185,9 @@ def suggest_setting(
     if override.key_or_group in _REPLACED:
         return _REPLACED[override.key_or_group]
     if "/" in wrong:  # a group that does not exist
-        return f"the same command without {wrong}"
+        return suggest_nested(wrong, value, config, search_path)
+    if wrong in _EPOCHS and not section:
+        return "trainer.max_steps=<optimizer steps>"
     if alias is not None and (not section or alias.rpartition(".")[0] in ("", ".".join(section))):
         return f"{alias}={value}"
     if wrong == "val_fraction" and "val_path" in names:  # of whole files
@@ -181,6 +199,23 @@ def suggest_setting(
         return ", or ".join(f"{choice} {for_shell(typed.lstrip('+'))}" for choice in choices)
     fitting = [name for name in names if len(missing) > 1 or _takes(config, ".".join([*section, name]), override)]
     return find_nearest(section, missing, names, value, search_path, fitting=fitting)
+
+
+def suggest_nested(group: str, option: str, config: Any, typed: Sequence[str]) -> str:
+    """Return the override for `callbacks/hang=hang`: a group has no groups within it."""
+    outer, _, inner = group.partition("/")
+    if group == "hydra/launcher":
+        return "launcher=<local | slurm>"
+    options = list_options(outer, typed)
+    meant = next((name for name in (option, inner) if name in options), None)
+    return suggest_addition(outer, meant, get_choice(outer, config), typed) if meant else f"nothing for {group}"
+
+
+def suggest_name(name: str, value: str) -> str:
+    """Return the override for a setting by its common name, such as `lr`, with its value."""
+    if name in _EPOCHS:
+        return "trainer.max_steps=<optimizer steps>"
+    return f"{_SETTING_ALIASES.get(name, name)}={value}"
 
 
 def _takes(config: Any, key: str, override: Override) -> bool:

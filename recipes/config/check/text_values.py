@@ -68,7 +68,8 @@ def answer_sweep(typed: str, override: Override, config: Any) -> str | ConfigErr
     """
     key, _, value = typed.partition("=")
     annotation = find_annotation(config, override.key_or_group)
-    sweep = f"python train.py -m {for_shell(typed)}"
+    sweeper = "hydra/sweeper=optuna " if "interval(" in value else ""  # a grid needs single values
+    sweep = f"python train.py -m {sweeper}{for_shell(typed)}"
     if override.key_or_group in _FOLDERS:  # of the run, not a value that jobs could differ in
         return ConfigError(typed, "a comma separates the values of a sweep", f'"{key}={quote(value)}"')
     if annotation is not None and matches_type(value, annotation):
