@@ -7,6 +7,8 @@ from collections.abc import Sequence
 # surrogates, which no encoding has: Python puts them into the names of files that are not UTF-8
 _CONTROLS = {*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {0x09, 0x0A}
 _CONTROLS |= {*range(0xD800, 0xE000)}
+# spaces that look like one, or like nothing: pasted from a page, they are the mistake that nobody sees
+_CONTROLS |= {0xA0, 0xFEFF, *range(0x2000, 0x2010), 0x2028, 0x2029, 0x202F, 0x205F, *range(0x2060, 0x2065), 0x3000}
 # a key of a data source, in an override as it was typed and in what to type; not the `data.` of a file name
 _TYPED_KEY, _KEY = re.compile(r"^data\.|(?<=\s)data\.(?=[\w.]+=)"), re.compile(r"(?<![^\s'(@])data\.(?=[a-z_])")
 _OPTION = re.compile(r"(?<![\w.@])data=(?=\w)")
@@ -77,5 +79,5 @@ def format_report(mistakes: Sequence[ConfigError], head: str | None = None) -> s
 
 
 def escape_controls(text: str) -> str:
-    """Escape terminal control characters and surrogates, for example as `\\x1b`; tabs and newlines stay."""
+    """Escape terminal controls, surrogates and invisible spaces, for example as `\\x1b`; tabs and newlines stay."""
     return text.translate(_ESCAPES)

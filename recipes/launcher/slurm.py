@@ -1,6 +1,7 @@
 """Run single runs and sweeps as SLURM jobs; a preempted job is requeued and resumes under its id."""
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -147,14 +148,25 @@ class Slurm:
                 with executor.batch():
                     submitted = [executor.submit(os.execv, python[0], [*python, file]) for file in files]
             except submitit.core.utils.FailedJobError as error:
-                raise ConfigError(
-                    "launcher=slurm",
-                    f"sbatch rejects it: {error}",
-                    "launcher.<the option it names>=…",
-                ) from error
+                raise _explain_rejection(str(error)) from error
         return [str(job.job_id) for job in submitted]
 
 
+def _explain_rejection(text: str) -> ConfigError:
+    """Return what sbatch says about a job, in one line; without a cluster, no option of a job is to blame."""
+    lines = [line.removeprefix("sbatch: ").removeprefix("error: ").strip() for line in text.splitlines()]
+    reason = "; ".join(line for line in lines if line)
+    if _NO_CLUSTER.search(reason):
+        return ConfigError(
+            "launcher=slurm",
+            f"sbatch reaches no cluster from this machine: {reason}",
+            "launcher=local, or the same command on a login node of the cluster",
+        )
+    return ConfigError("launcher=slurm", f"sbatch rejects it: {reason}", "launcher.<the option it names>=…")
+
+
+# of the lines of sbatch without slurmctld, or without a configuration that names it
+_NO_CLUSTER = re.compile(r"configuration source|fetch config|contact(ing)? slurm controller|ctld", re.IGNORECASE)
 # resources shared by the jobs of an array: nodes, ranks per node, whether they need GPUs
 _Request = tuple[int, int, bool]
 

@@ -175,12 +175,13 @@ def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
     if base is not None:
         yield f"base: {base}"
     num_samples = trainer.max_steps * plan.global_batch_size
+    steps, samples = _count(trainer.max_steps, "step"), _count(num_samples, "sample")
     num = max(plan.num_micro_batches, trainer.strategy.num_micro_batches)  # type: ignore[attr-defined]
     micro_batches = "1 micro-batch" if num == 1 else f"{num} micro-batches"
     yield (
-        f"batch: {plan.global_batch_size} samples per step in {micro_batches}"
+        f"batch: {_count(plan.global_batch_size, 'sample')} per step in {micro_batches}"
         f"{' per rank' if trainer.strategy.data_size > 1 else ''};"  # type: ignore[attr-defined]
-        f" {trainer.max_steps:,} steps are {num_samples:,} samples, {run.data.describe_epochs(num_samples)}"
+        f" {steps} {'is' if trainer.max_steps == 1 else 'are'} {samples}, {run.data.describe_epochs(num_samples)}"
     )
     pipeline: PipelineSchedule | None = trainer.strategy.pipeline  # type: ignore[attr-defined]
     if pipeline is not None:
@@ -196,6 +197,10 @@ def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
                 "on a GPU the curve differs in its last bits from that of a run without interruption;"
                 " trainer.deterministic=true makes them equal, with slower backward passes"
             )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _describe_mesh(trainer: lightning.Trainer) -> str:

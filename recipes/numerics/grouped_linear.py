@@ -16,8 +16,6 @@ from typing_extensions import override
 
 from recipes.numerics.linear import get_product_dtype
 
-ALIGNMENT = 8  # elements: the kernels require rows aligned to 16 bytes, 8 elements in bfloat16
-
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return x @ weight[e].T for the rows of each group e, [R, M], in the dtype of autocast.
@@ -25,8 +23,8 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     Does not synchronize with the device. The gradient of a weight without rows is zero.
 
     Args:
-        x: [R, K], rows sorted by group; K a multiple of `ALIGNMENT`.
-        weight: [E, M, K]; M a multiple of `ALIGNMENT`.
+        x: [R, K], rows sorted by group; K a multiple of `expert_shape.ALIGNMENT`.
+        weight: [E, M, K]; M a multiple of `expert_shape.ALIGNMENT`.
         ends: [E] int32, one past the last row of each group. Groups may be empty; the last ends at R.
     """
     dtype = get_product_dtype(x)

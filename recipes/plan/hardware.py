@@ -71,6 +71,7 @@ LINKS = {
     "ib400": 50e9,
     "ethernet100": 12.5e9,
 }
+_NETWORKS = ("ib200", "ib400", "ethernet100")  # between nodes, per device
 # seconds of one step of a ring within a node and between nodes, of NCCL's model of itself (tuning.cc, protocol Simple)
 _HOP_SECONDS, _PCIE_HOP_SECONDS, _NETWORK_HOP_SECONDS = 3.4e-6, 5.7e-6, 14e-6
 # achievable fraction of link and memory bandwidth: nccl-tests on NVLink and stream benchmarks on HBM reach 75 to 90 %
@@ -162,6 +163,16 @@ def find_cluster(
             f"plan.interconnect={interconnect}",
             "no such link is known",
             f"plan.interconnect=<{' | '.join(LINKS)}>",
+        )
+    is_between = interconnect in _NETWORKS
+    if interconnect is not None and is_between == (num_nodes == 1):
+        fits = [name for name in LINKS if (name in _NETWORKS) != is_between]
+        raise ConfigError(
+            f"plan.interconnect={interconnect}",
+            "it is a link between nodes, and there is one"
+            if is_between
+            else "it is a link within a node, and there are several",
+            f"plan.interconnect=<{' | '.join(fits)}>, or plan.interconnect=null for the usual one",
         )
     link, network = device.link, "ib400"
     if interconnect is not None:

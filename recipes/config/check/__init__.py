@@ -15,15 +15,16 @@ from recipes.config.check.devices import check_devices
 from recipes.config.check.loss_spike import check_loss_spike
 from recipes.config.check.lr_scaling import check_lr_scaling
 from recipes.config.check.mesh import check_mesh
-from recipes.config.check.metrics import check_metrics, check_readers
+from recipes.config.check.metrics import check_metrics, check_readers, check_thresholds
 from recipes.config.check.moe import check_moe
 from recipes.config.check.nodes import check_nodes
 from recipes.config.check.paths import check_paths
 from recipes.config.check.ranges import check_ranges
 from recipes.config.check.renamed import check_renamed, drop_consequences
 from recipes.config.check.resumed import check_resumed
-from recipes.config.check.sections import NO_SUCH_KEY, check_settings, check_structure
+from recipes.config.check.sections import COMPOSING, NO_SUCH_KEY, check_settings, check_structure
 from recipes.config.check.strategy import check_optimizer, check_strategy
+from recipes.config.check.suggestions import suggest_options
 from recipes.config.search_path import find_config_folders
 from recipes.config.traits import select
 from recipes.config.trust import CONF, find_resumed_run
@@ -31,6 +32,7 @@ from recipes.errors import ConfigError
 from recipes.run_folder import CONFIG_FILE
 
 _NO_ARGUMENT = " has no argument "  # what the check of nodes says
+_VARIABLE = re.compile(r"\$\{oc\.env:[^{}]*\}")
 _OF_A_VALUE = ("it takes ", "it must be ", "it has no default")  # what the checks of types and ranges say
 
 
@@ -105,6 +107,8 @@ def _check_all(
 ) -> list[ConfigError]:
     renamed = [*check_renamed(config)]
     structure = [*check_structure(config)]
+    if misplaced := [*_check_packages(config, choices, overrides)]:
+        return misplaced  # whose settings the others lack
     found = [*structure, *check_settings(config), *check_nodes(config)]
     if not structure:  # the others read its sections
         wrong_classes = [*check_callbacks(config)]
@@ -144,6 +148,7 @@ def _check_all(
         *check_optimizer(config, choices),
         *check_loss_spike(config, world_size or 1),
         *check_readers(config),
+        *check_thresholds(config),
         *check_evaluator(config),
         *check_unread(config, overrides, references),
         *check_resumed(config, run_folder, choices),
@@ -152,6 +157,26 @@ def _check_all(
     out_of_range = [mistake.setting for mistake in ranges]  # what is computed from these values is a consequence
     later = [m for m in later if m.setting not in out_of_range and not any(s in m.reason for s in out_of_range)]
     return [*scaling, *ranges, *later]
+
+
+def _check_packages(
+    config: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str]
+) -> Iterator[ConfigError]:
+    """Check that a recipe sets settings of the whole config, not of a section with its own name."""
+    for group in COMPOSING[:2]:
+        name = f"{choices.get(group)}.yaml"
+        file = next(
+            (path / group / name for path in find_config_folders(overrides) if (path / group / name).is_file()), None
+        )
+        if group not in config or file is None:
+            continue
+        is_empty = not file.read_text(encoding="utf-8", errors="replace").strip()
+        reason = (
+            "it is empty" if is_empty else f"its settings stand below {group}: no comment places them in the config"
+        )
+        yield ConfigError(
+            f"{group}={choices[group]}", f"{file}: {reason}", f"# @package _global_ as the first line of {file}"
+        )
 
 
 def _trace_all(
@@ -217,18 +242,28 @@ def locate_mistakes(mistakes: Sequence[ConfigError], overrides: Sequence[str]) -
             word.startswith("+") and word.lstrip("+").startswith((f"{section}=", f"{section}._target_=")) and section
             for word in overrides
         )
-        reason, fix = mistake.reason, mistake.fix
+        setting, reason, fix = mistake.setting, mistake.reason, mistake.fix
+        text = next((text for name, _, text in reversed(typed) if name == key), "")
+        if text and reason.startswith(_OF_A_VALUE) and setting.startswith(f"{key}=") and setting.count("=") == 1:
+            setting = f"{key}={text}"  # 1e3 instead of 1000.0
+            if _VARIABLE.fullmatch(text):
+                reason, fix = f"{reason}, and a variable is text", f"'{key}=${{oc.decode:{text}}}'"
         if not is_typed and not is_in_added and (line := _find_line(mistake, key, overrides)):
             place, is_quoted = line
             fix = f"{fix} ({place})"
             reason = f"{reason}, and in quotes it is text" if is_quoted and reason.startswith("it takes ") else reason
+        whole = next((word for word in overrides if word.lstrip("+").partition("=")[0] == key), None)
+        if whole and setting == f"{key}=…":
+            setting = whole
+        if is_added and "has no argument" in reason and (choices := suggest_options(key, whole or "", overrides)):
+            fix = choices
         if f"~{key}" in overrides:  # typed instead of the deletion, the key is there
             fix = fix.removeprefix("+")
         elif is_added and fix.startswith(f"'~{key}'"):
             fix = "the same command without it"
         elif (is_added and fix.startswith(f"{key}=")) or (is_in_added and fix.startswith(f"{section}.")):
             fix = f"+{fix}"
-        located.append(ConfigError(mistake.setting, reason, fix))
+        located.append(ConfigError(setting, reason, fix))
     return located
 
 

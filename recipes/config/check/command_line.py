@@ -142,7 +142,10 @@ def _find_switch(override: str, others: Sequence[str]) -> str | None:
 def _explain_switched_off(override: str, switch: str) -> list[ConfigError]:
     """Return the error in a setting of a section that another override switches off; none if it does so again."""
     typed = override.removeprefix("++")
-    if typed.partition("=")[2] in ("null", "false") and typed.partition("=")[0] == switch.lstrip("+~").partition("=")[0]:
+    if (
+        typed.partition("=")[2] in ("null", "false")
+        and typed.partition("=")[0] == switch.lstrip("+~").partition("=")[0]
+    ):
         return []
     return [ConfigError(typed, f"{switch} removes what it is a setting of", f"the same command without {switch}")]
 

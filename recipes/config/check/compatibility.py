@@ -1,7 +1,9 @@
 """Check settings that are valid by themselves but do not work together."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from recipes.config.check.strategy import check_adapter
@@ -9,7 +11,7 @@ from recipes.config.check.types import to_setting
 from recipes.config.compose import CONF
 from recipes.config.published import read_size
 from recipes.config.signature import find_signature, read_signature
-from recipes.config.traits import get_traits, list_data, select, takes_steps
+from recipes.config.traits import get_traits, list_data, select, takes_steps, trains
 from recipes.errors import ConfigError
 
 # Trainer arguments controlled by a group or setting of this project: argument -> what to type instead
@@ -57,8 +59,8 @@ _OPTIONS: dict[str, tuple[str | bool | None, ...]] = {
 _READERS_OF_TEXT = ("sample_text", "answer_check")  # callbacks that are silent without a tokenizer
 _OFF = ("null", "false", "[]")
 _THRESHOLDS = ("stopping_threshold", "divergence_threshold")
-# settings that other settings alone make effective -> which ones, of which one must differ from these values; why nobody
-# reads them otherwise; and what to type beside them
+# settings that other settings alone make effective -> which ones, of which one must differ from these values; why
+# nobody reads them otherwise; and what to type beside them
 _READ_WITH: dict[str, tuple[tuple[str, ...], tuple[object, ...], str, str]] = {
     "pipeline_schedule": (
         ("pipeline_parallel_size",),
@@ -97,6 +99,7 @@ _INSTEAD_OF_HYDRA = {
     "hydra.output_subdir": "config.yaml in the run folder holds the config and the command",
     "hydra.verbose": "train.log in the run folder holds all lines",
 }
+_WANDB_MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")  # dryrun and run: older names
 _MAX_TIME = re.compile(r"\d+:\d\d:\d\d:\d\d")
 _SBATCH_TIME = re.compile(r"(\d+-\d+|\d+)(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 
@@ -106,6 +109,7 @@ def check_compatibility(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     yield from _trainer(config)
     yield from _check_min_steps(config["trainer"])
     yield from _check_job_time(config["launcher"])
+    yield from _check_wandb(config["logger"]) if trains(config) else ()
     yield from _vocabulary(config)
     yield from check_adapter(config)
     yield from _published_model(config["model"])
@@ -157,6 +161,22 @@ def _trainer(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             "the run would end before its first step",
             "trainer.max_time=00:08:00:00, which is 8 hours",
         )
+
+
+def _check_wandb(logger: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Iterator[ConfigError]:
+    """Reject what W&B itself rejects once the run has begun, which then goes on without it."""
+    if not isinstance(logger.get("wandb"), Mapping):
+        return
+    mode, project = environ.get("WANDB_MODE"), logger["wandb"].get("project")
+    if mode and mode not in _WANDB_MODES:
+        near = (get_close_matches(mode, _WANDB_MODES[:3], 1) or ["offline"])[0]
+        reason = f"the modes of W&B are {' '.join(_WANDB_MODES[:3])}"
+        yield ConfigError(f"WANDB_MODE={mode}", reason, f"WANDB_MODE={near} before the command")
+    if isinstance(project, str) and (found := re.search(r"[/\\#?%:]", project)):
+        team, slash, name = project.rpartition("/")
+        entity = f"logger.wandb.entity={team} " if slash and re.fullmatch(r"[\w-]+", team) else ""
+        fix = f"{entity}logger.wandb.project={re.sub(r'[^A-Za-z0-9_.-]', '_', name)}"
+        yield ConfigError(f"logger.wandb.project={project}", f"W&B takes no {found[0]} in a name", fix)
 
 
 def _check_job_time(launcher: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -229,10 +249,9 @@ def _vocabulary(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             reason = f"its tokenizer has {reads} tokens"
             yield ConfigError(f"data.vocab_size={limit}", reason, f"data.vocab_size={model_size}")
         if isinstance(size, int) and size > model_size:
+            owner = "tokenizer" if section == "tokenizer" else f"data of {section}"
             yield ConfigError(
-                f"{section}.vocab_size={size}",
-                f"the model has model.vocab_size={model_size} tokens",
-                f"model.vocab_size={size}",
+                f"model.vocab_size={model_size}", f"the {owner} has {size} tokens", f"model.vocab_size={size}"
             )
 
 
@@ -372,10 +391,13 @@ def _check_reader(
         yield ConfigError(override, _INSTEAD_OF_HYDRA.get(key, "nobody reads it: Hydra starts no run here"), without)
     if key == "callbacks.throughput.peak_tflops" and select(config, "callbacks.throughput.measure_peak"):
         reason = "callbacks.throughput.measure_peak=true measures what a matmul reaches instead"
-        yield ConfigError(f"{override} callbacks.throughput.measure_peak=true", reason, f"{override} alone, or without it")
-    if key == "trainer.sync_batchnorm" and config["trainer"].get("sync_batchnorm") and takes_steps(config):
-        if not get_traits(config["strategy"]).needs_process_group:
-            yield ConfigError(override, "strategy=single has one rank, and nothing to synchronize", f"{without}, or strategy=ddp")
+        yield ConfigError(
+            f"{override} callbacks.throughput.measure_peak=true", reason, f"{override} alone, or without it"
+        )
+    is_synced = key == "trainer.sync_batchnorm" and config["trainer"].get("sync_batchnorm") and takes_steps(config)
+    if is_synced and not get_traits(config["strategy"]).needs_process_group:
+        reason = "strategy=single has one rank, and nothing to synchronize"
+        yield ConfigError(override, reason, f"{without}, or strategy=ddp")
 
 
 def check_evaluator(config: Mapping[str, Any]) -> Iterator[ConfigError]:

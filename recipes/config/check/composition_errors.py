@@ -1,7 +1,7 @@
 """Turn exceptions of Hydra, OmegaConf and the YAML reader into messages about an override or a file."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hydra.errors import HydraException
@@ -10,12 +10,13 @@ from yaml import YAMLError
 
 from recipes.config.check.renamed import RENAMED_OPTIONS
 from recipes.config.check.text_values import find_annotation
-from recipes.config.check.types import describe, placeholder
+from recipes.config.check.types import describe, matches_type, placeholder
 from recipes.config.compose import CONF, Composed
 from recipes.config.trust import find_own_folders
 from recipes.errors import ConfigError
 
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
+_UNSET = re.compile(r"Environment variable '(\w+)' not found")
 _REFERENCE = re.compile(r"(?<!\\)\$\{")
 
 
@@ -31,6 +32,12 @@ def explain_override(override: str, error: Exception, composed: Composed) -> Con
     if isinstance(error, ConfigError) and (not error.setting.endswith("=…") or typed.startswith("resume=")):
         return error  # of a file of the resumed run, or of one of its overrides
     key, _, value = typed.lstrip("+~").partition("=")
+    if variable := _UNSET.search(_last_line(error)):
+        annotation = find_annotation(composed.config, key)
+        is_text = annotation is None or matches_type(variable[1], annotation)
+        again = "" if is_text else f", and '{key}=${{oc.decode:${{oc.env:{variable[1]}}}}}', as a variable is text"
+        fix = f"{variable[1]}=<value> before the command{again}"
+        return ConfigError(typed, f"the environment variable {variable[1]} is not set", fix)
     if _REFERENCE.search(value):
         reason = f"`${{` begins a reference to another setting: {_last_line(error)}"
         return ConfigError(typed, reason, f"{key}=<value>, or \\${{ instead of ${{ where it is text")
@@ -93,6 +100,17 @@ def explain_broken_file(error: BaseException, folder: Path, typed: Sequence[str]
     where = f"a file under {' or '.join(f'{name}/' for name in names)}"
     lines = [line.strip() for text in _messages(error) for line in text.splitlines() if line.strip()]
     reason = " ".join(dict.fromkeys(lines))
+    for path in folders:
+        if file := next(_find_undecodable(path), None):
+            return ConfigError(
+                str(file), "it is not text in UTF-8", f"the file in UTF-8: iconv -f LATIN1 -t UTF-8 {file}"
+            )
+    if repeated := re.search(r"To override a value use 'override (\S+): (\S+)'", reason):
+        group, option = repeated.groups()
+        files = [file for path in folders if path != CONF.resolve() for file in _find_line(path, group, option)]
+        if len(files) == 1:
+            reason = f"every run has an option of {group} already, and this adds a second one"
+            return ConfigError(str(files[0]), reason, f"- override /{group}: {option} in that file")
     unknown = re.search(r"Could not find '(\w+)/(\w+)'", reason)
     if unknown and unknown[2] in RENAMED_OPTIONS.get(unknown[1], {}):
         group, old = unknown.groups()
@@ -100,6 +118,23 @@ def explain_broken_file(error: BaseException, folder: Path, typed: Sequence[str]
         reason = f"{lines[0].partition(':')[0]}: `{group}={old}` is now `{group}={now}`"
         return ConfigError(where, reason, f"{group}: {now} in that file")
     return ConfigError(where, reason, "a corrected version of that file")
+
+
+def _find_undecodable(folder: Path) -> Iterator[Path]:
+    """Yield the config files that are not UTF-8."""
+    for file in sorted(folder.rglob("*.yaml")):
+        try:
+            file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            yield file
+
+
+def _find_line(folder: Path, group: str, option: str) -> Iterator[Path]:
+    """Yield the files with an entry `- /group: option` in their defaults list."""
+    entry = re.compile(rf"^\s*-\s*/?{re.escape(group)}\s*:\s*{re.escape(option)}\b", re.MULTILINE)
+    for file in sorted(folder.rglob("*.yaml")):
+        if entry.search(file.read_text(encoding="utf-8")):
+            yield file
 
 
 def _messages(error: BaseException) -> list[str]:

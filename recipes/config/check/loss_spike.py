@@ -31,8 +31,8 @@ def check_loss_spike(config: Mapping[str, Any], world_size: int, meminfo: Path =
     if node["quarantine_steps"] > longest > 0:
         yield ConfigError(
             f"{_NODE}.quarantine_steps={node['quarantine_steps']}",
-            f"{count} snapshots every {every} steps: each is overwritten after {count * every} steps, and the newest"
-            " good one must outlive the next",
+            f"{count} snapshots, one every {'step' if every == 1 else f'{every} steps'}: each is overwritten after"
+            f" {count * every} steps, and the newest good one must outlive the next",
             f"{_NODE}.quarantine_steps={longest}",
         )
     if node["snapshot_storage"] == "memory":

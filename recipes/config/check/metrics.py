@@ -42,6 +42,13 @@ def check_metrics(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             yield ConfigError(shown, "a metric is a section with a _target_", f"metrics.{name}=null")
         elif node is not None:
             top_k, num_classes = node.get("top_k"), _count_classes(model)
+            expected = node.get("num_classes")
+            if isinstance(expected, int) and num_classes is not None and expected < num_classes:
+                yield ConfigError(
+                    f"metrics.{name}.num_classes={expected}",
+                    f"the model has {num_classes} classes",
+                    f"metrics.{name}.num_classes={num_classes}",
+                )
             if isinstance(top_k, int) and num_classes is not None and top_k > num_classes:
                 yield ConfigError(
                     f"metrics.{name}.top_k={top_k}", f"the model has {num_classes} classes", f"metrics.{name}=null"
@@ -53,6 +60,21 @@ def check_readers(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     for setting in _READERS:
         if _is_used(config, setting):
             yield from find_unknown_metric(config, setting, select(config, setting))
+
+
+def check_thresholds(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Check that the goal of `callbacks.early_stop` is better than its limit: every value is beyond one otherwise."""
+    section = "callbacks.early_stop"
+    goal, limit = (select(config, f"{section}.{name}") for name in ("stopping_threshold", "divergence_threshold"))
+    mode = select(config, f"{section}.mode")
+    if not isinstance(goal, int | float) or not isinstance(limit, int | float):
+        return
+    if goal > limit if mode == "min" else goal < limit:
+        yield ConfigError(
+            f"{section}.stopping_threshold={goal} {section}.divergence_threshold={limit}",
+            f"with {section}.mode={mode} every value is beyond one of them",
+            f"{section}.stopping_threshold={limit} {section}.divergence_threshold={goal}",
+        )
 
 
 def find_unknown_metric(config: Mapping[str, Any], setting: str, name: object) -> Iterator[ConfigError]:

@@ -9,10 +9,11 @@ from recipes.config.ranks import get_ranks
 from recipes.config.signature import read_signature
 from recipes.config.traits import plans_steps, takes_steps
 from recipes.errors import ConfigError
+from recipes.numerics.expert_shape import ALIGNMENT, find_wrong_experts, find_wrong_latent_heads
 
 # optimizers that treat any tensor with two or more axes as one matrix
 _OF_MATRICES = ("adafactor", "muon")
-_ALIGNMENT = 8  # of the products of experts, `recipes.numerics.grouped_linear`, which imports torch
+_OURS = "recipes.model.moe."  # whose sizes are known; a model of another package checks its own
 
 
 def check_moe(config: Mapping[str, Any], world_size: int | None) -> Iterator[ConfigError]:
@@ -32,13 +33,10 @@ def check_moe(config: Mapping[str, Any], world_size: int | None) -> Iterator[Con
                 "expert_parallel_size=1, or model=moe_nano or another one with experts",
             )
         return
-    experts, chosen = model.get("num_experts"), model.get("num_experts_per_token")
-    if isinstance(experts, int) and isinstance(chosen, int) and chosen > experts:
-        yield ConfigError(
-            f"model.num_experts_per_token={chosen}",
-            f"there are model.num_experts={experts}",
-            f"model.num_experts_per_token={experts}",
-        )
+    if str(model["_target_"]).startswith(_OURS):
+        yield from find_wrong_experts(model)
+        if "rope_dim" in model:
+            yield from find_wrong_latent_heads(model)
     yield from _adapter_and_precision(config)
     if plans_steps(config) or (takes_steps(config) and world_size is not None):
         yield from _check_division(config)
@@ -82,7 +80,7 @@ def _check_division(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     for name in ("ffn_hidden_size", "hidden_size"):
         rows = model.get(name)
         if isinstance(rows, int) and rows % shards:
-            multiple = math.lcm(shards, _ALIGNMENT)
+            multiple = math.lcm(shards, ALIGNMENT)
             yield ConfigError(
                 f"model.{name}={rows} expert_parallel_size={size}",
                 f"{shards} ranks share the same experts, and the rows of their matrices are not divisible by {shards}",

@@ -7,7 +7,7 @@ from typing import Any
 
 from recipes.config.check.deepspeed import misplaced_offload
 from recipes.config.check.sections import NODES, list_groups
-from recipes.config.check.types import describe, matches_type, placeholder, to_setting
+from recipes.config.check.types import describe, matches_type, placeholder, suggest, to_setting
 from recipes.config.instantiate import PARTIAL, TARGET
 from recipes.config.signature import (
     Parameter,
@@ -59,6 +59,8 @@ PROVIDED: dict[str, set[str]] = {
 }
 # sections that refer to another one, `evaluator: ${evaluator}`, where mistakes are reported
 _REPEATED = ("mode.evaluator",)
+# groups whose target may be of another package -> what each of them is given by build.py
+_OF_ANY_PACKAGE = {"optimizer": "the model", "scheduler": "the step", "logger": "the run folder"}
 _HYDRA_ONLY = ("_args_", "_convert_", "_recursive_")  # of Hydra's own instantiation, which builds no node here
 
 
@@ -73,8 +75,10 @@ def check_node_tree(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     nodes = dict(list_nodes(config))
     for path, node in nodes.items():
         if not is_repeated(path):
-            yield from _check_node(path, node)
-            yield from _check_partial(path, node, nodes)
+            mistakes = [*_check_node(path, node)]
+            yield from mistakes
+            if not any(mistake.setting.startswith(f"{path}._target_=") for mistake in mistakes):
+                yield from _check_partial(path, node, nodes)
 
 
 def get_provided(path: str) -> set[str]:
@@ -98,6 +102,10 @@ def _check_node(path: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
         yield ConfigError(f"{path}._target_={target}", str(error), _suggest_target(path, target))
         return
     provided = get_provided(path)
+    untaken = sorted(provided - signature.parameters.keys())
+    if untaken and not signature.takes_any and path.partition(".")[0] in _OF_ANY_PACKAGE:
+        yield _cannot_be_called(path, target, untaken[0])
+        return
     for key, value in node.items():
         if key in (TARGET, PARTIAL):
             continue
@@ -125,6 +133,16 @@ def _check_node(path: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
     for key, parameter in signature.parameters.items():
         if parameter.required and key not in node and key not in provided:
             yield ConfigError(f"no {path}.{key}", f"{_get_name(target)} needs it", f"+{path}.{key}=<value>")
+
+
+def _cannot_be_called(path: str, target: str, argument: str) -> ConfigError:
+    """Return the error in a class or function that does not take what build.py passes to it."""
+    group = path.partition(".")[0]
+    reason = f"a run calls it with {_OF_ANY_PACKAGE[group]}, and {_get_name(target)} takes no {argument!r}"
+    fix = f"{group}=<option>, or a function of yours that takes {argument!r}, as those of conf/{group}/ do"
+    if group == "logger":
+        fix = f"nothing for {path}: metrics.csv has every row, and logger=<tensorboard | wandb> writes them as well"
+    return ConfigError(f"{path}._target_={target}", reason, fix)
 
 
 def _check_partial(path: str, node: Mapping[str, Any], nodes: Mapping[str, Mapping[str, Any]]) -> Iterator[ConfigError]:
@@ -167,7 +185,8 @@ def _check_value(where: str, value: object, signature: Signature, key: str) -> I
     if value == "???":
         yield ConfigError(f"no {where}", "it has no default", f"{where}=<{blank}>")
     elif annotation is not None and not _is_node(value) and not matches_type(value, annotation):
-        yield ConfigError(f"{where}={to_setting(value)}", f"it takes {describe(annotation)}", f"{where}=<{blank}>")
+        fix = suggest(where, value, annotation)
+        yield ConfigError(f"{where}={to_setting(value)}", f"it takes {describe(annotation)}", fix)
 
 
 def _unknown(where: str, value: object, signature: Signature, target: str) -> ConfigError:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from recipes.config.check.types import annotation_from, describe, matches_type, placeholder, to_setting
+from recipes.config.check.types import annotation_from, describe, matches_type, placeholder, suggest, to_setting
 from recipes.config.trust import CONF as CONF
 from recipes.errors import ConfigError
 
@@ -137,7 +137,7 @@ def check_settings(config: Mapping[str, Any]) -> Iterator[ConfigError]:
                 yield ConfigError(
                     f"{key}={to_setting(value)}",
                     f"it takes {describe(annotation)}",
-                    f"{key}=<{placeholder(annotation)}>",
+                    suggest(key, value, annotation),
                 )
         elif key not in sections:
             near = get_close_matches(key, [*SETTINGS, *sections], 1)

@@ -282,6 +282,19 @@ def _options_with(group: str, key: str, typed: Sequence[str]) -> list[str]:
     return sorted(options, key=lambda option: (option != key, len(option), option))[:_MAX_OPTIONS]
 
 
+def suggest_options(key: str, typed: str, overrides: Sequence[str]) -> str | None:
+    """Return the overrides that choose an option of a group with this key; None if no option has it.
+
+    Args:
+        key: Dotted key, `model.num_kv_heads`, which the chosen option does not take.
+        typed: The override that sets it.
+        overrides: Overrides of this command line.
+    """
+    group, _, name = key.partition(".")
+    options = [] if group in _SEVERAL else _options_with(group, name, overrides)
+    return ", or ".join(f"{group}={option} {for_shell(typed.lstrip('+'))}" for option in options) or None
+
+
 def _choose(group: str, options: list[str], config: Any, typed: Sequence[str]) -> list[str]:
     """Return the overrides that choose each of these options, added to the chosen ones if a group allows several."""
     if not is_list_of_options(group):

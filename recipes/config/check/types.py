@@ -4,8 +4,10 @@ A range is part of the annotation, `Annotated[int, ">= 1"]` or `Annotated[float,
 """
 
 import ast
+import contextlib
 import math
 import operator
+import unicodedata
 
 _SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
 _DESCRIBED = {
@@ -170,6 +172,30 @@ def placeholder(annotation: ast.expr) -> str:
     ):
         text = text.replace(article, short)
     return text
+
+
+def suggest(key: str, value: object, annotation: ast.expr) -> str:
+    """Return the override with the value that a wrong one is meant to be, else with its type between brackets."""
+    if matches_type([value], annotation):  # tags=mine
+        return f"'{key}=[{to_setting(value)}]'" if " " in to_setting(value) else f"{key}=[{to_setting(value)}]"
+    for number in _read_numbers(value):
+        if matches_type(number, annotation):
+            return f"{key}={number}"
+    return f"{key}=<{placeholder(annotation)}>"
+
+
+def _read_numbers(value: object) -> list[object]:
+    """Return what a value may mean as a number: 1e3 is 1000, 0x10 is 16, a minus of Unicode is that of ASCII."""
+    if isinstance(value, float) and value.is_integer():
+        return [int(value)]
+    if not isinstance(value, str):
+        return []
+    text = unicodedata.normalize("NFKC", value).translate({ord("−"): "-", ord("–"): "-"}).strip()  # noqa: RUF001
+    numbers: list[object] = []
+    for read in (lambda: int(text, 0), lambda: float(text)):
+        with contextlib.suppress(ValueError):
+            numbers.append(read())
+    return numbers
 
 
 def _describe_several(annotation: ast.expr) -> str:

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 from torch import nn
 from typing_extensions import override
 
-from recipes.errors import ConfigError
 from recipes.model.latent_attention import LatentAttention
 from recipes.model.moe.llama import MoeLlama
+from recipes.numerics.expert_shape import find_wrong_latent_heads
 
 
 class DeepSeekV3(MoeLlama):
@@ -48,13 +48,9 @@ class DeepSeekV3(MoeLlama):
         self.value_dim = value_dim
         self.key_value_rank = key_value_rank
         self.query_rank = query_rank
-        if qk_norm:
-            raise ConfigError(
-                "model.qk_norm=true",
-                "latent attention normalizes the vectors that queries and keys are made of",
-                "model.qk_norm=false",
-            )
-        _check_heads(num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, rope_dim=rope_dim, value_dim=value_dim)
+        heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "qk_norm": qk_norm}
+        for mistake in find_wrong_latent_heads(heads | {"rope_dim": rope_dim, "value_dim": value_dim}):
+            raise mistake
         super().__init__(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **settings)
 
     @override
@@ -78,22 +74,3 @@ class DeepSeekV3(MoeLlama):
     @override
     def attention_width(self) -> int:
         return self.num_heads * (self.head_dim + self.rope_dim + self.value_dim) // 2
-
-
-def _check_heads(num_heads: int, *, num_kv_heads: int, head_dim: int, rope_dim: int, value_dim: int) -> None:
-    if num_kv_heads != num_heads:
-        raise ConfigError(
-            f"model.num_kv_heads={num_kv_heads}",
-            "latent attention makes keys and values for each of model.num_heads",
-            f"model.num_kv_heads={num_heads}",
-        )
-    if rope_dim % 2:
-        raise ConfigError(
-            f"model.rope_dim={rope_dim}", "rotary positions rotate pairs of channels", f"model.rope_dim={rope_dim + 1}"
-        )
-    if value_dim > head_dim + rope_dim:
-        raise ConfigError(
-            f"model.value_dim={value_dim}",
-            f"attention has one head size, model.head_dim + model.rope_dim = {head_dim + rope_dim}",
-            f"model.value_dim={head_dim + rope_dim}",
-        )

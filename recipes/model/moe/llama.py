@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from recipes.errors import ConfigError
 from recipes.model.documents import Documents
 from recipes.model.flops import Flops, flops_of_products
 from recipes.model.kv_cache import KeyValueCache, LayerCache
@@ -18,7 +17,7 @@ from recipes.model.llama_block import Block, Mlp
 from recipes.model.moe.mlp import Experts, MoeMlp
 from recipes.model.moe.router import Router, Scores, find_bias_steps
 from recipes.model.rope import Rotation
-from recipes.numerics.grouped_linear import ALIGNMENT
+from recipes.numerics.expert_shape import find_wrong_experts
 
 
 class RoutedBatch(NamedTuple):
@@ -126,7 +125,16 @@ class MoeLlama(Llama):
         self.load_balance_loss = load_balance_loss
         self.router_z_loss = router_z_loss
         self.routed: RoutedBatch | None = None
-        self._check_sizes(settings)
+        sizes = {
+            "num_experts": num_experts,
+            "num_experts_per_token": num_experts_per_token,
+            "num_expert_groups": num_expert_groups,
+            "num_groups_per_token": num_groups_per_token,
+            "num_dense_layers": num_dense_layers,
+            "dense_ffn_hidden_size": dense_ffn_hidden_size,
+        }
+        for mistake in find_wrong_experts(settings | sizes):
+            raise mistake
         super().__init__(**settings)
 
     @override
@@ -233,55 +241,3 @@ class MoeLlama(Llama):
         experts = (module for module in self.modules() if isinstance(module, Experts))
         idle = idle_fraction * sum(flops_of_products(module) for module in experts)
         return Flops(palm=every.palm - idle, causal=every.causal - idle)
-
-    def _check_sizes(self, settings: dict[str, Any]) -> None:
-        """Check that the sizes of the experts are consistent, before any is built."""
-        if self.num_experts_per_token > self.num_experts:
-            raise ConfigError(
-                f"model.num_experts_per_token={self.num_experts_per_token}",
-                f"there are model.num_experts={self.num_experts}",
-                f"model.num_experts_per_token={min(2, self.num_experts)}",
-            )
-        if self.num_dense_layers and self.dense_ffn_hidden_size is None:
-            raise ConfigError(
-                f"model.num_dense_layers={self.num_dense_layers}",
-                "these layers have a plain MLP, whose width is not set",
-                f"model.dense_ffn_hidden_size={4 * settings['hidden_size']}",
-            )
-        if self.num_dense_layers >= settings["num_layers"]:
-            raise ConfigError(
-                f"model.num_dense_layers={self.num_dense_layers}",
-                f"there are model.num_layers={settings['num_layers']}, and none would have experts",
-                f"model.num_dense_layers={max(0, settings['num_layers'] - 1)}",
-            )
-        self._check_groups()
-        for name in ("hidden_size", "ffn_hidden_size"):
-            size = settings[name]
-            if size % ALIGNMENT:
-                raise ConfigError(
-                    f"model.{name}={size}",
-                    f"products of experts need rows of a multiple of 16 bytes, {ALIGNMENT} numbers in bfloat16",
-                    f"model.{name}={-(-size // ALIGNMENT) * ALIGNMENT}",
-                )
-
-    def _check_groups(self) -> None:
-        groups, chosen = self.num_expert_groups, self.num_groups_per_token or self.num_expert_groups
-        size, rest = divmod(self.num_experts, groups)
-        if rest or (size < 2 and chosen < groups):
-            sizes = (number for number in range(1, groups + 1) if self.num_experts % number == 0)
-            fits = max(number for number in sizes if self.num_experts // number >= 2)
-            raise ConfigError(
-                f"model.num_expert_groups={groups}",
-                f"model.num_experts={self.num_experts} do not divide into groups of two or more",
-                f"model.num_expert_groups={fits} model.num_groups_per_token=0",
-            )
-        fewest = -(-self.num_experts_per_token // size)
-        if not fewest <= chosen <= groups:
-            raise ConfigError(
-                f"model.num_groups_per_token={self.num_groups_per_token}",
-                f"there are model.num_expert_groups={groups}"
-                if chosen > groups
-                else f"model.num_experts_per_token={self.num_experts_per_token} experts do not fit into {chosen} group"
-                f"{'s' if chosen > 1 else ''} of {size}",
-                f"model.num_groups_per_token={fewest}",
-            )
