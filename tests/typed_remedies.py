@@ -30,7 +30,7 @@ EXAMPLES = [
 ]
 # what needs a machine, a folder or a file that is not here, or is no override
 NOT_TYPED = re.compile(
-    r"python train\.py|torchrun|…|run folder|a path that exists|optimizer steps"
+    r"python train\.py|torchrun|before the command|…|run folder|a path that exists|optimizer steps"
     r"|an option of|section with|path=<text>|\.<"
 )
 

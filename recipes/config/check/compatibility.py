@@ -378,7 +378,7 @@ def _check_reader(
     if key in _READ_WITH:
         switches, off, reason, beside = _READ_WITH[key]
         if select(config, key) is not None and all(select(config, switch) in off for switch in switches):
-            yield ConfigError(override, reason, f"{beside} beside it, or {without}")
+            yield ConfigError(override, reason, f"{without}, or {beside} beside it")
     if key in _READ_BY_REFERENCE and select(config, key) and key not in references.values():
         own = _READ_BY_REFERENCE[key]
         section, _, name = own.rpartition(".")

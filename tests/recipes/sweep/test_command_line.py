@@ -19,6 +19,7 @@ WRONG = {
     "seed=range(1,101) optimizer.lr=range(1,101)": ["seed=range(1,101) optimizer.lr=range(1,101)"],
     "sweep=lr seed=range(1,1002)": ["seed=range(1,1002)"],
     "seed=1,2 hydra.run.dir=a,b": ["hydra.run.dir=a,b"],
+    "seed=1,2 hydra.run.dir=a": ["hydra.run.dir=a"],
     "seed=1,2 hydra.sweep.dir= hydra.sweeper.max_batch_size=0": ["hydra.sweeper.max_batch_size=0", "hydra.sweep.dir="],
     "seed=1,2 hydra.sweep.dir=~nouser/x": ["hydra.sweep.dir=~nouser/x"],
     f"seed=1,2 hydra.sweep.dir={'x' * 300}": ["hydra.sweep.dir=…"],

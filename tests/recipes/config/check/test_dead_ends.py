@@ -28,6 +28,7 @@ WORKS = {
     "callbacks=[]": ("callbacks", {}),
     "tags=[é,~/x,'a b']": ("tags", ["é", "~/x", "a b"]),
     "'tags=${oc.create:[a,b]}'": ("tags", ["a", "b"]),
+    "~callbacks.progress callbacks.progress=null": ("seed", 1234),
     "debug=[nan,fast_dev_run]": ("trainer.max_steps", 1),
 }
 # reported together, in any order
@@ -67,6 +68,24 @@ TOGETHER = {
     "~trainer": "~trainer: every run has one; type trainer=default",
     "~name": "~name: every run has one; type name=<text>",
     "~loader": "~loader: every run has one; type the same command without loader",
+    "epochs=3": "epochs=3: there is no 'epochs'; type trainer.max_steps=<optimizer steps>",
+    "wd=0.2": "wd=0.2: there is no 'wd'; type optimizer.weight_decay=0.2",
+    "precision=float32": (
+        "precision=float32: the options are 16-mixed 32-true bf16-mixed bf16-true fp8-mixed tf32;"
+        " type precision=32-true"
+    ),
+    "callbacks/hang=hang": "callbacks/hang=hang: there is no 'callbacks/hang'; type callbacks=[default,hang]",
+    "+callbacks/hang@callbacks=hang": (
+        "+callbacks/hang@callbacks=hang: the place of a group in the config is fixed; type callbacks=[default,hang]"
+    ),
+    "hydra/launcher=joblib": ("hydra/launcher=joblib: there is no 'hydra/launcher'; type launcher=<local | slurm>"),
+    "optimizer.eps = 1e-3": "optimizer.eps = 1e-3: there is a space beside the =; type optimizer.eps=1e-3",
+    "optimizer.eps:1e-3": "optimizer.eps:1e-3: a setting is typed with =, not with a colon; type optimizer.eps=1e-3",
+    "model/gpt2_nano": "model/gpt2_nano: an option of a group is typed with =; type model=gpt2_nano",
+    "": "'': an empty word: a variable of the shell that is not set, or a space after a backslash;"
+    " type the same command without it",
+    "optimizer.lr=interval(1e-4,1e-2)": "optimizer.lr=interval(1e-4,1e-2): a single run takes one value;"
+    " type python train.py -m hydra/sweeper=optuna 'optimizer.lr=interval(1e-4,1e-2)'",
     "=3": "=3: it is not of the form key=value; type key=value",
     "~key": "~key: there is no 'key'; type the same command without it",
     "~callbacks.nope": "~callbacks.nope: there is no 'callbacks.nope'; type the same command without it",
@@ -98,7 +117,7 @@ ALONE = {
         "trainer.profiler=nope: the options are simple advanced pytorch xla; type trainer.profiler=null"
     ),
     "callbacks.sample_text.temperature=1e300": (
-        "callbacks.sample_text.temperature=1e+300: it must be from 0 to 1000;"
+        "callbacks.sample_text.temperature=1e300: it must be from 0 to 1000;"
         " type callbacks.sample_text.temperature=<from 0 to 1000>"
     ),
     "~trainer.devices": "no trainer.devices: every run has one; type trainer.devices=<value>",
@@ -161,6 +180,103 @@ ALONE = {
         "optimizer.momentum=0 optimizer.nesterov=true: Nesterov's method looks ahead along the momentum, and there is"
         " none; type optimizer.nesterov=false, or optimizer.momentum=0.9"
     ),
+    "callbacks.loss_spike=null callbacks.loss_spike.max_skips=2": (
+        "callbacks.loss_spike.max_skips=2: callbacks.loss_spike=null removes what it is a setting of;"
+        " type the same command without callbacks.loss_spike=null"
+    ),
+    "callbacks=none": (
+        "callbacks=none: the options are answer_check bottleneck classification default early_stop grad_norm hang"
+        " instructions loss_scale loss_spike memory optimizer_state progress report sample_text step_profiler"
+        " stop_at_nan throughput; type callbacks=[]"
+    ),
+    "'model=glob(gpt2*)'": (
+        "model=glob(gpt2*): a single run takes one option; type python train.py -m 'model=glob(gpt2*)'"
+    ),
+    "tags=mine": "tags=mine: it takes a list of texts; type tags=[mine]",
+    "trainer.max_steps=1e3": "trainer.max_steps=1e3: it takes a whole number; type trainer.max_steps=1000",
+    "seed=0x10": "seed=0x10: it takes a whole number; type seed=16",
+    "optimizer.lr=1e\u22123": "optimizer.lr=1e\u22123: it takes a number; type optimizer.lr=0.001",
+    "'seed=${oc.env:NOT_SET_HERE}'": (
+        "seed=${oc.env:NOT_SET_HERE}: the environment variable NOT_SET_HERE is not set; type NOT_SET_HERE=<value>"
+        " before the command, and 'seed=${oc.decode:${oc.env:NOT_SET_HERE}}', as a variable is text"
+    ),
+    "'seed=${oc.env:SEED_OF_A_TEST}'": (
+        "seed=${oc.env:SEED_OF_A_TEST}: it takes a whole number, and a variable is text;"
+        " type 'seed=${oc.decode:${oc.env:SEED_OF_A_TEST}}'"
+    ),
+    "++foo=1": "++foo=1: there is no such setting or section; type nothing for foo",
+    "model.vocab_size=200 tokenizer=bytes": (
+        "model.vocab_size=200: the tokenizer has 257 tokens; type model.vocab_size=257"
+    ),
+    "+model.num_kv_heads=2": (
+        "model.num_kv_heads=2: GPT2 has no argument 'num_kv_heads'; type model=llama_1b model.num_kv_heads=2,"
+        " or model=llama_8b model.num_kv_heads=2"
+    ),
+    "optimizer._target_=torch.optim.AdamW": (
+        "optimizer._target_=torch.optim.AdamW: a run calls it with the model, and AdamW takes no 'model';"
+        " type optimizer=<an option of conf/optimizer/>, or a function of yours that takes 'model', as those of conf/optimizer/ do"
+    ),
+    "+logger.x._target_=lightning.pytorch.loggers.CSVLogger +logger.x.save_dir=x": (
+        "logger.x._target_=lightning.pytorch.loggers.CSVLogger: a run calls it with the run folder, and CSVLogger takes"
+        " no 'run_folder'; type nothing for logger.x: metrics.csv has every row, and logger=<tensorboard | wandb>"
+        " writes them as well"
+    ),
+    "metrics.token_accuracy.num_classes=10": (
+        "metrics.token_accuracy.num_classes=10: the model has 320 classes; type metrics.token_accuracy.num_classes=320"
+    ),
+    "callbacks.early_stop.stopping_threshold=6 callbacks.early_stop.divergence_threshold=5": (
+        "callbacks.early_stop.stopping_threshold=6 callbacks.early_stop.divergence_threshold=5: with"
+        " callbacks.early_stop.mode=min every value is beyond one of them; type"
+        " callbacks.early_stop.stopping_threshold=5 callbacks.early_stop.divergence_threshold=6"
+    ),
+    "model=deepseek_nano model.num_experts=6": (
+        "model.num_expert_groups=4: model.num_experts=6 do not divide into groups of two or more;"
+        " type model.num_expert_groups=3 model.num_groups_per_token=0"
+    ),
+    "model=deepseek_nano model.rope_dim=3": (
+        "model.rope_dim=3: rotary positions rotate pairs of channels; type model.rope_dim=4"
+    ),
+    "logger=wandb logger.wandb.project=team/mine": (
+        "logger.wandb.project=team/mine: W&B takes no / in a name; type logger.wandb.entity=team"
+        " logger.wandb.project=mine"
+    ),
+    "trainer.reload_dataloaders_every_n_epochs=1": (
+        "trainer.reload_dataloaders_every_n_epochs=1: training is a stream without epochs;"
+        " type the same command without it"
+    ),
+    # nobody reads these
+    "pipeline_schedule=ZBVZeroBubble": (
+        "pipeline_schedule=ZBVZeroBubble: pipeline_parallel_size=1 has no stages to schedule; type the same"
+        " command without it, or strategy=fsdp pipeline_parallel_size=<stages> beside it"
+    ),
+    "sequence_parallel=false": (
+        "sequence_parallel=false: tensor_parallel_size=1 has no ranks that share a sequence; type the"
+        " same command without it, or strategy=fsdp tensor_parallel_size=<ranks> beside it"
+    ),
+    "callbacks.early_stop.mode=max": (
+        "callbacks.early_stop.mode=max: without a patience or a threshold callbacks.early_stop is off;"
+        " type the same command without it, or callbacks.early_stop.patience=<validations> beside it"
+    ),
+    "callbacks.throughput.peak_tflops=9 callbacks.throughput.measure_peak=true": (
+        "callbacks.throughput.peak_tflops=9 callbacks.throughput.measure_peak=true: callbacks.throughput."
+        "measure_peak=true measures what a matmul reaches instead; type callbacks.throughput.peak_tflops=9 alone,"
+        " or without it"
+    ),
+    "trainer.model_registry=foo": (
+        "trainer.model_registry=foo: only Lightning's own checkpoints are uploaded there, and a run writes none;"
+        " type the same command without it"
+    ),
+    "hydra.job.chdir=true": (
+        "hydra.job.chdir=true: paths of a command are relative to the folder that it is typed in, and stay so;"
+        " type the same command without it"
+    ),
+    "scheduler=step warmup_steps=3": (
+        "warmup_steps=3: scheduler.warmup_steps has a value of its own, and nobody else reads it;"
+        " type scheduler.warmup_steps=3"
+    ),
+    "profile=3 '~callbacks.step_profiler'": (
+        "profile=3: callbacks.step_profiler takes none, and nobody else reads it; type the same command without it"
+    ),
     "model=resnet18 global_batch_size=1": (
         "global_batch_size=1: one image of 8 x 8 leaves batch norm a single value per channel, which has no variance;"
         " type micro_batch_size=2 global_batch_size=2"
@@ -182,6 +298,8 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("x,y.txt", "it's.txt"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SEED_OF_A_TEST", "7")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
 
 
 @pytest.mark.parametrize("typed", WORKS)
@@ -244,3 +362,46 @@ def test_what_is_typed_with_a_mistake_and_without_is_composed_the_same() -> None
     assert right is not None
     assert wrong is not None
     assert right.config | {"name": "2024"} == wrong.config | {"name": "2024"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("mine.yaml", "optimizer: {lr: 1e-4}\n", "recipe=mine: {file}: its settings stand below recipe"),
+        ("mine.yaml", "", "recipe=mine: {file}: it is empty; type # @package _global_ as the first line of {file}"),
+        (
+            "mine.yml",
+            "# @package _global_\nseed: 1\n",
+            "recipe=mine: there is {file}, and Hydra reads files that end in",
+        ),
+        (
+            "mine.yaml",
+            "# @package _global_\ndefaults:\n  - /optimizer: lion\n",
+            "{file}: every run has an option of optimizer already, and this adds a second one; type - override"
+            " /optimizer: lion in that file",
+        ),
+        ("mine.yaml", "# @package _global_\n# gr\udcf6sse\nseed: 3\n", "{file}: it is not text in UTF-8"),
+        (
+            "mine.yaml",
+            '# @package _global_\noptimizer:\n  lr: "1e-4"\n',
+            "optimizer.lr=1e-4: it takes a number, and in quotes it is text; type optimizer.lr=0.0001 (in {file},"
+            " line 3)",
+        ),
+    ],
+)
+def test_an_own_recipe_is_answered_with_its_file_and_what_to_write(
+    name: str, text: str, said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "own" / "recipe" / name
+    file.parent.mkdir(parents=True)
+    file.write_text(text, encoding="utf-8", errors="surrogateescape")
+    _, [mistake] = compose_and_check([f"hydra.searchpath=[{tmp_path}/own]", "recipe=mine"])
+    assert str(mistake).startswith(said.format(file=file))
+
+
+def test_the_mode_of_wandb_is_checked_where_its_logger_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offlne")
+    assert [str(mistake) for mistake in compose_and_check(["logger=wandb"])[1]] == [
+        "WANDB_MODE=offlne: the modes of W&B are online offline disabled; type WANDB_MODE=offline before the command"
+    ]
+    assert compose_and_check([])[1] == []
