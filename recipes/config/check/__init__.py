@@ -248,7 +248,8 @@ def locate_mistakes(mistakes: Sequence[ConfigError], overrides: Sequence[str]) -
             setting = f"{key}={text}"  # 1e3 instead of 1000.0
             if _VARIABLE.fullmatch(text):
                 reason, fix = f"{reason}, and a variable is text", f"'{key}=${{oc.decode:{text}}}'"
-        if not is_typed and not is_in_added and (line := _find_line(mistake, key, overrides)):
+        is_of_section = fix.lstrip("'~+").startswith(f"{section}." if section else "")  # else it is typed, not edited
+        if not is_typed and not is_in_added and is_of_section and (line := _find_line(mistake, key, overrides)):
             place, is_quoted = line
             fix = f"{fix} ({place})"
             reason = f"{reason}, and in quotes it is text" if is_quoted and reason.startswith("it takes ") else reason

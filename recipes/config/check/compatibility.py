@@ -249,9 +249,11 @@ def _vocabulary(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             reason = f"its tokenizer has {reads} tokens"
             yield ConfigError(f"data.vocab_size={limit}", reason, f"data.vocab_size={model_size}")
         if isinstance(size, int) and size > model_size:
-            owner = "tokenizer" if section == "tokenizer" else f"data of {section}"
+            is_set = node.get("vocab_size") is not None  # else it is of the class, and nobody has typed it
             yield ConfigError(
-                f"model.vocab_size={model_size}", f"the {owner} has {size} tokens", f"model.vocab_size={size}"
+                f"{section}.vocab_size={size}" if is_set else f"model.vocab_size={model_size}",
+                f"the model has model.vocab_size={model_size} tokens" if is_set else f"the {section} has {size} tokens",
+                f"model.vocab_size={size}",
             )
 
 

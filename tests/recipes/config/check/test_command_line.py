@@ -112,7 +112,7 @@ def test_an_unknown_option_gets_its_alias_or_the_closest_name_suggested(typed: s
     [
         ("batch_size=8", "global_batch_size=8"),
         ("trainer.gpus=2", "trainer.devices=2"),
-        ("epochs=3", "trainer.max_steps=3"),
+        ("epochs=3", "trainer.max_steps=<optimizer steps>"),
         ("checkpoint_every=5", "save_every=5"),
         ("ckpt_path=x", "resume=x"),
         ("lr=1", "optimizer.lr=1"),  # the only section with this key
@@ -152,7 +152,6 @@ def test_a_group_with_the_option_is_preferred_over_a_closer_spelling() -> None:
     [
         ("model=gpt2,llama_nano", "a single run takes one option"),
         ("seed=1,2", "a single run takes one value"),
-        ("optimizer.lr=interval(1e-4,1e-2)", "a single run takes one value"),
     ],
 )
 def test_a_sweep_requires_the_flag_m(typed: str, reason: str) -> None:

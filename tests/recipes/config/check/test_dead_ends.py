@@ -214,7 +214,7 @@ ALONE = {
     ),
     "optimizer._target_=torch.optim.AdamW": (
         "optimizer._target_=torch.optim.AdamW: a run calls it with the model, and AdamW takes no 'model';"
-        " type optimizer=<an option of conf/optimizer/>, or a function of yours that takes 'model', as those of conf/optimizer/ do"
+        " type optimizer=<an option of conf/optimizer/>, or a function of yours that takes 'model', as theirs do"
     ),
     "+logger.x._target_=lightning.pytorch.loggers.CSVLogger +logger.x.save_dir=x": (
         "logger.x._target_=lightning.pytorch.loggers.CSVLogger: a run calls it with the run folder, and CSVLogger takes"
@@ -222,7 +222,8 @@ ALONE = {
         " writes them as well"
     ),
     "metrics.token_accuracy.num_classes=10": (
-        "metrics.token_accuracy.num_classes=10: the model has 320 classes; type metrics.token_accuracy.num_classes=320"
+        "metrics.token_accuracy.num_classes=10: the model has 2048 classes;"
+        " type metrics.token_accuracy.num_classes=2048"
     ),
     "callbacks.early_stop.stopping_threshold=6 callbacks.early_stop.divergence_threshold=5": (
         "callbacks.early_stop.stopping_threshold=6 callbacks.early_stop.divergence_threshold=5: with"

@@ -105,7 +105,7 @@ MESSAGES = {
     ),
     "seq_len=4096": ("seq_len=4096: the model accepts at most model.max_seq_len=128 tokens; type seq_len=128"),
     "tokenizer=bytes model.vocab_size=100": (
-        "tokenizer.vocab_size=257: the model has model.vocab_size=100 tokens; type model.vocab_size=257"
+        "model.vocab_size=100: the tokenizer has 257 tokens; type model.vocab_size=257"
     ),
     "tokenizer.vocab_size=5000": (
         "tokenizer.vocab_size=5000: the model has model.vocab_size=2048 tokens; type model.vocab_size=5000"
