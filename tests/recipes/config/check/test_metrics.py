@@ -57,7 +57,6 @@ VALID = [
     "model=resnet18 checkpoint.best_metric=val/f1 checkpoint.best_mode=max",
     f"+metrics.f1={{_target_:{F1}Score,num_classes:2048}} checkpoint.best_metric=val/f1",
     "checkpoint.best_metric=train/loss",  # what validation does not compute, another may
-    "callbacks.early_stop.monitor=val/accuracy",  # off
     "checkpoint.best_metric=val/bleu +callbacks.mine._target_=lightning.pytorch.callbacks.Timer",  # which may log it
 ]
 

@@ -26,7 +26,7 @@ WRONG = {
         "checkpoint.eval_every=-1: it must be at least 1; type checkpoint.eval_every=<at least 1>",
         "checkpoint.save_every_minutes=0: it must be above 0; type checkpoint.save_every_minutes=<above 0>",
         "scheduler.num_steps=0: it must be at least 1; type scheduler.num_steps=<at least 1>",
-        "optimizer.lr=1e+39: it must be finite in float32 and above 0;"
+        "optimizer.lr=1e39: it must be finite in float32 and above 0;"
         " type optimizer.lr=<finite in float32 and above 0>",
         "optimizer.eps=1e-46: it must be above 0 in float32; type optimizer.eps=<above 0 in float32>",
         "optimizer.weight_decay=inf: it must be finite and at least 0;"
