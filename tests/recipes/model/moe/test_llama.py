@@ -207,7 +207,7 @@ def test_a_cache_gives_the_tokens_of_a_run_without_one() -> None:
 @pytest.mark.parametrize(
     ("changes", "fix"),
     [
-        ({"num_experts_per_token": 5}, "model.num_experts_per_token=2"),
+        ({"num_experts_per_token": 5}, "model.num_experts_per_token=4"),
         ({"ffn_hidden_size": 50}, "model.ffn_hidden_size=56"),
     ],
 )
