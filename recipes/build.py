@@ -210,7 +210,10 @@ def _explain_another_model(model: Config, checkpoint: Path) -> tuple[str, str]:
     }
     if changed:
         typed = " ".join(f"{key}={to_setting(value)}" for key, value in changed.items())
-        return f"resume={run} {typed}", f"nothing for {' and '.join(changed)}, or resume=null to train another model"
+        return (
+            f"resume={run} {typed}",
+            f"the same command without {' and '.join(changed)}, or resume=null to train another model",
+        )
     return f"resume={run}", f"resume={run} with the {CONFIG_FILE} and the checkpoints that this run wrote itself"
 
 

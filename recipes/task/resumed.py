@@ -117,7 +117,7 @@ def check_optimizer(name: str, saved_name: str | None) -> None:
         raise ConfigError(
             f"optimizer={name.lower()}",
             f"the checkpoint holds the state of {saved_name}",
-            "nothing for optimizer=, or resume=null to train with another one",
+            "the same command without optimizer=, or resume=null to train with another one",
         )
 
 

@@ -63,7 +63,7 @@ def check_callbacks(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             yield ConfigError(where, "it is a class, but not a subclass of Lightning's Callback", _without(name))
         for replaced in sorted(names & _REPLACED.keys()):
             reason, instead = _REPLACED[replaced]
-            yield ConfigError(where, reason, f"{instead}; and nothing for callbacks.{name}")
+            yield ConfigError(where, reason, f"{instead}; and the same command without callbacks.{name}")
         if _BAR in names:
             bars.append((name, where))
     if len(bars) > 1:  # Lightning rejects a second one, whichever it is
@@ -72,4 +72,4 @@ def check_callbacks(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def _without(name: str) -> str:
-    return f"nothing for callbacks.{name}"
+    return f"the same command without callbacks.{name}"

@@ -141,7 +141,8 @@ def _cannot_be_called(path: str, target: str, argument: str) -> ConfigError:
     reason = f"a run calls it with {_OF_ANY_PACKAGE[group]}, and {_get_name(target)} takes no {argument!r}"
     fix = f"{group}=<an option of conf/{group}/>, or a function of yours that takes {argument!r}, as theirs do"
     if group == "logger":
-        fix = f"nothing for {path}: metrics.csv has every row, and logger=<tensorboard | wandb> writes them as well"
+        fix = f"the same command without {path}: metrics.csv has every row, and logger=<tensorboard | wandb> writes"
+        fix += " them as well"
     return ConfigError(f"{path}._target_={target}", reason, fix)
 
 

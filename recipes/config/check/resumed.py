@@ -69,7 +69,7 @@ def check_resumed(
         yield ConfigError(
             f"resume={config['resume']} model.pretrained={pretrained}",
             "its weights are those of the checkpoint, and no others would be read",
-            "nothing for model.pretrained, or resume=null to start from these weights",
+            "the same command without model.pretrained, or resume=null to start from these weights",
         )
     # tokens prepared elsewhere (data=token_file) come without a tokenizer and cannot be compared
     known, chosen = trained["tokenizer"], config["tokenizer"]
@@ -93,7 +93,7 @@ def _check_adapter(
             f"its weights are those of {kind}"
             if _is_adapter(before)
             else "its weights were trained without an adapter",
-            "nothing for adapter=, or resume=null to train another model",
+            "the same command without adapter=, or resume=null to train another model",
         )
         return
     for key in before.keys() & now.keys() - {*_NOT_OF_ADAPTER} if _is_adapter(now) else ():
@@ -101,7 +101,7 @@ def _check_adapter(
             yield ConfigError(
                 f"resume={resume} adapter.{key}={to_setting(now[key])}",
                 f"its weights were trained with adapter.{key}={to_setting(before[key])}",
-                f"nothing for adapter.{key}, or resume=null to train another model",
+                f"the same command without adapter.{key}, or resume=null to train another model",
             )
 
 

@@ -208,7 +208,11 @@ def suggest_nested(group: str, option: str, config: Any, typed: Sequence[str]) -
         return "launcher=<local | slurm>"
     options = list_options(outer, typed)
     meant = next((name for name in (option, inner) if name in options), None)
-    return suggest_addition(outer, meant, get_choice(outer, config), typed) if meant else f"nothing for {group}"
+    return (
+        suggest_addition(outer, meant, get_choice(outer, config), typed)
+        if meant
+        else f"the same command without {group}"
+    )
 
 
 def suggest_name(name: str, value: str) -> str:

@@ -181,7 +181,9 @@ def test_a_run_without_its_config_needs_the_model_typed(name: str, tmp_path: Pat
 def test_published_weights_in_a_resume_have_one_answer_that_works(tmp_path: Path) -> None:
     run = start(tmp_path / "run", "tokenizer=bytes")
     [mistake] = resume(run, "model.pretrained=gpt2")[2]
-    assert mistake.endswith("; type nothing for model.pretrained, or resume=null to start from these weights")
+    assert mistake.endswith(
+        "; type the same command without model.pretrained, or resume=null to start from these weights"
+    )
 
 
 def test_a_blank_line_among_the_events_is_none(tmp_path: Path) -> None:

@@ -357,7 +357,7 @@ def test_another_optimizer_cannot_resume_from_the_state_of_this_one(
     assert execute(f"resume={run}", "trainer.max_steps=20", "optimizer=sgd", *WITHOUT_CALLBACKS) == 2
     console = capsys.readouterr().out
     assert "the checkpoint holds the state of AdamW" in console
-    assert "type: nothing for optimizer=, or resume=null to train with another one" in console
+    assert "type: the same command without optimizer=, or resume=null to train with another one" in console
 
 
 def test_resuming_a_finished_run_changes_nothing(run: Path) -> None:

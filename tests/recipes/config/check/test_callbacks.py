@@ -38,7 +38,11 @@ def test_callbacks_that_change_what_a_setting_controls_are_refused_with_that_set
     of_class = {name: [text for text in mistakes if f"callbacks.x{name}._target_" in text] for name in CLASSES}
     for name, setting in CLASSES.items():
         assert len(of_class[name]) == (setting is not None), of_class[name]
-        assert all(setting in text and f"nothing for callbacks.x{name}" in text for text in of_class[name] if setting)
+        assert all(
+            setting in text and f"the same command without callbacks.x{name}" in text
+            for text in of_class[name]
+            if setting
+        )
 
 
 def test_a_subclass_of_it_is_refused_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +57,7 @@ def test_a_subclass_of_it_is_refused_as_well(tmp_path: Path, monkeypatch: pytest
 def test_a_class_that_is_no_callback_is_said_to_be_none() -> None:
     assert check("+callbacks.x._target_=torch.nn.Linear +callbacks.x.in_features=2") == [
         "callbacks.x._target_=torch.nn.Linear: it is a class, but not a subclass of Lightning's Callback;"
-        " type nothing for callbacks.x"
+        " type the same command without callbacks.x"
     ]
 
 

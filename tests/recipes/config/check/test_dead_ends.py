@@ -204,7 +204,7 @@ ALONE = {
         "seed=${oc.env:SEED_OF_A_TEST}: it takes a whole number, and a variable is text;"
         " type 'seed=${oc.decode:${oc.env:SEED_OF_A_TEST}}'"
     ),
-    "++foo=1": "++foo=1: there is no such setting or section; type nothing for foo",
+    "++foo=1": "++foo=1: there is no such setting or section; type the same command without foo",
     "model.vocab_size=200 tokenizer=bytes": (
         "model.vocab_size=200: the tokenizer has 257 tokens; type model.vocab_size=257"
     ),
@@ -218,8 +218,8 @@ ALONE = {
     ),
     "+logger.x._target_=lightning.pytorch.loggers.CSVLogger +logger.x.save_dir=x": (
         "logger.x._target_=lightning.pytorch.loggers.CSVLogger: a run calls it with the run folder, and CSVLogger takes"
-        " no 'run_folder'; type nothing for logger.x: metrics.csv has every row, and logger=<tensorboard | wandb>"
-        " writes them as well"
+        " no 'run_folder'; type the same command without logger.x: metrics.csv has every row, and"
+        " logger=<tensorboard | wandb> writes them as well"
     ),
     "metrics.token_accuracy.num_classes=10": (
         "metrics.token_accuracy.num_classes=10: the model has 2048 classes;"
