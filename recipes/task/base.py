@@ -143,6 +143,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         self.check_room(model)
         initialize_part = functools.partial(first_weights, seed=self.seed)
         self.model = self.trainer.strategy.materialize(model, initialize_part)  # type: ignore[attr-defined]
+        self.remember_base()
 
     def meta_model(self) -> nn.Module:
         """Return an unsharded model without storage."""

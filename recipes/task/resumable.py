@@ -22,15 +22,18 @@ from recipes.lightning_internals import skip_validation_once
 from recipes.mesh import Mesh
 from recipes.model.init import unsharded_shape
 from recipes.model.weights.adapter import has_adapter
+from recipes.model.weights.files import hash_weights
 from recipes.numerics.collectives import gather_objects
 from recipes.numerics.ema import NAME as AVERAGE
 from recipes.numerics.nf4 import list_nf4
 from recipes.optimizer.param_groups import drop_unused_groups
 from recipes.task.resumed import (
+    Base,
     check_base,
     check_keys,
     check_model,
     check_optimizer,
+    check_published_config,
     check_settings,
     recount_micro_batches,
 )
@@ -81,6 +84,7 @@ class Resumable(lightning.LightningModule):
         self._resumed_optimizer: str | None = None
         self._resumed_rng: GeneratorStates | None = None
         self._rng_is_restored = False
+        self._base_of_adapter: Base | None = None
 
     def recipes_consumed(self) -> tuple[int, int]:
         """Return the samples and tokens consumed so far over all ranks, for callbacks."""
@@ -187,7 +191,8 @@ class Resumable(lightning.LightningModule):
         checkpoint["parameters"] = self.optimized_parameters
         checkpoint["every_parameter"] = self._every_parameter
         checkpoint["group_values"] = self._get_group_values()
-        checkpoint["base"] = self._base_of_adapter
+        checkpoint["base"] = None if self._base_of_adapter is None else self._base_of_adapter.state()
+        checkpoint["published_config"] = self._published_config
         checkpoint["model_settings"] = dict(self.model_settings)
         frozen = self.frozen_names()
         for name in frozen:
@@ -207,6 +212,8 @@ class Resumable(lightning.LightningModule):
         check_settings(self.model_settings, checkpoint.get("model_settings", {}), fix=self.fix_of_another_model)
         setting, fix = self.setting_of_another_model, self.fix_of_another_model
         check_model(shapes, checkpoint["state_dict"], setting=setting, fix=fix)
+        published = checkpoint.get("published_config", {})
+        check_published_config(self._published_config, published, str(getattr(self.model, "name", "")))
         check_base(self._base_of_adapter, checkpoint["base"])
         self.awaits_checkpoint = False
         self.num_samples = checkpoint["consumed"]["samples"]
@@ -275,19 +282,28 @@ class Resumable(lightning.LightningModule):
 
     def frozen_names(self) -> frozenset[str]:
         """Return the names of parameters excluded from a checkpoint: with an adapter, all frozen ones."""
-        if self._base_of_adapter is None:
+        if not has_adapter(self.model):  # type: ignore[arg-type]
             return frozenset()
         every = self.named_parameters(remove_duplicate=False)
         return frozenset(name for name, parameter in every if not parameter.requires_grad)
 
-    @property
-    def _base_of_adapter(self) -> str | None:
-        """Identity of an adapter's base weights: a published model or a seed; None without an adapter."""
+    def remember_base(self) -> None:
+        """Record which frozen weights were loaded beside an adapter; a collective, if they were read from files."""
         model: Any = self.model
+        pretrained: str | None = getattr(model, "pretrained", None)
         if not has_adapter(model):
-            return None
-        base = str(getattr(model, "pretrained", None) or f"seed {self.seed}")
-        return f"{base} in NF4" if any(list_nf4(model)) else base
+            return
+        digest = None
+        if pretrained is not None:
+            own = hash_weights(pretrained) if self.trainer.is_global_zero else None
+            digest = self.trainer.strategy.broadcast(own)
+        self._base_of_adapter = Base(pretrained or str(self.seed), digest, in_nf4=any(list_nf4(model)))
+
+    @property
+    def _published_config(self) -> dict[str, Any]:
+        """Settings of the model that its published config.json decides; empty for a model whose settings are typed."""
+        config = getattr(self.model, "published_config", None)
+        return {} if config is None else config()
 
     # Rollbacks.
 

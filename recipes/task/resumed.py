@@ -1,6 +1,8 @@
 """Check that a checkpoint matches the model and optimizer of this run, and adjust its micro-batch counters."""
 
+import json
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -9,6 +11,30 @@ from recipes.checkpoint.saved_tensor import SavedTensor
 from recipes.errors import ConfigError
 
 _NEEDED = ("loops", "consumed", "strategy", "mesh", "loggers", "optimizer", "clipping", "base")
+
+
+@dataclass(frozen=True)
+class Base:
+    """Frozen weights beside an adapter, which no checkpoint holds.
+
+    Attributes:
+        name: Folder or hub name of the published model; else the seed they were drawn from.
+        hash: Hash of the published tensors; None for weights from a seed.
+        in_nf4: Whether they are held in 4 bits.
+    """
+
+    name: str
+    hash: str | None
+    in_nf4: bool
+
+    @property
+    def is_published(self) -> bool:
+        """Whether they were read from files."""
+        return self.hash is not None
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of them."""
+        return asdict(self)
 
 
 def check_keys(checkpoint: Mapping[str, Any], data: object) -> None:
@@ -85,18 +111,64 @@ def check_model(own: Mapping[str, torch.Size], saved: Mapping[str, SavedTensor],
             )
 
 
-def check_base(own: str | None, saved: str | None) -> None:
-    """Check that an adapter's base weights are those it was trained on.
+def check_base(own: Base | None, saved: Mapping[str, Any] | None) -> None:
+    """Check that an adapter's base weights are those it was trained on, in whichever folder they are now.
+
+    Args:
+        own: Frozen weights of this run; None without an adapter.
+        saved: Those of the checkpoint, as `Base.state` returned them.
 
     Raises:
         ConfigError: The base weights differ.
     """
-    if own != saved:
+    before = None if saved is None else Base(**saved)
+    if own is None or before is None or own.is_published != before.is_published or own.in_nf4 != before.in_nf4:
+        if own == before:
+            return
         raise ConfigError(
-            "resume=… model.…",
-            f"the checkpoint is of an adapter beside the weights of {saved}, and here are those of {own}",
-            "resume=… without settings of the model, its weights and the seed",
+            "resume=… model.… adapter.…",
+            f"the checkpoint is of {_describe_base(before)}, and this run of {_describe_base(own)}",
+            "resume=… without settings of the model, its weights, the adapter and the seed",
         )
+    if own.is_published and own.hash != before.hash:
+        raise ConfigError(
+            f"resume=… with the weights of {own.name}",
+            f"they have other values than when the adapter was trained beside {before.name}",
+            "resume=… model.pretrained=<folder with the weights as they were>",
+        )
+    if not own.is_published and own.name != before.name:
+        raise ConfigError(
+            f"resume=… seed={own.name}",
+            f"the weights beside the adapter were drawn from seed={before.name}",
+            f"resume=… seed={before.name}",
+        )
+
+
+def check_published_config(own: Mapping[str, Any], saved: Mapping[str, Any], name: str) -> None:
+    """Check that the config.json of a published model describes the model that the weights were trained in.
+
+    Args:
+        own: Settings in the file now; empty for models whose settings are typed.
+        saved: Settings when the checkpoint was saved. Those that only one version of transformers has are not compared.
+        name: Folder or hub name.
+
+    Raises:
+        ConfigError: A setting differs.
+    """
+    for key in sorted(own.keys() & saved.keys()):
+        if json.dumps(own[key], sort_keys=True) != json.dumps(saved[key], sort_keys=True):  # NaN equals itself
+            raise ConfigError(
+                f"resume=… with the config.json of {name}",
+                f"it has {key}={own[key]}, and the weights were trained with {key}={saved[key]}",
+                "resume=… model.name=<folder with config.json and weights as they were>",
+            )
+
+
+def _describe_base(base: Base | None) -> str:
+    if base is None:
+        return "a model without an adapter"
+    weights = f"the weights of {base.name}" if base.is_published else f"weights drawn from seed={base.name}"
+    return f"an adapter beside {weights}{' in NF4' if base.in_nf4 else ''}"
 
 
 def _show(shape: tuple[int, ...] | None) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
@@ -132,6 +133,14 @@ class WeightFile:
         """Return all tensor names."""
         return list(self._opened.keys())
 
+    def hash(self, name: str) -> str:
+        """Return a hash of the kind, shape and values of a tensor."""
+        with reading(self._path, self._setting, copy_of(self._setting)):
+            found: Tensor = self._opened[name] if isinstance(self._opened, dict) else self._opened.get_tensor(name)
+            digest = xxhash.xxh3_128(f"{found.dtype} {[*found.shape]}".encode())
+            digest.update(found.contiguous().reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
+
     def read(self, name: str, *, like: Tensor | None = None) -> Tensor:
         """Read one tensor to the CPU.
 
@@ -181,6 +190,13 @@ class PublishedWeights:
     def read(self, name: str, *, like: Tensor | None = None) -> Tensor:
         """Read one tensor to the CPU; see `WeightFile.read`."""
         return self._files[name].read(name, like=like)
+
+    def hash(self) -> str:
+        """Return a hash of all tensors by name, whichever files they are in."""
+        digest = xxhash.xxh3_128()
+        for name in sorted(self._files):
+            digest.update(f"{name} {self._files[name].hash(name)}\n".encode())
+        return digest.hexdigest()
 
 
 def check_tied(weights: PublishedWeights, copy: str, source: str, setting: str) -> None:
@@ -246,6 +262,19 @@ def open_weights(folder: Path) -> Iterator[PublishedWeights]:
             opened = stack.enter_context(open_file(path, setting))
             files.update(dict.fromkeys(opened.names(), opened))
         yield PublishedWeights(files)
+
+
+def hash_weights(name_or_folder: str) -> str:
+    """Return a hash of the tensors of a published model, in whichever folder, format and number of files they are.
+
+    0.1 s per GB in the page cache, where the files are just after they were loaded.
+
+    Raises:
+        ConfigError: The files are no longer there, or cannot be read.
+    """
+    folder = published_folder(name_or_folder)
+    with open_weights(folder or Path(name_or_folder)) as weights:
+        return weights.hash()
 
 
 def _weight_files(folder: Path, setting: str) -> list[Path]:

@@ -1,15 +1,20 @@
 """Weights that a checkpoint will overwrite are not drawn first: on every rank that takes minutes for a large model."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from exported_models import Text, publish_text
 from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 from support import TINY, composed_config
 
 from recipes.build import Run, build
 from recipes.data.text import token_cache
+from recipes.errors import ConfigError
 from recipes.mode.load import load_task
 from recipes.model import init
 
@@ -96,3 +101,36 @@ def test_a_run_resumed_in_another_precision_goes_on_from_the_same_weights(
         assert float(optimizer.state[parameter]["step"]) == 3
         # bfloat16 rounds by 2^-8 of a weight; a step of AdamW moves one by about the learning rate, 1e-6
         assert torch.allclose(parameter.float(), before[name], rtol=2**-8, atol=1e-5), name
+
+
+def test_an_adapter_goes_on_beside_the_weights_and_the_config_it_was_trained_beside(tmp_path: Path) -> None:
+    published, moved, other = tmp_path / "published", tmp_path / "moved", tmp_path / "other"
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=300, **size)).save_pretrained(published)
+    shutil.copytree(published, moved)
+    shutil.copytree(published, other)
+
+    def begin(name: str, folder: Path, *overrides: str) -> Run:
+        typed = ["model=huggingface", f"model.name={folder}", "model.max_seq_len=32", "adapter=lora", "tokenizer=none"]
+        typed += ["data=random_tokens", "global_batch_size=2", "eval_samples=2", "trainer.max_steps=1", "save_every=1"]
+        config = composed_config(*typed, "eval_every=1", "warmup_steps=0", "trainer.accelerator=cpu", *overrides)
+        return build(config, tmp_path / name, [])
+
+    run = begin("run", published)
+    run.trainer.fit(run.task, datamodule=run.data)
+    resume = f"resume={tmp_path / 'run'}"
+    load_task(begin("again", moved, resume, "mode=evaluate"), "trained")
+
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"][3] += 0.01
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    refused = f"the weights of {other}: they have other values than .* {published}"
+    with pytest.raises(ConfigError, match=refused):
+        load_task(begin("evaluate", other, resume, "mode=evaluate"), "trained")
+
+    shutil.copytree(published, tmp_path / "config")  # elsewhere: a config is read once a process
+    config = json.loads((published / "config.json").read_text())
+    (tmp_path / "config" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    changed = begin("evaluate", tmp_path / "config", resume, "mode=evaluate")
+    with pytest.raises(ConfigError, match=r"it has rms_norm_eps=0\.1, and the weights were trained with .*=1e-06"):
+        load_task(changed, "trained")

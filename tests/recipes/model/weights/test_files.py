@@ -145,6 +145,24 @@ def test_a_folder_that_holds_something_else_than_a_model_is_told_what_to_type(
         assert fix.format(folder=tmp_path, key=key) in caught.value.fix
 
 
+def test_a_hash_is_of_the_tensors_and_not_of_their_files(tmp_path: Path) -> None:
+    def published(name: str, *shards: dict[str, torch.Tensor]) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        for index, tensors in enumerate(shards):
+            save_file(tensors, folder / f"{index}.safetensors", metadata={"folder": name})
+        names = {key: f"{index}.safetensors" for index, tensors in enumerate(shards) for key in tensors}
+        (folder / INDEX).write_text(json.dumps({"weight_map": names}))
+        return published_weights.hash_weights(str(folder))
+
+    a, b = torch.arange(6.0).reshape(2, 3), torch.tensor(1.0, dtype=torch.bfloat16)
+    expected = published("one", {"a": a, "b": b})
+    assert published("two", {"b": b}, {"a": a}) == expected
+    changed = [{"a": a.flip(0)}, {"a": a.reshape(3, 2)}, {"a": a.double()}, {"b": b + 1}, {"c": b.clone()}]
+    hashes = {published(f"changed {i}", {"a": a, "b": b} | change) for i, change in enumerate(changed)}
+    assert len(hashes - {expected}) == len(changed)
+
+
 def test_a_folder_without_config_or_weights_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         locate(str(tmp_path))
