@@ -5,7 +5,9 @@ of Rust code). So each reader of downloaded weights, config.json, tokenizers or 
 `reading`, instead of guessing what its parser may raise. Imports only the standard library.
 """
 
+import codecs
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +50,30 @@ def reading(path: str | Path, setting: str, fix: str) -> Iterator[None]:
         raise _explain(path, setting, fix, error) from error
 
 
+def missing_folder(name: str, key: str) -> ConfigError | None:
+    """Return the error for a published model that is given as a file, or by a path that does not exist.
+
+    Args:
+        name: As it was typed.
+        key: The setting that named it, `model.name` or `model.pretrained`.
+
+    Returns:
+        None for what may be the name of a hub repository.
+    """
+    setting, path = f"{key}={name}", os.path.expanduser(name)
+    if os.path.isfile(path):
+        if name.lower().endswith(".gguf"):
+            fix = f"mode=unpack mode.path={name} mode.output=<new folder>, then {key}=<new folder>"
+            return ConfigError(setting, "it is a file of llama.cpp, not a folder", fix)
+        folder = os.path.dirname(name) or "."
+        is_model = os.path.isfile(os.path.join(os.path.dirname(path), "config.json"))
+        fix = folder if is_model else "<folder with config.json and model.safetensors>"
+        return ConfigError(setting, "it is a file, not a folder", f"{key}={fix}")
+    if name.startswith((".", "/", "~")):
+        return ConfigError(setting, "there is no such folder", f"{key}=<folder with config.json, or hub id>")
+    return None
+
+
 def missing_config(folder: str | Path, key: str) -> ConfigError:
     """Return the error for a folder that should hold a published model, and has no config.json.
 
@@ -56,6 +82,8 @@ def missing_config(folder: str | Path, key: str) -> ConfigError:
         key: The setting that named it, `model.name` or `model.pretrained`.
     """
     setting, expanded = f"{key}={folder}", Path(os.path.expanduser(folder))
+    if not os.access(expanded, os.R_OK | os.X_OK):
+        return ConfigError(setting, "you may not read this folder", f"chmod u+rx {folder}, then the same command")
     if (expanded / "adapter_config.json").is_file():
         reason = "the folder holds an adapter of peft, which is trained on top of a model"
         return ConfigError(setting, reason, f"{key}=<model of the adapter> adapter=lora adapter.pretrained={folder}")
@@ -70,6 +98,8 @@ def missing_config(folder: str | Path, key: str) -> ConfigError:
 
 def _explain(path: str | Path, setting: str, fix: str, error: BaseException) -> ConfigError:
     head = _read_head(path)
+    if isinstance(head, PermissionError):
+        return ConfigError(setting, f"you may not read {path}", f"chmod u+r {path}, then the same command")
     if head == b"":
         return ConfigError(setting, f"{path} is empty (0 bytes)", fix)
     if head.startswith(b"version https://git-lfs"):
@@ -77,6 +107,15 @@ def _explain(path: str | Path, setting: str, fix: str, error: BaseException) -> 
         return ConfigError(setting, reason, f"git lfs pull, in {Path(path).parent}, then the same command")
     if head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
         return ConfigError(setting, f"{path} is a web page: its download failed", fix)
+    if str(path).endswith(".json") and (encoding := _find_encoding(head)) is not None:
+        reason = f"{path} is written in {encoding}, and JSON is UTF-8 without a byte order mark"
+        if encoding == "UTF-8 with a byte order mark":
+            return ConfigError(
+                setting, reason, f"sed -i '1s/^\\xEF\\xBB\\xBF//' {shlex.quote(str(path))}, then the same command"
+            )
+        old, new = shlex.quote(str(path)), shlex.quote(f"{path}.new")
+        convert = f"iconv -f {encoding} -t UTF-8 {old} > {new} && mv {new} {old}"
+        return ConfigError(setting, reason, f"{convert}, then the same command")
     return ConfigError(setting, f"{path} cannot be read: {describe_error(error)}", fix)
 
 
@@ -89,12 +128,24 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-def _read_head(path: str | Path) -> bytes:
-    """Return the first bytes of a regular file; one space for what cannot be opened, which its error describes."""
+def _find_encoding(head: bytes) -> str | None:
+    """Return what a text is written in, by its byte order mark; None without one."""
+    marks = {codecs.BOM_UTF8: "UTF-8 with a byte order mark", codecs.BOM_UTF32_LE: "UTF-32"}
+    marks |= {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
+    return next((encoding for mark, encoding in marks.items() if head.startswith(mark)), None)
+
+
+def _read_head(path: str | Path) -> bytes | PermissionError:
+    """Return the first bytes of a regular file, or why they may not be read.
+
+    One space for what cannot be opened for another reason, which its error describes.
+    """
     try:
         if not Path(path).is_file():  # a FIFO would block
             return b" "
         with open(path, "rb") as file:
             return file.read(_NUM_HEAD_BYTES)
+    except PermissionError as error:
+        return error
     except (OSError, ValueError):  # ValueError: a name with a NUL character
         return b" "

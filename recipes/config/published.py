@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from recipes.errors import ConfigError
-from recipes.foreign_file import missing_config, reading
+from recipes.foreign_file import missing_config, missing_folder, reading
 
 _FILE = "config.json"
 _NESTED = "text_config"  # in multimodal models
@@ -46,7 +46,7 @@ def read_size(name: str, key: str) -> int:
         raise file
     if not os.path.lexists(file):
         raise missing_config(name, "model.name")
-    with reading(file, f"model.name={name}", _FIX):
+    with reading(file, f"model.name={name}", f"model.name=<folder with a valid {_FILE}>"):
         config: Any = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise TypeError(f"a {type(config).__name__} instead of settings")
@@ -59,8 +59,8 @@ def read_size(name: str, key: str) -> int:
 @functools.cache
 def _find_on_hub(name: str) -> Path | ConfigError:
     """Return the file of a repository, or why there is none."""
-    if name.startswith((".", "/", "~")):
-        return ConfigError(f"model.name={name}", "there is no such folder", _FIX)
+    if (wrong := missing_folder(name, "model.name")) is not None:
+        return wrong
     try:
         from huggingface_hub import constants, hf_hub_download
     except ImportError:

@@ -14,7 +14,7 @@ from recipes.errors import ConfigError
 from recipes.files import filling
 from recipes.foreign_file import reading
 from recipes.model.rope import LLAMA3_ROPE, frequencies
-from recipes.model.weights.files import log_unread
+from recipes.model.weights.files import are_finite, log_unread
 from recipes.model.weights.hf_any import check_loaded
 from recipes.model.weights.text_side import write_text_side
 from recipes.numerics.torchao_import import without_warnings_of_torchao
@@ -150,6 +150,9 @@ def _check_whole(reader: Any, model: Any, typed: str) -> None:
     if scaling not in ("none", kind):
         reason = f"it scales rotary frequencies ({scaling}), which transformers does not read from a GGUF file"
         raise ConfigError(typed, reason, _ANOTHER)
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and tensor.numel() and not are_finite(tensor):
+            raise ConfigError(typed, f"it holds NaN or inf in {name}: every loss would be NaN", _ANOTHER)
     own = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}  # tied ones once
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     if is_tied and _HEAD in rest and np.array_equal(rest[_HEAD].data, rest[_EMBEDDING].data):

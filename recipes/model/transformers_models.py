@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from recipes.errors import ConfigError
-from recipes.foreign_file import reading
+from recipes.foreign_file import missing_config, missing_folder, reading
 from recipes.model import Stack
 from recipes.model.init import unsharded_shape
 from recipes.numerics.torchao_import import without_warnings_of_torchao
@@ -73,8 +73,10 @@ def load_config(name: str) -> Any:
         raise ConfigError("model=huggingface", reason, "pip install -e '.[huggingface]'") from error
     folder = os.path.expanduser(name)
     is_folder = os.path.isdir(folder)  # unlike Path.is_dir, False if the name is too long
-    if name.startswith((".", "/", "~")) and not is_folder:
-        raise ConfigError(f"model.name={name}", "there is no such folder", _FIX)
+    if not is_folder and (wrong := missing_folder(name, "model.name")) is not None:
+        raise wrong
+    if is_folder and not os.path.lexists(Path(folder, "config.json")):
+        raise missing_config(name, "model.name")
     if name not in _configs:
         with reading_model(name):
             _configs[name] = AutoConfig.from_pretrained(folder if is_folder else name, trust_remote_code=False)

@@ -1,7 +1,10 @@
+import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from recipes import foreign_file
 from recipes.errors import ConfigError
 from recipes.foreign_file import reading
 
@@ -53,6 +56,33 @@ def test_what_a_failed_download_leaves_is_named(tmp_path: Path, text: str, reaso
     mistake = _read(tmp_path / "model.safetensors", ValueError("header too small"))
     assert reason in mistake.reason
     assert mistake.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "command"), [("utf-16", "iconv -f UTF-16 -t UTF-8"), ("utf-8-sig", "sed -i '1s/^\\xEF\\xBB\\xBF//'")]
+)
+def test_a_config_in_another_encoding_is_converted_by_what_is_typed(
+    tmp_path: Path, encoding: str, command: str
+) -> None:
+    path = tmp_path / "a config.json"
+    path.write_text('{"a": "é"}', encoding=encoding)
+    mistake = _read(path, ValueError("no JSON"))
+    typed, _, rest = mistake.fix.partition(", then the same command")
+    assert typed.startswith(command)
+    assert not rest
+    subprocess.run(typed, shell=True, check=True)
+    assert json.loads(path.read_text(encoding="utf-8")) == {"a": "é"}
+
+
+def test_a_file_that_may_not_be_read_is_not_said_to_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "f").write_text("x")
+    monkeypatch.setattr(foreign_file, "open", refuse, raising=False)
+    mistake = _read(tmp_path / "f", FileNotFoundError("No such file or directory"))  # as safetensors says
+    assert mistake.reason == f"you may not read {tmp_path}/f"
+    assert mistake.fix == f"chmod u+r {tmp_path}/f, then the same command"
 
 
 def test_a_long_message_is_cut(tmp_path: Path) -> None:

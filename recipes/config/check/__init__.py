@@ -8,7 +8,13 @@ from typing import Any
 from recipes.config.check.activation_checkpoint import check_activation_checkpoint
 from recipes.config.check.batch_size import check_batch_size, count_ranks
 from recipes.config.check.callbacks import check_callbacks
-from recipes.config.check.compatibility import check_compatibility, check_evaluator, check_kinds, check_unread
+from recipes.config.check.compatibility import (
+    check_compatibility,
+    check_evaluator,
+    check_kinds,
+    check_published_model,
+    check_unread,
+)
 from recipes.config.check.dashboard import PLACES, check_dashboards
 from recipes.config.check.data import check_data
 from recipes.config.check.devices import check_devices
@@ -128,6 +134,10 @@ def _check_all(
     mistakes = [*locate_mistakes(_trace_all(mistakes, references, config), overrides), *dashboards]
     if structure or mismatches:
         return [*mistakes, *mismatches]  # the checks below read these sections
+    unreadable = [*check_published_model(config["model"])]
+    if unreadable:  # which has no size of a vocabulary
+        mistakes = [m for m in mistakes if m.setting != "model.vocab_size=null"]
+        mistakes = [*mistakes, *unreadable] if mistakes else []
     scaling = [*check_lr_scaling(config, choices, overrides)]
     if scaling:  # without a reference point there is no learning rate: a consequence as well
         mistakes = [m for m in mistakes if not m.setting.startswith("optimizer.lr=")]

@@ -112,7 +112,7 @@ def check_compatibility(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     yield from _check_wandb(config["logger"]) if trains(config) else ()
     yield from _vocabulary(config)
     yield from check_adapter(config)
-    yield from _published_model(config["model"])
+    yield from check_published_model(config["model"])
     yield from _published_weights(config)
     if "tokenizer" in config["data"] and not config["data"]["tokenizer"]:
         yield ConfigError("tokenizer=none", "text needs a tokenizer", "tokenizer=bpe or tokenizer=bytes")
@@ -223,7 +223,7 @@ def _published_weights(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         )
 
 
-def _published_model(model: Mapping[str, Any]) -> Iterator[ConfigError]:
+def check_published_model(model: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Check that a model to be built by name exists."""
     name = model.get("name")
     if not model["_target_"].endswith(".HuggingFace") or name is None or model.get("vocab_size") is not None:

@@ -42,9 +42,10 @@ def load_weights(inner: Any, name_or_folder: str) -> None:
             for name, tensor in wanted.items():
                 _set(tensor, weights.read(found[name], like=tensor), found[name], name_or_folder)
             return
-        for name in names - {*found.values()}:
-            if not _is_ignored(inner, name):
-                weights.read(name)  # transformers would take a quantized one for a weight
+        likes = {own: wanted[name] for name, own in found.items()}
+        for name in names:
+            if not _is_ignored(inner, name):  # transformers would take quantized ones and NaN for weights
+                weights.read(name, like=likes.get(name))
     missing = [name for name in wanted if name not in found]
     log.info(
         "%s names %d of %d tensors in another way (%s, …): transformers converts them, in host memory",

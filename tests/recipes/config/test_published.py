@@ -8,7 +8,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from recipes.config import published
+from recipes.config import compose_and_check, published
 from recipes.errors import ConfigError
 
 
@@ -72,3 +72,14 @@ def test_a_config_without_a_size_is_named(text: str, tmp_path: Path) -> None:
 def test_a_home_that_does_not_exist_is_no_folder() -> None:
     with pytest.raises(ConfigError, match="model.name=~nobody/x: there is no such folder"):
         published.read_size("~nobody/x", "vocab_size")
+
+
+@pytest.mark.parametrize("holds", ["", "adapter_config.json", "config.json"])
+def test_a_folder_without_a_readable_config_is_the_only_mistake(holds: str, tmp_path: Path) -> None:
+    if holds:
+        (tmp_path / holds).write_text("// my model\n{}")
+    typed = ["data=random_tokens", "tokenizer=none", "model=huggingface", f"model.name={tmp_path}"]
+    _, mistakes = compose_and_check(typed)
+    assert [mistake.setting for mistake in mistakes] == [f"model.name={tmp_path}"]
+    _, mistakes = compose_and_check([*typed, "data.seq_len=x"])
+    assert [mistake.setting for mistake in mistakes] == ["data.seq_len=x", f"model.name={tmp_path}"]

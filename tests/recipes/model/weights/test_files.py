@@ -65,7 +65,8 @@ DAMAGED: dict[str, tuple[str, bytes]] = {
     "path": ("pytorch_model.bin", pickled({"a": Path("x")})),
     "list": ("pytorch_model.bin", pickled([torch.ones(2)])),
     "tensor": ("pytorch_model.bin", pickled(torch.ones(2))),
-    "nested": ("pytorch_model.bin", pickled({"state_dict": {"a": torch.ones(2)}})),
+    "module": ("pytorch_model.bin", pickled(torch.nn.Linear(1, 1))),
+    "text": ("pytorch_model.bin", pickled({"a": torch.ones(2), "note": "text"})),
     "numbers": ("pytorch_model.bin", pickled({1: torch.ones(2)})),
     "sparse": ("pytorch_model.bin", pickled({"a": torch.ones(2).to_sparse()})),
     "on meta": ("pytorch_model.bin", pickled({"a": torch.ones(2, device="meta")})),
@@ -99,6 +100,7 @@ def test_damaged_and_foreign_files_are_one_error(damage: str, tmp_path: Path) ->
     pulls = f"git lfs pull, in {folder}, then the same command"
     assert error.value.fix == pulls if content == POINTER else error.value.fix.startswith("model.pretrained=<")
     assert "Error: " in error.value.reason or name in error.value.reason
+    assert "weights_only" not in error.value.reason
 
 
 def test_pickles_from_before_torch_1_6_are_read(tmp_path: Path) -> None:
@@ -107,20 +109,60 @@ def test_pickles_from_before_torch_1_6_are_read(tmp_path: Path) -> None:
 
 
 def test_weights_without_their_scales_are_rejected(tmp_path: Path) -> None:
-    kinds = (torch.int8, torch.uint8, torch.bool, torch.int64, torch.float8_e4m3fn)
+    kinds = (torch.int8, torch.uint8, torch.float8_e4m3fn)
     save_file({str(kind): torch.ones(2).to(kind) for kind in kinds}, tmp_path / "model.safetensors")
     with open_weights(tmp_path) as weights:
         for kind in kinds:
             with pytest.raises(ConfigError, match="it is quantized, and its scales would be lost"):
                 weights.read(str(kind))
+
+
+def test_what_is_neither_a_weight_nor_quantized_is_rejected(tmp_path: Path) -> None:
+    kinds = (torch.bool, torch.int64, torch.complex64)
+    save_file({str(kind): torch.ones(2).to(kind) for kind in kinds}, tmp_path / "model.safetensors")
+    with open_weights(tmp_path) as weights:
+        for kind in kinds:
+            with pytest.raises(ConfigError, match="and weights are floating-point numbers"):
+                weights.read(str(kind))
         counter = weights.read("torch.int64", like=torch.zeros(2, dtype=torch.int64))
         assert torch.equal(counter, torch.ones(2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e39])
+def test_a_value_with_which_every_loss_is_nan_is_rejected(value: float, tmp_path: Path) -> None:
+    save_file(
+        {"a": torch.tensor([0.0, value], dtype=torch.float64), "b": torch.ones(0)}, tmp_path / "model.safetensors"
+    )
+    with open_weights(tmp_path) as weights:
+        weights.read("b")
+        with pytest.raises(ConfigError, match=r"model\.safetensors holds NaN, inf or a value above float32 in a"):
+            weights.read("a")
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model", "model_state_dict"])
+def test_the_model_is_read_from_what_a_training_loop_saved(
+    key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.save({key: {"a": torch.ones(2)}, "epoch": 3}, tmp_path / "pytorch_model.bin")
+    with caplog.at_level("INFO", "lightning_recipes"):
+        assert torch.equal(read_all(tmp_path)["a"], torch.ones(2))
+    assert "pytorch_model.bin: epoch" in caplog.text
+
+
+def test_a_file_for_a_folder_is_answered_with_the_folder(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors", "model.gguf"):
+        (tmp_path / name).write_text("{}")
+    for key, read in (("model.pretrained", locate), ("model.name", lambda name: read_size(name, "vocab_size"))):
+        with pytest.raises(ConfigError, match=f"it is a file, not a folder; type {key}={tmp_path}$"):
+            read(str(tmp_path / "model.safetensors"))
+        with pytest.raises(ConfigError, match=f"type mode=unpack mode.path={tmp_path}/model.gguf"):
+            read(str(tmp_path / "model.gguf"))
 
 
 @pytest.mark.parametrize("name", ["~nobody/x", "x" * 300, "a\0b"])
 def test_a_name_that_no_folder_has_is_no_folder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: (_ for _ in ()).throw(OSError(name)))
-    with pytest.raises(ConfigError, match="not a local folder"):
+    with pytest.raises(ConfigError, match="not a local folder|there is no such folder"):
         locate(name)
     assert published_weights.published_folder(name) is None
 
@@ -193,7 +235,7 @@ def test_a_hub_name_offline_and_without_huggingface_hub_says_what_to_type(
 
     with monkeypatch.context() as patch:
         patch.setattr(huggingface_hub, "snapshot_download", offline)
-        with pytest.raises(ConfigError, match=r"the hub did not give it .*no network.* or null"):
+        with pytest.raises(ConfigError, match=r"cannot be downloaded from the hub .*no network.* or null"):
             published_weights.locate("openai-community/gpt2")
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[huggingface\]'"):
