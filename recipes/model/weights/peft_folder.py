@@ -39,13 +39,9 @@ _INIT = "init_lora_weights"
 _HARMLESS_INIT = ("gaussian", "eva", "orthogonal", "mica")
 _OPTIONS = ("LORA", "IA3")  # of conf/adapter, as peft names them
 _MAX_SHOWN = 100  # characters of a setting: a pattern may list every layer
-_NEW = "adapter.pretrained=null"
-_NOT_MERGED = (
-    "alora_invocation_tokens",
-    "arrow_config",
-    "layer_replication",
-    "lora_bias",
-)  # not by peft, or not to a file
+_NEW = "adapter.pretrained=null, which begins a new adapter: peft does not merge this one"
+_NOT_MERGED = ("alora_invocation_tokens", "arrow_config", "layer_replication")  # not by peft, or not to a file
+_PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT")
 _MERGED = (
     "adapter.pretrained=null model.name=<the model that peft's merge_and_unload() made of the adapter and its own>"
 )
@@ -114,34 +110,56 @@ def load_adapter(model: nn.Module, pretrained: str) -> None:
             raise ConfigError(typed, f"there is no {name} in it", fix)
     assert weights is not None
     found = read_settings(folder / CONFIG, typed)
-    _check_config(found, model.adapter_config, typed)
+    wanted = _check_config(found, model, typed)
     base, own = found.get("base_model_name_or_path"), getattr(model, "pretrained", None)
     with open_file(weights, typed) as file:
-        _fill(model, file, typed, base=f"model.name={base or '<the model it was trained with>'}")
-    if base != own:
-        log.info("%s was trained beside %s, and goes on beside %s", pretrained, base, own or "weights of the seed")
+        is_known = base is not None and base != own  # else the model is already that of the adapter, or is not named
+        _fill(model, file, typed, wanted, base=f"model.name={base}" if is_known else None)
+    beside = own or "weights drawn from the seed"
+    if base is None:
+        log.info("%s does not say which model it was trained beside, and goes on beside %s", pretrained, beside)
+    elif base != own:
+        log.info("%s was trained beside %s, and goes on beside %s", pretrained, base, beside)
 
 
-def _check_config(found: dict[str, Any], own: Any, typed: str) -> None:
-    """Check that a folder has no setting with which its tensors stand for another function than with ours."""
-    kind, theirs = own.peft_type.value, str(found.get("peft_type"))
+def _check_config(found: dict[str, Any], model: Any, typed: str) -> list[str]:
+    """Check that a folder has no setting with which its tensors stand for another function than with ours.
+
+    Returns:
+        The overrides with which the settings of the model become those of the folder.
+    """
+    own = model.adapter_config
+    kind, theirs = own.peft_type.value, found.get("peft_type")
     if theirs != kind:
-        fix = f"adapter={theirs.lower()}" if theirs in _OPTIONS else _NEW
-        raise ConfigError(f"{typed} adapter={kind.lower()}", f"it is of the kind {theirs}", fix)
+        fix = f"adapter={theirs.lower()}" if theirs in _OPTIONS else _NEW if theirs in _PROMPTS else _MERGED
+        reason = f"it is of the kind {theirs}" if theirs else f"its {CONFIG} has no peft_type"
+        raise ConfigError(f"{typed} adapter={kind.lower()}", reason, fix)
+    wanted: list[str] = []
     # older versions of peft lack settings: they had today's default; newer ones may have settings not known here
     ours, defaults = own.to_dict(), type(own)().to_dict()
     for key, expected in (dict.fromkeys(found) | ours).items():
         value = found.get(key, defaults.get(key))
-        if key in _HARMLESS or value == expected or not (value or expected):
+        if key in _HARMLESS or (key not in _OF_LORA and not (value or expected)):
             continue
         if key == _INIT and (isinstance(value, bool) or value in _HARMLESS_INIT):
             continue
         shown = json.dumps(value)[:_MAX_SHOWN]
-        if key in _OF_LORA and _is_possible(value, like=expected):
-            name = _OF_LORA[key]
-            raise ConfigError(typed, f"it was trained with adapter.{name}={shown}", f"adapter.{name}={shown}")
-        fix = _NEW if key in _NOT_MERGED else _MERGED
-        raise ConfigError(typed, f"its {CONFIG} has {key}={shown}, and this adapter does without", fix)
+        if key in _OF_LORA and not _is_possible(value, like=expected):
+            fix = f"adapter.pretrained=<folder with a valid {CONFIG}>"
+            raise ConfigError(typed, f"its {CONFIG} has {key}={shown}, which no adapter can have", fix)
+        if value == expected:
+            continue
+        if key in _OF_LORA:
+            wanted.append(f"adapter.{_OF_LORA[key]}={shown}")
+            continue
+        has_biases = any(getattr(module, "bias", None) is not None for module in _get_adapted(model))
+        fix = _NEW if key in _NOT_MERGED or (key == "lora_bias" and not has_biases) else _MERGED
+        raise ConfigError(typed, f"its {CONFIG} has {key}={shown}, which no adapter here has", fix)
+    return wanted
+
+
+def _get_adapted(model: nn.Module) -> list[nn.Module]:
+    return [module.base_layer for module in model.modules() if hasattr(module, "base_layer")]  # type: ignore[misc]
 
 
 def _is_possible(value: object, *, like: object) -> bool:
@@ -151,25 +169,46 @@ def _is_possible(value: object, *, like: object) -> bool:
     return isinstance(value, int if isinstance(like, int) else int | float) and 0 < value < math.inf
 
 
-def _fill(model: nn.Module, file: WeightFile, typed: str, *, base: str) -> None:
+def _fill(model: nn.Module, file: WeightFile, typed: str, wanted: list[str], *, base: str | None) -> None:
+    """Fill an adapter.
+
+    Args:
+        model: Model with an adapter.
+        file: Its tensors.
+        typed: The override that named it.
+        wanted: Overrides that its settings ask for.
+        base: Override with the model that it was trained beside; None if that is not known to be another one.
+
+    Raises:
+        ConfigError: It has other layers, shapes or settings, of which all are in one message.
+    """
     parameters = {name_in_peft(name): value for name, value in model.named_parameters() if is_adapter(name)}
     names = {*file.names()}
-    if names != {*parameters}:
-        reason = f"it has {len(names)} tensors and the model {len(parameters)}"
-        reason += f"; {min(names ^ {*parameters})} is in one of them alone"
-        raise ConfigError(typed, reason, _advise_targets(model, names, {*parameters}, base, typed))
-    read = {name: file.read(name) for name in parameters}
+    read = {name: file.read(name) for name in names}
+    is_same = {*map(_layer_of, names)} == {*map(_layer_of, parameters)}
+    if names != {*parameters} and not (is_same and wanted):  # the tensors of DoRA, of which its setting speaks
+        layers = _advise_targets(model, names, {*parameters}, base, typed, _describe_names(names, {*parameters}))
+        wanted = [*wanted, f"adapter.target_modules={_list(layers, among=_list_known(model))}"]
+    theirs, own = (_scaling_inputs(tensors) for tensors in (read, parameters))
+    if theirs != own and any(map(is_factor, names)):
+        wanted.append(f"adapter.input_modules={_list(theirs, among={*map(_layer_of, read)})}")
+    if wanted:
+        raise ConfigError(typed, f"it was trained with {' '.join(wanted)}", " ".join(wanted))
     for name, parameter in parameters.items():
         shape = unsharded_shape(parameter)
         if read[name].shape != shape:
             reason = f"{name} has the shape {tuple(read[name].shape)}, and that of the model {tuple(shape)}"
-            fix = base
-            theirs, own = (_scaling_inputs(tensors) for tensors in (read, parameters))
-            if theirs != own:
-                fix = f"adapter.input_modules={_list(theirs, among={*map(_layer_of, read)})}"
-            raise ConfigError(typed, reason, fix)
+            raise ConfigError(
+                typed, reason, base or f"adapter.pretrained=<folder whose tensors are those of its {CONFIG}>"
+            )
     for name, parameter in parameters.items():
         fill(parameter, read[name])
+
+
+def _describe_names(names: set[str], own: set[str]) -> str:
+    if names - own:
+        return f"it has {min(names - own)}, for which the model has no place"
+    return f"it does not have {min(own - names)}"
 
 
 def _scaling_inputs(tensors: Mapping[str, Tensor]) -> set[str]:
@@ -183,17 +222,31 @@ def _layer_of(name: str) -> str:
     return name if match is None else match[1]
 
 
-def _advise_targets(model: nn.Module, names: set[str], own: set[str], base: str, typed: str) -> str:
-    """Return what to type for an adapter of other layers: them, if they are linear layers of the blocks."""
+def _advise_targets(
+    model: nn.Module, names: set[str], own: set[str], base: str | None, typed: str, reason: str
+) -> set[str]:
+    """Return the layers of an adapter of other ones, which a model of its kind has.
+
+    Raises:
+        ConfigError: They are not linear layers of the blocks, or some of their tensors are missing.
+    """
     wanted = {_layer_of(name) for name in names}
     if wanted == {_layer_of(name) for name in own}:
-        return copy_of(typed)
-    known = {name.removeprefix("inner.") for name in list_targets(model)}
-    if wanted <= known:
-        return f"adapter.target_modules={_list(wanted, among=known)}"
+        raise ConfigError(typed, reason, copy_of(typed))
+    if wanted <= _list_known(model):
+        return wanted
     if not hasattr(model, "inner"):
-        return f"model=huggingface {base}, whose layers it was trained on"
-    return f"{base}, or {_MERGED}"
+        name = base or f"model.name={getattr(model, 'pretrained', None) or '<the model it was trained with>'}"
+        raise ConfigError(typed, reason, f"model=huggingface {name}, whose layers it was trained on")
+    if base is not None:
+        raise ConfigError(typed, reason, f"{base}, or {_MERGED}")
+    modules = {name.removeprefix("inner.").replace(".base_layer", "") for name, _ in model.named_modules()}
+    # layers that the model has, and that are not adapted here; or those of another model
+    raise ConfigError(typed, reason, _MERGED if wanted <= modules else copy_of(typed))
+
+
+def _list_known(model: nn.Module) -> set[str]:
+    return {name.removeprefix("inner.") for name in list_targets(model)}
 
 
 def _list(layers: set[str], *, among: set[str]) -> str:

@@ -121,8 +121,8 @@ def follow(folder: str, make: Any, settings: dict[str, Any]) -> tuple[Tensor | s
             return load(folder, make(**settings | typed)), typed
         except ConfigError as error:
             mistake = error
-        found = dict(re.findall(r"adapter\.(\w+)=(\[.*?\]|\S+)", mistake.fix))
-        if found.get("pretrained") == "null" or not found:
+        found = dict(re.findall(r"adapter\.(\w+)=(\[.*?\]|[^\s,]+)", mistake.fix))
+        if "pretrained" in found or not found:
             return mistake.fix, typed
         typed |= {name: yaml.safe_load(value) for name, value in found.items()}
     raise AssertionError(f"it goes round in a circle: {mistake}")
@@ -195,7 +195,9 @@ def test_every_setting_of_peft_is_compared_or_known_to_change_nothing(
     fields = {field.name for field in dataclasses.fields(peft.LoraConfig)} - peft_folder._HARMLESS
     for name in sorted(fields | {"a_setting_of_2027"}):
         path = copy(plain, tmp_path, **{name: [["other"]]})
-        with pytest.raises(ConfigError, match=rf"its adapter_config\.json has {name}=.*adapter.pretrained=null"):
+        with pytest.raises(
+            ConfigError, match=rf"its adapter_config\.json has {name}=.*type adapter.pretrained=(null|<)"
+        ):
             peft_folder.load_adapter(model, path)
         shutil.rmtree(tmp_path)
 
@@ -203,9 +205,14 @@ def test_every_setting_of_peft_is_compared_or_known_to_change_nothing(
 @pytest.mark.parametrize(
     ("changes", "fix"),
     [
-        ({"r": 0}, "adapter.pretrained=null"),
-        ({"lora_alpha": float("nan")}, "adapter.pretrained=null"),
-        ({"use_dora": "true"}, "adapter.pretrained=null"),
+        ({"r": 0}, "adapter.pretrained=<folder with a valid adapter_config.json>"),
+        ({"r": "4"}, "adapter.pretrained=<folder with a valid adapter_config.json>"),
+        ({"lora_alpha": float("nan")}, "adapter.pretrained=<folder with a valid adapter_config.json>"),
+        ({"use_dora": "true"}, "adapter.pretrained=<folder with a valid adapter_config.json>"),
+        ({"lora_bias": True}, "adapter.pretrained=null, which begins a new adapter"),
+        ({"peft_type": "VERA"}, "adapter.pretrained=null model.name=<the model that peft's merge_and_unload() made"),
+        ({"peft_type": "PREFIX_TUNING"}, "adapter.pretrained=null, which begins a new adapter"),
+        ({"peft_type": None}, "adapter.pretrained=null"),
         ({"peft_type": "IA3"}, "adapter=ia3"),
         ({"peft_type": ["LOHA"]}, "adapter.pretrained=null"),
     ],
@@ -217,6 +224,37 @@ def test_a_setting_that_none_of_ours_can_have_is_not_advised(
     with pytest.raises(ConfigError) as error:
         load(folder, Lora(**OURS, pretrained=path))
     assert error.value.fix.startswith(fix)
+
+
+def test_all_settings_of_a_folder_are_one_command(folder: str, tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=2, lora_alpha=5, use_rslora=True, target_modules=["v_proj"], task_type="CAUSAL_LM")
+    reference, _ = publish(folder, tmp_path, config)
+    with pytest.raises(ConfigError) as error:
+        load(folder, Lora(**OURS, pretrained=str(tmp_path)))
+    typed = dict(re.findall(r"adapter\.(\w+)=(\S+)", error.value.fix))
+    assert len(typed) == 4
+    settings = OURS | {name: yaml.safe_load(value) for name, value in typed.items()}
+    logits = load(folder, Lora(**settings, pretrained=str(tmp_path)))
+    torch.testing.assert_close(logits, reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["rank", "layer", "head"])
+def test_the_model_that_was_typed_is_not_advised(
+    kind: str, folder: str, plain: tuple[Path, Tensor], tmp_path: Path
+) -> None:
+    path = copy(plain, tmp_path)
+    tensors = load_file(tmp_path / peft_folder.WEIGHTS)
+    name = next(iter(tensors))
+    if kind == "rank":
+        tensors |= {name: values[:2] if ".lora_A." in name else values[:, :2] for name, values in tensors.items()}
+    else:
+        place = "model.layers.5.self_attn.q_proj" if kind == "layer" else "lm_head"
+        tensors[f"base_model.model.{place}.lora_A.weight"] = tensors[name].clone()
+    save_file({name: values.contiguous() for name, values in tensors.items()}, tmp_path / peft_folder.WEIGHTS)
+    with pytest.raises(ConfigError) as error:
+        load(folder, Lora(**OURS, pretrained=path))
+    advised = {"rank": "adapter.pretrained=<folder whose", "layer": "adapter.pretrained=<a complete copy"}
+    assert error.value.fix.startswith(advised.get(kind, "adapter.pretrained=null model.name=<the model that peft's"))
 
 
 def test_damaged_files_are_named(folder: str, plain: tuple[Path, Tensor], tmp_path: Path) -> None:
