@@ -123,6 +123,8 @@ def describe_error(error: BaseException) -> str:
     """Return the type and the start of the first line of an exception, for an error of one line."""
     lines = str(error).strip().splitlines()
     message = lines[0] if lines else ""
+    if message.endswith(":") and len(lines) > 1:  # the reason is on the next line
+        message += f" {lines[1].strip()}"
     if len(message) > _MAX_MESSAGE:
         message = message[:_MAX_MESSAGE] + "…"
     return f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -28,6 +28,7 @@ EXAMPLES = [
     (r"^([\w-]+) or .*", r"\1"),
     (r"^([\w-]+) \| .*", r"\1"),
 ]
+_WITHOUT_MODEL = ", without the other settings of model"
 # what needs a machine, a folder or a file that is not here, or is no override
 NOT_TYPED = re.compile(
     r"python train\.py|torchrun|before the command|…|run folder|a path that exists|optimizer steps"
@@ -38,7 +39,7 @@ NOT_TYPED = re.compile(
 def read_remedies(mistake: ConfigError) -> list[list[str]]:
     """Return the overrides of each alternative of an error's remedy; none for what is no override."""
     fix = re.sub(r" \((in conf/.*|or .*)\)$", "", mistake.fix)
-    fix = fix.partition(", which ")[0].partition(" in minutes")[0].partition(" for ")[0]
+    fix = fix.partition(", which ")[0].partition(_WITHOUT_MODEL)[0].partition(" in minutes")[0].partition(" for ")[0]
     if NOT_TYPED.search(fix) or fix.startswith(("nothing", "one of", "the same", "another", "key=", "'~")):
         return []
     fix = fix.replace("vocab_size=<value>", "vocab_size=300")  # as many as there are bytes, at least
@@ -60,6 +61,8 @@ def replace(command: Sequence[str], mistake: ConfigError, remedy: list[str]) -> 
     """Return the command with the remedy in place of what is wrong in it."""
     replaced = {_key(word) for word in [*mistake.setting.split(" "), *remedy]}
     kept = [word for word in command if _key(word) not in replaced and word != mistake.setting]
+    if mistake.fix.endswith(_WITHOUT_MODEL):
+        kept = [word for word in kept if not _key(word).startswith("model.")]
     return [*kept, *remedy]
 
 

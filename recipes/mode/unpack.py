@@ -25,8 +25,12 @@ from recipes.tokenizer import read_folder
 _MAGIC = b"GGUF"
 _ANOTHER = "mode.path=<another file>, or the published folder itself: model=huggingface model.name=<folder or hub id>"
 _EMBEDDING, _HEAD, _ROPE = "token_embd.weight", "output.weight", "rope_freqs.weight"
+_ROPE_THETA = 10_000.0  # in a file that does not say
 _NUM_SHOWN = 3  # names of tensors in an error
 _BLOCK = re.compile(r"blk\.(\d+)\.")
+# settings that a converter always writes, of which transformers guesses those that are missing
+_NEEDED = ("context_length", "embedding_length", "block_count", "attention.head_count")
+_EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")  # one of them
 # settings that change the result and that transformers reads for few architectures: name in the file -> in its config
 _SETTINGS = {
     "attention.sliding_window": "sliding_window",
@@ -92,7 +96,7 @@ def _check(file: Path, folder: Path) -> None:
 def _load(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """Load model and tokenizer from a file, and check that the model is all that the file holds."""
     try:
-        import gguf  # transformers reads the file with it
+        import gguf  # noqa: F401  transformers reads the file with it
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         reason = f"it needs the package {error.name}, which is not installed"
@@ -103,8 +107,9 @@ def _load(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         # terminal whether to run the code that it names
         Path(alone, file.name).symlink_to(file)
         options: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
-        reader = gguf.GGUFReader(file)
+        reader = _open(file, typed)
         _check_parts(reader, typed)
+        _check_settings(reader, typed)
         with without_warnings_of_torchao():
             model, report = AutoModelForCausalLM.from_pretrained(
                 alone, dtype=dtype, output_loading_info=True, **options
@@ -117,6 +122,29 @@ def _load(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model, tokenizer
+
+
+def _open(file: Path, typed: str) -> Any:
+    import gguf
+
+    try:
+        return gguf.GGUFReader(file)
+    except (ValueError, IndexError, KeyError, OverflowError) as error:  # numpy's and its own, beyond the end of a file
+        reason = f"{file} ends before what its header describes: its download was cut off, or it is damaged"
+        raise ConfigError(typed, reason, "mode.path=<a complete copy of it>") from error
+
+
+def _check_settings(reader: Any, typed: str) -> None:
+    """Check that a file has the settings for which transformers would take defaults of its own."""
+    architecture = str(_get(reader, "general.architecture", ""))
+    names = [reader.get_field(f"{architecture}.{key}") and key for key in (*_NEEDED, *_EPSILONS)]
+    missing = [key for key in _NEEDED if key not in names]
+    missing += [] if any(key in names for key in _EPSILONS) else [_EPSILONS[0]]
+    if missing:
+        reason = (
+            f"it lacks the settings {', '.join(f'{architecture}.{key}' for key in missing)}, which would be guessed"
+        )
+        raise ConfigError(typed, reason, _ANOTHER)
 
 
 def _check_parts(reader: Any, typed: str) -> None:
@@ -145,6 +173,10 @@ def _check_whole(reader: Any, model: Any, typed: str) -> None:
         if not hasattr(config, name):
             raise ConfigError(typed, f"its setting {key}={value} has no place in a {config.model_type}", _ANOTHER)
         setattr(config, name, value)
+    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", _ROPE_THETA)
+    if theta != _ROPE_THETA and _get(reader, f"{architecture}.rope.freq_base", None) is None:
+        reason = f"it has no {architecture}.rope.freq_base, for which llama.cpp takes {_ROPE_THETA:g}, not {theta:g}"
+        raise ConfigError(typed, reason, _ANOTHER)
     scaling = _get(reader, f"{architecture}.rope.scaling.type", "none")
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if scaling not in ("none", kind):

@@ -86,8 +86,10 @@ def load_config(name: str) -> Any:
 def reading_model(name: str) -> AbstractContextManager[None]:
     """Report whatever transformers raises on a published config.json as one `ConfigError`, which says where it is."""
     folder = os.path.expanduser(name)
-    path = Path(folder, "config.json") if os.path.isdir(folder) else name
-    return reading(path, f"model.name={name}", _FIX)
+    if not os.path.isdir(folder):
+        return reading(name, f"model.name={name}", _FIX)
+    fix = "model.name=<folder with a valid config.json of a causal language model>"
+    return reading(Path(folder, "config.json"), f"model.name={name}", fix)
 
 
 def make_model(config: Any) -> Any:
@@ -181,7 +183,9 @@ def check_kind(config: Any, *, name: str) -> None:
         raise ConfigError(typed, f"a model of type {kind} reads more than text", "model.name=<its text model>")
     is_encoder = kind not in COMPARED and any(part in kind for part in _ENCODERS)
     if is_encoder or getattr(config, "is_encoder_decoder", False):
-        reason = f"in a model of type {kind} a token sees those after it"
+        reason = f"a model of type {kind} is an encoder, in which a token sees those after it"
+        if getattr(config, "is_encoder_decoder", False):
+            reason = f"a model of type {kind} has an encoder of another input before its decoder"
         raise ConfigError(typed, reason, "model.name=<a causal language model>")
     if kind not in COMPARED and kind not in _said:
         _said.add(kind)

@@ -85,6 +85,12 @@ def test_a_file_that_may_not_be_read_is_not_said_to_be_missing(tmp_path: Path, m
     assert mistake.fix == f"chmod u+r {tmp_path}/f, then the same command"
 
 
+def test_a_reason_on_the_second_line_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("x")
+    error = ValueError("Validation error for field 'hidden_size':\n    TypeError: expected int, got str\nmore")
+    assert _read(tmp_path / "f", error).reason.endswith("field 'hidden_size': TypeError: expected int, got str")
+
+
 def test_a_long_message_is_cut(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("x")
     assert len(_read(tmp_path / "f", ValueError("y" * 10_000)).reason) < 600

@@ -33,6 +33,7 @@ WEIGHT_FILES += ("adapter_config.json", "adapter_model.safetensors", "adapter_mo
 # in order of preference; each may also be sharded. Pickle comes last and is restricted to tensors.
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _CONFIG = "config.json"
+_WRAPPERS = re.compile(r"^module\.|_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
 _OF_MODEL = ("state_dict", "model_state_dict", "model")  # under which training loops save a model beside other things
 # what torch (2.13) says that it does not unpickle
 _CODE = re.compile(r"(?:GLOBAL|callable|function|class) ([a-z_][\w.]+)")
@@ -135,15 +136,23 @@ class WeightFile:
         self._opened = opened
         self._path = path
         self._setting = setting
+        in_file = list(opened.keys())
+        plain = [_WRAPPERS.sub("", name) for name in in_file]
+        self._names = dict(zip(plain if len({*plain}) == len(plain) else in_file, in_file, strict=True))
 
     def names(self) -> list[str]:
-        """Return all tensor names."""
-        return list(self._opened.keys())
+        """Return all tensor names, without what `torch.compile`, DDP, FSDP and others put before them."""
+        return list(self._names)
+
+    def _get(self, name: str) -> Tensor:
+        own = self._names[name]
+        found: Tensor = self._opened[own] if isinstance(self._opened, dict) else self._opened.get_tensor(own)
+        return found
 
     def hash(self, name: str) -> str:
         """Return a hash of the kind, shape and values of a tensor."""
         with reading(self._path, self._setting, copy_of(self._setting)):
-            found: Tensor = self._opened[name] if isinstance(self._opened, dict) else self._opened.get_tensor(name)
+            found = self._get(name)
             digest = xxhash.xxh3_128(f"{found.dtype} {[*found.shape]}".encode())
             digest.update(found.contiguous().reshape(-1).view(torch.uint8).numpy())
         return digest.hexdigest()
@@ -159,14 +168,13 @@ class WeightFile:
             ConfigError: It cannot be read, or is quantized and its scales would be lost.
         """
         with reading(self._path, self._setting, copy_of(self._setting)):
-            found = self._opened[name] if isinstance(self._opened, dict) else self._opened.get_tensor(name)
+            found = self._get(name)
         if found.layout != torch.strided or found.is_quantized or found.device.type != "cpu":
             reason = f"{self._path} holds {name} as a {found.layout} tensor on {found.device}, not as plain values"
             raise ConfigError(self._setting, reason, f"{_key(self._setting)}=<the same with plain values>")
         if like is None or like.dtype.is_floating_point:
             self._check_values(name, found)
-        values: Tensor = found
-        return values
+        return found
 
     def _check_values(self, name: str, found: Tensor) -> None:
         """Check that a tensor holds finite floating-point numbers; 0.25 s per GB, a quarter of what reading takes."""

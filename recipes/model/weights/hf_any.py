@@ -15,6 +15,8 @@ from recipes.foreign_file import reading
 from recipes.model.init import fill, named_parameters
 from recipes.model.weights.files import PublishedWeights, check_tied, copy_of, locate, log_unread, open_weights
 
+_FITTING = "model.pretrained=<weights of the model that model.name describes>"
+
 log = logging.getLogger("lightning_recipes")
 
 
@@ -56,7 +58,7 @@ def load_weights(inner: Any, name_or_folder: str) -> None:
     for lines, others in (("it has no", {*wanted} - {*converted}), ("it also has", {*converted} - {*wanted})):
         if others:
             reason = f"{lines} {_list(others)}"
-            raise ConfigError(f"model.pretrained={name_or_folder}", reason, "model.pretrained=<the same model>")
+            raise ConfigError(f"model.pretrained={name_or_folder}", reason, _FITTING)
     for name, tensor in wanted.items():
         _set(tensor, converted[name].detach(), name, name_or_folder)
 
@@ -72,7 +74,7 @@ def _set(tensor: Tensor, values: Tensor, name: str, published: str) -> None:
     shape = getattr(tensor, "ds_shape", tensor.shape)
     if values.shape != shape:
         reason = f"its {name} has the shape {tuple(values.shape)}, not {tuple(shape)}"
-        raise ConfigError(f"model.pretrained={published}", reason, "model.pretrained=<the same model>")
+        raise ConfigError(f"model.pretrained={published}", reason, _FITTING)
     fill(tensor, values)
 
 
@@ -86,7 +88,7 @@ def _check_rest(inner: Any, weights: PublishedWeights, found: dict[str, str], pu
     unknown = {name for name in rest if not _is_ignored(inner, name)}
     if unknown:
         reason = f"it has {_list(unknown)}, for which the model has no place"
-        raise ConfigError(setting, reason, "model.pretrained=<the same model>")
+        raise ConfigError(setting, reason, _FITTING)
     log_unread(rest, published)
 
 
@@ -128,7 +130,8 @@ def check_loaded(report: Mapping[str, Collection[Any]], setting: str) -> None:
         raise ConfigError(setting, f"its files do not have {_list(missing)}", copy_of(setting))
     if unexpected := {str(name) for name in report["unexpected_keys"]}:
         reason = f"it has {_list(unexpected)}, for which the model has no place"
-        raise ConfigError(setting, reason, f"{setting.partition('=')[0]}=<the same model>")
+        key = setting.partition("=")[0]
+        raise ConfigError(setting, reason, _FITTING if key == "model.pretrained" else f"{key}=<another file>")
 
 
 @contextmanager

@@ -129,10 +129,9 @@ class DeepSeekV3Format(LlamaFormat):
 
     @override
     def full_name(self, name: str) -> str | None:
-        """Return `name`; None also for the multi-token prediction layer."""
-        if name.startswith(f"model.layers.{self.moe.num_layers}."):
-            return None
-        return super().full_name(name)
+        """Return the full name; None also for the multi-token prediction layer."""
+        full = super().full_name(name)
+        return None if full is not None and full.startswith(f"model.layers.{self.moe.num_layers}.") else full
 
     @override
     def config(self) -> dict[str, Any]:

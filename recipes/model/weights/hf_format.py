@@ -14,6 +14,7 @@ from recipes.model.init import named_parameters, pad_rows
 from recipes.model.moe.router import Scores
 
 HFConfig = Mapping[str, Any]  # config.json
+FITTING_FOLDER = "model.pretrained=<folder whose config.json describes its tensors>"
 _OTHER_FOLDER = "model.pretrained=<folder with a valid config.json>"
 
 
@@ -35,12 +36,13 @@ class Entry:
     transposed: bool = False
     stacked: bool = False
 
-    def assemble(self, read: Callable[[str], Tensor], *, shape: torch.Size) -> Tensor:
+    def assemble(self, read: Callable[[str], Tensor], *, shape: torch.Size, setting: str) -> Tensor:
         """Assemble our tensor, with the given `shape`.
 
         Args:
             read: Reads a tensor from the file by name.
             shape: Shape of our parameter, padding included.
+            setting: The override that named the file, `key=value`.
 
         Raises:
             ConfigError: The shapes in the file do not match.
@@ -52,7 +54,7 @@ class Entry:
             expected = expected[::-1] if self.transposed else expected
             if tuple(part.shape) != expected:
                 reason = f"its {name} has the shape {tuple(part.shape)}, and its config.json describes {expected}"
-                raise ConfigError("model.pretrained=…", reason, "model.pretrained=<another folder>")
+                raise ConfigError(setting, reason, FITTING_FOLDER)
         if self.transposed:
             parts = [part.t() for part in parts]
         rows = torch.stack(parts) if self.stacked else parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -98,7 +100,7 @@ class Setting:
             return None
         published = _yaml(found)
         if self.ours is None:
-            return f"{self.key}={published}: this model is only {self.value}", self.fix
+            return f"the weights have {self.key}={published}, and this model only {_yaml(self.value)}", self.fix
         if not self._is_possible(found):
             return f"config.json has {self.key}={published}, which no model can have", _OTHER_FOLDER
         return f"{self.ours}={_yaml(self.value)}: the weights have {self.key}={published}", f"{self.ours}={published}"

@@ -119,10 +119,13 @@ class LlamaFormat(Format):
         return full
 
     def full_name(self, name: str) -> str | None:
-        """Return `name`; None for saved rotary frequencies or the copy of a tied head."""
+        """Add the prefix that files of a model without its head lack: `norm.weight` becomes `model.norm.weight`.
+
+        None for saved rotary frequencies or the copy of a tied head.
+        """
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.model.tie_embeddings):
             return None
-        return name
+        return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
 
     def config(self) -> dict[str, Any]:
         """Return config.json for transformers 4 and 5, without dtype and special tokens."""

@@ -20,6 +20,7 @@ from recipes.model.moe import DeepSeekV3, MoeLlama
 from recipes.model.weights.files import (
     PublishedWeights,
     check_tied,
+    copy_of,
     locate,
     log_unread,
     open_weights,
@@ -27,14 +28,14 @@ from recipes.model.weights.files import (
 )
 from recipes.model.weights.hf_any import load_weights, save_weights
 from recipes.model.weights.hf_deepseek import DeepSeekV3Format
-from recipes.model.weights.hf_format import Entry, Format, HFConfig
+from recipes.model.weights.hf_format import FITTING_FOLDER, Entry, Format, HFConfig
 from recipes.model.weights.hf_gpt2 import GPT2Format
 from recipes.model.weights.hf_llama import LlamaFormat
 from recipes.model.weights.hf_mixtral import MixtralFormat
 from recipes.model.weights.text_side import EXPORT_FILES, load_exported_tokenizer, writing_text_side
 
 _TIED_HEAD = "lm_head.weight"  # a copy of the embedding where the two are tied
-_MOST_NAMES = 10  # tensor names listed in an error: a model with experts has thousands
+_MOST_NAMES = 5  # tensor names of a kind listed in an error: a model with experts has thousands
 
 
 def load_pretrained(model: nn.Module, name_or_folder: str | Path) -> None:
@@ -55,6 +56,7 @@ def load_pretrained(model: nn.Module, name_or_folder: str | Path) -> None:
     folder = locate(str(name_or_folder))
     layout = _format(getattr(model, "whole", None) or model)  # under pipeline parallelism, `model` is one stage
     _check_config(layout, config=read_config(folder), folder=folder)
+    setting = f"model.pretrained={folder}"
     with open_weights(folder) as weights:
         names = _check_names(layout, weights=weights, folder=folder)
         _language_model(model).init_buffers()  # before the weights: some formats also store buffers
@@ -62,7 +64,8 @@ def load_pretrained(model: nn.Module, name_or_folder: str | Path) -> None:
         for entry in layout.entries():
             tensor = tensors.get(entry.name)
             if tensor is not None:  # else it belongs to another stage
-                fill(tensor, entry.assemble(lambda name: weights.read(names[name]), shape=tensor.shape))
+                read = lambda name: weights.read(names[name])  # noqa: E731
+                fill(tensor, entry.assemble(read, shape=tensor.shape, setting=setting))
 
 
 def export_pretrained(
@@ -147,6 +150,9 @@ def _language_model(model: nn.Module) -> Any:
 
 def _check_config(layout: Format, *, config: HFConfig, folder: Path) -> None:
     setting, any_model = f"model.pretrained={folder}", f"model=huggingface model.name={folder}"
+    positions = [config.get(key) for key in ("max_position_embeddings", "n_positions")]
+    longest = min([layout.model.max_seq_len, *(number for number in positions if isinstance(number, int))])
+    any_model += f" model.max_seq_len={longest}, without the other settings of model"
     if (kind := config.get("model_type")) not in layout.kinds:  # all else would differ, too
         raise ConfigError(
             setting, f"it is of the type {kind}, and this model of {' or '.join(layout.kinds)}", any_model
@@ -161,7 +167,7 @@ def _check_config(layout: Format, *, config: HFConfig, folder: Path) -> None:
         whole = [fix or any_model for fix in fixes if fix is None or fix.startswith("model.pretrained")]
         raise ConfigError(
             setting,
-            "it does not fit:\n   " + "\n   ".join(line for line, _ in differences),
+            f"it does not fit: {'; '.join(line for line, _ in differences)}",
             whole[0] if whole else " ".join(map(str, fixes)),
         )
 
@@ -172,15 +178,14 @@ def _check_names(layout: Format, *, weights: PublishedWeights, folder: Path) -> 
     in_file = {full: name for name, full in full_names.items()}
     in_file.pop(None, None)
     wanted = {name for entry in layout.entries() for name in entry.published}
-    lines = [f"missing: {name}" for name in sorted(wanted - in_file.keys())]
-    lines += [f"unknown: {name}" for name in sorted(in_file.keys() - wanted, key=str)]
-    if lines:
-        if len(lines) > _MOST_NAMES:
-            lines = [*lines[:_MOST_NAMES], f"and {len(lines) - _MOST_NAMES} more"]
+    missing = sorted(wanted - in_file.keys())
+    unknown = [in_file[name] for name in sorted(in_file.keys() - wanted, key=str)]
+    if missing or unknown:
+        lines = [f"{what}: {_list(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
         raise ConfigError(
             f"model.pretrained={folder}",
-            "the tensors are not those its config.json describes: " + "\n  ".join(lines),
-            "model.pretrained=<a complete folder>",
+            f"the tensors are not those its config.json describes: {'; '.join(lines)}",
+            FITTING_FOLDER if unknown else copy_of("model.pretrained"),
         )
     unread = {name for name, full in full_names.items() if full is None}
     if _TIED_HEAD in unread:
@@ -190,6 +195,11 @@ def _check_names(layout: Format, *, weights: PublishedWeights, folder: Path) -> 
     return {str(full): name for full, name in in_file.items()}
 
 
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
+
+
 def _verify(layout: Format, *, parameters: dict[str, Tensor], folder: Path) -> None:
     _check_config(layout, config=read_config(folder), folder=folder)
     entries: list[Entry] = layout.entries()
@@ -197,6 +207,6 @@ def _verify(layout: Format, *, parameters: dict[str, Tensor], folder: Path) -> N
         for entry in entries:
             parameter = parameters[entry.name].detach().cpu()
             num_rows = sum(entry.rows)
-            read = entry.assemble(weights.read, shape=parameter[:num_rows].shape)
+            read = entry.assemble(weights.read, shape=parameter[:num_rows].shape, setting=f"model.pretrained={folder}")
             if not torch.equal(read, parameter[:num_rows]):
                 raise OSError(f"{folder}/model.safetensors: {entry.name} reads back differently")

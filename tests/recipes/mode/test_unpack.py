@@ -52,6 +52,7 @@ def write_gguf(
     without: str = "nothing",
     more: dict[str, NDArray[Any]] | None = None,
     settings: dict[str, Any] | None = None,
+    lacks: str = "nothing",
 ) -> None:
     """Write a model as llama.cpp's converter does.
 
@@ -63,6 +64,7 @@ def write_gguf(
         without: Pattern of tensors of the file to leave out.
         more: Further tensors.
         settings: Further settings, texts and whole numbers.
+        lacks: End of the name of a setting to leave out.
     """
     import gguf
 
@@ -100,6 +102,7 @@ def write_gguf(
         writer.add_tensor(name, values)
     for name, value in (settings or {}).items():
         (writer.add_string if isinstance(value, str) else writer.add_uint16)(name, value)
+    writer.kv_data[0] = {key: value for key, value in writer.kv_data[0].items() if not key.endswith(lacks)}
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -219,3 +222,28 @@ def test_other_files_and_folders_are_left_as_they_are(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*out*"))
     (tmp_path / "out").mkdir()
     assert "it already exists" in mistake(tmp_path)
+
+
+@pytest.mark.parametrize("lacks", ["context_length", "layer_norm_rms_epsilon", "attention.head_count"])
+def test_a_setting_that_would_be_guessed_is_missed(lacks: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", make_model(), lacks=lacks)
+    with pytest.raises(ConfigError, match=rf"it lacks the settings llama\.\S*{lacks}, which would be guessed"):
+        unpack._load(tmp_path / "model.gguf", torch.float32)
+
+
+def test_a_file_that_was_cut_off_is_said_to_be(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "whole.gguf", make_model())
+    whole, file = (tmp_path / "whole.gguf").read_bytes(), tmp_path / "model.gguf"
+    for content in (whole[:-500], whole[:300], whole[:8] + (2**62).to_bytes(8, "little") + whole[16:]):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match="its download was cut off.*; type mode.path=<a complete copy of it>"):
+            unpack._load(file, torch.float32)
+
+
+def test_nan_in_a_file_is_named(tmp_path: Path) -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.lm_head.weight[3, 3] = torch.nan
+    write_gguf(tmp_path / "model.gguf", model)
+    with pytest.raises(ConfigError, match=r"it holds NaN or inf in lm_head\.weight"):
+        unpack._load(tmp_path / "model.gguf", torch.float32)

@@ -155,7 +155,10 @@ def test_an_architecture_that_was_not_compared_is_neither_packed_nor_cut(
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"model_type": "bert", "vocab_size": 64}, "in a model of type bert a token sees those after it"),
+        (
+            {"model_type": "bert", "vocab_size": 64},
+            "a model of type bert is an encoder, in which a token sees those after it",
+        ),
         ({"model_type": "gemma3", "text_config": {"vocab_size": 64}}, "a model of type gemma3 reads more than text"),
         (
             {"model_type": "llama", "vocab_size": 64, "quantization_config": {"quant_method": "fp8"}},

@@ -1,6 +1,7 @@
 """Published weights are compared with the model before they are loaded: every difference is listed with its fix."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from typed_remedies import read_remedies, replace
 
+from recipes.config import compose_and_check
 from recipes.errors import ConfigError
 from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
@@ -91,8 +94,15 @@ def test_what_no_override_can_fix_is_rejected(key: str, value: object, tmp_path:
     publish(ours("llama"), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
-    with pytest.raises(ConfigError, match=f"type model=huggingface model.name={tmp_path}$"):
+    with pytest.raises(ConfigError, match=f"type model=huggingface model.name={tmp_path} ") as caught:
         load_pretrained(ours("llama"), tmp_path)
+    if key == "model_type":  # whose config.json has keys of its own
+        return
+    sizes = [f"model.{name}={size}" for name, size in LLAMA_SHAPES.items()]
+    command = ["data=random_tokens", "seq_len=16", "model=llama_nano", *sizes, f"model.pretrained={tmp_path}"]
+    [remedy] = read_remedies(caught.value)
+    _, mistakes = compose_and_check(replace([*command, "tokenizer=none"], caught.value, remedy))
+    assert not mistakes
 
 
 DEFAULTS: dict[str, tuple[Any, dict[str, int]]] = {
@@ -180,6 +190,22 @@ def test_a_head_of_its_own_in_files_that_are_said_to_be_tied_is_not_dropped(
         load_pretrained(ours(kind, tie_embeddings=True), tmp_path)
 
 
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod.", "-model."])
+def test_what_wrappers_and_bare_models_do_to_names_is_undone(
+    prefix: str, published: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(published["llama"], tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    remove = prefix[1:] if prefix.startswith("-") else ""
+    weights = {name.removeprefix(remove): values for name, values in load_file(file).items()}
+    save_file({name if remove else f"{prefix}{name}": values for name, values in weights.items()}, file)
+    models = [ours("llama"), ours("llama")]
+    for model, folder in zip(models, (published["llama"], tmp_path), strict=True):
+        load_pretrained(model, folder)
+    for own, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(own, other)
+
+
 def test_tensors_that_are_not_read_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     publish(ours("llama"), tmp_path)
     file = tmp_path / "model.safetensors"
@@ -195,10 +221,11 @@ def test_missing_unknown_and_misshapen_tensors_are_rejected(tmp_path: Path) -> N
     whole = {name: value.clone() for name, value in load_file(file).items()}
     name = "transformer.h.0.ln_1.weight"
     save_file({key: value for key, value in whole.items() if key != name} | {"x": whole[name]}, file)
-    with pytest.raises(ValueError, match=rf"missing: {name}\n  unknown: transformer\.x"):
+    with pytest.raises(ValueError, match=rf"missing: {name}; unknown: x; type model.pretrained=<folder whose"):
         load_pretrained(ours("gpt2"), tmp_path)
     save_file(whole | {name: torch.ones(31)}, file)
-    with pytest.raises(ValueError, match=rf"its {name} has the shape \(31,\), and its config.json describes \(32,\)"):
+    shapes = rf"={tmp_path}: its {name} has the shape \(31,\), and its config.json describes \(32,\)"
+    with pytest.raises(ValueError, match=shapes):
         load_pretrained(ours("gpt2"), tmp_path)
     for values in (torch.ones(()), torch.ones(32, dtype=torch.int8), torch.ones(32).to(torch.float8_e4m3fn)):
         save_file(whole | {name: values}, file)
