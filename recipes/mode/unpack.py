@@ -141,9 +141,9 @@ def _check_settings(reader: Any, typed: str) -> None:
     missing = [key for key in _NEEDED if key not in names]
     missing += [] if any(key in names for key in _EPSILONS) else [_EPSILONS[0]]
     if missing:
-        reason = (
-            f"it lacks the settings {', '.join(f'{architecture}.{key}' for key in missing)}, which would be guessed"
-        )
+        what = "setting" if len(missing) == 1 else "settings"
+        listed = ", ".join(f"{architecture}.{key}" for key in missing)
+        reason = f"it lacks the {what} {listed}, which would be guessed"
         raise ConfigError(typed, reason, _ANOTHER)
 
 

@@ -189,18 +189,19 @@ def _fill(model: nn.Module, file: WeightFile, typed: str, wanted: list[str], *, 
     if names != {*parameters} and not (is_same and wanted):  # the tensors of DoRA, of which its setting speaks
         layers = _advise_targets(model, names, {*parameters}, base, typed, _describe_names(names, {*parameters}))
         wanted = [*wanted, f"adapter.target_modules={_list(layers, among=_list_known(model))}"]
-    theirs, own = (_scaling_inputs(tensors) for tensors in (read, parameters))
-    if theirs != own and any(map(is_factor, names)):
-        wanted.append(f"adapter.input_modules={_list(theirs, among={*map(_layer_of, read)})}")
+    inputs, own = (_scaling_inputs(tensors) for tensors in (read, parameters))
+    if inputs != own and any(map(is_factor, names)):
+        wanted.append(f"adapter.input_modules={_list(inputs, among={*map(_layer_of, read)})}")
     if wanted:
         raise ConfigError(typed, f"it was trained with {' '.join(wanted)}", " ".join(wanted))
     for name, parameter in parameters.items():
-        shape = unsharded_shape(parameter)
-        if read[name].shape != shape:
-            reason = f"{name} has the shape {tuple(read[name].shape)}, and that of the model {tuple(shape)}"
-            raise ConfigError(
-                typed, reason, base or f"adapter.pretrained=<folder whose tensors are those of its {CONFIG}>"
-            )
+        theirs, shape = read[name].shape, unsharded_shape(parameter)
+        if theirs != shape:
+            reason = f"{name} has the shape {tuple(theirs)}, and that of the model {tuple(shape)}"
+            # the rank is that of its config, or would have been refused; so any other size is of another model
+            is_rank = theirs[1:] == shape[1:] if ".lora_A." in name else theirs[:1] == shape[:1]
+            fix = f"adapter.pretrained=<folder whose tensors are those of its {CONFIG}>"
+            raise ConfigError(typed, reason, fix if is_rank or base is None else base)
     for name, parameter in parameters.items():
         fill(parameter, read[name])
 

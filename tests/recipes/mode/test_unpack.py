@@ -227,7 +227,7 @@ def test_other_files_and_folders_are_left_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lacks", ["context_length", "layer_norm_rms_epsilon", "attention.head_count"])
 def test_a_setting_that_would_be_guessed_is_missed(lacks: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", make_model(), lacks=lacks)
-    with pytest.raises(ConfigError, match=rf"it lacks the settings llama\.\S*{lacks}, which would be guessed"):
+    with pytest.raises(ConfigError, match=rf"it lacks the setting llama\.\S*{lacks}, which would be guessed"):
         unpack._load(tmp_path / "model.gguf", torch.float32)
 
 
