@@ -18,6 +18,6 @@ class BuildWithoutSetup(build_py):
 setup(
     packages=[NAME, *(f"{NAME}.{name}" for name in INNER)],
     package_dir={NAME: "."},
-    package_data={"": ["*.yaml", "*.css", "*.jinja", "*.js"]},
+    package_data={"": ["*.yaml", "*.css", "*.jinja", "*.js", "*.LICENSE"]},
     cmdclass={"build_py": BuildWithoutSetup},
 )
