@@ -6,6 +6,7 @@ import sysconfig
 import tomllib
 import zipfile
 from email.parser import Parser
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -110,12 +111,13 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python"
 
 
-def test_it_needs_torch_and_lightning_alone(wheel: Path) -> None:
+def test_it_needs_torch_lightning_and_a_dependency_of_torch_alone(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         [name] = [name for name in archive.namelist() if name.endswith("METADATA")]
         metadata = Parser().parsestr(archive.read(name).decode())
     required = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
-    assert {r.name for r in required if r.marker is None} == {"torch", "lightning"}
+    assert {r.name for r in required if r.marker is None} == {"torch", "lightning", "jinja2"}
+    assert "jinja2" in {Requirement(text).name for text in requires("torch") or []}
 
 
 def test_old_torch_and_lightning_are_accepted_and_versions_with_known_holes_are_not() -> None:
@@ -139,7 +141,9 @@ def test_it_installs_one_name_and_no_top_level_recipes_or_callbacks(wheel: Path)
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"lightning_recipes"}
     assert "lightning_recipes/conf/config.yaml" in names
-    assert "lightning_recipes/callbacks/report/assets/charts.js" in names
+    report = "lightning_recipes/callbacks/report"
+    files = ["assets/charts.js", "assets/uPlot.js", "assets/uPlot.css", "assets/uPlot.LICENSE", "templates/run.jinja"]
+    assert {f"{report}/{name}" for name in files} <= set(names)
     assert "lightning_recipes/setup.py" not in names
 
 

@@ -403,14 +403,9 @@ def read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def read_json(path: Path) -> Any:
-    """Return the content of a JSON file; None if it does not exist or is incomplete."""
-    return _parse_json(read_text(path))
-
-
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if there is none."""
-    value = read_json(path)
+    value = _parse_json(read_text(path))
     return value if isinstance(value, dict) else {}
 
 
@@ -426,10 +421,10 @@ def parse_yaml(text: str) -> dict[str, Any]:
         value = yaml.load(text, Loader=_YAML)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError):  # dates that do not exist, lists as keys
         return {}
-    return value if isinstance(value, dict) and _is_bounded(value) else {}
+    return value if isinstance(value, dict) and is_bounded(value) else {}
 
 
-def _is_bounded(value: object) -> bool:
+def is_bounded(value: object) -> bool:
     """Return whether settings, each repeated one counted again, are as many and as deep as those of a run."""
     waiting: list[tuple[object, int]] = [(value, 0)]
     for _ in range(_MOST_VALUES):

@@ -1,35 +1,21 @@
-"""Show a run's config as escaped HTML, with command-line overrides highlighted. No Lightning."""
+"""Show a run's config, with the lines that overrides have set. No Lightning."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from html import escape
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import yaml
 
-from .html import folded
 from .run_record import RunRecord
 
 # config nodes that affect only the display of a run
 _HIDDEN = ("dashboard", "mode", "hydra", "callbacks.report.dashboard")
 
 
-def command_line_overrides(overrides: Iterable[str]) -> str:
-    """Return the command-line overrides, one chip each."""
-    chips = "".join(f'<code class="typed">{escape(text)}</code>' for text in overrides)
-    return f'<p class="command"><code>python train.py</code>{chips}</p>' if chips else ""
-
-
-def config_text(run: RunRecord) -> str:
-    """Return the complete config, collapsed; the raw text if it cannot be parsed."""
-    if not run.config_text:
-        return ""
+def config_lines(run: RunRecord) -> list[tuple[str, bool]]:
+    """Return the lines of the config and whether an override has set them; the raw text if it cannot be parsed."""
     if not run.config:
-        return folded("Config", f"<pre>{escape(run.config_text)}</pre>", id_="config")
-    lines = list(_yaml_lines(shown_config(run.config), "", "", typed_keys(run.overrides)))
-    num_typed = sum(line.startswith("<mark") for line in lines)
-    count = f" ({num_typed} typed {'line' if num_typed == 1 else 'lines'})" if num_typed else ""
-    text = "\n".join(lines)
-    return folded(f"Config{count}", f'<pre class="config">{text}</pre>', id_="config")
+        return [(line, False) for line in run.config_text.split("\n") if run.config_text]
+    return list(_yaml_lines(shown_config(run.config), "", "", typed_keys(run.overrides)))
 
 
 def typed_keys(overrides: Sequence[str]) -> set[str]:
@@ -51,13 +37,12 @@ def shown_config(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return shown
 
 
-def _yaml_lines(node: dict[str, Any], prefix: str, indent: str, typed: set[str]) -> Iterator[str]:
-    """Yield YAML lines, marking those whose key was overridden; for an overridden group, only the first line."""
+def _yaml_lines(node: dict[str, Any], prefix: str, indent: str, typed: set[str]) -> Iterator[tuple[str, bool]]:
+    """Yield YAML lines and whether their key was overridden; for an overridden group, only the first line."""
     for name, value in node.items():
         path = f"{prefix}{name}"
         is_node = isinstance(value, dict) and value
-        line = escape(f"{indent}{name}:" if is_node else f"{indent}{name}: {_scalar(value)}")
-        yield f"<mark>{line}</mark>" if path in typed else line
+        yield f"{indent}{name}:" if is_node else f"{indent}{name}: {_scalar(value)}", path in typed
         if is_node:
             yield from _yaml_lines(value, f"{path}.", f"{indent}  ", typed)
 

@@ -1,40 +1,64 @@
-"""Build self-contained HTML pages: frame, cards, tables and formatted values. No Lightning."""
+"""Render pages from templates: one self-contained file each, everything escaped. No Lightning."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
 from ..files import write_atomically
 from ..progress.text import clock_text
 from .charts.axis import value_label
-from .charts.json_data import as_json
+from .charts.figures import Figure
 
-ASSETS = Path(__file__).parent / "assets"
+_FOLDER = Path(__file__).parent
 
 
-def render_page(*, title: str, body: str, data: dict[str, Any], styles: Sequence[str], scripts: Sequence[str]) -> str:
-    """Return one HTML file with its styles, data and scripts inlined.
+def render(
+    template: str, *, figures: Sequence[Figure] = (), page: Mapping[str, Any] | None = None, **values: Any
+) -> str:
+    """Return a page with its styles, data and scripts inlined.
 
     Args:
-        title: Page title.
-        body: Escaped HTML.
-        data: Data for the scripts, written as JSON.
-        styles: File names in `assets/`.
-        scripts: File names in `assets/`, in execution order.
+        template: File name in `templates/`.
+        figures: All charts of the page; each gets its index in the script's data.
+        page: What else the script needs, see `assets/charts.js`.
+        values: What the template shows. Text is escaped unless it is `Markup`.
     """
-    style = "".join((ASSETS / name).read_text(encoding="utf-8") for name in styles)
-    script = "".join((ASSETS / name).read_text(encoding="utf-8") for name in scripts)
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="generator" content="lightning-recipes"><link rel="icon" href="data:,">'
-        f"<title>{escape(title)}</title><style>{style}</style></head><body><main>{body}</main>"
-        f'<script type="application/json" id="data">{as_json(data)}</script>'
-        f"<script>{script}</script></body></html>\n"
+    for index, figure in enumerate(figures):
+        figure.index = index
+    data = {**(page or {}), "charts": [figure.data for figure in figures]}
+    return _get_environment().get_template(template).render(data=data if figures or page else None, **values)
+
+
+@cache
+def _get_environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    environment.globals["asset"] = _read_asset
+    environment.filters |= {
+        "value": value_text,
+        "anchor": anchor_id,
+        "link": quoted_link,
+        "bytes": size_text,
+    }
+    return environment
+
+
+def _read_asset(name: str) -> Markup:
+    """Return a file of `assets/`, which goes into the page as it is."""
+    return Markup((_FOLDER / "assets" / name).read_text(encoding="utf-8"))
 
 
 def write_page(path: Path, text: str) -> None:
@@ -43,9 +67,38 @@ def write_page(path: Path, text: str) -> None:
     write_atomically(path, text.encode("utf-8", "backslashreplace").decode())
 
 
+def write_mode_page(
+    path: Path,
+    template: str,
+    title: str,
+    *,
+    about: Mapping[str, Any],
+    pills: Mapping[str, str] | None = None,
+    **values: Any,
+) -> None:
+    """Write the page of a mode, whose header distinguishes it from others.
+
+    Args:
+        path: File to write.
+        template: File name in `templates/`, which extends `mode.jinja`.
+        title: What the page is.
+        about: `name`, `time` in Unix seconds, `devices`, `hostname` and `overrides` of the command; any may be missing.
+        pills: Style class by text of each status.
+        values: As of `render`.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    facts = [time_text(about["time"])] if "time" in about else []
+    facts += [value_text(about[key]) for key in ("devices", "hostname") if about.get(key)]
+    named = f"{title}: {about['name']}" if about.get("name") else title
+    overrides = about.get("overrides", ())
+    write_page(path, render(template, title=named, facts=facts, overrides=overrides, pills=pills or {}, **values))
+
+
 def quoted_link(path: str) -> str:
     """Return a relative path as a quoted link: unquoted, a folder `javascript:…` would run code, `a#b` be cut off."""
-    return escape(quote(path.encode("utf-8", "surrogateescape")))
+    return quote(path.encode("utf-8", "surrogateescape"))
 
 
 def anchor_id(title: str) -> str:
@@ -53,80 +106,16 @@ def anchor_id(title: str) -> str:
     return "charts-" + "".join(c if c.isascii() and c.isalnum() else "-" for c in title.lower())
 
 
-def zoom_bar(links: Sequence[tuple[str, str]]) -> str:
-    """Return the sticky bar at the top: links to the sections, and buttons that select the range of steps.
-
-    Args:
-        links: Id and title of each section.
-    """
-    nav = "".join(f'<a href="#{id_}">{escape(title)}</a>' for id_, title in links)
-    buttons = "".join(
-        f'<button type="button" data-zoom="{action}" title="{title}" aria-label="{title}">{sign}</button>'
-        for action, sign, title in (
-            ("earlier", "&lsaquo;", "earlier steps"),
-            ("out", "&minus;", "zoom out"),
-            ("in", "+", "zoom in"),
-            ("later", "&rsaquo;", "later steps"),
-            ("all", "all", "all steps (Escape, or double-click a chart)"),
-        )
-    )
-    return (
-        f'<div class="bar"><nav>{nav}</nav><div class="zoom" role="toolbar"'
-        f' aria-label="steps shown" hidden><output></output>{buttons}</div></div>'
-    )
-
-
-def section(title: str, content: str, *, id_: str = "") -> str:
-    """Return a card under a heading; empty if there is no content."""
-    id_attribute = f' id="{id_}"' if id_ else ""
-    return (
-        f'<section{id_attribute}><h2>{escape(title)}</h2><div class="card">{content}</div></section>' if content else ""
-    )
-
-
-def folded(title: str, content: str, *, id_: str = "") -> str:
-    """Return a collapsed card that opens when its title is clicked."""
-    id_attribute = f' id="{id_}"' if id_ else ""
-    return f'<details{id_attribute}><summary>{escape(title)}</summary><div class="card">{content}</div></details>'
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, css: str = "figures") -> str:
-    """Return a table with a heading row.
-
-    Args:
-        heads: Plain text.
-        rows: Cells as escaped HTML.
-        css: `figures` right-aligns all columns but the first; `list` left-aligns all.
-    """
-    line = "".join(f"<th>{escape(head)}</th>" for head in heads)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<table class="{css}"><thead><tr>{line}</tr></thead><tbody>{body}</tbody></table>'
-
-
-def facts_table(title: str, values: dict[str, Any]) -> str:
-    """Return a card with one row per name and value; a nested object takes one row."""
-    rows = "".join(
-        f"<tr><th>{escape(name)}</th><td>{escape(_fact_text(value))}</td></tr>"
-        for name, value in values.items()
-        if value not in ([], {})
-    )
-    return section(title, f"<table>{rows}</table>") if rows else ""
-
-
-def _fact_text(value: Any) -> str:
-    if not isinstance(value, dict):
-        return value_text(value)
-    return ", ".join(f"{name} {value_text(inner)}" for name, inner in flatten(value))
-
-
 def value_text(value: Any) -> str:
-    """Return a value as human-readable text; None becomes `unknown`."""
+    """Return a value as human-readable text; None becomes `unknown`, a nested object its leaves."""
     if value is None:
         return "unknown"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (int, float)):
         return value_label(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {value_text(inner)}" for name, inner in flatten(value))
     if isinstance(value, list):  # `8 x NVIDIA H100` instead of the name eight times
         counts = Counter(map(str, value)).items()
         return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts)
@@ -140,6 +129,22 @@ def measure_text(value: float, measure: str) -> str:
     if measure == "mfu":
         return f"{value:.1%}"
     return f"{value:.3g}" if measure == "peak_memory_gib" else value_text(value)
+
+
+def time_text(seconds: float) -> str:
+    """Return Unix seconds as a date; as a number if there is no such date."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (OverflowError, ValueError, OSError):
+        return value_text(seconds)
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a number of bytes with its unit."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes} bytes"
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

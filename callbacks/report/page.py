@@ -1,40 +1,26 @@
 """Write the report of one run: a picture and a self-contained HTML page. Takes a second or two, no Lightning."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from html import escape
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..diagnosis.diagnose import Diagnosis, examine
+from ..diagnosis.run import make_run
 from ..files import tolerating
-from .charts.json_data import chart_data
+from ..progress.text import TRAIN_LOSS, VAL_LOSS, clock_text
+from .charts.figures import column_spans, padded_range, steps_figure
 from .charts.png import write_png
-from .charts.series import (
-    Group,
-    Mark,
-    get_groups,
-    get_marks,
-    is_marked,
-    metrics_not_drawn,
-)
-from .charts.svg import (
-    MAX_STATIC_BUCKETS,
-    MAX_STATIC_POINTS,
-    chart_html,
-    column_spans,
-    padded_range,
-)
-from .config import command_line_overrides, config_text
+from .charts.series import Group, Mark, get_groups, get_marks, is_marked, metrics_not_drawn
+from .config import config_lines
 from .dashboard import get_sections, sections_for
-from .header import diagnosis, findings_section, head, tiles
-from .html import anchor_id, facts_table, render_page, write_page, zoom_bar
-from .plan_page import memory_section
-from .run_record import RecordedFit, RunRecord, add_fit, read_run
-from .tables import events_table, operators_table, plan_table, sample_texts, spikes_table
+from .html import anchor_id, render, time_text, value_text, write_page
+from .plan_page import memory_figure
+from .run_record import RecordedFit, RunRecord, add_fit, get_status, is_finite, read_run, status_class
+from .tables import get_events, get_operators, get_plan, get_replay, get_samples, get_spikes
 
 log = logging.getLogger("lightning_recipes")
-STYLES = ("page.css", "charts.css")
-SCRIPTS = ("axis.js", "charts.js", "zoom.js")
 
 
 def write_report(
@@ -45,7 +31,8 @@ def write_report(
 ) -> None:
     """Write `report.html` and `curves.png` to a run folder, from the files in it.
 
-    A file that a full disk rejects is logged, and so is a picture for which matplotlib is missing.
+    A file that a full disk rejects is logged, and so is a picture for which matplotlib is missing. A damaged file, such
+    as `summary.json` or `plan.json`, is named on the page and in a warning, and the rest is shown.
 
     Needs `metrics.csv` unless `fit` is given; uses `summary.json`, `environment.json`, `config.yaml`, `plan.json`,
     `events.jsonl`, `samples.jsonl`, `spikes/` and `profile/operators.json` if they exist. Can be called again.
@@ -65,8 +52,11 @@ def write_report(
         run = add_fit(run, fit)
     sections = sections_for(run.series) if dashboard is None else get_sections(dashboard)
     groups, marks = get_groups(run, sections), get_marks(run.events)
+    page = page_html(run, groups, marks)
+    for damage in run.damaged:
+        log.warning(f"{run_folder}: {damage}; the report leaves it out")
     with tolerating(run_folder / "report.html"):
-        write_page(run_folder / "report.html", page_html(run, groups, marks))
+        write_page(run_folder / "report.html", page)
     pictures = [chart for group in groups for chart in group.charts if chart.picture]
     if not pictures:
         return
@@ -80,73 +70,106 @@ def write_report(
 
 
 def page_html(run: RunRecord, groups: Sequence[Group], marks: Sequence[Mark]) -> str:
-    """Return the complete HTML page; all text from the run's files is escaped."""
-    environment = {name: v for name, v in run.environment.items() if name != "overrides"}
-    facts = f"{facts_table('Summary', run.summary)}{facts_table('Environment', environment)}"
-    tables = [
-        sample_texts(run),
-        operators_table(run),
-        spikes_table(run),
-        plan_table(run),
-        memory_section(run.plan),
-        f'<div class="pair">{facts}</div>',
-        events_table(run),
-        config_text(run),
-    ]
-    charts = [chart for group in groups for chart in group.charts]
-    links = [(anchor_id(group.title), group.title) for group in groups]
-    links += [("spikes", "spike dumps")] if run.spikes else []
-    bar = zoom_bar([*links, ("tables", "tables")]) if charts else ""
-    body = (
-        f"{head(run)}{command_line_overrides(run.overrides)}{findings_section(run)}{diagnosis(run)}{tiles(run)}{bar}{mark_legend(run)}"
-        f"{charts_html(groups, marks)}{_not_drawn_note(run, groups)}"
-        f'<div id="tables">{"".join(tables)}</div>'
-        f"<footer>{escape(str(run.folder))}</footer>"
-    )
-    first, last = padded_range(charts[0].x_range) if charts else (0, 1)
-    data = {
-        "first": first,
-        "last": last,
-        "charts": [chart_data(chart) for chart in charts],
-        "marks": [[mark.step, mark.event, mark.from_step] for mark in marks],
-    }
-    return render_page(title=run.name, body=body, data=data, styles=STYLES, scripts=SCRIPTS)
-
-
-def charts_html(groups: Sequence[Group], marks: Sequence[Mark]) -> str:
-    """Return each group as a heading and a grid of charts without gaps."""
-    num_curves = sum(len(chart.curves) for group in groups for chart in group.charts)
-    # at most four points per bucket, see downsample.thin
-    buckets = max(40, min(MAX_STATIC_BUCKETS, MAX_STATIC_POINTS // (4 * max(1, num_curves))))
-    html, index = [], 0
+    """Return the complete HTML page; what is damaged in the run's files is added to `run.damaged`."""
+    drawn = []
     for number, group in enumerate(groups):
-        figures = []
         spans = column_spans(len(group.charts), leads=number == 0)
-        for chart, span in zip(group.charts, spans, strict=True):
-            figures.append(chart_html(chart, marks, index=index, span=span, max_buckets=buckets))
-            index += 1
-        html.append(
-            f'<section id="{anchor_id(group.title)}"><h2>{escape(group.title)}</h2>'
-            f'<div class="charts{" lead" if number == 0 else ""}">{"".join(figures)}</div></section>'
-        )
-    return "".join(html)
-
-
-def mark_legend(run: RunRecord) -> str:
-    """Return buttons for the kinds of events with their colors and counts; a click shows or hides a kind's marks."""
-    events = [str(event["event"]) for event in run.events if is_marked(event)]
-    kinds = list(dict.fromkeys(events))  # in order of first occurrence
-    buttons = "".join(
-        f'<button type="button" class="event e-{escape(kind)}" data-event="{escape(kind)}" aria-pressed="true"'
-        f' title="show or hide">{escape(kind.replace("_", " "))} &times; {events.count(kind)}</button>'
-        for kind in kinds
+        figures = [steps_figure(chart, span=span) for chart, span in zip(group.charts, spans, strict=True)]
+        drawn.append((group.title, figures))
+    all_figures = [figure for _, figures in drawn for figure in figures]
+    first, last = padded_range(groups[0].charts[0].x_range) if groups else (0, 1)
+    try:
+        memory = memory_figure(run.plan)
+    except ValueError as error:
+        memory = None
+        run.damaged.append(f"plan.json could not be read: {error}")
+    links = [(anchor_id(title), title) for title, _ in drawn]
+    links += [("spikes", "spike dumps")] if run.spikes else []
+    return render(
+        "run.jinja",
+        figures=[*all_figures, *([] if memory is None else [memory])],
+        page={"first": first, "last": last, "marks": [[mark.step, mark.event, mark.from_step] for mark in marks]},
+        title=run.name,
+        run=run,
+        status=get_status(run),
+        facts=_head_facts(run),
+        overrides=run.overrides,
+        examined=_examine(run),
+        diagnosis=[event for event in run.events if event.get("event") == "diagnosis" and event.get("text")],
+        tiles=list(_tiles(run)),
+        links=[*links, ("tables", "tables")] if groups else [],
+        kinds=Counter(str(event["event"]) for event in run.events if is_marked(event)),
+        groups=drawn,
+        not_drawn=metrics_not_drawn(run, groups),
+        samples=get_samples(run),
+        operators=get_operators(run),
+        spikes=get_spikes(run),
+        replay=get_replay(run),
+        plan=get_plan(run),
+        memory=memory,
+        environment={name: value for name, value in run.environment.items() if name != "overrides"},
+        events=get_events(run),
+        config=config_lines(run),
+        pills={} if get_status(run) is None else {get_status(run): status_class(str(get_status(run)))},
     )
-    # a click on a button toggles the class `without-<kind>` on the body
-    hide = "".join(f".without-{escape(kind)} .plot .e-{escape(kind)} {{ display: none; }}" for kind in kinds)
-    dotted = '<span class="dotted">rolled-back steps</span>' if run.rolled_back else ""
-    return f'<style>{hide}</style><p class="legend">{buttons}{dotted}</p>' if buttons else ""
 
 
-def _not_drawn_note(run: RunRecord, groups: Sequence[Group]) -> str:
-    names = escape(", ".join(metrics_not_drawn(run, groups)))
-    return f'<p class="legend">Not in any panel of the dashboard: {names}</p>' if names else ""
+def _head_facts(run: RunRecord) -> list[str]:
+    """Return start time, devices and host, and the command if no overrides are recorded."""
+    seconds = run.events[0].get("time") if run.events else None
+    start = [time_text(seconds)] if isinstance(seconds, (int, float)) and seconds else []
+    keys = ("devices", "hostname") if run.overrides else ("devices", "hostname", "command")
+    return start + [value_text(run.environment[key]) for key in keys if run.environment.get(key)]
+
+
+def _examine(run: RunRecord) -> Diagnosis | None:
+    """Return the findings in the run's curves; None without a training loss."""
+    found = make_run(run.series, folder=run.folder, config=run.config, status=get_status(run), events=run.events)
+    return examine(found) if "loss" in found.curves else None
+
+
+def _tiles(run: RunRecord) -> Iterable[tuple[str, str, str]]:
+    """Yield name, value and note of each key figure, from the summary if it exists, else from the last row."""
+    summary = run.summary
+    figures = {
+        "train loss": ("train_loss", _last(run, TRAIN_LOSS)),
+        "val loss": ("val_loss", _last(run, VAL_LOSS)),
+        "val accuracy": ("", run.last("val/accuracy")),
+        "tokens/s": ("tokens_per_second", _last(run, ("throughput/tokens_per_second",))),
+        "MFU": ("mfu", None),
+        "steps": ("steps", run.last_step),
+        "tokens": ("tokens", None),
+        "time": ("seconds", None),
+        "peak memory": ("peak_memory_gib", None),
+    }
+    notes = {"peak memory": "GiB"}
+    best = summary.get("best_val_loss")
+    if is_finite(best):
+        notes["val loss"] = f"best {best:.4g}"
+    for name, (key, last) in figures.items():
+        value = summary.get(key)
+        if value is not None and not isinstance(value, float) and not is_finite(value):
+            run.damaged.append(f"summary.json could not be read: its {key} is not a finite number")
+            value = None
+        if value is None or (name == "steps" and not value):
+            value = last
+        if value is not None:
+            yield name, _tile_value(name, value) if is_finite(value) else "not finite", notes.get(name, "")
+
+
+def _last(run: RunRecord, metrics: Iterable[str]) -> float | None:
+    """Return the last value of the first of `metrics` that was logged."""
+    return next((last for name in metrics if (last := run.last(name)) is not None), None)
+
+
+def _tile_value(name: str, number: float) -> str:
+    if name == "time":
+        return clock_text(number)
+    if name == "MFU":
+        return f"{number:.1%}"
+    if name == "tokens" and number >= 1e7:
+        scale, letter = (1e9, "B") if number >= 1e9 else (1e6, "M")
+        return f"{number / scale:.4g} {letter}"
+    if name in ("tokens/s", "steps", "tokens"):
+        return f"{number:,.0f}"
+    return f"{number:.4g}"

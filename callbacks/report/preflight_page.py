@@ -1,12 +1,13 @@
 """Write the page of a preflight: a table of its checks, and input images as the model sees them. No Lightning."""
 
+import struct
+import zlib
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from .header import mode_head, page_title, pill
-from .html import render_page, section, table, write_page
+from .html import write_mode_page
 
 _WIDTH = 96  # displayed width of an image, so that small ones are visible
 _CLASSES = {"fail": "bad", "warn": "warn", "pass": "good"}  # in the order of the rows; others come last
@@ -26,7 +27,7 @@ def write_preflight_page(
         path: File to write.
         results: One mapping per check: `check`, `status`, `found` and `remedy`.
         images: Nested lists [C][H][W] of numbers, each with its class.
-        about: What the page is about, see `mode_head`.
+        about: What the page is about, see `write_mode_page`.
 
     Raises:
         OSError: The file cannot be written.
@@ -34,41 +35,36 @@ def write_preflight_page(
     order = [*_CLASSES]
     statuses = [result["status"] for result in results]
     counts = {status: statuses.count(status) for status in order}
-    pills = {f"{count} {_TOTALS[status]}": _CLASSES[status] for status, count in counts.items() if count}
-    rows = [
-        (
-            pill(result["status"], _CLASSES.get(result["status"], "")),
-            escape(result["check"]),
-            escape(result["found"]) + (f"<br><i>{escape(result['remedy'])}</i>" if result["remedy"] else ""),
-        )
-        for result in sorted(results, key=lambda result: [*order, result["status"]].index(result["status"]))
-        if result["status"] != "look"
-    ]
-    read = "\n".join(result["found"] for result in results if result["status"] == "look")
-    body = mode_head("Preflight", about, pills=pills)
-    body += section("Checks", table(["", "check", "found"], rows, css="list checks"))
-    body += section("What the model reads", f"<pre>{escape(read)}</pre>{''.join(map(_draw, images))}")
-    write_page(
-        path, render_page(title=page_title("Preflight", about), body=body, data={}, styles=["page.css"], scripts=[])
+    by_status = sorted(results, key=lambda result: [*order, result["status"]].index(result["status"]))
+    write_mode_page(
+        path,
+        "preflight.jinja",
+        "Preflight",
+        about=about,
+        pills={f"{count} {_TOTALS[status]}": _CLASSES[status] for status, count in counts.items() if count},
+        checks=[result for result in by_status if result["status"] != "look"],
+        classes=_CLASSES,
+        read=[result["found"] for result in results if result["status"] == "look"],
+        images=[(_png(channels), len(channels[0]), len(channels[0][0]), label) for channels, label in images],
+        width=_WIDTH,
     )
 
 
-def _draw(image: tuple[Any, int]) -> str:
-    """Return an image as SVG, scaled to its own value range; RGB if it has three channels, else its first channel."""
-    channels, label = image
+def _png(channels: Any) -> str:
+    """Return an image as base64 of a PNG, scaled to its own range; RGB of three channels, else gray of the first."""
     values = [value for channel in channels for row in channel for value in row]
     low, high = min(values), max(values)
     span = (high - low) or 1.0
+    colors = channels if len(channels) == 3 else channels[:1]
     height, width = len(channels[0]), len(channels[0][0])
-    colors = channels if len(channels) == 3 else [channels[0]] * 3
-
-    def fill(x: int, y: int) -> str:
-        return ",".join(str(round(255 * (channel[y][x] - low) / span)) for channel in colors)
-
-    cells = "".join(
-        f'<rect x="{x}" y="{y}" width="1" height="1" fill="rgb({fill(x, y)})"/>'
+    # each row begins with its filter, 0: none
+    rows = (
+        bytes([0, *(round(255 * (channel[y][x] - low) / span) for x in range(width) for channel in colors)])
         for y in range(height)
-        for x in range(width)
     )
-    size = f'width="{_WIDTH}" height="{_WIDTH * height // width}" viewBox="0 0 {width} {height}"'
-    return f'<svg {size} role="img" aria-label="class {label}" shape-rendering="crispEdges">{cells}</svg> {label} '
+    head = struct.pack("!IIBBBBB", width, height, 8, 2 if len(colors) == 3 else 0, 0, 0, 0)
+    chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(b"".join(rows))), (b"IEND", b""))
+    packed = (
+        struct.pack("!I", len(data)) + name + data + struct.pack("!I", zlib.crc32(name + data)) for name, data in chunks
+    )
+    return b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(packed)).decode()

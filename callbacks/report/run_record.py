@@ -1,22 +1,29 @@
 """Read the files of a run folder as plain values, each file once. No Lightning."""
 
 import csv
+import json
 import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import yaml
 
-from ..diagnosis.read import parse_yaml, read_json, read_lines, read_object, read_text
+from ..diagnosis.read import is_bounded, parse_yaml, read_lines, read_object, read_text
 from ..diagnosis.run import STATUS_OF_EVENT
+from ..files import describe
 
 log = logging.getLogger("lightning_recipes")
 Point = tuple[int, float]  # step, value
 Series = dict[str, list[Point]]  # by metric name, in file order
+Kind = TypeVar("Kind", dict[str, Any], list[Any])
+
+_STATUS_CLASSES = {"finished": "good"} | dict.fromkeys(
+    ("preempted", "stopped", "interrupted", "running", "unknown"), "warn"
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,7 @@ class RunRecord:
         spikes: Content of each spike dump's `spike.json`, with its `folder`.
         rolled_back: The points that each rollback discarded.
         title: Name of the run; empty: that in the config, else the folder's.
+        damaged: A sentence for each file that could not be read, or for the part of it.
     """
 
     folder: Path
@@ -45,6 +53,7 @@ class RunRecord:
     spikes: list[dict[str, Any]] = field(default_factory=list)
     rolled_back: list[Series] = field(default_factory=list)
     title: str = ""
+    damaged: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -110,6 +119,16 @@ def add_fit(run: RunRecord, fit: RecordedFit) -> RunRecord:
     )
 
 
+def is_finite(value: Any) -> TypeGuard[float]:
+    """Return whether a value is a finite number, which a float can hold; bools do not count."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return False
+
+
 def get_status(run: RunRecord) -> str | None:
     """Return the status from the summary, else from the last event; None if there is neither."""
     if "status" in run.summary:
@@ -117,6 +136,11 @@ def get_status(run: RunRecord) -> str | None:
     if not run.events:
         return None
     return STATUS_OF_EVENT.get(str(run.events[-1].get("event")), "running")
+
+
+def status_class(status: str) -> str:
+    """Return the style class of a status: `good`, `warn`, or `bad` for any other."""
+    return _STATUS_CLASSES.get(status, "bad")
 
 
 def read_run(folder: Path, *, needs_metrics: bool = True) -> RunRecord:
@@ -130,25 +154,44 @@ def read_run(folder: Path, *, needs_metrics: bool = True) -> RunRecord:
         FileNotFoundError: There is no `metrics.csv`.
         ValueError: `metrics.csv` has no `step` column, or is no table.
     """
-    metrics, operators = folder / "metrics.csv", read_json(folder / "profile" / "operators.json")
+    metrics, damaged = folder / "metrics.csv", list[str]()
+    operators = _read_json(folder / "profile" / "operators.json", list, damaged)
     text = read_text(folder / "config.yaml") or read_text(folder / "hparams.yaml")
     return RunRecord(
         folder=folder.resolve(),
         series=read_metrics(metrics) if needs_metrics else _read_metrics_if_any(metrics),
         events=read_lines(folder / "events.jsonl"),
         samples=read_lines(folder / "samples.jsonl"),
-        summary=read_object(folder / "summary.json"),
-        environment=read_object(folder / "environment.json"),
+        summary=_read_json(folder / "summary.json", dict, damaged),
+        environment=_read_json(folder / "environment.json", dict, damaged),
         config_text=text,
         config=parse_yaml(text),
-        plan=read_object(folder / "plan.json"),
-        operators=[item for item in operators if isinstance(item, dict)] if isinstance(operators, list) else [],
+        plan=_read_json(folder / "plan.json", dict, damaged),
+        operators=[item for item in operators if isinstance(item, dict)],
         spikes=[
             {**read_object(path), "folder": str(path.parent.relative_to(folder))}
             for path in sorted(folder.glob("spikes/step_*/spike.json"))
         ],
         rolled_back=[_read_metrics_if_any(path) for path in sorted(folder.glob("rolled_back/*.csv"))],
+        damaged=damaged,
     )
+
+
+def _read_json(path: Path, kind: type[Kind], damaged: list[str]) -> Kind:
+    """Return what a JSON file holds; empty if there is no file, or none of this kind, which is added to `damaged`."""
+    try:
+        text = read_text(path)
+        value = json.loads(text) if path.exists() else kind()
+    except OSError as error:
+        reason = describe(error)
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+    else:
+        if isinstance(value, kind) and is_bounded(value):
+            return value
+        reason = f"it holds no JSON {'object' if kind is dict else 'list'} of a usual size"
+    damaged.append(f"{path.name} could not be read: {reason}")
+    return kind()
 
 
 def read_metrics(path: Path) -> Series:

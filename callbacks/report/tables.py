@@ -1,12 +1,11 @@
-"""Tables of a run's page: plan, generated text, operators, spikes, events. Escaped HTML, no Lightning."""
+"""Rows of the tables of a run's page: plan, generated text, operators, spikes, events. No Lightning."""
 
 import shlex
 import statistics
-from html import escape
-from typing import Any, TypeGuard
+from typing import Any
 
-from .html import flatten, folded, measure_text, quoted_link, section, table, value_text
-from .run_record import RunRecord
+from .html import flatten, measure_text, value_text
+from .run_record import RunRecord, is_finite
 
 MAX_EVENT_ROWS = 200
 MAX_OPERATORS = 20
@@ -27,21 +26,19 @@ _PLAN_TITLES = {
 }
 
 
-def plan_table(run: RunRecord) -> str:
-    """Return a table that compares planned values from config and `plan.json` with measured ones."""
+def get_plan(run: RunRecord) -> list[tuple[str, str, str, str]]:
+    """Compare planned values from config and `plan.json` with measured ones: title, both, and their ratio."""
     planned, measured = planned_values(run), measured_values(run)
-    rows = [
-        [
-            escape(_PLAN_TITLES.get(name, name)),
+    return [
+        (
+            _PLAN_TITLES.get(name, name),
             _plan_cell(name, value),
             _plan_cell(name, measured[name]),
             f"{measured[name] / value:.1%}" if value else "",
-        ]
+        )
         for name, value in planned.items()
         if name in measured
     ]
-    heads = ("", "planned", "measured", "measured / planned")
-    return section("Planned and measured", table(heads, rows)) if rows else ""
 
 
 def planned_values(run: RunRecord) -> dict[str, float]:
@@ -53,7 +50,7 @@ def planned_values(run: RunRecord) -> dict[str, float]:
         "global_batch_size": config.get("global_batch_size"),
         "seq_len": config.get("seq_len"),
     }
-    known: dict[str, float] = {name: value for name, value in settings.items() if _is_number(value) and value > 0}
+    known: dict[str, float] = {name: value for name, value in settings.items() if is_finite(value) and value > 0}
     planned: dict[str, float] = {}
     if "steps" in known:
         planned["steps"] = known["steps"]
@@ -63,7 +60,7 @@ def planned_values(run: RunRecord) -> dict[str, float]:
                 planned["tokens"] = planned["samples"] * known["seq_len"]
     if "global_batch_size" in known:
         planned["global_batch_size"] = known["global_batch_size"]
-    return planned | {name: value for name, value in run.plan.items() if _is_number(value)}
+    return {name: value for name, value in {**planned, **run.plan}.items() if is_finite(value)}
 
 
 def _has_padding(data: Any) -> bool:
@@ -73,7 +70,7 @@ def _has_padding(data: Any) -> bool:
 
 def measured_values(run: RunRecord) -> dict[str, float]:
     """Return the numbers in the summary, plus global batch size and median step time from the rows."""
-    measured = {name: value for name, value in run.summary.items() if _is_number(value)}
+    measured = {name: value for name, value in run.summary.items() if is_finite(value)}
     samples = run.series.get("train/samples", [])
     # after a rollback, the sample count includes discarded steps
     if len(samples) > 1 and not run.rolled_back:
@@ -85,71 +82,48 @@ def measured_values(run: RunRecord) -> dict[str, float]:
     return measured
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _plan_cell(name: str, value: float) -> str:
-    return f"{value:.4g} s" if name == "step_seconds" else escape(measure_text(value, name))
+    return f"{value:.4g} s" if name == "step_seconds" else measure_text(value, name)
 
 
-def sample_texts(run: RunRecord) -> str:
+def get_samples(run: RunRecord) -> list[dict[str, Any]]:
     """Return the texts generated at the last step that has any."""
-    steps = [sample.get("step") for sample in run.samples]
-    last = [sample for sample in run.samples if sample.get("step") == steps[-1]]
-    cards = "".join(
-        f'<div class="card sample"><p>step {escape(value_text(sample.get("step")))}, prompt'
-        f" <code>{escape(repr(sample.get('prompt')))}</code></p>"
-        f"<pre><b>{escape(str(sample.get('prompt')))}</b>{escape(str(sample.get('text')))}</pre></div>"
-        for sample in last
-    )
-    return f'<section id="text"><h2>Generated text</h2>{cards}</section>' if cards else ""
+    return [sample for sample in run.samples if sample.get("step") == run.samples[-1].get("step")]
 
 
-def operators_table(run: RunRecord) -> str:
+def get_operators(run: RunRecord) -> list[dict[str, Any]]:
     """Return the operators of a profile with the longest self time."""
-    keys = ("name", "calls", "self_seconds", "share")
-    complete = [operator for operator in run.operators if all(key in operator for key in keys)]
-    top = sorted(complete, key=lambda o: -float(o["self_seconds"]))[:MAX_OPERATORS]
-    rows = []
-    for operator in top:
-        fraction = float(operator["share"])
-        rows.append(
-            [
-                f"<code>{escape(str(operator['name']))}</code>",
-                escape(value_text(operator["calls"])),
-                f"{float(operator['self_seconds']):.4g}",
-                f'<span class="fraction" style="--fraction:{fraction:.4f}">{fraction:.1%}</span>',
-            ]
-        )
-    heads = ("operator", "calls", "self time, s", "of the total")
-    return section("Profile by operator", table(heads, rows), id_="operators") if rows else ""
+    complete = [
+        operator
+        for operator in run.operators
+        if "name" in operator and all(is_finite(operator.get(key)) for key in ("calls", "self_seconds", "share"))
+    ]
+    return sorted(complete, key=lambda operator: -float(operator["self_seconds"]))[:MAX_OPERATORS]
 
 
-def spikes_table(run: RunRecord) -> str:
-    """Return one row per spike dump and, for runs of train.py, the command that replays the newest."""
-    rows = [
-        [
-            escape(value_text(spike.get("step"))),
-            escape(_alarm_text(spike)),
+def get_spikes(run: RunRecord) -> list[tuple[str, str, str, str, str, str]]:
+    """Return step, alarm, loss, gradient norm, update and folder of each spike dump."""
+    return [
+        (
+            value_text(spike.get("step")),
+            _alarm_text(spike),
             _finite_text(spike.get("loss")),
             _finite_text(spike.get("grad_norm")),
             "skipped" if spike.get("skipped") else "applied",
-            f'<a href="{quoted_link(str(spike["folder"]))}">{escape(spike["folder"])}</a>',
-        ]
+            str(spike["folder"]),
+        )
         for spike in run.spikes
     ]
-    if not rows:
+
+
+def get_replay(run: RunRecord) -> str:
+    """Return the command that replays the newest spike dump; empty for runs of other programs than train.py."""
+    if not run.spikes or not run.config.get("mode"):
         return ""
-    heads = ("step", "alarm", "loss", "gradient norm", "update", "dump")
-    replay = ""
-    if run.config.get("mode"):  # only for runs of train.py
-        newest = run.spikes[-1].get("step")
-        own_options = [text for text in run.overrides if text.startswith("hydra.searchpath=")]
-        command = shlex.join([*own_options, "mode=replay", f"resume={run.folder}", f"mode.step={newest}"])
-        command = f"python train.py {command}"
-        replay = f'<p class="replay">Recompute a step: <code>{escape(command)}</code></p>'
-    return section("Spike dumps", table(heads, rows) + replay, id_="spikes")
+    own_options = [text for text in run.overrides if text.startswith("hydra.searchpath=")]
+    newest = run.spikes[-1].get("step")
+    command = shlex.join([*own_options, "mode=replay", f"resume={run.folder}", f"mode.step={newest}"])
+    return f"python train.py {command}"
 
 
 def _alarm_text(spike: dict[str, Any]) -> str:
@@ -165,26 +139,15 @@ def _alarm_text(spike: dict[str, Any]) -> str:
 
 
 def _finite_text(value: Any) -> str:
-    return "not finite" if value is None else escape(value_text(value))
+    return "not finite" if value is None else value_text(value)
 
 
-def events_table(run: RunRecord) -> str:
-    """Return the last events in a collapsed card."""
-    if not run.events:
-        return ""
-    shown = run.events[-MAX_EVENT_ROWS:]
-    rows = [
-        [
-            escape(value_text(event.get("step"))),
-            escape(str(event.get("event"))),
-            escape(_event_details(event)),
-        ]
-        for event in shown
+def get_events(run: RunRecord) -> list[tuple[str, str, str]]:
+    """Return step, kind and details of the last events."""
+    return [
+        (value_text(event.get("step")), str(event.get("event")), _event_details(event))
+        for event in run.events[-MAX_EVENT_ROWS:]
     ]
-    total = len(run.events)
-    count = f"{total:,}" if len(shown) == total else f"last {len(shown)} of {total:,}"
-    content = table(("step", "event", "details"), rows, css="list")
-    return folded(f"Events ({count})", content, id_="events")
 
 
 def _event_details(event: dict[str, Any]) -> str:

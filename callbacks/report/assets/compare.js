@@ -1,14 +1,11 @@
 // Runs: highlight a run on the whole page while the pointer is on it, hide runs, sort the table by a heading.
 const rules = document.head.appendChild(document.createElement("style"));
-let highlighted = null;
 
 function restyle() {
   const off = [...hidden.runs].map((run) => `[data-run="${run}"]`);
-  const hiding = off.length ? `:is(.across-runs path, .bar-row):is(${off}) { display: none; }
-    :is(tr, .keys button):is(${off}) { opacity: .45; }` : "";
+  const hiding = off.length ? `.bar-row:is(${off}) { display: none; } :is(tr, .keys button):is(${off}) { opacity: .45; }` : "";
   rules.textContent = hiding + (highlighted === null ? "" : `
-    :is(.chart .curve, .thread, .bar-row):not([data-run="${highlighted}"]) { opacity: .13; }
-    .chart .curve[data-run="${highlighted}"], .thread[data-run="${highlighted}"] { stroke-width: 2.6; }
+    .bar-row:not([data-run="${highlighted}"]) { opacity: .13; }
     tr[data-run="${highlighted}"] > td, .keys button[data-run="${highlighted}"] { background: var(--tint); }`);
 }
 
@@ -17,6 +14,7 @@ page.highlight = (run) => {
   if (next === highlighted) return;
   highlighted = next;
   restyle();
+  for (const plot of plots) plot.highlight();
   for (const line of document.querySelectorAll(".run-text"))
     line.textContent = highlighted === null ? "\u00a0" : page.runs[highlighted].text;
 };

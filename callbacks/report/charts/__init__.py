@@ -1,1 +1,1 @@
-"""Draw curves as inline SVG, as a PNG and as JSON for the page's script."""
+"""Curves as data for the page's script and as a PNG."""

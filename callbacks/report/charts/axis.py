@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 
+from ..run_record import is_finite
+
 
 def linear_ticks(low: float, high: float, *, max_ticks: int = 6) -> list[float]:
     """Return multiples of 1, 2 or 5 times a power of ten in [low, high], at most `max_ticks`."""
@@ -48,7 +50,7 @@ def _short_exponent(value: float) -> str:
 
 def value_label(value: float) -> str:
     """Return a measured value as text: five significant digits, thousands separated by commas."""
-    if not math.isfinite(value):
+    if not is_finite(value):
         return str(value)
     if value == round(value) or abs(value) >= 1e4:
         return f"{value:,.0f}" if abs(value) < 1e12 else f"{value:.4e}"

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...files import replacing
 from .axis import tick_label, tick_labels
-from .downsample import segments
-from .series import Chart, Curve, Mark
+from .series import Chart, Curve, Mark, segments
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,18 +1,20 @@
-"""Select a run's curves and compute their shared axes: plain arithmetic on lists."""
+"""Select a run's curves, thin them without losing a spike, and compute their shared axes: arithmetic on lists."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeGuard
 
 from ..dashboard import Panel, Section
-from ..run_record import Point, RunRecord
-from .downsample import MAX_BUCKETS, thin, trend
+from ..run_record import Point, RunRecord, is_finite
 
 # Lifecycle events that charts do not mark. Any other kind is marked unless the field `mark` of its record says
 # otherwise, as declared by the callback that logs it; see `callbacks.events.EventKind`.
 UNMARKED_EVENTS = ("start", "end", "checkpoint", "checkpoint_failed")
 LOG_SCALE_RATIO = 100.0
+_LARGEST = 1e300  # of an axis: beyond, its length is no number
+MAX_BUCKETS = 500
 MAX_POINTS = 180_000  # for all curves of a page together: about two megabytes
 MAX_ROLLED_BACK_BUCKETS = 50
 MAX_TREND_BUCKETS = 250
@@ -112,9 +114,9 @@ def value_range(values: list[float], *, may_be_log: bool) -> tuple[tuple[float, 
         values: Finite values; may be empty.
         may_be_log: Whether the panel allows a log scale; it is used if the values span a factor of 100.
     """
-    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    low, high = (max(min(values), -_LARGEST), min(max(values), _LARGEST)) if values else (0.0, 1.0)
     if may_be_log and low > 0 and high / low > LOG_SCALE_RATIO:
-        return (low / 1.15, high * 1.15), True
+        return (max(low / 1.15, 1 / _LARGEST), high * 1.15), True
     if low >= 0 and low < 0.3 * high:
         low = 0.0  # close enough to zero to include it
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
@@ -153,7 +155,7 @@ def get_marks(events: list[dict[str, Any]]) -> list[Mark]:
     marks = {
         Mark(event["step"], event["event"], _from_step(event))
         for event in events
-        if is_marked(event) and isinstance(event.get("step"), int)
+        if is_marked(event) and _is_step(event.get("step"))
     }
     return sorted(marks, key=lambda mark: (mark.step, mark.event, mark.from_step or 0))
 
@@ -169,7 +171,67 @@ def _get_mark(event: dict[str, Any]) -> Any:
     return event.get("mark", defaults.get(event["event"], "line"))
 
 
+def _is_step(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and is_finite(value)
+
+
 def _from_step(event: dict[str, Any]) -> int | None:
     """Return the step at which an event's span ends; None if the event is not marked as a span."""
     end = event.get("from")
-    return end if _get_mark(event) == "span" and isinstance(end, int) else None
+    return end if _get_mark(event) == "span" and _is_step(end) else None
+
+
+def thin(points: list[Point], *, max_buckets: int = MAX_BUCKETS) -> list[Point]:
+    """Keep at most four points per bucket (first, lowest, highest and one non-finite), and the last point.
+
+    A spike in a single row of a hundred thousand is thus drawn at full height.
+    """
+    if len(points) <= 4 * max_buckets:
+        return points
+    buckets = pairwise(_bounds(len(points), max_buckets))
+    kept = [point for first, last in buckets for point in _extremes(points[first:last])]
+    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
+
+
+def trend(points: list[Point], *, max_buckets: int) -> list[Point]:
+    """Return the mean of each bucket's finite values at its middle step.
+
+    Empty if there are so few points that each is visible.
+    """
+    if len(points) <= 4 * max_buckets:
+        return []
+    means: list[Point] = []
+    for first, last in pairwise(_bounds(len(points), max_buckets)):
+        finite = [value for _, value in points[first:last] if math.isfinite(value)]
+        if finite:
+            means.append((points[(first + last) // 2][0], sum(finite) / len(finite)))
+    return means
+
+
+def _bounds(num_points: int, num_buckets: int) -> list[int]:
+    return [round(i * num_points / num_buckets) for i in range(num_buckets + 1)]
+
+
+def _extremes(bucket: list[Point]) -> list[Point]:
+    finite = [i for i, (_, value) in enumerate(bucket) if math.isfinite(value)]
+    chosen = {0}
+    if finite:
+        chosen.add(min(finite, key=lambda i: bucket[i][1]))
+        chosen.add(max(finite, key=lambda i: bucket[i][1]))
+    if len(finite) < len(bucket):
+        chosen.add(next(i for i, (_, value) in enumerate(bucket) if not math.isfinite(value)))
+    return [bucket[i] for i in sorted(chosen)]
+
+
+def segments(points: list[Point]) -> list[list[Point]]:
+    """Split points into line segments, at non-finite values and where a rollback returned to an earlier step."""
+    found: list[list[Point]] = []
+    current: list[Point] = []
+    for step, value in points:
+        finite = math.isfinite(value)
+        if current and (not finite or step < current[-1][0]):
+            found.append(current)
+            current = []
+        if finite:
+            current.append((step, value))
+    return [*found, current] if current else found

@@ -2,24 +2,20 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from html import escape
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..charts.json_data import packed
+from ..charts.figures import Figure, column_spans, packed, padded_range
 from ..charts.series import step_range, value_range
-from ..charts.svg import column_spans, figure, padded_range
 from ..dashboard import Panel, Section, get_sections, sections_for
-from ..html import anchor_id, measure_text, render_page, value_text, write_page, zoom_bar
+from ..html import anchor_id, measure_text, render, value_text, write_page
 from ..run_record import metric_names
-from .parallel import parallel_html
+from .parallel import parallel_figure
 from .runs import ComparedRun, common_parent, in_natural_order, read_runs
-from .table import bars_html, differences_table, get_title, runs_table
+from .table import Bars, get_bars, get_differences, get_table, get_title
 from .values import short_names
 
-STYLES = ("page.css", "charts.css", "compare.css")
-SCRIPTS = ("axis.js", "charts.js", "compare.js", "zoom.js")
 MAX_NAMED_PARAMETERS = 12
 
 
@@ -64,121 +60,83 @@ def _default_sections(folders: Sequence[Path], sort: str) -> list[Section]:
 
 
 def page_html(runs: Sequence[ComparedRun], sections: Sequence[Section], path: Path, *, sort: str) -> str:
-    """Return the complete HTML page; all text from the runs' files is escaped."""
-    charts: list[dict[str, Any]] = []
-    groups = [(section.title, _charts_html(section, runs, charts, leads=i == 0)) for i, section in enumerate(sections)]
-    groups = [(title, html) for title, html in groups if html]
-    links = [("runs", "runs"), *((anchor_id(title), title) for title, _ in groups)]
-    steps = [step for chart in charts for step in chart.pop("range")]
+    """Return the complete HTML page."""
+    drawn = [(section.title, _section_figures(section, runs, leads=i == 0)) for i, section in enumerate(sections)]
+    drawn = [(title, figures) for title, figures in drawn if figures]
+    figures = [figure for _, figures in drawn for figure in figures]
+    steps = [step for figure in figures for step in figure.data.pop("range")]
     first, last = padded_range(step_range(steps)) if steps else (0, 1)
-    body = (
-        f"{_head(runs)}{zoom_bar(links)}"
-        f'<section id="runs">{runs_table(runs, path, sort=sort)}</section>'
-        f"{_across_runs(sections, runs, sort)}{_run_legend(runs) if groups else ''}"
-        + "".join(
-            f'<section id="{anchor_id(title)}"><h2>{escape(title)}</h2>{html}</section>' for title, html in groups
-        )
-        + differences_table(runs)
-        + f"<footer>{escape(str(common_parent([run.folder for run in runs])))}</footer>"
+    across = [] if len(runs) == 1 else list(_across_runs(sections, runs, sort))
+    short = short_names(list(runs[0].parameters))
+    heads, rows = get_table(runs, path, sort=sort)
+    return render(
+        "comparison.jinja",
+        figures=[*figures, *(panel for panel in across if isinstance(panel, Figure))],
+        page={
+            "first": first,
+            "last": last,
+            "marks": [],
+            "runs": [{"color": run.color.key, "text": _describe(run, sort, short)} for run in runs],
+        },
+        title="1 run" if len(runs) == 1 else f"{len(runs)} runs",
+        runs=runs,
+        statuses=Counter(run.status for run in runs).most_common(),
+        named=list(short.values())[:MAX_NAMED_PARAMETERS],
+        num_more=max(0, len(short) - MAX_NAMED_PARAMETERS),
+        links=[("runs", "runs"), *((anchor_id(title), title) for title, _ in drawn)],
+        heads=heads,
+        rows=rows,
+        across=across,
+        groups=drawn,
+        shown=[("all", len(runs)), *([("best 10", 10)] if len(runs) > 10 else []), ("none", 0)],
+        differences=get_differences(runs),
+        folder=common_parent([run.folder for run in runs]),
     )
-    data = {
-        "first": first,
-        "last": last,
-        "charts": charts,
-        "marks": [],
-        "runs": [_run_data(run, sort) for run in runs],
-    }
-    return render_page(title=_title(runs), body=body, data=data, styles=STYLES, scripts=SCRIPTS)
 
 
-def _title(runs: Sequence[ComparedRun]) -> str:
-    return "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+def _across_runs(sections: Sequence[Section], runs: Sequence[ComparedRun], sort: str) -> Iterator[Bars | Figure]:
+    """Yield the bar and parallel panels."""
+    written = list(dict.fromkeys(name for run in runs for name in run.best))
+    for panel in (panel for section in sections for panel in section.panels):
+        if panel.kind == "bar":
+            yield from filter(None, (get_bars(panel.title, name, runs) for name in panel.metrics_among(written)))
+        if panel.kind == "parallel" and runs[0].parameters:
+            yield parallel_figure(panel.title, sort, panel.parameters, runs)
 
 
-def _head(runs: Sequence[ComparedRun]) -> str:
-    """Return the number of runs, how many have each status, and the parameters that differ."""
-    counts = Counter(run.status for run in runs)
-    statuses = " · ".join(f"{count} {escape(status)}" for status, count in counts.most_common())
-    names = list(short_names(list(runs[0].parameters)).values())
-    listed = escape(", ".join(names[:MAX_NAMED_PARAMETERS]))
-    num_more = len(names) - MAX_NAMED_PARAMETERS
-    more = f" and {num_more} more" if num_more > 0 else ""
-    differ = f" · they differ in {listed}{more}" if names else ""
-    return f'<header><div class="head"><h1>{_title(runs)}</h1></div><p class="where">{statuses}{differ}</p></header>'
-
-
-def _across_runs(sections: Sequence[Section], runs: Sequence[ComparedRun], sort: str) -> str:
-    """Return the bar and parallel panels; empty for a single run."""
-    if len(runs) == 1:
-        return ""
-    panels = [panel for section in sections for panel in section.panels]
-    figures = "".join(_across_runs_panel(panel, runs, sort) for panel in panels)
-    return f'<div class="charts across-runs">{figures}</div>' if figures else ""
-
-
-def _across_runs_panel(panel: Panel, runs: Sequence[ComparedRun], sort: str) -> str:
-    if panel.kind == "bar":
-        written = list(dict.fromkeys(name for run in runs for name in run.best))
-        return "".join(bars_html(panel.title, name, runs) for name in panel.metrics_among(written))
-    if panel.kind == "parallel" and runs[0].parameters:
-        return parallel_html(panel.title, sort, panel.parameters, runs)
-    return ""
-
-
-def _charts_html(section: Section, runs: Sequence[ComparedRun], charts: list[dict[str, Any]], *, leads: bool) -> str:
-    """Return one frame per metric of a section, and append the script's data for it to `charts`."""
+def _section_figures(section: Section, runs: Sequence[ComparedRun], *, leads: bool) -> list[Figure]:
+    """Return one figure per metric of a section, with the curves of all runs that have it."""
     written = list(dict.fromkeys(name for run in runs for name in run.curves))
     drawn = [(panel, name) for panel in section.panels if panel.kind == "line" for name in panel.metrics_among(written)]
     figures = []
     for (panel, name), span in zip(drawn, column_spans(len(drawn), leads=leads), strict=True):
-        chart = _chart_data(panel, name, runs)
-        note = '<span class="note">log scale</span>' if chart["log"] else ""
-        # two frames of one panel are distinguished by their metrics
+        # two figures of one panel are distinguished by their metrics
         title, also = panel.title, name
         if sum(other is panel for other, _ in drawn) > 1:
             title, also = name, panel.title
-        caption = f'<span class="note">{escape(also)}</span>{note}'
-        figures.append(figure(title, caption, index=len(charts), span=span))
-        charts.append(chart)
-    lead = " lead" if leads else ""
-    return f'<div class="charts{lead}">{"".join(figures)}</div>' if figures else ""
+        data = _chart_data(panel, title, name, runs)
+        notes = [also, "log scale"] if data["log"] else [also]
+        figures.append(Figure(title, data, notes=notes, span=span, has_table=False))
+    return figures
 
 
-def _chart_data(panel: Panel, metric: str, runs: Sequence[ComparedRun]) -> dict[str, Any]:
-    """Return the points of a metric for all runs that have it."""
-    curves = [(i, run.name, run.curves[metric]) for i, run in enumerate(runs) if metric in run.curves]
+def _chart_data(panel: Panel, title: str, metric: str, runs: Sequence[ComparedRun]) -> dict[str, Any]:
+    """Return the points of a metric for all runs that have it, and their first and last step."""
+    curves = [(i, run, run.curves[metric]) for i, run in enumerate(runs) if metric in run.curves]
     values = [value for _, _, points in curves for _, value in points if math.isfinite(value)]
     steps = [step for _, _, points in curves for step, _ in points]
     return {
+        "kind": "steps",
+        "title": title,
         "log": value_range(values, may_be_log=panel.log_scale)[1],
-        "curves": [{"run": i, "name": name, **packed(points)} for i, name, points in curves],
+        "curves": [{"run": i, "name": run.name, "color": run.color.key, **packed(points)} for i, run, points in curves],
         "range": (min(steps), max(steps)),
     }
 
 
-def _run_data(run: ComparedRun, sort: str) -> dict[str, Any]:
-    """Return a run's color and one-line description."""
+def _describe(run: ComparedRun, sort: str, short: Mapping[str, str]) -> str:
+    """Return a run in one line."""
     value = run.values[sort]
-    short = short_names(list(run.parameters))
     parameters = [f"{short[name]} {value_text(v)}" for name, v in run.parameters.items() if v is not None]
     result = f"{get_title(sort)} {'unknown' if value is None else measure_text(value, sort)}"
-    return {
-        "css": run.color.css,
-        "hue": run.color.hue,
-        "text": " · ".join([run.name, result, *parameters[:MAX_NAMED_PARAMETERS]]),
-    }
-
-
-def _run_legend(runs: Sequence[ComparedRun]) -> str:
-    """Return a button per run that shows or hides it, and buttons for all, the best 10, and none."""
-    run_buttons = "".join(
-        f'<button type="button" {run.color.attributes("key run")} data-run="{i}" data-toggle="{i}"'
-        f' aria-pressed="true" title="show or hide">{escape(run.name)}</button>'
-        for i, run in enumerate(runs)
-    )
-    group_buttons = "".join(
-        f'<button type="button" data-show="{number}">{label}</button>'
-        for label, number in (("all", len(runs)), ("best 10", 10), ("none", 0))
-        if number != 10 or len(runs) > 10
-    )
-    return f'<div class="keys"><span class="groups">show {group_buttons}</span>{run_buttons}</div>'
+    return " · ".join([run.name, result, *parameters[:MAX_NAMED_PARAMETERS]])

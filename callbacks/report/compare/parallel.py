@@ -1,18 +1,17 @@
-"""Draw a parallel coordinates plot: one line per run, through its parameters to a metric. No Lightning."""
+"""Place runs in a parallel coordinates plot: one line each, through its parameters to a metric. No Lightning."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from html import escape
 from itertools import pairwise
 from typing import Any
 
 from ..charts.axis import linear_ticks, log_ticks, tick_labels
-from ..charts.svg import UNITS
+from ..charts.figures import Axis, Figure
 from ..html import value_text
+from ..run_record import is_finite
 from .runs import ComparedRun
 from .table import get_title
-from .values import is_finite, short_names
+from .values import short_names
 
 MAX_AXES = 9  # including the metric's
 LOG_RATIO = 20.0
@@ -20,20 +19,6 @@ MAX_LABELED_VALUES = 7  # with more distinct numbers, an axis has round ticks in
 MAX_LABELED_TEXTS = 21  # with more distinct texts, an axis has no labels
 MIN_LABEL_DISTANCE = 0.06  # of the axis; closer labels would overlap
 _FOOT = 0.16  # lowest position of values on an axis where some runs have none
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One vertical axis.
-
-    Attributes:
-        positions: Position of each run, from 0 at the bottom to 1 at the top.
-        ticks: Pairs of position and label.
-    """
-
-    title: str
-    positions: list[float]
-    ticks: list[tuple[float, str]]
 
 
 def get_axis(title: str, values: Sequence[Any]) -> Axis:
@@ -103,8 +88,8 @@ def get_axes(runs: Sequence[ComparedRun], metric: str, parameters: Sequence[str]
     return [*axes, get_axis(get_title(metric), [run.values[metric] for run in runs])]
 
 
-def parallel_html(title: str, metric: str, parameters: Sequence[str], runs: Sequence[ComparedRun]) -> str:
-    """Return one figure; hovering over a line highlights its run on the whole page.
+def parallel_figure(title: str, metric: str, parameters: Sequence[str], runs: Sequence[ComparedRun]) -> Figure:
+    """Return a figure whose data is a line per run, and the axes through which they go.
 
     Args:
         title: Plain text.
@@ -116,36 +101,10 @@ def parallel_html(title: str, metric: str, parameters: Sequence[str], runs: Sequ
         (number, run) for number, run in enumerate(runs) if any(value is not None for value in run.parameters.values())
     ]
     axes = get_axes([run for _, run in drawn], metric, parameters)
-    last = len(axes) - 1
-    heads = "".join(
-        f'<div class="axis" style="left:{i / last:.2%}"><b title="{escape(axis.title)}">{escape(axis.title)}</b>'
-        f"{_ticks_html(axis)}</div>"
-        for i, axis in enumerate(axes)
-    )
-    verticals = "".join(f"M{UNITS * i / last:g} 0V{UNITS}" for i in range(last + 1))
-    lines = "".join(
-        _line([axis.positions[i] for axis in axes], number, run)
-        for i, (number, run) in reversed([*enumerate(drawn)])  # draw the best run on top
-    )
-    return (
-        f'<figure class="chart parallel span6"><figcaption><b>{escape(title)}</b></figcaption>'
-        f'<div class="scroll"><div class="across" style="--axes:{len(axes)}">{heads}'
-        f'<svg viewBox="0 0 {UNITS} {UNITS}" preserveAspectRatio="none" role="img"'
-        f' aria-label="{escape(title)}"><path class="upright" d="{verticals}"/>{lines}</svg></div></div>'
-        '<p class="run-text" aria-live="polite">&nbsp;</p></figure>'
-    )
-
-
-def _ticks_html(axis: Axis) -> str:
-    return "".join(f'<span style="top:{1 - position:.2%}">{escape(label)}</span>' for position, label in axis.ticks)
-
-
-def _line(positions: Sequence[float], number: int, run: ComparedRun) -> str:
-    """Return the visible line of a run, and a wide invisible line as hover target."""
-    last = len(positions) - 1
-    points = (f"{UNITS * i / last:g} {UNITS * (1 - p):.1f}" for i, p in enumerate(positions))
-    d = f"M{'L'.join(points)}"
-    return (
-        f'<path {run.color.attributes("thread")} data-run="{number}" d="{d}"/>'
-        f'<path class="hit" data-run="{number}" d="{d}"/>'
-    )
+    lines = zip(*([round(position, 4) for position in axis.positions] for axis in axes), strict=True)
+    curves = [
+        {"run": number, "name": run.name, "color": run.color.key, "values": line}
+        for (number, run), line in zip(drawn, lines, strict=True)
+    ]
+    data = {"kind": "parallel", "title": title, "log": False, "curves": curves}
+    return Figure(title, data, has_table=False, axes=axes)

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..charts.downsample import MAX_BUCKETS, thin
-from ..charts.series import MAX_POINTS
-from ..charts.svg import NUM_COLORS, Color
+from ..charts.figures import NUM_COLORS, Color
+from ..charts.series import MAX_BUCKETS, MAX_POINTS, thin
 from ..dashboard import Panel, Section
 from ..run_record import Point, RunRecord, get_status, metric_names, read_run
 from .values import (

@@ -1,14 +1,13 @@
-"""Show compared runs as a table, bars and a list of config differences. Escaped HTML, no Lightning."""
+"""Arrange compared runs in a table, bars and a list of config differences. No Lightning."""
 
 import os
 from collections import Counter
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..header import status_class
-from ..html import folded, measure_text, quoted_link, table, value_text
+from ..html import measure_text, value_text
+from ..run_record import status_class
 from .runs import ComparedRun, sort_key
 from .values import (
     METRICS_BY_MEASURE,
@@ -35,8 +34,35 @@ _TITLES = {
 }
 
 
-def runs_table(runs: Sequence[ComparedRun], page: Path, *, sort: str) -> str:
-    """Return one row per run; a click on a heading sorts, and the best value of each column is bold.
+class Cell(NamedTuple):
+    """One cell of the runs' table: its text, the value that a click on the heading sorts by, and its look."""
+
+    text: str
+    sort_value: str | None
+    css: str = ""
+
+
+class Head(NamedTuple):
+    """A heading: its text, the order of the first click on it, and the order that the page has, if by it."""
+
+    text: str
+    first_order: str
+    sorted_by: str = ""
+
+
+class RunRow(NamedTuple):
+    """A run: its link, relative to the page, or none, and its cells after the name."""
+
+    run: ComparedRun
+    link: str | None
+    cells: list[Cell]
+
+
+_UNKNOWN = Cell("\N{EN DASH}", None)
+
+
+def get_table(runs: Sequence[ComparedRun], page: Path, *, sort: str) -> tuple[list[Head], list[RunRow]]:
+    """Return the headings and one row per run; the best value of each column is marked.
 
     Args:
         runs: Runs, best first.
@@ -47,29 +73,28 @@ def runs_table(runs: Sequence[ComparedRun], page: Path, *, sort: str) -> str:
     parameters = list(runs[0].parameters)[:MAX_PARAMETER_COLUMNS]
     short = short_names(parameters)
     best = {m: _best([v for r in runs if (v := r.values[m]) is not None], m) for m in measures}
-    heads = [("run", "asc"), ("status", "asc")]
     first, rest = measures[:1], measures[1:]  # parameters go next to the sorted column
-    heads += [_measure_head(m) for m in first]
-    heads += [(short[name], "asc") for name in parameters]
-    heads += [_measure_head(m) for m in rest]
-    sorted_by = 2 if first == [sort] else -1
-    line = "".join(
-        f'<th data-first="{order}"{_sorted(order) if i == sorted_by else ""}>'
-        f'<button type="button">{escape(title)}</button></th>'
-        for i, (title, order) in enumerate(heads)
-    )
-    rows = "".join(
-        f'<tr data-run="{i}">{_run_cell(run, i, page)}{_status_cell(run)}'
-        + "".join(_value_cell(run.values[m], m, best[m]) for m in first)
-        + "".join(_parameter_cell(run.parameters[name]) for name in parameters)
-        + "".join(_value_cell(run.values[m], m, best[m]) for m in rest)
-        + "</tr>"
-        for i, run in enumerate(runs)
-    )
-    return (
-        f'<div class="card runs"><table class="figures"><thead><tr>{line}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>"
-    )
+    heads = [
+        Head("run", "asc"),
+        Head("status", "asc"),
+        *(_measure_head(m, sort) for m in first),
+        *(Head(short[name], "asc") for name in parameters),
+        *(_measure_head(m, sort) for m in rest),
+    ]
+    rows = [
+        RunRow(
+            run,
+            _get_link(run, page),
+            [
+                Cell(run.status, run.status, status_class(run.status)),
+                *(_value_cell(run.values[m], m, best[m]) for m in first),
+                *(_parameter_cell(run.parameters[name]) for name in parameters),
+                *(_value_cell(run.values[m], m, best[m]) for m in rest),
+            ],
+        )
+        for run in runs
+    ]
+    return heads, rows
 
 
 def get_measures(runs: Sequence[ComparedRun], sort: str) -> list[str]:
@@ -83,8 +108,10 @@ def get_title(measure: str) -> str:
     return _TITLES.get(measure, measure)
 
 
-def _measure_head(measure: str) -> tuple[str, str]:
-    return get_title(measure), "desc" if is_higher_better(measure) else "asc"
+def _measure_head(measure: str, sort: str) -> Head:
+    order = "desc" if is_higher_better(measure) else "asc"
+    is_sorted = {"asc": "ascending", "desc": "descending"}[order] if measure == sort else ""
+    return Head(get_title(measure), order, is_sorted)
 
 
 def _best(values: list[float], measure: str) -> float | None:
@@ -94,83 +121,63 @@ def _best(values: list[float], measure: str) -> float | None:
     return None if is_common or not has_best(measure) else best
 
 
-def _sorted(order: str) -> str:
-    return f' aria-sort="{"ascending" if order == "asc" else "descending"}"'
-
-
-def _run_cell(run: ComparedRun, number: int, page: Path) -> str:
-    swatch = (
-        f'<button type="button" {run.color.attributes("swatch")} data-toggle="{number}"'
-        f' aria-pressed="true" title="show or hide" aria-label="show {escape(run.name)}"></button>'
-    )
+def _get_link(run: ComparedRun, page: Path) -> str | None:
     report = run.folder / "report.html"
-    name = escape(run.name)
-    if report.exists():
-        link = Path(os.path.relpath(report.resolve(), page.resolve().parent)).as_posix()
-        name = f'<a href="{quoted_link(link)}">{name}</a>'
-    return f'<td data-v="{escape(run.name)}">{swatch}{name}</td>'
+    if not report.exists():
+        return None
+    return Path(os.path.relpath(report.resolve(), page.resolve().parent)).as_posix()
 
 
-def _status_cell(run: ComparedRun) -> str:
-    status = escape(run.status)
-    return f'<td data-v="{status}"><span class="{status_class(run.status)}">{status}</span></td>'
-
-
-def _value_cell(value: float | None, measure: str, best: float | None) -> str:
+def _value_cell(value: float | None, measure: str, best: float | None) -> Cell:
     if value is None:
-        return "<td>&ndash;</td>"
-    shown = escape(measure_text(value, measure))
-    text = f"<b>{shown}</b>" if value == best else shown
-    return f'<td data-v="{value!r}">{text}</td>'
+        return _UNKNOWN
+    return Cell(measure_text(value, measure), repr(value), "best" if value == best else "")
 
 
-def _parameter_cell(value: Any) -> str:
-    if value is None:
-        return "<td>&ndash;</td>"
-    return f'<td data-v="{escape(str(value))}">{escape(value_text(value))}</td>'
+def _parameter_cell(value: Any) -> Cell:
+    return _UNKNOWN if value is None else Cell(value_text(value), str(value))
 
 
-def bars_html(title: str, metric: str, runs: Sequence[ComparedRun]) -> str:
+class Bar(NamedTuple):
+    """A run's best value and the length of its bar, from 0 to 1."""
+
+    number: int
+    run: ComparedRun
+    text: str
+    fraction: float
+
+
+class Bars(NamedTuple):
+    """A panel of bars; the note says of what they are, and where they start if not from zero."""
+
+    title: str
+    note: str
+    rows: list[Bar]
+    more: list[Bar]
+
+
+def get_bars(title: str, metric: str, runs: Sequence[ComparedRun]) -> Bars | None:
     """Return a bar per run to its best value, best run first: from zero, or from just below the lowest of close values.
 
-    Bars from zero of close values look equal; the caption says where the others start.
+    Bars from zero of close values look equal. None if no run has the metric.
     """
     reached = [(value, i) for i, run in enumerate(runs) if (value := run.best.get(metric)) is not None]
     if not reached:
-        return ""
+        return None
     reached.sort(key=lambda pair: sort_key(pair[0], metric))
     sizes = [abs(value) for value, _ in reached]
     longest, start = max(sizes) or 1.0, 0.0
     if _CLOSE * longest <= min(sizes) < longest:
         start = min(sizes) - 0.25 * (longest - min(sizes))
-    rows = [_bar(runs[i], i, value, (abs(value) - start) / (longest - start)) for value, i in reached]
-    more = rows[MAX_BARS:]
-    rest = f"<details><summary>{len(more)} more</summary>{''.join(more)}</details>" if more else ""
+    rows = [Bar(i, runs[i], value_text(value), (abs(value) - start) / (longest - start)) for value, i in reached]
     note = f"{metric}, from {value_text(start)}" if start else metric
-    caption = f"<figcaption><b>{escape(title)}</b><span class='note'>{escape(note)}</span></figcaption>"
-    return f'<figure class="chart bars span6">{caption}{"".join(rows[:MAX_BARS])}{rest}</figure>'
+    return Bars(title, note, rows[:MAX_BARS], rows[MAX_BARS:])
 
 
-def _bar(run: ComparedRun, number: int, value: float, fraction: float) -> str:
-    return (
-        f'<div {run.color.attributes("bar-row")} data-run="{number}"><span>{escape(run.name)}</span>'
-        f'<i><i style="width:{fraction:.2%}"></i></i><b>{escape(value_text(value))}</b></div>'
-    )
-
-
-def differences_table(runs: Sequence[ComparedRun]) -> str:
-    """Return a table of the parameters that differ, with their values and the number of runs that have each."""
+def get_differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[tuple[str, int]], int]]:
+    """Return the parameters that differ, their most frequent values with the number of runs, and how many more."""
     rows = []
     for name in runs[0].parameters:
         counts = Counter(value_text(run.parameters[name]) for run in runs)
-        values = " &nbsp; ".join(
-            f"<code>{escape(value)}</code>{f' &times; {count}' if count > 1 else ''}"
-            for value, count in counts.most_common(MAX_LISTED_VALUES)
-        )
-        num_more = len(counts) - MAX_LISTED_VALUES
-        more = f" &nbsp; and {num_more} more" if num_more > 0 else ""
-        rows.append([f"<code>{escape(name)}</code>", f"{values}{more}"])
-    if not rows:
-        return ""
-    content = table(("parameter", "values"), rows, css="list")
-    return folded(f"Config differences ({len(rows)})", content, id_="differences")
+        rows.append((name, counts.most_common(MAX_LISTED_VALUES), max(0, len(counts) - MAX_LISTED_VALUES)))
+    return rows

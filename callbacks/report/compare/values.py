@@ -7,7 +7,7 @@ from typing import Any
 from ...progress.text import TRAIN_LOSS, VAL_LOSS
 from ..config import shown_config, typed_keys
 from ..html import flatten
-from ..run_record import RunRecord
+from ..run_record import RunRecord, is_finite
 
 # keys of summary.json, and the metrics used instead for a run without a summary
 METRICS_BY_MEASURE: dict[str, tuple[str, ...]] = {
@@ -91,16 +91,6 @@ def is_higher_better(measure: str) -> bool:
 def has_best(measure: str) -> bool:
     """Return whether one value can be better than another."""
     return not any(measure.endswith(name) for name in _NEITHER_IS_BETTER)
-
-
-def is_finite(value: Any) -> bool:
-    """Return whether a value is a finite number, which a float can hold; bools do not count."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number of hundreds of digits
-        return False
 
 
 def get_parameters(run: RunRecord) -> dict[str, Any]:

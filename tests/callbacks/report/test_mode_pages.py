@@ -1,14 +1,15 @@
 """The pages of plans, preflights and trials: what they are about, their totals in colors, nothing unescaped."""
 
 import re
+from base64 import b64decode
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import matplotlib.image
+import numpy as np
 import pytest
+from report_pages import get_data
 
-from callbacks.report.charts.axis import tick_labels
-from callbacks.report.charts.stack import stack_figure
 from callbacks.report.plan_page import write_plan_page
 from callbacks.report.preflight_page import write_preflight_page
 from callbacks.report.trial_page import write_trial_page
@@ -65,11 +66,32 @@ def test_totals_have_colors_and_failures_come_first(tmp_path: Path) -> None:
     assert (tiles["parameters"], tiles["the run"], tiles["price"]) == ("8,030,261,248", "0:01", "$3.50")
 
 
-def test_the_labels_of_an_axis_differ_and_do_not_overlap() -> None:
-    assert tick_labels([0.92, 0.92005, 0.9201]) == ["0.92", "0.92005", "0.9201"]
-    assert tick_labels([0.0, 5000.0, 10000.0]) == ["0", "5000", "10k"]
-    places = ["forward, blocks"] * 45 + ["backward, blocks"] * 50 + ["clipping"] * 2 + ["optimizer"] * 3
-    values: dict[str, Any] = {"weights": [1.0] * len(places)}
-    page = stack_figure(values, places=places, limit=None, unit="GiB")
-    labels = {word: float(left) for left, word in re.findall(r'class="x" style="left:([\d.]+)%">(\w+)', page)}
-    assert labels == {"forward": 22.5, "backward": 70.0, "optimizer": 94.0}
+def test_input_images_are_pngs_scaled_to_their_own_range(tmp_path: Path) -> None:
+    gray = [[[0.5, 1.5, 1.0], [0.5, 0.5, 1.5]]]
+    write_preflight_page(tmp_path / "page.html", RESULTS, [(gray, 7), ([*gray, *gray, *gray], 8)], about=ABOUT)
+    page = (tmp_path / "page.html").read_text()
+    images = re.findall(r'src="data:image/png;base64,([^"]*)" width="96" height="64" alt="class (\d)"', page)
+    assert [label for _, label in images] == ["7", "8"]
+    for (data, _), channels in zip(images, (1, 3), strict=True):
+        (tmp_path / "image.png").write_bytes(b64decode(data))
+        pixels = matplotlib.image.imread(tmp_path / "image.png")  # [H, W] or [H, W, 3], from 0 to 1
+        expected = np.round(255 * (np.array(gray[0]) - 0.5)) / 255
+        assert np.allclose(pixels if channels == 1 else pixels[..., 2], expected)
+
+
+def test_a_page_without_charts_has_no_script_and_one_with_charts_has_their_data(tmp_path: Path) -> None:
+    PAGES["Preflight"](tmp_path / "page.html")
+    assert "<script" not in (tmp_path / "page.html").read_text()
+    figure = {"title": "loss </script>", "lines": {"</script>": [(1.0, 2.0)]}, "marks": {"<b>": 1.0}, "log_x": True}
+    write_trial_page(tmp_path / "page.html", "Range test", ["x"], [figure], about=ABOUT)
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<script") == page.count("</script>") == 2
+    [chart] = get_data(page)["charts"]
+    assert (chart["title"], chart["curves"][0]["name"], chart["marks"]) == ("loss </script>", "</script>", [[1, "<b>"]])
+
+
+@pytest.mark.parametrize("plan", [PLAN, PLAN | {"timeline": {"gib": {"weights": [1, 2]}, "sections": ["a", "b"]}}])
+def test_the_memory_of_a_plan_is_drawn_if_it_has_a_timeline(plan: dict[str, object], tmp_path: Path) -> None:
+    write_plan_page(tmp_path / "page.html", plan, [], about=ABOUT)
+    page = (tmp_path / "page.html").read_text()
+    assert ("Memory over one step, as planned" in page) == ("timeline" in plan)

@@ -2,7 +2,6 @@
 
 import json
 import re
-from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +9,13 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from markupsafe import escape
 from report_pages import get_data, get_points
 
 from callbacks.report.callback import RunReport
 from callbacks.report.page import write_report
 from callbacks.report.run_record import get_status, read_run
-from callbacks.report.tables import measured_values, plan_table, planned_values
+from callbacks.report.tables import get_plan, measured_values, planned_values
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 EVIL = "</script><script>alert(1)</script>&\"'"
@@ -77,7 +77,7 @@ def test_the_page_shows_every_file_of_the_run(tmp_path: Path) -> None:
             },
             events=[{"time": 0, "step": 2, "event": "spike", "score": 11.25}],
             samples=[
-                {"step": 1, "prompt": "old", "text": "old"},
+                {"step": 1, "prompt": "an old prompt", "text": "an old text"},
                 {"step": 2, "prompt": "x", "text": "yz"},
             ],
             config="name: my_run\nseed: 3\n",
@@ -94,7 +94,7 @@ def test_the_page_shows_every_file_of_the_run(tmp_path: Path) -> None:
         assert text in page
     for text in ("score 11.25", "yz", "seed: 3", "spike &times; 1", "unknown", "grad/norm"):
         assert text in page
-    assert "old" not in page
+    assert "an old" not in page
     assert (tmp_path / "curves.png").read_bytes().startswith(PNG_SIGNATURE)
     balance = Balance()
     balance.feed(page)
@@ -103,7 +103,7 @@ def test_the_page_shows_every_file_of_the_run(tmp_path: Path) -> None:
 
 def test_the_page_loads_nothing_from_the_network(tmp_path: Path) -> None:
     page = make_page(write_run(tmp_path, "step,train/loss\n1,3\n2,2\n"))
-    without = page.replace("http://www.w3.org/2000/svg", "")  # a namespace, which is not fetched
+    without = page.replace("https://github.com/leeoniya/uPlot", "")  # in a comment
     assert re.findall(r"https?://|\bsrc=|@import|url\(|fetch\(|\bimport\(", without) == []
     links = re.findall(r'href="([^"]*)"', page)
     assert all(link.startswith(("#", "data:,", "spikes/")) for link in links), links
@@ -130,7 +130,66 @@ def test_text_from_a_run_is_escaped(tmp_path: Path) -> None:
 
 def test_one_row_is_a_dot(tmp_path: Path) -> None:
     page = make_page(write_run(tmp_path, "step,train/loss\n7,3.5\n"))
-    assert 'class="curve dots c0" d="M500 500h0"' in page
+    assert get_points(page, "train/loss") == [(7, 3.5)]
+    assert (get_data(page)["first"], get_data(page)["last"]) == (6, 8)
+
+
+NESTED = json.dumps({"a": 1}).replace("1", '{"a": 1}')
+for _ in range(6):
+    NESTED = NESTED.replace("1", NESTED)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1, 2]", "3", "[" * 100_000, NESTED, '{"a": ' + "9" * 5000 + "}"])
+@pytest.mark.parametrize("name", ["summary.json", "plan.json", "environment.json"])
+def test_a_file_that_cannot_be_read_is_named_and_the_rest_is_written(
+    name: str, text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_run(tmp_path, "step,train/loss\n1,3.5\n2,3\n", config="name: mine\n")
+    (folder / name).write_text(text)
+    page = make_page(folder)
+    assert f'<p class="damage">{name} could not be read: ' in page
+    assert f"{folder}: {name} could not be read: " in caplog.text
+    assert get_points(page, "train/loss") == [(1, 3.5), (2, 3)]
+    assert "name: mine" in page
+    assert (folder / "curves.png").is_file()
+
+
+HOSTILE: list[Any] = [EVIL, {"a": [EVIL]}, [], [[1]], True, -(10**400), float("nan"), float("inf"), 1e308]
+TIMELINES: list[Any] = [
+    3,
+    {"gib": {}, "sections": []},
+    {"gib": {"a": [1]}, "sections": ["x", "y"]},
+    {"gib": {"a": [1], "b": [1, 2]}, "sections": ["x"]},
+    {"gib": {"a": [EVIL]}, "sections": ["x"]},
+    {"gib": {"a": [float("nan")]}, "sections": ["x"]},
+    {"gib": {"a": [1e308, 1e308]}, "sections": ["x", "y"]},
+    {"gib": [[1]], "sections": [EVIL]},
+    {"gib": {EVIL: [1]}, "sections": [3]},
+]
+KEYS = ["train_loss", "val_loss", "best_val_loss", "mfu", "steps", "tokens", "seconds", "peak_memory_gib", "status"]
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_no_value_of_a_summary_or_a_plan_stops_the_report(value: Any, tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "step,train/loss\n1,3.5\n2,3\n", summary=dict.fromkeys([*KEYS, EVIL], value))
+    keys = ["step_seconds", "seconds", "peak_memory_gib", "usable_gib", "timeline", "num_parameters", "mfu", EVIL]
+    (folder / "plan.json").write_text(json.dumps(dict.fromkeys(keys, value)))
+    page = make_page(folder)
+    assert "plan.json could not be read: its timeline has no gib by name, and sections" in page
+    assert page.count("<script") == 2
+    assert get_points(page, "train/loss") == [(1, 3.5), (2, 3)]
+    if not isinstance(value, float):
+        assert "summary.json could not be read: its val_loss is not a finite number" in page
+
+
+@pytest.mark.parametrize("timeline", TIMELINES)
+def test_a_plan_with_a_damaged_timeline_is_named_and_the_rest_is_shown(timeline: Any, tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "step,train/loss\n1,3.5\n", summary={"seconds": 4.0})
+    (folder / "plan.json").write_text(json.dumps({"seconds": 2.0, "timeline": timeline}))
+    page = make_page(folder)
+    assert "plan.json could not be read: its timeline has no " in page
+    assert "<td>200.0%</td>" in page
+    assert page.count("<script") == 2
 
 
 def test_losses_that_are_not_finite_are_noted(tmp_path: Path) -> None:
@@ -139,6 +198,7 @@ def test_losses_that_are_not_finite_are_noted(tmp_path: Path) -> None:
     [curve] = get_data(page)["charts"][0]["curves"]
     assert curve == {
         "name": "train/loss",
+        "color": "c0",
         "steps": [1, 1, 1],
         "values": [3.5, None, None],
         "rolled_back": [],
@@ -205,7 +265,7 @@ def test_the_plan_is_shown_next_to_what_was_measured(tmp_path: Path) -> None:
 
 def test_without_a_config_and_a_plan_there_is_no_plan_table(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "step,train/loss\n1,3\n", summary={"steps": 1})
-    assert plan_table(read_run(folder)) == ""
+    assert get_plan(read_run(folder)) == []
 
 
 def test_typed_overrides_are_marked_in_the_config_and_display_settings_are_hidden(
@@ -292,7 +352,7 @@ def test_events_are_counted_by_kind_and_rolled_back_steps_are_a_band(tmp_path: P
     page = make_page(write_run(tmp_path, "step,train/loss\n0,3\n10,3\n", events=events))
     assert ">spike &times; 2</button>" in page
     assert ">rollback &times; 1</button>" in page
-    assert '<path class="band e-rollback" d="M400 0H900V1000H400Z"/>' in page
+    assert [4, "rollback", 9] in get_data(page)["marks"]
 
 
 @pytest.mark.parametrize(

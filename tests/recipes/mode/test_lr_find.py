@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from report_pages import get_data
 from support import TINY, run_train
 
 from recipes.mode.lr_find import _write
@@ -26,8 +27,9 @@ def test_it_prints_a_suggestion_draws_the_curve_and_leaves_no_run(tmp_path: Path
     assert 1e-4 < found["steepest"] <= found["lowest"] < found["diverges"] < 10
     assert f"suggestion: optimizer.lr={found['lowest']:.2g} " in done.stdout
     page = (tmp_path / "found/lr_find.html").read_text()
-    assert page.count('class="mark"') == 3
-    assert page.count('class="curve c') == 2
+    [chart] = get_data(page)["charts"]
+    assert len(chart["marks"]) == 3
+    assert [curve["name"] for curve in chart["curves"]] == ["loss", "smoothed"]
     assert "NaN" not in page
 
 
