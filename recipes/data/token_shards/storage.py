@@ -155,7 +155,7 @@ class Storage:
             protocol, packages = self._path.partition("://")[0], find_packages(self._path.partition("://")[0])
             reason = f"{protocol}:// needs a package that is not installed ({describe_error(error)})"
             fix = f"pip install {packages}" if packages else fix
-            raise ConfigError(f"{self._setting}={self._path}", reason, fix) from error
+            raise ConfigError(f"{self.setting}={self._path}", reason, fix) from error
         except Exception as error:  # each protocol has its own exceptions
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise ConfigError(f"{self.setting}={self._path}", f"it cannot be read: {reason}", fix) from error
