@@ -39,6 +39,7 @@ def render(
 @cache
 def _get_environment() -> Environment:
     environment = Environment(
+        keep_trailing_newline=True,
         loader=FileSystemLoader(_FOLDER / "templates"),
         autoescape=True,
         undefined=StrictUndefined,

@@ -13,7 +13,7 @@ from ..run_record import Point, RunRecord, is_finite
 # otherwise, as declared by the callback that logs it; see `callbacks.events.EventKind`.
 UNMARKED_EVENTS = ("start", "end", "checkpoint", "checkpoint_failed")
 LOG_SCALE_RATIO = 100.0
-_LARGEST = 1e300  # of an axis: beyond, its length is no number
+_LARGEST = 1e300  # of an axis: beyond it, the length overflows
 MAX_BUCKETS = 500
 MAX_POINTS = 180_000  # for all curves of a page together: about two megabytes
 MAX_ROLLED_BACK_BUCKETS = 50
