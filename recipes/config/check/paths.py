@@ -117,6 +117,11 @@ def _check_links(config: Mapping[str, Any], run_folder: Path) -> Iterator[Config
     In a downloaded folder a link may point to anything of this user's. A link in place of the run's checkpoints is
     allowed, as they may be on another disk, unless it leads to those of another run.
     """
+    resume = config["resume"]
+    resumed = None if resume in (None, "auto") else find_run_folder(Path(str(resume)))
+    if resumed is not None and resumed.resolve() != run_folder.resolve():
+        for path in find_links_out(resumed, (TOKENIZER_FOLDER,)):
+            yield _reject_copy(f"resume={resume}", path, resumed)
     try:
         entries = sorted(run_folder.iterdir())
     except OSError:  # not there yet; or whoever locks it reports why it cannot be used
@@ -131,12 +136,20 @@ def _check_links(config: Mapping[str, Any], run_folder: Path) -> Iterator[Config
         links += [] if saved.resolve().parent == run_folder.resolve() else [saved]
     for path in links:
         inside = path.relative_to(run_folder)
-        use = "would copy from it" if inside.parts[0] == TOKENIZER_FOLDER else "would write"
+        if inside.parts[0] == TOKENIZER_FOLDER:
+            yield _reject_copy(f"hydra.run.dir={run_folder}", path, run_folder)
+            continue
         yield ConfigError(
             f"hydra.run.dir={run_folder}",
-            f"{inside} is a link to {os.readlink(path)}, where this run {use}",
+            f"{inside} is a link to {os.readlink(path)}, where this run would write",
             f"rm {path}, or hydra.run.dir=<another folder>",
         )
+
+
+def _reject_copy(setting: str, path: Path, folder: Path) -> ConfigError:
+    """Return the error for a link in a tokenizer folder, whose files are copied into a new run or an export."""
+    reason = f"{path.relative_to(folder)} is a link to {os.readlink(path)}, where this run would copy from it"
+    return ConfigError(setting, reason, f"rm {path} && cp -r {path.resolve()} {path}, if you trust it")
 
 
 def _is_repeatable(overrides: Sequence[str]) -> bool:

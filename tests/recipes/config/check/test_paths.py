@@ -96,7 +96,11 @@ def test_no_link_inside_a_run_folder_is_written_through_or_copied(
     (folder / link).symlink_to(other)
     [mistake] = check_run_folder(config, folder)
     assert mistake.reason.startswith(f"{link} is a link to {other}, where this run would ")
-    assert mistake.fix.startswith(f"rm {folder / link}, or ")
+    is_copied = link.startswith("tokenizer")
+    assert mistake.fix.startswith(f"rm {folder / link} && cp -r " if is_copied else f"rm {folder / link}, or ")
+    # it is the run that is read whose files are copied, wherever the new ones go
+    elsewhere = [str(each) for each in check_run_folder(config, tmp_path / "elsewhere")]
+    assert [f"resume={folder}: {link} is a link" in each for each in elsewhere] == [True] * is_copied
     if link == "export":
         typed = config | {"mode": node | {"path": str(tmp_path / "mine")}}
         assert list(check_run_folder(typed, folder)) == []
