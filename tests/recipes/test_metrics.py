@@ -180,13 +180,14 @@ def test_metrics_that_fit_leave_no_trace_of_the_trial() -> None:
 
 
 def test_an_argument_that_a_metric_rejects_is_a_config_error(tmp_path: Path) -> None:
-    config = composed_config("model=resnet18", "+metrics.f1.zero_divison=1")
+    error = "{_target_: torchmetrics.classification.MulticlassCalibrationError, num_classes: 10, n_bins: 0}"
+    config = composed_config("model=resnet18", f"+metrics.error={error}")
     with pytest.raises(ConfigError) as caught:
         build(config, tmp_path, [])
-    assert str(caught.value) == (
-        "metrics.f1: torchmetrics.classification.MulticlassF1Score says: Unexpected keyword arguments: `zero_divison`;"
-        " type '~metrics.f1'"
-    )
+    said = str(caught.value)
+    assert said.startswith("metrics.error: torchmetrics.classification.MulticlassCalibrationError says: ")
+    assert "`n_bins`" in said
+    assert said.endswith("; type '~metrics.error'")
 
 
 def test_one_more_metric_is_one_override(text_folder: str, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def make_trainer(**more: Any) -> SimpleNamespace:
         loggers=[],
         optimizers=[SimpleNamespace(param_groups=[group])],
         global_rank=0,
+        world_size=1,
         strategy=make_strategy(),
     )
     vars(trainer).update(more)
