@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -18,14 +19,14 @@ from recipes.data.text.source import check_windows
 from recipes.data.text.token_cache import SPLIT_TEXT
 from recipes.data.token_layout import (
     LLM_C,
-    PERIOD,
     TokenLayout,
     explain_large_token,
-    explain_wider_type,
+    explain_two_types,
+    explain_type,
     file_key,
-    find_largest,
-    find_wider_type,
+    find_bits,
     read_layout,
+    sample_bytes,
 )
 from recipes.errors import ConfigError
 from recipes.files import count
@@ -33,7 +34,7 @@ from recipes.home import expand_home
 from recipes.tokenizer import Tokenizer
 
 _CHUNK_TOKENS = 4 * 1024 * 1024
-_LARGEST = "largest_tokens"
+_LARGEST = "largest_token"
 _DTYPES = ("uint16", "uint32")
 
 
@@ -86,8 +87,11 @@ class TokenFile:
         """
         if self._prepared is not None:
             return
-        path, train = self._check("path", self.path)
-        val_path, val = (path, train) if self.val_path is None else self._check("val_path", self.val_path)
+        files = [self._open("path", self.path)]
+        if self.val_path is not None:
+            files.append(self._open("val_path", self.val_path))
+        self._check_tokens(files)
+        path, train, val_path, val = files[0].path, files[0].layout, files[-1].path, files[-1].layout
         self._is_same = self.val_path is not None and os.path.samefile(path, val_path)
         num_held_out = round(train.num_tokens * self.val_fraction) if self.val_path is None else 0
         num_train = 0 if self._is_same else train.num_tokens - num_held_out
@@ -176,8 +180,8 @@ class TokenFile:
             byte_offset=layout.byte_offset,
         )
 
-    def _check(self, name: str, value: str) -> tuple[Path, TokenLayout]:
-        """Return a file and its layout, all of whose tokens are within the model's vocabulary."""
+    def _open(self, name: str, value: str) -> "_OpenedFile":
+        """Return a file with its layout, and what shows of the type of its integers."""
         key = f"data.{name}"
         path = expand_home(value, key).absolute()
         fix = f"{key}=<file of {self.dtype} tokens>"
@@ -186,43 +190,65 @@ class TokenFile:
         try:
             with path.open("rb") as file:
                 head = file.read(NUM_HEAD_BYTES)
+                layout = read_layout(head, num_bytes=path.stat().st_size, dtype=self.dtype, name=value, key=key)
+                sample = b"" if layout.header is not None else sample_bytes(file, layout)
         except OSError as error:
             raise ConfigError(f"{key}={value}", f"it cannot be read: {error.strerror}", fix) from error
-        layout = read_layout(head, num_bytes=path.stat().st_size, dtype=self.dtype, name=value, key=key)
-        by_position = largest_tokens(path, layout, cache_dir=open_cache_dir(self.cache_dir))
-        if (bits := find_wider_type(by_position, layout, vocab_size=self.vocab_size)) is not None:
-            raise explain_wider_type(key, value, layout.dtype, bits)
-        if (largest := max(by_position)) >= self.vocab_size:
-            raise explain_large_token(key, value, largest, layout, vocab_size=self.vocab_size)
         self._skips_header |= layout.header == LLM_C
-        return path, layout
+        return _OpenedFile(key, value, path, layout, find_bits(sample, vocab_size=self.vocab_size))
+
+    def _check_tokens(self, files: "Sequence[_OpenedFile]") -> None:
+        """Check that the tokens of all files are of the type with which they are read, and within the vocabulary."""
+        by_bits = {file.bits: (file.key, file.name) for file in files if file.bits is not None}
+        if len(by_bits) > 1:
+            raise explain_two_types(by_bits, self.dtype)
+        cache_dir = open_cache_dir(self.cache_dir)
+        for file in files:
+            width = 8 * np.dtype(file.layout.dtype).itemsize
+            bits = file.bits or width
+            largest = largest_token(file.path, file.layout, cache_dir=cache_dir)
+            if bits <= width and largest < self.vocab_size:
+                continue
+            if bits == width:
+                raise explain_large_token(file.key, file.name, largest, vocab_size=self.vocab_size)
+            if bits < 64:
+                num_tokens = 8 * file.path.stat().st_size // bits
+                largest = largest_token(file.path, TokenLayout(f"uint{bits}", 0, num_tokens), cache_dir=cache_dir)
+            raise explain_type(file.key, file.name, file.layout, bits, largest=largest, vocab_size=self.vocab_size)
 
 
-def largest_tokens(path: Path, layout: TokenLayout, *, cache_dir: Path) -> list[int]:
-    """Return the largest token at each position modulo four.
+@dataclass(frozen=True)
+class _OpenedFile:
+    """A file of tokens: setting and name with which it was typed, path, layout, and width of its integers."""
 
-    The file is read in full once per (path, size, modification time).
-    """
+    key: str
+    name: str
+    path: Path
+    layout: TokenLayout
+    bits: int | None
+
+
+def largest_token(path: Path, layout: TokenLayout, *, cache_dir: Path) -> int:
+    """Return the largest token; the file is read in full once per (path, size, modification time)."""
     status = path.stat()
     state = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {layout.dtype} {layout.byte_offset}"
     key = hashlib.blake2b(state.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
     folder = cache_dir / "token_files" / key
 
     def build(temporary: Path) -> None:
-        largest = [0] * PERIOD
+        largest = 0
         with path.open("rb") as file:
             file.seek(layout.byte_offset)
             dtype = np.dtype(layout.dtype).newbyteorder("<")
             for first in range(0, layout.num_tokens, _CHUNK_TOKENS):
                 chunk = np.fromfile(file, dtype=dtype, count=min(_CHUNK_TOKENS, layout.num_tokens - first))
-                largest = [*map(max, largest, find_largest(chunk))]
-        (temporary / _LARGEST).write_text(" ".join(map(str, largest)), encoding="utf-8")
+                largest = max(largest, int(chunk.max(initial=0)))
+        (temporary / _LARGEST).write_text(str(largest), encoding="utf-8")
 
     build_once(folder, build, is_complete=_has_largest)
-    return [int(text) for text in (folder / _LARGEST).read_text(encoding="utf-8").split()]
+    return int((folder / _LARGEST).read_text(encoding="utf-8"))
 
 
 def _has_largest(folder: Path) -> bool:
     path = folder / _LARGEST
-    numbers = path.read_bytes().split() if path.is_file() else []
-    return len(numbers) == PERIOD and all(number.isdigit() for number in numbers)
+    return path.is_file() and path.read_bytes().isdigit()

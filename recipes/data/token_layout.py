@@ -4,11 +4,12 @@ import hashlib
 import io
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
 from recipes.data.file_kinds import NPY, is_ascii_text, recognize
 from recipes.errors import ConfigError
@@ -19,10 +20,14 @@ LOGGER = logging.getLogger("lightning_recipes")
 _NPY_DTYPES = {"<u2": "uint16", "<u4": "uint32"}
 # llm.c and those who follow it, such as modded-nanogpt: 256 int32, of which the first three are these
 _LLM_C_HEADER_BYTES = 1024
+_MIN_HEADER_BYTES, _MAX_VERSION = 8, 16  # to recognize a part of one
 _LLM_C_MAGICS = {20240520: "uint16", 20240801: "uint32"}
 LLM_C = "llm.c"
 _MAX_VOCABULARY = 10_000_000  # of no tokenizer: larger ids are not tokens
-PERIOD = 4  # 16-bit tokens per number of the widest type that a file may have been written with
+SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 1 << 16  # of a file, from which the type of its tokens is found
+_COMMON_IDS = 16  # ids below are in every text, and those of a large vocabulary are seldom all below
+_MIN_SHARE = 0.9  # of the numbers that are read, some may be no tokens: -1, or ids of another vocabulary
+_NO_ID = 2**16 - 1  # both halves of -1
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,17 @@ def read_layout(head: bytes, *, num_bytes: int, dtype: str, name: str, key: str)
         magic, _, num_tokens = np.frombuffer(head[:12], "<i4").tolist()
         if magic in _LLM_C_MAGICS:
             return _read_llm_c(_LLM_C_MAGICS[magic], num_tokens, num_bytes=num_bytes, typed=typed, key=key)
+    elif len(head) >= _MIN_HEADER_BYTES:
+        magic, version = np.frombuffer(head[:_MIN_HEADER_BYTES], "<i4").tolist()
+        if magic in _LLM_C_MAGICS and 0 < version < _MAX_VERSION:
+            reason = f"it begins with a header, as of llm.c, and ends after {count(num_bytes, 'byte')} of it"
+            raise ConfigError(typed, f"{reason}: it is truncated", "the file copied again")
     if (kind := recognize(head, name, is_text=False)) is not None:
         raise ConfigError(typed, f"{kind.reason}, not raw tokens", kind.fix or _suggest_array(key))
     if name.lower().endswith(".npy"):
         raise ConfigError(typed, "it is not a valid .npy file: it does not begin like one", _suggest_array(key))
     if is_ascii_text(head):
-        raise ConfigError(typed, "it is text, not tokens", f"data=text_files data.path={name}")
+        raise ConfigError(typed, "it is text, not tokens", f"data=text_files data.path={name} tokenizer=bpe")
     item_bytes = np.dtype(dtype).itemsize
     if num_bytes % item_bytes:
         reason = f"{num_bytes} bytes are not a multiple of {item_bytes}, the size of a {dtype} token: it is truncated"
@@ -84,47 +94,96 @@ def file_key(path: str | Path) -> int:
     return int.from_bytes(hashlib.blake2b(os.fsencode(name), digest_size=8).digest(), "little")
 
 
-def find_wider_type(largest: list[int], layout: TokenLayout, *, vocab_size: int) -> int | None:
-    """Return the bit width of the numbers in a raw file that was read with too narrow a type; None if it fits.
+def find_bits(data: bytes, *, vocab_size: int) -> int | None:
+    """Return the bit width of the integers in a part of a raw file: 16, 32 or 64; None if it does not show.
 
-    A raw file does not record its type. But uint32 tokens read as uint16 are 1017, 0, 5, 0, …: every second one is the
-    upper half of a token, at most that of the largest token in the vocabulary. With int64, three of four are 0.
+    A raw file does not record its type. But uint32 tokens are 1017, 0, 5, 0, … as 16-bit numbers: every second one is
+    the upper half of a token, at most that of the largest token in the vocabulary. With int64, three of four are 0.
 
     Args:
-        largest: Largest token at each position modulo four.
-        layout: Layout with which the file is read.
+        data: Bytes of the file, from an offset that is a multiple of eight.
+        vocab_size: Size of the vocabulary.
+    """
+    halves = np.frombuffer(data[: len(data) // 8 * 8], "<u2").reshape(-1, 4)
+    upper = (vocab_size - 1) >> 16
+    for largest_upper in (max(_COMMON_IDS, upper), upper):
+        low, high = halves[:, 0::2], halves[:, 1::2]  # of 32-bit numbers
+        is_read = ((low > largest_upper) | (high > largest_upper)) & (low != _NO_ID)
+        if is_read.sum() <= is_read.size // 32:  # padding
+            continue
+        is_wide = is_read & (high <= largest_upper)
+        if is_wide.sum() < _MIN_SHARE * is_read.sum():
+            return 16
+        first = is_read[:, 0]
+        is_widest = first & is_wide[:, 0] & (low[:, 1] == 0) & (high[:, 1] == 0)
+        return 64 if first.any() and is_widest.sum() >= _MIN_SHARE * first.sum() else 32
+    return None
+
+
+def sample_bytes(file: BinaryIO, layout: TokenLayout) -> bytes:
+    """Return blocks of a raw file that are evenly spaced, for `find_bits`."""
+    num_bytes = layout.num_tokens * np.dtype(layout.dtype).itemsize
+    blocks = []
+    for start in sorted({num_bytes * block // SAMPLE_BLOCKS // SAMPLE_BYTES for block in range(SAMPLE_BLOCKS)}):
+        file.seek(start * SAMPLE_BYTES)
+        blocks.append(file.read(SAMPLE_BYTES))
+    return b"".join(blocks)
+
+
+def explain_type(key: str, name: str, layout: TokenLayout, bits: int, *, largest: int, vocab_size: int) -> ConfigError:
+    """Return the error for a raw file whose integers are of another width than its `dtype`.
+
+    Args:
+        key: Setting that named it, such as "data.path".
+        name: Name of the file.
+        layout: Layout with which it is read.
+        bits: What `find_bits` returns.
+        largest: The largest of the integers, if they are of 16 or 32 bits.
         vocab_size: Every token must be below it.
     """
-    bits = 8 * np.dtype(layout.dtype).itemsize
-    highest_upper_half = (vocab_size - 1) >> bits
-    is_raw = layout.header is None
-    if not is_raw or largest[0] <= highest_upper_half or layout.num_tokens % 2 or layout.num_tokens < PERIOD:
-        return None
-    if max(largest[1], largest[3]) > highest_upper_half:
-        return None
-    is_cut_in_four = largest[2] == 0 and layout.num_tokens % PERIOD == 0 and bits == 16
-    return 64 if is_cut_in_four or bits == 32 else 32
+    shown = {16: "they are not 0 at every second place", 32: "every second place is 0 or the upper half of one"}
+    reason = f"read as uint16, {shown.get(bits, 'three of four places are 0')}: the file holds {bits}-bit integers"
+    fix = f"{_section(key)}.dtype=uint{bits}"
+    if bits == 64:
+        fix = f"{key}=<the same tokens written as uint32> {_section(key)}.dtype=uint32"
+    elif largest >= _MAX_VOCABULARY:
+        reason += f", and {_describe_id(largest)} is no token"
+        fix = f"{key}=<the same tokens without {largest}> {fix}"
+    elif largest >= vocab_size:
+        reason += f", and token id {largest} is outside the vocabulary (maximum {vocab_size - 1})"
+        fix += f" model.vocab_size={largest + 1}, or more"
+    return ConfigError(f"{key}={name} {_section(key)}.dtype={layout.dtype}", reason, fix)
 
 
-def find_largest(tokens: NDArray[np.unsignedinteger]) -> list[int]:
-    """Return the largest token at each position modulo four."""
-    return [int(tokens[position::PERIOD].max(initial=0)) for position in range(PERIOD)]
+def explain_two_types(files: Mapping[int, tuple[str, str]], dtype: str) -> ConfigError:
+    """Return the error for raw files of different types, of which a run has only one.
+
+    Args:
+        files: Width of the integers -> setting and name of a file.
+        dtype: Type with which all are read.
+    """
+    (key, name), other_key = files[max(files)], files[min(files)][0]
+    other = files[min(files)][1] if other_key == key else f"{other_key}={files[min(files)][1]}"
+    reason = f"it holds {max(files)}-bit integers, and {other} {min(files)}-bit ones; raw files share one dtype"
+    array = f"numpy.fromfile('{name}', '<i{max(files) // 8}').astype('uint32')"
+    new = f"{Path(name).stem}.npy"
+    convert = f"python -c \"import numpy; numpy.save('{new}', {array})\""
+    fix = f"{convert}, and the path of {new}, which records its type, in place of {name}"
+    if min(files) == 16 and dtype != "uint16":
+        fix += f"; and {_section(key)}.dtype=uint16"
+    return ConfigError(f"{key}={name}", reason, fix)
 
 
-def explain_wider_type(key: str, name: str, dtype: str, bits: int) -> ConfigError:
-    """Return the error for a raw file whose numbers have more bits than `dtype`."""
-    reason = f"every second token is 0 or the upper half of one: the file holds {bits}-bit integers"
-    fix = "data.dtype=uint32" if bits == 32 else f"{key}=<the same tokens written as uint32> data.dtype=uint32"
-    return ConfigError(f"{key}={name} data.dtype={dtype}", reason, fix)
-
-
-def explain_large_token(key: str, name: str, largest: int, layout: TokenLayout, *, vocab_size: int) -> ConfigError:
+def explain_large_token(key: str, name: str, largest: int, *, vocab_size: int) -> ConfigError:
     """Return the error for a token that the model does not know."""
-    reason = f"token id {largest} is outside the vocabulary (maximum {vocab_size - 1})"
-    fixes = [f"model.vocab_size={largest + 1} or more"] if largest < _MAX_VOCABULARY else []
-    if layout.header is None and layout.dtype == "uint32":  # two tokens of uint16 read as one
-        fixes.append(f"{_section(key)}.dtype=uint16")
-    return ConfigError(f"{key}={name}", reason, ", or ".join(fixes) or f"{key}=<file of tokens below {vocab_size}>")
+    reason = f"token id {_describe_id(largest)} is outside the vocabulary (maximum {vocab_size - 1})"
+    is_of_larger = largest < _MAX_VOCABULARY
+    fix = f"model.vocab_size={largest + 1} or more" if is_of_larger else f"{key}=<file of tokens below {vocab_size}>"
+    return ConfigError(f"{key}={name}", reason, fix)
+
+
+def _describe_id(id: int) -> str:
+    return f"{id}, -1 as uint32," if id == 2**32 - 1 else str(id)
 
 
 def _section(key: str) -> str:

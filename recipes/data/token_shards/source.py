@@ -23,9 +23,9 @@ from recipes.data.token_layout import (
     LLM_C,
     TokenLayout,
     explain_large_token,
-    explain_wider_type,
-    find_largest,
-    find_wider_type,
+    explain_two_types,
+    explain_type,
+    find_bits,
     read_layout,
 )
 from recipes.data.token_shards.order import ShardOrder
@@ -37,7 +37,6 @@ from recipes.tokenizer import Tokenizer
 LOGGER = logging.getLogger("lightning_recipes")
 
 _OPEN_FILES = 64  # per process
-_MIN_NONZERO = 8  # of the first tokens of a file, one in so many is not 0
 
 
 class ShardWindows(FullWindows):
@@ -126,7 +125,7 @@ class ShardWindows(FullWindows):
         )
         if (largest := int(tokens.max(initial=0))) >= self._vocab_size:
             key, name = self._storage.setting, self._storage.names[file]
-            raise explain_large_token(key, name, largest, layout, vocab_size=self._vocab_size)
+            raise explain_large_token(key, name, largest, vocab_size=self._vocab_size)
         return tokens
 
     def __getstate__(self) -> dict[str, object]:
@@ -182,13 +181,15 @@ class TokenShards:
         if self._prepared is not None:
             return
         storage = self._open("path", self.path)
-        layouts = self._layouts(storage)
+        layouts, by_bits = self._layouts(storage)
+        found = {"data.path": by_bits}
         files = range(len(layouts))
         if self._holds_out_all:
             trained, val = [], (storage, layouts)
         elif self.val_path is not None:
             val_storage = self._open("val_path", self.val_path)
-            val = val_storage, self._layouts(val_storage)
+            val_layouts, found["data.val_path"] = self._layouts(val_storage)
+            val = val_storage, val_layouts
             held_out, keys = {*val_storage.keys()}, storage.keys()
             trained = [file for file in files if keys[file] not in held_out]
             if num_held_out := len(files) - len(trained):
@@ -199,6 +200,7 @@ class TokenShards:
             raise ConfigError(f"data.path={self.path}", reason, "data.val_path=<file of tokens>, or data=token_file")
         else:
             trained, val = [*files[:-1]], (storage.select(files[-1:]), layouts[-1:])
+        self._check_types(found)
         train = self._windows(storage.select(trained), [layouts[file] for file in trained])
         self._prepared = train, self._windows(*val)
         self._check_splits(*self._prepared)
@@ -282,17 +284,39 @@ class TokenShards:
             files_at_a_time=self.files_at_a_time,
         )
 
-    def _layouts(self, storage: Storage) -> list[TokenLayout]:
-        """Return the location and type of the tokens in each file."""
-        key, layouts = storage.setting, list[TokenLayout]()
+    def _layouts(self, storage: Storage) -> tuple[list[TokenLayout], dict[int, tuple[str, bytes]]]:
+        """Return the location and type of the tokens in each file.
+
+        Also returns, by width of its integers, the name and the first bytes of a file that does not record its type.
+        """
+        layouts, by_bits = list[TokenLayout](), dict[int, tuple[str, bytes]]()
         for index, (file, head) in enumerate(zip(storage.names, storage.read_heads(NUM_HEAD_BYTES), strict=True)):
             size = storage.sizes[index]
-            layouts.append(read_layout(head, num_bytes=size, dtype=self.dtype, name=file, key=key))
-            dtype = np.dtype(self.dtype).newbyteorder("<")
-            seen = np.frombuffer(head, dtype=dtype, count=len(head) // dtype.itemsize)
-            is_padding = np.count_nonzero(seen[::2]) < len(seen) // _MIN_NONZERO  # after a few tokens
-            bits = find_wider_type(find_largest(seen), layouts[-1], vocab_size=self.vocab_size)
-            if bits is not None and not is_padding:
-                raise explain_wider_type(key, file, self.dtype, bits)
-            self._skips_header |= layouts[-1].header == LLM_C
-        return layouts
+            layout = read_layout(head, num_bytes=size, dtype=self.dtype, name=file, key=storage.setting)
+            layouts.append(layout)
+            self._skips_header |= layout.header == LLM_C
+            bits = None if layout.header else find_bits(head, vocab_size=self.vocab_size)
+            if bits is not None:
+                by_bits.setdefault(bits, (file, head))
+        return layouts, by_bits
+
+    def _check_types(self, found: Mapping[str, Mapping[int, tuple[str, bytes]]]) -> None:
+        """Check that files without a header are of the type with which they are read.
+
+        Args:
+            found: Setting -> width of the integers -> name and first bytes of a file.
+        """
+        names = {bits: (key, file) for key, by_bits in found.items() for bits, (file, _) in by_bits.items()}
+        if len(names) > 1:
+            raise explain_two_types(names, self.dtype)
+        dtype = np.dtype(self.dtype).newbyteorder("<")
+        for key, by_bits in found.items():
+            for bits, (file, head) in by_bits.items():
+                num_tokens = len(head) // dtype.itemsize
+                is_read = int(np.frombuffer(head, dtype, num_tokens).max(initial=0)) < self.vocab_size
+                if bits == 8 * dtype.itemsize or (bits < 8 * dtype.itemsize and is_read):
+                    continue
+                found_dtype = np.dtype(f"<u{bits // 8}")
+                largest = int(np.frombuffer(head, found_dtype, len(head) // found_dtype.itemsize).max(initial=0))
+                layout = TokenLayout(self.dtype, 0, num_tokens)
+                raise explain_type(key, file, layout, bits, largest=largest, vocab_size=self.vocab_size)

@@ -2,6 +2,7 @@
 
 import gzip
 import logging
+import shlex
 
 import numpy as np
 import pytest
@@ -77,7 +78,7 @@ def test_a_token_beyond_the_vocabulary_is_rejected_also_in_a_late_chunk(source, 
         f"data.path={path}: token id 1000 is outside the vocabulary (maximum 999); type model.vocab_size=1001 or more"
     )
     source(path, vocab_size=1001).prepare()
-    with pytest.raises(ConfigError, match="token id 65536000 is outside .*; type data.dtype=uint16"):
+    with pytest.raises(ConfigError, match=r"holds 16-bit integers, .*; type data.dtype=uint16 model.vocab_size=1001"):
         source(write(tmp_path / "odd.bin", [0, 1000] * 20, "uint16"), dtype="uint32").prepare()
 
 
@@ -186,6 +187,49 @@ def test_a_file_of_the_right_type_is_not_taken_for_a_wider_one(source, tmp_path)
     for number, vocab_size in enumerate((3, 300, 65_536)):
         path = write(tmp_path / f"{number}.bin", generator.integers(vocab_size, size=400))
         source(path, vocab_size=vocab_size).prepare()
+
+
+@pytest.mark.parametrize(("dtype", "vocab_size"), [("uint32", 1000), ("uint16", 1000), ("uint16", 65_536)])
+def test_numbers_that_are_no_ids_do_not_hide_the_type_of_a_file(source, tmp_path, dtype, vocab_size):
+    tokens = np.random.default_rng(0).integers(1000, size=400)
+    tokens[::10] = -1
+    path = write(tmp_path / "t.bin", tokens, "int32")
+    with pytest.raises(ConfigError, match="4294967295, -1 as uint32, is") as caught:
+        source(path, dtype=dtype, vocab_size=vocab_size).prepare()
+    assert "uint16" not in caught.value.fix
+    assert ("data.dtype=uint32" in caught.value.fix) == (dtype == "uint16")
+    write(path, np.where(tokens < 0, 200_000, tokens), "uint32")  # of another tokenizer
+    with pytest.raises(ConfigError, match=r"model.vocab_size=200001") as caught:
+        source(path, dtype=dtype, vocab_size=vocab_size).prepare()
+    source(path, dtype="uint32", vocab_size=200_001).prepare()
+
+
+@pytest.mark.parametrize("kind", ["token_file", "token_shards"])
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_raw_files_of_two_types_are_read_once_one_is_an_array(source, tmp_path, monkeypatch, kind, dtype):
+    tokens = np.random.default_rng(0).integers(1000, size=400)
+    wide, narrow = str(write(tmp_path / "wide.bin", tokens, "int32")), str(write(tmp_path / "t.bin", tokens))
+
+    def prepare(path, dtype):
+        if kind == "token_file":
+            return source(path, val_path=narrow, dtype=dtype).prepare()
+        settings = {"dtype": dtype, "files_at_a_time": 2, "cache_gb": None, "vocab_size": 1000, "seq_len": 10}
+        return TokenShards(path=path, val_path=narrow, cache_dir=str(tmp_path / "cache"), **settings).prepare()
+
+    with pytest.raises(ConfigError, match="32-bit integers, and data.val_path=.* 16-bit ones") as caught:
+        prepare(wide, dtype)
+    assert caught.value.setting == f"data.path={wide}"
+    convert, _, rest = caught.value.fix.partition(", and the path of wide.npy")
+    assert ("data.dtype=uint16" in rest) == (dtype == "uint32")
+    monkeypatch.chdir(tmp_path)
+    exec(shlex.split(convert)[2])
+    prepare(str(tmp_path / "wide.npy"), "uint16")
+
+
+def test_a_header_of_llm_c_that_is_cut_is_no_tokens(source, tmp_path):
+    (tmp_path / "t.bin").write_bytes(np.array([20240520, 1, 4000] + [0] * 100, "<i4").tobytes())
+    with pytest.raises(ConfigError, match="begins with a header, as of llm.c, and ends after 412 bytes of it"):
+        source(tmp_path / "t.bin").prepare()
 
 
 def test_a_npy_file_of_another_name_is_read_and_one_of_int64_names_its_type(source, tmp_path):
