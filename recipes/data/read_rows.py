@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Protocol
 
 from recipes.data.file_kinds import NUM_HEAD_BYTES, find_compression, is_table
 from recipes.data.found_files import DESCRIPTION, FoundFiles, find_files, make_printable, skip_unfinished
-from recipes.data.table_rows import BATCH_ROWS, choose_columns, list_rows, read_table
+from recipes.data.table_rows import BATCH_ROWS, check_offsets, choose_columns, list_rows, read_table
 from recipes.data.text.corpus import Document, content_digests, not_utf8, reject_other_kind
 from recipes.data.unpacked import open_unpacked
 from recipes.errors import ConfigError
@@ -22,11 +22,11 @@ HUB = "hf://"
 DEFAULT_SPLIT = "train"
 SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".jl", ".json", ".parquet", ".feather")
 _TABLES = (".parquet", ".feather")  # compressed inside
-_STATE = "state.json"  # of one dataset, by `datasets`
+_STATE, _SPLITS = "state.json", "dataset_dict.json"  # of one dataset, and of a dictionary of them, by `datasets`
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")  # after any of them but those of tables
 _TEXT_TABLES = (".csv", ".tsv")
-_DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json"}  # of a dataset, by `datasets`
+_DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", _SPLITS}  # of a dataset, by `datasets`
 _SHOWN_CHARACTERS = 60
 _MAX_LINE_BYTES = 1 << 30
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -251,6 +251,7 @@ class HubRows:
             ) from error
         folder = _find_folder(name, setting)
         self._copy = f"{setting}=<another copy of the folder>" if folder else f"{setting}=<another dataset>"
+        self._files: list[Document] | None = None  # of a saved folder
         if folder is not None:
             self._rows: Any = self._open_saved(folder, name, setting, split, split_setting)
             return
@@ -276,16 +277,25 @@ class HubRows:
             reason = f"{HUB} is for a dataset of the hub, or a folder saved by datasets, and this folder is neither"
             raise ConfigError(self._typed, reason, f"{setting}={name}, which reads the files in it")
         with reading(folder, self._typed, self._copy):
-            loaded = datasets.load_from_disk(str(folder))
-        if not isinstance(loaded, datasets.DatasetDict):
-            return loaded
-        if split not in loaded:
-            reason = f"{self.name} has {'the split' if len(loaded) == 1 else 'the splits'} {', '.join(loaded)}"
+            if not (folder / _STATE).is_file():
+                folder = self._find_split(folder, split, split_setting)
+            self._files = _list_saved_files(folder, self._typed, self._copy)
+            return datasets.Dataset.load_from_disk(str(folder))
+
+    def _find_split(self, folder: Path, split: str, split_setting: str) -> Path:
+        """Return the folder of a split of a dictionary of data sets."""
+        names = json.loads((folder / _SPLITS).read_text(encoding="utf-8"))["splits"]
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"splits in {_SPLITS} is not a list of names")
+        if split not in names:
+            reason = f"{self.name} has {'the split' if len(names) == 1 else 'the splits'} {', '.join(names)}"
             if re.search(r"[+\[]", split):
                 reason += ", and is read by whole splits"
-            fixes = " or ".join(f"{split_setting}={name}" for name in loaded)
+            fixes = " or ".join(f"{split_setting}={name}" for name in names)
             raise ConfigError(f"{split_setting}={split}", reason, fixes or self._copy)
-        return loaded[split]
+        if not _is_inside(found := folder / split, folder):
+            raise ConfigError(self._typed, f"its split {split} is a folder outside of it", self._copy)
+        return found
 
     @property
     def num_bytes(self) -> int:
@@ -293,7 +303,12 @@ class HubRows:
         return int(self._rows.data.nbytes)
 
     def content_hash(self, cache_dir: Path) -> str:
-        """Return the fingerprint that `datasets` gives the rows."""
+        """Return a hash of the files that were saved, or the fingerprint that `datasets` gives the rows of the hub.
+
+        That of a saved folder is what its files claim.
+        """
+        if self._files is not None:
+            return " ".join(content_digests(self._files, cache_dir=cache_dir))
         return str(self._rows._fingerprint)
 
     def __iter__(self) -> Iterator[Row]:
@@ -303,6 +318,7 @@ class HubRows:
         with reading(self.name, self._typed, self._copy):
             rows = self._rows.select_columns(names).with_format("arrow")
             for table in rows.iter(batch_size=BATCH_ROWS):
+                check_offsets(table)
                 for fields in list_rows(table, self.name):
                     number += 1
                     yield Row(f"{self.name} row {number}", fields, from_table=True)
@@ -334,7 +350,7 @@ def check_split(
     else:
         reason = f"only a path that begins with {HUB} has splits, and all of {path} would be read"
     fix = f"{setting}=<the rows of that split>, without {split_setting}"
-    if not path.startswith(HUB) and os.path.isfile(expand_home(path, setting) / "dataset_dict.json"):
+    if not path.startswith(HUB) and os.path.isfile(expand_home(path, setting) / _SPLITS):
         fix = f"{setting}={HUB}{path} {split_setting}={split}"
     raise ConfigError(f"{setting}={path} {split_setting}={split}", reason, fix)
 
@@ -349,7 +365,33 @@ def _find_folder(name: str, setting: str) -> Path | None:
 
 def _is_saved(folder: Path) -> bool:
     """Return whether a folder is a dataset, or a dictionary of them, as `datasets` saves it."""
-    return any((folder / name).is_file() for name in (_STATE, "dataset_dict.json"))
+    return any((folder / name).is_file() for name in (_STATE, _SPLITS))
+
+
+def _list_saved_files(folder: Path, typed: str, fix: str) -> list[Document]:
+    """Return the files of a dataset that `datasets` saved, which are those that its state names.
+
+    Raises:
+        ConfigError: One is outside of the folder: in a downloaded one, it may be any file of this user's.
+    """
+    state = folder / _STATE
+    names = [file["filename"] for file in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+    for name in names:
+        if not _is_inside(folder / name, folder):
+            reason = f"its {_STATE} names {make_printable(name)}, a file outside of the folder"
+            raise ConfigError(typed, reason, fix)
+        if not (folder / name).is_file():
+            reason = f"its {_STATE} names {make_printable(name)}, and there is no such file"
+            raise ConfigError(typed, reason, fix)
+    return [Document.of(folder / name, name=name) for name in names]
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Return whether a path leads to a place in a folder, or from the hub's cache to the files that are kept there."""
+    roots = [folder.resolve()]
+    # snapshots/<revision>/…/state.json -> …/blobs/<hash>
+    roots += [above.parent / "blobs" for above in roots[0].parents if above.name == "snapshots"]
+    return any(path.resolve().is_relative_to(root) for root in roots)
 
 
 def name_type(value: object) -> str:

@@ -8,6 +8,8 @@ import logging
 import lzma
 import os
 import shlex
+import shutil
+import struct
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -140,6 +142,50 @@ def test_what_is_wrong_with_a_saved_data_set_is_named(
         list(open_rows(f"hf://{tmp_path / name}".rstrip("/"), setting="data.path", hub_split=split))
 
 
+@pytest.mark.parametrize("way", ["above", "absolute", "link", "split", "split link"])
+def test_a_saved_data_set_reads_no_file_outside_of_its_folder(way: str, tmp_path: Path) -> None:
+    [file] = save_splits(tmp_path).glob("one/*.arrow")
+    train, data_set = tmp_path / "dict" / "train", f"hf://{tmp_path}/dict"
+    [own] = train.glob("*.arrow")
+    state, splits, split = train / "state.json", tmp_path / "dict" / "dataset_dict.json", "train"
+    if way in ("above", "absolute"):
+        name = f"../../one/{file.name}" if way == "above" else str(file)
+        state.write_text(state.read_text().replace(own.name, name))
+    elif way == "link":
+        own.unlink()
+        own.symlink_to(file)
+    elif way == "split":
+        splits.write_text('{"splits": ["train", "../one"]}')
+        split = "../one"
+    else:
+        shutil.rmtree(train)
+        train.symlink_to(tmp_path / "one")
+    with pytest.raises(ConfigError, match=r"outside of (it|the folder); type data.path=<another copy of the folder>"):
+        open_rows(data_set, setting="data.path", hub_split=split)
+
+
+def test_a_saved_data_set_in_the_cache_of_the_hub_is_read_through_its_links(tmp_path: Path) -> None:
+    snapshot = tmp_path / "snapshots" / "123"
+    for file in list(save_splits(tmp_path).glob("one/*")):
+        target = tmp_path / "blobs" / f"hash of {file.name}"
+        target.parent.mkdir(exist_ok=True)
+        (snapshot / "one").mkdir(parents=True, exist_ok=True)
+        file.rename(target)
+        (snapshot / "one" / file.name).symlink_to(target)
+    assert [row.parse() for row in read(f"hf://{snapshot}/one")] == ROWS
+
+
+def test_the_hash_of_a_saved_data_set_is_that_of_its_rows(tmp_path: Path) -> None:
+    [file] = save_splits(tmp_path).glob("one/*.arrow")
+
+    def read_hash() -> str:
+        return open_rows(f"hf://{tmp_path}/one", setting="data.path", hub_split="train").content_hash(tmp_path)
+
+    before = read_hash()
+    file.write_bytes(file.read_bytes().replace("ä".encode(), "ë".encode()))  # the fingerprint in state.json stays
+    assert read_hash() != before
+
+
 def test_a_split_that_no_path_reads_is_rejected(tmp_path: Path) -> None:
     save_splits(tmp_path)
     dataset, one, files = f"hf://{tmp_path}/dict", f"hf://{tmp_path}/one", str(tmp_path / "a.jsonl")
@@ -193,6 +239,28 @@ def test_text_that_is_not_utf_8_in_a_table_is_bytes_of_its_row(tmp_path: Path) -
     ]
     with pytest.raises(ConfigError, match="a.parquet row 2: its field text has bytes that are not UTF-8 text"):
         documents_of(tmp_path / "a.parquet", tmp_path).prepare()
+
+
+def test_a_page_with_another_checksum_is_named(tmp_path: Path) -> None:
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    table, path = pyarrow.table({"text": [f"Document {number}" for number in range(60)]}), tmp_path / "a.parquet"
+    parquet.write_table(table, path, compression="none", use_dictionary=False, write_page_checksum=True)
+    assert len(read(path)) == 60
+    path.write_bytes(path.read_bytes().replace(b"Document 7", b"Dacument 7"))
+    with pytest.raises(ConfigError, match=r"its column text cannot be read \(OSError: .*checksum"):
+        documents_of(path, tmp_path).prepare()
+
+
+def test_a_text_of_an_arrow_file_that_begins_outside_of_its_bytes_is_named(tmp_path: Path) -> None:
+    pyarrow, feather = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.feather"))
+    texts = [f"{number:09}" for number in range(60)]
+    feather.write_feather(pyarrow.table({"text": texts}), tmp_path / "a.feather", compression="uncompressed")
+    data = bytearray((tmp_path / "a.feather").read_bytes())
+    offsets = data.index(struct.pack("<4i", 0, 9, 18, 27))
+    data[offsets + 8 : offsets + 12] = struct.pack("<i", -(2**30))
+    (tmp_path / "a.feather").write_bytes(data)
+    with pytest.raises(ConfigError, match="a.feather cannot be read: ArrowInvalid: column text: .*; type data.path=<"):
+        read(tmp_path / "a.feather")
 
 
 def test_columns_of_one_name_and_damaged_pages_are_named(tmp_path: Path) -> None:
