@@ -6,6 +6,7 @@ workers are forked. Instead, recipes/data/text/tokenize.py distributes texts ove
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -38,6 +39,11 @@ SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 ADDED_TOKENS_FILE = "added_tokens.json"
 MODEL_FILE = "config.json"
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# which end a text in published vocabularies
+_USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "[EOS]", "<|im_end|>", "<|end|>", "[SEP]")
+_MAX_PROBED = 1000  # words
+_RARE_CHARACTER = "\U00010380"  # of Ugaritic
+HUB_SNAPSHOTS = "snapshots"  # in the cache of the hub, the folder above that of a revision
 READ_FIX = "tokenizer.name=<folder with tokenizer.json>, which works offline, or another hub id"
 CODE_SETTINGS = ("auto_map", "custom_pipelines")  # name Python code in the folder, which is neither run nor copied
 
@@ -132,8 +138,10 @@ class Tokenizer:
             if self.is_bytes:
                 return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
             encoding = self._backend.encode_batch_fast([text], add_special_tokens=False)[0]
-        except (TypeError, UnicodeEncodeError) as error:
-            raise _half_character(text) from error
+        except Exception as error:
+            if (mistake := _explain_text(text, error)) is None:
+                raise
+            raise mistake from error
         return np.array(encoding.ids, dtype=np.uint32)
 
     def encode_rendered(self, text: str) -> Any:
@@ -141,8 +149,10 @@ class Tokenizer:
         self._backend.encode_special_tokens = False
         try:
             return self._backend.encode(text, add_special_tokens=False)
-        except TypeError as error:
-            raise _half_character(text) from error
+        except Exception as error:
+            if (mistake := _explain_text(text, error)) is None:
+                raise
+            raise mistake from error
         finally:
             self._backend.encode_special_tokens = True
 
@@ -245,7 +255,10 @@ class Tokenizer:
         True for byte-level vocabularies, false for a tokenizer that puts a space before every text.
         """
         first, second = "one two;\n", "three (four)\n"
-        return self.encode(first) + self.encode(second) == self.encode(first + second)
+        try:
+            return self.encode(first) + self.encode(second) == self.encode(first + second)
+        except ConfigError:  # not in a small vocabulary
+            return False
 
     def check_model(self, num_ids: int | None) -> None:
         """Check that a model has every id of the vocabulary.
@@ -381,13 +394,29 @@ def read_folder(folder: Path, *, setting: str | None = None, fix: str = READ_FIX
         _add_listed_tokens(backend, listed)
         end_of_text = _find_end_of_text(backend, settings, published_ids)
         if end_of_text is None:
-            eos_token = token_text(settings.get("eos_token") or END_OF_TEXT)
-            raise ConfigError(setting, f"its vocabulary has no end-of-text token {eos_token}", fix)
+            raise _explain_no_end(backend, folder, settings.get("eos_token"), setting, fix)
         settings["clean_up_tokenization_spaces"] = False  # it would drop blanks: decoding is the inverse of encoding
         settings.setdefault("model_input_names", ["input_ids", "attention_mask"])  # decoders take no token types
         _register_special_tokens(backend, settings)
         _settle_added_tokens(backend, settings)
+        _warn_of_dropped_characters(backend, setting)
         return Tokenizer(backend, end_of_text=end_of_text, settings=settings, published_ids=published_ids)
+
+
+def _explain_no_end(backend: Any, folder: Path, eos_token: Any, setting: str, fix: str) -> ConfigError:
+    """Return the error for a vocabulary without the end-of-text token, with how to name or add one."""
+    end = token_text(eos_token or END_OF_TEXT)
+    reason = f"its vocabulary has no end-of-text token {end}"
+    if fix != READ_FIX or HUB_SNAPSHOTS in folder.parts:  # written by a run, or in the cache of the hub
+        return ConfigError(setting, reason, fix)
+    special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
+    known = [token for token in (*_USUAL_ENDS, *special) if backend.token_to_id(token) is not None]
+    if known:
+        shown = "" if eos_token is None else f" in place of {end}"
+        return ConfigError(setting, reason, f'"eos_token": "{known[0]}"{shown} in {folder / SETTINGS_FILE}, or {fix}')
+    file = folder / TOKENIZER_FILE
+    code = f"t = Tokenizer.from_file('{file}'); t.add_special_tokens(['{end}']); t.save('{file}')"
+    return ConfigError(setting, reason, f'python -c "from tokenizers import Tokenizer; {code}" to add it, or {fix}')
 
 
 def _check_settings(settings: dict[str, Any]) -> None:
@@ -496,11 +525,21 @@ def read_published_ids(folder: Path, *, setting: str | None = None, fix: str = R
 
 def _added_by(backend: Any) -> tuple[list[int], list[int]]:
     """Return the ids that a tokenizer adds before and after a text."""
-    encoding = backend.encode("a", add_special_tokens=True)
-    is_added: list[int] = encoding.special_tokens_mask
-    first = is_added.index(0) if 0 in is_added else len(is_added)
-    last = is_added[::-1].index(0) if 0 in is_added else 0
-    return encoding.ids[:first], encoding.ids[len(is_added) - last :]
+    words = sorted(backend.get_vocab(with_added_tokens=False).items(), key=lambda word: word[1])
+    for text in ("a", *(word for word, _ in words[:_MAX_PROBED])):  # a small vocabulary may not have the first
+        with contextlib.suppress(Exception):  # of an unknown word
+            encoding = backend.encode(text, add_special_tokens=True)
+            is_added: list[int] = encoding.special_tokens_mask
+            if 0 in is_added:
+                last = is_added[::-1].index(0)
+                return encoding.ids[: is_added.index(0)], encoding.ids[len(is_added) - last :]
+    raise ValueError("it encodes none of the words of its vocabulary")
+
+
+def _warn_of_dropped_characters(backend: Any, setting: str) -> None:
+    with contextlib.suppress(Exception):  # of an unknown character, which is no silent loss
+        if not backend.encode(_RARE_CHARACTER, add_special_tokens=False).ids:
+            log.warning("%s: characters that its vocabulary does not have are left out of every text", setting)
 
 
 def _register_special_tokens(backend: Any, settings: dict[str, Any]) -> None:
@@ -561,7 +600,14 @@ def token_text(token: str | dict[str, Any]) -> str:
     return token if isinstance(token, str) else str(token["content"])
 
 
-def _half_character(text: str) -> ConfigError:
+def _explain_text(text: str, error: Exception) -> ConfigError | None:
+    """Return the error for a text that the library does not encode; None if it is not due to the text."""
+    if "unk" in str(error).lower():  # of any model: the library raises a plain Exception, in a sentence of its own
+        reason = f"a text has a word or character that is not in its vocabulary, nor a token for such: {error}"
+        fix = f"tokenizer=bpe, which learns the text, or {READ_FIX}"
+        return ConfigError("tokenizer=huggingface", reason, fix)
+    if not isinstance(error, TypeError | UnicodeEncodeError):
+        return None
     half = next((ascii(character)[1:-1] for character in text if "\ud800" <= character <= "\udfff"), "another type")
     reason = f"it has {half}, half of a surrogate pair, which is no character"
     return ConfigError("text", reason, "the text without it, or with U+FFFD in its place")

@@ -2,11 +2,13 @@
 
 import json
 import re
+import shlex
 import sys
 
 import pytest
 from exported_models import Text, make_backend
-from tokenizers import processors
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers, processors
 
 from recipes.errors import ConfigError
 from recipes.tokenizer.bytes import byte_tokenizer
@@ -208,12 +210,57 @@ def test_random_merges_are_switched_off(words, tmp_path, caplog):
     assert json.loads(tokenizer.to_json())["model"]["dropout"] is None
 
 
-def test_a_vocabulary_without_the_end_of_a_document_is_rejected(folder):
+def test_a_vocabulary_without_the_end_of_a_document_is_answered_with_one_that_it_has(folder):
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({"eos_token": "</s>"}))
     assert refuse(str(folder)) == (
-        f"tokenizer.name={folder}: its vocabulary has no end-of-text token </s>; type {REMEDY}"
+        f"tokenizer.name={folder}: its vocabulary has no end-of-text token </s>; type"
+        f' "eos_token": "<|endoftext|>" in place of </s> in {path}, or {REMEDY}'
     )
+
+
+def test_an_end_of_a_document_is_added_as_typed_in_the_error(tmp_path):
+    backend = Backend(models.BPE({"a": 0, "b": 1}, []))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    refused = refuse(str(tmp_path))
+    assert "its vocabulary has no end-of-text token <|endoftext|>; type python -c" in refused
+    exec(shlex.split(refused.partition("; type ")[2])[2])
+    assert HuggingFace(name=str(tmp_path)).make(None).end_of_text == 2
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        models.WordLevel({"x": 0, "b": 1}, unk_token="[UNK]"),
+        models.WordPiece({"x": 0, "b": 1}, unk_token="[UNK]"),
+        models.Unigram([("x", -1.0), ("b", -2.0)], unk_id=None),
+        models.BPE({"x": 0, "b": 1}, [], unk_token="[UNK]"),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_a_word_that_no_token_stands_for_is_named(tmp_path, model):
+    backend = Backend(model)
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 2), ("</s>", 3)]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    tokenizer = HuggingFace(name=str(tmp_path)).make(None)
+    assert (tokenizer.encode("b x"), tokenizer.first_tokens, tokenizer.splits_at_lines) == ([1, 0], [2], False)
+    for encode in (tokenizer.encode, tokenizer.encode_rendered):
+        with pytest.raises(
+            ConfigError, match="not in its vocabulary, nor a token for such: .*; type tokenizer=bpe, wh"
+        ):
+            encode("b y")
+
+
+def test_characters_that_a_vocabulary_leaves_out_are_logged(tmp_path, caplog):
+    Backend(models.BPE({"x": 0, "</s>": 1}, [])).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    assert HuggingFace(name=str(tmp_path)).make(None).encode("xyx") == [0, 0]
+    assert "characters that its vocabulary does not have are left out of every text" in caplog.text
 
 
 def test_a_missing_hub_library_is_an_error_that_names_the_extra(monkeypatch):
