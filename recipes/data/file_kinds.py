@@ -4,6 +4,8 @@ import codecs
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipes.data.encodings import describe_conversion, guess_wide_encoding
+
 NUM_HEAD_BYTES = 4096  # enough for the header of a .npy file
 NPY, PARQUET, _ARROW, _ZIP, _PDF = b"\x93NUMPY", b"PAR1", b"ARROW1", b"PK\x03\x04", b"%PDF"
 _ARROW_STREAM = b"\xff\xff\xff\xff"  # before the length of its schema, a multiple of 8
@@ -59,6 +61,7 @@ _WIDE_MARKS = {
     b"\xfe\xff": "utf-16",
 }
 _MIN_TEXT_BYTES = 32  # fewer may look like text by chance
+_MIN_CONTROL = 16  # one in so many bytes of UTF-16 is a control character in ASCII, of most languages every second one
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,7 @@ def recognize(head: bytes, path: Path | str, *, is_text: bool) -> FileKind | Non
     if is_text and is_table(head):
         return _find_fix(_ARROW, "an Arrow stream", head, path)
     if is_text and (encoding := _find_wide_encoding(head)) is not None:
-        fix = f"iconv -f {encoding} -t utf-8 '{path}' > <new file>, then the path of the new file"
-        return FileKind(f"it is {encoding.upper()} text", fix)
+        return FileKind(f"it is {encoding.upper()} text", describe_conversion(path, encoding))
     return None
 
 
@@ -155,9 +157,6 @@ def _find_wide_encoding(head: bytes) -> str | None:
     for mark, encoding in _WIDE_MARKS.items():
         if head.startswith(mark):
             return encoding
-    start = head[: len(head) // 2 * 2]
-    even, odd = start[::2], start[1::2]
-    for order, zeros, letters in (("le", odd, even), ("be", even, odd)):
-        if not any(zeros) and is_ascii_text(letters):
-            return f"utf-16{order}"
-    return None
+    num_control = sum(byte < 0x09 or 0x0E <= byte < 0x20 for byte in head)
+    is_long = len(head) >= _MIN_TEXT_BYTES
+    return guess_wide_encoding(head) if is_long and num_control > len(head) // _MIN_CONTROL else None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from recipes.data.encodings import explain_not_utf8, is_cut
 from recipes.data.file_kinds import NUM_HEAD_BYTES, find_compression, is_table
 from recipes.data.found_files import DESCRIPTION, FoundFiles, find_files, make_printable, skip_unfinished
 from recipes.data.table_rows import BATCH_ROWS, check_offsets, choose_columns, list_rows, read_table
@@ -42,11 +43,13 @@ class Row:
         content: A line of JSON, or the fields.
         from_table: Whether the fields are columns: then every object has the fields of all rows, null where it has
             none.
+        path: The file; None: a dataset of the hub, or one that was saved.
     """
 
     place: str
     content: bytes | dict[str, Any]
     from_table: bool = False
+    path: Path | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -61,7 +64,7 @@ class Row:
         """
         fields: Any = self.content
         if isinstance(self.content, bytes):
-            fields = _parse_json(self.content, self.place)
+            fields = _parse_json(self.content, self.place, self.path)
             if _SURROGATE.search(self.content):  # most are halves of a pair, which is one character
                 _check_characters(fields, self.place)
         if not isinstance(fields, dict):
@@ -200,7 +203,7 @@ class FileRows:
                 reject_other_kind(document.path, raw, self._setting)
         rows = read_table(document.path, head, name=document.name, setting=self._setting, fields=self._fields)
         for number, row in enumerate(rows, start=1):
-            yield Row(f"{document.name} row {number}", row, from_table=True)
+            yield Row(f"{document.name} row {number}", row, from_table=True, path=document.path)
 
     def _text_row(self, document: Document, data: bytes, field: str) -> Row:
         try:
@@ -451,10 +454,10 @@ def _json_rows(document: Document, file: BinaryIO) -> Iterator[Row]:
         if is_first and line.strip() == b"{":
             raise _explain_lines(document, line + file.read())
         if is_first and line.lstrip().startswith(b"["):
-            yield from _items(b"\n" * (number - 1) + line + file.read(), document.name)
+            yield from _items(b"\n" * (number - 1) + line + file.read(), document)
             return
         is_first = False
-        yield Row(f"{document.name}:{number}", line)
+        yield Row(f"{document.name}:{number}", line, path=document.path)
 
 
 def _explain_lines(document: Document, text: bytes) -> ConfigError:
@@ -475,17 +478,17 @@ def _is_object(value: object) -> bool:
     return isinstance(value, dict)
 
 
-def _items(text: bytes, name: str) -> Iterator[Row]:
-    items = _parse_json(text, name, is_line=False)
+def _items(text: bytes, document: Document) -> Iterator[Row]:
+    items = _parse_json(text, document.name, document.path, is_line=False)
     has_escapes = _SURROGATE.search(text) is not None
     for index, fields in enumerate(items):
-        place = f"{name} item {index + 1}"
+        place = f"{document.name} item {index + 1}"
         if has_escapes:
             _check_characters(fields, place)
-        yield Row(place, fields)
+        yield Row(place, fields, path=document.path)
 
 
-def _parse_json(text: bytes, place: str, *, is_line: bool = True) -> Any:
+def _parse_json(text: bytes, place: str, path: Path | None, *, is_line: bool = True) -> Any:
     """Parse a line, or all lines of a list.
 
     Raises:
@@ -496,7 +499,10 @@ def _parse_json(text: bytes, place: str, *, is_line: bool = True) -> Any:
         return json.loads(text.decode("utf-8"))
     except UnicodeDecodeError as error:
         reason = f"byte {error.start + 1} of it is not UTF-8 text ({error.reason})"
-        raise ConfigError(place, reason, "one JSON object a line there, in UTF-8") from error
+        fix = "one JSON object a line there, in UTF-8"
+        if path is not None and not is_cut(error):
+            fix = explain_not_utf8(path, error)[1]
+        raise ConfigError(place, reason, fix) from error
     except (ValueError, RecursionError) as error:
         fix = "one JSON object a line there"
         if isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError):

@@ -1,15 +1,18 @@
 """Text documents stored as rows of files or of a dataset, with a validation split."""
 
+import glob
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from recipes.data.encodings import UNKNOWN, guess_encoding
 from recipes.data.read_rows import Row, Rows, name_type
 from recipes.data.text.token_corpus import hash_text
 from recipes.errors import ConfigError
 
+_PANDAS = {".parquet": "read_parquet", ".feather": "read_feather"}
 _MAX_LOOKED_AT = 1000  # rows, once the first is no document
 # for rows that are not documents
 _DROP = "mode=prepare quality=none mode.near_copies=null mode.output=<folder> first, which leaves such rows out"
@@ -82,12 +85,28 @@ class RowCorpus:
             try:
                 text = read_text(row, self._text_field)
             except ConfigError as mistake:
+                if isinstance(mistake.__cause__, UnicodeDecodeError) and row.from_table:
+                    raise self._explain_bytes(mistake, row, mistake.__cause__) from mistake
                 if has_text or (found := self._explain(mistake)) is None:
                     raise
                 raise found from mistake
             has_text = True
             if text:
                 yield RowPiece(row.place, text)
+
+    def _explain_bytes(self, mistake: ConfigError, row: Row, error: UnicodeDecodeError) -> ConfigError:
+        """Return the error for text of a table in another encoding, with the command that decodes all rows."""
+        path = Path(self._rows.name)
+        if row.path is None or glob.has_magic(str(path)) or row.path.suffix.lower() not in _PANDAS:
+            return mistake
+        read, field = _PANDAS[row.path.suffix.lower()], self._text_field
+        encoding = guess_encoding(error.object)
+        value = f"x.decode('{encoding or UNKNOWN}') if isinstance(x, bytes) else x"
+        code = f"t = pandas.{read}('{path}'); t['{field}'] = [{value} for x in t['{field}']]"
+        write = "t.to_json('rows.jsonl', orient='records', lines=True)"
+        fix = f'python -c "import pandas; {code}; {write}", then data.path=rows.jsonl; or {mistake.fix}'
+        looks = "" if encoding is None else f"; it looks like {encoding}"
+        return ConfigError(mistake.setting, f"{mistake.reason}{looks}", fix)
 
     def _explain(self, mistake: ConfigError) -> ConfigError | None:
         """Return the error of the first row as one of the whole field; None if a row that is looked at has text."""

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from recipes.data.encodings import explain_not_utf8
 from recipes.data.file_kinds import NUM_HEAD_BYTES, recognize
 from recipes.data.found_files import unreadable
 from recipes.errors import ConfigError
@@ -298,8 +299,7 @@ def reject_other_kind(path: Path, data: bytes, setting: str = "data.path") -> No
 
 def not_utf8(path: Path, error: UnicodeDecodeError, *, start: int = 0, setting: str = "data.path") -> ConfigError:
     """Return the error for a file that is not UTF-8; `start` is the file offset of the decoded bytes."""
-    reason = f"byte {start + error.start} is not UTF-8 text ({error.reason})"
-    fix = f"iconv -f latin1 -t utf-8 '{path}' > <new file>, if it is an old one, then the path of the new file"
+    reason, fix = explain_not_utf8(path, error, start=start)
     return ConfigError(f"{setting}={path}", reason, fix)
 
 

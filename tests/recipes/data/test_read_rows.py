@@ -527,7 +527,7 @@ def test_text_that_parquet_holds_as_bytes_is_text_and_the_advice_names_other_fie
     as_text.prepare()
     assert tokens_of(as_bytes) == tokens_of(as_text)
     for rows, reason, fix in (
-        ({"text": [b"\xff"], "body": ["a"]}, "bytes that are not UTF-8", "mode=prepare "),
+        ({"text": [b"\xff"], "body": ["a"]}, "bytes that are not UTF-8", 'python -c "import pandas; '),
         ({"text": [None], "body": ["a"]}, "is null, not text", "mode=prepare "),
         ({"txt": ["a"], "id": [1]}, "it has no field text; its fields are txt, id", "data.text_field=txt, or "),
     ):
@@ -535,6 +535,20 @@ def test_text_that_parquet_holds_as_bytes_is_text_and_the_advice_names_other_fie
         with pytest.raises(ConfigError, match=reason) as caught:
             documents_of(tmp_path / "wrong.parquet", tmp_path).prepare()
         assert caught.value.fix.startswith(fix)
+
+
+def test_bytes_of_another_encoding_are_decoded_as_typed_in_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    pytest.importorskip("pandas")
+    texts = [f"déjà vu {number}" for number in range(20)]
+    parquet.write_table(pyarrow.table({"text": [text.encode("latin1") for text in texts]}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match="not UTF-8 text .*; it looks like windows-1252; type python -c") as caught:
+        documents_of(tmp_path / "a.parquet", tmp_path).prepare()
+    monkeypatch.chdir(tmp_path)
+    exec(shlex.split(caught.value.fix)[2])
+    assert [row.parse()["text"] for row in read("rows.jsonl")] == texts
 
 
 @pytest.mark.parametrize(
