@@ -4,6 +4,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -164,8 +165,13 @@ def _check_rules_off(rules_off: Mapping[str, Any], rules: Mapping[str, Any]) -> 
         unknown = [name for name in names if name not in RULES] if isinstance(names, list) else [names]
         if unknown:
             reason = "it is a list of rules of quality=, or all"
-            fix = f"mode.rules_off.{domain}=[{','.join(list(rules)[:2])}], or =all"
-            raise ConfigError(f"mode.rules_off.{domain}={names}", reason, fix)
+            key = f"mode.rules_off.{domain}"
+            near = [found for name in unknown for found in get_close_matches(str(name), RULES, 1)] or [*rules][:1]
+            fix = f"{key}=all"
+            if near:
+                known = [name for name in names if name in RULES] if isinstance(names, list) else []
+                fix = f"'{key}=[{','.join([*known, *near])}]', or {fix}"
+            raise ConfigError(f"{key}={to_setting(names)}", reason, fix)
 
 
 def _check_kinds(rules_off: Mapping[str, Any], domain_field: str | None) -> None:

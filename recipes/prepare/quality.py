@@ -149,7 +149,11 @@ def check_rules(rules: Mapping[str, Any]) -> None:
         setting = f"quality.{name}={_format(limit)}"
         if name not in RULES:
             near = get_close_matches(str(name), RULES, 1)
-            fix = f"quality.{near[0]}={_format(limit)}" if near else "quality=[gopher,c4,fineweb], which have all rules"
+            fix = (
+                f"quality.{near[0]}={_format(limit)}"
+                if near
+                else f"quality=[gopher,c4,fineweb], which have all rules, without {setting}"
+            )
             raise ConfigError(setting, "there is no such rule", fix)
         kind = RULES[name].kind
         if limit is not None and not _is_limit(limit, kind):

@@ -321,6 +321,11 @@ def _correct(typed: str, override: Override, config: Any) -> str | ConfigError:
 
 
 def _is_free_form(section: list[str], config: Any) -> bool:
-    """Return whether a section is an argument that takes any keys, such as `launcher.directives`."""
+    """Return whether a section is an argument that takes any keys, such as `launcher.directives`; or rules of quality.
+
+    Those have names and limits, which `mode=prepare` checks; `quality=none` has no rule.
+    """
+    if section == ["quality"]:
+        return True
     annotation = find_annotation(config, ".".join(section)) if len(section) > 1 else None
     return annotation is not None and takes_any_key(annotation)

@@ -106,7 +106,7 @@ class ChatTemplate:
         """Return what to type for another template, which takes conversations that this one does not."""
         if uses_tools:
             return f"{_OWN_FILE} of a model that calls tools"
-        return _OWN_FILE if self.name == "chatml" else f"data.template=chatml, or ={_OWN_FILE.partition('=')[2]}"
+        return _OWN_FILE if self.name == "chatml" else f"data.template=chatml, or {_OWN_FILE}"
 
 
 def _with_names_of_reasoning(message: Message) -> Message:
@@ -145,12 +145,12 @@ def find_template(name: str, tokenizer: Tokenizer, *, day: datetime.date | None 
 
 def _read_file(name: str, named: Sequence[str]) -> str:
     path, setting = Path(os.path.expanduser(name)), f"data.template={name}"
-    fix = f"{_OWN_FILE}, =auto for that of the tokenizer, or =chatml"
+    fix = f"{_OWN_FILE}, data.template=auto for that of the tokenizer, or data.template=chatml"
     with reading(path, setting, fix):
         if not path.is_file() and len(named) > 1:
             reason = f"there is no such file, and the templates of the tokenizer are {', '.join(named)}"
             closest = difflib.get_close_matches(name, named, n=1, cutoff=0.0)[0]
-            raise ConfigError(setting, reason, f"data.template={closest}, or ={_OWN_FILE.partition('=')[2]}")
+            raise ConfigError(setting, reason, f"data.template={closest}, or {_OWN_FILE}")
         if not path.is_file():
             raise ConfigError(setting, "there is no such file", fix)
         num_bytes = path.stat().st_size

@@ -81,7 +81,11 @@ class Instructions:
             ConfigError: There is no tokenizer, or `fields` has an unknown name.
         """
         if not hasattr(tokenizer, "make"):
-            raise ConfigError("tokenizer=none", "text needs a tokenizer", "tokenizer=huggingface or =bytes")
+            raise ConfigError(
+                "tokenizer=none",
+                "text needs a tokenizer",
+                "tokenizer=bytes, or tokenizer=huggingface tokenizer.name=<folder or hub id>",
+            )
         check_split(hub_split, {"data.path": path} | ({} if val_path is None else {"data.val_path": val_path}))
         self.seq_len = seq_len
         self._path = path

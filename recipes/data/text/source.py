@@ -52,7 +52,7 @@ class TextSource(ABC):
         """
         check_windows(seq_len=seq_len, val_fraction=val_fraction)
         if not hasattr(tokenizer, "make"):
-            raise ConfigError("tokenizer=none", "text needs a tokenizer", "tokenizer=bpe or =bytes")
+            raise ConfigError("tokenizer=none", "text needs a tokenizer", "tokenizer=bpe or tokenizer=bytes")
         self.seq_len = seq_len
         self.val_fraction = val_fraction
         self._tokenizer_config = tokenizer

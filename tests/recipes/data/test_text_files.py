@@ -122,7 +122,7 @@ def test_too_little_text_is_rejected_for_either_split(source, tmp_path):
         ),
         (
             {"tokenizer": {}},
-            "tokenizer=none: text needs a tokenizer; type tokenizer=bpe or =bytes",
+            "tokenizer=none: text needs a tokenizer; type tokenizer=bpe or tokenizer=bytes",
         ),
     ],
 )

@@ -299,7 +299,12 @@ def mistake(source: Path, output: Path, *overrides: str) -> str:
     ("overrides", "expected"),
     [
         (["+quality.min_wrds=3"], "quality.min_wrds=3: there is no such rule; type quality.min_words=3"),
-        (["mode.rules_off={code: [min_wrds]}"], "mode.rules_off.code=['min_wrds']: it is a list of rules"),
+        (["quality.min_wrds=3"], "quality.min_wrds=3: there is no such rule; type quality.min_words=3"),
+        (
+            ["mode.rules_off={code: [min_wrds]}"],
+            "mode.rules_off.code=[min_wrds]: it is a list of rules of quality=, or all;"
+            " type 'mode.rules_off.code=[min_words]', or mode.rules_off.code=all",
+        ),
         (["mode.near_copies=1.5"], "mode.near_copies=1.5: it must be above 0 and at most 1"),
         (["mode.evaluation={x: nowhere.jsonl}"], "mode.evaluation.x=nowhere.jsonl: there is no such file or folder"),
         (

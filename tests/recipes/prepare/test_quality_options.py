@@ -83,7 +83,7 @@ def test_an_unknown_rule_like_no_other_is_answered_with_the_options() -> None:
     with pytest.raises(ConfigError) as caught:
         check_rules({"zzz": None})
     assert caught.value.setting == "quality.zzz=null"
-    assert caught.value.fix == "quality=[gopher,c4,fineweb], which have all rules"
+    assert caught.value.fix == "quality=[gopher,c4,fineweb], which have all rules, without quality.zzz=null"
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_a_template_that_would_not_end_or_fill_the_memory_is_refused(
     monkeypatch.setattr(bounded_template, "_MAX_SECONDS", 0.05)
     with pytest.raises(ConfigError, match="the template of a test (rejects it|is no valid Jinja)") as caught:
         render(template)
-    assert caught.value.fix == "data.template=chatml, or =<file.jinja>"
+    assert caught.value.fix == "data.template=chatml, or data.template=<file.jinja>"
 
 
 def test_a_long_conversation_is_within_the_bounds() -> None:

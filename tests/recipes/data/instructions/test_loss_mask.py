@@ -291,7 +291,11 @@ def test_a_template_that_does_not_show_what_is_learned_is_refused(
     with pytest.raises(ConfigError, match=reason) as caught:
         mask(template, messages, tools=TOOLS if messages is CALLING else None, train_on=train_on)
     uses_tools = messages is CALLING
-    advice = "data.template=<file.jinja> of a model that calls tools" if uses_tools else "data.template=chatml, or ="
+    advice = (
+        "data.template=<file.jinja> of a model that calls tools"
+        if uses_tools
+        else "data.template=chatml, or data.template="
+    )
     assert caught.value.fix.startswith(advice)
 
 
