@@ -32,7 +32,7 @@ _WITHOUT_MODEL = ", without the other settings of model"
 # what needs a machine, a folder or a file that is not here, or is no override
 NOT_TYPED = re.compile(
     r"python train\.py|torchrun|before the command|…|run folder|a path that exists|optimizer steps"
-    r"|an option of|section with|path=<text>|\.<"
+    r"|an option of|section with|path=<file|\.<"
 )
 
 

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import unicodedata
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -12,6 +13,7 @@ from hydra.errors import HydraException
 
 from recipes.errors import ConfigError
 
+NAME_RULE = "a name in a setting has the letters a to z, digits, _ and -"
 _REFERENCE = re.compile(r"(\\*)\$\{")
 _SPECIAL = re.compile(r"[\s()\[\]{}*?$&;|<>'\"\\#~]")  # to a shell
 _ESCAPED = re.compile(r"((?:\\\\)*)\\\$\{")  # an odd number of backslashes before it
@@ -158,3 +160,12 @@ def _reads_as(override: str, value: object) -> bool:
         return False
     # compare what they print: 1, 1.0 and True are equal
     return not parsed.is_sweep_override() and repr(parsed.value()) == repr(value)
+
+
+def to_ascii(names: str) -> str:
+    """Return names of settings in ASCII, which Hydra parses; `<name>` in place of one that has no Latin letters."""
+
+    def spell(found: re.Match[str]) -> str:
+        return unicodedata.normalize("NFKD", found[0]).encode("ascii", "ignore").decode() or "<name>"
+
+    return re.sub(r"[^\x00-\x7f]+", spell, names)

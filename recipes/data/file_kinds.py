@@ -20,6 +20,11 @@ _COMPRESSED = {
     b"\xfd7zXZ\x00": ("xz", "unxz"),
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
 }
+# too short to be recognized without the name
+_COMPRESSED_BY_NAME = {
+    (".lzma", b"\x5d\x00\x00"): ("lzma", "unlzma -c"),
+    (".z", b"\x1f\x9d"): ("compress (.Z)", "gunzip -c"),
+}
 _BZIP2_BLOCK = b"1AY&SY"  # after "BZh" and a digit
 _OTHERS = {
     NPY: "an array of NumPy (.npy)",
@@ -99,6 +104,9 @@ def recognize(head: bytes, path: Path | str, *, is_text: bool) -> FileKind | Non
     if (name := find_compression(head)) is not None:
         command = dict(_COMPRESSED.values())[name]
         return FileKind(f"it is compressed with {name}", f"{command} -k '{path}', then the path of the new file")
+    for (suffix, magic), (name, command) in _COMPRESSED_BY_NAME.items():
+        if str(path).lower().endswith(suffix) and head.startswith(magic):
+            return FileKind(f"it is compressed with {name}", f"{command} '{path}' > <new file>, then its path")
     if head[_TAR_OFFSET : _TAR_OFFSET + len(_TAR)] == _TAR:
         return FileKind("it is a tar archive", f"tar xf '{path}', then the path of a file in it")
     for magic, name in _OTHERS.items():

@@ -183,7 +183,7 @@ class FileRows:
                 yield from self._table_rows(document, head)
                 return
             reject_other_kind(document.path, head, self._setting)
-            if stem.endswith(".parquet"):
+            if stem.endswith(".parquet") and head.lstrip()[:1] not in (b"{", b"["):
                 reason = "it is not a Parquet file: it does not begin with PAR1"
                 raise ConfigError(f"{self._setting}={document.path}", reason, f"{self._setting}=<another copy>")
             if stem.endswith(_TEXT_TABLES):

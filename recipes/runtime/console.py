@@ -72,7 +72,7 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
         self.setLevel(logging.CRITICAL + 1)  # not removed: the logger is iterating over its handlers
         # buffered output would fail again at interpreter exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-        LOGGER.warning("Nobody reads the console any more: further lines go only to train.log")
+        LOGGER.warning("The console is closed: further lines go only to train.log")
 
 
 class _LogFile(logging.Handler):

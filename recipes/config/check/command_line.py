@@ -34,7 +34,7 @@ from recipes.config.check.text_values import answer_sweep, decimal_point, find_a
 from recipes.config.check.types import takes_any_key
 from recipes.config.compose import MODE_OF_SWEEPS, Composed, compose_run, quote_options
 from recipes.config.instantiate import PARTIAL
-from recipes.config.overrides import for_shell, parse_or_quote
+from recipes.config.overrides import NAME_RULE, for_shell, parse_or_quote, to_ascii
 from recipes.config.resume import compose_recorded, find_deepest, read_resumed_run, select_inherited
 from recipes.config.search_path import select_search_path
 from recipes.config.signature import TargetNotFoundError, read_signature
@@ -268,6 +268,9 @@ def _explain_word(text: str) -> ConfigError:
     key, colon, value = (part.strip() for part in text.partition(":"))
     if colon and not equals and re.fullmatch(r"[+~]*[\w.]+", key):
         return ConfigError(text, "a setting is typed with =, not with a colon", for_shell(f"{key}={value}"))
+    key, equals, value = text.partition("=")
+    if equals and not key.isascii():
+        return ConfigError(text, NAME_RULE, for_shell(f"{to_ascii(key)}={value}"))
     return ConfigError(text, "it is not of the form key=value", "key=value")
 
 

@@ -320,7 +320,7 @@ def check_unread(
                 example = "+data@data.sources.code=stdlib_text 'data.weights={code: 1.0}'"
                 yield ConfigError("data.sources={}", "a mixture needs sources", example)
                 return
-            yield ConfigError(override, "the data has no text, so nobody reads it", f"the same command without {key}")
+            yield ConfigError(override, "the data has no text, so it has no effect", f"the same command without {key}")
         if key.partition(".")[0] == "quality" and value != "none" and not prepares:
             reason = "only mode=prepare reads it, and writes a folder to train on: other modes take texts as they are"
             yield ConfigError(override, reason, f"mode=prepare data=documents mode.output=<folder> {override}")
@@ -360,9 +360,9 @@ def _unread_data_settings(config: Mapping[str, Any], typed: Sequence[str], *, pr
         path, val_path = node.get("path"), node.get("val_path")
         reason = None
         if key == "seq_len" and value not in _OFF and not any("seq_len" in one for one in nodes.values()):
-            reason = "the data has no text, so nobody reads it"
+            reason = "the data has no text, so it has no effect"
         elif name == "val_fraction" and val_path is not None:
-            reason = f"all of {place}.val_path={val_path} is for validation, so nobody reads it"
+            reason = f"all of {place}.val_path={val_path} is for validation, so it has no effect"
         elif name == "domain_field" and place in nodes and value not in _OFF and not prepares:
             reason = "only mode=prepare reads it"
         elif name == "hub_split" and not any(str(one).startswith("hf://") for one in (path, val_path)):
@@ -388,9 +388,9 @@ def _check_reader(
         takes = isinstance(node, Mapping) and name in find_signature(node.get("_target_")).parameters
         reason = f"{own} has a value of its own" if takes else f"{section} takes none"
         fix = f"{own}={to_setting(config[key])}" if takes else without
-        yield ConfigError(override, f"{reason}, and nobody else reads it", fix)
+        yield ConfigError(override, f"{reason}, and nothing else reads it", fix)
     if key.startswith("hydra.") and not key.removeprefix("hydra.").startswith(_OF_HYDRA):
-        yield ConfigError(override, _INSTEAD_OF_HYDRA.get(key, "nobody reads it: Hydra starts no run here"), without)
+        yield ConfigError(override, _INSTEAD_OF_HYDRA.get(key, "it has no effect: Hydra starts no run here"), without)
     if key == "callbacks.throughput.peak_tflops" and select(config, "callbacks.throughput.measure_peak"):
         reason = "callbacks.throughput.measure_peak=true measures what a matmul reaches instead"
         yield ConfigError(

@@ -9,6 +9,7 @@ from recipes.config.check.deepspeed import misplaced_offload
 from recipes.config.check.sections import NODES, list_groups
 from recipes.config.check.types import describe, matches_type, placeholder, suggest, to_setting
 from recipes.config.instantiate import PARTIAL, TARGET
+from recipes.config.overrides import NAME_RULE, for_shell, to_ascii
 from recipes.config.signature import (
     Parameter,
     Signature,
@@ -62,6 +63,15 @@ _REPEATED = ("mode.evaluator",)
 # groups whose target may be of another package -> what each of them is given by build.py
 _OF_ANY_PACKAGE = {"optimizer": "the model", "scheduler": "the step", "logger": "the run folder"}
 _HYDRA_ONLY = ("_args_", "_convert_", "_recursive_")  # of Hydra's own instantiation, which builds no node here
+# what to type for a text, by the setting; in a data source by its last name
+_EXAMPLES = {
+    "path": "<file, folder or glob>",
+    "val_path": "<file, folder or glob>",
+    "template": "auto",
+    "model.name": "<folder or hub id>",
+    "tokenizer.name": "<folder or hub id>",
+    "mode.output": "<new folder>",
+}
 
 
 def check_nodes(config: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -113,7 +123,7 @@ def _check_node(path: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
             where = f"{path}.{key}"
             yield ConfigError(
                 f"{where}={to_setting(value)}",
-                "it is read by nobody: a section is built with its settings as they stand, each by its name",
+                "it has no effect: a section is built with its settings as they stand, each by its name",
                 f"the same command without {where}",
             )
             continue
@@ -183,10 +193,14 @@ def _check_value(where: str, value: object, signature: Signature, key: str) -> I
         return
     annotation = signature.parameters[key].annotation
     blank = placeholder(annotation) if annotation is not None else "value"
+    example = _EXAMPLES.get(key if where.partition(".")[0] in ("data", "eval_data") else where)
     if value == "???":
-        yield ConfigError(f"no {where}", "it has no default", f"{where}=<{blank}>")
+        yield ConfigError(f"no {where}", "it has no default", f"{where}={example or f'<{blank}>'}")
     elif annotation is not None and not _is_node(value) and not matches_type(value, annotation):
-        fix = suggest(where, value, annotation)
+        fix = f"{where}={example}" if example and value is None else suggest(where, value, annotation)
+        if isinstance(value, str) and value.startswith("{") and not value.isascii():
+            yield ConfigError(f"{where}={value}", NAME_RULE, for_shell(f"{where}={to_ascii(value)}"))
+            return
         yield ConfigError(f"{where}={to_setting(value)}", f"it takes {describe(annotation)}", fix)
 
 

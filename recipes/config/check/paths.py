@@ -32,6 +32,7 @@ from recipes.run_folder import (
     read_samples,
 )
 
+_SOURCES = "recipes.data."
 _PROTOCOL = "://"  # of a data set or a bucket, which only its own library finds
 _OF_MODEL = re.compile(r"\+*(model|recipe|hydra\.searchpath)[=.]")  # what is typed says which model is meant
 _NEED_CHECKPOINT = ("evaluate", "sample", "export", "replay")
@@ -59,12 +60,44 @@ def check_paths(
 def _check_data_path(section: str, data: Mapping[str, Any]) -> Iterator[ConfigError]:
     for name in ("path", "val_path"):
         path = data.get(name)
-        if not isinstance(path, str) or _PROTOCOL in path:
+        if not isinstance(path, str):
+            continue
+        if _PROTOCOL in path:
+            yield from _check_protocol(section, name, path, str(data.get("_target_")))
             continue
         expanded = os.path.expanduser(path)  # unlike Path's, it accepts a user that does not exist
         if not os.path.exists(expanded) and next(expand_glob(expanded), None) is None:
-            fix = f"{section}.{name}=<a path that exists>"
-            yield ConfigError(f"{section}.{name}={path}", "there is no such file or folder", fix)
+            setting = f"{section}.{name}={path}"
+            several = [part.strip(" '\"") for part in path.strip("[]").split(",")]
+            if len(several) > 1 and all(map(os.path.exists, several)):
+                folder, suffix = os.path.commonpath(several), os.path.splitext(several[0])[1]
+                inside = "" if all(os.path.dirname(part) == folder for part in several) else "**/"
+                fix = f"'{section}.{name}={folder}/{inside}*{suffix}', which reads all of that name"
+                yield ConfigError(setting, f"it takes one path, and these are {len(several)}", fix)
+                continue
+            yield ConfigError(setting, "there is no such file or folder", f"{section}.{name}=<a path that exists>")
+
+
+def _check_protocol(section: str, name: str, path: str, target: str) -> Iterator[ConfigError]:
+    """Reject an address, which few sources of data read."""
+    if not target.startswith(_SOURCES) or target.startswith(f"{_SOURCES}token_shards."):
+        return
+    setting, key = f"{section}.{name}={path}", f"{section}.{name}"
+    protocol, _, rest = path.partition(_PROTOCOL)
+    option = "data" if section == "data" else f"+data@{section}"
+    reads_hub = target.startswith((f"{_SOURCES}documents.", f"{_SOURCES}instructions."))
+    reason = "it is an address, and this data= reads files on disk"
+    if protocol.lower() == "file":
+        yield ConfigError(setting, reason, f"{key}={rest}")
+    elif protocol.lower() == "hf" and (protocol != "hf" or not rest):
+        reason = "it names no dataset" if not rest else "a dataset of the hub begins with hf://"
+        yield ConfigError(setting, reason, f"{key}=hf://{rest or '<id of a dataset>'}")
+    elif target.startswith(f"{_SOURCES}token_file."):
+        yield ConfigError(setting, reason, f"{key}=<a copy on disk>, or {option}=token_shards {key}={path}")
+    elif protocol == "hf" and not reads_hub:
+        yield ConfigError(setting, reason, f"{option}=documents {key}={path}")
+    elif protocol != "hf":
+        yield ConfigError(setting, reason, f"{key}=<a copy on disk>")
 
 
 def _check_resume(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[ConfigError]:

@@ -1,7 +1,8 @@
 """Text documents stored as rows of files or of a dataset, with a validation split."""
 
 import glob
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -150,8 +151,14 @@ def read_text(row: Row, field: str) -> str:
     texts = {name: value for name, value in fields.items() if isinstance(value, str) and name != field}
     other = f"data.text_field={max(texts, key=lambda name: len(texts[name]))}, or " if texts else ""
     if field not in fields:
-        known = ", ".join(fields) or "none"
-        raise ConfigError(row.place, f"it has no field {field}; its fields are {known}", f"{other}a row with {field}")
+        reason = f"it has no field {field}; its fields are {', '.join(fields) or 'none'}"
+        fix = f"{other}a row with {field}"
+        if isinstance(_find_inner(fields, field), str) and row.path is not None and not row.from_table:
+            reason += ", and a field within another one is not read"
+            path = ".".join(json.dumps(name, ensure_ascii=False) for name in field.split("."))
+            query = f". + {{{json.dumps(field, ensure_ascii=False)}: .{path}}}"
+            fix = f"jq -c '{query}' '{row.path}' > rows.jsonl, then data.path=rows.jsonl"
+        raise ConfigError(row.place, reason, fix)
     value = fields[field]
     try:
         value = value.decode("utf-8") if isinstance(value, bytes) else value
@@ -161,3 +168,10 @@ def read_text(row: Row, field: str) -> str:
     if not isinstance(value, str):
         raise ConfigError(row.place, f"its field {field} is {name_type(value)}, not text", f"{other}{_DROP}")
     return value
+
+
+def _find_inner(fields: Any, name: str) -> Any:
+    """Return the value at a path of names with dots; None if there is none."""
+    for part in name.split("."):
+        fields = fields.get(part) if isinstance(fields, Mapping) else None
+    return fields

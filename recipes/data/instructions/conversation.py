@@ -265,8 +265,17 @@ class Reader:
         own = self._own(name)
         if own is None or own not in row:
             reason = f"it has no field {name if own is None else own}; its fields are {_names(row)}"
-            raise ConfigError(place, reason, f"'data.fields={{{name}: <field>}}'")
+            raise ConfigError(place, reason, self._suggest_format(row, place) or f"'data.fields={{{name}: <field>}}'")
         return row[own]
+
+    def _suggest_format(self, row: Mapping[str, Any], place: str) -> str | None:
+        """Return the format that a row is in, if it is another one than that which was typed."""
+        if self._format is None:
+            return None
+        try:
+            return f"data.format={Reader(format=None, fields=self._fields)._recognize(row, place=place)}"
+        except ConfigError:
+            return None
 
     def _find_unread(self, row: Mapping[str, Any], kind: str) -> list[str]:
         """Return the fields of a row that hold something and that its format does not read."""

@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import struct
+import subprocess
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -448,6 +449,17 @@ def test_a_file_of_another_kind_is_named_with_the_command_that_converts_it(
     assert caught.value.fix.startswith(fix)
 
 
+@pytest.mark.parametrize(
+    ("suffix", "content", "fix"),
+    [("lzma", lzma.compress(b"text", lzma.FORMAT_ALONE), "unlzma -c "), ("Z", b"\x1f\x9d\x90text", "gunzip -c ")],
+)
+def test_compression_that_only_the_name_shows_is_named(suffix: str, content: bytes, fix: str, tmp_path: Path) -> None:
+    (tmp_path / f"a.jsonl.{suffix}").write_bytes(content)
+    with pytest.raises(ConfigError, match="it is compressed with ") as caught:
+        read(tmp_path / f"a.jsonl.{suffix}")
+    assert caught.value.fix.startswith(fix)
+
+
 @pytest.mark.parametrize("byte", [b"0", b"\n", b" ", b"["])
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_a_file_that_unpacks_to_far_more_than_it_holds_is_rejected(
@@ -487,9 +499,9 @@ def test_what_utf_8_forbids_is_named_in_bytes_and_in_lists_too(tmp_path: Path) -
         [row.parse() for row in read(tmp_path / "a.json")]
 
 
-def documents_of(path: Path | str, folder: Path, hub_split: str = "train") -> Documents:
+def documents_of(path: Path | str, folder: Path, hub_split: str = "train", text_field: str = "text") -> Documents:
     settings: Any = {"tokenizer": Bytes(), "seq_len": 4, "val_fraction": 0.3, "cache_dir": str(folder / "cache")}
-    return Documents(path=str(path), text_field="text", domain_field=None, hub_split=hub_split, **settings)
+    return Documents(path=str(path), text_field=text_field, domain_field=None, hub_split=hub_split, **settings)
 
 
 def tokens_of(source: Documents) -> list[int]:
@@ -549,6 +561,20 @@ def test_bytes_of_another_encoding_are_decoded_as_typed_in_the_error(
     monkeypatch.chdir(tmp_path)
     exec(shlex.split(caught.value.fix)[2])
     assert [row.parse()["text"] for row in read("rows.jsonl")] == texts
+
+
+def test_text_within_another_field_is_taken_out_as_typed_in_the_error(tmp_path: Path) -> None:
+    texts = [f"text {number}" for number in range(20)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"doc": {"ä b": text}}) + "\n" for text in texts))
+    with pytest.raises(ConfigError, match="its fields are doc, and a field within another one is not read") as caught:
+        documents_of(tmp_path / "a.jsonl", tmp_path, text_field="doc.ä b").prepare()
+    if shutil.which("jq") is not None:
+        subprocess.run(caught.value.fix.partition(", then")[0], shell=True, check=True, cwd=tmp_path)
+        assert [row.parse()["doc.ä b"] for row in read(tmp_path / "rows.jsonl")] == texts
+
+
+def test_rows_of_json_are_read_whatever_the_name_of_their_file(tmp_path: Path) -> None:
+    assert [row.parse() for row in read(write_lines(tmp_path / "a.parquet"))] == ROWS
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_a_run_goes_on_when_nobody_reads_its_console_any_more(
         for number in range(3):
             LOGGER.info(f"line {number}")
     assert capfd.readouterr().err == ""
-    gone = "Nobody reads the console any more: further lines go only to train.log"
+    gone = "The console is closed: further lines go only to train.log"
     assert sorted((tmp_path / "train.log").read_text().splitlines()) == sorted([gone, "line 0", "line 1", "line 2"])
 
 

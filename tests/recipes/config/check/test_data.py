@@ -75,6 +75,13 @@ def test_options_of_data_stand_in_a_mixture_and_beside_it() -> None:
             ["+data@eval_data.x=stdlib_text", "eval_data.x.tokenizer={_target_: recipes.tokenizer.bytes.Bytes}"],
             "one model reads all data, with the tokens of data",
         ),
+        (["+data@eval_data.ä=stdlib_text"], "digits, _ and -; type +data@eval_data.a=stdlib_text"),
+        (["+data@eval_data.代码=stdlib_text"], "digits, _ and -; type '+data@eval_data.<name>=stdlib_text'"),
+        (
+            [*MIXED, "data.weights={ä: 0.5, noise: 0.5}"],
+            "data.weights={ä: 0.5, noise: 0.5}: a name in a setting has the letters a to z, digits, _ and -;"
+            " type 'data.weights={a: 0.5, noise: 0.5}'",
+        ),
         (["+data@eval_data.x=text_files", "eval_data.x.path=nowhere"], "eval_data.x.path=nowhere: there is no such"),
     ],
 )

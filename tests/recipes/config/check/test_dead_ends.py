@@ -245,7 +245,7 @@ ALONE = {
         "trainer.reload_dataloaders_every_n_epochs=1: training is a stream without epochs;"
         " type the same command without it"
     ),
-    # nobody reads these
+    # these have no effect
     "pipeline_schedule=ZBVZeroBubble": (
         "pipeline_schedule=ZBVZeroBubble: pipeline_parallel_size=1 has no stages to schedule; type the same"
         " command without it, or strategy=fsdp pipeline_parallel_size=<stages> beside it"

@@ -136,7 +136,7 @@ MESSAGES = {
     "scheduler=constant_cooldown scheduler.cooldown_steps=800": (
         "scheduler.warmup_steps=0 scheduler.cooldown_steps=800: together they are longer than trainer.max_steps=700; type scheduler.warmup_steps=70 scheduler.cooldown_steps=140"
     ),
-    "data=text_files": ("no data.path: it has no default; type data.path=<text>"),
+    "data=text_files": ("no data.path: it has no default; type data.path=<file, folder or glob>"),
     "data=text_files data.path=no/such/folder": (
         "data.path=no/such/folder: there is no such file or folder; type data.path=<a path that exists>"
     ),

@@ -209,3 +209,33 @@ def test_data_is_a_path_that_exists_or_a_data_set_of_the_hub(tmp_path: Path) -> 
     assert mistakes(path=str(rows), val_path="missing.jsonl") == [
         "data.val_path=missing.jsonl: there is no such file or folder; type data.val_path=<a path that exists>"
     ]
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "expected"),
+    [
+        ("text_files", "hf://org/x", "reads files on disk; type data=documents data.path=hf://org/x"),
+        ("documents", "HF://org/x", "begins with hf://; type data.path=hf://org/x"),
+        ("documents", "hf://", "it names no dataset; type data.path=hf://<id of a dataset>"),
+        ("documents", "file:///data/a.jsonl", "reads files on disk; type data.path=/data/a.jsonl"),
+        ("instructions", "https://x.org/a.jsonl", "reads files on disk; type data.path=<a copy on disk>"),
+        ("token_file", "s3://b/x.bin", "type data.path=<a copy on disk>, or data=token_shards data.path=s3://b/x.bin"),
+        ("token_shards", "s3://b/x.bin", None),
+        ("instructions", "hf://org/x", None),
+    ],
+)
+def test_an_address_is_answered_with_the_data_that_reads_it(source: str, path: str, expected: str | None) -> None:
+    node = {"_target_": f"recipes.data.{source}.source.Any", "path": path}
+    mistakes = [str(mistake) for mistake in _check_data_path("data", node)]
+    assert [message.endswith(expected or "") for message in mistakes] == ([True] if expected else [])
+
+
+def test_several_paths_are_answered_with_a_glob_that_reads_them(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt", "below/c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    for names, pattern in ((("a.txt", "b.txt"), "*.txt"), (("a.txt", "below/c.txt"), "**/*.txt")):
+        typed = f"[{','.join(str(tmp_path / name) for name in names)}]"
+        [mistake] = _check_data_path("data", {"path": typed})
+        assert mistake.reason == "it takes one path, and these are 2"
+        assert mistake.fix == f"'data.path={tmp_path}/{pattern}', which reads all of that name"

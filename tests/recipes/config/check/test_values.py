@@ -74,11 +74,11 @@ WRONG = {
     ],
     "data.vocab_size=300": ["data.vocab_size=300: its tokenizer has 2048 tokens; type data.vocab_size=2048"],
     "+optimizer._args_=[a] ++model._partial_=true ++data._convert_=all scheduler._partial_=false ~loader._partial_": [
-        "optimizer._args_=[a]: it is read by nobody: a section is built with its settings as they stand, each by its"
+        "optimizer._args_=[a]: it has no effect: a section is built with its settings as they stand, each by its"
         " name;"
         " type the same command without optimizer._args_",
         "model._partial_=true: it is built at once: nobody calls it again; type +model._partial_=false",
-        "data._convert_=all: it is read by nobody: a section is built with its settings as they stand, each by its"
+        "data._convert_=all: it has no effect: a section is built with its settings as they stand, each by its"
         " name;"
         " type the same command without data._convert_",
         "scheduler._partial_=false: build.py calls it with step; type scheduler._partial_=true",
@@ -91,7 +91,7 @@ WRONG = {
     "+x._target_=os.system": ["x=…: there is no such setting or section; type the same command without x"],
     "data=random_tokens tokenizer=bpe callbacks=[sample_text,answer_check] clipping=quantile clipping.window=10"
     " trainer.gradient_clip_algorithm=value": [
-        "tokenizer=bpe: the data has no text, so nobody reads it; type the same command without tokenizer",
+        "tokenizer=bpe: the data has no text, so it has no effect; type the same command without tokenizer",
         "callbacks=[sample_text,answer_check]: sample_text and answer_check need text and its tokenizer, and the data"
         " has none; type the same command without it",
         "trainer.gradient_clip_algorithm=value clipping._target_=recipes.clipping.quantile.Quantile: Quantile finds"
@@ -101,7 +101,7 @@ WRONG = {
         " type clipping.window=100",
     ],
     "data=digits model=resnet18 seq_len=32": [
-        "seq_len=32: the data has no text, so nobody reads it; type the same command without seq_len"
+        "seq_len=32: the data has no text, so it has no effect; type the same command without seq_len"
     ],
     "data=documents data.path=tests data.domain_field=kind data.hub_split=test": [
         "data.domain_field=kind: only mode=prepare reads it; type the same command without data.domain_field",
@@ -109,7 +109,7 @@ WRONG = {
         " type the same command without data.hub_split",
     ],
     "data=token_file data.path=train.py data.val_path=setup.py data.val_fraction=0.3": [
-        "data.val_fraction=0.3: all of data.val_path=setup.py is for validation, so nobody reads it;"
+        "data.val_fraction=0.3: all of data.val_path=setup.py is for validation, so it has no effect;"
         " type the same command without data.val_fraction, or data.val_path=null"
     ],
     "data=token_shards data.path=tests data.val_fraction=0.1": [

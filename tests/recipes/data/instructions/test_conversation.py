@@ -155,6 +155,8 @@ def test_a_mapping_of_fields_that_are_not_there_is_answered_with_what_can_be_typ
 def test_a_missing_field_of_a_named_format_is_named() -> None:
     with pytest.raises(ConfigError, match="it has no field text; its fields are prompt"):
         read({"prompt": "a"}, format="text")
+    with pytest.raises(ConfigError, match="it has no field messages; .*; type data.format=prompt_completion$"):
+        read({"prompt": "a", "completion": "b"}, format="messages")
 
 
 def test_a_mapping_of_no_known_name_is_rejected() -> None:
