@@ -197,6 +197,8 @@ def describe_missing(path: Path) -> str:
         return "there is no such file or folder" if is_missing else f"it cannot be read: {said}"
     if stat.S_ISFIFO(mode):
         return "it is a pipe, and data is read more than once"
+    if stat.S_ISSOCK(mode):
+        return "it is a socket, not a file"
     return "it is a device, not a file" if not stat.S_ISDIR(mode) else "it is a folder, not a file"
 
 

@@ -26,6 +26,7 @@ from recipes.data.token_layout import (
     file_key,
     find_bits,
     read_layout,
+    reject_big_endian,
     sample_bytes,
 )
 from recipes.errors import ConfigError
@@ -195,7 +196,7 @@ class TokenFile:
         except OSError as error:
             raise ConfigError(f"{key}={value}", f"it cannot be read: {error.strerror}", fix) from error
         self._skips_header |= layout.header == LLM_C
-        return _OpenedFile(key, value, path, layout, find_bits(sample, vocab_size=self.vocab_size))
+        return _OpenedFile(key, value, path, layout, sample, find_bits(sample, vocab_size=self.vocab_size))
 
     def _check_tokens(self, files: "Sequence[_OpenedFile]") -> None:
         """Check that the tokens of all files are of the type with which they are read, and within the vocabulary."""
@@ -209,6 +210,8 @@ class TokenFile:
             largest = largest_token(file.path, file.layout, cache_dir=cache_dir)
             if bits <= width and largest < self.vocab_size:
                 continue
+            if file.layout.header is None:
+                reject_big_endian(file.sample, self.dtype, key=file.key, name=file.name, vocab_size=self.vocab_size)
             if bits == width:
                 raise explain_large_token(file.key, file.name, largest, vocab_size=self.vocab_size)
             if bits < 64:
@@ -219,12 +222,13 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class _OpenedFile:
-    """A file of tokens: setting and name with which it was typed, path, layout, and width of its integers."""
+    """A file of tokens with the setting and name that were typed, a sample of its bytes, and the bits of its integers."""
 
     key: str
     name: str
     path: Path
     layout: TokenLayout
+    sample: bytes
     bits: int | None
 
 

@@ -130,6 +130,30 @@ def sample_bytes(file: BinaryIO, layout: TokenLayout) -> bytes:
     return b"".join(blocks)
 
 
+def reject_big_endian(data: bytes, dtype: str, *, key: str, name: str, vocab_size: int) -> None:
+    """Reject a raw file whose numbers are tokens once their bytes are swapped, unlike those that are read.
+
+    Args:
+        data: Bytes of the file, from an offset that is a multiple of eight.
+        dtype: Type with which the file is read.
+        key: Setting that named it, such as "data.path".
+        name: Name of the file.
+        vocab_size: Size of the vocabulary.
+
+    Raises:
+        ConfigError: They are.
+    """
+    for width in (4, 2):
+        little, big = (np.frombuffer(data[: len(data) // 8 * 8], f"{order}u{width}") for order in "<>")
+        is_token = (little < vocab_size).mean() if len(little) else 1.0
+        if is_token < _MIN_SHARE / 2 and (big < vocab_size).all():
+            new = f"{Path(name).stem}.npy"
+            code = f"numpy.save('{new}', numpy.fromfile('{name}', '>u{width}').astype('uint{8 * width}'))"
+            reason = f"its bytes are big-endian: swapped, all of its {8 * width}-bit integers are tokens"
+            fix = f'python -c "import numpy; {code}", then {key}={new}'
+            raise ConfigError(f"{key}={name} {_section(key)}.dtype={dtype}", reason, fix)
+
+
 def explain_type(key: str, name: str, layout: TokenLayout, bits: int, *, largest: int, vocab_size: int) -> ConfigError:
     """Return the error for a raw file whose integers are of another width than its `dtype`.
 

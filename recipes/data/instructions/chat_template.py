@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.data.found_files import describe_missing
 from recipes.data.instructions.bounded_template import render
 from recipes.data.instructions.conversation import Message
 from recipes.errors import ConfigError
@@ -152,7 +153,7 @@ def _read_file(name: str, named: Sequence[str]) -> str:
             closest = difflib.get_close_matches(name, named, n=1, cutoff=0.0)[0]
             raise ConfigError(setting, reason, f"data.template={closest}, or {_OWN_FILE}")
         if not path.is_file():
-            raise ConfigError(setting, "there is no such file", fix)
+            raise ConfigError(setting, describe_missing(path), fix)
         num_bytes = path.stat().st_size
         if num_bytes > _MAX_BYTES:
             raise ConfigError(setting, f"it has {num_bytes:,} bytes, and no chat template is that long", fix)

@@ -230,7 +230,12 @@ def is_complete(folder: Path) -> bool:
         return False
     try:
         cache = TokenCache(folder)
-    except (TypeError, ValueError):  # not JSON, or has other fields
+        texts = np.load(folder / "texts.npy", mmap_mode="r")
+        with (folder / "documents.jsonl").open(encoding="utf-8") as lines:
+            json.loads(lines.readline())
+    except (TypeError, ValueError, EOFError):  # not JSON, or has other fields, or no array
+        return False
+    if texts.dtype != SPLIT_TEXT or len(texts) != cache.meta.num_documents:
         return False
     hashes: dict[Split, str] = {"train": cache.meta.train_hash, "val": cache.meta.val_hash}
     item_bytes = np.dtype(cache.meta.dtype).itemsize

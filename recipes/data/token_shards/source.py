@@ -27,6 +27,7 @@ from recipes.data.token_layout import (
     explain_type,
     find_bits,
     read_layout,
+    reject_big_endian,
 )
 from recipes.data.token_shards.order import ShardOrder
 from recipes.data.token_shards.storage import Storage
@@ -296,6 +297,8 @@ class TokenShards:
             layouts.append(layout)
             self._skips_header |= layout.header == LLM_C
             bits = None if layout.header else find_bits(head, vocab_size=self.vocab_size)
+            if not layout.header:
+                reject_big_endian(head, self.dtype, key=storage.setting, name=file, vocab_size=self.vocab_size)
             if bits is not None:
                 by_bits.setdefault(bits, (file, head))
         return layouts, by_bits

@@ -226,6 +226,19 @@ def test_raw_files_of_two_types_are_read_once_one_is_an_array(source, tmp_path, 
     prepare(str(tmp_path / "wide.npy"), "uint16")
 
 
+@pytest.mark.parametrize(("written", "read"), [(">u2", "uint16"), (">u4", "uint16"), (">u4", "uint32")])
+def test_a_big_endian_file_is_read_once_it_is_converted_as_typed(source, tmp_path, monkeypatch, written, read):
+    tokens = np.random.default_rng(0).integers(1000, size=400)
+    path = str(write(tmp_path / "t.bin", tokens, written))
+    with pytest.raises(ConfigError, match="its bytes are big-endian: swapped, all of its .* are tokens") as caught:
+        source(path, dtype=read).prepare()
+    monkeypatch.chdir(tmp_path)
+    exec(shlex.split(caught.value.fix)[2])
+    converted = source("t.npy", dtype=read)
+    converted.prepare()
+    assert converted.train()[0]["inputs"].tolist() == tokens[:10].tolist()
+
+
 def test_a_header_of_llm_c_that_is_cut_is_no_tokens(source, tmp_path):
     (tmp_path / "t.bin").write_bytes(np.array([20240520, 1, 4000] + [0] * 100, "<i4").tobytes())
     with pytest.raises(ConfigError, match="begins with a header, as of llm.c, and ends after 412 bytes of it"):

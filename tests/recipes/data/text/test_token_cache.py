@@ -137,6 +137,15 @@ def test_a_second_start_reads_what_the_first_wrote(make_corpus):
     assert make(corpus, val_fraction=0.2).folder != first.folder
 
 
+@pytest.mark.parametrize(("name", "content"), [("texts.npy", b"\x93NUMPY\x01"), ("documents.jsonl", b"{bad\n")])
+def test_a_damaged_index_of_the_documents_is_replaced(make_corpus, name, content):
+    corpus = make_corpus({"a.txt": b"text " * 100})
+    cache = make(corpus)
+    whole = (cache.folder / name).read_bytes()
+    (cache.folder / name).write_bytes(content)
+    assert (make(corpus).folder / name).read_bytes() == whole
+
+
 @pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize("damage", [lambda whole: whole[:-2], lambda whole: b"\xff\xff" + whole[2:]])
 def test_a_damaged_cache_is_replaced(make_corpus, split, damage):
