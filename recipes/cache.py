@@ -18,7 +18,7 @@ from pathlib import Path
 
 from recipes.errors import ConfigError
 from recipes.files import DISK_ERRORS, describe, sync
-from recipes.home import expand_home
+from recipes.home import expand_home, reject_address
 
 log = logging.getLogger(__name__)
 _FIX = "RECIPES_CACHE=<folder> before the command, or data.cache_dir=<folder>"
@@ -33,6 +33,7 @@ def open_cache_dir(cache_dir: str) -> Path:
     Raises:
         ConfigError: The folder cannot be created or written to.
     """
+    reject_address(cache_dir, "data.cache_dir")
     path = expand_home(cache_dir, "data.cache_dir").absolute()
     fix = _FIX
     try:

@@ -6,6 +6,18 @@ from pathlib import Path
 from recipes.errors import ConfigError
 
 
+def reject_address(path: str | Path, setting: str) -> None:
+    """Reject the address of a store, such as `s3://bucket/folder`, where a path on disk is written to.
+
+    Raises:
+        ConfigError: It is one: as a path, it would be a new folder named `s3:` here.
+    """
+    if "://" in str(path):
+        protocol, _, rest = str(path).partition("://")
+        fix = f"{setting}={rest}" if protocol == "file" else f"{setting}=<path on disk>"
+        raise ConfigError(f"{setting}={path}", "it is an address, and a path on disk is written to", fix)
+
+
 def expand_home(path: str, setting: str) -> Path:
     """Return a path with the home folder for `~`; `Path.expanduser` raises RuntimeError for an unknown user.
 

@@ -13,6 +13,7 @@ from typing import Any
 from recipes.errors import ConfigError
 from recipes.files import describe, probe, write_atomically
 from recipes.foreign_file import describe_error, reading
+from recipes.home import reject_address
 
 ANSWERS_FILE = "answers.jsonl"
 CONFIG_FILE = "config.yaml"
@@ -91,6 +92,7 @@ def claim_output(
     Raises:
         ConfigError: The disk is full, the folder cannot be created or written to, or a file of others is in the way.
     """
+    reject_address(path, setting)
     target = Path(os.path.expanduser(path))  # unlike Path's, it accepts a user that does not exist
     kind = "file" if is_file else "folder"
     if str(path) == "":  # Path would be the working directory

@@ -222,7 +222,7 @@ class TokenFile:
 
 @dataclass(frozen=True)
 class _OpenedFile:
-    """A file of tokens with the setting and name that were typed, a sample of its bytes, and the bits of its integers."""
+    """A file of tokens, the setting and name that were typed, a sample of its bytes, and the width of its integers."""
 
     key: str
     name: str

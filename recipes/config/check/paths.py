@@ -69,6 +69,9 @@ def _check_data_path(section: str, data: Mapping[str, Any]) -> Iterator[ConfigEr
         if not os.path.exists(expanded) and next(expand_glob(expanded), None) is None:
             setting = f"{section}.{name}={path}"
             several = [part.strip(" '\"") for part in path.strip("[]").split(",")]
+            if len(several) == 1 and several[0] != path and os.path.exists(several[0]):
+                yield ConfigError(setting, "it takes a path, not a list", f"{section}.{name}={several[0]}")
+                continue
             if len(several) > 1 and all(map(os.path.exists, several)):
                 folder, suffix = os.path.commonpath(several), os.path.splitext(several[0])[1]
                 inside = "" if all(os.path.dirname(part) == folder for part in several) else "**/"

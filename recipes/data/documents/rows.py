@@ -14,6 +14,7 @@ from recipes.data.text.token_corpus import hash_text
 from recipes.errors import ConfigError
 
 _PANDAS = {".parquet": "read_parquet", ".feather": "read_feather"}
+_TO_ROWS = "t.to_json('rows.jsonl', orient='records', lines=True)"
 _MAX_LOOKED_AT = 1000  # rows, once the first is no document
 # for rows that are not documents
 _DROP = "mode=prepare quality=none mode.near_copies=null mode.output=<folder> first, which leaves such rows out"
@@ -104,8 +105,7 @@ class RowCorpus:
         encoding = guess_encoding(error.object)
         value = f"x.decode('{encoding or UNKNOWN}') if isinstance(x, bytes) else x"
         code = f"t = pandas.{read}('{path}'); t['{field}'] = [{value} for x in t['{field}']]"
-        write = "t.to_json('rows.jsonl', orient='records', lines=True)"
-        fix = f'python -c "import pandas; {code}; {write}", then data.path=rows.jsonl; or {mistake.fix}'
+        fix = f'python -c "import pandas; {code}; {_TO_ROWS}", then data.path=rows.jsonl; or {mistake.fix}'
         looks = "" if encoding is None else f"; it looks like {encoding}"
         return ConfigError(mistake.setting, f"{mistake.reason}{looks}", fix)
 
@@ -153,11 +153,9 @@ def read_text(row: Row, field: str) -> str:
     if field not in fields:
         reason = f"it has no field {field}; its fields are {', '.join(fields) or 'none'}"
         fix = f"{other}a row with {field}"
-        if isinstance(_find_inner(fields, field), str) and row.path is not None and not row.from_table:
+        if isinstance(_find_inner(fields, field), str) and row.path is not None:
             reason += ", and a field within another one is not read"
-            path = ".".join(json.dumps(name, ensure_ascii=False) for name in field.split("."))
-            query = f". + {{{json.dumps(field, ensure_ascii=False)}: .{path}}}"
-            fix = f"jq -c '{query}' '{row.path}' > rows.jsonl, then data.path=rows.jsonl"
+            fix = f"{_take_out(field, row.path, is_table=row.from_table)}, then data.path=rows.jsonl"
         raise ConfigError(row.place, reason, fix)
     value = fields[field]
     try:
@@ -175,3 +173,15 @@ def _find_inner(fields: Any, name: str) -> Any:
     for part in name.split("."):
         fields = fields.get(part) if isinstance(fields, Mapping) else None
     return fields
+
+
+def _take_out(field: str, path: Path, *, is_table: bool) -> str:
+    """Return the command that gives rows a field of their own for one within another field."""
+    if is_table:
+        first, *inner = field.split(".")
+        value = f"x{''.join(f'[{name!r}]' for name in inner)}"
+        read = _PANDAS.get(path.suffix.lower(), "read_parquet")
+        code = f"t = pandas.{read}('{path}'); t['{field}'] = [{value} for x in t['{first}']]"
+        return f'python -c "import pandas; {code}; {_TO_ROWS}"'
+    names = ".".join(json.dumps(name, ensure_ascii=False) for name in field.split("."))
+    return f"jq -c '. + {{{json.dumps(field, ensure_ascii=False)}: .{names}}}' '{path}' > rows.jsonl"

@@ -573,6 +573,19 @@ def test_text_within_another_field_is_taken_out_as_typed_in_the_error(tmp_path: 
         assert [row.parse()["doc.ä b"] for row in read(tmp_path / "rows.jsonl")] == texts
 
 
+def test_a_field_within_another_column_is_taken_out_as_typed_in_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    pytest.importorskip("pandas")
+    parquet.write_table(pyarrow.table({"doc": [{"text": "a"}, {"text": "b"}]}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match="a field within another one is not read; type python -c") as caught:
+        documents_of(tmp_path / "a.parquet", tmp_path, text_field="doc.text").prepare()
+    monkeypatch.chdir(tmp_path)
+    exec(shlex.split(caught.value.fix)[2])
+    assert [row.parse()["doc.text"] for row in read("rows.jsonl")] == ["a", "b"]
+
+
 def test_rows_of_json_are_read_whatever_the_name_of_their_file(tmp_path: Path) -> None:
     assert [row.parse() for row in read(write_lines(tmp_path / "a.parquet"))] == ROWS
 

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from recipes.cache import open_cache_dir
 from recipes.config.check.compatibility import check_compatibility
 from recipes.config.check.paths import _check_data_path, check_run_folder
 from recipes.config.check.sections import check_settings
 from recipes.config.compose import Composed, claim_folder, compose_run, parse_override, quote_options
 from recipes.entry.run import run_composed
-from recipes.run_folder import FROZEN
+from recipes.errors import ConfigError
+from recipes.run_folder import FROZEN, claim_output
 
 
 @pytest.fixture(scope="module")
@@ -239,3 +241,15 @@ def test_several_paths_are_answered_with_a_glob_that_reads_them(tmp_path: Path) 
         [mistake] = _check_data_path("data", {"path": typed})
         assert mistake.reason == "it takes one path, and these are 2"
         assert mistake.fix == f"'data.path={tmp_path}/{pattern}', which reads all of that name"
+    [mistake] = _check_data_path("data", {"path": f"[{tmp_path}/a.txt]"})
+    assert mistake.fix == f"data.path={tmp_path}/a.txt"
+
+
+def test_an_address_is_no_place_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for write, setting in ((claim_output, "mode.output"), (lambda path, _: open_cache_dir(path), "data.cache_dir")):
+        for path, fix in (("s3://bucket/out", "<path on disk>"), (f"file://{tmp_path}/out", f"{tmp_path}/out")):
+            with pytest.raises(ConfigError, match="it is an address") as caught:
+                write(path, setting)
+            assert (caught.value.setting, caught.value.fix) == (f"{setting}={path}", f"{setting}={fix}")
+    assert [*tmp_path.iterdir()] == []
