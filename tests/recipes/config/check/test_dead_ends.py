@@ -272,11 +272,11 @@ ALONE = {
         " type the same command without it"
     ),
     "scheduler=step warmup_steps=3": (
-        "warmup_steps=3: scheduler.warmup_steps has a value of its own, and nobody else reads it;"
+        "warmup_steps=3: scheduler.warmup_steps has a value of its own, and nothing else reads it;"
         " type scheduler.warmup_steps=3"
     ),
     "profile=3 '~callbacks.step_profiler'": (
-        "profile=3: callbacks.step_profiler takes none, and nobody else reads it; type the same command without it"
+        "profile=3: callbacks.step_profiler takes none, and nothing else reads it; type the same command without it"
     ),
     "model=resnet18 global_batch_size=1": (
         "global_batch_size=1: one image of 8 x 8 leaves batch norm a single value per channel, which has no variance;"
