@@ -68,6 +68,20 @@ def _made_where_it_stays() -> Iterator[None]:
         nn.Module.to = inner  # type: ignore[method-assign]
 
 
+def check_layers(model: nn.Module, pretrained: str | None) -> None:
+    """Check that a peft folder can have the layers of a model: those of our own models are in no published one.
+
+    Raises:
+        ConfigError: It is a model of ours.
+    """
+    if pretrained is None or hasattr(model, "inner"):
+        return
+    name = getattr(model, "pretrained", None) or "<the model it was trained with>"
+    reason = f"an adapter of peft is for the layers of a published model, and {type(model).__name__} has others"
+    fix = f"model=huggingface model.name={name}, without the other settings of model"
+    raise ConfigError(f"adapter.pretrained={pretrained}", reason, fix)
+
+
 def find_targets(model: nn.Module, wanted: Sequence[str] | str, *, setting: str) -> list[str]:
     """Return the full names of the linear layers to adapt.
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from torch import nn
 
-from recipes.adapter import find_targets, inject
+from recipes.adapter import check_layers, find_targets, inject
 
 
 class IA3:
@@ -33,6 +33,7 @@ class IA3:
         Raises:
             ConfigError: The model has no such layers.
         """
+        check_layers(model, self.pretrained)
         names = find_targets(model, self.target_modules, setting=f"adapter.target_modules={self.target_modules}")
         typed = f"adapter.input_modules={self.input_modules}"
         inputs = find_targets(model, self.input_modules, setting=typed) if self.input_modules else []

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor, nn
 
-from recipes.adapter import find_targets, inject
+from recipes.adapter import check_layers, find_targets, inject
 from recipes.adapter.nf4_base import hold_in_nf4
 
 
@@ -52,6 +52,7 @@ class Lora:
         Raises:
             ConfigError: The model has no such layers, or none that can be held in NF4.
         """
+        check_layers(model, self.pretrained)
         names = find_targets(model, self.target_modules, setting=f"adapter.target_modules={self.target_modules}")
         from peft import LoraConfig
 

@@ -13,6 +13,7 @@ from recipes.errors import ConfigError
 from recipes.foreign_file import missing_config, missing_folder, reading
 
 _FILE = "config.json"
+_MAX_SHOWN = 100  # characters of a value in an error
 _NESTED = "text_config"  # in multimodal models
 _FIX = f"model.name=<folder with {_FILE}, or hub id>"
 
@@ -51,8 +52,14 @@ def read_size(name: str, key: str) -> int:
         if not isinstance(config, dict):
             raise TypeError(f"a {type(config).__name__} instead of settings")
         found = config.get(key, (config.get(_NESTED) or {}).get(key))
-    if not isinstance(found, int) or isinstance(found, bool):
-        raise ConfigError(f"model.name={name}", f"its {_FILE} has no {key}", f"model.{key}=<number>")
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        kind, fix = config.get("model_type"), "model.name=<folder or hub id of a causal language model>"
+        of = f" of a {kind}" if isinstance(kind, str) else ""
+        reason = f"its {_FILE}{of} has no {key}, which every language model has"
+        if found is not None:
+            reason = f"its {_FILE} has {key}={json.dumps(found)[:_MAX_SHOWN]}, which no model can have"
+            fix = f"model.name=<folder with a valid {_FILE}>"
+        raise ConfigError(f"model.name={name}", reason, fix)
     return found
 
 

@@ -4,8 +4,6 @@ Shapes: B sequences, T new tokens, W hidden size, V vocabulary.
 """
 
 import inspect
-import json
-import re
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Self
 
@@ -21,6 +19,7 @@ from recipes.model.transformers_models import (
     check_sizes,
     find_blocks,
     find_stacks,
+    list_settings,
     load_config,
     make_model,
     make_model_on_meta,
@@ -30,15 +29,6 @@ from recipes.numerics.linear import Linear
 
 # config keys of models that change the logits after the head, or the hidden states before it
 _CHANGE_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
-# settings that name files, code and tokens, or that say how a model is loaded, trained and sampled
-_NOT_OF_WEIGHTS = {
-    *("_name_or_path", "architectures", "auto_map", "transformers_version"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
-    *("dtype", "torch_dtype", "use_cache", "initializer_range", "chunk_size_feed_forward"),
-    *("id2label", "label2id", "problem_type", "task_specific_params", "_attn_implementation", "attn_implementation"),
-    *("output_attentions", "output_hidden_states", "return_dict"),
-}
-_DROPS = re.compile(r"_pdrop|dropout")  # used in training only
 _HAVE_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config")
 
 
@@ -156,8 +146,7 @@ class HuggingFace(nn.Module):
 
     def published_config(self) -> dict[str, Any]:
         """Return the settings of config.json that change what the weights compute, as plain values."""
-        found: dict[str, Any] = json.loads(self.inner.config.to_json_string(use_diff=False))
-        return {key: value for key, value in found.items() if key not in _NOT_OF_WEIGHTS and not _DROPS.search(key)}
+        return list_settings(self.inner.config)
 
     def make_cache(self, *, capacity: int, padding: Tensor | None = None) -> "TransformersCache":
         """Return an empty cache for `forward`; arguments as for `KeyValueCache`."""

@@ -1,6 +1,7 @@
 """Check which causal language models of `transformers` are supported, and find their blocks."""
 
 import copy
+import json
 import logging
 import os
 import re
@@ -54,7 +55,20 @@ COMPARED = frozenset(
 )
 # bidirectional encoders, even if transformers lists them as causal models
 _ENCODERS = ("bert", "electra", "ernie", "data2vec", "big_bird", "roformer", "xlm", "xlnet", "reformer", "xmod")
+# settings that name files, code and tokens, or that say how a model is loaded, trained and sampled
+_NOT_OF_WEIGHTS = {
+    *("_name_or_path", "architectures", "auto_map", "transformers_version"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+    *("dtype", "torch_dtype", "use_cache", "initializer_range", "chunk_size_feed_forward"),
+    *("id2label", "label2id", "problem_type", "task_specific_params", "_attn_implementation", "attn_implementation"),
+    *("output_attentions", "output_hidden_states", "return_dict", "pretraining_tp"),
+    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
+    *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),  # heads of classifiers
+}
+_DROPS = re.compile(r"_pdrop|dropout")  # used in training only
 _FIX = "model.name=<folder or hub id of a causal language model>"
+_ROPE = "rope_parameters."
+_MAX_SHOWN = 100  # characters of a setting: a list may have a value for each layer
 _MAX_LAYERS = 1024  # as of our own models; they are built one by one
 _configs: dict[str, Any] = {}
 _said: set[str] = set()
@@ -67,7 +81,7 @@ def load_config(name: str) -> Any:
         ConfigError: The model does not exist, or transformers is not installed.
     """
     try:
-        from transformers import AutoConfig
+        import transformers  # noqa: F401
     except ImportError as error:
         reason = "it needs the package transformers, which is not installed"
         raise ConfigError("model=huggingface", reason, "pip install -e '.[huggingface]'") from error
@@ -79,7 +93,7 @@ def load_config(name: str) -> Any:
         raise missing_config(name, "model.name")
     if name not in _configs:
         with reading_model(name):
-            _configs[name] = AutoConfig.from_pretrained(folder if is_folder else name, trust_remote_code=False)
+            _configs[name] = _read_published(folder if is_folder else name, f"model.name={name}")
     return copy.deepcopy(_configs[name])
 
 
@@ -90,6 +104,97 @@ def reading_model(name: str) -> AbstractContextManager[None]:
         return reading(name, f"model.name={name}", _FIX)
     fix = "model.name=<folder with a valid config.json of a causal language model>"
     return reading(Path(folder, "config.json"), f"model.name={name}", fix)
+
+
+def list_settings(config: Any) -> dict[str, Any]:
+    """Return the settings of a config.json that change what the weights compute, as plain values."""
+    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return {key: value for key, value in found.items() if key not in _NOT_OF_WEIGHTS and not _DROPS.search(key)}
+
+
+def check_settings(config: Any, folder: Path, *, name: str, pretrained: str) -> None:
+    """Check that weights belong to the model that another config.json describes.
+
+    Shapes do not tell: with another rope_theta or activation, the same tensors compute something else.
+
+    Args:
+        config: Configuration of the model.
+        folder: Folder with the weights and their own config.json.
+        name: Folder or hub name that the configuration is from, as it was typed.
+        pretrained: The same of the weights.
+
+    Raises:
+        ConfigError: Their config.json has a setting that changes the result.
+    """
+    typed = f"model.pretrained={pretrained}"
+    with reading(folder / "config.json", typed, "model.pretrained=<folder with a valid config.json>"):
+        theirs = _read_published(str(folder), typed)
+        own, others = (_flatten(list_settings(found), of=type(found)) for found in (config, theirs))
+    _check_not_quantized(theirs, "model.pretrained", pretrained)
+    if config.model_type != theirs.model_type:
+        reason = f"the weights are of a model of type {theirs.model_type}, and model.name is one of {config.model_type}"
+        fix = (
+            f"model.name={pretrained}"
+            if _is_causal(type(theirs))
+            else f"model.pretrained=<weights of a {config.model_type}>"
+        )
+        raise ConfigError(f"model.name={name} {typed}", reason, fix)
+    if different := sorted(key for key in own.keys() | others.keys() if own.get(key) != others.get(key)):
+        lines = (f"{key}={_show(others.get(key))}, not {_show(own.get(key))}" for key in different)
+        reason = f"the weights are of another model: their config.json has {'; '.join(lines)}"
+        fix = f"model.name={pretrained}"
+        if all(key.startswith(_ROPE) for key in different):  # as for longer contexts
+            copied = f"<a copy of {pretrained} with other rope_parameters in its config.json>"
+            fix += f", or model.name={copied} without model.pretrained"
+        raise ConfigError(f"model.name={name} {typed}", reason, fix)
+
+
+def _flatten(settings: Mapping[str, Any], *, of: type) -> dict[str, Any]:
+    """Return the settings that a class of configurations knows, those of rotary embeddings one by one.
+
+    Without the number of positions, except where the scaling of rotary frequencies may depend on it: other models have
+    as many rows of weights.
+    """
+    known = of().to_dict()  # all else is a note of the program that wrote the file
+    flat = {key: value for key, value in settings.items() if key in known}
+    rope = flat.pop("rope_parameters", None) or {}
+    positions = flat.pop("max_position_embeddings", None)
+    if rope.get("rope_type", "default") != "default":
+        rope = {"max_position_embeddings": positions, **rope}
+    return flat | {f"{_ROPE}{key}": value for key, value in rope.items() if key != "type"}  # which is rope_type, too
+
+
+def _is_causal(kind: type) -> bool:
+    """Return whether transformers has a causal language model for a class of configurations."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return kind in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def _read_published(name: str, setting: str) -> Any:
+    """Return the configuration in a folder or hub repository.
+
+    Raises:
+        ConfigError: transformers does not know models of its type, or only with code of the repository.
+    """
+    import transformers
+
+    settings, _ = transformers.PreTrainedConfig.get_config_dict(name)
+    kind, key = settings.get("model_type"), setting.partition("=")[0]
+    if isinstance(kind, str) and kind not in transformers.CONFIG_MAPPING:
+        version = f"transformers {transformers.__version__}"
+        if settings.get("auto_map"):
+            reason = f"{version} knows no models of type {kind[:_MAX_SHOWN]}, and code of the repository is not run"
+            raise ConfigError(setting, reason, f"{key}=<a model that needs no code of its own>")
+        reason = f"{version} knows no models of type {kind[:_MAX_SHOWN]}"
+        raise ConfigError(
+            setting, reason, f"{key}=<a model of another type>, or pip install -U transformers if it is new"
+        )
+    return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+
+
+def _show(value: object) -> str:
+    return json.dumps(value)[:_MAX_SHOWN]
 
 
 def make_model(config: Any) -> Any:
@@ -176,9 +281,7 @@ def check_kind(config: Any, *, name: str) -> None:
     if num_layers > _MAX_LAYERS:
         reason = f"its config.json has {num_layers:,} layers, of which {_MAX_LAYERS:,} are the most"
         raise ConfigError(typed, reason, "model.name=<a model with fewer>")
-    if getattr(config, "quantization_config", None):
-        reason = "its weights are quantized, and their scales would be lost"
-        raise ConfigError(typed, reason, "model.name=<the same model in float32 or bfloat16>")
+    _check_not_quantized(config, "model.name", name)
     if config.get_text_config() is not config:
         raise ConfigError(typed, f"a model of type {kind} reads more than text", "model.name=<its text model>")
     is_encoder = kind not in COMPARED and any(part in kind for part in _ENCODERS)
@@ -187,12 +290,26 @@ def check_kind(config: Any, *, name: str) -> None:
         if getattr(config, "is_encoder_decoder", False):
             reason = f"a model of type {kind} has an encoder of another input before its decoder"
         raise ConfigError(typed, reason, "model.name=<a causal language model>")
+    if not _is_causal(type(config)):
+        reason = f"a model of type {kind} is no causal language model, which predicts the next token"
+        raise ConfigError(typed, reason, _FIX)
     if kind not in COMPARED and kind not in _said:
         _said.add(kind)
         log.warning(
             "Models of type %s were not compared with transformers: all logits exist at once, examples are not packed",
             kind,
         )
+
+
+def _check_not_quantized(config: Any, key: str, name: str) -> None:
+    quantization = getattr(config, "quantization_config", None)
+    if not quantization:
+        return
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    how = f" ({method})" if isinstance(method, str) else ""
+    reason = f"its weights are quantized{how}, and such weights are not trained here"
+    fix = f"{key}=<the same model in float32 or bfloat16>; adapter=qlora then keeps its weights in 4 bits"
+    raise ConfigError(f"{key}={name}", reason, fix)
 
 
 def check_sizes(config: Any, *, max_seq_len: int, vocab_size: int) -> None:

@@ -283,7 +283,7 @@ def _open_pickle(path: Path, setting: str) -> dict[str, Tensor]:
         if (code := _CODE.search(str(error))) is None:
             raise
         reason = f"{path} holds more than tensors ({code[1]}), and reading that may run code"
-        fix = f"{_key(setting)}=<the model as model.safetensors>"
+        fix = f"{_key(setting)}=<the same in safetensors>"
         raise ConfigError(
             setting, reason, f"{fix}, which model.save_pretrained(<folder>) writes where you trust the file"
         ) from error

@@ -17,6 +17,7 @@ from recipes.model.huggingface import HuggingFace
 from recipes.model.init import fill, named_buffers, named_parameters
 from recipes.model.llama import Llama
 from recipes.model.moe import DeepSeekV3, MoeLlama
+from recipes.model.transformers_models import check_settings
 from recipes.model.weights.files import (
     PublishedWeights,
     check_tied,
@@ -50,6 +51,9 @@ def load_pretrained(model: nn.Module, name_or_folder: str | Path) -> None:
             nothing was loaded.
     """
     if isinstance(model, HuggingFace):
+        if str(name_or_folder) != model.name:
+            folder, name = locate(str(name_or_folder)), str(name_or_folder)
+            check_settings(model.inner.config, folder, name=model.name, pretrained=name)
         load_weights(model.inner, str(name_or_folder))
         model.init_buffers()
         return

@@ -5,8 +5,9 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from recipes.adapter import is_adapter, is_factor, list_targets
 from recipes.errors import ConfigError
 from recipes.files import filling
+from recipes.foreign_file import reading
 from recipes.model.init import fill, unsharded_shape
-from recipes.model.weights.files import WeightFile, copy_of, open_file, read_settings
+from recipes.model.weights.files import copy_of, open_file, read_settings
 
 log = logging.getLogger("lightning_recipes")
 
@@ -40,6 +42,11 @@ _HARMLESS_INIT = ("gaussian", "eva", "orthogonal", "mica")
 _OPTIONS = ("LORA", "IA3")  # of conf/adapter, as peft names them
 _MAX_SHOWN = 100  # characters of a setting: a pattern may list every layer
 _NEW = "adapter.pretrained=null, which begins a new adapter: peft does not merge this one"
+_SAVED = "adapter.pretrained=<folder that save_pretrained(<folder>) of peft writes>"
+# in the state dict of a model of peft, names are followed by that of the adapter
+_OF_STATE_DICT = re.compile(
+    r"(?P<layer>.+)\.(?P<kind>lora_A|lora_B|lora_magnitude_vector|ia3_l)\.(?P<adapter>(?!weight$)\w+)(\.weight)?"
+)
 _NOT_MERGED = ("alora_invocation_tokens", "arrow_config", "layer_replication")  # not by peft, or not to a file
 _PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT")
 _MERGED = (
@@ -103,23 +110,101 @@ def load_adapter(model: nn.Module, pretrained: str) -> None:
         ConfigError: Not a peft folder, or its adapter computes something else than that of the model.
     """
     folder, typed = Path(os.path.expanduser(pretrained)), f"adapter.pretrained={pretrained}"
-    weights = next((path for name in (WEIGHTS, OLD_WEIGHTS) if os.path.isfile(path := folder / name)), None)
-    for name, is_there in ((CONFIG, os.path.isfile(folder / CONFIG)), (WEIGHTS, weights is not None)):
-        if not is_there:
-            fix = f"adapter.pretrained=<folder with {CONFIG} and {WEIGHTS}>, or null"
-            raise ConfigError(typed, f"there is no {name} in it", fix)
-    assert weights is not None
+    weights = _find_weights(folder, pretrained)
     found = read_settings(folder / CONFIG, typed)
     wanted = _check_config(found, model, typed)
     base, own = found.get("base_model_name_or_path"), getattr(model, "pretrained", None)
     with open_file(weights, typed) as file:
         is_known = base is not None and base != own  # else the model is already that of the adapter, or is not named
-        _fill(model, file, typed, wanted, base=f"model.name={base}" if is_known else None)
+        names = _plain_names(file.names(), typed)
+        advised = f"model.name={base}" if is_known else None
+        _check_complete({*names}, found, model, typed, base=advised)
+        read = {name: file.read(in_file) for name, in_file in names.items()}
+    _fill(model, read, typed, wanted, base=advised)
     beside = own or "weights drawn from the seed"
     if base is None:
         log.info("%s does not say which model it was trained beside, and goes on beside %s", pretrained, beside)
     elif base != own:
         log.info("%s was trained beside %s, and goes on beside %s", pretrained, base, beside)
+
+
+def _find_weights(folder: Path, pretrained: str) -> Path:
+    """Return the file of tensors in a peft folder, whose config is there, too.
+
+    Raises:
+        ConfigError: It is no such folder.
+    """
+    typed, fix = f"adapter.pretrained={pretrained}", f"adapter.pretrained=<folder with {CONFIG} and {WEIGHTS}>, or null"
+    if os.path.isfile(folder):
+        is_inside = os.path.isfile(folder.parent / CONFIG)
+        parent = os.path.dirname(pretrained) or "."
+        raise ConfigError(typed, "it is a file, not a folder", f"adapter.pretrained={parent}" if is_inside else fix)
+    if not os.path.isdir(folder):
+        reason = "there is no such folder, and adapters are read from folders alone"
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", pretrained):
+            fix = f"hf download {pretrained} --local-dir <folder>, then adapter.pretrained=<folder>"
+        raise ConfigError(typed, reason, fix)
+    weights = next((path for name in (WEIGHTS, OLD_WEIGHTS) if os.path.isfile(path := folder / name)), None)
+    if os.path.isfile(folder / CONFIG) and weights is not None:
+        return weights
+    if os.path.isdir(folder / "checkpoints"):
+        reason = "the folder is that of a run, whose checkpoints are in another format"
+        export = f"mode=export mode.adapter=separate resume={pretrained}"
+        raise ConfigError(typed, reason, f"{export}, then adapter.pretrained={pretrained}/export")
+    if os.path.isfile(folder / "config.json") and weights is None:
+        raise ConfigError(
+            typed, "it holds a whole model, not an adapter", f"adapter.pretrained=null model.name={pretrained}"
+        )
+    missing = WEIGHTS if os.path.isfile(folder / CONFIG) else CONFIG
+    raise ConfigError(typed, f"there is no {missing} in it", fix)
+
+
+def _plain_names(in_file: Collection[str], typed: str) -> dict[str, str]:
+    """Map the names that peft saves to those in a file, which may hold the state dict of a model of peft as it is.
+
+    There, each name has that of the adapter: `lora_A.default.weight`.
+
+    Raises:
+        ConfigError: It holds several adapters.
+    """
+    plain: dict[str, str] = {}
+    adapters: set[str] = set()
+    for name in in_file:
+        if (match := _OF_STATE_DICT.fullmatch(name)) is None:
+            plain[name] = name
+            continue
+        adapters.add(match["adapter"])
+        end = "" if match["kind"].endswith(("magnitude_vector", "ia3_l")) else ".weight"
+        plain[f"{match['layer']}.{match['kind']}{end}"] = name
+    if len(plain) < len(in_file):
+        reason = f"its file holds the tensors of several adapters ({', '.join(sorted(adapters))})"
+        raise ConfigError(typed, reason, _SAVED)
+    return plain
+
+
+def _check_complete(names: set[str], found: dict[str, Any], model: nn.Module, typed: str, *, base: str | None) -> None:
+    """Check that a folder has tensors for the layers that its config names, and for no others; `base` as for `_fill`.
+
+    Raises:
+        ConfigError: It lacks some, or peft would not read some; else half of an adapter would be taken for a whole one.
+    """
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    targets = found.get("target_modules")
+    if not targets or targets == "all-linear" or any(_layer_of(name) == name for name in names):
+        return  # peft replaces what stands for layers by their names, before it saves an adapter
+    keys = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+    own = SimpleNamespace(**{key: found.get(key) for key in keys})
+    with reading(Path(typed.partition("=")[2]) / CONFIG, typed, f"adapter.pretrained=<folder with a valid {CONFIG}>"):
+        wanted = {layer for layer in _list_known(model) if check_target_module_exists(own, layer)}
+    layers = {_layer_of(name) for name in names}
+    if missing := sorted(wanted - layers):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        reason = f"its {CONFIG} names the layer {missing[0]}{more}, of which its file has no tensors"
+        raise ConfigError(typed, reason, copy_of(typed) if base is None else f"{copy_of(typed)}, or {base}")
+    if further := sorted((layers & _list_known(model)) - wanted):
+        reason = f"its file has tensors of {further[0]}, which its {CONFIG} does not name, so that peft leaves them out"
+        raise ConfigError(typed, reason, _SAVED)
 
 
 def _check_config(found: dict[str, Any], model: Any, typed: str) -> list[str]:
@@ -144,7 +229,8 @@ def _check_config(found: dict[str, Any], model: Any, typed: str) -> list[str]:
         if key == _INIT and (isinstance(value, bool) or value in _HARMLESS_INIT):
             continue
         shown = json.dumps(value)[:_MAX_SHOWN]
-        if key in _OF_LORA and not _is_possible(value, like=expected):
+        is_rank = key == "r" and not isinstance(value, int)
+        if key in _OF_LORA and (is_rank or not _is_possible(value, like=expected)):
             fix = f"adapter.pretrained=<folder with a valid {CONFIG}>"
             raise ConfigError(typed, f"its {CONFIG} has {key}={shown}, which no adapter can have", fix)
         if value == expected:
@@ -166,15 +252,15 @@ def _is_possible(value: object, *, like: object) -> bool:
     """Return whether a setting of ours takes a value."""
     if isinstance(like, bool) or isinstance(value, bool):
         return isinstance(like, bool) and isinstance(value, bool)
-    return isinstance(value, int if isinstance(like, int) else int | float) and 0 < value < math.inf
+    return isinstance(value, int | float) and 0 < value < math.inf
 
 
-def _fill(model: nn.Module, file: WeightFile, typed: str, wanted: list[str], *, base: str | None) -> None:
+def _fill(model: nn.Module, read: dict[str, Tensor], typed: str, wanted: list[str], *, base: str | None) -> None:
     """Fill an adapter.
 
     Args:
         model: Model with an adapter.
-        file: Its tensors.
+        read: Its tensors, by the names that peft saves.
         typed: The override that named it.
         wanted: Overrides that its settings ask for.
         base: Override with the model that it was trained beside; None if that is not known to be another one.
@@ -183,8 +269,7 @@ def _fill(model: nn.Module, file: WeightFile, typed: str, wanted: list[str], *, 
         ConfigError: It has other layers, shapes or settings, of which all are in one message.
     """
     parameters = {name_in_peft(name): value for name, value in model.named_parameters() if is_adapter(name)}
-    names = {*file.names()}
-    read = {name: file.read(name) for name in names}
+    names = {*read}
     is_same = {*map(_layer_of, names)} == {*map(_layer_of, parameters)}
     if names != {*parameters} and not (is_same and wanted):  # the tensors of DoRA, of which its setting speaks
         layers = _advise_targets(model, names, {*parameters}, base, typed, _describe_names(names, {*parameters}))
@@ -236,9 +321,13 @@ def _advise_targets(
         raise ConfigError(typed, reason, copy_of(typed))
     if wanted <= _list_known(model):
         return wanted
-    if not hasattr(model, "inner"):
-        name = base or f"model.name={getattr(model, 'pretrained', None) or '<the model it was trained with>'}"
-        raise ConfigError(typed, reason, f"model=huggingface {name}, whose layers it was trained on")
+    if foreign := {name for name in names if _layer_of(name) == name}:
+        known = {f"base_model.model.{name.removeprefix('inner.')}" for name, _ in model.named_modules()}
+        is_state = any(".base_layer." in name or name.rpartition(".")[0] not in known for name in foreign)
+        # peft, too, fills whole layers, such as an embedding with further tokens
+        raise ConfigError(
+            typed, f"it has {min(foreign)}, which is no tensor of an adapter", _SAVED if is_state else _MERGED
+        )
     if base is not None:
         raise ConfigError(typed, reason, f"{base}, or {_MERGED}")
     modules = {name.removeprefix("inner.").replace(".base_layer", "") for name, _ in model.named_modules()}

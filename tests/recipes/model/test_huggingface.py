@@ -1,5 +1,6 @@
 """Any model of transformers: its logits, its first weights, packed documents, generation, and files in and out."""
 
+import contextlib
 import functools
 import json
 import shutil
@@ -159,6 +160,13 @@ def test_an_architecture_that_was_not_compared_is_neither_packed_nor_cut(
             {"model_type": "bert", "vocab_size": 64},
             "a model of type bert is an encoder, in which a token sees those after it",
         ),
+        ({"model_type": "resnet"}, "a model of type resnet is no causal language model"),
+        (
+            {"model_type": "t5", "vocab_size": 64},
+            "a model of type t5 has an encoder of another input before its decoder",
+        ),
+        ({"model_type": "nope"}, "knows no models of type nope; type .*, or pip install -U transformers if it is new"),
+        ({"model_type": "nope", "auto_map": {"AutoConfig": "c.C"}}, "type nope, and code of the repository is not run"),
         ({"model_type": "gemma3", "text_config": {"vocab_size": 64}}, "a model of type gemma3 reads more than text"),
         (
             {"model_type": "llama", "vocab_size": 64, "quantization_config": {"quant_method": "fp8"}},
@@ -409,12 +417,45 @@ def test_a_config_of_no_model_is_one_error_that_names_it(broken: str, published:
 
 
 def test_weights_of_another_model_are_rejected(published: Any) -> None:
-    with pytest.raises(ConfigError, match="it has no |its files do not have "):
-        model_of(published("llama")[1], pretrained=published("gpt2")[1])
+    folder = published("gpt2")[1]
+    with pytest.raises(ConfigError, match=f"of type gpt2, and model.name is one of llama; type model.name={folder}$"):
+        model_of(published("llama")[1], pretrained=folder)
 
 
 def test_weights_of_another_size_are_rejected(published: Any, tmp_path: Path) -> None:
     config = json.loads((Path(published("qwen2")[1]) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    (tmp_path / "model.safetensors").symlink_to(Path(published("qwen2")[1], "model.safetensors"))
     with pytest.raises(ConfigError, match="has the shape .* not "):
-        model_of(str(tmp_path), pretrained=published("qwen2")[1])
+        model_of(str(tmp_path), pretrained=str(tmp_path))
+
+
+_THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+OTHER_SETTINGS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "theta": (_THETA, r"rope_theta=500000.0, not 10000.0; type model.name=\S*, or model.name=<a copy of"),
+    "activation": ({"hidden_act": "gelu"}, r'hidden_act="gelu", not "silu"; type model.name=\S*$'),
+    "epsilon": ({"rms_norm_eps": 1e-3}, "rms_norm_eps=0.001, not 1e-06"),
+    "linear": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters.factor=2.0, not null"),
+    "untied": ({"tie_word_embeddings": False}, "tie_word_embeddings=false, not true"),
+    "vocabulary": ({"vocab_size": 65}, "vocab_size=65, not 64"),
+    "quantized": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"are quantized \(gptq\)"),
+    "unknown": ({"model_type": "llamma"}, "knows no models of type llamma; type model.pretrained=<a model of another"),
+    "vision": ({"model_type": "resnet"}, "of type resnet, .* type model.pretrained=<weights of a llama>$"),
+    "notes": ({"unsloth_version": "2024.8", "attention_dropout": 0.5, "use_cache": False, "pretraining_tp": 2}, None),
+    "context": ({"max_position_embeddings": 4096}, None),
+    "written as": ({"rope_theta": 10000, "rope_scaling": None}, None),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_SETTINGS)
+def test_weights_of_other_settings_are_refused_and_notes_are_not(kind: str, published: Any, tmp_path: Path) -> None:
+    """Tensors of the same names and shapes compute something else with another rope_theta or activation."""
+    settings, message = OTHER_SETTINGS[kind]
+    folder = Path(published("llama")[1])
+    config = json.loads((folder / "config.json").read_text())
+    if "rope_scaling" in settings:
+        del config["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(config | settings))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        model_of(str(folder), pretrained=str(tmp_path))

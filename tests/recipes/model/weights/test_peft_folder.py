@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from recipes.adapter import NoAdapter, is_adapter
+from recipes.adapter import NoAdapter
 from recipes.adapter.ia3 import IA3
 from recipes.adapter.lora import Lora
 from recipes.errors import ConfigError
+from recipes.model.gpt2 import GPT2
 from recipes.model.huggingface import HuggingFace
 from recipes.model.weights import initialize, peft_folder
 
@@ -277,12 +279,113 @@ def test_damaged_files_are_named(folder: str, plain: tuple[Path, Tensor], tmp_pa
         assert peft_folder.CONFIG in refused()
 
 
-def test_an_adapter_of_one_model_is_sent_to_it(plain: tuple[Path, Tensor], folder: str) -> None:
-    from recipes.model.gpt2 import GPT2
-
+def test_an_adapter_of_a_published_model_is_not_for_ours(plain: tuple[Path, Tensor]) -> None:
     sizes = {"vocab_size": 50, "max_seq_len": 32, "num_layers": 2, "num_heads": 4, "hidden_size": 32}
-    model = GPT2(**sizes, dropout=0.0)
-    Lora(**OURS | {"target_modules": "all"}).apply(model)
-    with pytest.raises(ConfigError, match=f"type model=huggingface model.name={folder}"):
-        peft_folder.load_adapter(model, str(plain[0]))
-    assert any(is_adapter(name) for name, _ in model.named_parameters())
+    for adapter in (
+        Lora(**OURS, pretrained=str(plain[0])),
+        IA3(target_modules="all", input_modules=[], pretrained="x"),
+    ):
+        with pytest.raises(ConfigError, match="type model=huggingface model.name=<"):
+            adapter.apply(GPT2(**sizes, dropout=0.0))
+
+
+def rewrite(path: Path, change: Callable[[str, Tensor], dict[str, Tensor]]) -> str:
+    """Replace each tensor of a folder by those that `change` returns, and return the folder."""
+    tensors = load_file(path / peft_folder.WEIGHTS)
+    changed = {own: kept for name, values in tensors.items() for own, kept in change(name, values).items()}
+    save_file(changed, path / peft_folder.WEIGHTS)
+    return str(path)
+
+
+def test_the_state_dict_of_a_model_of_peft_is_read(folder: str, tmp_path: Path) -> None:
+    """Its names have that of the adapter, which save_pretrained() leaves out."""
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, use_dora=True, task_type="CAUSAL_LM")
+    reference, theirs = publish(folder, tmp_path, config)
+    state = {name: values.clone() for name, values in theirs.state_dict().items()}
+    save_file({name: value for name, value in state.items() if ".lora_" in name}, tmp_path / peft_folder.WEIGHTS)
+    adapter = Lora(**OURS | {"dora": True}, pretrained=str(tmp_path))
+    torch.testing.assert_close(load(folder, adapter), reference, rtol=1e-5, atol=1e-5)
+    saved = "which is no tensor of an adapter; type adapter.pretrained=<folder that save_pretrained"
+    save_file(state, tmp_path / peft_folder.WEIGHTS)
+    with pytest.raises(ConfigError, match=saved):
+        load(folder, adapter)
+    two = rewrite(tmp_path, lambda name, values: {name: values, name.replace("default", "b"): values.clone()})
+    with pytest.raises(ConfigError, match=r"several adapters \(b, default\)"):
+        load(folder, Lora(**OURS | {"dora": True}, pretrained=two))
+
+
+PARTS: dict[str, tuple[Callable[[str, Tensor], dict[str, Tensor]], dict[str, Any], str]] = {
+    "without a block": (
+        lambda name, values: {} if ".layers.1." in name else {name: values},
+        {},
+        r"names the layer model.layers.1.mlp.down_proj and 1 more, of which .*<a complete copy of it>$",
+    ),
+    "without a matrix": (
+        lambda name, values: {} if ".layers.1.mlp.down_proj.lora_B" in name else {name: values},
+        {},
+        r"does not have .*layers.1.mlp.down_proj.lora_B.weight; type .*<a complete copy of it>$",
+    ),
+    "without tensors": (lambda name, values: {}, {}, r"names the layer model.layers.0.mlp.down_proj and 3 more"),
+    "further layers": (
+        lambda name, values: {name: values},
+        {"target_modules": ["q_proj"]},
+        r"tensors of model.layers.0.mlp.down_proj, which its adapter_config.json does not name",
+    ),
+    "other names": (
+        lambda name, values: {name.removeprefix("base_model.model."): values},
+        {},
+        r"which is no tensor of an adapter; type adapter.pretrained=<folder that save_pretrained",
+    ),
+    "with an embedding": (
+        lambda name, values: {name: values, "base_model.model.model.embed_tokens.weight": torch.ones(64, 16)},
+        {},
+        "which is no tensor of an adapter; type adapter.pretrained=null model.name=<the model that peft's merge",
+    ),
+    "pattern": (lambda name, values: {name: values}, {"target_modules": "((("}, "adapter_config.json cannot be read"),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_of_an_adapter_is_refused_whatever_layers_are_typed(
+    part: str, folder: str, plain: tuple[Path, Tensor], tmp_path: Path
+) -> None:
+    change, settings, message = PARTS[part]
+    path = rewrite(Path(copy(plain, tmp_path, **settings)), change)
+    first = [f"model.layers.0.{layer}" for layer in ("mlp.down_proj", "self_attn.q_proj")]
+    for targets in (TARGETS, first):
+        if part in ("without a matrix", "with an embedding") and targets == first:
+            continue
+        with pytest.raises(ConfigError, match=message):
+            load(folder, Lora(**OURS | {"target_modules": targets}, pretrained=path))
+
+
+def test_a_scale_may_be_written_with_a_point(folder: str, plain: tuple[Path, Tensor], tmp_path: Path) -> None:
+    path = copy(plain, tmp_path, lora_alpha=8.0)
+    logits = load(folder, Lora(**OURS | {"alpha": 8}, pretrained=path))
+    torch.testing.assert_close(logits, plain[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("plain/adapter_model.safetensors", "it is a file, not a folder; type adapter.pretrained={}/plain$"),
+        ("nowhere", "there is no such folder, and adapters are read from folders alone; type adapter.pretrained=<"),
+        ("run", "that of a run.*type mode=export mode.adapter=separate resume={0}/run, then .*={0}/run/export$"),
+        ("model", "it holds a whole model, not an adapter; type adapter.pretrained=null model.name={}/model$"),
+    ],
+)
+def test_what_is_no_folder_of_peft_is_answered_with_what_it_is(
+    typed: str, message: str, folder: str, plain: tuple[Path, Tensor], tmp_path: Path
+) -> None:
+    copy(plain, tmp_path / "plain")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "model").symlink_to(folder)
+    with pytest.raises(ConfigError, match=message.format(tmp_path)):
+        load(folder, Lora(**OURS, pretrained=str(tmp_path / typed)))
+
+
+def test_an_adapter_of_the_hub_is_downloaded_first(folder: str) -> None:
+    with pytest.raises(
+        ConfigError, match="type hf download somebody/lora --local-dir <folder>, then adapter.pretrained"
+    ):
+        load(folder, Lora(**OURS, pretrained="somebody/lora"))
