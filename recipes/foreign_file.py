@@ -96,7 +96,14 @@ def missing_config(folder: str | Path, key: str) -> ConfigError:
     )
 
 
-def _explain(path: str | Path, setting: str, fix: str, error: BaseException) -> ConfigError:
+def recognize(path: str | Path, setting: str, fix: str) -> ConfigError | None:
+    """Return the error for a file that is none of what a reader reads, by what it begins with; None if unknown.
+
+    Args:
+        path: The file that is read.
+        setting: The override that named it, `key=value`.
+        fix: What to type instead; a Git LFS pointer gets its own.
+    """
     head = _read_head(path)
     if isinstance(head, PermissionError):
         return ConfigError(setting, f"you may not read {path}", f"chmod u+r {path}, then the same command")
@@ -116,7 +123,12 @@ def _explain(path: str | Path, setting: str, fix: str, error: BaseException) -> 
         old, new = shlex.quote(str(path)), shlex.quote(f"{path}.new")
         convert = f"iconv -f {encoding} -t UTF-8 {old} > {new} && mv {new} {old}"
         return ConfigError(setting, reason, f"{convert}, then the same command")
-    return ConfigError(setting, f"{path} cannot be read: {describe_error(error)}", fix)
+    return None
+
+
+def _explain(path: str | Path, setting: str, fix: str, error: BaseException) -> ConfigError:
+    known = recognize(path, setting, fix)
+    return known or ConfigError(setting, f"{path} cannot be read: {describe_error(error)}", fix)
 
 
 def describe_error(error: BaseException) -> str:

@@ -12,10 +12,10 @@ import torch
 from recipes.config.compose import Composed
 from recipes.errors import ConfigError
 from recipes.files import filling
-from recipes.foreign_file import reading
+from recipes.foreign_file import reading, recognize
 from recipes.model.rope import LLAMA3_ROPE, frequencies
 from recipes.model.weights.files import are_finite, log_unread
-from recipes.model.weights.hf_any import check_loaded
+from recipes.model.weights.hf_any import CHECKED_AFTERWARDS, check_loaded, without_load_report
 from recipes.model.weights.text_side import write_text_side
 from recipes.numerics.torchao_import import without_warnings_of_torchao
 from recipes.run_folder import claim_output
@@ -23,6 +23,8 @@ from recipes.runtime.console import LOGGER
 from recipes.tokenizer import read_folder
 
 _MAGIC = b"GGUF"
+_VERSIONS = (2, 3)  # those that gguf reads
+_TOKENS = "tokenizer.ggml.tokens"
 _ANOTHER = "mode.path=<another file>, or the published folder itself: model=huggingface model.name=<folder or hub id>"
 _EMBEDDING, _HEAD, _ROPE = "token_embd.weight", "output.weight", "rope_freqs.weight"
 _ROPE_THETA = 10_000.0  # in a file that does not say
@@ -84,11 +86,22 @@ def _rewrite_text_files(folder: Path) -> None:
 
 
 def _check(file: Path, folder: Path) -> None:
+    typed, fix = f"mode.path={file}", "mode.path=<a .gguf file>"
+    if os.path.isdir(file):
+        inside = sorted(path for path in file.glob("*.gguf") if path.is_file())
+        if os.path.isfile(file / "config.json"):
+            fix = f"model=huggingface model.name={file}, which reads the folder as it is"
+        raise ConfigError(typed, "it is a folder, not a file", f"mode.path={inside[0]}" if inside else fix)
     if not os.path.isfile(file):  # unlike Path.is_file, returns False if the name is too long
-        raise ConfigError(f"mode.path={file}", "there is no such file", "mode.path=<a .gguf file>")
-    with file.open("rb") as opened:
-        if opened.read(len(_MAGIC)) != _MAGIC:
-            raise ConfigError(f"mode.path={file}", "it is not a GGUF file", "mode.path=<a .gguf file>")
+        raise ConfigError(typed, "there is no such file", fix)
+    with reading(file, typed, fix), file.open("rb") as opened:
+        head = opened.read(len(_MAGIC) + 4)
+    if not head.startswith(_MAGIC):
+        raise recognize(file, typed, fix) or ConfigError(typed, "it is not a GGUF file", fix)
+    little, big = int.from_bytes(head[len(_MAGIC) :], "little"), int.from_bytes(head[len(_MAGIC) :], "big")
+    if head[len(_MAGIC) :] and not {little, big} & {*_VERSIONS}:
+        reason = f"it is of version {little:,} of GGUF, and versions {' and '.join(map(str, _VERSIONS))} are read"
+        raise ConfigError(typed, reason, _ANOTHER)
     if os.path.lexists(folder):
         raise ConfigError(f"mode.output={folder}", "it already exists", "mode.output=<a new folder>")
 
@@ -102,7 +115,7 @@ def _load(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         reason = f"it needs the package {error.name}, which is not installed"
         raise ConfigError("mode=unpack", reason, "pip install -e '.[huggingface]'") from error
     typed = f"mode.path={file}"
-    with reading(file, typed, "mode.path=<another file>"), tempfile.TemporaryDirectory() as alone:
+    with reading(file, typed, _ANOTHER), tempfile.TemporaryDirectory() as alone:
         # in a folder of its own: transformers also reads the config.json that it finds beside a file, and asks on the
         # terminal whether to run the code that it names
         Path(alone, file.name).symlink_to(file)
@@ -110,11 +123,9 @@ def _load(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         reader = _open(file, typed)
         _check_parts(reader, typed)
         _check_settings(reader, typed)
-        with without_warnings_of_torchao():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                alone, dtype=dtype, output_loading_info=True, **options
-            )
-        check_loaded(report, typed)
+        with without_warnings_of_torchao(), without_load_report():
+            model, report = AutoModelForCausalLM.from_pretrained(alone, dtype=dtype, **CHECKED_AFTERWARDS, **options)
+        check_loaded(report, typed, fitting=_ANOTHER)
         _check_whole(reader, model, typed)
         tokenizer = AutoTokenizer.from_pretrained(alone, **options)
     # transformers 5.23 considers the model quantized and refuses to save it, but its weights are dequantized by now
@@ -145,6 +156,9 @@ def _check_settings(reader: Any, typed: str) -> None:
         listed = ", ".join(f"{architecture}.{key}" for key in missing)
         reason = f"it lacks the {what} {listed}, which would be guessed"
         raise ConfigError(typed, reason, _ANOTHER)
+    for key in _NEEDED:
+        if (value := _get(reader, f"{architecture}.{key}", 1)) < 1:
+            raise ConfigError(typed, f"it has {architecture}.{key}={value}, which no model can have", _ANOTHER)
 
 
 def _check_parts(reader: Any, typed: str) -> None:
@@ -153,8 +167,16 @@ def _check_parts(reader: Any, typed: str) -> None:
         reason = f"it is one of the {num_parts} parts of a split model"
         fix = "mode.path=<the whole file>, from llama-gguf-split --merge <the first part> <the whole file>"
         raise ConfigError(typed, reason, fix)
+    if (kind := _get(reader, "general.type", "model")) != "model":
+        raise ConfigError(typed, f"it is a file of the kind {kind}, not a model", "mode.path=<the file of its model>")
     if not reader.tensors:
         raise ConfigError(typed, "it holds a vocabulary and no weights", "mode.path=<a file with weights>")
+    if (tokens := reader.get_field(_TOKENS)) is None:
+        raise ConfigError(typed, f"it has no tokenizer ({_TOKENS})", _ANOTHER)
+    num_rows = next((int(tensor.shape[-1]) for tensor in reader.tensors if tensor.name == _EMBEDDING), None)
+    if num_rows not in (None, len(tokens.data)):
+        reason = f"its tokenizer has {len(tokens.data):,} tokens, and its {_EMBEDDING} {num_rows:,} rows"
+        raise ConfigError(typed, reason, _ANOTHER)
 
 
 def _check_whole(reader: Any, model: Any, typed: str) -> None:

@@ -17,6 +17,9 @@ from recipes.model.weights.files import PublishedWeights, check_tied, copy_of, l
 
 _FITTING = "model.pretrained=<weights of the model that model.name describes>"
 
+# arguments of from_pretrained with which `check_loaded` finds what does not fit, and transformers raises nothing
+CHECKED_AFTERWARDS = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+
 log = logging.getLogger("lightning_recipes")
 
 
@@ -106,32 +109,45 @@ def _load_converted(folder: Path, name: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     setting = f"model.pretrained={name}"
-    with _without_progress_bars(), reading(folder, setting, copy_of(setting)):
-        whole, report = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=torch.float32, trust_remote_code=False, output_loading_info=True
-        )
-    check_loaded(report, setting)
+    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False, **CHECKED_AFTERWARDS}
+    with _without_progress_bars(), without_load_report(), reading(folder, setting, copy_of(setting)):
+        whole, report = AutoModelForCausalLM.from_pretrained(str(folder), **options)
+    check_loaded(report, setting, fitting=_FITTING)
     return whole
 
 
-def check_loaded(report: Mapping[str, Collection[Any]], setting: str) -> None:
+def check_loaded(report: Mapping[str, Collection[Any]], setting: str, *, fitting: str) -> None:
     """Check that transformers filled a whole model with all tensors of a file, and initialized none randomly.
 
     Args:
-        report: Its `output_loading_info`.
+        report: Its `output_loading_info`, of a model loaded with `CHECKED_AFTERWARDS`.
         setting: The override that named the file, `key=value`.
+        fitting: What to type instead of a file that is of another model.
 
     Raises:
         ConfigError: Tensors are missing, have another shape, or were left out.
     """
-    missing = {str(name) for name in report["missing_keys"]}
-    missing |= {str(entry[0] if isinstance(entry, tuple) else entry) for entry in report["mismatched_keys"]}
-    if missing:
+    if report["mismatched_keys"]:
+        name, found, wanted = min(report["mismatched_keys"])
+        reason = f"its {name} has the shape {tuple(found)}, and its settings describe {tuple(wanted)}"
+        raise ConfigError(setting, reason, fitting)
+    if missing := {str(name) for name in report["missing_keys"]}:
         raise ConfigError(setting, f"its files do not have {_list(missing)}", copy_of(setting))
     if unexpected := {str(name) for name in report["unexpected_keys"]}:
-        reason = f"it has {_list(unexpected)}, for which the model has no place"
-        key = setting.partition("=")[0]
-        raise ConfigError(setting, reason, _FITTING if key == "model.pretrained" else f"{key}=<another file>")
+        raise ConfigError(setting, f"it has {_list(unexpected)}, for which the model has no place", fitting)
+
+
+@contextmanager
+def without_load_report() -> Iterator[None]:
+    """Keep transformers from printing a table of tensors that do not fit, which `check_loaded` reports in one line."""
+    from transformers.utils import logging as of_transformers
+
+    level = of_transformers.get_verbosity()
+    of_transformers.set_verbosity_error()
+    try:
+        yield
+    finally:
+        of_transformers.set_verbosity(level)
 
 
 @contextmanager

@@ -53,6 +53,7 @@ def write_gguf(
     more: dict[str, NDArray[Any]] | None = None,
     settings: dict[str, Any] | None = None,
     lacks: str = "nothing",
+    heads: int = HEADS,
 ) -> None:
     """Write a model as llama.cpp's converter does.
 
@@ -65,6 +66,7 @@ def write_gguf(
         more: Further tensors.
         settings: Further settings, texts and whole numbers.
         lacks: End of the name of a setting to leave out.
+        heads: Number of heads that the file names.
     """
     import gguf
 
@@ -73,7 +75,7 @@ def write_gguf(
     writer.add_embedding_length(WIDTH)
     writer.add_block_count(LAYERS)
     writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
+    writer.add_head_count(heads)
     writer.add_head_count_kv(HEADS)
     writer.add_rope_dimension_count(WIDTH // HEADS)
     writer.add_rope_freq_base(float(model.config.rope_parameters["rope_theta"]))
@@ -166,6 +168,17 @@ PARTIAL: dict[str, tuple[dict[str, Any], str]] = {
         "one of the 2 parts.*llama-gguf-split --merge",
     ),
     "block": ({"without": "blk.1"}, "its files do not have model.layers.1.input_layernorm.weight and 8 more"),
+    "shape": (
+        {"without": "blk.1.ffn_up", "more": {"blk.1.ffn_up.weight": np.ones((WIDTH, INNER), np.float32)}},
+        r"its model.layers.1.mlp.up_proj.weight has the shape \(64, 96\), and its settings describe \(96, 64\); type",
+    ),
+    "rows": (
+        {"without": "token_embd", "more": {"token_embd.weight": np.ones((90, WIDTH), np.float32)}},
+        "its tokenizer has 98 tokens, and its token_embd.weight 90 rows",
+    ),
+    "no tokenizer": ({"lacks": "ggml.tokens"}, r"it has no tokenizer \(tokenizer.ggml.tokens\)"),
+    "adapter": ({"settings": {"general.type": "adapter"}}, "it is a file of the kind adapter, not a model"),
+    "no heads": ({"heads": 0}, "head_count=0, which no model can"),
     "norm": ({"without": "output_norm"}, "its files do not have model.norm.weight"),
     "biases": ({"more": {"blk.0.attn_q.bias": np.ones(WIDTH, np.float32)}}, "no place for blk.0.attn_q.bias"),
     "further block": ({"more": {"blk.2.attn_norm.weight": np.ones(WIDTH, np.float32)}}, "no place for blk.2.attn_norm"),
@@ -179,11 +192,14 @@ PARTIAL: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", PARTIAL)
-def test_a_file_that_is_not_read_as_a_whole_is_refused(kind: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_read_as_a_whole_is_refused(
+    kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     options, reason = PARTIAL[kind]
     write_gguf(tmp_path / "model.gguf", make_model(), **options)
     with pytest.raises(ConfigError, match=rf"^mode\.path={tmp_path}/model\.gguf: .*{reason}"):
         unpack._load(tmp_path / "model.gguf", torch.float32)
+    assert "LOAD REPORT" not in capfd.readouterr().err
 
 
 def test_the_rotary_scaling_of_llama_3_1_is_read_and_nothing_beside_the_file(tmp_path: Path) -> None:
@@ -217,6 +233,11 @@ def test_other_files_and_folders_are_left_as_they_are(tmp_path: Path) -> None:
         assert "there is no such file" in mistake(tmp_path, path=path)
     (tmp_path / "model.gguf").write_bytes(b"PK\x03\x04")
     assert "it is not a GGUF file" in mistake(tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    assert "is a Git LFS pointer" in mistake(tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + (99).to_bytes(4, "little"))
+    assert "it is of version 99 of GGUF, and versions 2 and 3 are read" in mistake(tmp_path)
+    assert f"it is a folder, not a file; type mode.path={tmp_path}/model.gguf" in mistake(tmp_path, path=str(tmp_path))
     write_gguf(tmp_path / "model.gguf", make_model(), architecture="unheard_of")
     assert "cannot be read: ValueError: GGUF model with architecture unheard_of is not supported" in mistake(tmp_path)
     assert not list(tmp_path.glob("*out*"))
