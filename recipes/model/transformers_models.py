@@ -130,7 +130,7 @@ def check_settings(config: Any, folder: Path, *, name: str, pretrained: str) -> 
     with reading(folder / "config.json", typed, "model.pretrained=<folder with a valid config.json>"):
         theirs = _read_published(str(folder), typed)
         own, others = (_flatten(list_settings(found), of=type(found)) for found in (config, theirs))
-    _check_not_quantized(theirs, "model.pretrained", pretrained)
+    check_not_quantized(getattr(theirs, "quantization_config", None), typed)
     if config.model_type != theirs.model_type:
         reason = f"the weights are of a model of type {theirs.model_type}, and model.name is one of {config.model_type}"
         fix = (
@@ -281,7 +281,7 @@ def check_kind(config: Any, *, name: str) -> None:
     if num_layers > _MAX_LAYERS:
         reason = f"its config.json has {num_layers:,} layers, of which {_MAX_LAYERS:,} are the most"
         raise ConfigError(typed, reason, "model.name=<a model with fewer>")
-    _check_not_quantized(config, "model.name", name)
+    check_not_quantized(getattr(config, "quantization_config", None), typed)
     if config.get_text_config() is not config:
         raise ConfigError(typed, f"a model of type {kind} reads more than text", "model.name=<its text model>")
     is_encoder = kind not in COMPARED and any(part in kind for part in _ENCODERS)
@@ -301,15 +301,24 @@ def check_kind(config: Any, *, name: str) -> None:
         )
 
 
-def _check_not_quantized(config: Any, key: str, name: str) -> None:
-    quantization = getattr(config, "quantization_config", None)
+def check_not_quantized(quantization: object, setting: str) -> None:
+    """Check that weights are published as they are trained.
+
+    Args:
+        quantization: The `quantization_config` of their config.json.
+        setting: The override that named them, `key=value`.
+
+    Raises:
+        ConfigError: They are in fewer bits.
+    """
     if not quantization:
         return
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     how = f" ({method})" if isinstance(method, str) else ""
     reason = f"its weights are quantized{how}, and such weights are not trained here"
+    key = setting.partition("=")[0]
     fix = f"{key}=<the same model in float32 or bfloat16>; adapter=qlora then keeps its weights in 4 bits"
-    raise ConfigError(f"{key}={name}", reason, fix)
+    raise ConfigError(setting, reason, fix)
 
 
 def check_sizes(config: Any, *, max_seq_len: int, vocab_size: int) -> None:

@@ -37,6 +37,8 @@ _WRAPPERS = re.compile(r"^module\.|_orig_mod\.|_checkpoint_wrapped_module\.|_fsd
 _OF_MODEL = ("state_dict", "model_state_dict", "model")  # under which training loops save a model beside other things
 # what torch (2.13) says that it does not unpickle
 _CODE = re.compile(r"(?:GLOBAL|callable|function|class) ([a-z_][\w.]+)")
+# what GPTQ, AWQ, bitsandbytes and compressed-tensors save beside or instead of a weight
+_QUANTIZED = re.compile(r"\.(qweight|qzeros|g_idx|SCB|absmax|quant_map|weight_packed|weight_scale(_inv)?)$")
 _NUM_SHOWN = 3  # names of tensors in a line of the log
 # dtypes that hold weights as they are; all others (int8, uint8, float8 …) need scales, which no reader here knows
 _OF_WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -134,7 +136,7 @@ class WeightFile:
 
     def __init__(self, opened: Any, path: Path, setting: str) -> None:
         self._opened = opened
-        self._path = path
+        self.path = path
         self._setting = setting
         in_file = list(opened.keys())
         plain = [_WRAPPERS.sub("", name) for name in in_file]
@@ -151,7 +153,7 @@ class WeightFile:
 
     def hash(self, name: str) -> str:
         """Return a hash of the kind, shape and values of a tensor."""
-        with reading(self._path, self._setting, copy_of(self._setting)):
+        with reading(self.path, self._setting, copy_of(self._setting)):
             found = self._get(name)
             digest = xxhash.xxh3_128(f"{found.dtype} {[*found.shape]}".encode())
             digest.update(found.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # a buffer
@@ -167,10 +169,10 @@ class WeightFile:
         Raises:
             ConfigError: It cannot be read, or is quantized and its scales would be lost.
         """
-        with reading(self._path, self._setting, copy_of(self._setting)):
+        with reading(self.path, self._setting, copy_of(self._setting)):
             found = self._get(name)
         if found.layout != torch.strided or found.is_quantized or found.device.type != "cpu":
-            reason = f"{self._path} holds {name} as a {found.layout} tensor on {found.device}, not as plain values"
+            reason = f"{self.path} holds {name} as a {found.layout} tensor on {found.device}, not as plain values"
             raise ConfigError(self._setting, reason, f"{_key(self._setting)}=<the same with plain values>")
         if like is None or like.dtype.is_floating_point:
             self._check_values(name, found)
@@ -186,10 +188,10 @@ class WeightFile:
                 if is_quantized
                 else ", and weights are floating-point numbers"
             )
-            reason = f"{self._path} holds {name} as {dtype}{why}"
+            reason = f"{self.path} holds {name} as {dtype}{why}"
             raise ConfigError(self._setting, reason, f"{_key(self._setting)}=<the same in float32 or bfloat16>")
         if found.numel() and not are_finite(found):
-            reason = f"{self._path} holds NaN, inf or a value above float32 in {name}: every loss would be NaN"
+            reason = f"{self.path} holds NaN, inf or a value above float32 in {name}: every loss would be NaN"
             raise ConfigError(self._setting, reason, f"{_key(self._setting)}=<the same with finite values>")
 
 
@@ -289,8 +291,8 @@ def _open_pickle(path: Path, setting: str) -> dict[str, Tensor]:
         ) from error
     if isinstance(opened, Mapping):
         inner = next((opened[key] for key in _OF_MODEL if isinstance(opened.get(key), Mapping)), opened)
-        if inner is not opened:
-            log.info("Not read from %s: %s", path, ", ".join(sorted(str(k) for k in opened if opened[k] is not inner)))
+        if inner is not opened and (rest := sorted(str(key) for key in opened if opened[key] is not inner)):
+            log.info("Not read from %s: %s", path, ", ".join(rest))
         others = [key for key, value in inner.items() if not (isinstance(key, str) and isinstance(value, Tensor))]
         if not others:
             return dict(inner)
@@ -312,7 +314,16 @@ def open_weights(folder: Path) -> Iterator[PublishedWeights]:
         files: dict[str, WeightFile] = {}
         for path in _weight_files(folder, setting):
             opened = stack.enter_context(open_file(path, setting))
-            files.update(dict.fromkeys(opened.names(), opened))
+            names = {*opened.names()}
+            if twice := files.keys() & names:
+                reason = f"{files[min(twice)].path.name} and {path.name} both hold {min(twice)}"
+                raise ConfigError(setting, reason, copy_of(setting))
+            if coded := sorted(name for name in names if _QUANTIZED.search(name)):
+                reason = (
+                    f"its weights are quantized ({path.name} holds {coded[0]}), and such weights are not trained here"
+                )
+                raise ConfigError(setting, reason, f"{_key(setting)}=<the same model in float32 or bfloat16>")
+            files.update(dict.fromkeys(names, opened))
         yield PublishedWeights(files)
 
 
@@ -341,6 +352,11 @@ def _weight_files(folder: Path, setting: str) -> list[Path]:
                 reason = f"{index.name} names files that are missing: {', '.join(missing)}"
                 raise ConfigError(setting, reason, copy_of(setting))
             return [folder / file for file in files]
+    for name in _FILES:
+        stem, _, suffix = name.partition(".")
+        if shards := sorted(folder.glob(f"{stem}-*-of-*.{suffix}")):
+            reason = f"it has shards ({shards[0].name}, …) without {name}.index.json, which lists them"
+            raise ConfigError(setting, reason, copy_of(setting))
     raise ConfigError(
         setting,
         "it has neither model.safetensors nor pytorch_model.bin, in one file or sharded",

@@ -131,9 +131,12 @@ def check_loaded(report: Mapping[str, Collection[Any]], setting: str, *, fitting
         name, found, wanted = min(report["mismatched_keys"])
         reason = f"its {name} has the shape {tuple(found)}, and its settings describe {tuple(wanted)}"
         raise ConfigError(setting, reason, fitting)
-    if missing := {str(name) for name in report["missing_keys"]}:
+    missing, unexpected = ({str(name) for name in report[key]} for key in ("missing_keys", "unexpected_keys"))
+    if missing and unexpected:
+        raise ConfigError(setting, f"its files do not have {_list(missing)}, but {_list(unexpected)}", fitting)
+    if missing:
         raise ConfigError(setting, f"its files do not have {_list(missing)}", copy_of(setting))
-    if unexpected := {str(name) for name in report["unexpected_keys"]}:
+    if unexpected:
         raise ConfigError(setting, f"it has {_list(unexpected)}, for which the model has no place", fitting)
 
 

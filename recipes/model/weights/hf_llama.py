@@ -29,7 +29,6 @@ _DEFAULTS = {  # transformers' LlamaConfig
     "mlp_bias": False,
     "model_type": None,
     "num_key_value_heads": None,
-    "quantization_config": None,
     "rms_norm_eps": 1e-6,
     "rope_parameters": None,
     "rope_scaling": None,
@@ -83,13 +82,12 @@ class LlamaFormat(Format):
             Setting("mlp_bias", False, None),
             Setting("hidden_act", "silu", None),
             Setting("use_sliding_window", False, None),
-            Setting("quantization", "none", None, fix="model.pretrained=<the same model in float32 or bfloat16>"),
         ]
 
     def with_defaults(self, config: HFConfig) -> HFConfig:
         """Return `config` with transformers' defaults for missing keys.
 
-        Adds qk_norm, quantization, rope_type and rope_factor, which `settings` compares.
+        Adds qk_norm, rope_type and rope_factor, which `settings` compares.
         """
         full = {**_DEFAULTS, **(_DEFAULTS_OF_QWEN3 if config.get("model_type") == "qwen3" else {}), **config}
         num_heads = whole_number(full, "num_attention_heads")
@@ -103,7 +101,6 @@ class LlamaFormat(Format):
                 raise ValueError(f"num_attention_heads={num_heads} does not divide hidden_size={hidden_size}")
             full["head_dim"] = hidden_size // num_heads
         full["qk_norm"] = full["model_type"] == "qwen3"
-        full["quantization"] = {"quant_method": "none", **(full["quantization_config"] or {})}["quant_method"]
         # transformers 5 stores theta and scaling in `rope_parameters`; earlier versions used two keys, and the second,
         # `rope_scaling`, originally had `type` instead of `rope_type`
         scaling = full["rope_parameters"] or full["rope_scaling"] or {}

@@ -17,7 +17,7 @@ from recipes.model.huggingface import HuggingFace
 from recipes.model.init import fill, named_buffers, named_parameters
 from recipes.model.llama import Llama
 from recipes.model.moe import DeepSeekV3, MoeLlama
-from recipes.model.transformers_models import check_settings
+from recipes.model.transformers_models import check_not_quantized, check_settings
 from recipes.model.weights.files import (
     PublishedWeights,
     check_tied,
@@ -161,6 +161,7 @@ def _check_config(layout: Format, *, config: HFConfig, folder: Path) -> None:
         raise ConfigError(
             setting, f"it is of the type {kind}, and this model of {' or '.join(layout.kinds)}", any_model
         )
+    check_not_quantized(config.get("quantization_config"), setting)
     with reading(folder / "config.json", setting, "model.pretrained=<folder with a valid config.json>"):
         full = layout.with_defaults(config)
         found = [setting.difference(full) for setting in layout.settings(full)]

@@ -200,10 +200,10 @@ def test_files_without_a_weight_are_refused_and_not_completed_at_random(publishe
 
 def test_weights_that_the_model_has_no_place_for_are_refused(published: Any, tmp_path: Path) -> None:
     _, folder = published("qwen2")
-    tensors = load_file(Path(folder) / "model.safetensors") | {"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}
+    tensors = load_file(Path(folder) / "model.safetensors") | {"model.layers.0.mlp.up_proj.weight_copy": torch.ones(1)}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((Path(folder) / "config.json").read_text())
-    with pytest.raises(ConfigError, match="it has .*weight_scale, for which the model has no place"):
+    with pytest.raises(ConfigError, match="it has .*weight_copy, for which the model has no place"):
         model_of(str(tmp_path), pretrained=str(tmp_path))
 
 

@@ -217,6 +217,27 @@ def test_a_folder_without_config_or_weights_is_rejected(tmp_path: Path) -> None:
         pass
 
 
+def test_a_tensor_in_two_shards_is_not_read_from_one_of_them(tmp_path: Path) -> None:
+    for index, values in enumerate((torch.ones(2), torch.zeros(2)), start=1):
+        save_file({"a": values, f"b{index}": values.clone()}, tmp_path / f"model-0000{index}-of-00002.safetensors")
+    with pytest.raises(
+        ConfigError, match=r"it has shards \(model-00001-of-00002.*without model.safetensors.index.json"
+    ):
+        read_all(tmp_path)
+    names = dict.fromkeys(("a", "b1"), "model-00001-of-00002.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": names | {"b2": "model-00002-of-00002.safetensors"}}))
+    with pytest.raises(ConfigError, match="model-00001-of-00002.safetensors and model-00002-of.* both hold a; type"):
+        read_all(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qweight", "SCB", "weight_scale_inv", "weight_packed"])
+def test_quantized_weights_are_known_by_what_is_beside_them(name: str, tmp_path: Path) -> None:
+    """Whatever config.json says; the message does not speak of missing tensors."""
+    save_file({f"model.layers.0.mlp.{name}": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"its weights are quantized \(model.safetensors holds .*{name}\), and"):
+        read_all(tmp_path)
+
+
 def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}

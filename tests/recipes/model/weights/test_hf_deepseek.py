@@ -154,7 +154,7 @@ def test_an_export_is_what_transformers_loads_biases_included(tmp_path: Path) ->
         ({"rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}}, "rope_type=yarn"),
         (
             {"quantization_config": {"quant_method": "fp8"}},
-            "the weights have quantization=fp8, and this model only none",
+            r"its weights are quantized \(fp8\)",
         ),
         ({"scoring_func": "softmax"}, "model.router_scores=softmax"),
     ],

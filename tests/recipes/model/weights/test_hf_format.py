@@ -147,8 +147,8 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "theta": ("llama", {"rope_theta": -1.0}, "rope_theta=-1.0, which no model can have"),
     "tied": ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings=no, which no model can have"),
     "scaling": ("llama", {"rope_scaling": 3}, "cannot be read: TypeError"),
-    "quantization": ("llama", {"quantization_config": 3}, "cannot be read: TypeError"),
-    "quantized": ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization=fp8"),
+    "quantization": ("llama", {"quantization_config": 3}, "its weights are quantized, and"),
+    "quantized": ("llama", {"quantization_config": {"quant_method": "fp8"}}, "its weights are quantized (fp8)"),
     "partial": ("llama", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary"),
 }
 
