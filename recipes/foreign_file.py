@@ -133,6 +133,8 @@ def _explain(path: str | Path, setting: str, fix: str, error: BaseException) -> 
 
 def describe_error(error: BaseException) -> str:
     """Return the type and the start of the first line of an exception, for an error of one line."""
+    if type(error).__name__.startswith("StrictDataclass") and error.__cause__ is not None:
+        error = error.__cause__  # huggingface_hub wraps what a setting of config.json is
     lines = str(error).strip().splitlines()
     message = lines[0] if lines else ""
     if message.endswith(":") and len(lines) > 1:  # the reason is on the next line

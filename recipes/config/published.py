@@ -51,7 +51,8 @@ def read_size(name: str, key: str) -> int:
         config: Any = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise TypeError(f"a {type(config).__name__} instead of settings")
-        found = config.get(key, (config.get(_NESTED) or {}).get(key))
+        nested = config.get(_NESTED)
+        found = config.get(key, nested.get(key) if isinstance(nested, dict) else None)
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         kind, fix = config.get("model_type"), "model.name=<folder or hub id of a causal language model>"
         of = f" of a {kind}" if isinstance(kind, str) else ""

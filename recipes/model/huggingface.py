@@ -21,9 +21,10 @@ from recipes.model.transformers_models import (
     find_stacks,
     list_settings,
     load_config,
-    make_model,
     make_model_on_meta,
+    make_published,
     reading_model,
+    warn_of_untested,
 )
 from recipes.numerics.linear import Linear
 
@@ -67,8 +68,9 @@ class HuggingFace(nn.Module):
         config = load_config(name)
         with reading_model(name):
             check_kind(config, name=name)
+            warn_of_untested(config.model_type)
             check_sizes(config, max_seq_len=max_seq_len, vocab_size=vocab_size)
-            self.inner: Any = make_model(config)
+            self.inner: Any = make_published(config, name=name)
             self._where_blocks_are = find_blocks(self.inner, name=name)
         self.title = type(self.inner).__name__
         # a chunked loss computes logits itself, from the head weight only

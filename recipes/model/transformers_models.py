@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -68,6 +69,11 @@ _NOT_OF_WEIGHTS = {
 _DROPS = re.compile(r"_pdrop|dropout")  # used in training only
 _FIX = "model.name=<folder or hub id of a causal language model>"
 _ROPE = "rope_parameters."
+_VALID = "model.name=<folder with a valid config.json of a causal language model>"
+_SIZES = {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"}
+_SIZES |= {"head_dim", "max_position_embeddings", "n_embd", "n_head", "n_layer", "n_positions"}
+_EPSILON = re.compile(r"_eps(ilon)?$")
+_FLOAT = "__float__"  # transformers writes inf as {"__float__": "Infinity"}
 _MAX_SHOWN = 100  # characters of a setting: a list may have a value for each layer
 _MAX_LAYERS = 1024  # as of our own models; they are built one by one
 _configs: dict[str, Any] = {}
@@ -102,8 +108,7 @@ def reading_model(name: str) -> AbstractContextManager[None]:
     folder = os.path.expanduser(name)
     if not os.path.isdir(folder):
         return reading(name, f"model.name={name}", _FIX)
-    fix = "model.name=<folder with a valid config.json of a causal language model>"
-    return reading(Path(folder, "config.json"), f"model.name={name}", fix)
+    return reading(Path(folder, "config.json"), f"model.name={name}", _VALID)
 
 
 def list_settings(config: Any) -> dict[str, Any]:
@@ -149,19 +154,35 @@ def check_settings(config: Any, folder: Path, *, name: str, pretrained: str) -> 
         raise ConfigError(f"model.name={name} {typed}", reason, fix)
 
 
-def _flatten(settings: Mapping[str, Any], *, of: type) -> dict[str, Any]:
+def _is_possible(key: str, value: object) -> bool:
+    """Return whether a setting has a value with which a model can be built, and computes numbers."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return True
+    if key in _SIZES or key.endswith("rope_theta"):
+        return 0 < value < math.inf
+    return math.isfinite(value) and not (_EPSILON.search(key) and value < 0)
+
+
+def _flatten(settings: Mapping[str, Any], *, of: type, keeps_positions: bool = False) -> dict[str, Any]:
     """Return the settings that a class of configurations knows, those of rotary embeddings one by one.
 
-    Without the number of positions, except where the scaling of rotary frequencies may depend on it: other models have
-    as many rows of weights.
+    Args:
+        settings: Settings of a config.json.
+        of: Class of configurations.
+        keeps_positions: Whether the number of positions is one of them where the scaling of rotary frequencies does
+            not depend on it: other models have as many rows of weights.
     """
     known = of().to_dict()  # all else is a note of the program that wrote the file
     flat = {key: value for key, value in settings.items() if key in known}
     rope = flat.pop("rope_parameters", None) or {}
-    positions = flat.pop("max_position_embeddings", None)
-    if rope.get("rope_type", "default") != "default":
-        rope = {"max_position_embeddings": positions, **rope}
-    return flat | {f"{_ROPE}{key}": value for key, value in rope.items() if key != "type"}  # which is rope_type, too
+    if not keeps_positions and rope.get("rope_type", "default") == "default":
+        flat.pop("max_position_embeddings", None)
+    flat |= {f"{_ROPE}{key}": value for key, value in rope.items() if key != "type"}  # which is rope_type, too
+    return {key: _read_infinity(value) for key, value in flat.items()}
+
+
+def _read_infinity(value: Any) -> Any:
+    return float(value[_FLOAT]) if isinstance(value, dict) and _FLOAT in value else value
 
 
 def _is_causal(kind: type) -> bool:
@@ -203,6 +224,23 @@ def make_model(config: Any) -> Any:
 
     with without_warnings_of_torchao():
         return AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False)
+
+
+def make_published(config: Any, *, name: str) -> Any:
+    """Build a model as its config.json describes it, as `make_model` does.
+
+    Raises:
+        ConfigError: transformers does not know one of the names in it, such as that of an activation.
+    """
+    try:
+        return make_model(config)
+    except KeyError as error:
+        flat = _flatten(list_settings(config), of=type(config))
+        unknown = next((key for key, value in flat.items() if value == error.args[0]), None)
+        if unknown is None:
+            raise
+        reason = f"its config.json has {unknown}={_show(flat[unknown])}, which transformers does not know"
+        raise ConfigError(f"model.name={name}", reason, _VALID) from error
 
 
 def make_model_on_meta(config: Any) -> Any:
@@ -271,12 +309,17 @@ def _find_stack(config: Any, own: str, module: Any) -> Stack | None:
 
 
 def check_kind(config: Any, *, name: str) -> None:
-    """Reject models that are not causal or are quantized, and warn about untested architectures.
+    """Reject models that are not causal or are quantized, and settings that no model can have.
 
     Raises:
-        ConfigError: The model is not a causal language model, or is quantized.
+        ConfigError: It is one of them.
     """
     typed, kind = f"model.name={name}", config.model_type
+    flat = _flatten(list_settings(config), of=type(config), keeps_positions=True)
+    wrong = next((key for key, value in flat.items() if not _is_possible(key, value)), None)
+    if wrong is not None:
+        reason = f"its config.json has {wrong}={_show(flat[wrong])}, which no model can have"
+        raise ConfigError(typed, reason, _VALID)
     num_layers = getattr(config, "num_hidden_layers", 1)
     if num_layers > _MAX_LAYERS:
         reason = f"its config.json has {num_layers:,} layers, of which {_MAX_LAYERS:,} are the most"
@@ -293,6 +336,10 @@ def check_kind(config: Any, *, name: str) -> None:
     if not _is_causal(type(config)):
         reason = f"a model of type {kind} is no causal language model, which predicts the next token"
         raise ConfigError(typed, reason, _FIX)
+
+
+def warn_of_untested(kind: str) -> None:
+    """Warn once of an architecture whose logits were not compared with those of transformers."""
     if kind not in COMPARED and kind not in _said:
         _said.add(kind)
         log.warning(

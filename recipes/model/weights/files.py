@@ -151,6 +151,12 @@ class WeightFile:
         found: Tensor = self._opened[own] if isinstance(self._opened, dict) else self._opened.get_tensor(own)
         return found
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, which is in the header of a .safetensors file."""
+        own = self._names[name]
+        is_pickle = isinstance(self._opened, dict)
+        return tuple(self._opened[own].shape if is_pickle else self._opened.get_slice(own).get_shape())
+
     def hash(self, name: str) -> str:
         """Return a hash of the kind, shape and values of a tensor."""
         with reading(self.path, self._setting, copy_of(self._setting)):
@@ -227,6 +233,10 @@ class PublishedWeights:
     def read(self, name: str, *, like: Tensor | None = None) -> Tensor:
         """Read one tensor to the CPU; see `WeightFile.read`."""
         return self._files[name].read(name, like=like)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._files[name].shape(name)
 
     def hash(self) -> str:
         """Return a hash of all tensors by name, whichever files they are in."""

@@ -15,7 +15,7 @@ from recipes.foreign_file import reading
 from recipes.model.init import fill, named_parameters
 from recipes.model.weights.files import PublishedWeights, check_tied, copy_of, locate, log_unread, open_weights
 
-_FITTING = "model.pretrained=<weights of the model that model.name describes>"
+_FITTING = "model.name=<folder whose config.json describes its tensors>"
 
 # arguments of from_pretrained with which `check_loaded` finds what does not fit, and transformers raises nothing
 CHECKED_AFTERWARDS = {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -76,7 +76,7 @@ def _tensors(inner: Any) -> dict[str, Tensor]:
 def _set(tensor: Tensor, values: Tensor, name: str, published: str) -> None:
     shape = getattr(tensor, "ds_shape", tensor.shape)
     if values.shape != shape:
-        reason = f"its {name} has the shape {tuple(values.shape)}, not {tuple(shape)}"
+        reason = f"its {name} has the shape {tuple(values.shape)}, and its config.json describes {tuple(shape)}"
         raise ConfigError(f"model.pretrained={published}", reason, _FITTING)
     fill(tensor, values)
 

@@ -100,6 +100,7 @@ class LlamaFormat(Format):
             if hidden_size % num_heads:
                 raise ValueError(f"num_attention_heads={num_heads} does not divide hidden_size={hidden_size}")
             full["head_dim"] = hidden_size // num_heads
+        whole_number(full, "max_position_embeddings")
         full["qk_norm"] = full["model_type"] == "qwen3"
         # transformers 5 stores theta and scaling in `rope_parameters`; earlier versions used two keys, and the second,
         # `rope_scaling`, originally had `type` instead of `rope_type`

@@ -1,6 +1,9 @@
 """Load and export weights in the format of `transformers`: one tensor at a time to load, one full copy to export."""
 
 import json
+import re
+from collections.abc import Collection
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,14 @@ from recipes.model.huggingface import HuggingFace
 from recipes.model.init import fill, named_buffers, named_parameters
 from recipes.model.llama import Llama
 from recipes.model.moe import DeepSeekV3, MoeLlama
-from recipes.model.transformers_models import check_not_quantized, check_settings
+from recipes.model.transformers_models import (
+    check_kind,
+    check_not_quantized,
+    check_settings,
+    load_config,
+    make_published,
+    reading_model,
+)
 from recipes.model.weights.files import (
     PublishedWeights,
     check_tied,
@@ -36,6 +46,7 @@ from recipes.model.weights.hf_mixtral import MixtralFormat
 from recipes.model.weights.text_side import EXPORT_FILES, load_exported_tokenizer, writing_text_side
 
 _TIED_HEAD = "lm_head.weight"  # a copy of the embedding where the two are tied
+_BLOCK = re.compile(r"(?:^|\.)(?:h|layers)\.(\d+)\.")
 _MOST_NAMES = 5  # tensor names of a kind listed in an error: a model with experts has thousands
 
 
@@ -158,9 +169,10 @@ def _check_config(layout: Format, *, config: HFConfig, folder: Path) -> None:
     longest = min([layout.model.max_seq_len, *(number for number in positions if isinstance(number, int))])
     any_model += f" model.max_seq_len={longest}, without the other settings of model"
     if (kind := config.get("model_type")) not in layout.kinds:  # all else would differ, too
-        raise ConfigError(
-            setting, f"it is of the type {kind}, and this model of {' or '.join(layout.kinds)}", any_model
-        )
+        kinds = " or ".join(layout.kinds)
+        fix = any_model if _find_fault(folder, setting) is None else f"model.pretrained=<weights of a {kinds}>"
+        reason = f"it is of the type {kind}" if kind else "its config.json has no model_type"
+        raise ConfigError(setting, f"{reason}, and this model is of the type {kinds}", fix)
     check_not_quantized(config.get("quantization_config"), setting)
     with reading(folder / "config.json", setting, "model.pretrained=<folder with a valid config.json>"):
         full = layout.with_defaults(config)
@@ -170,11 +182,42 @@ def _check_config(layout: Format, *, config: HFConfig, folder: Path) -> None:
         fixes = [fix for _, fix in differences]
         # one that no setting of ours removes makes those that one would remove irrelevant
         whole = [fix or any_model for fix in fixes if fix is None or fix.startswith("model.pretrained")]
+        if not any("=<" in fix for fix in whole) and (fault := _find_fault(folder, setting)) is not None:
+            raise fault
         raise ConfigError(
             setting,
             f"it does not fit: {'; '.join(line for line, _ in differences)}",
             whole[0] if whole else " ".join(map(str, fixes)),
         )
+
+
+def _find_fault(folder: Path, setting: str) -> ConfigError | None:
+    """Return why config.json describes no model, or none of the tensors beside it, so that none of it is advised."""
+    if find_spec("transformers") is None:
+        return None  # optional
+    try:
+        config = load_config(str(folder))
+        with reading_model(str(folder)):
+            check_kind(config, name=str(folder))
+            with torch.device("meta"):
+                described = make_published(config, name=str(folder)).state_dict()
+    except ConfigError as error:
+        return ConfigError(setting, error.reason, "model.pretrained=<folder with a valid config.json>")
+    with open_weights(folder) as weights:
+        for name in sorted(weights.names() & described.keys()):
+            if weights.shape(name) != (expected := tuple(described[name].shape)):
+                reason = f"its {name} has the shape {weights.shape(name)}, and its config.json describes {expected}"
+                return ConfigError(setting, reason, FITTING_FOLDER)
+        own, others = (_count_blocks(names) for names in (described, weights.names()))
+    further = getattr(config, "num_nextn_predict_layers", 0) or 0
+    if own and others and not own <= others <= own + further:
+        reason = f"its tensors are those of {others} blocks, and its config.json describes {own}"
+        return ConfigError(setting, reason, FITTING_FOLDER)
+    return None
+
+
+def _count_blocks(names: Collection[str]) -> int:
+    return max((int(match[1]) + 1 for name in names if (match := _BLOCK.search(name))), default=0)
 
 
 def _check_names(layout: Format, *, weights: PublishedWeights, folder: Path) -> dict[str, str]:

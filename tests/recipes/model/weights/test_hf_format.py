@@ -133,9 +133,22 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "list": ("llama", {}, "holds a list instead of settings"),
     "text": ("llama", {}, "config.json cannot be read: JSONDecodeError"),
     "deep": ("llama", {}, "config.json cannot be read: RecursionError"),
-    "encoder": ("llama", {"model_type": "t5", "num_heads": 4}, "of the type t5, and this model of llama or qwen3"),
-    "images": ("gpt2", {"model_type": "llava", "text_config": {}}, "of the type llava, and this model of gpt2"),
-    "kind": ("llama", {"model_type": ["llama"]}, "of the type "),
+    "encoder": (
+        "llama",
+        {"model_type": "t5", "num_heads": 4},
+        "and this model is of the type llama or qwen3; type model.pretrained=<weights of a llama",
+    ),
+    "images": (
+        "gpt2",
+        {"model_type": "llava", "text_config": {}},
+        "of the type gpt2; type model.pretrained=<weights of a gpt2>",
+    ),
+    "kind": ("llama", {"model_type": ["llama"]}, "of the type ['llama'], and"),
+    "no kind": (
+        "llama",
+        {"model_type": None},
+        "has no model_type, and this model is of the type llama or qwen3",
+    ),
     "no heads": ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0 instead of a whole number above 0"),
     "three heads": ("llama", {"num_attention_heads": 3, "head_dim": None, "num_key_value_heads": 3}, "does not divide"),
     "key heads": ("llama", {"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide 4 heads"),
@@ -149,6 +162,16 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "scaling": ("llama", {"rope_scaling": 3}, "cannot be read: TypeError"),
     "quantization": ("llama", {"quantization_config": 3}, "its weights are quantized, and"),
     "quantized": ("llama", {"quantization_config": {"quant_method": "fp8"}}, "its weights are quantized (fp8)"),
+    "no positions": ("llama", {"max_position_embeddings": None}, "max_position_embeddings is null instead of a whole"),
+    "scaling kind": ("llama", {"rope_scaling": {"rope_type": "magic"}}, "magic"),
+    "activation": ("llama", {"hidden_act": "SiLU"}, 'hidden_act="SiLU", which transformers does not know'),
+    "odd heads": ("llama", {"head_dim": 7}, "requires an even rotary dimension"),
+    "more layers": (
+        "llama",
+        {"num_hidden_layers": 3},
+        "of 2 blocks, and its config.json describes 3",
+    ),
+    "more rows": ("llama", {"vocab_size": 61}, "has the shape "),
     "partial": ("llama", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary"),
 }
 
@@ -169,6 +192,7 @@ def test_a_config_that_describes_no_model_is_not_advised(
     texts = {"list": "[1]", "text": "{", "deep": "[" * 100_000}
     config = json.loads((published[kind] / "config.json").read_text()) | changes
     (tmp_path / "config.json").write_text(texts.get(broken, json.dumps(config)))
+    (tmp_path / "model.safetensors").symlink_to(published[kind] / "model.safetensors")
     with pytest.raises(ConfigError) as error:
         load_pretrained(ours(kind), tmp_path)
     assert reason in str(error.value)

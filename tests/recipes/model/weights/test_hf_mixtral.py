@@ -115,7 +115,7 @@ def test_a_plain_llama_is_no_model_with_experts(tmp_path: Path) -> None:
     theirs().save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "llama"}))
-    with pytest.raises(ConfigError, match="of the type llama, and this model of mixtral"):
+    with pytest.raises(ConfigError, match="of the type llama, and this model is of the type mixtral"):
         load_pretrained(ours(), tmp_path)
 
 
