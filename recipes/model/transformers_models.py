@@ -211,6 +211,10 @@ def _read_published(name: str, setting: str) -> Any:
         raise ConfigError(
             setting, reason, f"{key}=<a model of another type>, or pip install -U transformers if it is new"
         )
+    for dtype in {settings.get("dtype"), settings.get("torch_dtype")} - {None, "auto"}:
+        if not isinstance(getattr(torch, str(dtype).removeprefix("torch."), None), torch.dtype):
+            reason = f"its config.json has dtype={_show(dtype)}, which is none of torch"
+            raise ConfigError(setting, reason, f"{key}=<folder with a valid config.json>")
     return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
 
 

@@ -35,6 +35,8 @@ _FILES = ("model.safetensors", "pytorch_model.bin")
 _CONFIG = "config.json"
 _WRAPPERS = re.compile(r"^module\.|_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
 _OF_MODEL = ("state_dict", "model_state_dict", "model")  # under which training loops save a model beside other things
+# names of a LightningModule that holds a published model as its attribute `model`
+_OF_LIGHTNING = ("model.model.", "model.transformer.", "model.lm_head.")
 # what torch (2.13) says that it does not unpickle
 _CODE = re.compile(r"(?:GLOBAL|callable|function|class) ([a-z_][\w.]+)")
 # what GPTQ, AWQ, bitsandbytes and compressed-tensors save beside or instead of a weight
@@ -140,6 +142,8 @@ class WeightFile:
         self._setting = setting
         in_file = list(opened.keys())
         plain = [_WRAPPERS.sub("", name) for name in in_file]
+        if all(name.startswith("model.") for name in plain) and any(name.startswith(_OF_LIGHTNING) for name in plain):
+            plain = [name.removeprefix("model.") for name in plain]
         self._names = dict(zip(plain if len({*plain}) == len(plain) else in_file, in_file, strict=True))
 
     def names(self) -> list[str]:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -419,7 +420,7 @@ def test_a_config_of_no_model_is_one_error_that_names_it(broken: str, published:
     with pytest.raises(ConfigError, match=rf"^model\.name={tmp_path}: ") as error, torch.device("meta"):
         HuggingFace(name=str(tmp_path), pretrained=None, max_seq_len=64, vocab_size=64)
     assert error.value.fix.startswith("model.name=<")
-    assert "StrictDataclass" not in error.value.reason
+    assert not re.search("StrictDataclass|module 'torch'", error.value.reason)
 
 
 def test_weights_of_another_model_are_rejected(published: Any) -> None:

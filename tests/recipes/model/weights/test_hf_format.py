@@ -214,7 +214,7 @@ def test_a_head_of_its_own_in_files_that_are_said_to_be_tied_is_not_dropped(
         load_pretrained(ours(kind, tie_embeddings=True), tmp_path)
 
 
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod.", "-model."])
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod.", "model.", "-model."])
 def test_what_wrappers_and_bare_models_do_to_names_is_undone(
     prefix: str, published: dict[str, Path], tmp_path: Path
 ) -> None:
