@@ -78,7 +78,8 @@ def check_layers(model: nn.Module, pretrained: str | None) -> None:
         return
     name = getattr(model, "pretrained", None) or "<the model it was trained with>"
     reason = f"an adapter of peft is for the layers of a published model, and {type(model).__name__} has others"
-    fix = f"model=huggingface model.name={name}, without the other settings of model"
+    fix = f"model=huggingface model.name={name} model.max_seq_len={getattr(model, 'max_seq_len', '<number>')}"
+    fix += ", without the other settings of model"
     raise ConfigError(f"adapter.pretrained={pretrained}", reason, fix)
 
 
