@@ -324,6 +324,10 @@ def check_kind(config: Any, *, name: str) -> None:
     if wrong is not None:
         reason = f"its config.json has {wrong}={_show(flat[wrong])}, which no model can have"
         raise ConfigError(typed, reason, _VALID)
+    read, num_experts = getattr(config, "num_experts_per_tok", None) or 0, count_experts(config)
+    if num_experts and read > num_experts:
+        reason = f"its config.json has num_experts_per_tok={read}, more than its {num_experts} experts"
+        raise ConfigError(typed, reason, _VALID)
     num_layers = getattr(config, "num_hidden_layers", 1)
     if num_layers > _MAX_LAYERS:
         reason = f"its config.json has {num_layers:,} layers, of which {_MAX_LAYERS:,} are the most"
@@ -340,6 +344,12 @@ def check_kind(config: Any, *, name: str) -> None:
     if not _is_causal(type(config)):
         reason = f"a model of type {kind} is no causal language model, which predicts the next token"
         raise ConfigError(typed, reason, _FIX)
+
+
+def count_experts(config: Any) -> int:
+    """Return the number of experts that a token is routed to; 0 for a model without experts."""
+    keys = ("num_local_experts", "n_routed_experts", "num_experts")
+    return next((number for key in keys if isinstance(number := getattr(config, key, None), int)), 0)
 
 
 def warn_of_untested(kind: str) -> None:

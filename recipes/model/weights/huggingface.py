@@ -24,6 +24,7 @@ from recipes.model.transformers_models import (
     check_kind,
     check_not_quantized,
     check_settings,
+    count_experts,
     load_config,
     make_published,
     reading_model,
@@ -47,6 +48,7 @@ from recipes.model.weights.text_side import EXPORT_FILES, load_exported_tokenize
 
 _TIED_HEAD = "lm_head.weight"  # a copy of the embedding where the two are tied
 _BLOCK = re.compile(r"(?:^|\.)(?:h|layers)\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _MOST_NAMES = 5  # tensor names of a kind listed in an error: a model with experts has thousands
 
 
@@ -200,24 +202,39 @@ def _find_fault(folder: Path, setting: str) -> ConfigError | None:
         with reading_model(str(folder)):
             check_kind(config, name=str(folder))
             with torch.device("meta"):
-                described = make_published(config, name=str(folder)).state_dict()
+                model = make_published(config, name=str(folder))
     except ConfigError as error:
         return ConfigError(setting, error.reason, "model.pretrained=<folder with a valid config.json>")
+    described = model.state_dict()
     with open_weights(folder) as weights:
-        for name in sorted(weights.names() & described.keys()):
+        names = weights.names()
+        if not config.tie_word_embeddings and _TIED_HEAD in described.keys() - names:
+            reason = f"config.json has tie_word_embeddings=false, and the file has no {_TIED_HEAD}"
+            return ConfigError(setting, reason, FITTING_FOLDER)
+        for copy, source in model.all_tied_weights_keys.items():
+            if {copy, source} <= names:
+                try:
+                    check_tied(weights, copy, source, setting)
+                except ConfigError as error:
+                    return error
+        for name in sorted(names & described.keys()):
             if weights.shape(name) != (expected := tuple(described[name].shape)):
                 reason = f"its {name} has the shape {weights.shape(name)}, and its config.json describes {expected}"
                 return ConfigError(setting, reason, FITTING_FOLDER)
-        own, others = (_count_blocks(names) for names in (described, weights.names()))
+    own, others = (_count(_BLOCK, found) for found in (described, names))
     further = getattr(config, "num_nextn_predict_layers", 0) or 0
     if own and others and not own <= others <= own + further:
         reason = f"its tensors are those of {others} blocks, and its config.json describes {own}"
         return ConfigError(setting, reason, FITTING_FOLDER)
+    own, others = count_experts(config), _count(_EXPERT, names)
+    if own and others and own != others:  # transformers has one tensor of all of them
+        reason = f"its tensors are those of {others} experts, and its config.json describes {own}"
+        return ConfigError(setting, reason, FITTING_FOLDER)
     return None
 
 
-def _count_blocks(names: Collection[str]) -> int:
-    return max((int(match[1]) + 1 for name in names if (match := _BLOCK.search(name))), default=0)
+def _count(part: re.Pattern[str], names: Collection[str]) -> int:
+    return max((int(match[1]) + 1 for name in names if (match := part.search(name))), default=0)
 
 
 def _check_names(layout: Format, *, weights: PublishedWeights, folder: Path) -> dict[str, str]:

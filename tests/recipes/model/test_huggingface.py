@@ -404,6 +404,7 @@ BROKEN: dict[str, str | dict[str, Any]] = {
     "no layers": {"num_hidden_layers": 0},
     "negative": {"intermediate_size": -1},
     "kind": {"model_type": "nope"},
+    "experts": {"model_type": "mixtral", "num_experts_per_tok": 9, "num_local_experts": 4},
     "positions": {"max_position_embeddings": 0},
     "theta": {"rope_parameters": {"rope_theta": -1.0, "rope_type": "default"}},
     "infinite theta": {"rope_parameters": {"rope_theta": float("inf"), "rope_type": "default"}},

@@ -171,6 +171,11 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
         {"num_hidden_layers": 3},
         "of 2 blocks, and its config.json describes 3",
     ),
+    "tied to another": (
+        "llama",
+        {"tie_word_embeddings": True},
+        "ties lm_head.weight to model.embed_tokens.weight, but",
+    ),
     "more rows": ("llama", {"vocab_size": 61}, "has the shape "),
     "partial": ("llama", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary"),
 }
@@ -196,7 +201,8 @@ def test_a_config_that_describes_no_model_is_not_advised(
     with pytest.raises(ConfigError) as error:
         load_pretrained(ours(kind), tmp_path)
     assert reason in str(error.value)
-    assert error.value.fix.startswith(("model.pretrained=<", f"model=huggingface model.name={tmp_path}"))
+    advised = ("model.pretrained=<", f"model=huggingface model.name={tmp_path}", "the same command, with")
+    assert error.value.fix.startswith(advised)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
