@@ -90,8 +90,10 @@ def _check(file: Path, folder: Path) -> None:
     if os.path.isdir(file):
         inside = sorted(path for path in file.glob("*.gguf") if path.is_file())
         if os.path.isfile(file / "config.json"):
-            fix = f"model=huggingface model.name={file}, which reads the folder as it is"
-        raise ConfigError(typed, "it is a folder, not a file", f"mode.path={inside[0]}" if inside else fix)
+            fix = f"model=huggingface model.name={file} instead of mode=unpack, as it is read without"
+        if inside:
+            fix = f"mode.path={inside[0] if len(inside) == 1 else '<one of the .gguf files in it>'}"
+        raise ConfigError(typed, "it is a folder, not a file", fix)
     if not os.path.isfile(file):  # unlike Path.is_file, returns False if the name is too long
         raise ConfigError(typed, "there is no such file", fix)
     with reading(file, typed, fix), file.open("rb") as opened:
@@ -156,9 +158,15 @@ def _check_settings(reader: Any, typed: str) -> None:
         listed = ", ".join(f"{architecture}.{key}" for key in missing)
         reason = f"it lacks the {what} {listed}, which would be guessed"
         raise ConfigError(typed, reason, _ANOTHER)
+    # some architectures have a number for each block, and 0 in those without attention
     for key in _NEEDED:
-        if (value := _get(reader, f"{architecture}.{key}", 1)) < 1:
+        if (value := _get(reader, f"{architecture}.{key}", 1, of_list=1)) < 1:
             raise ConfigError(typed, f"it has {architecture}.{key}={value}, which no model can have", _ANOTHER)
+    heads = _get(reader, f"{architecture}.attention.head_count", 0, of_list=0)
+    groups = _get(reader, f"{architecture}.attention.head_count_kv", 1, of_list=1)
+    if heads and (groups < 1 or heads % groups):
+        reason = f"it has {architecture}.attention.head_count_kv={groups}, which does not divide its {heads} heads"
+        raise ConfigError(typed, reason, _ANOTHER)
 
 
 def _check_parts(reader: Any, typed: str) -> None:
@@ -248,10 +256,12 @@ def _set_llama3_rope(config: Any, factors: Any, typed: str) -> None:
     config.rope_parameters = {**rope, **LLAMA3_ROPE, "factor": factor}
 
 
-def _get(reader: Any, key: str, default: Any) -> Any:
-    """Return a text or number among the settings of a file."""
+def _get(reader: Any, key: str, default: Any, *, of_list: Any = None) -> Any:
+    """Return a text or number among the settings of a file, `of_list` or the first one for a list of them."""
     field = reader.get_field(key)
     if field is None:
         return default
+    if of_list is not None and field.types[0].name == "ARRAY":
+        return of_list
     value = field.parts[field.data[0]]
     return bytes(value).decode() if field.types[0].name == "STRING" else value[0].item()

@@ -179,6 +179,7 @@ PARTIAL: dict[str, tuple[dict[str, Any], str]] = {
     "no tokenizer": ({"lacks": "ggml.tokens"}, r"it has no tokenizer \(tokenizer.ggml.tokens\)"),
     "adapter": ({"settings": {"general.type": "adapter"}}, "it is a file of the kind adapter, not a model"),
     "no heads": ({"heads": 0}, "head_count=0, which no model can"),
+    "three heads": ({"heads": 3}, "attention.head_count_kv=4, which does not divide its 3 heads"),
     "norm": ({"without": "output_norm"}, "its files do not have model.norm.weight"),
     "biases": ({"more": {"blk.0.attn_q.bias": np.ones(WIDTH, np.float32)}}, "no place for blk.0.attn_q.bias"),
     "further block": ({"more": {"blk.2.attn_norm.weight": np.ones(WIDTH, np.float32)}}, "no place for blk.2.attn_norm"),

@@ -176,6 +176,7 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
         {"tie_word_embeddings": True},
         "ties lm_head.weight to model.embed_tokens.weight, but",
     ),
+    "no head": ("gpt2", {"tie_word_embeddings": False}, "=false, and the file has no lm_head.weight"),
     "more rows": ("llama", {"vocab_size": 61}, "has the shape "),
     "partial": ("llama", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary"),
 }
