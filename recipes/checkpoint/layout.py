@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from recipes.checkpoint.saved_tensor import SavedTensor
-from recipes.checkpoint.shard_file import Part
+from recipes.checkpoint.shard_file import DTYPES, Part
 from recipes.errors import ConfigError
 
 RUN_FILE = "run.pt"
 FLATS = "flats"  # key of what ZeRO's flat partitions of a rank keep beside per-element state
 _OPTIMIZER, _RNG, _VALUES = "optimizer", "rng", "values"
+_TENSORS = "tensors"  # key of the dtypes and shapes of what rank 0 writes, by name on disk
 State = dict[str, Any]
 
 
@@ -79,6 +80,7 @@ def split_state(checkpoint: State, *, rank: int) -> tuple[State, State, dict[str
     left_out = ("state_dict", "every_parameter", "group_values", _RNG)
     plain = {key: value for key, value in checkpoint.items() if key not in left_out}
     plain |= {"parameters": every, "optimizer_states": [{"param_groups": optimizer["param_groups"]}]}
+    plain[_TENSORS] = {name: [DTYPES[part.tensor.dtype], *part.unsharded_shape] for name, part in parts.items()}
     return plain, of_rank, parts
 
 
@@ -199,7 +201,15 @@ def merge_state(plain: State, tensors: Mapping[str, SavedTensor]) -> State:
     """Rebuild Lightning's checkpoint, with `SavedTensor` for tensors and two more keys.
 
     `rng` has the generator states of every rank, `values` the serialized plain data of the ranks that have some.
+
+    Raises:
+        ValueError: A tensor that was saved is missing, or is another.
     """
+    for name, (dtype, *shape) in plain.get(_TENSORS, {}).items():  # none from earlier versions
+        if name not in tensors:
+            raise ValueError(f"it lacks {name}")
+        if (found := tensors[name]).dtype != dtype or [*found.shape] != shape:
+            raise ValueError(f"{name} is {found.dtype} of {[*found.shape]}, and was saved as {dtype} of {shape}")
     weights: State = {}
     index_by_name = {name: index for index, name in enumerate(plain["parameters"])}
     [optimizer] = plain["optimizer_states"]

@@ -1,6 +1,7 @@
 """Checkpoint tensors on disk: reads any box or flat range of a tensor from the shards that the ranks wrote.
 
-Shards need not match those of the reading rank: strategy, number of ranks and mesh may have changed.
+Shards need not match those of the reading rank: strategy, number of ranks and mesh may have changed. Values that no run
+saves, which a forged checkpoint may hold, are errors.
 """
 
 import json
@@ -18,6 +19,10 @@ from recipes.checkpoint.shard_file import ROWS, SHARDING_INFO, UNSHARDED_SHAPES
 from recipes.parallel.placement import cut_box
 
 Sizes = tuple[int, ...]
+# optimizer state that sums or averages squares, or counts: the root of a negative one would be NaN in the first step
+_NEVER_NEGATIVE = frozenset(
+    ("step", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "variance", "row_var", "col_var")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,19 +66,23 @@ class SavedTensor:
     """A tensor on disk.
 
     Attributes:
+        name: Its name on disk.
         shape: Shape of the unsharded tensor.
         dtype: Data type by its name in safetensors, `F32`.
+        is_checked: Whether values that no run saves are errors when they are read.
     """
 
+    name: str
     shape: torch.Size
     dtype: str
+    is_checked: bool = True
     _parts: list[SavedPart] = field(default_factory=list)
 
     def read(self) -> Tensor:
         """Read the unsharded tensor into newly allocated memory.
 
         Raises:
-            ValueError: The checkpoint does not hold all of it.
+            ValueError: The checkpoint does not hold all of it, or values that no run saves.
         """
         return self.read_range(0, math.prod(self.shape)).view(self.shape)
 
@@ -81,8 +90,31 @@ class SavedTensor:
         """Read only elements `start` to `stop` of the flattened tensor into newly allocated memory.
 
         Raises:
-            ValueError: The checkpoint does not hold all of them.
+            ValueError: The checkpoint does not hold all of them, or values that no run saves.
         """
+        return self._check(self._read_range(start, stop))
+
+    def read_box(self, offsets: Sizes, shape: Sizes) -> Tensor:
+        """Read a box of the tensor into newly allocated memory.
+
+        Raises:
+            ValueError: The checkpoint does not hold all of it, or values that no run saves.
+        """
+        return self._check(self._read_box(offsets, shape))
+
+    def _check(self, values: Tensor) -> Tensor:
+        """Return values in host memory, after one pass over them."""
+        if not self.is_checked or not values.is_floating_point() or not values.numel():
+            return values
+        least, most = values.aminmax()  # NaN if there is one; ten times as fast as isfinite
+        if not (least.isfinite() and most.isfinite()):
+            raise ValueError(f"{self.name} holds NaN or inf")
+        kind, _, rest = self.name.partition("/")
+        if kind == "optimizer" and rest.partition("/")[0] in _NEVER_NEGATIVE and least < 0:
+            raise ValueError(f"{self.name} holds negative numbers")
+        return values
+
+    def _read_range(self, start: int, stop: int) -> Tensor:
         if stop <= start:  # in the dtype of the tensor
             return self._parts[0].load().reshape(-1)[:0].clone()
         if self._consists_of_ranges():
@@ -93,14 +125,9 @@ class SavedTensor:
         rows = self._join_boxes((first, *[0] * (len(self.shape) - 1)), (last - first, *self.shape[1:]))
         return rows.reshape(-1)[start - first * row_size : stop - first * row_size].clone()
 
-    def read_box(self, offsets: Sizes, shape: Sizes) -> Tensor:
-        """Read a box of the tensor into newly allocated memory.
-
-        Raises:
-            ValueError: The checkpoint does not hold all of it.
-        """
+    def _read_box(self, offsets: Sizes, shape: Sizes) -> Tensor:
         if 0 in shape:
-            return self.read_range(0, 0).view(shape)
+            return self._read_range(0, 0).view(shape)
         if not self._consists_of_ranges():
             return self._join_boxes(offsets, shape)
         if not shape:
@@ -127,7 +154,7 @@ class SavedTensor:
             slices.append(part.load().reshape(-1)[position - begin : end - begin])
             position = end
         if position < stop:
-            raise ValueError(f"elements {position} to {stop} of a tensor are not in the checkpoint")
+            raise ValueError(f"elements {position} to {stop} of {self.name} are not in the checkpoint")
         return torch.cat(slices)  # [stop - start], a copy
 
     def _join_boxes(self, offsets: Sizes, shape: Sizes) -> Tensor:
@@ -145,7 +172,7 @@ class SavedTensor:
             num_found += math.prod(sizes)
         if out is None or num_found != math.prod(shape):  # shards do not overlap: each element has one writer
             missing = math.prod(shape) - num_found
-            raise ValueError(f"{missing} elements of a tensor {list(self.shape)} are not in the checkpoint")
+            raise ValueError(f"{missing} elements of {self.name}, {list(self.shape)}, are not in the checkpoint")
         return out
 
 
@@ -159,12 +186,22 @@ def _intersect(
     return None if min(sizes) <= 0 else (begin, sizes)
 
 
-def open_tensors(files: Iterable[Path]) -> dict[str, SavedTensor]:
-    """Return every tensor in the files of a checkpoint by name; reads headers only."""
+def open_tensors(files: Iterable[Path], *, are_checked: bool = True) -> dict[str, SavedTensor]:
+    """Return every tensor in the files of a checkpoint by name; reads headers only.
+
+    Args:
+        files: Files with the shards.
+        are_checked: Whether values that no run saves are errors when they are read.
+
+    Raises:
+        ValueError: Shards do not belong together, or one that the metadata of its file lists is not there.
+    """
     tensors: dict[str, SavedTensor] = {}
     for path in files:
         for name, shape, part in _open_parts(path):
-            tensor = tensors.setdefault(name, SavedTensor(shape=shape, dtype=part.dtype))
+            tensor = tensors.setdefault(
+                name, SavedTensor(name=name, shape=shape, dtype=part.dtype, is_checked=are_checked)
+            )
             if tensor.dtype != part.dtype:
                 raise ValueError(f"{path.name} has a shard of {name} of {part.dtype}, and others are {tensor.dtype}")
             if tensor.shape != shape or not _lies_within(part, shape):
@@ -186,6 +223,8 @@ def _open_parts(path: Path) -> Iterator[tuple[str, torch.Size, SavedPart]]:
     saved = json.loads(metadata[SHARDING_INFO])
     shapes = json.loads(metadata[UNSHARDED_SHAPES])
     rows = json.loads(metadata.get(ROWS, "{}"))
+    if lost := sorted(shapes.keys() - file.keys()):
+        raise ValueError(f"{path.name} lists {lost[0]}, and does not hold it")
     for name in file.keys():  # noqa: SIM118, not a dict
         unsharded = torch.Size(shapes[name])
         offsets = tuple(saved[name]["saved_offsets"])

@@ -27,7 +27,7 @@ UNSHARDED_SHAPES = "whole_shapes"  # key in the header's metadata
 ROWS = "rows"  # metadata key for shards with rows from several places
 SHARDING_INFO = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint._hf_utils, torch 2.13
 _CHUNK_BYTES = 4 << 20  # stays in the cache while it is checked, hashed and written
-_DTYPES = {
+DTYPES = {  # name in safetensors
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -126,7 +126,7 @@ def _header(ordered: list[tuple[str, Part]]) -> bytes:
     for name, part in ordered:
         end = start + part.tensor.nbytes
         header[name] = {
-            "dtype": _DTYPES[part.tensor.dtype],
+            "dtype": DTYPES[part.tensor.dtype],
             "shape": list(part.tensor.shape),
             "data_offsets": [start, end],
         }

@@ -45,7 +45,7 @@ def check_keys(checkpoint: Mapping[str, Any], data: object) -> None:
         data: Data module that goes on from it; None if nothing is trained.
 
     Raises:
-        ValueError: Something is missing, or no count.
+        ValueError: Something is missing, no count, or of another step.
     """
     goes_on = () if data is None else ("callbacks", "lr_schedulers", type(data).__qualname__)
     missing = [key for key in (*_NEEDED, *goes_on) if key not in checkpoint]
@@ -56,6 +56,8 @@ def check_keys(checkpoint: Mapping[str, Any], data: object) -> None:
             f"it has the state of {len(checkpoint['lr_schedulers'])} schedules of the learning rate, not 1"
         )
     _check_counts(checkpoint)
+    if goes_on:
+        _check_steps(checkpoint)
 
 
 def _check_counts(checkpoint: Mapping[str, Any]) -> None:
@@ -66,6 +68,16 @@ def _check_counts(checkpoint: Mapping[str, Any]) -> None:
     for name, count in counts:
         if type(count) is not int or count < 0:
             raise ValueError(f"{name} is {str(count)[:40]}, not a count")
+
+
+def _check_steps(checkpoint: Mapping[str, Any]) -> None:
+    """Check that the schedule and Lightning's own count of steps, with which a run goes on, are at its step."""
+    step, loop = checkpoint["global_step"], checkpoint["loops"]["fit_loop"]
+    progress = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]
+    counts = {"the optimizer": progress["completed"], "the schedule": checkpoint["lr_schedulers"][0]["last_epoch"]}
+    for name, count in counts.items():
+        if count != step:
+            raise ValueError(f"{name} is at step {count}, and the run at step {step}")
 
 
 def check_settings(own: Mapping[str, Any], saved: Mapping[str, Any], *, fix: str) -> None:

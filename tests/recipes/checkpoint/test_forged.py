@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from safetensors import safe_open
+from safetensors.torch import save_file
 from support import composed_config
 
 from recipes.build import build
@@ -77,7 +79,35 @@ def forge_header(run: Path, change: Callable[[State, State], object]) -> Path:
     header["__metadata__"] = {key: json.dumps(value) for key, value in metadata.items()}
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+    return forge_state(run, lambda state: state.pop("tensors"))  # which earlier versions did not write
+
+
+def forge_tensors(run: Path, change: Callable[[State], object], *, lists_them: bool = False) -> Path:
+    """Change the tensors of a shard, and whether its metadata lists what is left alone."""
+    path = run / "checkpoints" / NAME / "rank_00000.safetensors"
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118, not a dict
+        listed = {key: json.loads(value) for key, value in file.metadata().items()}
+    change(tensors)
+    if lists_them:
+        listed = {key: {name: of[name] for name in of if name in tensors} for key, of in listed.items()}
+    save_file(tensors, path, metadata={key: json.dumps(value) for key, value in listed.items()})
     return forge_manifest(run)
+
+
+def get_steps(state: State) -> State:
+    """Return Lightning's count of optimizer steps."""
+    loop = state["loops"]["fit_loop"]["epoch_loop.automatic_optimization.optim_progress"]
+    steps: State = loop["optimizer"]["step"]["total"]
+    return steps
+
+
+def remove(start: str) -> Callable[[State], object]:
+    def change(tensors: State) -> None:
+        for name in [name for name in tensors if name.startswith(start)]:
+            del tensors[name]
+
+    return change
 
 
 def load(checkpoint: Path) -> None:
@@ -144,12 +174,20 @@ def resume(run: Path, overrides: list[str], **model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda state: state["loops"]["fit_loop"].clear(), "KeyError: 'epoch_loop.batch_progress'"),
+        (
+            lambda state: state["loops"]["fit_loop"].clear(),
+            "KeyError: 'epoch_loop.automatic_optimization.optim_progress'",
+        ),
         (lambda state: state.update(lr_schedulers=[]), "it has the state of 0 schedules of the learning rate, not 1"),
         (lambda state: state.pop("StreamDataModule"), "it lacks StreamDataModule"),  # the position in the data
         (lambda state: state["callbacks"].update({key: {"x": 1} for key in state["callbacks"]}), "KeyError: "),
         (lambda state: state["consumed"].update(samples=-8), "consumed samples is -8, not a count"),
         (lambda state: state["lr_schedulers"][0].update(last_epoch="a"), "the step of the schedule is a, not a count"),
+        (
+            lambda state: state["lr_schedulers"][0].update(last_epoch=2),
+            "the schedule is at step 2, and the run at step 20",
+        ),
+        (lambda state: get_steps(state).update(completed=2), "the optimizer is at step 2, and the run at step 20"),
         (lambda state: state["StreamDataModule"].update(position=-1), "the position in the data is -1, not a count"),
     ],
 )
@@ -164,6 +202,47 @@ def test_what_restoring_a_state_raises_is_an_error_in_the_checkpoint(
     assert raised.value.reason.startswith(f"{checkpoint} cannot be read: ")
     assert reason in raised.value.reason
     assert (forged / "metrics.csv").read_bytes() == rows
+
+
+@pytest.mark.parametrize("start", ["optimizer/", "optimizer/exp_avg_sq/model.blocks.0", "model.norm", "rng/0/cpu"])
+@pytest.mark.parametrize(("lists_them", "reason"), [(False, "lists {}, and does not hold it"), (True, "it lacks {}")])
+def test_a_tensor_that_was_saved_is_not_begun_again(start: str, lists_them: bool, reason: str, forged: Path) -> None:
+    checkpoint = forge_tensors(forged, remove(start), lists_them=lists_them)
+    with pytest.raises(ConfigError, match=reason.format(rf"{start}\S*")) as raised:
+        load(checkpoint)
+    assert raised.value.setting == f"resume={checkpoint}"
+
+
+def test_a_tensor_of_another_shape_or_dtype_than_was_saved_is_not_loaded(forged: Path) -> None:
+    def change(tensors: State) -> None:
+        name = next(name for name in tensors if name.startswith("optimizer/exp_avg/"))
+        tensors[name] = tensors[name].half()
+
+    with pytest.raises(ConfigError, match=r"exp_avg/\S+ is F16 of \[.*\], and was saved as F32 of \["):
+        load(forge_tensors(forged, change))
+
+
+@pytest.mark.parametrize(
+    ("start", "factor", "reason"),
+    [
+        ("model.", float("nan"), "holds NaN or inf"),
+        ("optimizer/exp_avg/", float("inf"), "holds NaN or inf"),
+        ("optimizer/exp_avg_sq/", -1.0, "holds negative numbers"),
+        ("optimizer/step/", -1.0, "holds negative numbers"),
+    ],
+)
+def test_values_that_no_run_saves_are_not_trained_with(
+    start: str, factor: float, reason: str, forged: Path, overrides: list[str]
+) -> None:
+    def change(tensors: State) -> None:
+        for name in tensors:
+            if name.startswith(start):
+                tensors[name] = tensors[name] * factor
+
+    checkpoint = forge_tensors(forged, change)
+    with pytest.raises(ConfigError, match=rf"{start}\S+ {reason}") as raised:
+        resume(forged, overrides)
+    assert raised.value.setting == f"resume={checkpoint}"
 
 
 def test_weights_of_another_kind_of_number_are_not_cast(forged: Path, overrides: list[str]) -> None:

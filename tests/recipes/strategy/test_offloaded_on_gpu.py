@@ -105,8 +105,8 @@ def test_optimizer_state_is_loaded_to_where_its_parameter_is(gpus: FakeGpus, dty
             on_gpu.append(tuple(result.shape))
         return result
 
-    saved = {name: SavedTensor(shape=torch.Size([64, 8]), dtype="F32") for name in ("exp_avg", "exp_avg_sq")}
-    saved["step"] = SavedTensor(shape=torch.Size([]), dtype="F32")
+    saved = {name: SavedTensor(name=name, shape=torch.Size([64, 8]), dtype="F32") for name in ("exp_avg", "exp_avg_sq")}
+    saved["step"] = SavedTensor(name="step", shape=torch.Size([]), dtype="F32")
     groups = [{"params": [0]}]
 
     def read(self: SavedTensor, start: int, stop: int) -> Tensor:
