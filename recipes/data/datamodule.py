@@ -160,7 +160,7 @@ class StreamDataModule(lightning.LightningDataModule):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         position = state_dict["position"]
-        if type(position) is not int or position < 0:
+        if type(position) is not int or not 0 <= position < 2**62:
             raise ValueError(f"the position in the data is {str(position)[:40]}, not a count")
         self.move_to(position)
         current = self._stream_identity()

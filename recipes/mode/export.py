@@ -25,7 +25,14 @@ from recipes.model.weights.text_side import (
     write_text_side,
 )
 from recipes.numerics.nf4 import list_nf4
-from recipes.run_folder import CHECKPOINTS, EXPORT_FOLDER, claim_output, has_run, read_json
+from recipes.run_folder import (
+    CHECKPOINTS,
+    EVENTS_FILE,
+    EXPORT_FOLDER,
+    claim_output,
+    complete_lines,
+    read_json,
+)
 from recipes.runtime.console import LOGGER
 from recipes.task.base import TrainingTask
 
@@ -55,19 +62,19 @@ def export(
         ConfigError: There is no checkpoint, or no average in it, transformers cannot load the tokenizer as it was, or
             the folder cannot be written to or holds files of something else.
     """
-    setting, target = ("mode.path", path) if path is not None else ("hydra.run.dir", run.folder / EXPORT_FOLDER)
-    folder = claim_output(target, setting)
+    target = path if path is not None else str(run.folder / EXPORT_FOLDER)
+    setting = f"mode.path={target}"
+    folder = claim_output(target, "mode.path")
     source = None if run.published is None else published_folder(run.published)
     if source is not None and folder.resolve() == source.resolve():
         reason = "it holds the published model that the run started from, which the export would replace"
-        raise ConfigError(f"{setting}={target}", reason, "mode.path=<another folder>")
+        raise ConfigError(setting, reason, "mode.path=<another folder>")
     if folder.resolve().is_relative_to((run.folder / CHECKPOINTS).resolve()):
         reason = "the checkpoints of the run are there, and their folders hold nothing else"
-        raise ConfigError(f"{setting}={target}", reason, "mode.path=<another folder>")
-    is_own = path is None and has_run(run.folder)
-    if not is_own and (foreign := _find_foreign(folder, run.folder, source)) is not None:
+        raise ConfigError(setting, reason, "mode.path=<another folder>")
+    if (foreign := _find_foreign(folder, run, source)) is not None:
         reason = f"it holds {foreign.name}, which is not of an export of this run: it would be replaced"
-        raise ConfigError(f"{setting}={target}", reason, "mode.path=<another folder>")
+        raise ConfigError(setting, reason, "mode.path=<another folder>")
     task, checkpoint = load_task(run, weights)
     tokenizer_folder = run.tokenizer_folder if run.tokenizer_folder.is_dir() else None
     what = str(checkpoint)
@@ -86,34 +93,39 @@ def export(
             _restore_base(task, exactly=adapter == "merged")
             merge_adapter(task.model)
         export_pretrained(task.model, folder, tokenizer_folder=tokenizer_folder, published=run.published)
-    record = _describe(folder, run.folder) | {"checkpoint": checkpoint.name}
+    record = _describe(folder, run) | {"checkpoint": checkpoint.name}
     write_atomically(folder / EXPORT_RECORD, json.dumps(record, indent=2) + "\n")
     LOGGER.info(f"Exported {what} to {folder}; every file was read back and is equal")
     return 0
 
 
-def _find_foreign(folder: Path, run_folder: Path, source: Path | None) -> Path | None:
+def _find_foreign(folder: Path, run: Run, source: Path | None) -> Path | None:
     """Return a file that an export would replace and that no earlier export of this run wrote; None if there is none.
 
     Args:
         folder: Folder of the export.
-        run_folder: Folder of the run.
+        run: The run.
         source: Published model whose further files go with the export; None if there is none.
     """
     record = folder / EXPORT_RECORD
     if record.is_file():
         with suppress(ConfigError):  # another program's file of that name is in the way, too
-            if read_json(record, fix="").items() >= _describe(folder, run_folder).items():
+            if read_json(record, fix="").items() >= _describe(folder, run).items():
                 return None
     written = [*EXPORT_FILES, EXPORT_RECORD, *(path.name for path in list_further_files(source))]
     return next((path for pattern in written for path in sorted(folder.glob(pattern))), None)
 
 
-def _describe(folder: Path, run_folder: Path) -> dict[str, str | None]:
-    """Return by what an export is known again: its run, and its config as it was written."""
+def _describe(folder: Path, run: Run) -> dict[str, str | None]:
+    """Return by what an export is known again: its run, wherever that is moved, and its config as it was written."""
+    home = run.folder if run.checkpoint is None else run.checkpoint.resolve().parents[1]
+    first = next(iter(complete_lines(home / EVENTS_FILE)), "")  # with the time of its start
+    name = first.encode() or os.fsencode(home.resolve())  # hashed: no path of this machine is published
     config = next((folder / name for name in _CONFIGS if (folder / name).is_file()), None)
-    of_run = hashlib.sha256(os.fsencode(run_folder.resolve())).hexdigest()  # no path of this machine is published
-    return {"run": of_run, "config": None if config is None else hashlib.sha256(config.read_bytes()).hexdigest()}
+    return {
+        "run": hashlib.sha256(name).hexdigest(),
+        "config": None if config is None else hashlib.sha256(config.read_bytes()).hexdigest(),
+    }
 
 
 def _restore_base(task: TrainingTask, *, exactly: bool) -> None:

@@ -66,7 +66,7 @@ def _check_counts(checkpoint: Mapping[str, Any]) -> None:
     schedules = checkpoint.get("lr_schedulers", [])
     counts += [("the step of the schedule", schedule["last_epoch"]) for schedule in schedules]
     for name, count in counts:
-        if type(count) is not int or count < 0:
+        if type(count) is not int or not 0 <= count < 2**62:
             raise ValueError(f"{name} is {str(count)[:40]}, not a count")
 
 

@@ -1,6 +1,7 @@
 """What an export refuses to replace, and what it says about an adapter."""
 
 import logging
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ PLAIN = Text(is_like_sentencepiece=False, has_start=False, has_several_ends=Fals
 
 
 def make_run(folder: Path, published: Path) -> Any:
-    return SimpleNamespace(folder=folder, tokenizer_folder=folder / "tokenizer", published=str(published))
+    tokenizer = folder / "tokenizer"
+    return SimpleNamespace(folder=folder, tokenizer_folder=tokenizer, published=str(published), checkpoint=None)
 
 
 def test_an_export_never_replaces_the_published_model_that_its_run_started_from(tmp_path: Path) -> None:
@@ -28,7 +30,7 @@ def test_an_export_never_replaces_the_published_model_that_its_run_started_from(
     for path, setting in (
         (str(source), f"mode.path={source}"),
         (str(tmp_path / "link"), f"mode.path={tmp_path / 'link'}"),
-        (None, f"hydra.run.dir={run_folder / 'export'}"),
+        (None, f"mode.path={run_folder / 'export'}"),
     ):
         with pytest.raises(ConfigError, match="holds the published model that the run started from") as raised:
             export(run, path=path, weights="trained", adapter="separate")
@@ -67,6 +69,29 @@ def test_an_export_replaces_an_earlier_one_of_its_run_and_nothing_else(
     (target / "adapter_config.json").write_text("{}")  # somebody has put another adapter there
     with pytest.raises(ConfigError, match="which is not of an export of this run"):
         export_into(target)
+    # the folder of a run holds no less of others' work than a typed one
+    own = run.folder / "export"
+    target.rename(own)
+    with pytest.raises(ConfigError, match="which is not of an export of this run") as raised:
+        export(run, path=None, weights="trained", adapter="separate")
+    assert (raised.value.setting, raised.value.fix) == (f"mode.path={own}", "mode.path=<another folder>")
+
+
+def test_an_export_is_that_of_its_run_after_the_run_has_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source"
+    model = make_model(Kind("any llama", "lora"), publish_text(PLAIN, source), source)
+    loaded = (SimpleNamespace(model=model), tmp_path / "step_0000002.ckpt")
+    monkeypatch.setattr("recipes.mode.export.load_task", lambda run, weights: loaded)
+    for name, time in (("run", 1.0), ("another", 2.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "events.jsonl").write_text(f'{{"time": {time}, "step": 0, "event": "start"}}\n')
+    run = make_run(tmp_path / "run", source)
+    assert export(run, path=None, weights="trained", adapter="separate") == 0
+    moved = make_run(run.folder.rename(tmp_path / "moved"), source)
+    assert export(moved, path=None, weights="trained", adapter="separate") == 0
+    copied = shutil.copytree(moved.folder / "export", tmp_path / "another" / "export")
+    with pytest.raises(ConfigError, match="which is not of an export of this run"):
+        export(make_run(copied.parent, source), path=None, weights="trained", adapter="separate")
 
 
 @pytest.mark.parametrize(("adapter", "num_lines"), [("lora", 0), ("qlora", 1)])
