@@ -66,7 +66,9 @@ def load_task(run: Run, weights: Literal["trained", "ema"]) -> tuple[TrainingTas
 
 
 @contextmanager
-def restoring(run: Run, folder: Path | None = None) -> Iterator[None]:
+def restoring(
+    run: Run, folder: Path | None = None, *, setting: str | None = None, fix: str = FIX_OF_A_FORGERY
+) -> Iterator[None]:
     """Report what the state of a checkpoint makes anybody raise as an error in it; the traceback is in the log.
 
     Hashes show damage, and anybody can compute them: the state of a forged checkpoint may have any form.
@@ -74,6 +76,8 @@ def restoring(run: Run, folder: Path | None = None) -> Iterator[None]:
     Args:
         run: The run that is restored.
         folder: What is read; None: the checkpoint that was loaded.
+        setting: The override that named it; None is `resume=` with the folder.
+        fix: What to type instead.
 
     Raises:
         ConfigError: The state has another form than this version writes.
@@ -88,7 +92,7 @@ def restoring(run: Run, folder: Path | None = None) -> Iterator[None]:
         LOGGER.error(traceback.format_exc(), extra={"console": False})
         read = folder or get_checkpoint_io(run).loaded or run.checkpoint
         assert read is not None, "something is restored"
-        with reading(read, f"resume={read}", FIX_OF_A_FORGERY):
+        with reading(read, setting or f"resume={read}", fix):
             raise
 
 

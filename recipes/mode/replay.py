@@ -14,13 +14,16 @@ from recipes.checkpoint.saved_tensor import open_tensors
 from recipes.checkpoint.shards import load_module
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
+from recipes.foreign_file import reading
 from recipes.mode.load import load_task, restoring
-from recipes.run_folder import SPIKES_FOLDER, claim_output
+from recipes.run_folder import SPIKES_FOLDER, claim_output, read_json, read_json_lines
 from recipes.runtime.console import LOGGER
 from recipes.strategy.torch_native import global_norm
 from recipes.task.base import TrainingTask
 
 SHOWN_SAMPLES = 5
+_ANOTHER_RUN = "resume=<a run that had a spike>"
+_VALUES_FILE, _SAMPLES_FILE = "spike.json", "samples.jsonl"
 
 
 def replay(run: Run, *, step: Annotated[int, ">= 1"] | None) -> int:
@@ -34,23 +37,27 @@ def replay(run: Run, *, step: Annotated[int, ">= 1"] | None) -> int:
         The exit code, 0.
 
     Raises:
-        ConfigError: There is no dump of that step, it cannot be written to, or there is no checkpoint.
+        ConfigError: There is no dump of that step, it is damaged or cannot be written to, or there is no checkpoint.
     """
     task, checkpoint = load_task(run, "trained")
-    dump = _find_dump(checkpoint.parents[1] / SPIKES_FOLDER, step)
+    dump, others = _find_dump(checkpoint.parents[1] / SPIKES_FOLDER, step)
     claim_output(dump, "resume")
-    with restoring(run, dump):
-        result = _replay(run, task, dump, checkpoint)
+    fix = f"mode.step={others[-1]}" if others else _ANOTHER_RUN
+    with restoring(run, dump, setting=f"mode.step={_get_step(dump)}", fix=fix):
+        result = _replay(run, task, dump, checkpoint, fix)
     write_atomically(dump / "replay.json", json.dumps(result, indent=2) + "\n")
     return 0
 
 
-def _replay(run: Run, task: TrainingTask, dump: Path, checkpoint: Path) -> dict[str, Any]:
+def _replay(run: Run, task: TrainingTask, dump: Path, checkpoint: Path, fix: str) -> dict[str, Any]:
     """Recompute the step of a dump and print it; return the values."""
-    recorded = json.loads((dump / "spike.json").read_text(encoding="utf-8"))
+    setting = f"mode.step={_get_step(dump)}"
+    recorded = _read_values(dump, setting, fix)
+    samples = _read_samples(dump, setting, fix)
+    rank_states = [_read_rank(dump, rank, setting, fix) for rank in range(recorded["world_size"])]
     weights = dump / "weights"
     if weights.is_dir():
-        files = [path for path in sorted(weights.iterdir()) if is_shard(path.name)]
+        files = [path for path in sorted(weights.iterdir()) if is_shard(path.name) and path.is_file()]
         saved = open_tensors(files, are_checked=False)  # a step may begin with weights that are not finite
         load_module(
             task,
@@ -65,35 +72,72 @@ def _replay(run: Run, task: TrainingTask, dump: Path, checkpoint: Path) -> dict[
             "The dump contains no weights: they had already changed when it was written;"
             f" using those of {checkpoint.name}"
         )
-    rank_states = [torch.load(path, map_location="cpu", weights_only=True) for path in sorted(dump.glob("rank_*.pt"))]
     loss, norm_by_block, norm = _recompute(run, task, rank_states)
-    _print(recorded, dump, loss, norm, norm_by_block)
+    _print(recorded, samples, dump, loss, norm, norm_by_block)
     return {"loss": _finite(loss), "grad_norm": _finite(norm), "grad_norms": norm_by_block}
 
 
-def _find_dump(parent: Path, step: int | None) -> Path:
-    """Return the folder of a step's dump."""
-    dumps = [path for path in sorted(parent.glob("step_*")) if path.name.removeprefix("step_").isdecimal()]
-    wanted = dumps[-1:] if step is None else [parent / f"step_{step:07d}"]
-    if wanted and (wanted[0] / "spike.json").is_file():
-        return wanted[0]
-    steps = [str(int(path.name.removeprefix("step_"))) for path in dumps]
+def _find_dump(parent: Path, step: int | None) -> tuple[Path, list[int]]:
+    """Return the folder of a step's dump, and the steps of the other dumps."""
+    named = [path for path in parent.glob("step_*") if path.name.removeprefix("step_").isdecimal()]
+    # the file is written last: a folder without it is no dump
+    dumps = {_get_step(path): path for path in named if (path / _VALUES_FILE).is_file()}
+    steps = sorted(dumps)
     setting = f"mode.step={'null' if step is None else step}"
     if not steps:
-        raise ConfigError(setting, f"{parent} contains no dump of a spike", "resume=<a run that had a spike>")
-    raise ConfigError(
-        setting,
-        f"{parent} contains no dump of that step, only of {', '.join(steps)}",
-        f"mode.step={steps[-1]}",
-    )
+        raise ConfigError(setting, f"{parent} contains no dump of a spike", _ANOTHER_RUN)
+    wanted = steps[-1] if step is None else step
+    if wanted not in dumps:
+        listed = ", ".join(map(str, steps))
+        reason = f"{parent} contains no dump of that step, only of {listed}"
+        raise ConfigError(setting, reason, f"mode.step={steps[-1]}")
+    return dumps[wanted], [other for other in steps if other != wanted]
+
+
+def _get_step(dump: Path) -> int:
+    return int(dump.name.removeprefix("step_"))
+
+
+def _read_values(dump: Path, setting: str, fix: str) -> dict[str, Any]:
+    """Return what was recorded of the step."""
+    path = dump / _VALUES_FILE
+    with reading(path, setting, fix):
+        recorded = read_json(path, fix=fix)
+        norms, world_size = recorded["weight_norms"], recorded["world_size"]
+        numbers = [recorded["loss"], recorded["grad_norm"], *norms.values()]
+        if not all(number is None or type(number) in (int, float) for number in numbers):
+            raise ValueError("a loss or norm in it is not a number")
+        if type(world_size) is not int or world_size < 1:
+            raise ValueError(f"its world_size is {world_size}, not a number of ranks")
+    return recorded
+
+
+def _read_rank(dump: Path, rank: int, setting: str, fix: str) -> dict[str, Any]:
+    """Return the micro-batches of a rank, with its random numbers before each."""
+    path = dump / f"rank_{rank:05d}.pt"
+    with reading(path, setting, fix):
+        if not path.is_file():  # a FIFO would block
+            raise FileNotFoundError("the step cannot be recomputed without the micro-batches of this rank")
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        if not state["batches"] or len(state["batches"]) != len(state["random"]):
+            raise ValueError("it has no random numbers for each micro-batch")
+    return state
+
+
+def _read_samples(dump: Path, setting: str, fix: str) -> list[dict[str, Any]]:
+    """Return the samples of the step, the largest losses first."""
+    path = dump / _SAMPLES_FILE
+    with reading(path, setting, fix):
+        return read_json_lines(path)
 
 
 def _tied_tensor(task: TrainingTask, name: str, saved: Any) -> Any:
     """Return the saved tensor of the parameter that `name` is tied to."""
     parameters = dict(task.named_parameters(remove_duplicate=False))
-    return next(
-        saved[other] for other, parameter in parameters.items() if parameter is parameters[name] and other in saved
-    )
+    others = [other for other, parameter in parameters.items() if parameter is parameters.get(name) and other in saved]
+    if not others:
+        raise ValueError(f"its weights lack {name}")
+    return saved[others[0]]
 
 
 def _recompute(
@@ -130,6 +174,7 @@ def _block_name(parameter: str) -> str:
 
 def _print(
     recorded: dict[str, Any],
+    samples: list[dict[str, Any]],
     dump: Path,
     loss: float,
     norm: float,
@@ -141,9 +186,7 @@ def _print(
     for block, value in norm_by_block.items():
         weight = recorded["weight_norms"].get(block)
         LOGGER.info(f"  {block:<16} gradient {_number(value):>10}   weights {_number(weight):>10}")
-    lines = (dump / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-    for line in lines[:SHOWN_SAMPLES]:
-        sample = json.loads(line)
+    for sample in samples[:SHOWN_SAMPLES]:
         documents = ", ".join(
             f"{document['name']} from token {document['first_token']}" for document in sample.get("documents", [])
         )

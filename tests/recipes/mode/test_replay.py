@@ -2,7 +2,9 @@
 
 import json
 import logging
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ from support import TINY, run_train, write_texts
 from recipes.build import build
 from recipes.config import compose_and_check
 from recipes.config.compose import freeze
+from recipes.errors import ConfigError
 from recipes.mode.fit import fit
+from recipes.mode.replay import replay
 
 OVERRIDES = [
     *(override for override in TINY if not override.startswith("~")),
@@ -88,6 +92,53 @@ def test_a_step_without_a_dump_is_an_error_that_names_the_steps_that_have_one(
     ended = run_train(["mode=replay", f"resume={run_folder}", "mode.step=7"])
     assert ended.returncode == 2
     assert "mode.step=25" in ended.stdout + ended.stderr
+
+
+def write_dump(parent: Path, step: int) -> Path:
+    dump = parent / "spikes" / f"step_{step:07d}"
+    dump.mkdir(parents=True)
+    values = {"loss": None, "grad_norm": 3.0, "weight_norms": {"embedding": 1.0}, "world_size": 1}
+    (dump / "spike.json").write_text(json.dumps(values))
+    torch.save({"batches": [{}], "random": [{}], "losses": []}, dump / "rank_00000.pt")
+    return dump
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def as_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "reason"),
+    [
+        ("rank_00000.pt", Path.unlink, "rank_00000.pt cannot be read: FileNotFoundError"),
+        ("rank_00000.pt", as_pipe, "rank_00000.pt cannot be read: FileNotFoundError"),
+        ("rank_00000.pt", cut, "rank_00000.pt cannot be read: "),
+        ("rank_00000.pt", lambda path: torch.save({"batches": []}, path), "it has no random numbers for each"),
+        ("spike.json", cut, "invalid JSON"),
+        ("spike.json", lambda path: path.write_text('{"world_size": "x"}'), "cannot be read: KeyError"),
+        ("spike.json", Path.unlink, "contains no dump of that step, only of 5"),
+        ("spike.json", as_pipe, "contains no dump of that step, only of 5"),
+    ],
+)
+def test_a_damaged_dump_is_an_error_that_names_another_one(
+    name: str, damage: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tmp_path / "checkpoints/step_0000004.ckpt"
+    monkeypatch.setattr("recipes.mode.replay.load_task", lambda run, weights: (None, checkpoint))
+    write_dump(tmp_path, 5)
+    dump = write_dump(tmp_path, 9)
+    damage(dump / name)
+    with pytest.raises(ConfigError) as raised:
+        replay(SimpleNamespace(), step=9)  # type: ignore[arg-type]
+    assert reason in raised.value.reason
+    assert raised.value.setting in ("mode.step=9", str(dump / name))
+    assert raised.value.fix == "mode.step=5"
+    assert not (dump / "replay.json").exists()
 
 
 def test_replaying_a_bad_batch_gives_the_recorded_loss_and_norm(tmp_path: Path, text_folder: str) -> None:
