@@ -161,7 +161,7 @@ def _check_all(
         *check_thresholds(config),
         *check_evaluator(config),
         *check_unread(config, overrides, references),
-        *check_resumed(config, run_folder, choices),
+        *check_resumed(config, run_folder, choices, references),
         *check_paths(config, overrides, run_folder, continues=continues),
     ]
     out_of_range = [mistake.setting for mistake in ranges]  # what is computed from these values is a consequence

@@ -1,5 +1,6 @@
 """Check that a resumed run has the same model, adapter and tokenizer as its weights were trained with."""
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -7,7 +8,14 @@ from typing import Any
 
 from recipes.config.check.types import to_setting
 from recipes.errors import ConfigError
-from recipes.run_folder import CONFIG_FILE, find_run_folder, has_checkpoint, read_config
+from recipes.run_folder import (
+    CONFIG_FILE,
+    TOKENIZER_FOLDER,
+    find_run_folder,
+    has_checkpoint,
+    read_config,
+    read_json,
+)
 
 # model settings that change the function its weights compute, several of them without changing any shape
 OF_WEIGHTS = (
@@ -35,7 +43,10 @@ _NOT_OF_ADAPTER = ("_target_", "pretrained", "dropout", "init")
 
 
 def check_resumed(
-    config: Mapping[str, Any], run_folder: Path, choices: Mapping[str, str] = MappingProxyType({})
+    config: Mapping[str, Any],
+    run_folder: Path,
+    choices: Mapping[str, str] = MappingProxyType({}),
+    references: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[ConfigError]:
     """Reject a model, adapter or tokenizer that differs from the one the weights were trained with.
 
@@ -43,6 +54,8 @@ def check_resumed(
         config: Plain values, every interpolation resolved.
         run_folder: Folder for the files of the run, which `resume=auto` continues.
         choices: Option chosen for each group, to name it in messages.
+        references: Settings that only refer to another one, and that one: those of `model.name` follow a published
+            model that has been moved, and nobody has typed them.
     """
     trained = _read_trained(config["resume"], run_folder)
     if trained is None:
@@ -65,7 +78,8 @@ def check_resumed(
             )
     yield from _check_adapter(config, trained["adapter"], choices)
     pretrained = now.get("pretrained")
-    if pretrained not in (None, before.get("pretrained")) and not _is_adapter(trained["adapter"]):
+    is_typed = "model.pretrained" not in references
+    if is_typed and pretrained not in (None, before.get("pretrained")) and not _is_adapter(trained["adapter"]):
         yield ConfigError(
             f"resume={config['resume']} model.pretrained={pretrained}",
             "its weights are those of the checkpoint, and no others would be read",
@@ -73,12 +87,27 @@ def check_resumed(
         )
     # tokens prepared elsewhere (data=token_file) come without a tokenizer and cannot be compared
     known, chosen = trained["tokenizer"], config["tokenizer"]
-    if known and chosen and known != chosen:
+    if known and chosen and known != chosen and not _is_saved(chosen, known, trained["folder"], references):
+        named = chosen.get("name") if known.get("_target_") == chosen.get("_target_") else None
+        typed = _name("tokenizer", chosen, choices) if named is None else f"tokenizer.name={named}"
         yield ConfigError(
-            f"resume={config['resume']} {_name('tokenizer', chosen, choices)}",
+            f"resume={config['resume']} {typed}",
             f"its weights were trained with the token ids of {_describe(known)}, not of {_describe(chosen)}",
-            "the same command without tokenizer=, or resume=null to train with another one",
+            f"the same command without {typed.partition('=')[0]}=, or resume=null to train with another one",
         )
+
+
+def _is_saved(chosen: Mapping[str, Any], known: Mapping[str, Any], run: Path, references: Mapping[str, str]) -> bool:
+    """Return whether a tokenizer has the ids of the one in the run folder, which a resume takes in any case."""
+    differing = [key for key in chosen.keys() | known.keys() if chosen.get(key) != known.get(key)]
+    if all(f"tokenizer.{key}" in references for key in differing):
+        return True
+    folders = (Path(os.path.expanduser(str(chosen.get("name", "")))), run / TOKENIZER_FOLDER)
+    try:
+        ours, theirs = (read_json(folder / "tokenizer.json", fix="") for folder in folders)
+    except (ConfigError, ValueError):  # of a name with a NUL
+        return False
+    return ours == theirs
 
 
 def _check_adapter(
@@ -115,7 +144,7 @@ def _name(group: str, node: Mapping[str, Any], choices: Mapping[str, str]) -> st
 
 
 def _read_trained(resume: object, run_folder: Path) -> dict[str, Any] | None:
-    """Return model, adapter and tokenizer of the run whose weights are loaded; None if there are none to compare."""
+    """Return folder, model, adapter and tokenizer of the run whose weights are loaded; None if there are none."""
     if resume == "auto":
         run = run_folder if has_checkpoint(run_folder) else None
     else:
@@ -132,6 +161,7 @@ def _read_trained(resume: object, run_folder: Path) -> dict[str, Any] | None:
     is_known = isinstance(adapter, dict)
     tokenizer = frozen.get("tokenizer")
     return {
+        "folder": run,
         "model": frozen["model"],
         "adapter": adapter if is_known else {},
         "tokenizer": tokenizer if isinstance(tokenizer, dict) else None,

@@ -81,6 +81,26 @@ def test_another_adapter_is_rejected(
     assert found == ([] if setting is None else [(f"resume={tmp_path} {setting}", reason)])
 
 
+def test_a_published_model_and_its_tokenizer_may_have_moved(config: dict[str, Any], tmp_path: Path) -> None:
+    of_model = {"_target_": "recipes.tokenizer.huggingface.HuggingFace", "name": "/old"}
+    model = {"_target_": "recipes.model.huggingface.HuggingFace", "name": "/old", "pretrained": "/old"}
+    run, same, other = (tmp_path / name for name in ("run", "same", "other"))
+    for folder, text in ((run / "tokenizer", '{"vocab": [1]}'), (same, '{"vocab":[1]}'), (other, '{"vocab": [2]}')):
+        folder.mkdir(parents=True)
+        (folder / "tokenizer.json").write_text(text)
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {"model": model, "tokenizer": of_model}))
+    moved = model | {"name": "/new", "pretrained": "/new"}
+    resumed = config | {"resume": str(run), "model": moved, "tokenizer": of_model | {"name": "/new"}}
+    references = {"model.pretrained": "model.name", "tokenizer.name": "model.name"}
+    assert not list(check_resumed(resumed, run, references=references))
+    assert len(list(check_resumed(resumed, run))) == 2, "typed"
+    for folder, num_mistakes in ((same, 0), (other, 1), (tmp_path / "none", 1)):
+        typed = resumed | {"model": model, "tokenizer": of_model | {"name": str(folder)}}
+        found = list(check_resumed(typed, run))
+        assert len(found) == num_mistakes
+        assert all(m.setting == f"resume={run} tokenizer.name={folder}" for m in found)
+
+
 def test_a_folder_without_a_checkpoint_has_no_weights_to_compare_with(config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model: {_target_: x.Other}\n")
     assert not list(check_resumed(config | {"resume": "auto"}, tmp_path))
