@@ -1,12 +1,16 @@
 """Build a W&B workspace from plain lists of sections and panels with wandb-workspaces. No network access."""
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
 from recipes.config.check.dashboard import DEFAULTS, check_sections
+from recipes.config.overrides import for_shell, make_override
 from recipes.errors import ConfigError
 
+# categories of Unicode: So emoji, Sm < and +, Sc $, Sk ^ and `, Cs half a character
+_SYMBOLS = ("So", "Sk", "Sm", "Sc", "Cs")
 STEP = "trainer/global_step"  # the x axis of every line plot
 
 
@@ -20,7 +24,7 @@ def make_workspace(sections: Sequence[dict[str, Any]], *, entity: str, project: 
         title: The workspace's title.
 
     Raises:
-        ConfigError: A section or a panel is invalid.
+        ConfigError: A section or a panel is invalid, or W&B takes no such title.
     """
     import wandb_workspaces.workspaces as ws
 
@@ -28,6 +32,7 @@ def make_workspace(sections: Sequence[dict[str, Any]], *, entity: str, project: 
     for number, section in enumerate(sections):
         for index, panel in enumerate(section["panels"]):
             _check_panel(f"dashboard.sections[{number}].panels[{index}]", panel)
+    _check_title(title)
     return ws.Workspace(
         entity=entity,
         project=project,
@@ -81,6 +86,16 @@ def _make_panel(panel: dict[str, Any]) -> Any:
         metric_regex=names_pattern(metrics) if is_pattern else None,
         log_y=panel["log_scale"] or None,
     )
+
+
+def _check_title(title: str) -> None:
+    """Reject a title with symbols, which wandb-workspaces takes for emoji."""
+    symbols = [letter for letter in dict.fromkeys(title) if unicodedata.category(letter) in _SYMBOLS]
+    if symbols:
+        left = " ".join("".join(letter for letter in title if letter not in symbols).split())
+        reason = f"W&B takes no emoji or other symbol in the title of a workspace, such as {symbols[0]}"
+        fix = for_shell(make_override("mode.title", left)) if left else "mode.title=<text>"
+        raise ConfigError(f"mode.title={title}", reason, fix)
 
 
 def _check_panel(where: str, panel: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import shlex
 import socket
 import sys
 import threading
@@ -18,6 +19,7 @@ from support import ROOT
 from recipes.config import compose_and_check
 from recipes.config.check.dashboard import KINDS, check_dashboards
 from recipes.config.compose import Composed
+from recipes.config.overrides import parse_override
 from recipes.errors import ConfigError
 from recipes.mode.dashboard import dashboard
 from recipes.mode.wandb_workspace import STEP, make_workspace, names_pattern
@@ -263,6 +265,19 @@ def test_an_invalid_panel_is_an_error_with_three_clauses(panel: Any, message: st
     config = {"dashboard": {"sections": sections}, "callbacks": {"report": {"dashboard": sections}}}
     is_only_of_wandb = "needs parameters" in message or "patterns" in message
     assert list(map(str, check_dashboards(config))) == ([] if is_only_of_wandb else [str(caught.value)])
+
+
+@pytest.mark.parametrize(("title", "without"), [("lr=3e-4, <b>", "lr3e-4, b"), ("run 🙂", "run"), ("🙂", None)])
+def test_a_title_that_no_workspace_can_have_is_an_error_with_one_that_it_can(title: str, without: str | None) -> None:
+    with pytest.raises(ConfigError, match="no emoji or other symbol") as raised:
+        make_workspace([], entity="", project="p", title=title)
+    assert raised.value.setting == f"mode.title={title}"
+    if without is None:
+        assert raised.value.fix == "mode.title=<text>"
+        return
+    [override] = shlex.split(raised.value.fix)
+    assert parse_override(override).value() == without
+    assert make_workspace([], entity="", project="p", title=without).name == without
 
 
 @pytest.mark.parametrize("sections", [[3], [None], "x", 3, {}, [{"title": "x"}], [{"title": "x", "panels": [{}]}]])
