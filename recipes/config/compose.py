@@ -50,6 +50,7 @@ class Composed:
         config: Plain values, every interpolation resolved; without Hydra's own node.
         run_folder: Folder for the files of the run.
         overrides: Command-line overrides, for the record; those of the resumed run come first.
+        typed: Overrides of this command line alone.
         dropped_overrides: Overrides of the resumed run that no longer apply, because another option was chosen.
         choices: Option chosen for each group, to name it in messages.
         references: Key of each setting that only refers to another one, and that one: `data.seq_len` to `seq_len`.
@@ -64,6 +65,7 @@ class Composed:
     choices: dict[str, str]
     run_folder: Path
     overrides: list[str]
+    typed: list[str] = field(default_factory=list)
     dropped_overrides: list[str] = field(default_factory=list)
     references: dict[str, str] = field(default_factory=dict)
     sweep_overrides: list[str] = field(default_factory=list)
@@ -198,6 +200,7 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
         choices={group: str(option) for group, option in node.hydra.runtime.choices.items()},
         run_folder=_get_run_folder(node),
         overrides=[*inherited, *overrides],
+        typed=[*overrides],
         dropped_overrides=dropped,
         references=_find_references(node),
         sweep_overrides=[*to_overrides(_get_sweeper_params(node)), *sweeps],

@@ -20,6 +20,7 @@ from recipes.config.compose import Composed, claim_folder
 from recipes.config.ranks import get_ranks
 from recipes.config.search_path import resume_command
 from recipes.config.traits import list_nodes, select
+from recipes.config.unread import list_unread
 from recipes.entry.light_import import without_unused_packages
 from recipes.entry.out_of_memory import advise, check_room, describe_out_of_memory, log_exit
 from recipes.entry.spawn import spawn_ranks
@@ -67,6 +68,9 @@ def _launch(composed: Composed, *, in_sweep: bool) -> int:
     if composed.dropped_overrides and global_rank() == 0:
         dropped = " ".join(composed.dropped_overrides)
         LOGGER.info(f"Overrides of the resumed run dropped because their option was replaced: {dropped}")
+    if global_rank() == 0 and (unread := list_unread(composed)):
+        verb = "has" if len(unread) == 1 else "have"
+        LOGGER.info(f"{', '.join(unread)} {verb} no effect in {_describe_mode(composed)}")
     is_single = ranks.world_size == 1 and not in_sweep
     if is_single or ranks.started_by is not None:
         return _execute(composed, ranks)
@@ -90,6 +94,10 @@ def _launch(composed: Composed, *, in_sweep: bool) -> int:
     if result.exit_code == ExitCode.OUT_OF_MEMORY:
         _log_advice(composed, ranks, result.report or "")
     return result.exit_code
+
+
+def _describe_mode(composed: Composed) -> str:
+    return f"mode={composed.config['mode']['_target_'].rpartition('.')[2]}"
 
 
 def _log_advice(composed: Composed, ranks: Ranks, report: str) -> None:

@@ -1,0 +1,44 @@
+"""Find what is typed for nothing: settings that the chosen mode does not read. Imports no torch."""
+
+from collections.abc import Sequence
+
+from recipes.config.compose import Composed
+
+_OF_TRAINING = (
+    *("optimizer", "scheduler", "lr_scaling", "warmup_steps", "clipping", "ema_decay", "label_smoothing", "z_loss"),
+    *("eval_every", "eval_samples", "save_every", "save_every_minutes", "log_every", "logger", "profile", "sweep"),
+    *("trainer.max_steps", "trainer.min_steps", "trainer.max_epochs", "trainer.max_time"),
+    *("trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"),
+)
+_OF_DATA = ("data", "eval_data", "loader", "micro_batch_size", "metrics")
+# mode that loads the checkpoint of a run -> settings that it does not read
+_UNREAD = {
+    "evaluate": _OF_TRAINING,
+    "sample": _OF_TRAINING + _OF_DATA,
+    "export": _OF_TRAINING + _OF_DATA,
+    "replay": tuple(key for key in _OF_TRAINING + _OF_DATA if key not in ("label_smoothing", "z_loss")),
+}
+# mode without a run of its own -> what it reads beside its own settings
+_READ = {"dashboard": ("dashboard",), "report": ("dashboard",), "diagnose": (), "unpack": ()}
+
+
+def list_unread(composed: Composed) -> list[str]:
+    """Return the overrides of this command line that have no effect in its mode.
+
+    Not those beside `resume=auto`: they are the whole command of a run, with a mode.
+
+    Args:
+        composed: The run.
+    """
+    mode = composed.config["mode"]["_target_"].rpartition(".")[2]
+    keys = {override: override.lstrip("+~").partition("=")[0].partition("@")[0] for override in composed.typed}
+    if mode in _UNREAD and composed.config["resume"] != "auto":
+        return [override for override, key in keys.items() if _is_of(key, _UNREAD[mode])]
+    if mode in _READ:
+        read = ("mode", "hydra", *_READ[mode])
+        return [override for override, key in keys.items() if not _is_of(key, read)]
+    return []
+
+
+def _is_of(key: str, sections: Sequence[str]) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
