@@ -1,6 +1,7 @@
 """Config errors in three clauses: what you set, why it cannot work, what to type. Imports only the standard library."""
 
 import re
+import shlex
 from collections.abc import Sequence
 
 # C0 and C1 control characters except tab and newline, and bidirectional controls: a terminal interprets them; and
@@ -39,6 +40,11 @@ class ConfigError(ValueError):
         """Return the error of a data source, which speaks of `data.`, with the config section that it is in."""
         setting, fix = _TYPED_KEY.sub(f"{section}.", self.setting), _KEY.sub(f"{section}.", self.fix)
         return ConfigError(setting, self.reason, _OPTION.sub(f"+data@{section}=", fix))
+
+
+def shell(command: str, *paths: object) -> str:
+    """Return a command of the shell with paths, quoted where they need it."""
+    return " ".join([command, *(shlex.quote(str(path)) for path in paths)])
 
 
 class ConfigErrors(Exception):  # noqa: N818  a collection of ConfigError

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, shell
 from recipes.files import describe, probe, write_atomically
 from recipes.foreign_file import describe_error, reading
 from recipes.home import reject_address
@@ -76,7 +76,12 @@ def create_new(folder: Path, *, stem: str) -> Path:
 
 
 def claim_output(
-    path: str | Path, setting: str, *, is_file: bool = False, replaces: Mapping[str, IsOwn] | IsOwn | None = None
+    path: str | Path,
+    setting: str,
+    *,
+    is_file: bool = False,
+    is_new_folder: bool = False,
+    replaces: Mapping[str, IsOwn] | IsOwn | None = None,
 ) -> Path:
     """Return the folder or file that a mode writes at its end; create its folder and check that it takes files.
 
@@ -86,6 +91,7 @@ def claim_output(
         path: As set; `~` is the home folder.
         setting: Its key, for the error message.
         is_file: Whether `path` names a file, whose folder is created.
+        is_new_folder: Whether it names a folder that the mode itself creates, in the one that is created here.
         replaces: Whether the text of a file that is there is of this mode, which then replaces it; by name for the
             files of a folder. Any other file is in the way. None: the caller has looked.
 
@@ -99,7 +105,7 @@ def claim_output(
         raise ConfigError(f"{setting}=", f"it names no {kind}", f"{setting}=<a {kind}>")
     if str(target).startswith("~"):
         raise ConfigError(f"{setting}={path}", "there is no such user", f"{setting}=<a {kind}>")
-    folder = target.parent if is_file else target
+    folder = target.parent if is_file or is_new_folder else target
     try:
         if is_file and target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -108,8 +114,10 @@ def claim_output(
     except OSError as error:
         is_in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
         place = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
-        reason = f"{place} is a file, not a folder" if is_in_the_way else describe(error)
+        reason = describe_in_the_way(place) if is_in_the_way else describe(error)
         fix = f"{setting}=<a {kind} of yours on a disk with space>"
+        if place.is_symlink() and not place.exists():
+            fix = f"{shell('mkdir -p', place.resolve())}, then the same command"
         raise ConfigError(f"{setting}={path}", f"it cannot be written to: {reason}", fix) from error
     owners = replaces or {}
     for file, is_own in [(target, owners)] if callable(owners) else [(folder / name, owners[name]) for name in owners]:
@@ -117,6 +125,13 @@ def claim_output(
             reason = f"{file} is there, and this mode has not written it: it would be replaced"
             raise ConfigError(f"{setting}={path}", reason, f"{setting}={_find_free_name(target)}")
     return target
+
+
+def describe_in_the_way(path: Path) -> str:
+    """Describe what stands where a folder should be."""
+    if path.is_symlink() and not path.exists():
+        return f"{path} is a link to {os.readlink(path)}, which does not exist"
+    return f"{path} is a file, not a folder"
 
 
 def may_replace(file: Path, is_own: IsOwn) -> bool:
@@ -186,10 +201,10 @@ def find_wrong_kind(folder: Path) -> Path | None:
 
 
 def find_links_out(folder: Path, names: Iterable[str]) -> Iterator[Path]:
-    """Yield the links that lead out of a run folder, at and below the folders of these names.
+    """Yield the links that lead out of a run folder, and pipes and devices, at and below the folders of these names.
 
     In a downloaded folder such a link may point to any folder of this user's: nothing is written through it or copied
-    from it.
+    from it. A named pipe blocks whoever opens it.
     """
     home = os.path.realpath(folder)
     for name in names:
@@ -197,8 +212,21 @@ def find_links_out(folder: Path, names: Iterable[str]) -> Iterator[Path]:
         if not paths[0].is_symlink():
             paths += [Path(place, entry) for place, *found in os.walk(paths[0]) for entry in itertools.chain(*found)]
         for path in paths:
-            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(home):
+            leads_out = path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(home)
+            if leads_out or is_special(path):
                 yield path
+
+
+def is_special(path: Path) -> bool:
+    """Return whether a path is a named pipe, a socket or a device."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def is_renamed(path: Path) -> bool:
+    """Return whether a link in a run folder leads to a file beside it that no run writes."""
+    target = Path(os.path.realpath(path))
+    is_beside = target.parent == Path(os.path.realpath(path.parent))
+    return is_beside and target.is_file() and target.name not in (*_REPLACED, LOG_FILE, LOCK_FILE)
 
 
 def _read_head(path: Path) -> str:
@@ -242,10 +270,21 @@ def read_config(run_folder: Path) -> dict[str, Any]:
     path = run_folder / CONFIG_FILE
     fix = f"a copy of the {CONFIG_FILE} that the run wrote, or a new run without this folder"
     text = _read_text(path, fix)
+
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  ten times faster, if available
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            lines: dict[str, int] = {}
+            for key, _ in node.value:
+                line, name = key.start_mark.line + 1, str(key.value)
+                if name != "<<" and lines.setdefault(name, line) != line:
+                    reason = f"line {line} sets {name} again, after line {lines[name]}"
+                    raise ConfigError(str(path), reason, f"{path} with one of the two lines")
+            mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+            return mapping
+
     with reading(path, str(path), fix):  # dates that do not exist, lists as keys, deeper than Python's stack
         try:
-            # ten times faster, if available
-            config = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            config = yaml.load(text, Loader=Loader)
         except yaml.YAMLError as error:
             raise ConfigError(str(path), f"it is not valid YAML: {' '.join(str(error).split())}", fix) from error
     if not isinstance(config, dict):
@@ -278,7 +317,7 @@ def read_environment(run_folder: Path) -> dict[str, Any]:
         ConfigError: The file cannot be read, or is not a JSON object.
     """
     path = run_folder / ENVIRONMENT_FILE
-    return read_json(path, fix=f"rm {path}, and the run resumes from its {CONFIG_FILE} alone")
+    return read_json(path, fix=f"{shell('rm', path)}, and the run resumes from its {CONFIG_FILE} alone")
 
 
 def read_summary(run_folder: Path) -> dict[str, Any] | None:
@@ -288,7 +327,7 @@ def read_summary(run_folder: Path) -> dict[str, Any] | None:
         ConfigError: The file cannot be read, or is not a JSON object.
     """
     path = run_folder / SUMMARY_FILE
-    return read_json(path, fix=f"rm {path}, and the run counts as not ended") if path.is_file() else None
+    return read_json(path, fix=f"{shell('rm', path)}, and the run counts as not ended") if path.is_file() else None
 
 
 def add_evaluations(run_folder: Path, evaluations: Mapping[str, Mapping[str, Any]]) -> None:
@@ -393,7 +432,7 @@ def read_json_line(line: str, number: int, path: Path) -> dict[str, Any]:
 
 
 def _fix_line(path: Path) -> str:
-    return f"the file without that line, or mv {path} {path}.old"
+    return f"the file without that line, or {_move_away(path)}"
 
 
 def check_metrics(path: Path) -> None:
@@ -451,12 +490,14 @@ def complete_lines(path: Path) -> Iterable[str]:
     """
     if not path.is_file():
         return []
-    lines = _read_text(path, f"mv {path} {path}.old").splitlines(keepends=True)
+    lines = _read_text(path, _move_away(path)).splitlines(keepends=True)
     return [line for line in lines if line.endswith("\n")]
 
 
 def _read_text(path: Path, fix: str) -> str:
     try:
+        if path.exists() and not path.is_file():  # a FIFO would block
+            raise ConfigError(str(path), "it is not a regular file", fix)
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(str(path), f"byte {error.start} of it is not UTF-8 text", fix) from error
@@ -487,7 +528,11 @@ def _check_steps(lines: list[str], path: Path) -> None:
 
 
 def _fix_metrics(path: Path) -> str:
-    return f"a copy that no other program has saved, or mv {path} {path}.old: the run then begins a new one"
+    return f"a copy that no other program has saved, or {_move_away(path)}: the run then begins a new one"
+
+
+def _move_away(path: Path) -> str:
+    return shell("mv", path, f"{path}.old")
 
 
 def _describe(content: object) -> str:

@@ -5,6 +5,7 @@ The hash is XXH3-128: faster than any disk, and it detects any flipped bit. The 
 
 import json
 import re
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -147,9 +148,12 @@ def find_fault(folder: Path) -> str | None:
         return f"its {MANIFEST_FILE} is of step {manifest.step}"
     for name, record in manifest.files.items():
         try:
-            size = (folder / name).stat().st_size
+            found = (folder / name).stat()
         except OSError:
             return f"{name} is missing"
+        if not stat.S_ISREG(found.st_mode):  # a FIFO would block
+            return f"{name} is not a regular file"
+        size = found.st_size
         if size != record.bytes:
             return f"{name} has {size:,} bytes, not {record.bytes:,}"
     return None

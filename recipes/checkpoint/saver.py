@@ -22,7 +22,7 @@ from recipes.checkpoint.retention import (
 )
 from recipes.checkpoint.save_log import SaveLog, warn_if_short
 from recipes.checkpoint.writer import CheckpointWriter
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, shell
 from recipes.lightning_internals import is_accumulating, is_ending, validate_now
 from recipes.optimizer import hold_averages
 from recipes.run_folder import CHECKPOINTS
@@ -337,5 +337,5 @@ def _clear(folder: Path, step: int, retention: Retention) -> None:
         raise ConfigError(
             f"hydra.run.dir={folder.parent}",
             f"{error.filename or folder} cannot be changed: {error.strerror}",
-            f"chmod -R u+rwX {folder}, or hydra.run.dir=<another folder>",
+            f"{shell('chmod -R u+rwX', folder)}, or hydra.run.dir=<another folder>",
         ) from error

@@ -22,7 +22,7 @@ from omegaconf.resolvers import oc
 from recipes.config.cached_compose import compose_overrides
 from recipes.config.overrides import escape_interpolations, for_shell, parse_override, to_overrides
 from recipes.config.published import published_size
-from recipes.config.resume import apply_changes, compose_recorded, read_resumed_run, select_inherited
+from recipes.config.resume import apply_changes, compose_recorded, read_resumed_run, select_inherited, take_typed
 from recipes.config.search_path import select_search_path
 from recipes.config.traits import trains
 from recipes.config.trust import CONF as CONF
@@ -194,7 +194,8 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
         before = _to_plain(recorded)
         frozen = resumed.config | {key: config[key] for key in ("mode", "resume", "evaluator") if key in config}
         frozen.setdefault("metrics", config["metrics"])  # absent from runs of earlier versions
-        config = _use_cache_of(config, apply_changes(frozen, before=before, now=config))
+        changed = apply_changes(frozen, before=before, now=config)
+        config = _use_cache_of(config, take_typed(changed, config, overrides, _find_references(node)))
     return Composed(
         config=config,
         choices={group: str(option) for group, option in node.hydra.runtime.choices.items()},

@@ -1,7 +1,7 @@
 """Read the run that `resume=` names: its frozen config and the overrides that still apply. Imports no torch."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from recipes.config.cached_compose import compose_options, compose_overrides, se
 from recipes.config.overrides import for_shell, parse_override, unescape_interpolations
 from recipes.config.search_path import select_search_path
 from recipes.config.trust import SEARCH_PATH, find_own_folders, find_resumed_run
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, shell
 from recipes.run_folder import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
@@ -128,6 +128,38 @@ def apply_changes(frozen: Config, *, before: Config, now: Config) -> Config:
     return {key: value for key, value in changed.items() if key in now or key not in before}
 
 
+def take_typed(config: Config, now: Config, typed: Sequence[str], references: Mapping[str, str]) -> Config:
+    """Return the config of a resumed run with each typed setting, and those that only refer to it, as it is now.
+
+    `apply_changes` finds none in a value that conf/ has, too, and that the frozen config, edited or of another version,
+    has not.
+
+    Args:
+        config: Config of the run, changes applied.
+        now: What the overrides compose to.
+        typed: Overrides of this start.
+        references: Settings that only refer to another one, and that one.
+    """
+    keys = {override.lstrip("+").partition("=")[0] for override in typed if not override.startswith("~")}
+    for _ in references:  # a chain of any length
+        further = {key for key, origin in references.items() if origin in keys} - keys
+        if not further:
+            break
+        keys |= further
+    for key in sorted(keys):
+        config = _take(config, now, key.split("."))
+    return config
+
+
+def _take(config: Config, now: Config, parts: Sequence[str]) -> Config:
+    name, *rest = parts
+    if name not in config or name not in now or isinstance(now[name], dict) != bool(rest):
+        return config
+    if not rest:
+        return config | {name: now[name]}
+    return config | {name: _take(config[name], now[name], rest)} if isinstance(config[name], dict) else config
+
+
 def _read_overrides(folder: Path) -> list[str]:
     """Return the overrides that a run was started with."""
     if not os.path.isfile(folder / ENVIRONMENT_FILE):
@@ -192,7 +224,7 @@ def compose_recorded(resumed: ResumedRun, folder: Path, name: str | None) -> Dic
 
 
 def _fix_environment(folder: Path) -> str:
-    return f"rm {folder / ENVIRONMENT_FILE}, and the run resumes from its {CONFIG_FILE} alone"
+    return f"{shell('rm', folder / ENVIRONMENT_FILE)}, and the run resumes from its {CONFIG_FILE} alone"
 
 
 def _still_applies(override: str, others: Sequence[str], before: DictConfig, now: DictConfig) -> bool:

@@ -24,7 +24,7 @@ from recipes.config.unread import list_unread
 from recipes.entry.light_import import without_unused_packages
 from recipes.entry.out_of_memory import advise, check_room, describe_out_of_memory, log_exit
 from recipes.entry.spawn import spawn_ranks
-from recipes.errors import ConfigError, find_mistake, format_report
+from recipes.errors import ConfigError, find_mistake, format_report, shell
 from recipes.files import DISK_ERRORS, WriteError, describe
 from recipes.run_folder import CHECKPOINTS, EVENTS_FILE, LOG_FILE, has_checkpoint
 from recipes.runtime.console import LOGGER, open_console
@@ -153,7 +153,7 @@ def _locked_folder(composed: Composed) -> Iterator[None]:
             raise ConfigError(
                 f"hydra.run.dir={composed.run_folder}",
                 f"{error.filename or CHECKPOINTS} cannot be changed: {describe(error)}",
-                f"chmod -R u+rwX {composed.run_folder}, or hydra.run.dir=<another folder>",
+                f"{shell('chmod -R u+rwX', composed.run_folder)}, or hydra.run.dir=<another folder>",
             ) from error
         yield
 

@@ -62,7 +62,7 @@ def unpack(composed: Composed, *, path: str, output: str, dtype: Literal["float3
     del composed
     file, folder = (Path(os.path.expanduser(name)).absolute() for name in (path, output))
     _check(file, folder)
-    claim_output(folder, "mode.output", is_file=True)
+    claim_output(folder, "mode.output", is_new_folder=True)
     model, tokenizer = _load(file, getattr(torch, dtype))
     with filling(folder) as unfinished:
         model.save_pretrained(unfinished)

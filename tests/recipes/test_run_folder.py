@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,14 @@ def test_a_device_takes_what_is_written_and_a_large_file_is_not_read(tmp_path: P
     with (tmp_path / "large").open("wb") as file:
         file.truncate(1 << 30)
     assert not may_replace(tmp_path / "large", lambda _: True)
+
+
+def test_a_link_to_nothing_is_made_a_folder_by_what_is_typed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("new place")
+    with pytest.raises(ConfigError, match="link is a link to new place, which does not exist") as raised:
+        claim_output(tmp_path / "link", "mode.path")
+    subprocess.run(raised.value.fix.partition(", then")[0], shell=True, check=True)
+    assert claim_output(tmp_path / "link", "mode.path").is_dir()
 
 
 @pytest.mark.parametrize("is_file", [True, False])

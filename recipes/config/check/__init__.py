@@ -242,6 +242,7 @@ def locate_mistakes(mistakes: Sequence[ConfigError], overrides: Sequence[str]) -
         overrides: Command-line overrides.
     """
     typed = [override.lstrip("+~").partition("=") for override in overrides]
+    run = find_resumed_run(overrides)
     located: list[ConfigError] = []
     for mistake in mistakes:
         key = _get_key(mistake)
@@ -259,7 +260,10 @@ def locate_mistakes(mistakes: Sequence[ConfigError], overrides: Sequence[str]) -
             if _VARIABLE.fullmatch(text):
                 reason, fix = f"{reason}, and a variable is text", f"'{key}=${{oc.decode:{text}}}'"
         is_of_section = fix.lstrip("'~+").startswith(f"{section}." if section else "")  # else it is typed, not edited
-        if not is_typed and not is_in_added and is_of_section and (line := _find_line(mistake, key, overrides)):
+        line = None
+        if not is_typed and not is_in_added and is_of_section:
+            line = (run and _find_line_in_run(run, key, mistake)) or _find_line(mistake, key, overrides)
+        if line:
             place, is_quoted = line
             fix = f"{fix} ({place})"
             reason = f"{reason}, and in quotes it is text" if is_quoted and reason.startswith("it takes ") else reason
@@ -280,6 +284,20 @@ def locate_mistakes(mistakes: Sequence[ConfigError], overrides: Sequence[str]) -
 
 def _get_key(mistake: ConfigError) -> str:
     return re.split(r"[=\[]", mistake.setting.removeprefix("no "), maxsplit=1)[0]
+
+
+def _find_line_in_run(run: Path, key: str, mistake: ConfigError) -> tuple[str, bool] | None:
+    """Return `in run/config.yaml, line 4`, and whether the value is quoted there; None if it is not from there."""
+    import yaml
+
+    file = run / CONFIG_FILE
+    node = yaml.compose(file.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    for part in key.split("."):
+        entries = node.value if isinstance(node, yaml.MappingNode) else []
+        node = next((value for name, value in entries if name.value == part), None)
+    if not isinstance(node, yaml.ScalarNode) or node.value != mistake.setting.partition("=")[2]:
+        return None
+    return f"in {file}, line {node.start_mark.line + 1}", node.style in ("'", '"')
 
 
 def _find_line(mistake: ConfigError, key: str, typed: Sequence[str]) -> tuple[str, bool] | None:

@@ -10,7 +10,7 @@ from recipes.checkpoint.retention import resolve_symlink
 from recipes.config.compose import cluster_job_name
 from recipes.config.traits import list_data, trains
 from recipes.data.glob_files import expand_glob
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, shell
 from recipes.run_folder import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -28,6 +28,8 @@ from recipes.run_folder import (
     find_wrong_kind,
     has_checkpoint,
     has_run,
+    is_renamed,
+    is_special,
     read_events,
     read_samples,
 )
@@ -126,7 +128,13 @@ def _check_resume(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterat
         yield ConfigError(f"resume={resume}", "there is no such folder", fix)
     elif not (folder / "manifest.json").is_file() and not has_checkpoint(folder):
         fix = "resume=<a run that saved one>" if above is None else fix
-        yield ConfigError(f"resume={resume}", "it contains no valid checkpoint", fix)
+        is_within = above is not None and folder.name == CHECKPOINTS
+        reason = (
+            "it is the folder of all checkpoints, not of one or of the run"
+            if is_within
+            else "it contains no valid checkpoint"
+        )
+        yield ConfigError(f"resume={resume}", reason, fix)
     elif find_run_folder(folder) is None and not any(map(_OF_MODEL.match, overrides)):
         run = folder if has_checkpoint(folder) else folder.parent.parent
         yield ConfigError(
@@ -165,7 +173,8 @@ def _check_links(config: Mapping[str, Any], run_folder: Path) -> Iterator[Config
     mode = config["mode"]["_target_"].rpartition(".")[2]
     written = {"replay": (SPIKES_FOLDER,), "export": () if config["mode"].get("path") else (EXPORT_FOLDER,)}
     folders = RUN_FOLDERS if trains(config) else (TOKENIZER_FOLDER, *written.get(mode, ()))
-    links = [path for path in entries if path.is_symlink() and not path.is_dir()]
+    links = [path for path in entries if path.is_symlink() and not path.is_dir() and not is_renamed(path)]
+    links += [path for path in entries if not path.is_symlink() and is_special(path)]
     links += find_links_out(run_folder, folders)
     saved = run_folder / CHECKPOINTS
     if saved.is_symlink() and trains(config) and has_run(saved.resolve().parent):
@@ -175,17 +184,25 @@ def _check_links(config: Mapping[str, Any], run_folder: Path) -> Iterator[Config
         if inside.parts[0] == TOKENIZER_FOLDER:
             yield _reject_copy(f"hydra.run.dir={run_folder}", path, run_folder)
             continue
+        kind = f"a link to {os.readlink(path)}" if path.is_symlink() else "neither a file nor a folder"
         yield ConfigError(
             f"hydra.run.dir={run_folder}",
-            f"{inside} is a link to {os.readlink(path)}, where this run would write",
-            f"rm {path}, or hydra.run.dir=<another folder>",
+            f"{inside} is {kind}, where this run would write",
+            f"{shell('rm', path)}, or hydra.run.dir=<another folder>",
         )
 
 
 def _reject_copy(setting: str, path: Path, folder: Path) -> ConfigError:
     """Return the error for a link in a tokenizer folder, whose files are copied into a new run or an export."""
-    reason = f"{path.relative_to(folder)} is a link to {os.readlink(path)}, where this run would copy from it"
-    return ConfigError(setting, reason, f"rm {path} && cp -r {path.resolve()} {path}, if you trust it")
+    inside = path.relative_to(folder)
+    if not path.is_symlink() or not path.exists():
+        kind = f"a link to {os.readlink(path)}, which does not exist" if path.is_symlink() else "not a regular file"
+        return ConfigError(
+            setting, f"{inside} is {kind}", f"a copy of the {TOKENIZER_FOLDER} folder that the run wrote"
+        )
+    reason = f"{inside} is a link to {os.readlink(path)}, where this run would copy from it"
+    copy = f"{shell('rm', path)} && {shell('cp -r', path.resolve(), path)}"
+    return ConfigError(setting, reason, f"{copy}, if you trust it")
 
 
 def _is_repeatable(overrides: Sequence[str]) -> bool:
@@ -205,7 +222,7 @@ def _check_files(config: Mapping[str, Any], run_folder: Path) -> Iterator[Config
     elif (path := find_wrong_kind(run_folder)) is not None:
         kinds = "a folder, and this run writes a file" if path.is_dir() else "a file, and this run makes a folder"
         reason = f"{path.name} in it is {kinds} of that name"
-        yield ConfigError(f"hydra.run.dir={run_folder}", reason, f"mv {path} <another name>, or {fix}")
+        yield ConfigError(f"hydra.run.dir={run_folder}", reason, f"{shell('mv', path)} <another name>, or {fix}")
 
 
 def check_run_folder(config: Mapping[str, Any], run_folder: Path, *, continues: bool = False) -> Iterator[ConfigError]:

@@ -70,7 +70,8 @@ def check_resumed(
         )
         return
     for key in OF_WEIGHTS:
-        if before.get(key) != now.get(key):
+        is_garbled = isinstance(before.get(key), str) and not isinstance(now.get(key), str)  # by an edit of the file
+        if before.get(key) != now.get(key) and not is_garbled:
             yield ConfigError(
                 f"resume={config['resume']} model.{key}={to_setting(now.get(key))}",
                 f"its weights were trained with model.{key}={to_setting(before.get(key))}",

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def start(folder: Path, *typed: str) -> Path:
     return folder
 
 
-def resume(folder: Path, *typed: str) -> tuple[dict[str, object], list[str], list[str]]:
+def resume(folder: Path, *typed: str) -> tuple[dict[str, Any], list[str], list[str]]:
     """Return the config of a resumed run, its overrides and the mistakes."""
     composed, mistakes = compose_and_check([f"resume={folder}", *typed])
     assert composed is not None
@@ -83,6 +84,22 @@ def test_a_typo_in_a_resume_is_reported_without_losing_what_the_run_was_started_
     assert config["trainer"]["deterministic"] is True
 
 
+def test_what_is_typed_counts_where_the_run_has_another_value_than_conf(started: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(started, tmp_path / "run")
+    conf = compose_run([]).config
+    text = (run / "config.yaml").read_text()
+    # of another version, or edited: `before` and `now` are the same
+    text = text.replace("seed: 1234", "seed: 9")
+    for space in ("", "  "):
+        text = text.replace(f"\n{space}seq_len: {conf['seq_len']}", f"\n{space}seq_len: 64")
+    (run / "config.yaml").write_text(text)
+    config, _, mistakes = resume(run)
+    assert (config["seed"], config["seq_len"], config["data"]["seq_len"], mistakes) == (9, 64, 64, [])
+    config, _, mistakes = resume(run, f"seq_len={conf['seq_len']}", "seed=1234")
+    assert (config["seed"], config["seq_len"], mistakes) == (1234, conf["seq_len"], [])
+    assert config["data"]["seq_len"] == conf["seq_len"]
+
+
 def test_text_that_looks_like_a_reference_survives_a_freeze(tmp_path: Path) -> None:
     typed = ["tags=['\\${HOME}','a \\\\\\${x}','$5 {b}']"]
     run = start(tmp_path / "run", *typed)
@@ -115,6 +132,7 @@ def test_text_that_looks_like_a_reference_survives_a_freeze(tmp_path: Path) -> N
         ("config.yaml", b"a: " + b"[" * 3000 + b"]" * 3000, "it is not valid YAML"),
         ("config.yaml", b"a: &a [*a]", "it expands to more than 100,000 values"),
         ("config.yaml", b"model: {}", "it has no section data"),
+        ("config.yaml", b"model:\n  a: 1\n  b: 2\n  a: 3\n", "line 4 sets a again, after line 2"),
         ("environment.json", b'{"overrides": ["nope=3"]}', "the run was started with nope=3, which means nothing here"),
         ("environment.json", b'{"overrides": ["model=nope"]}', "the run was started with model=nope, which means"),
         ("environment.json", json.dumps({"overrides": ["seed=1"] * 2000}).encode(), "longer than any command line"),
@@ -157,6 +175,21 @@ def test_a_key_too_many_in_the_config_of_a_run_is_named_with_its_line(key: str, 
         assert last.endswith(f"; type the same command without {key} in {config}, line {line}")
     config.write_text(text)
     assert resume(run)[2] == []
+
+
+def test_a_wrong_value_in_the_config_of_a_run_is_blamed_on_its_line(started: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(started, tmp_path / "run")
+    config = run / "config.yaml"
+    text = config.read_text()
+    layers = compose_run([]).config["model"]["num_layers"]
+    wrong = text.replace("seed: 1234", "seed: twelve", 1).replace(f"  num_layers: {layers}", "  num_layers: 'x'", 1)
+    config.write_text(wrong)
+    lines = [n for n, line in enumerate(wrong.splitlines(), 1) if line in ("seed: twelve", "  num_layers: 'x'")]
+    places = [mistake.rpartition("(")[2] for mistake in resume(run)[2]]
+    assert sorted(places) == sorted(f"in {config}, line {line})" for line in lines)
+    assert len(places) == 2
+    # conf/ has these values, too
+    assert resume(run, "seed=1234", f"model.num_layers={layers}")[2] == []
 
 
 @pytest.mark.parametrize("below", ["checkpoints", "config.yaml", "checkpoints/step_0000002.ckpt/manifest.json"])

@@ -253,6 +253,19 @@ def test_a_setting_that_would_be_guessed_is_missed(lacks: str, tmp_path: Path) -
         unpack._load(tmp_path / "model.gguf", torch.float32)
 
 
+def test_a_folder_is_answered_with_the_file_in_it_or_as_the_model_that_it_is(tmp_path: Path) -> None:
+    def answer() -> str:
+        with pytest.raises(ConfigError, match="it is a folder, not a GGUF file") as raised:
+            unpack.unpack(None, path=str(tmp_path), output=str(tmp_path / "new"), dtype="float32")  # type: ignore[arg-type]
+        return raised.value.fix
+
+    assert answer() == "mode.path=<a .gguf file>"
+    (tmp_path / "config.json").touch()
+    assert answer() == f"model=huggingface model.name={tmp_path}, which needs no unpacking"
+    (tmp_path / "model.gguf").touch()
+    assert answer() == f"mode.path={tmp_path / 'model.gguf'}"
+
+
 def test_a_file_that_was_cut_off_is_said_to_be(tmp_path: Path) -> None:
     write_gguf(tmp_path / "whole.gguf", make_model())
     whole, file = (tmp_path / "whole.gguf").read_bytes(), tmp_path / "model.gguf"

@@ -1,5 +1,6 @@
 """A run folder belongs to one run: no other is started, resumed or finished in it."""
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -67,6 +68,39 @@ def test_a_link_in_place_of_a_file_of_the_run_is_not_followed(
     config = composed.config | {"resume": str(folder)}
     [mistake] = check_run_folder(config, folder)
     assert mistake.reason == f"{name} is a link to {outside}, where this run would write"
+
+
+def test_a_link_to_a_file_beside_it_stays_in_the_run(composed: Composed, make_run: Callable[[str], Path]) -> None:
+    folder = make_run("run")
+    config = composed.config | {"resume": str(folder)}
+    (folder / "metrics.csv").rename(folder / "metrics_2.csv")
+    (folder / "metrics.csv").symlink_to("metrics_2.csv")
+    assert list(check_run_folder(config, folder)) == []
+    (folder / "events.jsonl").symlink_to("config.yaml")  # which the run would damage
+    assert len(list(check_run_folder(config, folder))) == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        ("fit", "metrics.csv"),
+        ("fit", ".lock"),
+        ("evaluate", "summary.json"),
+        ("sample", "tokenizer/tokenizer.json"),
+        ("replay", "spikes/step_0000003/rank_00000.pt"),
+        ("export", "export/config.json"),
+    ],
+)
+def test_a_pipe_in_a_run_folder_blocks_no_mode(
+    composed: Composed, make_run: Callable[[str], Path], mode: str, name: str
+) -> None:
+    folder = make_run("run")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(folder / name)
+    node = {"_target_": f"recipes.mode.{mode}.{mode}", "path": None}
+    [mistake] = check_run_folder(composed.config | {"resume": str(folder), "mode": node}, folder)
+    assert mistake.reason.startswith(f"{name} is ")
 
 
 @pytest.mark.parametrize(
