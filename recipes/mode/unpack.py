@@ -17,6 +17,7 @@ from recipes.model.rope import LLAMA3_ROPE, frequencies
 from recipes.model.weights.files import are_finite, log_unread
 from recipes.model.weights.hf_any import CHECKED_AFTERWARDS, check_loaded, without_load_report
 from recipes.model.weights.text_side import write_text_side
+from recipes.numerics.deepspeed_import import without_warning_of_deepspeed
 from recipes.numerics.torchao_import import without_warnings_of_torchao
 from recipes.run_folder import claim_output
 from recipes.runtime.console import LOGGER
@@ -65,7 +66,8 @@ def unpack(composed: Composed, *, path: str, output: str, dtype: Literal["float3
     claim_output(folder, "mode.output", is_new_folder=True)
     model, tokenizer = _load(file, getattr(torch, dtype))
     with filling(folder) as unfinished:
-        model.save_pretrained(unfinished)
+        with without_warning_of_deepspeed():
+            model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         _rewrite_text_files(unfinished)
     num_weights = sum(weight.numel() for weight in model.parameters())

@@ -14,6 +14,7 @@ from recipes.errors import ConfigError
 from recipes.foreign_file import reading
 from recipes.model.init import fill, named_parameters
 from recipes.model.weights.files import PublishedWeights, check_tied, copy_of, locate, log_unread, open_weights
+from recipes.numerics.deepspeed_import import without_warning_of_deepspeed
 
 _FITTING = "model.name=<folder whose config.json describes its tensors>"
 
@@ -176,7 +177,7 @@ def save_weights(inner: Any, folder: Path) -> None:
     Raises:
         OSError: The files cannot be written, or differ when read back.
     """
-    with _without_progress_bars():
+    with _without_progress_bars(), without_warning_of_deepspeed():
         inner.save_pretrained(folder)
     loaded = _tensors(_load_converted(folder, str(folder)))
     for name, tensor in _tensors(inner).items():
