@@ -242,7 +242,8 @@ def _read_head(path: Path) -> str:
 
 def find_run_folder(path: Path) -> Path | None:
     """Return `path` if it is a run folder, or the run folder that contains the checkpoint `path`; None otherwise."""
-    for candidate in (path, path.parent.parent):
+    linked = [Path(os.path.realpath(path)).parent.parent] if os.path.islink(path) else []
+    for candidate in (path, path.parent.parent, *linked):
         if os.path.isfile(candidate / CONFIG_FILE):  # unlike Path.is_file, returns False if the name is too long
             return candidate
     return None
@@ -436,13 +437,17 @@ def _fix_line(path: Path) -> str:
 
 
 def check_metrics(path: Path) -> None:
-    """Check that every row of a metrics.csv is a step with numbers; does nothing if there is no file.
+    """Check that every row of a metrics.csv is a later step with numbers; does nothing if there is no file.
 
     Raises:
         ConfigError: Another program has rewritten the file.
     """
     lines = list(complete_lines(path))
     _check_steps(lines, path)
+    steps = [int(line.partition(",")[0]) for line in lines[1:] if line.strip()]
+    for number, (before, step) in enumerate(itertools.pairwise(steps), start=3):
+        if step <= before:  # rows after a checkpoint are cut off the end
+            raise ConfigError(str(path), f"line {number} is of step {step}, after step {before}", _fix_metrics(path))
     for number, line in enumerate(lines[1:], start=2):
         try:
             for cell in line.rstrip("\r\n").split(","):
@@ -506,7 +511,12 @@ def _read_text(path: Path, fix: str) -> str:
 
 
 def _check_steps(lines: list[str], path: Path) -> None:
-    """Check the first column, which spreadsheets change: `;` as separator, a byte order mark, 1.0 instead of 1."""
+    """Check the first column, which spreadsheets change: `;` as separator, a byte order mark, 1.0 instead of 1.
+
+    Blank lines at the end, which editors leave, are none.
+    """
+    num_lines = max((number for number, line in enumerate(lines, start=1) if line.strip()), default=0)
+    lines = lines[:num_lines]
     for number, line in enumerate(lines, start=1):
         if len(line) > _MOST_CELL and max(map(len, line.split(","))) > _MOST_CELL:
             reason = f"line {number} has a cell of more than {_MOST_CELL:,} characters"

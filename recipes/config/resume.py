@@ -153,11 +153,11 @@ def take_typed(config: Config, now: Config, typed: Sequence[str], references: Ma
 
 def _take(config: Config, now: Config, parts: Sequence[str]) -> Config:
     name, *rest = parts
-    if name not in config or name not in now or isinstance(now[name], dict) != bool(rest):
+    if name not in now or isinstance(now[name], dict) != bool(rest):
         return config
     if not rest:
         return config | {name: now[name]}
-    return config | {name: _take(config[name], now[name], rest)} if isinstance(config[name], dict) else config
+    return config | {name: _take(config[name], now[name], rest)} if isinstance(config.get(name), dict) else config
 
 
 def _read_overrides(folder: Path) -> list[str]:

@@ -54,7 +54,7 @@ def _find_package(text: str) -> Path | None:
 
 def find_resumed_run(typed: Sequence[str]) -> Path | None:
     """Return the run folder that `resume=` names, whose frozen config is then the base; else None."""
-    for override in typed:
+    for override in reversed(typed):  # of several the last one counts
         key, _, value = override.partition("=")
         if key.lstrip("+") == "resume" and value not in ("null", "auto", ""):
             parsed, _ = parse_or_quote(override)

@@ -197,7 +197,7 @@ class CsvLogger(Logger):
         content = self._path.read_bytes() if self._path.is_file() else b""
         complete = [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
         header, *lines = complete or [b""]
-        lines = [line for line in lines if int(line.partition(b",")[0]) <= step]
+        lines = [line for line in lines if line.strip() and int(line.partition(b",")[0]) <= step]
         self._columns = next(csv.reader([header.decode()]), [])
         # the row of the step itself stays in memory: a validation at that step may still follow
         cells = csv.DictReader([line.decode() for line in (header, *lines[-1:])])

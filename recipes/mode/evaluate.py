@@ -10,7 +10,7 @@ from recipes.build import Run
 from recipes.evaluator import Evaluator
 from recipes.files import write_atomically
 from recipes.mode.load import load_task, load_tokenizer
-from recipes.run_folder import SUMMARY_FILE, add_evaluations, claim_output, has_keys, has_run, is_summary
+from recipes.run_folder import SUMMARY_FILE, add_evaluations, claim_output, has_keys, has_run, is_summary, read_summary
 from recipes.runtime.console import LOGGER
 from recipes.task.language_modeling import LanguageModeling
 
@@ -45,6 +45,7 @@ def evaluate(
     # in another folder than the run's own, typed, these may be of something else
     written = {SUMMARY_FILE: is_summary, _file_name(name): has_keys("checkpoint")}
     claim_output(run.folder, "hydra.run.dir", replaces=None if has_run(run.folder) else written)
+    read_summary(run.folder)  # before the work: results are added to it
     if evaluator:
         _evaluate_tasks(run, evaluator, weights)  # type: ignore[arg-type]
     else:

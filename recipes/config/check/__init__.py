@@ -287,10 +287,15 @@ def _get_key(mistake: ConfigError) -> str:
 
 
 def _find_line_in_run(run: Path, key: str, mistake: ConfigError) -> tuple[str, bool] | None:
-    """Return `in run/config.yaml, line 4`, and whether the value is quoted there; None if it is not from there."""
+    """Return `in run/config.yaml, line 4`, without a line for what it lacks, and whether the value is quoted there.
+
+    None if the value is not from there.
+    """
     import yaml
 
     file = run / CONFIG_FILE
+    if mistake.setting.startswith("no "):
+        return f"in {file}", False
     node = yaml.compose(file.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     for part in key.split("."):
         entries = node.value if isinstance(node, yaml.MappingNode) else []

@@ -140,6 +140,7 @@ def test_text_that_looks_like_a_reference_survives_a_freeze(tmp_path: Path) -> N
         ("metrics.csv", b"step,lr\n1," + b"9" * 200_000 + b"\n", "line 2 has a cell of more than 10,000 characters"),
         ("metrics.csv", b"step,lr,lr\n1,2,3\n", "two of its columns are named lr"),
         ("metrics.csv", b"step,train/loss\n1,2,3\n", "line 2 has 3 cells, not 2"),
+        ("metrics.csv", b"step,train/loss\n2,2.0\n1,2.0\n\n", "line 3 is of step 1, after step 2"),
         ("metrics.csv", b"step,train/loss\n1,2.0\n2,abc\n", "line 3 of it has a cell that is not numeric"),
         ("metrics.csv", b"step,train/loss\n" + b"9" * 5000 + b",1\n", "not a step"),
         ("events.jsonl", b'{"event": "start"}\n', "event 1 of it has no name, step and time"),
