@@ -271,8 +271,9 @@ def read_config(run_folder: Path) -> dict[str, Any]:
     path = run_folder / CONFIG_FILE
     fix = f"a copy of the {CONFIG_FILE} that the run wrote, or a new run without this folder"
     text = _read_text(path, fix)
+    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, if available
 
-    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  ten times faster, if available
+    class Loader(base):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             lines: dict[str, int] = {}
             for key, _ in node.value:
