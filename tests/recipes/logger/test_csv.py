@@ -88,6 +88,7 @@ def no_file_grows_beyond(num_bytes: int) -> Iterator[None]:
 def test_rows_that_a_full_disk_rejects_are_written_once_it_has_space(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     logger = CsvLogger(run_folder=tmp_path)
     logger.log_metrics({"train/loss": 1.25}, step=0)
     size = (tmp_path / "metrics.csv").stat().st_size
