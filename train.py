@@ -7,6 +7,7 @@ from pathlib import Path
 from recipes.config import compose_and_check
 from recipes.config.check.config_folder import check_config_folder
 from recipes.config.compose import quote_options
+from recipes.config.overrides import drop_replaced
 from recipes.entry.hydra_main import (
     find_missing_folder,
     find_wrong_flags,
@@ -24,7 +25,7 @@ from recipes.runtime.console import accept_any_text
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.process import exit_process
 from recipes.runtime.world import find_wrong_variables, global_rank, settle_ranks
-from recipes.sweep.main import is_sweep, run_sweep
+from recipes.sweep.main import is_sweep, reject_settings_of_sweep, run_sweep
 
 
 def main() -> int:
@@ -32,7 +33,7 @@ def main() -> int:
     accept_any_text()
     if mistakes := find_missing_folder():
         return report(mistakes)
-    words = quote_options(sys.argv[1:])
+    words = quote_options(drop_replaced(sys.argv[1:]))
     args, mistakes = parse_flags(words)
     sys.argv[1:] = for_hydra(args, words)  # which reads them too
     forget_slurm(args.overrides)
@@ -54,6 +55,8 @@ def main() -> int:
 
 def run(overrides: list[str], folder: Path, name: str, *, in_sweep: bool = False) -> int:
     """Compose and check one run, then run it here or submit it; return the exit code."""
+    if not in_sweep and (mistakes := reject_settings_of_sweep(overrides)):
+        return report(mistakes)
     composed, mistakes = compose_on_rank_zero(
         lambda: compose_and_check(overrides, config_folder=folder, config_name=name)
     )

@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from recipes.config.cached_compose import compose_overrides
+from recipes.config.local_path import find_address
 from recipes.config.overrides import escape_interpolations, for_shell, parse_override, to_overrides
 from recipes.config.published import published_size
 from recipes.config.resume import apply_changes, compose_recorded, read_resumed_run, select_inherited, take_typed
@@ -259,6 +260,8 @@ def _get_run_folder(node: DictConfig) -> Path:
     try:
         if node.hydra.run.dir == "":
             raise ConfigError("hydra.run.dir=", "a run needs a folder", "hydra.run.dir=<folder>")
+        if address := find_address("hydra.run.dir", node.hydra.run.dir):
+            raise address
         return Path(os.path.expanduser(node.hydra.run.dir))  # a shell does not expand the ~ in key=~/x
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]

@@ -7,6 +7,8 @@ from typing import Any
 from recipes.errors import ConfigError
 
 TARGET, PARTIAL = "_target_", "_partial_"
+PLUGINS = "hydra_plugins."  # a package that exists only while Hydra runs
+OPTUNA = "recipes.sweep.optuna_sweeper.OptunaSweeper"  # the one that it has, under its own name
 
 
 def make(node: Mapping[str, Any], *, data_section: str | None = None) -> Any:

@@ -3,7 +3,7 @@
 import re
 import shlex
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -16,6 +16,8 @@ from recipes.errors import ConfigError
 NAME_RULE = "a name in a setting has the letters a to z, digits, _ and -"
 _REFERENCE = re.compile(r"(\\*)\$\{")
 _SPECIAL = re.compile(r"[\s()\[\]{}*?$&;|<>'\"\\#~]")  # to a shell
+TYPOGRAPHIC_QUOTES = "“”„‟‘’‚‛«»"  # of text processors and chats; a shell reads them as text  # noqa: RUF001
+_SETTING = re.compile(r"(\+{0,2})([\w./@-]*[\w]+)=(.*)", re.DOTALL)  # no deletion, and no flag
 _ESCAPED = re.compile(r"((?:\\\\)*)\\\$\{")  # an odd number of backslashes before it
 
 
@@ -50,6 +52,29 @@ def parse_or_quote(typed: str) -> tuple[Override | None, str]:
             continue
         return (parsed if parsed.key_or_group else None), text
     return None, typed
+
+
+def drop_replaced(words: Sequence[str]) -> list[str]:
+    """Drop the overrides that a later one of the same key replaces: the last value counts, as in Hydra.
+
+    Sections, `optimizer={lr: 1e-3}`, are merged with what is there, so they replace nothing. A `+` of an earlier
+    override, without which the later one would have no key, moves to the later one.
+    """
+    newest: dict[str, tuple[int, str]] = {}  # key -> its last override, and the place of that
+    kept: dict[int, str] = {}
+    for place, word in enumerate(words):
+        found = _SETTING.fullmatch(word)
+        if found is None:
+            kept[place] = word
+            continue
+        marks, key, value = found.groups()
+        if key in newest and not value.lstrip().startswith("{"):
+            earlier, its_marks = newest[key]
+            del kept[earlier]
+            marks = max(marks, its_marks, key=len)
+        newest[key] = place, marks
+        kept[place] = f"{marks}{key}={value}"
+    return [kept[place] for place in sorted(kept)]
 
 
 def _quote_entries(value: str) -> str:

@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import os
+import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,15 +25,17 @@ from recipes.config.check.ranges import check_ranges
 from recipes.config.check.renamed import answer_renamed_option, restore_sweeps
 from recipes.config.check.suggestions import list_options, suggest_option
 from recipes.config.compose import CONF, Composed
+from recipes.config.instantiate import OPTUNA, PLUGINS
+from recipes.config.local_path import find_address
 from recipes.config.overrides import for_shell, make_override, parse_or_quote, parse_override, quote
+from recipes.config.search_path import find_config_folders
 from recipes.config.traits import select
 from recipes.errors import ConfigError
 from recipes.launcher.job import JOB_FILE
 from recipes.run_folder import PAGE_FILE, SWEEP_FILE, has_run, is_page, may_replace
+from recipes.sweep.search_space import read_space
 
 _GRID = "basic"  # Hydra's own sweeper
-_PLUGINS = "hydra_plugins"  # a package that exists only while Hydra runs
-_OPTUNA = "recipes.sweep.optuna_sweeper.OptunaSweeper"
 _PARAMS = "hydra.sweeper.params"
 _FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 _MAX_JOBS = 5000  # of a grid, each of which is composed and checked in some 30 ms
@@ -58,12 +61,14 @@ class SweepCommand:
         keys: The keys that are swept over.
         mistakes: All errors found in the first job, and those of the sweep.
         of_sweep: The errors of the sweep, which every job has.
+        skips_invalid: Whether the valid jobs run when the config of others is invalid.
     """
 
     for_hydra: list[str]
     keys: list[str]
     mistakes: list[ConfigError]
     of_sweep: list[ConfigError]
+    skips_invalid: bool = False
 
 
 def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str) -> SweepCommand:
@@ -84,15 +89,22 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
     params = [parse_override(text) for text in composed.sweep_overrides] if composed else []
     typed_keys = {_key(text) for text in typed}
     # typed overrides replace those of hydra.sweeper.params
-    from_params = [_first_value(param, typed) for param in params if param.key_or_group not in typed_keys]
+    params_left = [param for param in params if param.key_or_group not in typed_keys]
+    from_params = [_first_value(param, typed) for param in params_left]
     sweeper = composed.choices["hydra/sweeper"] if composed is not None else _GRID
     of_sweeper = _check_sweeper_node(composed) if composed is not None else []
     composed, mistakes = compose_and_check([*from_params, *first_job], **source)
     mistakes = restore_sweeps(mistakes, dict(zip(first_job, typed, strict=True)))
+    mistakes = _locate_params(mistakes, dict(zip(from_params, params_left, strict=True)), typed)
     added = set(composed.overrides) if composed is not None else set()
     param_keys = {param.key_or_group for param in params}
+    of_space = _check_space([*params_left, *swept.values()]) if sweeper == "optuna" else []
+    wrong_keys = {_key(mistake.setting) for mistake in of_space}  # whose first value is a consequence
+    mistakes = [mistake for mistake in mistakes if _key(mistake.setting) not in wrong_keys]
     of_sweep = [
-        *_check_values(swept, typed),
+        *(mistake for mistake in mistakes if _is_about_sweep(mistake.setting.removeprefix("no "))),
+        *(mistake for mistake in _check_values(swept, typed) if _key(mistake.setting) not in wrong_keys),
+        *of_space,
         *_check_sweeper(swept, sweeper),
         *of_sweeper,
         *_check_number(swept, params, sweeper, typed),
@@ -103,8 +115,9 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
     return SweepCommand(
         for_hydra=[_to_hydra(text, first, added, param_keys) for text, first in zip(typed, first_job, strict=True)],
         keys=[override.key_or_group for override in swept.values()],
-        mistakes=[*mistakes, *of_sweep],
+        mistakes=[*(mistake for mistake in mistakes if mistake not in of_sweep), *of_sweep],
         of_sweep=of_sweep,
+        skips_invalid=composed is not None and select(composed.config, "sweep.skip_invalid") is True,
     )
 
 
@@ -177,7 +190,7 @@ def _check_values(swept: dict[str, Override], typed: Sequence[str]) -> list[Conf
             fix = f'"{quoted}"' if group in _FOLDERS else f"{group}=<value>"
             mistakes.append(ConfigError(text, "it is a setting of the whole sweep, in which jobs cannot differ", fix))
         elif _never_ends(override):
-            mistakes.append(ConfigError(text, "the range never ends", f"{group}=range(<low>,<high>,<step>)"))
+            mistakes.append(ConfigError(text, "the range never ends", f"'{group}=range(<low>,<high>,<step>)'"))
         elif _is_empty(override, typed):
             mistakes.append(ConfigError(text, "the sweep has no values", f"{group}=<values>"))
         elif (CONF / group).is_dir() and isinstance(override.value(), ChoiceSweep):
@@ -191,6 +204,49 @@ def _check_values(swept: dict[str, Override], typed: Sequence[str]) -> list[Conf
             reason = f"the options are {' '.join(options)}"
             mistakes += [ConfigError(f"{group}={name}", reason, suggest_option(group, name, typed)) for name in unknown]
     return mistakes
+
+
+def _check_space(sweeps: Sequence[Override]) -> list[ConfigError]:
+    """Check the search space of a study as the sweeper reads it; a glob's options are those of its group."""
+    texts = [str(override.input_line) for override in sweeps if not isinstance(override.value(), Glob)]
+    return read_space(texts)[1]
+
+
+def _locate_params(
+    mistakes: Sequence[ConfigError], params: Mapping[str, Override], typed: Sequence[str]
+) -> list[ConfigError]:
+    """Return the errors in `hydra.sweeper.params`, which nobody has typed, with the file and line to correct.
+
+    Args:
+        mistakes: Errors found in the first job.
+        params: Parameter by its override of the first job.
+        typed: The overrides of the command line.
+    """
+    located = []
+    for mistake in mistakes:
+        key = _key(mistake.setting)
+        first = next((text for text in params if _key(text) == key), None)
+        if first is not None and (place := _find_param(key, typed)):
+            whole, value = str(params[first].input_line), first.partition("=")[2]
+            other, _, wanted = mistake.fix.partition("=")
+            is_other_key = wanted == value and other != key
+            fix = f"{other}: {whole.partition('=')[2]}" if is_other_key else mistake.fix
+            mistake = ConfigError(whole if is_other_key else mistake.setting, mistake.reason, f"{fix} (in {place})")
+        located.append(mistake)
+    return located
+
+
+def _find_param(key: str, typed: Sequence[str]) -> str | None:
+    """Return the file and line of a sweep's option that sets a parameter; None if it is not one line."""
+    entry = re.compile(rf"\s+{re.escape(key)}\s*:")
+    found = [
+        f"{file}, line {number}"
+        for folder in find_config_folders(typed)
+        for file in sorted((folder / "sweep").glob("*.yaml"))
+        for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1)
+        if entry.match(line) and any(text == f"sweep={file.stem}" for text in typed)
+    ]
+    return found[0] if len(found) == 1 else None
 
 
 def _check_sweeper(swept: dict[str, Override], sweeper: str) -> list[ConfigError]:
@@ -213,11 +269,11 @@ def _check_sweeper_node(composed: Composed) -> list[ConfigError]:
         section: Any = OmegaConf.to_container(node.hydra.sweeper, resolve=True)
     except OmegaConfBaseException as error:
         return [ConfigError("hydra.sweeper=…", str(error).partition("\n")[0], "hydra.sweeper.<setting>=<value>")]
-    if str(section.get("_target_", "")).startswith(f"{_PLUGINS}."):
-        section["_target_"] = _OPTUNA
+    if str(section.get("_target_", "")).startswith(PLUGINS):
+        section["_target_"] = OPTUNA
     config = {"hydra": {"sweeper": section}}
     mistakes = [*check_node_tree(config), *check_ranges(config)]
-    if section["_target_"] == _OPTUNA and section.get("pruner") is not None and not mistakes:
+    if section["_target_"] == OPTUNA and section.get("pruner") is not None and not mistakes:
         mistakes += [*find_unknown_metric(composed.config, "hydra.sweeper.prune_on", section["prune_on"])]
     return mistakes
 
@@ -268,6 +324,8 @@ def _check_folder(typed: Sequence[str]) -> list[ConfigError]:
         return [ConfigError("hydra.sweep.dir=", "a sweep needs a folder", "hydra.sweep.dir=<folder>")]
     if not isinstance(folder, str) or "${" in folder:
         return []  # checked when it is resolved
+    if address := find_address("hydra.sweep.dir", folder):
+        return [address]
     folder = os.path.expanduser(folder)
     if folder.startswith("~"):
         return [ConfigError(str(setting), "there is no such user", "hydra.sweep.dir=<a folder>")]

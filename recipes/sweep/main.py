@@ -4,10 +4,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from recipes.config.overrides import for_shell
 from recipes.entry.hydra_main import run_through_hydra
 from recipes.errors import ConfigError, format_report
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.world import global_rank, started_by
+
+_OF_SWEEPS = ("hydra.sweep.", "hydra.sweeper.", "hydra/sweeper", "hydra/launcher")
 
 
 def is_sweep(overrides: Sequence[str]) -> bool:
@@ -16,6 +19,21 @@ def is_sweep(overrides: Sequence[str]) -> bool:
     selects_sweep |= "hydra.mode=MULTIRUN" in overrides
     # mode=wandb_sweep only writes a sweep's YAML, and each trial of that sweep is a single run
     return selects_sweep and not {"mode=wandb_sweep", "hydra.mode=RUN"} & set(overrides)
+
+
+def reject_settings_of_sweep(overrides: Sequence[str]) -> list[ConfigError]:
+    """Return the errors in settings of Hydra's that a sweep alone has, typed for a single run."""
+    if {"mode=wandb_sweep", "hydra.mode=RUN"} & set(overrides):
+        return []  # it writes a sweep, or is one job of a sweep on its own
+    mistakes = []
+    for override in overrides:
+        key, equals, value = override.lstrip("+~").partition("=")
+        if not equals or not key.startswith(_OF_SWEEPS):
+            continue
+        fix = f"hydra.run.dir={value}" if key == "hydra.sweep.dir" else "the same command without it"
+        reason = "only a sweep, which -m starts, reads it"
+        mistakes.append(ConfigError(override, reason, f"{for_shell(fix) if '=' in fix else fix}, or -m beside it"))
+    return mistakes
 
 
 def run_sweep(overrides: list[str], folder: Path, name: str, run: Callable[..., int]) -> int:
@@ -45,8 +63,7 @@ def run_sweep(overrides: list[str], folder: Path, name: str, run: Callable[..., 
 
     command = check_command(overrides, config_folder=folder, config_name=name)
     # only the first job is checked here, and with skip_invalid=true it may be one that is skipped
-    skips_invalid = "sweep.skip_invalid=true" in overrides
-    if mistakes := command.of_sweep if skips_invalid else command.mistakes:
+    if mistakes := command.of_sweep if command.skips_invalid else command.mistakes:
         print(format_report(mistakes), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
     MULTIRUN.config_folder, MULTIRUN.config_name = folder, name

@@ -1,6 +1,7 @@
 """Parse sweep overrides, `optimizer.lr=tag(log,interval(1e-4,1e-2))`, into parameters to sample. About 1 ms each."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -18,7 +19,7 @@ from hydra.core.override_parser.types import (
 )
 from hydra.errors import HydraException
 
-from recipes.config.overrides import make_override, to_plain
+from recipes.config.overrides import for_shell, make_override, to_plain
 from recipes.errors import ConfigError
 
 
@@ -122,7 +123,8 @@ def _parameter(text: str, parsed: Override) -> Choice | Interval:
     sweep, key = parsed.value(), parsed.get_key_element()
     tags = sweep.tags if isinstance(sweep, Sweep) else set()
     if unknown := tags - {"log"}:
-        raise ConfigError(text, f"unknown tag {min(unknown)!r}", "tag(log,<a sweep>)")
+        fix = for_shell(re.sub(rf"\b{re.escape(min(unknown))}\b", "log", text))
+        raise ConfigError(text, f"there is no tag {min(unknown)!r}: the only one is log", fix)
     if isinstance(sweep, ChoiceSweep | Glob):
         return _choice(text, parsed, is_log=bool(tags))
     if isinstance(sweep, IntervalSweep):
@@ -140,7 +142,7 @@ def _parameter(text: str, parsed: Override) -> Choice | Interval:
 def _choice(text: str, parsed: Override, *, is_log: bool) -> Choice:
     key, sweep = parsed.get_key_element(), parsed.value()
     if is_log:
-        fix = f"{key}=tag(log,interval(<low>,<high>)), or no tag"
+        fix = f"'{key}=tag(log,interval(<low>,<high>))', or the values without the tag"
         raise ConfigError(text, "a list of values has no scale", fix)
     if isinstance(sweep, ChoiceSweep):
         # not sweep_iterator, which shuffles at every call
@@ -164,14 +166,14 @@ def _range(text: str, key: str, sweep: RangeSweep, *, is_log: bool) -> Interval:
     assert start is not None, "Hydra's range has a start"
     assert stop is not None, "Hydra's range has an end"
     if step == 0 or not all(map(math.isfinite, (start, stop, step))):
-        raise ConfigError(text, "the range never ends", f"{key}=range(<low>,<high>,<step>)")
+        raise ConfigError(text, "the range never ends", f"'{key}=range(<low>,<high>,<step>)'")
     is_integer = all(isinstance(number, int) for number in (start, stop, step))
     first, width = Decimal(start), Decimal(step)  # exact: no rounding error over many steps
     count = math.ceil((Decimal(stop) - first) / width)
     if count < 1:
-        raise ConfigError(text, "the range is empty", f"{key}=range(<low>,<high>)")
+        raise ConfigError(text, "the sweep has no values", f"'{key}=range(<low>,<high>)'")
     if is_log and (step != 1 or not is_integer):
-        fix = f"{key}=tag(log,interval(<low>,<high>))"
+        fix = f"'{key}=tag(log,interval(<low>,<high>))'"
         raise ConfigError(text, "its steps are not equal ratios", fix)
     low, high = sorted((first, first + (count - 1) * width))
     number = int if is_integer else float
@@ -180,13 +182,13 @@ def _range(text: str, key: str, sweep: RangeSweep, *, is_log: bool) -> Interval:
 
 def _check(text: str, key: str, interval: Interval) -> None:
     low, high = interval.low, interval.high
-    fix = f"{key}=interval(<low>,<high>)"
+    fix = f"'{key}=interval(<low>,<high>)'"
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ConfigError(text, "both ends must be finite", fix)
     if low > high:
         other_way = f"interval({high},{low})"
-        fix = f"{key}=tag(log,{other_way})" if interval.log else f"{key}={other_way}"
-        raise ConfigError(text, f"{low} is greater than {high}", fix)
+        fix = f"'{key}=tag(log,{other_way})'" if interval.log else f"'{key}={other_way}'"
+        raise ConfigError(text, f"its lower end, {low}, is above its upper end, {high}", fix)
     if interval.log and low <= 0:
-        fix = f"{key}=tag(log,interval(<above 0>,{high}))"
-        raise ConfigError(text, f"{low} has no logarithm", fix)
+        fix = f"'{key}=tag(log,interval(<above 0>,{high}))'"
+        raise ConfigError(text, f"{low:g} has no logarithm", fix)

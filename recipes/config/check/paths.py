@@ -8,7 +8,8 @@ from typing import Any
 
 from recipes.checkpoint.retention import resolve_symlink
 from recipes.config.compose import cluster_job_name
-from recipes.config.traits import list_data, trains
+from recipes.config.local_path import find_address
+from recipes.config.traits import list_data, list_nodes, trains
 from recipes.data.glob_files import expand_glob
 from recipes.errors import ConfigError, shell
 from recipes.run_folder import (
@@ -37,6 +38,8 @@ from recipes.run_folder import (
 _SOURCES = "recipes.data."
 _PROTOCOL = "://"  # of a data set or a bucket, which only its own library finds
 _OF_MODEL = re.compile(r"\+*(model|recipe|hydra\.searchpath)[=.]")  # what is typed says which model is meant
+# settings of any section that name a folder or file of this machine
+_LOCAL = ("cache_dir", "nvme_path", "output", "task_folder")
 _NEED_CHECKPOINT = ("evaluate", "sample", "export", "replay")
 
 
@@ -53,10 +56,25 @@ def check_paths(
     """
     for section, node in list_data(config):
         yield from _check_data_path(section, node)
-    yield from _check_resume(config, overrides)
+    yield from _check_addresses(config)
+    if not find_address("resume", config["resume"]):
+        yield from _check_resume(config, overrides)
     if trains(config) and has_run(run_folder):
         yield from _check_run_files(run_folder)
     yield from check_run_folder(config, run_folder, continues=continues)
+
+
+def _check_addresses(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Reject addresses of buckets and hubs as folders and files of this machine."""
+    runs = config["mode"].get("runs")
+    places = [("resume", config["resume"]), *(("mode.runs", run) for run in (runs if isinstance(runs, list) else ()))]
+    places += [
+        (f"{section}.{name}", node.get(name)) for section, node in list_nodes(config) for name in node if name in _LOCAL
+    ]
+    places += [("mode.path", config["mode"].get("path"))]
+    for key, path in dict.fromkeys((key, path) for key, path in places if isinstance(path, str)):
+        if address := find_address(key, path):
+            yield address
 
 
 def _check_data_path(section: str, data: Mapping[str, Any]) -> Iterator[ConfigError]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from recipes.config.check.types import to_setting
+from recipes.config.overrides import for_shell
 from recipes.config.signature import find_signature
 from recipes.config.traits import select
 from recipes.errors import ConfigError
@@ -106,7 +107,7 @@ def drop_consequences(mistakes: Sequence[ConfigError], renamed: Sequence[Renamed
 
 
 def restore_sweeps(mistakes: Sequence[ConfigError], typed: Mapping[str, str]) -> list[ConfigError]:
-    """Return the errors of a sweep's first job, with all values of the sweep for renamed keys.
+    """Return the errors of a sweep's first job, with all values of the sweep for a key that is another one.
 
     Args:
         mistakes: Errors found for the first job.
@@ -115,5 +116,15 @@ def restore_sweeps(mistakes: Sequence[ConfigError], typed: Mapping[str, str]) ->
     restored: list[ConfigError] = []
     for mistake in mistakes:
         whole = typed.get(mistake.setting, "") if isinstance(mistake, RenamedError) else ""
+        key, equals, value = mistake.fix.rpartition("=")
+        if (
+            not whole
+            and equals
+            and " " not in key
+            and mistake.setting in typed
+            and mistake.setting.endswith(f"={value}")
+        ):
+            whole, values = typed[mistake.setting], typed[mistake.setting].partition("=")[2]
+            mistake = ConfigError(whole, mistake.reason, for_shell(f"{key}={values}"))
         restored.append(answer_renamed_setting(whole) or answer_renamed_option(whole) or mistake)
     return restored

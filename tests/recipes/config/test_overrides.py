@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipes.config.overrides import make_override, parse_override, to_overrides
+from recipes.config.overrides import drop_replaced, make_override, parse_override, to_overrides
 from recipes.errors import ConfigError
 
 
@@ -65,3 +65,19 @@ def test_sweeper_params_given_as_text_are_taken_as_typed() -> None:
         "f=true",
     ]
     assert to_overrides(None) == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "kept"),
+    [
+        ("seed=x -m model=gpt2 seed=2", "-m model=gpt2 seed=2"),
+        ("resume=a resume=b resume=a", "resume=a"),
+        ("optimizer={lr:1} optimizer={eps:2}", "optimizer={lr:1} optimizer={eps:2}"),  # merged, not replaced
+        ("+trainer.benchmark=1 trainer.benchmark=true", "+trainer.benchmark=true"),
+        ("optimizer.lr=x ++optimizer.lr=1", "++optimizer.lr=1"),
+        ("seed=1,2 seed=3", "seed=3"),
+        ("+data@eval_data.a=digits +data@eval_data.b=digits ~seed seed", None),
+    ],
+)
+def test_the_last_value_of_a_setting_counts(typed: str, kept: str | None) -> None:
+    assert drop_replaced(typed.split()) == (kept or typed).split()

@@ -316,7 +316,7 @@ def test_early_termination_uses_a_metric_that_is_logged_during_the_run() -> None
         (["seed=1,2", "hydra.run.dir=x"], "all trials of the sweep would share that folder"),
         (["seed=1,2", "logger=csv"], "the trials would not log to W&B"),
         (["seed=1,2", "sweep.objective=los"], "type: sweep.objective="),
-        (["optimizer.lr=interval(0.2,0.1)"], "0.2 is greater than 0.1"),
+        (["optimizer.lr=interval(0.2,0.1)"], "its lower end, 0.2, is above its upper end, 0.1"),
         (["optimizer.lr=interval(0,1)", "mode.method=grid"], "a grid needs single values"),
         (["seed=range(100000)", "mode.method=grid"], "W&B would get a list of 99999 values"),
         (["optimizer.rate=interval(0,1)"], "there is no 'optimizer.rate'"),

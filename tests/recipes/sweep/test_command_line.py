@@ -2,11 +2,13 @@
 
 import shlex
 import time
+from pathlib import Path
 
 import pytest
 
 from recipes.config.compose import CONF
 from recipes.sweep.command_line import SweepCommand, check_command
+from recipes.sweep.main import reject_settings_of_sweep
 
 OPTUNA = "hydra/sweeper=optuna optimizer.lr=interval(1e-4,1e-2)"
 # command line -> the settings that are named
@@ -45,6 +47,10 @@ WRONG = {
         "hydra.sweeper.pruner._target_=optuna.pruners.MedianPrunr"
     ],
     f"{OPTUNA} hydra.sweeper.prune_on=": ["hydra.sweeper.prune_on="],
+    "seed=1,2 hydra.sweep.dir=gs://bucket/x": ["hydra.sweep.dir=gs://bucket/x"],
+    # a job that is skipped does not excuse what every job has
+    "model.num_heads=5,2 sweep.skip_invalid=True launcher.max_jobs=0": ["launcher.max_jobs=0"],
+    "hydra/sweeper=optuna optimizer.lr=tag(log,interval(0,1))": ["optimizer.lr=tag(log,interval(0,1))"],
 }
 
 
@@ -56,8 +62,8 @@ def check(typed: str) -> SweepCommand:
 def test_a_mistake_of_a_sweep_is_named_before_hydra_runs(typed: str) -> None:
     began = time.process_time()
     command = check(typed)
-    assert sorted(mistake.setting.replace("'", "") for mistake in command.mistakes) == sorted(WRONG[typed])
-    assert command.of_sweep == command.mistakes
+    assert sorted(mistake.setting.replace("'", "") for mistake in command.of_sweep) == sorted(WRONG[typed])
+    assert command.of_sweep == command.mistakes or command.skips_invalid
     assert all(mistake.reason and mistake.fix for mistake in command.mistakes)
     assert time.process_time() - began < 5  # seconds: the time does not depend on the number of jobs
 
@@ -72,3 +78,51 @@ def test_the_folder_of_a_sweep_may_be_below_the_home_folder(monkeypatch: pytest.
 @pytest.mark.parametrize("typed", [f"{OPTUNA} hydra.sweeper.pruner=null hydra.sweeper.seed=null", "seed=range(1,5001)"])
 def test_what_a_sweeper_takes_is_no_mistake(typed: str) -> None:
     assert check(typed).mistakes == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "fix"),
+    [
+        (f"{OPTUNA} hydra.sweeper.ntrials=3", "hydra.sweeper.n_trials=3"),
+        ("seed=1,2 hydra.sweeper.n_trials=3", "hydra/sweeper=optuna hydra.sweeper.n_trials=3"),
+        (f"{OPTUNA} hydra.sweeper.direction=maximize", "sweep.direction=maximize"),
+        ("seed=1,2 sweep.direction=max", "sweep.direction=maximize"),
+        ("hydra/sweeper=optuna optimizer.lr=interval(1,0.1)", "'optimizer.lr=interval(0.1,1.0)'"),
+        ("hydra/sweeper=optuna 'optimizer.lr=tag(lg,interval(0.1,1))'", "'optimizer.lr=tag(log,interval(0.1,1))'"),
+        ("optimizer.lrr=1e-3,2e-3", "optimizer.lr=1e-3,2e-3"),
+    ],
+)
+def test_a_mistake_of_a_sweep_is_answered_with_what_works(typed: str, fix: str) -> None:
+    assert [mistake.fix for mistake in check(typed).mistakes] == [fix]
+
+
+PARAMS = "hydra:\n  sweeper:\n    params:\n      optimizer.lr: 1e-3,2e-3\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        (
+            f"# @package _global_\ndefaults:\n  - none\n{PARAMS}".replace(".lr:", ".lrr:"),
+            "optimizer.lr: 1e-3,2e-3 (in {}, line 7)",
+        ),
+        (f"defaults:\n  - none\n{PARAMS}", "# @package _global_ as the first line of {}"),
+        (PARAMS, "# @package _global_ as the first line of {}"),
+        (f"# @package _global_\n{PARAMS}", "defaults: [none] at the top of {}"),
+    ],
+)
+def test_a_mistake_in_a_sweep_of_ones_own_names_its_file(text: str, fix: str, tmp_path: Path) -> None:
+    file = tmp_path / "sweep" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text(text)
+    mistakes = check(f"hydra.searchpath=[{tmp_path}] sweep=mine").mistakes
+    assert [mistake.fix for mistake in mistakes] == [fix.format(file)]
+
+
+def test_a_setting_of_a_sweep_is_refused_for_a_single_run() -> None:
+    [mistake] = reject_settings_of_sweep(["seed=1", "hydra.sweep.dir=x", "launcher.max_jobs=2"])
+    assert (
+        str(mistake)
+        == "hydra.sweep.dir=x: only a sweep, which -m starts, reads it; type hydra.run.dir=x, or -m beside it"
+    )
+    assert reject_settings_of_sweep(["sweep=lr", "hydra.mode=RUN", "hydra.sweeper.n_trials=2"]) == []
