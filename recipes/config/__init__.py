@@ -7,7 +7,7 @@ from pathlib import Path
 from recipes.config.check import check_config
 from recipes.config.check.command_line import compose_overrides
 from recipes.config.check.origin import check_origin
-from recipes.config.check.sections import find_missing_groups
+from recipes.config.check.sections import find_missing_groups, is_of_file
 from recipes.config.compose import CONF, Composed
 from recipes.config.trust import find_origin
 from recipes.errors import ConfigError
@@ -44,7 +44,9 @@ def compose_and_check(
             references=composed.references,
             continues=continues,
         )
-        # a setting may be missing only because its override was rejected
+        # a setting may be missing only because its override was rejected, or because the file of its option is wrong
+        files = tuple(f"{mistake.setting.partition('=')[0]}." for mistake in found if is_of_file(mistake))
+        mistakes = [mistake for mistake in mistakes if not mistake.setting.startswith(files)]
         mistakes = [*mistakes, *(mistake for mistake in found if mistake.setting not in rejected)]
     return composed, mistakes
 

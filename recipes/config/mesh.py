@@ -114,7 +114,9 @@ def _divide_data(config: Mapping[str, Any], data_size: int, *, per_node: int) ->
     if replicate * shard != data_size:
         raise ConfigError(
             " ".join(typed) or f"strategy={traits.option}",
-            f"{_count(data_size)} not divisible by {shard}" if len(typed) < 2 else f"{data_size} ranks have samples",
+            f"{_count(data_size)} not divisible by {shard}"
+            if len(typed) < 2
+            else f"their product is {replicate * shard}, and {data_size} ranks read samples of their own",
             f"data_parallel_shard={largest_divisor(data_size, most=shard)} data_parallel_replicate=null",
         )
     return replicate, shard

@@ -42,10 +42,10 @@ def get_ranks(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ
     if trains(config):
         reject_other_launcher(environ)
     single = not get_traits(config["strategy"]).needs_process_group
-    if single:
-        _reject_several_ranks(config["trainer"], found, environ)
-    elif found is None and int(environ.get("WORLD_SIZE", "1")) > 1:
+    if found is None and int(environ.get("WORLD_SIZE", "1")) > 1:
         _reject_missing_variables(environ)
+    if single:
+        _reject_several_ranks(config["trainer"], found)
     if not is_split:
         return Ranks(per_node=1, num_nodes=1, started_by=found.started_by if found else None)
     if found is not None:
@@ -72,28 +72,26 @@ def get_ranks(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 def _reject_missing_variables(environ: Mapping[str, str]) -> None:
     """Reject a WORLD_SIZE without other variables of torchrun: it is left over, or from a launcher of machines."""
     missing = [name for name in TORCHRUN_VARIABLES if name not in environ]
-    fix = "unset WORLD_SIZE, or torchrun --nproc-per-node <ranks> train.py …"
+    left = [name for name in (*TORCHRUN_VARIABLES, "GROUP_WORLD_SIZE") if name in environ]
+    fix = f"unset {' '.join(left)}, or torchrun --nproc-per-node <ranks> train.py …"
     if set(missing) <= {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}:
         # as a Kubernetes PyTorchJob sets them for each of its pods
-        fix = "torchrun --nnodes $WORLD_SIZE --node-rank $RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT"
+        fix = f"unset {' '.join(left)}, or where they are of a job of several machines: torchrun"
+        fix += " --nnodes $WORLD_SIZE --node-rank $RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT"
         fix += " --nproc-per-node <GPUs of a node> train.py …"
     raise ConfigError(
         f"WORLD_SIZE={environ['WORLD_SIZE']} without {', '.join(missing)}",
-        "ranks cannot find each other without them"
-        if "RANK" in missing
-        else "a rank finds neither its device nor the other ranks of its machine",
+        "torchrun sets all of them for each rank, so it has not started this process; the others may be left over",
         fix,
     )
 
 
-def _reject_several_ranks(trainer: Mapping[str, Any], found: Ranks | None, environ: Mapping[str, str]) -> None:
+def _reject_several_ranks(trainer: Mapping[str, Any], found: Ranks | None) -> None:
     """Reject several ranks or devices for a strategy that runs on one device."""
-    world_size = found.world_size if found else int(environ.get("WORLD_SIZE", "1"))
-    if world_size > 1:
-        is_slurm = found is not None and found.started_by == "slurm"
-        fix = "ignore_slurm=true" if is_slurm else "python train.py … without torchrun"
+    if found is not None and found.world_size > 1:
+        fix = "ignore_slurm=true" if found.started_by == "slurm" else "python train.py … without torchrun"
         raise ConfigError(
-            f"strategy=single with WORLD_SIZE={world_size}",
+            f"strategy=single with WORLD_SIZE={found.world_size}",
             "each of these ranks would train the same run in the same folder",
             f"strategy=ddp, or {fix}",
         )

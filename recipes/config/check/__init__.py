@@ -12,6 +12,7 @@ from recipes.config.check.compatibility import (
     check_compatibility,
     check_evaluator,
     check_kinds,
+    check_plan_settings,
     check_published_model,
     check_unread,
 )
@@ -28,9 +29,20 @@ from recipes.config.check.paths import check_paths
 from recipes.config.check.ranges import check_ranges
 from recipes.config.check.renamed import check_renamed, drop_consequences
 from recipes.config.check.resumed import check_resumed
-from recipes.config.check.sections import COMPOSING, NO_SUCH_KEY, check_settings, check_structure
+from recipes.config.check.sections import (
+    COMPOSING,
+    NO_SUCH_KEY,
+    NODES,
+    SETTINGS,
+    WITHOUT_TARGET,
+    check_settings,
+    check_structure,
+    list_groups,
+    suggest_value,
+)
 from recipes.config.check.strategy import check_optimizer, check_strategy
 from recipes.config.check.suggestions import suggest_options
+from recipes.config.instantiate import TARGET
 from recipes.config.search_path import find_config_folders
 from recipes.config.traits import select
 from recipes.config.trust import CONF, find_resumed_run
@@ -125,6 +137,9 @@ def _check_all(
     dashboards = [*check_dashboards(config)]
     if dashboards:  # whose sections the others refer to
         found = [mistake for mistake in found if _get_key(mistake) not in PLACES]
+    unread = [] if structure else [*check_plan_settings(config, overrides)]
+    unread_keys = {_get_key(mistake) for mistake in unread}
+    found = [*(mistake for mistake in found if _get_key(mistake) not in unread_keys), *unread]
     mistakes = [*renamed, *drop_consequences(found, renamed)]
     mismatches = [] if structure else [*check_kinds(config, choices, overrides)]
     if mismatches:
@@ -142,6 +157,7 @@ def _check_all(
     if scaling:  # without a reference point there is no learning rate: a consequence as well
         mistakes = [m for m in mistakes if not m.setting.startswith("optimizer.lr=")]
     ranges = locate_mistakes(_trace_all([*check_ranges(config)], references, config), overrides)
+    ranges = [mistake for mistake in ranges if _get_key(mistake) not in unread_keys]
     if mistakes:
         # the checks below compute with these values and would only report the same mistakes again
         return [*mistakes, *scaling, *ranges]
@@ -151,7 +167,7 @@ def _check_all(
         *check_batch_size(config, world_size),
         *check_mesh(config, world_size),
         *check_moe(config, world_size),
-        *check_compatibility(config),
+        *check_compatibility(config, references),
         *check_strategy(config, world_size),
         *check_activation_checkpoint(config),
         *check_devices(config),
@@ -172,21 +188,34 @@ def _check_all(
 def _check_packages(
     config: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str]
 ) -> Iterator[ConfigError]:
-    """Check that a recipe sets settings of the whole config, not of a section with its own name."""
-    for group in COMPOSING[:2]:
-        name = f"{choices.get(group)}.yaml"
-        file = next(
-            (path / group / name for path in find_config_folders(overrides) if (path / group / name).is_file()), None
-        )
-        if group not in config or file is None:
+    """Check that the option of a group sets what that group is for, and that the file says where in the config."""
+    for group, option in choices.items():
+        name = f"{option}.yaml"
+        folders = [path for path in find_config_folders(overrides) if (path / group / name).is_file()]
+        if not folders or (folders[0] == CONF and group not in COMPOSING[:2]):
             continue
-        is_empty = not file.read_text(encoding="utf-8", errors="replace").strip()
-        reason = (
-            "it is empty" if is_empty else f"its settings stand below {group}: no comment places them in the config"
-        )
-        yield ConfigError(
-            f"{group}={choices[group]}", f"{file}: {reason}", f"# @package _global_ as the first line of {file}"
-        )
+        file, section = folders[0] / group / name, config.get(group)
+        text, keys = file.read_text(encoding="utf-8", errors="replace"), section if isinstance(section, Mapping) else {}
+        of_config = {*SETTINGS, *list_groups(), *NODES, "hydra"} if group == "sweep" else {group}
+        if group in COMPOSING[:2] and group in config:
+            is_misplaced = True
+        else:
+            is_misplaced = "# @package" not in text and not of_config.isdisjoint(keys) and group not in COMPOSING
+        if is_misplaced:
+            reason = f"its settings stand below {group}: no comment places them in the config"
+            yield ConfigError(
+                f"{group}={option}",
+                f"{file}: {reason if text.strip() else 'it is empty'}",
+                f"# @package _global_ as the first line of {file}",
+            )
+        elif group == "sweep" and TARGET not in keys:
+            reason = f"{file}: it lacks the settings that every sweep has, which are those of `none`"
+            yield ConfigError(f"sweep={option}", reason, f"defaults: [none] at the top of {file}")
+        elif keys and TARGET not in keys and group not in (*WITHOUT_TARGET, *COMPOSING):
+            base = suggest_value(group).partition("=")[2].strip("<>").partition(" | ")[0]
+            reason = f"{file}: it names nothing to build, and extends no option that does"
+            fix = f"defaults: [<an option of {group}, such as {base}>] at the top of {file}"
+            yield ConfigError(f"{group}={option}", reason, fix)
 
 
 def _trace_all(

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,17 @@ from recipes.config.check.suggestions import (
 from recipes.config.check.text_values import answer_sweep, decimal_point, find_annotation, quote_text
 from recipes.config.check.types import takes_any_key
 from recipes.config.compose import MODE_OF_SWEEPS, Composed, compose_run, quote_options
-from recipes.config.instantiate import PARTIAL
-from recipes.config.overrides import NAME_RULE, for_shell, parse_or_quote, to_ascii
+from recipes.config.instantiate import OPTUNA, PARTIAL, PLUGINS
+from recipes.config.overrides import NAME_RULE, TYPOGRAPHIC_QUOTES, for_shell, parse_or_quote, to_ascii
 from recipes.config.resume import compose_recorded, find_deepest, read_resumed_run, select_inherited
 from recipes.config.search_path import select_search_path
 from recipes.config.signature import TargetNotFoundError, read_signature
 from recipes.config.traits import DATA_GROUPS, is_place_of_data
 from recipes.config.trust import find_own_folders
 from recipes.errors import ConfigError
+
+_KEY = re.compile(r"[+~]{0,2}[A-Za-z_][\w.@/-]*")
+_OF_COMMAND = re.compile(r"python[\d.]*|(\S*/)?train\.py")
 
 
 def compose_overrides(
@@ -161,7 +165,7 @@ def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[st
     folders = [folder, *find_own_folders(search_path)]
     good = [*search_path]  # before the options in its folders
     values: list[tuple[str, str, Override]] = []
-    mistakes: list[ConfigError] = []
+    typed, mistakes = _join_words(typed)
     for text in typed:
         if text in search_path:
             continue
@@ -240,6 +244,10 @@ def _find_unknown_option(
         fix = f"{typed.partition('=')[0]}={unknown[0]}, after mv {file} {Path(file).with_suffix('.yaml')}"
         return ConfigError(typed, f"there is {file}, and Hydra reads files that end in .yaml", fix)
     fix = suggest_option(group, unknown[0] if unknown else "", others)
+    if isinstance(value, list) and len(value) > 1 and "<" not in fix:  # the others stay
+        meant = [suggest_option(group, name, others) if name in unknown else f"={name}" for name in map(str, value)]
+        names = dict.fromkeys(text.partition("=")[2].partition(" ")[0] for text in meant)
+        fix = f"{group}=[{','.join(names)}]" if "<option>" not in names else fix
     if override.package is not None:
         fix = fix.replace(f"{group}=", f"+{group}@{override.package}=", 1)
     return ConfigError(typed, f"the options are {' '.join(options)}", fix)
@@ -251,6 +259,38 @@ def _find_misnamed(group: str, option: str, typed: Sequence[str]) -> str | None:
     return next((str(file) for file in files if file.is_file()), None)
 
 
+def _join_words(typed: Sequence[str]) -> tuple[list[str], list[ConfigError]]:
+    """Split off the words that spaces beside a = have made of one override, and a command that is typed twice."""
+    whole: list[str] = []
+    mistakes = []
+    command = [word for word in typed if _OF_COMMAND.fullmatch(word)]
+    if command:
+        reason = "the command itself is among its settings"
+        mistakes.append(ConfigError(" ".join(command), reason, "python train.py and the settings, once"))
+    waiting = [word for word in typed if word not in command]
+    while waiting:
+        word, *rest = waiting
+        is_key = bool(_KEY.fullmatch(word))
+        if is_key and rest and rest[0] == "=" and len(rest) > 1:
+            size = 3
+        elif (is_key and rest and rest[0][:1] == "=") or (
+            _KEY.fullmatch(word[:-1]) and word[-1] == "=" and _is_value(rest)
+        ):
+            size = 2
+        else:
+            whole.append(word)
+            waiting = rest
+            continue
+        parts, waiting = waiting[:size], waiting[size:]
+        mistakes.append(ConfigError(" ".join(parts), "there is a space beside the =", for_shell("".join(parts))))
+    return whole, mistakes
+
+
+def _is_value(rest: Sequence[str]) -> bool:
+    """Return whether the next word can only be the value of the one before: it is no override."""
+    return bool(rest) and "=" not in rest[0] and rest[0][:1] not in ("~", "#", "\\") and bool(rest[0].strip())
+
+
 def _explain_word(text: str) -> ConfigError:
     """Return the error in a word that is no override, with the override that it is meant to be."""
     if not text.strip():
@@ -259,6 +299,12 @@ def _explain_word(text: str) -> ConfigError:
     if text.strip()[0] in "#\\":
         reason = "a shell reads # and \\ itself, unless they are quoted or followed by a space"
         return ConfigError(text, reason, "the same command without it")
+    if (bare := text.strip(TYPOGRAPHIC_QUOTES)) != text and parse_or_quote(bare)[0] is not None:
+        reason = "a shell reads typographic quotes as text: its own are ' and \""
+        return ConfigError(text, reason, for_shell(bare))
+    if text[0] in "–—−":  # noqa: RUF001  dashes of text processors
+        dashes = "-" if len(text) == 2 else "--"
+        return ConfigError(text, "it begins with a dash that is no hyphen", f"{dashes}{text[1:]}")
     key, equals, value = (part.strip() for part in text.partition("="))
     if equals and key and " " not in key and text != f"{key}={value}":
         return ConfigError(text, "there is a space beside the =", for_shell(f"{key}={value}"))
@@ -271,7 +317,16 @@ def _explain_word(text: str) -> ConfigError:
     key, equals, value = text.partition("=")
     if equals and not key.isascii():
         return ConfigError(text, NAME_RULE, for_shell(f"{to_ascii(key)}={value}"))
-    return ConfigError(text, "it is not of the form key=value", "key=value")
+    mixed = re.sub(r"[:/]", ".", key_typed := text.partition("=")[0])
+    if "=" in text and mixed != key_typed and _KEY.fullmatch(mixed):
+        fix = for_shell(f"{mixed}={text.partition('=')[2]}")
+        return ConfigError(text, "the parts of a key are joined by points", fix)
+    groups = [*list_groups(), *COMPOSING[:2]]
+    chosen = [group for group in groups if text in list_options(group) and text not in ("none", "default")]
+    known = [text] if "." in text and _KEY.fullmatch(text) else get_close_matches(text, [*SETTINGS, *groups], 1)
+    fixes = [f"{group}={text}" for group in chosen] or [f"{key}=<value>" for key in known]
+    fix = ", or ".join(fixes) or "key=value, or the same command without it"
+    return ConfigError(text, "it is not of the form key=value", fix)
 
 
 def _answer_added_option(
@@ -301,6 +356,7 @@ def _correct(typed: str, override: Override, config: Any) -> str | ConfigError:
         return f"+{typed}"
     names = [str(name) for name in node if not str(name).startswith("_") and name != "hydra"]
     target = OmegaConf.select(node, "_target_") if OmegaConf.is_dict(node) else None
+    target = OPTUNA if str(target).startswith(PLUGINS) else target
     if isinstance(target, str):
         try:
             signature = read_signature(target)
@@ -319,6 +375,14 @@ def _correct(typed: str, override: Override, config: Any) -> str | ConfigError:
         names = [*SETTINGS, *names, *list_groups(), *COMPOSING]
     if renamed := answer_renamed_setting(typed):
         return renamed
+    if section == ["hydra", "sweeper"]:
+        names = [name for name in names if name != "params"]  # of files
+        if target != OPTUNA and missing[0] in read_signature(OPTUNA).parameters:
+            reason = "it is a setting of Optuna, and this sweep is a grid"
+            return ConfigError(typed, reason, f"hydra/sweeper=optuna {for_shell(typed)}")
+    if override.key_or_group == "hydra.sweeper.direction":
+        reason = "the direction is that of the sweep, for every sweeper"
+        return ConfigError(typed, reason, f"sweep.direction={typed.partition('=')[2]}")
     fix = suggest_setting(override, decimal_point(typed), config, section, missing, list(dict.fromkeys(names)))
     return ConfigError(typed, f"there is no {override.key_or_group!r}", fix)
 

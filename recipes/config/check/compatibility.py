@@ -57,6 +57,7 @@ _OPTIONS: dict[str, tuple[str | bool | None, ...]] = {
     "profiler": (None, "simple", "advanced", "pytorch", "xla"),
 }
 _READERS_OF_TEXT = ("sample_text", "answer_check")  # callbacks that are silent without a tokenizer
+_OF_ANSWERS = (".Instructions", ".StringTasks")  # data with questions and their answers
 _OFF = ("null", "false", "[]")
 _THRESHOLDS = ("stopping_threshold", "divergence_threshold")
 # settings that other settings alone make effective -> which ones, of which one must differ from these values; why
@@ -104,8 +105,15 @@ _MAX_TIME = re.compile(r"\d+:\d\d:\d\d:\d\d")
 _SBATCH_TIME = re.compile(r"(\d+-\d+|\d+)(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 
 
-def check_compatibility(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check Trainer, vocabulary, published weights, shape of the model, schedule and mode against each other."""
+def check_compatibility(
+    config: Mapping[str, Any], references: Mapping[str, str] | None = None
+) -> Iterator[ConfigError]:
+    """Check Trainer, vocabulary, published weights, shape of the model, schedule and mode against each other.
+
+    Args:
+        config: Composed config whose nodes match their signatures.
+        references: Settings that only refer to another one, and that one.
+    """
     yield from _trainer(config)
     yield from _check_min_steps(config["trainer"])
     yield from _check_job_time(config["launcher"])
@@ -118,7 +126,7 @@ def check_compatibility(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         yield ConfigError("tokenizer=none", "text needs a tokenizer", "tokenizer=bpe or tokenizer=bytes")
     yield from _optimizer(config["optimizer"])
     yield from _model_shape(config["model"])
-    yield from _schedule(config)
+    yield from _schedule(config, references or {})
     if config["mode"]["_target_"].endswith((".sample", ".export")):
         mode = config["mode"]["_target_"].rpartition(".")[2]
         if not config["task"]["_target_"].endswith("LanguageModeling"):
@@ -281,16 +289,18 @@ def _model_shape(model: Mapping[str, Any]) -> Iterator[ConfigError]:
         )
 
 
-def _schedule(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+def _schedule(config: Mapping[str, Any], references: Mapping[str, str]) -> Iterator[ConfigError]:
     """Check that warmup and decay fit into the run; a run that ends during warmup is allowed."""
     scheduler, max_steps = config["scheduler"], config["trainer"]["max_steps"]
+    own = "scheduler.warmup_steps"
+    name = "warmup_steps" if references.get(own) == "warmup_steps" else own
     for key in ("decay_steps", "cooldown_steps"):
         warmup, decay = scheduler.get("warmup_steps"), scheduler.get(key)
         if None not in (warmup, decay) and warmup + decay > max_steps > 0:
             yield ConfigError(
-                f"scheduler.warmup_steps={warmup} scheduler.{key}={decay}",
+                f"{name}={warmup} scheduler.{key}={decay}",
                 f"together they are longer than trainer.max_steps={max_steps}",
-                f"scheduler.warmup_steps={max_steps // 10} scheduler.{key}={max_steps // 5}",
+                f"{name}={max_steps // 10} scheduler.{key}={max_steps // 5}",
             )
 
 
@@ -389,6 +399,8 @@ def _check_reader(
         reason = f"{own} has a value of its own" if takes else f"{section} takes none"
         fix = f"{own}={to_setting(config[key])}" if takes else without
         yield ConfigError(override, f"{reason}, and nothing else reads it", fix)
+    if key.startswith("mode.answers.") and not _has_answers(config):
+        yield ConfigError(override, "the data has no answers, which instructions and questions have", without)
     if key.startswith("hydra.") and not key.removeprefix("hydra.").startswith(_OF_HYDRA):
         yield ConfigError(override, _INSTEAD_OF_HYDRA.get(key, "it has no effect: Hydra starts no run here"), without)
     if key == "callbacks.throughput.peak_tflops" and select(config, "callbacks.throughput.measure_peak"):
@@ -400,6 +412,23 @@ def _check_reader(
     if is_synced and not get_traits(config["strategy"]).needs_process_group:
         reason = "strategy=single has one rank, and nothing to synchronize"
         yield ConfigError(override, reason, f"{without}, or strategy=ddp")
+
+
+def check_plan_settings(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[ConfigError]:
+    """Check for typed settings of a plan in a mode that plans nothing, whatever their values."""
+    mode = config["mode"]["_target_"].rpartition(".")[2]
+    for override in overrides:
+        key, equals, _ = override.lstrip("+").partition("=")
+        is_read = mode in ("plan", "batch_find") or (key == "plan.memory_gib" and takes_steps(config))
+        if equals and key.startswith("plan.") and not is_read:
+            fix = "the same command without it, or mode=plan beside it"
+            yield ConfigError(override, "only mode=plan and mode=batch_find read it", fix)
+
+
+def _has_answers(config: Mapping[str, Any]) -> bool:
+    """Return whether some data holds questions with answers, as far as its class is of this project."""
+    targets = [str(node.get("_target_")) for _, node in list_data(config)]
+    return any(not target.startswith("recipes.data.") or target.endswith(_OF_ANSWERS) for target in targets)
 
 
 def check_evaluator(config: Mapping[str, Any]) -> Iterator[ConfigError]:

@@ -1,14 +1,18 @@
 """Turn exceptions of Hydra, OmegaConf and the YAML reader into messages about an override or a file."""
 
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import MarkedYAMLError, YAMLError
 
 from recipes.config.check.renamed import RENAMED_OPTIONS
+from recipes.config.check.sections import list_groups
+from recipes.config.check.suggestions import list_options, suggest_option
 from recipes.config.check.text_values import find_annotation
 from recipes.config.check.types import describe, matches_type, placeholder
 from recipes.config.compose import CONF, Composed
@@ -17,6 +21,8 @@ from recipes.errors import ConfigError
 
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
 _UNSET = re.compile(r"Environment variable '(\w+)' not found")
+# what Hydra says about an entry of a defaults list
+_UNKNOWN_ENTRY = re.compile(r"Could not (?:find|load) '([\w/.-]+)'")
 _REFERENCE = re.compile(r"(?<!\\)\$\{")
 
 
@@ -111,6 +117,10 @@ def explain_broken_file(error: BaseException, folder: Path, typed: Sequence[str]
         if len(files) == 1:
             reason = f"every run has an option of {group} already, and this adds a second one"
             return ConfigError(str(files[0]), reason, f"- override /{group}: {option} in that file")
+    if mark := _find_mark(error):
+        return mark
+    if entry := _explain_entry(reason, folders, typed):
+        return entry
     unknown = re.search(r"Could not find '(\w+)/(\w+)'", reason)
     if unknown and unknown[2] in RENAMED_OPTIONS.get(unknown[1], {}):
         group, old = unknown.groups()
@@ -118,6 +128,66 @@ def explain_broken_file(error: BaseException, folder: Path, typed: Sequence[str]
         reason = f"{lines[0].partition(':')[0]}: `{group}={old}` is now `{group}={now}`"
         return ConfigError(where, reason, f"{group}: {now} in that file")
     return ConfigError(where, reason, "a corrected version of that file")
+
+
+def _find_mark(error: BaseException | None) -> ConfigError | None:
+    """Return the error at the line of a file that the YAML reader names; None if it names none."""
+    while error is not None and not isinstance(error, MarkedYAMLError):
+        error = error.__cause__
+    mark = error.problem_mark if error is not None else None
+    if error is None or mark is None or not os.path.isfile(mark.name):
+        return None
+    place = f"{mark.name}, line {mark.line + 1}"
+    if "'\\t'" in str(error.problem):
+        return ConfigError(place, "YAML indents by spaces, and a tab is none", f"spaces instead of the tab in {place}")
+    reason = " ".join(str(text) for text in (error.problem, error.context) if text)
+    return ConfigError(place, f"it is not YAML: {reason}", f"a corrected {place}")
+
+
+def _explain_entry(reason: str, folders: Iterable[Path], typed: Sequence[str]) -> ConfigError | None:
+    """Return the error in the defaults list of an own file; None if Hydra's message is of something else."""
+    own = sorted(folders, key=lambda folder: folder == CONF.resolve())  # a file added to conf/ is one's own, too
+    if found := re.search(r"(?:In|Invalid defaults list in) '([\w/.-]+)'", reason):
+        named = next((file for folder in own if (file := folder / f"{found[1]}.yaml").is_file()), None)
+    else:
+        named = None
+    if named and (got := re.search(r"defaults must be a list \(got (\w+)\)", reason)):
+        reason = "text" if got[1] == "str" else f"a {got[1]}"
+        return ConfigError(f"defaults: in {named}", f"it takes a list, and this is {reason}", "defaults: [<option>]")
+    if found := re.search(r"Could not override '([\w/.-]+)'", reason):
+        near = get_close_matches(found[1], list_groups(), 1)
+        for file, number, line in _find_entries(own, re.escape(found[1])):
+            fix = line.replace(found[1], near[0]) if near else f"no such entry, as conf/ has no {found[1]}"
+            place = f"{file}, line {number}"
+            return ConfigError(f"{place}: {line}", f"there is no group {found[1]!r}", f"{fix} in {place}")
+    if found := _UNKNOWN_ENTRY.search(reason):
+        group, _, wrong = found[1].rpartition("/")
+        nested = group.rpartition("/")[2]  # `- optimizer: lion` of a recipe, which means recipe/optimizer
+        for file, number, line in _find_entries(own, re.escape(wrong)):
+            place, shown = f"{file}, line {number}", f"{file}, line {number}: {line}"
+            if "/" in group and (CONF / nested).is_dir():
+                reason = "a group begins with / in a file of another one, and every run has an option of it already"
+                return ConfigError(shown, reason, f"- override /{nested}: {wrong} in {place}")
+            if wrong in RENAMED_OPTIONS.get(group, {}) or not (options := list_options(group, typed)):
+                continue
+            meant = suggest_option(group, wrong, typed).partition("=")[2]
+            fix = re.sub(rf"(?<![\w-]){re.escape(wrong)}(?![\w-])", lambda _: meant, line)  # noqa: B023  called here
+            return ConfigError(shown, f"the options of {group} are {' '.join(options)}", f"{fix} in {place}")
+    if named and (got := re.search(r"raised while composing config: (.*?) full_key: (\S*)", reason)):
+        is_list = got[1].startswith("Cannot merge DictConfig with ListConfig")
+        reason = "it holds a list, and a config is a section of settings, `key: value`" if is_list else got[1]
+        return ConfigError(str(named), reason, f"a corrected {named}")
+    return None
+
+
+def _find_entries(folders: Iterable[Path], name: str) -> Iterator[tuple[Path, int, str]]:
+    """Yield the lines of own files with an entry of a defaults list that matches: file, number, text."""
+    entry = re.compile(rf"\s*-\s.*(?<![\w-]){name}(?![\w-]).*|\s*defaults\s*:.*{name}.*")
+    for folder in folders:
+        for file in sorted(folder.rglob("*.yaml")):
+            for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+                if entry.fullmatch(line):
+                    yield file, number, line.strip()
 
 
 def _find_undecodable(folder: Path) -> Iterator[Path]:
@@ -131,7 +201,9 @@ def _find_undecodable(folder: Path) -> Iterator[Path]:
 
 def _find_line(folder: Path, group: str, option: str) -> Iterator[Path]:
     """Yield the files with an entry `- /group: option` in their defaults list."""
-    entry = re.compile(rf"^\s*-\s*/?{re.escape(group)}\s*:\s*{re.escape(option)}\b", re.MULTILINE)
+    entry = re.compile(
+        rf"^\s*-\s*(?!override\s)(?:\w+\s+)?/?{re.escape(group)}\s*:\s*{re.escape(option)}\b", re.MULTILINE
+    )
     for file in sorted(folder.rglob("*.yaml")):
         if entry.search(file.read_text(encoding="utf-8")):
             yield file

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from recipes.config.check.types import annotation_from, describe, matches_type, placeholder, suggest, to_setting
+from recipes.config.overrides import TYPOGRAPHIC_QUOTES, for_shell
 from recipes.config.trust import CONF as CONF
 from recipes.errors import ConfigError
 
@@ -66,7 +67,7 @@ NEWER = (
     "evaluator",
 )  # sections that the frozen configs of older runs lack
 # or with one only sometimes
-_WITHOUT_TARGET = (
+WITHOUT_TARGET = (
     *("callbacks", "dashboard", "eval_data", "evaluator", "logger", "lr_scaling", "metrics", "quality"),
     "tokenizer",
 )
@@ -96,7 +97,7 @@ def check_structure(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             continue
         elif not isinstance(config[key], dict):
             yield ConfigError(f"{key}={to_setting(config[key])}", "it is a section of settings", suggest_value(key))
-        elif key not in _WITHOUT_TARGET and not isinstance(config[key].get("_target_"), str):
+        elif key not in WITHOUT_TARGET and not isinstance(config[key].get("_target_"), str):
             target = to_setting(config[key].get("_target_"))
             yield ConfigError(f"{key}._target_={target}", "it names the class or function to call", suggest_value(key))
     trainer = config.get("trainer")
@@ -113,11 +114,16 @@ def _check_members(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         for name, node in members.items() if isinstance(members, dict) else ():
             if isinstance(node, dict) and isinstance(node.get("_target_"), str):
                 continue
-            if group == "logger" and name == "csv":
+            if name == "_target_":
+                reason, fix = f"each {kind} has a section with a name of its own", f"{group}.<name>._target_={node}"
+                yield ConfigError(f"{group}._target_={node}", reason, fix)
+            elif group == "logger" and name == "csv":
                 yield ConfigError("logger.csv=null", "every run writes metrics.csv", "logger=none for nothing else")
             elif node is not None or group == "logger":
                 shown = "…" if isinstance(node, dict) else to_setting(node)
                 fix = f"{group}.{name}=null" if group == "callbacks" else f"'~{group}.{name}'"
+                if isinstance(node, dict) and (CONF / group / f"{name}.yaml").is_file():
+                    fix = f"`- {name}` in the defaults list of the file that sets it, or {fix}"
                 yield ConfigError(f"{group}.{name}={shown}", f"a {kind} is a section with a _target_", fix)
     loggers = config.get("logger")
     if isinstance(loggers, dict) and "csv" not in loggers:
@@ -146,7 +152,9 @@ def check_settings(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     name = config.get("name")
     if isinstance(name, str):
         if not re.fullmatch(r"[\w.][\w.,=+ -]*", name) or name.strip(".") == "":
-            yield ConfigError(f"name={name}", "it names a folder under logs/", "name=<letters, digits, . _ ->")
+            meant = re.sub(r"[^\w.,=+ -]+", "_", name.strip(TYPOGRAPHIC_QUOTES)).strip("_. ")
+            fix = for_shell(f"name={meant}") if meant else "name=<letters, digits, . _ ->"
+            yield ConfigError(f"name={name}", "it names a folder under logs/: letters, digits, . _ and -", fix)
         elif len(os.fsencode(name)) > _MAX_NAME_BYTES:
             shown = f"name={name[:40]}…"
             yield ConfigError(shown, f"it names a folder: {_MAX_NAME_BYTES} bytes at most", "name=<a shorter name>")
@@ -161,3 +169,9 @@ def suggest_value(key: str) -> str:
     if "none" in options or "default" in options:
         return f"{key}={'none' if 'none' in options else 'default'}"
     return f"{key}=<{' | '.join(options)}>" if options else f"{key}.<setting>=<value>"
+
+
+def is_of_file(mistake: ConfigError) -> bool:
+    """Return whether an error is of the whole file of an own option, so that those of its settings are consequences."""
+    is_option = re.fullmatch(r"[a-z_]+=[^.]*", mistake.setting) is not None
+    return is_option and (" at the top of " in mistake.fix or " as the first line of " in mistake.fix)

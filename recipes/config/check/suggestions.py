@@ -194,6 +194,9 @@ def suggest_setting(
         return f"{'.'.join(section)}.val_path=<a path that exists> of other tokens"
     if not section and owners:
         return f"{owners[0]}.{wrong}={value}"
+    is_off = value in ("null", "false", "False", "None") and section == ["callbacks"] and len(missing) == 1
+    if is_off and not get_close_matches(wrong, names, 1, cutoff=0.75):
+        return "the same command without it"
     if options := _find_options(override, config, section, missing, search_path):
         choices = _choose(section[0], options, config, search_path)
         return ", or ".join(f"{choice} {for_shell(typed.lstrip('+'))}" for choice in choices)
@@ -208,6 +211,9 @@ def suggest_nested(group: str, option: str, config: Any, typed: Sequence[str]) -
         return "launcher=<local | slurm>"
     options = list_options(outer, typed)
     meant = next((name for name in (option, inner) if name in options), None)
+    setting = group.replace("/", ".")
+    if meant is None and OmegaConf.is_dict(config.get(outer)) and inner in config[outer]:
+        return for_shell(f"{setting}={option}")
     return (
         suggest_addition(outer, meant, get_choice(outer, config), typed)
         if meant
@@ -277,12 +283,15 @@ def _find_options(
     asks = not override.is_delete() and override.value() not in (False, None)
     if len(section) != 1 or missing[0] in config[section[0]] or not asks:
         return []
-    return _options_with(section[0], missing[0], typed)
+    task = get_choice("task", config) if "task" in config.hydra.runtime.choices else None
+    return _options_with(section[0], missing[0], typed, task=task)
 
 
-def _options_with(group: str, key: str, typed: Sequence[str]) -> list[str]:
+def _options_with(group: str, key: str, typed: Sequence[str], *, task: str | None = None) -> list[str]:
     """Return the options of a group whose files set a key, the shortest name first."""
     options = [option for option in list_options(group, typed) if key in _read_option(group, option, typed)]
+    if group == "metrics":  # those of another task are computed from what it predicts
+        options = [option for option in options if option == task or option not in list_options("task", typed)]
     return sorted(options, key=lambda option: (option != key, len(option), option))[:_MAX_OPTIONS]
 
 

@@ -7,7 +7,13 @@ import ast
 import contextlib
 import math
 import operator
+import re
 import unicodedata
+from difflib import get_close_matches
+
+from hydra.errors import HydraException
+
+from recipes.config.overrides import TYPOGRAPHIC_QUOTES, for_shell, parse_override
 
 _SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
 _DESCRIBED = {
@@ -24,6 +30,9 @@ _COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operato
 # of float32, in which most arithmetic of a run happens: what is larger becomes inf, what is smaller becomes 0
 _LARGEST, _SMALLEST = 2.0**128, 2.0**-149
 _INT64 = 2**63
+_OF_A_SWEEP = re.compile(r"(tag|interval|choice|range|shuffle|sort)\(")
+_SWITCHES = {"yes": "true", "on": "true", "y": "true", "1": "true", "no": "false", "off": "false", "n": "false"}
+_SWITCHES |= {"0": "false"}
 
 
 def annotation_from(source: str) -> ast.expr:
@@ -176,12 +185,52 @@ def placeholder(annotation: ast.expr) -> str:
 
 def suggest(key: str, value: object, annotation: ast.expr) -> str:
     """Return the override with the value that a wrong one is meant to be, else with its type between brackets."""
+    if (meant := _find_meant(value, annotation)) is not None:
+        return for_shell(f"{key}={meant}")
+    if isinstance(value, str) and _OF_A_SWEEP.match(value):
+        return f"-m hydra/sweeper=optuna '{key}=tag(log,interval(<low>,<high>))', or -m {key}=<values with commas>"
     if matches_type([value], annotation):  # tags=mine
         return f"'{key}=[{to_setting(value)}]'" if " " in to_setting(value) else f"{key}=[{to_setting(value)}]"
     for number in _read_numbers(value):
         if matches_type(number, annotation):
             return f"{key}={number}"
+    if describe(annotation).startswith(_DESCRIBED["Callable"]):
+        return f"'{key}={{_target_: <module.function>, _partial_: true}}'"
     return f"{key}=<{placeholder(annotation)}>"
+
+
+def _find_meant(value: object, annotation: ast.expr) -> str | None:
+    """Return the value that a wrong one is meant to be: a list with both brackets, the name that it abbreviates."""
+    switch = _SWITCHES.get(to_setting(value).casefold())
+    if switch is not None and matches_type(True, annotation):
+        return switch
+    if not isinstance(value, str):
+        return None
+    bare = value.strip(TYPOGRAPHIC_QUOTES)
+    candidates = [bare] if bare != value else []
+    if value.startswith("[") != value.endswith("]"):
+        candidates.append(f"[{value.strip('[]')}]")
+    elif value.startswith("(") and value.endswith(")"):
+        candidates.append(f"[{value[1:-1]}]")
+    for text in candidates:
+        with contextlib.suppress(HydraException):
+            meant = parse_override(f"x={text}").value()
+            if matches_type(meant, annotation) or (matches_type(text, annotation) and not text.startswith("[")):
+                return text
+    named = [str(name) for name in _list_names(annotation)]
+    folded = value.casefold().replace("_", "-")
+    near = [name for name in named if name.casefold().replace("_", "-").startswith(folded) and folded]
+    return near[0] if len(near) == 1 else next(iter(get_close_matches(value, named, 1)), None)
+
+
+def _list_names(annotation: ast.expr) -> list[str]:
+    """Return the texts that an annotation allows: those of a `Literal`."""
+    match annotation:
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return [*_list_names(left), *_list_names(right)]
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
+            return [name for name in _literals(inner) if isinstance(name, str)]
+    return []
 
 
 def _read_numbers(value: object) -> list[object]:

@@ -129,7 +129,7 @@ def test_own_options_are_suggested(typed: str, fix: str) -> None:
 def test_a_broken_own_file_is_not_blamed_on_this_repository() -> None:
     write("own/model/broken.yaml", "a: [")
     [mistake] = compose_and_check([PATH, "model=broken"])[1]
-    assert mistake.setting == f"a file under conf/ or {Path('own').resolve()}/"
+    assert mistake.setting == f"{Path('own').resolve()}/model/broken.yaml, line 1"
     write("own/model/typo.yaml", (CONF / "model/gpt2_nano.yaml").read_text() + "my_depth: 3\n")
     [mistake] = compose_and_check([PATH, "model=typo"])[1]
     assert mistake.fix.endswith(f"(in {Path('own').resolve()}/model/typo.yaml, line 10)"), mistake.fix

@@ -2,6 +2,7 @@
 
 import pytest
 
+from recipes.config import compose_and_check
 from recipes.config.check.command_line import _split_valid, compose_overrides, parse_or_quote
 from recipes.config.check.sections import CONF
 from recipes.config.check.suggestions import find_nearest
@@ -74,7 +75,45 @@ def test_only_values_that_hydra_cannot_parse_are_quoted(typed: str, expected: st
 
 def test_a_bare_word_is_rejected() -> None:
     assert parse_or_quote("foo") == (None, "foo")
-    assert error_fields("foo") == [("foo", "it is not of the form key=value", "key=value")]
+    assert error_fields("foo") == [
+        ("foo", "it is not of the form key=value", "key=value, or the same command without it")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["optimizer.lr", "=1e-3"], "optimizer.lr=1e-3"),
+        (["optimizer.lr", "=", "1e-3"], "optimizer.lr=1e-3"),
+        (["optimizer.lr=", "1e-3"], "optimizer.lr=1e-3"),
+        (["optimizer:lr=1e-3"], "optimizer.lr=1e-3"),
+        (["optimizer/lr=1e-3"], "optimizer.lr=1e-3"),
+        (["“name=x y”"], "'name=x y'"),
+        (["name=“x”"], "name=x"),
+        (["optimizer.lr=‘1e-3’"], "optimizer.lr=1e-3"),  # noqa: RUF001  typed so
+        (["–m"], "-m"),  # noqa: RUF001  typed so
+        (["lion"], "optimizer=lion"),
+        (["optimizer.lr"], "optimizer.lr=<value>"),
+        (["python", "train.py"], "python train.py and the settings, once"),
+        (["tags=[a,b"], "'tags=[a,b]'"),
+        (["optimizer.betas=(0.9,0.95)"], "'optimizer.betas=[0.9,0.95]'"),
+        (["compile=on"], "compile=true"),
+        (["attention=Flash"], "attention=flash"),
+        (["callbacks=[grad_norm,troughput]"], "callbacks=[grad_norm,throughput]"),
+        (["callbacks.hang=null"], "the same command without it"),
+        (["callbacks.progres=null"], "callbacks.progress=null"),
+        (["metrics.accuracy.top_k=3"], "metrics.token_accuracy.top_k=3"),
+        (["hydra.run.dir=file:///data/x y"], "'hydra.run.dir=/data/x y'"),
+        (["hydra.run.dir=s3://b/x"], "hydra.run.dir=<a local folder, or one below which the storage is mounted>"),
+        (["resume=s3://b/x"], "resume=<a local folder, or one below which the storage is mounted>"),
+        (["mode=plan", "mode.path=hf://a/b"], "mode.path=<a local folder, or one below which the storage is mounted>"),
+        (["plan.dollars_per_hour=-1"], "the same command without it, or mode=plan beside it"),
+        (["scheduler=warmup_stable_decay", "trainer.max_steps=10"], "warmup_steps=1 scheduler.decay_steps=2"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_is_meant_is_said_once(words: list[str], fix: str) -> None:
+    assert [mistake.fix for mistake in compose_and_check(words)[1]] == [fix]
 
 
 @pytest.mark.parametrize("option", ["nan", "16", "null", "true", "inf"])
@@ -100,7 +139,7 @@ def test_option_names_that_yaml_reads_as_a_number_null_or_bool_stay_names(option
         ("recipe=single", "recipe=single_bf16"),
         ("model=gtp2", "model=gpt2"),
         ("optimizer=zzz", "optimizer=<option>"),
-        ("callbacks=[grad_norm,progres]", "callbacks=progress"),
+        ("callbacks=[grad_norm,progres]", "callbacks=[grad_norm,progress]"),
     ],
 )
 def test_an_unknown_option_gets_its_alias_or_the_closest_name_suggested(typed: str, fix: str) -> None:

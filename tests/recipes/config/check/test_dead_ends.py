@@ -86,7 +86,7 @@ TOGETHER = {
     " type the same command without it",
     "optimizer.lr=interval(1e-4,1e-2)": "optimizer.lr=interval(1e-4,1e-2): a single run takes one value;"
     " type python train.py -m hydra/sweeper=optuna 'optimizer.lr=interval(1e-4,1e-2)'",
-    "=3": "=3: it is not of the form key=value; type key=value",
+    "=3": "=3: it is not of the form key=value; type key=value, or the same command without it",
     "~key": "~key: there is no 'key'; type the same command without it",
     "~callbacks.nope": "~callbacks.nope: there is no 'callbacks.nope'; type the same command without it",
     "~optimizer.lr=1e-3": (

@@ -144,7 +144,7 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         ["data_parallel_shard=2 data_parallel_replicate=null"],
     ),
     "strategy=hsdp trainer.accelerator=cpu trainer.devices=4 data_parallel_shard=2 data_parallel_replicate=4": (
-        "data_parallel_replicate=4 data_parallel_shard=2: 4 ranks have samples;"
+        "data_parallel_replicate=4 data_parallel_shard=2: their product is 8, and 4 ranks read samples of their own;"
         " type data_parallel_shard=2 data_parallel_replicate=null",
         ["data_parallel_shard=2 data_parallel_replicate=null"],
     ),

@@ -34,8 +34,7 @@ MESSAGES = {
         "metrics.accuracy_top5.top_k=5: the model has 3 classes; type metrics.accuracy_top5=null"
     ),
     "model=resnet18 metrics.f1.average=maro": (
-        "metrics.f1.average=maro: it takes micro or macro or weighted or none or null;"
-        " type metrics.f1.average=<micro or macro or weighted or none or null>"
+        "metrics.f1.average=maro: it takes micro or macro or weighted or none or null; type metrics.f1.average=macro"
     ),
     "checkpoint.best_metric=val/acuracy model=resnet18": (
         "checkpoint.best_metric=val/acuracy: validation computes val/loss val/accuracy val/accuracy_top5 val/f1"

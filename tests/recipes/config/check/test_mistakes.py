@@ -27,7 +27,7 @@ MESSAGES = {
     ),
     "+callbacks.mine=bar": ("callbacks.mine=bar: a callback is a section with a _target_; type +callbacks.mine=null"),
     "tokenizer=none": ("tokenizer=none: text needs a tokenizer; type tokenizer=bpe or tokenizer=bytes"),
-    "name=a/b": "name=a/b: it names a folder under logs/; type name=<letters, digits, . _ ->",
+    "name=a/b": "name=a/b: it names a folder under logs/: letters, digits, . _ and -; type name=a_b",
     "modle=gpt2": "modle=gpt2: there is no 'modle'; type model=gpt2",
     "optimizer.model=gpt2": (
         "optimizer.model=gpt2: build.py provides it; type the same command without optimizer.model"
@@ -131,7 +131,7 @@ MESSAGES = {
         "model=gpt2_nano task=classification: the model takes tokens, the task images; type task=language_modeling"
     ),
     "scheduler=warmup_stable_decay trainer.max_steps=100": (
-        "scheduler.warmup_steps=70 scheduler.decay_steps=200: together they are longer than trainer.max_steps=100; type scheduler.warmup_steps=10 scheduler.decay_steps=20"
+        "warmup_steps=70 scheduler.decay_steps=200: together they are longer than trainer.max_steps=100; type warmup_steps=10 scheduler.decay_steps=20"
     ),
     "scheduler=constant_cooldown scheduler.cooldown_steps=800": (
         "scheduler.warmup_steps=0 scheduler.cooldown_steps=800: together they are longer than trainer.max_steps=700; type scheduler.warmup_steps=70 scheduler.cooldown_steps=140"
@@ -161,7 +161,7 @@ MESSAGES = {
         "compile=yes_please: it takes true or false or auto or default or max-autotune-no-cudagraphs or reduce-overhead;"
         " type compile=<true or false or auto or default or max-autotune-no-cudagraphs or reduce-overhead>"
     ),
-    "foo": ("foo: it is not of the form key=value; type key=value"),
+    "foo": ("foo: it is not of the form key=value; type key=value, or the same command without it"),
     "scheduler.warmup=3": ("scheduler.warmup=3: there is no 'scheduler.warmup'; type scheduler.warmup_steps=3"),
     "model.dropout=1.0": ("model.dropout=1.0: it must be from 0 to 0.999; type model.dropout=<from 0 to 0.999>"),
     "eval_samples=0": ("eval_samples=0: it must be at least 1; type eval_samples=<at least 1>"),
@@ -171,7 +171,7 @@ MESSAGES = {
     "+model.nonsense=3": ("model.nonsense=3: GPT2 has no argument 'nonsense'; type the same command without it"),
     "~optimizer.lr": ("no optimizer.lr: adamw needs it; type optimizer.lr=<value>"),
     "checkpoint.keep_last=0": ("checkpoint.keep_last=0: it must be at least 1; type checkpoint.keep_last=<at least 1>"),
-    "name=[a]": ("name=[a]: it names a folder under logs/; type name=<letters, digits, . _ ->"),
+    "name=[a]": ("name=[a]: it names a folder under logs/: letters, digits, . _ and -; type name=a"),
     "resume=3": ("resume=3: there is no such folder; type resume=<a run folder or a checkpoint>"),
     "trainer.devices=0": (
         "trainer.devices=0: it takes a positive number, a list of GPUs, or auto; type trainer.devices=auto"
@@ -201,7 +201,7 @@ MESSAGES = {
         "data_parallel_shard=0: it must be at least 1; type data_parallel_shard=<at least 1>"
     ),
     "strategy=fsdp strategy.gradient_sync=step": (
-        "strategy.gradient_sync=step: it takes per_micro_batch or per_step; type strategy.gradient_sync=<per_micro_batch or per_step>"
+        "strategy.gradient_sync=step: it takes per_micro_batch or per_step; type strategy.gradient_sync=per_step"
     ),
     "strategy=fsdp trainer.sync_batchnorm=true": (
         "trainer.sync_batchnorm=true strategy=fsdp: batch norm statistics are synchronized under strategy=ddp only; type strategy=ddp"
@@ -250,6 +250,17 @@ def test_several_ranks_of_torchrun_cannot_each_train_on_one_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
+    [left_over] = compose_and_check([])[1]
+    assert str(left_over).startswith("WORLD_SIZE=2 without RANK, LOCAL_RANK,"), left_over
+    assert left_over.fix.startswith("unset WORLD_SIZE, or torchrun")
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
     _, mistakes = compose_and_check([])
     assert [str(mistake) for mistake in mistakes] == [
         "strategy=single with WORLD_SIZE=2: each of these ranks would train the same run in the same folder;"
@@ -267,8 +278,17 @@ def test_null_switches_a_callback_off() -> None:
     ("text", "fix"),
     [
         ("trainer:\n  max_step: 9\n", "trainer.max_steps=9 (in conf/recipe/mine.yaml, line 3)"),
-        ("defaults:\n  - overide /optimizer: sgd\n", "a corrected version of that file"),
-        ("trainer: [", "a corrected version of that file"),
+        ("defaults:\n  - overide /optimizer: sgd\n", "- override /optimizer: sgd in that file"),
+        ("defaults:\n  - override /optimizer: sdg\n", "- override /optimizer: sgd in {file}, line 3"),
+        ("defaults:\n  - override /optimiser: sgd\n", "- override /optimizer: sgd in {file}, line 3"),
+        ("defaults:\n  - optimizer: sgd\n", "- override /optimizer: sgd in {file}, line 3"),
+        (
+            "defaults:\n  - override /callbacks: [default, hangg]\n",
+            "- override /callbacks: [default, hang] in {file}, line 3",
+        ),
+        ("defaults: single_fp32\n", "defaults: [<option>]"),
+        ("trainer: [", "a corrected {file}, line 2"),
+        ("trainer:\n\tmax_steps: 9\n", "spaces instead of the tab in {file}, line 3"),
     ],
 )
 def test_a_mistake_in_a_recipe_of_ones_own_names_its_file(
@@ -284,7 +304,8 @@ def test_a_mistake_in_a_recipe_of_ones_own_names_its_file(
     for module in (command_line, origin, search_path, sections):
         monkeypatch.setattr(module, "CONF", conf)
     _, mistakes = compose_and_check(["recipe=mine"], config_folder=conf)
-    assert [mistake.fix for mistake in mistakes] == [fix]
+    file = conf / "recipe" / "mine.yaml"
+    assert [mistake.fix for mistake in mistakes] == [fix.format(file=file)]
 
 
 def test_an_argument_of_the_trainer_that_no_yaml_lists_may_be_typed() -> None:

@@ -34,7 +34,8 @@ WRONG = {
         "trainer.gradient_clip_val=nan: it must be above 0; type trainer.gradient_clip_val=<above 0>",
         "model.hidden_size=4294967296: it must be from 1 to 1048576; type model.hidden_size=<from 1 to 1048576>",
         "plan.memory_gib=inf: it must be finite and above 0; type plan.memory_gib=<finite and above 0>",
-        "plan.dollars_per_hour=nan: it must be finite and above 0; type plan.dollars_per_hour=<finite and above 0>",
+        "plan.dollars_per_hour=nan: only mode=plan and mode=batch_find read it;"
+        " type the same command without it, or mode=plan beside it",
         "data.seq_len=0: it must be at least 1; type data.seq_len=<at least 1>",
         "save_every=0: it must be at least 1; type save_every=<at least 1>",
         "warmup_steps=10000000000000000000: it must be at least 0 and below 2^63;"
@@ -61,13 +62,13 @@ WRONG = {
         "data.tasks=[]: it must be a list of at least 1; type data.tasks=<list of at least 1>",
         "adapter.target_modules=[]: it must be a list of at least 1; type adapter.target_modules=<list of at least 1>",
         "callbacks.answer_check.score=nope: it takes a section with a _target_ and _partial_: true or null;"
-        " type callbacks.answer_check.score=<section with a _target_ and _partial_: true or null>",
+        " type 'callbacks.answer_check.score={_target_: <module.function>, _partial_: true}'",
     ],
     "data=mixture data.weights={a:x} data.stages={} mode=report mode.runs=[logs] mode.write=null": [
         "data.weights={a:x}: it takes a section such as {name: number}; type data.weights=<{name: number}>",
         "data.stages={}: it takes a list; type data.stages=<list>",
         "mode.write=null: it takes a section with a _target_ and _partial_: true;"
-        " type mode.write=<section with a _target_ and _partial_: true>",
+        " type 'mode.write={_target_: <module.function>, _partial_: true}'",
     ],
     "data.tokenizer=null": [
         "data.tokenizer=null: it takes a section with a _target_; type data.tokenizer=<section with a _target_>"
