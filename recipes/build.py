@@ -271,7 +271,7 @@ def _build_metrics(config: Config) -> dict[str, Metric]:
     """Return the validation metrics by name, each tested with the model's number of classes.
 
     Raises:
-        ConfigError: A metric rejects its arguments, or the inputs that validation passes to it.
+        ConfigError: A metric cannot be built, or rejects the inputs that validation passes to it.
     """
     model = config["model"]
     num_classes = model.get("vocab_size", model.get("num_classes"))
@@ -282,17 +282,28 @@ def _build_metrics(config: Config) -> dict[str, Metric]:
     for name, node in config["metrics"].items():
         if node is None:  # disabled by `metrics.f1=null`, as for a callback
             continue
-        try:
-            metric = make(node)
-        except ConfigError:
-            raise
-        except (InstantiationException, ImportError) as error:
-            reason = str(error.__cause__ or error).partition("\n")[0]
-            raise ConfigError(f"metrics.{name}", f"{node['_target_']} says: {reason}", f"'~metrics.{name}'") from error
+        metric = _make_member(f"metrics.{name}", node)
         if num_classes is not None:
             check_metric(name, metric, num_classes=num_classes)
         metrics[name] = metric
     return metrics
+
+
+def _make_member(key: str, node: Config) -> Any:
+    """Return a metric or callback, whose class may be of any package.
+
+    Raises:
+        ConfigError: Its constructor raises an exception, of whatever type.
+    """
+    try:
+        return make(node)
+    except (ConfigError, OSError):
+        raise
+    except Exception as error:  # a constructor of another package raises what it likes
+        if isinstance(error, InstantiationException) and key.startswith("callbacks."):
+            raise  # the report names the argument
+        reason = str(error.__cause__ or error).strip().partition("\n")[0] or type(error).__name__
+        raise ConfigError(key, f"{node['_target_']} says: {reason}", f"'~{key}'") from error
 
 
 def _build_trainer(
@@ -312,7 +323,7 @@ def _build_trainer(
     if is_run:
         loggers += [make(node)(run_folder=folder) for node in config["logger"].values()]
         nodes = {f"callbacks.{name}": node for name, node in config["callbacks"].items() if node is not None}
-        configured = {key: make(node) for key, node in nodes.items()}
+        configured = {key: _make_member(key, node) for key, node in nodes.items()}
         limits = {key: config["trainer"].get(key.partition(".")[2]) for key in (MAX_STEPS, MAX_TIME)}
         saver.endings = Endings(limits | nodes, configured)
         if (grace_seconds := (config.get("launcher") or {}).get("signal_seconds")) is not None:

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ from recipes.runtime.signals import listening, was_requested
 from recipes.runtime.world import Ranks, global_rank, started_by
 
 _PEER_SECONDS = 2.0
+# what the constructors of callbacks say about an argument
+_OF_ARGUMENT = re.compile(r"(\w+) is (.*?); (.*); set (None|\S+?)(?:,? .*)?")
 
 
 def run_composed(composed: Composed, *, in_sweep: bool = False) -> int:
@@ -237,7 +239,7 @@ def _report_failure(failure: Failure, last_line: str | None, ranks: Ranks) -> No
 def _find_mistake(error: BaseException, composed: Composed) -> ConfigError | None:
     """Return the config error that an exception is or wraps, or that a constructor raised about its arguments."""
     if (mistake := find_mistake(error)) is not None:
-        return _name_where_set(mistake, composed.config)
+        return _without_added(_name_where_set(mistake, composed.config), composed.overrides)
     if isinstance(error, OSError):
         is_full = error.errno in DISK_ERRORS
         return None if is_full else _find_unwritable_path(error, composed.config["mode"])
@@ -249,7 +251,18 @@ def _find_mistake(error: BaseException, composed: Composed) -> ConfigError | Non
     if section is None:
         return None
     reason = " ".join(str(error.__cause__).split())
+    if (named := _OF_ARGUMENT.fullmatch(reason)) and named[1] in select(composed.config, section):  # type: ignore[operator]
+        key, fix = f"{section}.{named[1]}", named[4].removeprefix(f"{named[1]}=")
+        value = to_setting(select(composed.config, key))
+        return ConfigError(f"{key}={value}", named[3], f"{key}={'null' if fix == 'None' else fix}")
     return ConfigError(f"{section}.…", reason, f"{section}.<setting>=<another value>")
+
+
+def _without_added(mistake: ConfigError, overrides: Sequence[str]) -> ConfigError:
+    """Return an error whose remedy removes a node with the one for a node that this command line adds."""
+    key = mistake.fix.strip("'").removeprefix("~")
+    is_added = mistake.fix.startswith("'~") and any(text.startswith((f"+{key}=", f"+{key}.")) for text in overrides)
+    return ConfigError(mistake.setting, mistake.reason, f"the same command without {key}") if is_added else mistake
 
 
 def _name_where_set(mistake: ConfigError, config: Mapping[str, Any]) -> ConfigError:

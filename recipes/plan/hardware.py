@@ -193,6 +193,9 @@ def _parse(hardware: str) -> tuple[Device, int]:
     if hardware in DEVICES:  # rtx4090: its x is no count
         name, count = hardware, "1"
     if name not in DEVICES or re.fullmatch(r"[1-9][0-9]{0,4}", count) is None:
+        if name in DEVICES:
+            reason, fix = f"the number behind {name}x counts its devices, from 1 to 99999", f"plan.hardware={name}x8"
+            raise ConfigError(f"plan.hardware={hardware}", reason, fix)
         raise ConfigError(
             f"plan.hardware={hardware}",
             "no such device is known",

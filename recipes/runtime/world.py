@@ -5,7 +5,7 @@ import math
 import os
 import re
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -144,6 +144,7 @@ def find_wrong_variables(environ: Mapping[str, str] = os.environ) -> list[Config
         of_slurm += _SLURM_INDICES
     smaller_than = _INDICES | _SLURM_INDICES
     wrong = []
+    left = [name for name in TORCHRUN_VARIABLES if name in environ]
     for name in [*read, *of_slurm]:
         least, most = (0, environ.get(smaller_than[name])) if name in smaller_than else (1, None)
         value = environ.get(name)
@@ -152,16 +153,21 @@ def find_wrong_variables(environ: Mapping[str, str] = os.environ) -> list[Config
         shown = f"{name}={value if len(value) <= _MAX_SHOWN else value[:_MAX_SHOWN] + '…'}"
         if not _is_count(value) or int(value) < least or (name == "MASTER_PORT" and int(value) > _LAST_PORT):
             what = "a port up to 65535" if name == "MASTER_PORT" else f"a whole number from {least} on"
-            wrong.append(ConfigError(shown, f"torchrun and srun set {what}", f"unset {name}"))
+            wrong.append(ConfigError(shown, f"torchrun and srun set {what}", f"unset {_and_others(name, left)}"))
         elif most is not None and _is_count(most) and int(value) >= int(most):
             reason = f"ranks count from 0, and {smaller_than[name]} is {most}"
-            wrong.append(ConfigError(shown, reason, f"unset {name}"))
+            wrong.append(ConfigError(shown, reason, f"unset {_and_others(name, left)}"))
     address = environ.get("MASTER_ADDR", "localhost")
     if is_rank and not _HOST.fullmatch(address):
         fix = "export MASTER_ADDR=<the host of rank 0>"
         wrong.append(ConfigError(f"MASTER_ADDR={address}", "it is not the name or address of a host", fix))
     wrong += _find_wrong_sizes(environ) if is_rank and not wrong else []
     return [*wrong, *_find_wrong_tasks(environ)]
+
+
+def _and_others(name: str, left: Sequence[str]) -> str:
+    """Return a variable of torchrun with the others that are set, which alone would be a mistake again."""
+    return " ".join(left if name in left else [name])
 
 
 def _find_wrong_sizes(environ: Mapping[str, str]) -> list[ConfigError]:
