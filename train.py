@@ -55,8 +55,8 @@ def main() -> int:
 
 def run(overrides: list[str], folder: Path, name: str, *, in_sweep: bool = False) -> int:
     """Compose and check one run, then run it here or submit it; return the exit code."""
-    if not in_sweep and (mistakes := reject_settings_of_sweep(overrides)):
-        return report(mistakes)
+    if not in_sweep and (unread := reject_settings_of_sweep(overrides)):
+        return report(unread)
     composed, mistakes = compose_on_rank_zero(
         lambda: compose_and_check(overrides, config_folder=folder, config_name=name)
     )

@@ -74,14 +74,13 @@ def _reject_missing_variables(environ: Mapping[str, str]) -> None:
     missing = [name for name in TORCHRUN_VARIABLES if name not in environ]
     left = [name for name in (*TORCHRUN_VARIABLES, "GROUP_WORLD_SIZE") if name in environ]
     fix = f"unset {' '.join(left)}, or torchrun --nproc-per-node <ranks> train.py …"
-    if set(missing) <= {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}:
+    if set(missing) == {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}:
         # as a Kubernetes PyTorchJob sets them for each of its pods
-        fix = f"unset {' '.join(left)}, or where they are of a job of several machines: torchrun"
-        fix += " --nnodes $WORLD_SIZE --node-rank $RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT"
-        fix += " --nproc-per-node <GPUs of a node> train.py …"
+        fix = "torchrun --nnodes $WORLD_SIZE --node-rank $RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT"
+        fix += f" --nproc-per-node <GPUs of a node> train.py …, or unset {' '.join(left)} if they are left over"
     raise ConfigError(
         f"WORLD_SIZE={environ['WORLD_SIZE']} without {', '.join(missing)}",
-        "torchrun sets all of them for each rank, so it has not started this process; the others may be left over",
+        "torchrun sets all of them for each rank, so it has not started this process",
         fix,
     )
 

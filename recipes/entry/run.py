@@ -253,7 +253,7 @@ def _find_mistake(error: BaseException, composed: Composed) -> ConfigError | Non
     reason = " ".join(str(error.__cause__).split())
     if (named := _OF_ARGUMENT.fullmatch(reason)) and named[1] in select(composed.config, section):  # type: ignore[operator]
         key, fix = f"{section}.{named[1]}", named[4].removeprefix(f"{named[1]}=")
-        value = to_setting(select(composed.config, key))
+        value = named[2].strip("'")
         return ConfigError(f"{key}={value}", named[3], f"{key}={'null' if fix == 'None' else fix}")
     return ConfigError(f"{section}.…", reason, f"{section}.<setting>=<another value>")
 

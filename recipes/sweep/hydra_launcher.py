@@ -191,7 +191,7 @@ def log_start(sweep: Sweep, jobs: Sequence[Job]) -> None:
         "already finished": sum(job.state.is_over for job in jobs),
         "resumed": sum(job.state.is_cut for job in jobs),
         "failed and skipped; sweep.retry_failed=true retries them": sum(
-            job.state.has_failed and not sweep.should_start(job) for job in jobs
+            job.state.has_failed and not sweep.should_start(job) for job in jobs if job.number not in sweep.rejected
         ),
     }
     if line := ", ".join(f"{count} {what}" for what, count in counts.items() if count):

@@ -60,6 +60,7 @@ class Sweep:
         self._typed = typed
         self._search_path = select_search_path(typed)  # Hydra gives no job its own settings
         self._ledger = Ledger(folder)
+        self.rejected: list[int] = []  # numbers of the jobs whose config is invalid, as a retry leaves it
         self._requested: list[Job] = []  # by this command; the ledger also has earlier ones
         self._report = Report(folder, self._ledger.jobs, settings=settings, keys=keys, typed=typed)
         self._table = LiveTable(Console(), self._ledger.jobs, self._report.swept_values)
@@ -126,7 +127,7 @@ class Sweep:
 
     def should_start(self, job: Job) -> bool:
         """Return whether a job has no result yet and may still get one."""
-        if job.state.has_failed and not self.settings.retry_failed:
+        if job.number in self.rejected or (job.state.has_failed and not self.settings.retry_failed):
             return False
         return not job.state.is_over
 
@@ -160,6 +161,7 @@ class Sweep:
     def reject(self, job: Job, mistakes: Sequence[ConfigError]) -> None:
         """Record that a job's config is invalid."""
         job.state, job.exit_code = State.REFUSED, ExitCode.INVALID_CONFIG
+        self.rejected.append(job.number)
         if job in self.jobs:  # else its folder is that of another job
             save(job)
         LOGGER.error(f"job {job.number} has an invalid config: {mistakes[0]}")

@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from support import TINY, composed_config
 
-from recipes.build import _make_schedule, _make_trainer, build
+from recipes.build import _make_member, _make_schedule, _make_trainer, build
 from recipes.config import ranks
 from recipes.config.instantiate import make
 from recipes.errors import ConfigError
@@ -23,6 +23,12 @@ def test_a_requested_gpu_that_does_not_exist_is_a_config_error(tmp_path: Path) -
     with pytest.raises(ConfigError) as caught:
         build(composed_config("trainer.accelerator=gpu"), tmp_path, [])
     assert caught.value.fix == "trainer.accelerator=auto"
+
+
+def test_what_the_constructor_of_a_metric_raises_is_a_config_error_whatever_its_type() -> None:
+    with pytest.raises(ConfigError, match="torch.Generator says: ") as caught:
+        _make_member("metrics.mine", {"_target_": "torch.Generator", "device": "nope"})  # a RuntimeError
+    assert caught.value.fix == "'~metrics.mine'"
 
 
 def test_building_creates_no_weights_and_reads_no_data(tmp_path: Path) -> None:

@@ -194,7 +194,9 @@ def suggest_setting(
         return f"{'.'.join(section)}.val_path=<a path that exists> of other tokens"
     if not section and owners:
         return f"{owners[0]}.{wrong}={value}"
-    is_off = value in ("null", "false", "False", "None") and section == ["callbacks"] and len(missing) == 1
+    is_off = (
+        value in ("null", "false", "False", "None") and section in (["callbacks"], ["metrics"]) and len(missing) == 1
+    )
     if is_off and not get_close_matches(wrong, names, 1, cutoff=0.75):
         return "the same command without it"
     if options := _find_options(override, config, section, missing, search_path):
@@ -248,7 +250,8 @@ def find_nearest(
 ) -> str:
     """Return the override with the nearest of the names that the value fits, else the existing names."""
     wrong, *below = missing
-    near = get_close_matches(wrong, [name for name in (names if fitting is None else fitting) if name != wrong], 3)
+    known = [name for name in (names if fitting is None else fitting) if name != wrong]
+    near = [name for name in known if name == wrong.lower()] or get_close_matches(wrong, known, 3)
     if near:
         near.sort(key=lambda name: value not in list_options(name, typed))
         return f"{'.'.join([*section, near[0], *below])}={value}"

@@ -15,6 +15,7 @@ from recipes.config.overrides import for_shell, parse_override, quote
 from recipes.config.signature import find_signature
 from recipes.errors import ConfigError
 
+_NUMBERS = re.compile(r"-?[\d.]+(,-?[\d.]+)+")  # 0,1 of trainer.devices
 _DECIMAL_COMMA = re.compile(r"-?\d+,0\d*")  # 0,001
 
 
@@ -72,6 +73,8 @@ def answer_sweep(typed: str, override: Override, config: Any) -> str | ConfigErr
     sweep = f"python train.py -m {sweeper}{for_shell(typed)}"
     if override.key_or_group in _FOLDERS:  # of the run, not a value that jobs could differ in
         return ConfigError(typed, "a comma separates the values of a sweep", f'"{key}={quote(value)}"')
+    if annotation is not None and _NUMBERS.fullmatch(value) and _is_list(value, annotation):
+        return ConfigError(typed, "it takes a list", f"'{key}=[{value}]'")
     if annotation is not None and matches_type(value, annotation):
         # prose has a space after a comma; sweep values do not
         if ", " in value or os.path.exists(os.path.expanduser(value)):

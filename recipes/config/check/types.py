@@ -13,7 +13,7 @@ from difflib import get_close_matches
 
 from hydra.errors import HydraException
 
-from recipes.config.overrides import TYPOGRAPHIC_QUOTES, for_shell, parse_override
+from recipes.config.overrides import TYPOGRAPHIC_QUOTES, for_shell, parse_override, to_grammar
 
 _SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
 _DESCRIBED = {
@@ -186,7 +186,8 @@ def placeholder(annotation: ast.expr) -> str:
 def suggest(key: str, value: object, annotation: ast.expr) -> str:
     """Return the override with the value that a wrong one is meant to be, else with its type between brackets."""
     if (meant := _find_meant(value, annotation)) is not None:
-        return for_shell(f"{key}={meant}")
+        override = f"{key}={meant}"
+        return f'"{override}"' if "'" in meant and not set(meant) & set('"$`\\!') else for_shell(override)
     if isinstance(value, str) and _OF_A_SWEEP.match(value):
         return f"-m hydra/sweeper=optuna '{key}=tag(log,interval(<low>,<high>))', or -m {key}=<values with commas>"
     if matches_type([value], annotation):  # tags=mine
@@ -204,6 +205,10 @@ def _find_meant(value: object, annotation: ast.expr) -> str | None:
     switch = _SWITCHES.get(to_setting(value).casefold())
     if switch is not None and matches_type(True, annotation):
         return switch
+    if value is None and matches_type([], annotation):
+        return "[]"
+    if isinstance(value, list) and value and matches_type(texts := [to_setting(entry) for entry in value], annotation):
+        return to_grammar(texts)
     if not isinstance(value, str):
         return None
     bare = value.strip(TYPOGRAPHIC_QUOTES)

@@ -17,8 +17,19 @@ def test_a_value_that_a_constructor_rejects_is_a_mistake_of_its_section() -> Non
         make(node)
     mistake = _find_mistake(raised.value, composed)
     assert mistake is not None
-    assert mistake.setting == "callbacks.sample_text.…"
-    assert "every_n_steps is 0" in mistake.reason
+    assert mistake.setting == "callbacks.sample_text.every_n_steps=0"
+    assert mistake.fix == "callbacks.sample_text.every_n_steps=null"
+
+
+def test_an_argument_that_a_constructor_names_is_the_setting() -> None:
+    composed, _ = compose_and_check(["callbacks=[answer_check]", "callbacks.answer_check.pattern=("])
+    assert composed is not None
+    with pytest.raises(InstantiationException) as raised:
+        make(composed.config["callbacks"]["answer_check"])
+    mistake = _find_mistake(raised.value, composed)
+    assert mistake is not None
+    assert mistake.setting == "callbacks.answer_check.pattern=("
+    assert mistake.fix == "callbacks.answer_check.pattern=null"
 
 
 def test_a_path_of_a_mode_that_cannot_be_written_is_a_mistake() -> None:

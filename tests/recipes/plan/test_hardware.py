@@ -39,11 +39,18 @@ def test_the_run_may_ask_for_fewer_devices_and_another_amount_of_memory() -> Non
     assert (cluster.num_devices, cluster.memory_bytes) == (4, 20 * GIB)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("hardware", ["h1000", "x8", "h100x", "h100x0", "H100x8", "8xh100", ""])
+@pytest.mark.parametrize("hardware", ["h1000", "x8", "H100x8", "8xh100", ""])
 def test_an_unknown_device_is_rejected_with_those_that_are_known(hardware: str) -> None:
     with pytest.raises(ConfigError, match=r"plan\.hardware=") as error:
         _find(hardware)
     assert "rtx4090" in error.value.fix
+
+
+@pytest.mark.parametrize("hardware", ["h100x", "h100x0", "h100x-1"])
+def test_a_number_of_devices_that_is_none_is_named(hardware: str) -> None:
+    with pytest.raises(ConfigError, match="counts its devices") as error:
+        _find(hardware)
+    assert error.value.fix == "plan.hardware=h100x8"
 
 
 def test_an_unknown_link_is_rejected_with_those_that_are_known() -> None:

@@ -302,9 +302,10 @@ def test_a_launcher_of_machines_is_told_the_torchrun_command_with_its_variables(
     with pytest.raises(ConfigError) as caught:
         get_ranks(config(), environ)
     assert str(caught.value) == (
-        "WORLD_SIZE=2 without LOCAL_RANK, LOCAL_WORLD_SIZE: a rank finds neither its device nor the other ranks of its"
-        " machine; type torchrun --nnodes $WORLD_SIZE --node-rank $RANK --master-addr $MASTER_ADDR"
-        " --master-port $MASTER_PORT --nproc-per-node <GPUs of a node> train.py …"
+        "WORLD_SIZE=2 without LOCAL_RANK, LOCAL_WORLD_SIZE: torchrun sets all of them for each rank, so it has not"
+        " started this process; type torchrun --nnodes $WORLD_SIZE --node-rank $RANK --master-addr $MASTER_ADDR"
+        " --master-port $MASTER_PORT --nproc-per-node <GPUs of a node> train.py …,"
+        " or unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT if they are left over"
     )
 
 

@@ -102,11 +102,12 @@ def test_an_invalid_config_starts_no_job_and_is_reported_once_with_the_numbers_o
 
 
 def test_with_skip_invalid_the_valid_jobs_run_and_the_others_are_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = FakeSweep(tmp_path, {0: State.FINISHED, 2: State.FINISHED}, skip_invalid=True)
     results = make_launcher(sweep, monkeypatch).launch([["seed=1"], ["seed=-1"], ["seed=2"]], 0)
     assert (sweep.started, sweep.rejected) == ([0, 2], [1])
+    assert "retry_failed" not in capsys.readouterr().out  # its config would be as invalid
     assert [result.overrides for result in results] == [["seed=1"], ["seed=-1"], ["seed=2"]]
 
 
