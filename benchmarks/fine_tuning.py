@@ -1,4 +1,4 @@
-"""Exact match of `recipe=sft_strings` on held-out prompts, compared with controls and a run without packing."""
+"""Exact match of `recipe=sft_demo` on held-out prompts, compared with controls and a run without packing."""
 
 import statistics
 import sys
@@ -49,7 +49,7 @@ def train(case: str) -> dict[str, Any]:
     print(case, file=sys.stderr)
     clock = _Clock()
     with tempfile.TemporaryDirectory() as folder:
-        fixed = ["recipe=sft_strings", f"data.cache_dir={Path(folder) / 'cache'}", "save_every=null"]
+        fixed = ["recipe=sft_demo", f"data.cache_dir={Path(folder) / 'cache'}", "save_every=null"]
         run = build_run([*fixed, "~callbacks.report", f"eval_every={EVERY}", *CASES[case]])
         run.trainer.callbacks.append(clock)  # type: ignore[attr-defined]
         began = time.perf_counter()

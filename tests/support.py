@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recipes.config import compose_and_check
-from recipes.data.instructions.rows import pad_rows
+from recipes.data.conversations.rows import pad_rows
 
 ROOT = Path(__file__).parent.parent
 

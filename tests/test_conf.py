@@ -136,7 +136,7 @@ ONCE = {*zip(RECIPES, itertools.cycle(MODELS), strict=False), *zip(itertools.cyc
         for pair in itertools.product(RECIPES, MODELS)
         # these recipes set the data: text, and two of them its tokenizer
         if not (pair[0].startswith(SET_DATA) and pair[1] in IMAGE_MODELS)
-        and not (pair[0] in ("sft_strings", "mixture") and pair[1] == "huggingface")
+        and not (pair[0] in ("sft_demo", "mixture") and pair[1] == "huggingface")
         and (pair[1] in WITH_EXPERTS or pair[0] != "ep_bf16")
         and not (pair[0] in DIVIDED and pair[1] in (UNDIVIDED - WITH_EXPERTS if pair[0] in BY_EXPERTS else UNDIVIDED))
     ],

@@ -23,7 +23,7 @@ IMPORTS_OPTIONAL = {"callbacks/progress/bar.py", "callbacks/report/charts/png.py
 # into folders that are new, temporary, or renamed once complete
 WRITES_NEW_FILES = {
     "recipes/config/check/deepspeed.py",
-    "recipes/data/instructions/store.py",
+    "recipes/data/conversations/store.py",
     "recipes/data/text/token_cache.py",
     "recipes/data/token_file.py",
     "recipes/entry/spawn.py",

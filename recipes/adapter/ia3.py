@@ -12,7 +12,7 @@ class IA3:
 
     Args:
         target_modules: Name suffixes within a block; `all`: every linear layer in blocks.
-        input_modules: Target modules whose inputs are scaled instead of their outputs.
+        feedforward_modules: Target modules whose inputs are scaled instead of their outputs.
         pretrained: peft folder with initial adapter weights; None: factors start at 1.
     """
 
@@ -20,11 +20,11 @@ class IA3:
         self,
         *,
         target_modules: Annotated[list[str], ">= 1"] | Literal["all"],
-        input_modules: list[str],
+        feedforward_modules: list[str],
         pretrained: str | None = None,
     ) -> None:
         self.target_modules = target_modules
-        self.input_modules = input_modules
+        self.feedforward_modules = feedforward_modules
         self.pretrained = pretrained
 
     def apply(self, model: nn.Module) -> None:
@@ -35,8 +35,8 @@ class IA3:
         """
         check_layers(model, self.pretrained)
         names = find_targets(model, self.target_modules, setting=f"adapter.target_modules={self.target_modules}")
-        typed = f"adapter.input_modules={self.input_modules}"
-        inputs = find_targets(model, self.input_modules, setting=typed) if self.input_modules else []
+        typed = f"adapter.feedforward_modules={self.feedforward_modules}"
+        inputs = find_targets(model, self.feedforward_modules, setting=typed) if self.feedforward_modules else []
         from peft import IA3Config
 
         has_conv1d = any(type(module).__name__ == "Conv1D" for module in model.modules())

@@ -15,13 +15,13 @@ class Lora:
 
     Args:
         r: Rank.
-        alpha: The update is scaled by alpha / r; with `scales_by_root`, by alpha / sqrt(r).
-        dropout: Dropout probability on the inputs of A.
+        lora_alpha: The update is scaled by lora_alpha / r; with `use_rslora`, by lora_alpha / sqrt(r).
+        lora_dropout: Dropout probability on the inputs of A.
         target_modules: Name suffixes within a block; `all`: every linear layer in blocks.
-        scales_by_root: Use rsLoRA scaling (arXiv 2312.03732), for ranks of 64 or more.
-        dora: Learn the norm of each row separately from its direction (arXiv 2402.09353).
+        use_rslora: Use rsLoRA scaling (arXiv 2312.03732), for ranks of 64 or more.
+        use_dora: Learn the norm of each row separately from its direction (arXiv 2402.09353).
         pretrained: peft folder with initial adapter weights; None: B starts at zero.
-        base: Storage of the frozen weights of linear layers in the blocks: `nf4`, in 4 bits (QLoRA, arXiv
+        quantization: Storage of the frozen weights of linear layers in the blocks: `nf4`, in 4 bits (QLoRA, arXiv
             2305.14314); None: in the dtype of the run.
     """
 
@@ -29,22 +29,22 @@ class Lora:
         self,
         *,
         r: Annotated[int, ">= 1"],
-        alpha: Annotated[float, "> 0"],
-        dropout: Annotated[float, ">= 0, <= 0.999"],
+        lora_alpha: Annotated[float, "> 0"],
+        lora_dropout: Annotated[float, ">= 0, <= 0.999"],
         target_modules: Annotated[list[str], ">= 1"] | Literal["all"],
-        scales_by_root: bool,
-        dora: bool,
+        use_rslora: bool,
+        use_dora: bool,
         pretrained: str | None = None,
-        base: Literal["nf4"] | None = None,
+        quantization: Literal["nf4"] | None = None,
     ) -> None:
         self.r = r
-        self.alpha = alpha
-        self.dropout = dropout
+        self.lora_alpha = lora_alpha
+        self.lora_dropout = lora_dropout
         self.target_modules = target_modules
-        self.scales_by_root = scales_by_root
-        self.dora = dora
+        self.use_rslora = use_rslora
+        self.use_dora = use_dora
         self.pretrained = pretrained
-        self.base = base
+        self.quantization = quantization
 
     def apply(self, model: nn.Module) -> None:
         """Freeze the model and add the matrices, without storage.
@@ -56,22 +56,22 @@ class Lora:
         names = find_targets(model, self.target_modules, setting=f"adapter.target_modules={self.target_modules}")
         from peft import LoraConfig
 
-        if self.dora:
+        if self.use_dora:
             _let_compilers_read_weights()
         inject(
             model,
             LoraConfig(
                 r=self.r,
-                lora_alpha=self.alpha,  # type: ignore[arg-type]
-                lora_dropout=self.dropout,
+                lora_alpha=self.lora_alpha,  # type: ignore[arg-type]
+                lora_dropout=self.lora_dropout,
                 target_modules=names,
-                use_rslora=self.scales_by_root,
-                use_dora=self.dora,
+                use_rslora=self.use_rslora,
+                use_dora=self.use_dora,
                 fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
             ),
             pretrained=self.pretrained,
         )
-        if self.base == "nf4":
+        if self.quantization == "nf4":
             hold_in_nf4(model)
 
 

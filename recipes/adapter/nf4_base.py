@@ -24,11 +24,11 @@ def hold_in_nf4(model: nn.Module) -> None:
         ConfigError: torchao is not installed, or no layer can be converted.
     """
     if importlib.util.find_spec("torchao") is None:
-        raise ConfigError("adapter.base=nf4", "torchao is not installed", "pip install -e '.[fp8]'")
+        raise ConfigError("adapter.quantization=nf4", "torchao is not installed", "pip install -e '.[fp8]'")
     layers = list(_find_layers(model.blocks))  # type: ignore[arg-type]
     if not layers:
         reason = f"{type(model).__name__} has no linear layer whose inputs divide into blocks of {BLOCK}"
-        raise ConfigError("adapter.base=nf4", reason, "adapter=lora")
+        raise ConfigError("adapter.quantization=nf4", reason, "adapter=lora")
     for layer in layers:
         NF4Linear.convert(layer)
 

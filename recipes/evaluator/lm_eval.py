@@ -13,7 +13,7 @@ from importlib.metadata import version
 from itertools import chain
 from typing import Annotated, Any, cast
 
-from recipes.data.instructions.chat_template import find_template
+from recipes.data.conversations.chat_template import find_template
 from recipes.errors import ConfigError
 from recipes.evaluator.scorer import Scorer
 from recipes.model import LanguageModel

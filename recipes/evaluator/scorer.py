@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.data.instructions.chat_template import find_stop_ids
+from recipes.data.conversations.chat_template import find_stop_ids
 from recipes.errors import ConfigError
 from recipes.evaluator.generation import Generation, StopStrings
 from recipes.evaluator.prompt_tokens import Pair, PromptTokens

@@ -3,7 +3,7 @@
 from typing import Annotated, Literal
 
 from recipes.build import Run
-from recipes.data.instructions.chat_template import prompt_for_answer
+from recipes.data.conversations.chat_template import prompt_for_answer
 from recipes.errors import ConfigError
 from recipes.mode.load import load_task, load_tokenizer
 from recipes.runtime.console import LOGGER

@@ -121,7 +121,7 @@ def _check_rows_in_nf4(model: nn.Module, *, num_shards: int) -> None:
     for name, weight in list_nf4(model):
         if len(weight) % num_shards:
             raise ConfigError(
-                f"adapter.base=nf4 with {num_shards} shards",
+                f"adapter.quantization=nf4 with {num_shards} shards",
                 f"{name} has {len(weight)} rows, which are not divisible by {num_shards}",
                 "strategy=ddp, adapter=lora, or another number of devices",
             )

@@ -5,7 +5,7 @@ from abc import ABC
 from collections.abc import Callable
 from typing import Any, cast
 
-from recipes.data.instructions.chat_template import find_stop_ids
+from recipes.data.conversations.chat_template import find_stop_ids
 from recipes.model import LanguageModel
 from recipes.model.generate import generate, generate_batch
 from recipes.task.base import TrainingTask

@@ -72,7 +72,7 @@ def test_two_optimizers_stepped_by_hand_get_their_rows(plain_module, make_traine
 
 
 def test_default_holds_every_callback_that_has_a_file_but_those_that_cost_or_need_questions() -> None:
-    others = {"default", "classification", "instructions", "stop_at_nan", "answer_check", "hang", "optimizer_state"}
+    others = {"default", "classification", "conversations", "stop_at_nan", "answer_check", "hang", "optimizer_state"}
     files = {path.stem for path in CONF.glob("*.yaml")} - others
     assert sorted(DEFAULT) == sorted(files)
 

@@ -116,7 +116,7 @@ ENGINES = STRATEGIES | MESHES
 
 
 PACKED_DATA = {
-    "_target_": "recipes.data.string_tasks.StringTasks",
+    "_target_": "recipes.data.synthetic_tasks.SyntheticTasks",
     "tasks": ["rev", "sort"],
     "num_examples": 400,
     "shuffles_answers": False,
@@ -129,7 +129,7 @@ PACKED_DATA = {
     "vocab_size": 257,
 }  # plus a cache_dir
 _PACKED = [
-    *("data=string_tasks", "tokenizer=bytes"),
+    *("data=synthetic_tasks", "tokenizer=bytes"),
     *("model.vocab_size=257", "model.max_seq_len=48", "optimizer.lr=5e-3", "eval_samples=null"),
     "callbacks=[grad_norm,loss_scale,answer_check]",
     "callbacks.answer_check.num_questions=21",  # odd, so that one of two ranks has fewer

@@ -91,7 +91,7 @@ def test_no_run_is_left(engine: str, find: Callable[[str], dict[str, Any]]) -> N
 
 
 LEFT_OUT = re.compile(
-    r"^(context|pipeline|expert)_parallel_size:|override /data: (mixture|instructions|string)", re.MULTILINE
+    r"^(context|pipeline|expert)_parallel_size:|override /data: (mixture|conversations|synthetic_tasks)", re.MULTILINE
 )
 
 

@@ -31,14 +31,16 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "experts": lambda: MoeLlama(**EXPERTS),
     "deepseek": lambda: DeepSeekV3(**EXPERTS | LATENT),
 }
-LORA = functools.partial(Lora, r=4, alpha=8.0, dropout=0.0, target_modules="all", scales_by_root=False, dora=False)
+LORA = functools.partial(
+    Lora, r=4, lora_alpha=8.0, lora_dropout=0.0, target_modules="all", use_rslora=False, use_dora=False
+)
 ADAPTERS: dict[str, Callable[[], Any]] = {
     "none": NoAdapter,
     "lora": LORA,
-    "rslora": functools.partial(LORA, scales_by_root=True),
-    "dora": functools.partial(LORA, dora=True),
-    "qlora": functools.partial(LORA, base="nf4"),
-    "ia3": lambda: IA3(target_modules="all", input_modules=["mlp.out"]),
+    "rslora": functools.partial(LORA, use_rslora=True),
+    "dora": functools.partial(LORA, use_dora=True),
+    "qlora": functools.partial(LORA, quantization="nf4"),
+    "ia3": lambda: IA3(target_modules="all", feedforward_modules=["mlp.out"]),
 }
 OFTEN = [("experts", "none"), ("gpt2", "lora")]
 KINDS = [*((model, "none") for model in MODELS), *((model, name) for model in ("gpt2", "llama") for name in ADAPTERS)]

@@ -93,34 +93,34 @@ def check_optimizer(config: Mapping[str, Any], choices: Mapping[str, str]) -> It
 def check_adapter(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Check that strategy and precision support an adapter and its frozen base weights."""
     adapter = config.get("adapter", {})
-    if adapter.get("dora") and config["strategy"].get("stage") == 3:
+    if adapter.get("use_dora") and config["strategy"].get("stage") == 3:
         yield ConfigError(
-            "adapter.dora=true strategy=deepspeed_stage_3",
+            "adapter.use_dora=true strategy=deepspeed_stage_3",
             "DoRA needs the norms of the full frozen weights, and each rank has only a part of them",
             "strategy=fsdp, or adapter=lora",
         )
-    if adapter.get("base") is not None:
-        yield from _quantized_base(config, base=adapter["base"])
+    if adapter.get("quantization") is not None:
+        yield from _quantized_base(config, quantization=adapter["quantization"])
 
 
-def _quantized_base(config: Mapping[str, Any], *, base: str) -> Iterator[ConfigError]:
+def _quantized_base(config: Mapping[str, Any], *, quantization: str) -> Iterator[ConfigError]:
     """Check that everything that reads the frozen base weights supports 4-bit weights."""
     stage = config["strategy"].get("stage")
     if stage is not None:
         yield ConfigError(
-            f"adapter.base={base} strategy={get_traits(config['strategy']).option}",
+            f"adapter.quantization={quantization} strategy={get_traits(config['strategy']).option}",
             "DeepSpeed broadcasts and partitions all weights as plain tensors, which weights in 4 bits are not",
             "strategy=fsdp, or adapter=lora",
         )
-    if config["adapter"].get("dora"):
+    if config["adapter"].get("use_dora"):
         yield ConfigError(
-            f"adapter.base={base} adapter.dora=true",
+            f"adapter.quantization={quantization} adapter.use_dora=true",
             "DoRA computes row norms of the frozen weights in every step, which 4-bit storage does not provide",
             "adapter=qlora, or adapter=dora",
         )
     if config["precision"]["name"] == "fp8-mixed":
         yield ConfigError(
-            f"adapter.base={base} precision=fp8-mixed",
+            f"adapter.quantization={quantization} precision=fp8-mixed",
             "float8 products cast weights of 16 or 32 bits, and these have 4",
             "precision=bf16-mixed, or adapter=lora",
         )

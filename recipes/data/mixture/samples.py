@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from recipes.data import SampleDataset
-from recipes.data.instructions.rows import pad_rows
+from recipes.data.conversations.rows import pad_rows
 from recipes.data.mixture.stages import Stages
 from recipes.data.order import Order, Positions, ShuffledOrder
 

@@ -24,8 +24,8 @@ log = logging.getLogger("lightning_recipes")
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OLD_WEIGHTS = "adapter_model.bin"  # of peft before 0.7
-# settings that change what an adapter computes: name in peft -> our name
-_OF_LORA = {"r": "r", "lora_alpha": "alpha", "use_rslora": "scales_by_root", "use_dora": "dora"}
+# settings that change what an adapter computes, and that an option of conf/adapter has, too
+_OF_LORA = ("r", "lora_alpha", "use_rslora", "use_dora")
 # the only settings that may differ: every other one, of this version of peft (0.21) or a later one, is compared
 _HARMLESS = {
     *("auto_mapping", "base_model_name_or_path", "peft_type", "peft_version", "revision", "task_type"),

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from recipes.data.instructions.chat_template import find_stop_ids, find_template, prompt_for_answer
+from recipes.data.conversations.chat_template import find_stop_ids, find_template, prompt_for_answer
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
 from recipes.model.weights.files import SMALL_FILES, WEIGHT_FILES, published_folder, read_settings

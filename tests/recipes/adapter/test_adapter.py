@@ -25,17 +25,17 @@ from recipes.optimizer.param_groups import decay_groups
 
 LORA: dict[str, Any] = {
     "r": 4,
-    "alpha": 8.0,
-    "dropout": 0.0,
+    "lora_alpha": 8.0,
+    "lora_dropout": 0.0,
     "target_modules": "all",
-    "scales_by_root": False,
-    "dora": False,
+    "use_rslora": False,
+    "use_dora": False,
 }
 ADAPTERS: dict[str, Any] = {
     "lora": lambda: Lora(**LORA),
-    "rslora": lambda: Lora(**LORA | {"scales_by_root": True}),
-    "dora": lambda: Lora(**LORA | {"dora": True}),
-    "ia3": lambda: IA3(target_modules="all", input_modules=["down_proj"]),
+    "rslora": lambda: Lora(**LORA | {"use_rslora": True}),
+    "dora": lambda: Lora(**LORA | {"use_dora": True}),
+    "ia3": lambda: IA3(target_modules="all", feedforward_modules=["down_proj"]),
 }
 
 
@@ -206,7 +206,7 @@ def test_without_an_adapter_everything_is_trained() -> None:
 
 
 def test_factors_are_not_decayed_towards_zero_where_they_switch_off_what_they_multiply(folder: str) -> None:
-    model = adapted(folder, IA3(target_modules="all", input_modules=["down_proj"]))
+    model = adapted(folder, IA3(target_modules="all", feedforward_modules=["down_proj"]))
     decay, no_decay = decay_groups(model, weight_decay=0.1)
     assert decay["params"] == []
     assert len(no_decay["params"]) == sum(is_adapter(name) for name, _ in model.named_parameters())
@@ -215,7 +215,7 @@ def test_factors_are_not_decayed_towards_zero_where_they_switch_off_what_they_mu
 
 
 def test_muon_finds_no_matrix_among_factors(folder: str) -> None:
-    model = adapted(folder, IA3(target_modules="all", input_modules=[]))
+    model = adapted(folder, IA3(target_modules="all", feedforward_modules=[]))
     options = {"lr": 0.1, "adamw_lr": None, "momentum": 0.9, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     with pytest.raises(ConfigError, match="HuggingFace has no trained matrix in its `blocks`; type optimizer=adamw"):
         Muon(model, **options)

@@ -45,11 +45,11 @@ from recipes.strategy.sharding import ShardPolicy, shard_model
 BY_BITSANDBYTES = json.loads((Path(__file__).parent / "bitsandbytes_nf4.json").read_text(encoding="utf-8"))
 LORA: dict[str, Any] = {
     "r": 4,
-    "alpha": 8.0,
-    "dropout": 0.0,
+    "lora_alpha": 8.0,
+    "lora_dropout": 0.0,
     "target_modules": "all",
-    "scales_by_root": False,
-    "dora": False,
+    "use_rslora": False,
+    "use_dora": False,
 }
 SIZE = {"vocab_size": 64, "max_seq_len": 32, "num_layers": 2, "num_heads": 4, "hidden_size": 64}
 
@@ -61,7 +61,7 @@ def make(kind: str, base: str | None, *, seed: int = 3) -> GPT2 | Llama:
             if kind == "gpt2"
             else Llama(**SIZE, num_kv_heads=2, ffn_hidden_size=128, rope_theta=1e4)
         )
-        Lora(**LORA, base=base).apply(model)  # type: ignore[arg-type]
+        Lora(**LORA, quantization=base).apply(model)  # type: ignore[arg-type]
     model.to_empty(device="cpu")
     initialize(model, seed=seed)  # type: ignore[arg-type]
     return model
@@ -223,7 +223,7 @@ def policy() -> ShardPolicy:
 def test_a_shard_holds_the_codes_and_scales_of_its_rows() -> None:
     with torch.device("meta"):
         model = GPT2(**SIZE, dropout=0.0)
-        Lora(**LORA, base="nf4").apply(model)
+        Lora(**LORA, quantization="nf4").apply(model)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     shard_model(model, mesh=mesh, policy=policy(), option="fsdp")
     model.to_empty(device="cpu")
@@ -243,9 +243,9 @@ def test_a_shard_holds_the_codes_and_scales_of_its_rows() -> None:
 def test_rows_that_do_not_divide_over_the_ranks_are_refused() -> None:
     with torch.device("meta"):
         model = Llama(**SIZE, num_kv_heads=2, ffn_hidden_size=65, rope_theta=1e4)
-        Lora(**LORA, base="nf4").apply(model)
+        Lora(**LORA, quantization="nf4").apply(model)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    rejected = r"adapter.base=nf4 with 2 shards: .* has 65 rows, which are not divisible by 2"
+    rejected = r"adapter.quantization=nf4 with 2 shards: .* has 65 rows, which are not divisible by 2"
     with pytest.raises(ConfigError, match=rejected):
         shard_model(model, mesh=mesh, policy=policy(), option="fsdp")
 
@@ -279,7 +279,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def published(folder: str, base: str | None) -> HuggingFace:
     with torch.device("meta"):
         model = HuggingFace(name=folder, pretrained=folder, max_seq_len=64, vocab_size=64)
-        Lora(**LORA, base=base).apply(model)  # type: ignore[arg-type]
+        Lora(**LORA, quantization=base).apply(model)  # type: ignore[arg-type]
     model.to_empty(device="cpu")
     initialize(model, seed=0)  # type: ignore[arg-type]
     return model
@@ -339,4 +339,4 @@ def test_a_model_without_a_layer_that_fits_is_refused() -> None:
         model: Any = nn.Module()
         model.blocks = hf.GPT2LMHeadModel(config).transformer.h
     with pytest.raises(ConfigError, match="no linear layer whose inputs divide into blocks of 64; type adapter=lora"):
-        Lora(**LORA, base="nf4").apply(model)
+        Lora(**LORA, quantization="nf4").apply(model)

@@ -37,7 +37,7 @@ def test_cudnn_tries_its_algorithms_for_images_unless_bits_matter(typed: list[st
     ("typed", "num_tokens"),
     [
         (["data=random_tokens"], 128),
-        (["recipe=sft_strings"], None),  # a packed row ends with padding
+        (["recipe=sft_demo"], None),  # a packed row ends with padding
         (["recipe=mixture"], None),  # one of its sources has packed rows
         (["model=resnet18"], None),
     ],

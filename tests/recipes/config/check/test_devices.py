@@ -105,19 +105,19 @@ def test_flash_attention_on_a_gpu_needs_16_bits(name: str) -> None:
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("name", ["flash", "cudnn"])
 def test_kernels_without_a_mask_take_no_packed_examples(name: str) -> None:
-    typed = ["recipe=sft_strings", "precision=bf16-mixed", f"attention={name}"]
+    typed = ["recipe=sft_demo", "precision=bf16-mixed", f"attention={name}"]
     assert messages(*typed) == [
         f"attention={name} data.packing=true: packed examples must not see each other, and the kernel takes no mask;"
         " type attention=auto, or data.packing=false"
     ]
     assert messages(*typed, "data.packing=false") == []
-    assert messages("recipe=sft_strings", "attention=memory_efficient") == []
+    assert messages("recipe=sft_demo", "attention=memory_efficient") == []
 
 
 def test_dora_is_refused_where_weights_are_partitioned() -> None:
     typed = ["adapter=dora", "strategy=deepspeed_stage_3", "trainer.devices=2"]
     assert (
-        "adapter.dora=true strategy=deepspeed_stage_3: DoRA needs the norms of the full frozen weights, and each rank"
+        "adapter.use_dora=true strategy=deepspeed_stage_3: DoRA needs the norms of the full frozen weights, and each rank"
         " has only a part of them; type strategy=fsdp, or adapter=lora"
     ) in messages(*typed)
     assert not [message for message in messages("adapter=lora", *typed[1:]) if "adapter" in message]
@@ -128,17 +128,17 @@ def test_dora_is_refused_where_weights_are_partitioned() -> None:
     [
         (
             "strategy=deepspeed_stage_2",
-            "adapter.base=nf4 strategy=deepspeed_stage_2: DeepSpeed broadcasts and partitions all weights as plain"
+            "adapter.quantization=nf4 strategy=deepspeed_stage_2: DeepSpeed broadcasts and partitions all weights as plain"
             " tensors, which weights in 4 bits are not; type strategy=fsdp, or adapter=lora",
         ),
         (
-            "adapter.dora=true",
-            "adapter.base=nf4 adapter.dora=true: DoRA computes row norms of the frozen weights in every step, which"
+            "adapter.use_dora=true",
+            "adapter.quantization=nf4 adapter.use_dora=true: DoRA computes row norms of the frozen weights in every step, which"
             " 4-bit storage does not provide; type adapter=qlora, or adapter=dora",
         ),
         (
             "precision=fp8-mixed",
-            "adapter.base=nf4 precision=fp8-mixed: float8 products cast weights of 16 or 32 bits, and these have 4;"
+            "adapter.quantization=nf4 precision=fp8-mixed: float8 products cast weights of 16 or 32 bits, and these have 4;"
             " type precision=bf16-mixed, or adapter=lora",
         ),
     ],

@@ -56,7 +56,7 @@ MESSAGES = {
         " optimizer.betas= optimizer.eps= optimizer.weight_decay="
     ),
     "recipe=fsdp_bf61": (
-        "recipe=fsdp_bf61: the options are cp_bf16 ddp_bf16 ddp_fp16 ddp_fp32 ep_bf16 fsdp_bf16 fsdp_bf16_offload fsdp_fp16 fsdp_tp_bf16 fsdp_tp_pp_bf16 hsdp_bf16 mixture pp_bf16 quickstart sft sft_strings single_bf16 single_fp16 single_fp32 tp_bf16 zero1_bf16 zero1_fp16 zero2_bf16 zero2_bf16_offload zero2_fp16 zero2_fp16_offload zero3_bf16 zero3_bf16_nvme zero3_bf16_offload zero3_fp16 zero3_fp16_offload; type recipe=fsdp_bf16"
+        "recipe=fsdp_bf61: the options are cp_bf16 ddp_bf16 ddp_fp16 ddp_fp32 ep_bf16 fsdp_bf16 fsdp_bf16_offload fsdp_fp16 fsdp_tp_bf16 fsdp_tp_pp_bf16 hsdp_bf16 mixture pp_bf16 quickstart sft sft_demo single_bf16 single_fp16 single_fp32 tp_bf16 zero1_bf16 zero1_fp16 zero2_bf16 zero2_bf16_offload zero2_fp16 zero2_fp16_offload zero3_bf16 zero3_bf16_nvme zero3_bf16_offload zero3_fp16 zero3_fp16_offload; type recipe=fsdp_bf16"
     ),
     "model=gtp2": (
         "model=gtp2: the options are deepseek_nano deepseek_v3 gpt2 gpt2_large gpt2_medium gpt2_nano gpt2_xl huggingface llama_160m llama_1b llama_8b llama_nano moe_8x7b moe_nano resnet18 resnet50; type model=gpt2"

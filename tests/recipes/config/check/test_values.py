@@ -54,7 +54,7 @@ WRONG = {
         "optimizer.eps[1]=-1: it must be at least 0; type 'optimizer.eps=[…]', each at least 0",
         "mode.max_lr=inf: it must be finite and above 0; type mode.max_lr=<finite and above 0>",
     ],
-    "model=moe_nano model.router_scores=nope data=string_tasks data.train_on=question data.tasks=[]"
+    "model=moe_nano model.router_scores=nope data=synthetic_tasks data.train_on=question data.tasks=[]"
     " adapter=lora adapter.target_modules=[] callbacks=[default,answer_check] callbacks.answer_check.score=nope": [
         "model.router_scores=nope: it takes softmax or sigmoid; type model.router_scores=<softmax or sigmoid>",
         "data.train_on=question: it takes answers or last_answer or all;"
@@ -194,7 +194,7 @@ def test_an_annotation_outside_of_the_vocabulary_is_an_error_of_the_check(
 
 
 def test_aliases_of_an_annotation_are_followed_through_modules() -> None:
-    train_on = read_signature("recipes.data.instructions.source.Instructions").parameters["train_on"].annotation
+    train_on = read_signature("recipes.data.conversations.source.Conversations").parameters["train_on"].annotation
     assert train_on is not None
     assert ast.unparse(train_on) == "Literal['answers', 'last_answer', 'all']"
     precision = read_signature("lightning.pytorch.Trainer").parameters["precision"].annotation

@@ -12,8 +12,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from recipes.data.conversations.source import Conversations
 from recipes.data.documents.source import Documents
-from recipes.data.instructions.source import Instructions
 from recipes.data.mixture.source import Mixture
 from recipes.data.order import ShuffledOrder
 from recipes.data.random_tokens import RandomTokens
@@ -40,11 +40,11 @@ def text_source(folder: Path, name: str, *, num_files: int = 30, tokenizer: Any 
     )
 
 
-def question_source(folder: Path, *, packing: bool = True) -> Instructions:
+def question_source(folder: Path, *, packing: bool = True) -> Conversations:
     path = folder / "sums.jsonl"
     rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(200)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Instructions(
+    return Conversations(
         path=str(path),
         format=None,
         fields={},

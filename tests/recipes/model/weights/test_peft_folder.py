@@ -27,8 +27,8 @@ from recipes.model.weights import initialize, peft_folder
 
 TOKENS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
 TARGETS = ["q_proj", "down_proj"]
-OURS: dict[str, Any] = {"r": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": TARGETS, "scales_by_root": False}
-OURS |= {"dora": False}
+OURS: dict[str, Any] = {"r": 4, "lora_alpha": 8.0, "lora_dropout": 0.0, "target_modules": TARGETS, "use_rslora": False}
+OURS |= {"use_dora": False}
 # settings of peft -> ours that a remedy is expected to name; None: nothing of ours computes the same
 FOLDERS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "plain": ({}, {}),
@@ -37,9 +37,9 @@ FOLDERS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "orthogonal": ({"init_lora_weights": "orthogonal"}, {}),
     "mica": ({"init_lora_weights": "mica"}, {}),
     "rank": ({"r": 2}, {"r": 2}),
-    "scale": ({"lora_alpha": 5}, {"alpha": 5}),
-    "rslora": ({"use_rslora": True}, {"scales_by_root": True}),
-    "dora": ({"use_dora": True}, {"dora": True}),
+    "scale": ({"lora_alpha": 5}, {"lora_alpha": 5}),
+    "rslora": ({"use_rslora": True}, {"use_rslora": True}),
+    "dora": ({"use_dora": True}, {"use_dora": True}),
     "one block": (
         {"layers_to_transform": [1]},
         {"target_modules": [f"model.layers.1.{x}" for x in ("mlp.down_proj", "self_attn.q_proj")]},
@@ -155,10 +155,10 @@ def test_factors_of_inputs_and_outputs_are_kept_apart(inputs: list[str], folder:
     targets = ["q_proj", "o_proj", "down_proj"]
     config = peft.IA3Config(target_modules=targets, feedforward_modules=inputs, task_type="CAUSAL_LM")
     reference, _ = publish(folder, tmp_path, config)
-    settings = {"target_modules": targets, "input_modules": ["down_proj"], "pretrained": str(tmp_path)}
+    settings = {"target_modules": targets, "feedforward_modules": ["down_proj"], "pretrained": str(tmp_path)}
     logits, typed = follow(folder, IA3, settings)
     assert isinstance(logits, Tensor), logits
-    assert typed.keys() <= {"input_modules"}
+    assert typed.keys() <= {"feedforward_modules"}
     torch.testing.assert_close(logits, reference, rtol=1e-5, atol=1e-5)
 
 

@@ -14,7 +14,7 @@ from exported_models import ADAPTERS, OWN, PUBLISHED, Kind, Text, make_model, pu
 from tokenizers import pre_tokenizers
 
 from recipes.adapter.nf4_base import dequantize_base
-from recipes.data.instructions.chat_template import find_stop_ids, prompt_for_answer
+from recipes.data.conversations.chat_template import find_stop_ids, prompt_for_answer
 from recipes.errors import ConfigError
 from recipes.files import filling
 from recipes.model.generate import generate

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recipes.cache import build_once
-from recipes.data.instructions.conversation import Reader
-from recipes.data.instructions.loss_mask import ExampleTokenizer, Tokenized
+from recipes.data.conversations.conversation import Reader
+from recipes.data.conversations.loss_mask import ExampleTokenizer, Tokenized
 from recipes.data.parallel import group_by_bytes, map_in_order
 from recipes.data.read_rows import Row
 from recipes.data.text.token_corpus import hash_text

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from chats import BRACKETS, CHATML, CHATS, TEMPLATES, WITH_BLOCKS, chat_tokenizer, make_backend, messages_of
 
-from recipes.data.instructions.chat_template import (
+from recipes.data.conversations.chat_template import (
     TRAINING_DAY,
     ChatTemplate,
     find_template,
@@ -141,7 +141,7 @@ _DEEP = "{%- set s = 'x' * 999 -%}" + "{%- set s = s ~ s -%}" * 60
 def test_a_template_that_would_not_end_or_fill_the_memory_is_refused(
     template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from recipes.data.instructions import bounded_template
+    from recipes.data.conversations import bounded_template
 
     monkeypatch.setattr(bounded_template, "_MAX_SECONDS", 0.05)
     with pytest.raises(ConfigError, match="the template of a test (rejects it|is no valid Jinja)") as caught:

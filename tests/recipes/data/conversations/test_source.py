@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from chats import CHATML, make_backend
 
-from recipes.data.instructions import source as source_module
-from recipes.data.instructions import store as store_module
-from recipes.data.instructions.source import Instructions
-from recipes.data.instructions.store import ExampleStore
+from recipes.data.conversations import source as source_module
+from recipes.data.conversations import store as store_module
+from recipes.data.conversations.source import Conversations
+from recipes.data.conversations.store import ExampleStore
 from recipes.errors import ConfigError
 from recipes.numerics.loss import IGNORE_INDEX
 from recipes.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ def sums(num_rows: int = 400) -> list[dict[str, Any]]:
     return [{"prompt": f"{i}+{i}=", "completion": str(2 * i)} for i in range(num_rows)]
 
 
-def source_of(folder: Path, rows: list[dict[str, Any]] | None = None, **settings: Any) -> Instructions:
+def source_of(folder: Path, rows: list[dict[str, Any]] | None = None, **settings: Any) -> Conversations:
     settings = {
         "path": write(folder / "rows.jsonl", sums() if rows is None else rows),
         "format": None,
@@ -47,7 +47,7 @@ def source_of(folder: Path, rows: list[dict[str, Any]] | None = None, **settings
         "seq_len": 32,
         "cache_dir": str(folder / "cache"),
     } | settings
-    source = Instructions(**settings)
+    source = Conversations(**settings)
     source.prepare()
     return source
 
@@ -318,7 +318,7 @@ def chats(num_rows: int = 40) -> list[dict[str, Any]]:
     ]
 
 
-def text_of(source: Instructions) -> str:
+def text_of(source: Conversations) -> str:
     store = source._ready()[1]["train"]
     return source.tokenizer.decode([token for index in range(len(store)) for token in store.tokens(index).tolist()])
 

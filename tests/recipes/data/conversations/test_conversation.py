@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from recipes.data.instructions.conversation import Example, Reader
+from recipes.data.conversations.conversation import Example, Reader
 from recipes.errors import ConfigError
 
 CHAT = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]

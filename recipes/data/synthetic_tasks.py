@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from typing_extensions import override
 
-from recipes.data.instructions.source import Instructions
+from recipes.data.conversations.source import Conversations
 from recipes.data.read_rows import Row, Rows
 from recipes.errors import ConfigError
 
@@ -19,7 +19,7 @@ _ANSWERS: dict[str, Callable[[str], str]] = {
 }
 
 
-class StringTasks(Instructions):
+class SyntheticTasks(Conversations):
     """Examples such as `rev:abcd>` with the answer `dcba`, as prompts and completions."""
 
     def __init__(
@@ -36,7 +36,7 @@ class StringTasks(Instructions):
             tasks: Tasks, which the examples cycle through.
             num_examples: Number of examples, training and validation together.
             shuffles_answers: Give each question the answer to another one: a control from which nothing can be learned.
-            **settings: As for `Instructions`.
+            **settings: As for `Conversations`.
 
         Raises:
             ConfigError: A task is unknown.

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from chats import BRACKETS, CHATML, CHATS, TEMPLATES, WITH_BLOCKS, chat_tokenizer, messages_of
 
-from recipes.data.instructions.chat_template import ChatTemplate, find_template
-from recipes.data.instructions.conversation import Example
-from recipes.data.instructions.loss_mask import ExampleTokenizer, Tokenized
+from recipes.data.conversations.chat_template import ChatTemplate, find_template
+from recipes.data.conversations.conversation import Example
+from recipes.data.conversations.loss_mask import ExampleTokenizer, Tokenized
 from recipes.errors import ConfigError
 from recipes.tokenizer import Tokenizer
 from recipes.tokenizer.bytes import byte_tokenizer

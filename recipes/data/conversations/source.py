@@ -30,7 +30,7 @@ _ROWS_WITHOUT = "rows without an answer to learn are"
 _SHOWN_FIELDS = 8
 
 
-class Instructions:
+class Conversations:
     """Examples from rows of `path`: JSONL, JSON or Parquet files, or a hub dataset.
 
     Attributes:

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from recipes.data.instructions.chat_template import REASONING, ChatTemplate
-from recipes.data.instructions.conversation import Example, Message, calls_of
+from recipes.data.conversations.chat_template import REASONING, ChatTemplate
+from recipes.data.conversations.conversation import Example, Message, calls_of
 from recipes.errors import ConfigError
 from recipes.tokenizer import Tokenizer
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from recipes.data.instructions.packing import one_each, pack
-from recipes.data.instructions.store import ExampleStore
+from recipes.data.conversations.packing import one_each, pack
+from recipes.data.conversations.store import ExampleStore
 from recipes.numerics.loss import IGNORE_INDEX
 
 PAD_TO = 64  # padded rows are a multiple of this many tokens, because every distinct length is compiled separately

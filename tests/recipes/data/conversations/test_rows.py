@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.data.instructions.chat_template import ChatTemplate
-from recipes.data.instructions.conversation import Reader
-from recipes.data.instructions.loss_mask import ExampleTokenizer
-from recipes.data.instructions.rows import ExampleRows, pad_rows
-from recipes.data.instructions.store import ExampleStore, cached_examples
+from recipes.data.conversations.chat_template import ChatTemplate
+from recipes.data.conversations.conversation import Reader
+from recipes.data.conversations.loss_mask import ExampleTokenizer
+from recipes.data.conversations.rows import ExampleRows, pad_rows
+from recipes.data.conversations.store import ExampleStore, cached_examples
 from recipes.data.read_rows import Row
 from recipes.tokenizer.bytes import byte_tokenizer
 

@@ -1,1 +1,0 @@
-"""Instruction data: conversations and prompts with answers, tokenized once and packed into rows."""
