@@ -59,13 +59,13 @@ OPTIONS: dict[str, list[str]] = {
         "activation_checkpoint.keep_every_nth_product=2",
     ],
     "every_nth": ["activation_checkpoint=every_nth"],
-    "every_block": ["activation_checkpoint=every_block"],
+    "full": ["activation_checkpoint=full"],
     "offload": ["activation_checkpoint=offload"],
-    "every_block, offload": ["activation_checkpoint=every_block", "activation_checkpoint.offload=true"],
+    "full, offload": ["activation_checkpoint=full", "activation_checkpoint.offload=true"],
     "none, compiled": ["compile=true"],
     "memory_budget 0.5, compiled": [BUDGET, "compile=true"],
     "memory_budget 0, compiled": [BUDGET, "activation_checkpoint.memory_budget=0", "compile=true"],
-    "every_block, compiled": ["activation_checkpoint=every_block", "compile=true"],
+    "full, compiled": ["activation_checkpoint=full", "compile=true"],
 }
 
 

@@ -50,9 +50,9 @@ def write_rows(path: Path, *, shuffled: bool) -> None:
             file.write(json.dumps({"messages": [{"role": role, "content": text} for role, text in roles]}) + "\n")
 
 
-def unpack(gguf: Path, folder: Path) -> None:
+def convert_gguf(gguf: Path, folder: Path) -> None:
     """Unpack a GGUF file into a model folder."""
-    command = ["mode=unpack", f"mode.path={gguf}", f"mode.output={folder}"]
+    command = ["mode=convert_gguf", f"mode.path={gguf}", f"mode.output={folder}"]
     subprocess.run([sys.executable, str(ROOT / "train.py"), *command], check=True, stdout=subprocess.DEVNULL)
 
 
@@ -77,7 +77,7 @@ def train(case: str, model: Path, folder: Path) -> dict[str, Any]:
         *("recipe=sft", "model=huggingface", f"model.name={model}", "model.max_seq_len=128", "seq_len=128"),
         *(f"data.path={rows}", "data.val_fraction=0.15", f"data.cache_dir={folder / 'cache'}"),
         *("global_batch_size=2", "trainer.max_steps=24", "warmup_steps=4", "eval_every=24", "eval_samples=4"),
-        *("save_every=24", "callbacks.answer_check.num_questions=20", "~callbacks.report", "~callbacks.loss_spike"),
+        *("save_every=24", "callbacks.generation_eval.num_samples=20", "~callbacks.report", "~callbacks.loss_spike"),
     ]
     run = build_run([*fixed, *CASES[case]])
     run.trainer.callbacks.append(clock)  # type: ignore[attr-defined]
@@ -103,7 +103,7 @@ def main() -> None:
     gguf = Path(sys.argv[1]).absolute()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        unpack(gguf, folder / "model")
+        convert_gguf(gguf, folder / "model")
         rows = [train(case, folder / "model", folder) for case in CASES]
     report("adapters", rows, command="python benchmarks/adapters.py SmolLM2-135M-Instruct.Q4_1.gguf")
 

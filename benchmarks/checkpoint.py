@@ -43,7 +43,7 @@ class AlternateSaves(Callback):
     def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.began.append(time.perf_counter())
         self.resident_gib.append(_resident_gib())
-        self.writer._asynchronous = _is_asynchronous(trainer.global_step + 1)
+        self.writer._async_save = _is_asynchronous(trainer.global_step + 1)
 
 
 def _is_asynchronous(step: int) -> bool:

@@ -18,7 +18,7 @@ CASES: dict[str, list[str]] = {
     "recipe (packed rows)": [],
     "one example per row": UNPACKED,
     "control: loss on prompts too": ["data.train_on=all"],
-    "control: shuffled answers": ["data.shuffles_answers=true"],
+    "control: shuffled answers": ["data.shuffle_answers=true"],
 }
 
 

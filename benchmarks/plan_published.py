@@ -14,7 +14,7 @@ from recipes.plan.hardware import Cluster, find_cluster
 from recipes.plan.plan import make_plan
 from recipes.plan.roofline import Rates, get_rates
 
-LLAMA = ["model=llama_8b", "activation_checkpoint=every_block"]
+LLAMA = ["model=llama_8b", "activation_checkpoint=full"]
 LLM_C = ["precision=bf16-true"]  # 16-bit weights and hidden states
 # who, device and count, published MFU in percent (PaLM's count), overrides, differences
 RUNS: tuple[tuple[str, str, float, list[str], str], ...] = (
@@ -77,7 +77,7 @@ RUNS: tuple[tuple[str, str, float, list[str], str], ...] = (
             "model=llama_8b",
             "micro_batch_size=2",
             "global_batch_size=16",
-            "activation_checkpoint=every_block",
+            "activation_checkpoint=full",
             "compile=true",
         ],
         "planned for its 2.4 TB/s and 500 W; recomputes selected operators",
@@ -104,7 +104,7 @@ RUNS: tuple[tuple[str, str, float, list[str], str], ...] = (
             "model=llama_8b",
             "micro_batch_size=1",
             "global_batch_size=8",
-            "activation_checkpoint=every_block",
+            "activation_checkpoint=full",
             "compile=true",
         ],
         "64 GPUs; recomputes selected operators",

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 # The public names, listed only here. At run time, a name is imported from its module on first use, so that
 # `from callbacks import write_report` does not import torch and Lightning.
 if TYPE_CHECKING:
-    from .answer_check import AnswerCheck as AnswerCheck
     from .bottleneck.callback import BottleneckMonitor as BottleneckMonitor
     from .diagnosis.diagnose import diagnose as diagnose
     from .early_stop import EarlyStop as EarlyStop
+    from .generation_eval import GenerationEval as GenerationEval
     from .grad_norm.callback import GradNormMonitor as GradNormMonitor
     from .hang import HangMonitor as HangMonitor
     from .loss_scale import LossScaleMonitor as LossScaleMonitor

@@ -63,13 +63,13 @@ class SupportsText(Protocol):
 
 @runtime_checkable
 class SupportsAnswers(Protocol):
-    """A module that answers questions from its validation data, for `AnswerCheck`."""
+    """A module that answers questions from its validation data, for `GenerationEval`."""
 
     def recipes_answer_questions(
         self,
-        num_questions: int,
+        num_samples: int,
         *,
-        num_tokens: int | None,
+        max_new_tokens: int | None,
         rank: int,
         num_ranks: int,
         all_ended: Callable[[bool], bool],

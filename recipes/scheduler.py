@@ -29,28 +29,28 @@ def warmup_cosine(
     *,
     num_steps: Annotated[int, ">= 1"],
     warmup_steps: Annotated[int, ">= 0"],
-    final_fraction: Annotated[float, ">= 0, <= 1"],
+    min_lr_factor: Annotated[float, ">= 0, <= 1"],
 ) -> float:
-    """Warm up linearly, then decay along half a cosine to `final_fraction` (SGDR, arXiv 1608.03983).
+    """Warm up linearly, then decay along half a cosine to `min_lr_factor` (SGDR, arXiv 1608.03983).
 
     Args:
         step: Optimizer step, from 0.
         num_steps: Optimizer steps of the run.
         warmup_steps: Optimizer steps of the linear warm-up; 0: none.
-        final_fraction: Learning rate of the last step, as a fraction of the peak.
+        min_lr_factor: Learning rate of the last step, as a fraction of the peak.
     """
     if step < warmup_steps:
         return _warmup(step, warmup_steps)
-    return _interpolate(1.0, final_fraction, _cosine(_progress(step, warmup_steps, num_steps)))
+    return _interpolate(1.0, min_lr_factor, _cosine(_progress(step, warmup_steps, num_steps)))
 
 
-def warmup_stable_decay(
+def wsd(
     step: int,
     *,
     num_steps: Annotated[int, ">= 1"],
     warmup_steps: Annotated[int, ">= 0"],
     decay_steps: Annotated[int, ">= 0"],
-    final_fraction: Annotated[float, ">= 0, <= 1"],
+    min_lr_factor: Annotated[float, ">= 0, <= 1"],
 ) -> float:
     """Warm up linearly, stay at 1, then decay linearly over the last `decay_steps` (MiniCPM, arXiv 2404.06395).
 
@@ -59,12 +59,12 @@ def warmup_stable_decay(
         num_steps: Optimizer steps of the run.
         warmup_steps: Optimizer steps of the linear warm-up; 0: none.
         decay_steps: Optimizer steps of the decay at the end of the run.
-        final_fraction: Learning rate of the last step, as a fraction of the peak.
+        min_lr_factor: Learning rate of the last step, as a fraction of the peak.
     """
     decay_begins = num_steps - decay_steps
     if step < decay_begins:
         return _warmup(step, warmup_steps)
-    return _interpolate(1.0, final_fraction, _progress(step, decay_begins, num_steps))
+    return _interpolate(1.0, min_lr_factor, _progress(step, decay_begins, num_steps))
 
 
 def linear(
@@ -72,19 +72,19 @@ def linear(
     *,
     num_steps: Annotated[int, ">= 1"],
     warmup_steps: Annotated[int, ">= 0"],
-    final_fraction: Annotated[float, ">= 0, <= 1"],
+    min_lr_factor: Annotated[float, ">= 0, <= 1"],
 ) -> float:
-    """Warm up linearly, then decay linearly to `final_fraction` at the last step.
+    """Warm up linearly, then decay linearly to `min_lr_factor` at the last step.
 
     Args:
         step: Optimizer step, from 0.
         num_steps: Optimizer steps of the run.
         warmup_steps: Optimizer steps of the linear warm-up; 0: none.
-        final_fraction: Learning rate of the last step, as a fraction of the peak.
+        min_lr_factor: Learning rate of the last step, as a fraction of the peak.
     """
     if step < warmup_steps:
         return _warmup(step, warmup_steps)
-    return _interpolate(1.0, final_fraction, _progress(step, warmup_steps, num_steps))
+    return _interpolate(1.0, min_lr_factor, _progress(step, warmup_steps, num_steps))
 
 
 def constant(step: int, *, warmup_steps: Annotated[int, ">= 0"]) -> float:
@@ -103,7 +103,7 @@ def constant_cooldown(
     num_steps: Annotated[int, ">= 1"],
     warmup_steps: Annotated[int, ">= 0"],
     cooldown_steps: Annotated[int, ">= 0"],
-    final_fraction: Annotated[float, ">= 0, <= 1"],
+    min_lr_factor: Annotated[float, ">= 0, <= 1"],
 ) -> float:
     """Warm up linearly, stay at 1, then decay as 1 - sqrt(progress) (arXiv 2405.18392).
 
@@ -112,50 +112,50 @@ def constant_cooldown(
         num_steps: Optimizer steps of the run.
         warmup_steps: Optimizer steps of the linear warm-up; 0: none.
         cooldown_steps: Optimizer steps of the decay at the end of the run.
-        final_fraction: Learning rate of the last step, as a fraction of the peak.
+        min_lr_factor: Learning rate of the last step, as a fraction of the peak.
     """
     cooldown_begins = num_steps - cooldown_steps
     if step < cooldown_begins:
         return _warmup(step, warmup_steps)
-    return _interpolate(1.0, final_fraction, math.sqrt(_progress(step, cooldown_begins, num_steps)))
+    return _interpolate(1.0, min_lr_factor, math.sqrt(_progress(step, cooldown_begins, num_steps)))
 
 
 def step(
     step: int,
     *,
     milestones: Sequence[Annotated[int, ">= 1"]],
-    factor: Annotated[float, "> 0"],
+    gamma: Annotated[float, "> 0"],
     warmup_steps: Annotated[int, ">= 0"],
 ) -> float:
-    """Multiply by `factor` at every milestone (ResNet, arXiv 1512.03385).
+    """Multiply by `gamma` at every milestone (ResNet, arXiv 1512.03385).
 
     Args:
         step: Optimizer step, from 0.
         milestones: Optimizer steps at which the learning rate drops, in any order.
-        factor: Multiplier at each milestone.
+        gamma: Multiplier at each milestone.
         warmup_steps: Optimizer steps of the linear warm-up; 0: none.
     """
-    return _warmup(step, warmup_steps) * factor ** sum(step >= milestone for milestone in milestones)
+    return _warmup(step, warmup_steps) * gamma ** sum(step >= milestone for milestone in milestones)
 
 
 def one_cycle(
     step: int,
     *,
     num_steps: Annotated[int, ">= 1"],
-    warmup_fraction: Annotated[float, ">= 0, <= 1"],
+    pct_start: Annotated[float, ">= 0, <= 1"],
     start_fraction: Annotated[float, ">= 0, <= 1"],
-    final_fraction: Annotated[float, ">= 0, <= 1"],
+    min_lr_factor: Annotated[float, ">= 0, <= 1"],
 ) -> float:
     """Rise along a cosine from `start_fraction` to 1, then fall along a cosine (arXiv 1708.07120).
 
     Args:
         step: Optimizer step, from 0.
         num_steps: Optimizer steps of the run.
-        warmup_fraction: Fraction of the steps over which the learning rate rises.
+        pct_start: Fraction of the steps over which the learning rate rises.
         start_fraction: Learning rate of the first step, as a fraction of the peak.
-        final_fraction: Learning rate of the last step, as a fraction of the peak.
+        min_lr_factor: Learning rate of the last step, as a fraction of the peak.
     """
-    warmup_steps = round(num_steps * warmup_fraction)
+    warmup_steps = round(num_steps * pct_start)
     if step < warmup_steps:
         return _interpolate(start_fraction, 1.0, _cosine(_progress(step, 0, warmup_steps)))
-    return _interpolate(1.0, final_fraction, _cosine(_progress(step, warmup_steps, num_steps)))
+    return _interpolate(1.0, min_lr_factor, _cosine(_progress(step, warmup_steps, num_steps)))

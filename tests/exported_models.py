@@ -155,17 +155,18 @@ def make_model(kind: Kind, backend: Backend, folder: Path) -> Any:
         return model.eval()
     sizes |= {"hidden_size": 32}
     heads: dict[str, Any] = {"num_kv_heads": 2, "ffn_hidden_size": 48, "rope_theta": 500.0}
-    experts = {"num_experts": 4, "num_experts_per_token": 2}
-    latent = {"num_dense_layers": 1, "dense_ffn_hidden_size": 40, "query_rank": 16, "key_value_rank": 12, "head_dim": 8}
-    latent |= {"rope_dim": 4, "value_dim": 6, "num_expert_groups": 2, "num_groups_per_token": 1}
+    routed: dict[str, Any] = {"num_kv_heads": 2, "moe_intermediate_size": 48, "rope_theta": 500.0}
+    routed |= {"num_experts": 4, "num_experts_per_tok": 2}
+    latent = {"first_k_dense_replace": 1, "ffn_hidden_size": 40, "q_lora_rank": 16, "kv_lora_rank": 12}
+    latent |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "n_group": 2, "topk_group": 1}
     makers: dict[str, Any] = {
         "gpt2": lambda: GPT2(**sizes, dropout=0.0),
         "llama": lambda: Llama(**sizes, **heads),
         "tied llama": lambda: Llama(**sizes, **heads, tie_embeddings=True),
         "qwen3": lambda: Llama(**sizes, **heads, qk_norm=True),
-        "mixtral": lambda: MoeLlama(**sizes, **heads, **experts),
+        "mixtral": lambda: MoeLlama(**sizes, **routed),
         "deepseek": lambda: DeepSeekV3(
-            **sizes, **heads | {"num_kv_heads": 4}, **experts, **latent, num_shared_experts=1, router_scores="sigmoid"
+            **sizes, **routed | {"num_kv_heads": 4}, **latent, num_shared_experts=1, scoring_func="sigmoid"
         ),
     }
     with torch.device("meta"):

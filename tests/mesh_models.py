@@ -46,8 +46,9 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 # sharded by experts, not by matrices
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "rope_theta": 1e4}
 EXPERTS: dict[str, Callable[[], Any]] = {
-    "experts": lambda: MoeLlama(**_LLAMA, num_heads=4, num_kv_heads=2, num_experts=4, num_experts_per_token=2),
+    "experts": lambda: MoeLlama(**_SIZES, **_EXPERTS, num_heads=4, num_kv_heads=2),
 }
 
 # different summation order in float32, relative to a tensor's largest value; a gradient accumulates more of it: even on

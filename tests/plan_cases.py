@@ -21,12 +21,12 @@ _TEXT = ["data=random_tokens", "model.vocab_size=2048", "seq_len=128", "model.ma
 _SMALL = ["model.hidden_size=256", "model.num_heads=4", "model.num_layers=4"]
 GPT = ["model=gpt2_nano", *_TEXT, *_SMALL]
 LLAMA = ["model=llama_nano", *_TEXT, *_SMALL, "model.num_kv_heads=2", "model.ffn_hidden_size=512"]
-EXPERTS = [*LLAMA, "model=moe_nano"]
+EXPERTS = [*LLAMA, "model=mixtral_nano"]
 DEEP = [*GPT, "model.num_layers=12", "model.hidden_size=128"]
 WIDE = [*GPT, "model.num_layers=2", "model.hidden_size=512"]
 RESNET = ["model=resnet18", "data=digits", "metrics=classification", "callbacks=[grad_norm]"]
 FEW_TOKENS = ["seq_len=16", "model.max_seq_len=16", "global_batch_size=1"]  # the optimizer step may be the peak
-RECOMPUTE = "activation_checkpoint=every_block"
+RECOMPUTE = "activation_checkpoint=full"
 SELECTIVE = "activation_checkpoint=selective"
 OFFLOAD = ["activation_checkpoint.offload=true", "activation_checkpoint.offload_min_mib=0.1"]
 

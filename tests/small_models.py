@@ -35,8 +35,8 @@ class RaggedExperts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        experts = {"num_experts": 4, "num_experts_per_token": 2, "load_balance_loss": 0.1, "router_z_loss": 0.01}
-        self.inner = MoeLlama(**_DECODER, num_kv_heads=1, ffn_hidden_size=32, rope_theta=10_000.0, **experts)
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1, "router_z_loss": 0.01}
+        self.inner = MoeLlama(**_DECODER, num_kv_heads=1, moe_intermediate_size=32, rope_theta=10_000.0, **experts)
         self.inner.init_weights(0)
         self.inner.init_buffers()
         self.blocks = self.inner.blocks
@@ -62,14 +62,14 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "every block": {"every_nth_block": 1},
     "every second block": {"every_nth_block": 2},
-    "selective": {"every_nth_block": 1, "keep": "products"},
-    "selective, every second product": {"every_nth_block": 1, "keep": "products", "keep_every_nth_product": 2},
+    "selective": {"every_nth_block": 1, "save_ops": "products"},
+    "selective, every second product": {"every_nth_block": 1, "save_ops": "products", "keep_every_nth_product": 2},
     "offload": {"every_nth_block": 0, "offload": True, "offload_min_mib": 0.0},
     "every block, offload": {"every_nth_block": 1, "offload": True, "offload_min_mib": 0.0},
-    "selective, offload": {"every_nth_block": 1, "keep": "products", "offload": True, "offload_min_mib": 0.0},
+    "selective, offload": {"every_nth_block": 1, "save_ops": "products", "offload": True, "offload_min_mib": 0.0},
     "every second selective, offload": {
         "every_nth_block": 2,
-        "keep": "products",
+        "save_ops": "products",
         "offload": True,
         "offload_min_mib": 0.001,
     },

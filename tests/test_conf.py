@@ -121,7 +121,7 @@ def test_the_command_in_an_options_comment_composes(path: Path, monkeypatch: pyt
 SET_DATA = ("sft", "mixture")
 # recipes whose ranks divide a model -> their smallest number; models that cannot be divided over two
 DIVIDED = {"tp_bf16": 2, "fsdp_tp_bf16": 2, "cp_bf16": 2, "ep_bf16": 2, "pp_bf16": 2, "fsdp_tp_pp_bf16": 4}
-WITH_EXPERTS = {"moe_nano", "moe_8x7b", "deepseek_nano", "deepseek_v3"}
+WITH_EXPERTS = {"mixtral_nano", "mixtral_8x7b", "deepseek_nano", "deepseek_v3"}
 BY_EXPERTS = ("ep_bf16", "pp_bf16")  # recipes that divide them
 IMAGE_MODELS = {"resnet18", "resnet50"}
 UNDIVIDED = {*IMAGE_MODELS, "huggingface", "gpt2_xl", *WITH_EXPERTS}

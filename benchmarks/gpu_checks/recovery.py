@@ -128,7 +128,7 @@ def out_of_memory(settings: Settings) -> Outcome:
     ]
     limit_bytes = _HOST_LIMIT_BYTES if settings.accelerator == "cpu" else None
     ended = run_train(settings, "run", overrides, limit_seconds=settings.limit(_LIMIT_SECONDS), limit_bytes=limit_bytes)
-    expected = ["Out of memory:", "micro_batch_size=", "activation_checkpoint=every_block", "mode=plan shows more"]
+    expected = ["Out of memory:", "micro_batch_size=", "activation_checkpoint=full", "mode=plan shows more"]
     failures = [f"the output does not contain {text!r}" for text in expected if text not in ended.output]
     if ended.code != ExitCode.OUT_OF_MEMORY:
         failures.append(f"exit code {ended.code}, not {ExitCode.OUT_OF_MEMORY.value}")

@@ -72,7 +72,7 @@ def asynchronous_save(settings: Settings) -> Outcome:
     figures: dict[str, Any] = {}
     for name, typed in (("asynchronous", "true"), ("synchronous", "false")):
         callbacks = [WaitsForSaves(save_every=every)]
-        run = fit_here(settings, name, [*overrides, f"checkpoint.asynchronous={typed}"], callbacks)
+        run = fit_here(settings, name, [*overrides, f"checkpoint.async_save={typed}"], callbacks)
         saves = [event for event in read_json_lines(run.folder / EVENTS_FILE) if event["event"] == "checkpoint"]
         first, *others = [save for save in saves if save["step"] % every == 0]
         figures[name] = {

@@ -47,7 +47,7 @@ def find_slowdown(run: Run) -> Finding | None:
             ),
             Cause(
                 "something is kept from every step: graphs, losses with their graph, logs",
-                run.suggest("profile=3", "profile a step at the start and one at the end; log `.item()`"),
+                run.suggest("profile_steps=3", "profile a step at the start and one at the end; log `.item()`"),
             ),
             Cause("the device gets hot, or other work begins", "watch its clock and temperature: `nvidia-smi dmon`"),
         ),

@@ -26,9 +26,9 @@ class ActivationCheckpoint:
 
     Attributes:
         every_nth_block: 1 recomputes all blocks, 2 every second one, 0 none.
-        keep: Tensors that a recomputed block saves: only its inputs, or also the outputs of matmuls, convolutions and
-            attention, so that only cheaper operations are recomputed.
-        keep_every_nth_product: With `keep=products`, 2 saves every second matmul.
+        save_ops: Tensors that a recomputed block saves: only its inputs, or also the outputs of matmuls, convolutions
+            and attention, so that only cheaper operations are recomputed.
+        keep_every_nth_product: With `save_ops=products`, 2 saves every second matmul.
         memory_budget: Fraction of a compiled block's activations that torch's partitioner may save; it recomputes the
             cheapest ones. None uses torch's default.
         offload: Copy saved activations to host memory, and prefetch them one block ahead in the backward pass.
@@ -36,7 +36,7 @@ class ActivationCheckpoint:
     """
 
     every_nth_block: Annotated[int, ">= 0"]
-    keep: Literal["inputs", "products"] = "inputs"
+    save_ops: Literal["inputs", "products"] = "inputs"
     keep_every_nth_product: Annotated[int, ">= 1"] = 1
     memory_budget: Annotated[float, ">= 0, <= 1"] | None = None
     offload: bool = False
@@ -57,7 +57,7 @@ class ActivationCheckpoint:
         Wraps methods instead of modules, so that parameter names, and thus checkpoints, stay the same.
         """
         offload = HostOffload(min_bytes=int(self.offload_min_mib * _MIB)) if self.offload else None
-        kept = self.keep_every_nth_product if self.keep == "products" else None
+        kept = self.keep_every_nth_product if self.save_ops == "products" else None
         for index, block in enumerate(blocks):
             if self.recomputes(index):
                 recompute_block(block, keep_every_nth_product=kept, offload=offload)

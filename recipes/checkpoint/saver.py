@@ -47,9 +47,9 @@ class CheckpointSaver(Checkpoint):
         keep_last: Number of newest checkpoints to keep.
         keep_every: Keep checkpoints whose step is a multiple of this permanently; None disables it.
         keep_best: Number of best checkpoints to keep.
-        best_metric: Metric that ranks checkpoints.
-        best_mode: Whether the lowest or the highest metric is best.
-        asynchronous: Whether training continues while a checkpoint is written.
+        monitor: Metric that ranks checkpoints.
+        mode: Whether the lowest or the highest metric is best.
+        async_save: Whether training continues while a checkpoint is written.
         verify_hashes: Whether to hash every file before loading it.
         on_save_error: Whether to continue or stop training after a failed save.
 
@@ -69,9 +69,9 @@ class CheckpointSaver(Checkpoint):
         keep_last: Annotated[int, ">= 1"],
         keep_every: Annotated[int, ">= 1"] | None,
         keep_best: Annotated[int, ">= 0"],
-        best_metric: str,
-        best_mode: Literal["min", "max"],
-        asynchronous: bool,
+        monitor: str,
+        mode: Literal["min", "max"],
+        async_save: bool,
         verify_hashes: bool,
         on_save_error: Literal["continue", "stop"],
     ) -> None:
@@ -82,10 +82,10 @@ class CheckpointSaver(Checkpoint):
             keep_last=keep_last,
             keep_every=keep_every,
             keep_best=keep_best,
-            metric=best_metric,
-            mode=best_mode,
+            metric=monitor,
+            mode=mode,
         )
-        self._writer = CheckpointWriter(asynchronous=asynchronous, after=lambda folder: apply(self._retention, folder))
+        self._writer = CheckpointWriter(async_save=async_save, after=lambda folder: apply(self._retention, folder))
         self.checkpoint_io = FolderCheckpointIO(writer=self._writer, verify_hashes=verify_hashes)
         self.save_log = SaveLog(on_save_error=on_save_error)
         self.endings = Endings({}, {})
@@ -313,9 +313,9 @@ class CheckpointSaver(Checkpoint):
         if self._retention.keep_best and is_of_validation and metric not in known:
             names = sorted(name for name in known if name.startswith("val/"))
             raise ConfigError(
-                f"checkpoint.best_metric={metric}",
+                f"checkpoint.monitor={metric}",
                 f"validation measures {' '.join(names)}, so no checkpoint would ever be the best",
-                f"checkpoint.best_metric={names[0] if names else 'val/loss'}, or checkpoint.keep_best=0",
+                f"checkpoint.monitor={names[0] if names else 'val/loss'}, or checkpoint.keep_best=0",
             )
 
     @staticmethod

@@ -76,15 +76,15 @@ class CheckpointWriter:
     """Saves on all ranks together.
 
     Args:
-        asynchronous: Whether training continues while the checkpoint is written.
+        async_save: Whether training continues while the checkpoint is written.
         after: Called on rank 0 with the checkpoints folder once a new checkpoint is complete; removes old ones.
 
     Attributes:
         is_copying: Whether a save may still be reading tensors: call `wait_until_copied` before they change.
     """
 
-    def __init__(self, *, asynchronous: bool, after: Callable[[Path], None]) -> None:
-        self._asynchronous = asynchronous
+    def __init__(self, *, async_save: bool, after: Callable[[Path], None]) -> None:
+        self._async_save = async_save
         self._after = after
         self._staging = HostStaging()
         self._thread: threading.Thread | None = None
@@ -137,7 +137,7 @@ class CheckpointWriter:
         # daemon: a process that must exit now does not wait for a hung disk
         self._thread = threading.Thread(target=self._save, args=arguments, name="save", daemon=True)
         self._thread.start()
-        if not self._asynchronous:
+        if not self._async_save:
             self._thread.join()
         self._stall_seconds += time.perf_counter() - began
 

@@ -27,7 +27,7 @@ class SyntheticTasks(Conversations):
         *,
         tasks: Annotated[list[Literal["rev", "sort"]], ">= 1"],
         num_examples: Annotated[int, ">= 100"],
-        shuffles_answers: bool,
+        shuffle_answers: bool,
         **settings: Any,
     ) -> None:
         """Store the settings.
@@ -35,7 +35,7 @@ class SyntheticTasks(Conversations):
         Args:
             tasks: Tasks, which the examples cycle through.
             num_examples: Number of examples, training and validation together.
-            shuffles_answers: Give each question the answer to another one: a control from which nothing can be learned.
+            shuffle_answers: Give each question the answer to another one: a control from which nothing can be learned.
             **settings: As for `Conversations`.
 
         Raises:
@@ -48,8 +48,8 @@ class SyntheticTasks(Conversations):
                 raise ConfigError(
                     f"data.tasks={tasks}", f"there is no task {task}", f"data.tasks=[{','.join(_ANSWERS)}]"
                 )
-        super().__init__(path="", format="prompt_completion", fields={}, val_path=None, hub_split="train", **settings)
-        self._rows_of_tasks = _TaskRows(tasks, num_examples, shuffles_answers)
+        super().__init__(path="", format="prompt_completion", fields={}, val_path=None, split="train", **settings)
+        self._rows_of_tasks = _TaskRows(tasks, num_examples, shuffle_answers)
 
     @override
     def _open(self, name: str, path: str) -> Rows:
@@ -57,23 +57,23 @@ class SyntheticTasks(Conversations):
 
 
 class _TaskRows:
-    def __init__(self, tasks: Sequence[str], num_examples: int, shuffles_answers: bool) -> None:
+    def __init__(self, tasks: Sequence[str], num_examples: int, shuffle_answers: bool) -> None:
         self.name = f"{num_examples:,} examples of {', '.join(tasks)}"
         self._tasks = tasks
         self._num_examples = num_examples
-        self._shuffles_answers = shuffles_answers
+        self._shuffle_answers = shuffle_answers
 
     @property
     def num_bytes(self) -> int:
         return sum(row.num_bytes for row in self)
 
     def content_hash(self, cache_dir: Path) -> str:
-        return f"{self.name} {self._shuffles_answers}"
+        return f"{self.name} {self._shuffle_answers}"
 
     def __iter__(self) -> Iterator[Row]:
         rng = random.Random(0)
         words = ["".join(rng.choices(_LETTERS, k=rng.choice(_LENGTHS))) for _ in range(self._num_examples)]
-        others = words[1:] + words[:1] if self._shuffles_answers else words
+        others = words[1:] + words[:1] if self._shuffle_answers else words
         for index, (word, other) in enumerate(zip(words, others, strict=True)):
             task = self._tasks[index % len(self._tasks)]
             yield Row(f"example {index + 1}", {"prompt": f"{task}:{word}>", "completion": _ANSWERS[task](other)})

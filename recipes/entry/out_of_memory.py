@@ -189,9 +189,9 @@ def remedies(composed: Composed, *, world_size: int, of_host: bool = False) -> I
             f"the same global batch in {count} micro-batches: same curve, smaller matmuls",
         )
     kept = config["activation_checkpoint"]
-    if kept["every_nth_block"] != 1 or kept.get("keep", "inputs") != "inputs":
+    if kept["every_nth_block"] != 1 or kept.get("save_ops", "inputs") != "inputs":
         yield (
-            "activation_checkpoint=every_block",
+            "activation_checkpoint=full",
             "keep activations of one block at a time: same curve, about a third more compute",
         )
     yield from _next_strategy(_strategy_option(composed), config["strategy"], of_host=of_host)

@@ -35,7 +35,7 @@ class LmEval:
         num_fewshot: Examples before each question; None: the task's own number. A task whose YAML says 0 keeps it.
         limit: Number of samples per task, taken from the start; None: all.
         batch_size: Requests per forward pass.
-        chat: Render questions with the chat template of the run.
+        apply_chat_template: Render questions with the chat template of the run.
     """
 
     name = "lm_eval"
@@ -45,7 +45,7 @@ class LmEval:
     num_fewshot: Annotated[int, ">= 0"] | None
     limit: Annotated[int, ">= 1"] | None
     batch_size: Annotated[int, ">= 1"]
-    chat: bool
+    apply_chat_template: bool
 
     def __post_init__(self) -> None:
         self._manager: Any = None
@@ -110,15 +110,15 @@ class LmEval:
         """
         from lm_eval import simple_evaluate
 
-        if self.chat and tokenizer.chat_template is None:
+        if self.apply_chat_template and tokenizer.chat_template is None:
             reason = "the run was not trained on conversations and has no template for them"
-            raise ConfigError("evaluator.chat=true", reason, "evaluator.chat=false")
+            raise ConfigError("evaluator.apply_chat_template=true", reason, "evaluator.apply_chat_template=false")
         scorer = Scorer(
             cast(LanguageModel, task.model),
             tokenizer,
             batch_size=self.batch_size,
             forward_context=task.trainer.precision_plugin.forward_context,
-            is_rendered=self.chat,
+            is_rendered=self.apply_chat_template,
         )
         found = simple_evaluate(
             model=_make_harness_model(scorer, tokenizer),
@@ -127,7 +127,7 @@ class LmEval:
             limit=self.limit,
             bootstrap_iters=_BOOTSTRAP,
             log_samples=False,
-            apply_chat_template=self.chat,
+            apply_chat_template=self.apply_chat_template,
             task_manager=self._manager,
         )
         if scorer.num_truncated:

@@ -36,7 +36,7 @@ def prepare(
     exact_copies: bool,
     near_copies: Annotated[float, "> 0, <= 1"] | None,
     max_compared: Annotated[int, ">= 1"],
-    rules_off: dict[str, Any],
+    disabled_rules: dict[str, Any],
     evaluation: dict[str, str],
     evaluation_split: str,
     evaluation_words: Annotated[int, ">= 1"],
@@ -54,7 +54,7 @@ def prepare(
         near_copies: Minimum Jaccard similarity of 5-word shingles at which a document counts as a near duplicate of an
             earlier one; None keeps near duplicates.
         max_compared: Maximum number of near-duplicate candidates that each document is compared with.
-        rules_off: `quality` rules to disable per kind of documents: a list of them, or `all`.
+        disabled_rules: `quality` rules to disable per kind of documents: a list of them, or `all`.
         evaluation: Evaluation files or datasets by name; documents that contain their text are dropped.
         evaluation_split: Split of the Hugging Face datasets in `evaluation`.
         evaluation_words: Length in words of the n-grams to match.
@@ -71,7 +71,7 @@ def prepare(
     """
     rules = composed.config.get("quality", {})
     check_rules(rules)
-    _check_rules_off(rules_off, rules)
+    _check_disabled_rules(disabled_rules, rules)
     source, rows = _open_documents(composed.config["data"])
     split: dict[str, str] = {"split_setting": "mode.evaluation_split"}
     paths = {f"mode.evaluation.{name}": path for name, path in evaluation.items()}
@@ -89,13 +89,13 @@ def prepare(
         text_field=source.text_field,
         domain_field=source.domain_field,
         rules=rules,
-        rules_off=rules_off,
+        disabled_rules=disabled_rules,
         evaluation=_make_evaluation(sets, min_coverage=min_coverage, num_words=evaluation_words),
         hasher=None if near_copies is None else BandHasher(*choose_bands(near_copies)),
     )
     copies = {"exact_copies": exact_copies, "near_copies": near_copies, "max_compared": max_compared}
     fields = {"text_field": source.text_field, "domain_field": source.domain_field}
-    judged_by = {"quality": rules, "rules_off": rules_off, "evaluation": sorted(evaluation)}
+    judged_by = {"quality": rules, "disabled_rules": disabled_rules, "evaluation": sorted(evaluation)}
     judged_by |= {"min_coverage": min_coverage, "evaluation_words": evaluation_words}
     pipeline = Pipeline(
         output=folder,
@@ -121,7 +121,9 @@ def _run(pipeline: Pipeline, rows: Rows, content_hash: str, num_processes: int, 
     for kind in pipeline.filters.rules_off:
         if kind not in report["domains"]:
             kinds = ", ".join(report["domains"])
-            LOGGER.warning(f"mode.rules_off.{kind}: no document is of this kind; by data.domain_field they are {kinds}")
+            LOGGER.warning(
+                f"mode.disabled_rules.{kind}: no document is of this kind; by data.domain_field they are {kinds}"
+            )
     for line in _summarize(report, pipeline.output, seconds=time.monotonic() - begun):
         LOGGER.info(line)
     return 0
@@ -158,14 +160,14 @@ def _hash_content(read: Sequence[Rows], cache_dir: str) -> str:
     return hashlib.blake2b(joined.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
-def _check_rules_off(rules_off: Mapping[str, Any], rules: Mapping[str, Any]) -> None:
-    for domain, names in rules_off.items():
+def _check_disabled_rules(disabled_rules: Mapping[str, Any], rules: Mapping[str, Any]) -> None:
+    for domain, names in disabled_rules.items():
         if names == "all":
             continue
         unknown = [name for name in names if name not in RULES] if isinstance(names, list) else [names]
         if unknown:
             reason = "it is a list of rules of quality=, or all"
-            key = f"mode.rules_off.{domain}"
+            key = f"mode.disabled_rules.{domain}"
             near = [found for name in unknown for found in get_close_matches(str(name), RULES, 1)] or [*rules][:1]
             fix = f"{key}=all"
             if near:

@@ -15,8 +15,8 @@ def sample(
     run: Run,
     *,
     prompt: str,
-    chat: bool,
-    num_tokens: Annotated[int, ">= 1"],
+    apply_chat_template: bool,
+    max_new_tokens: Annotated[int, ">= 1"],
     num_samples: Annotated[int, ">= 1"],
     temperature: Annotated[float, ">= 0, <= 1000"],
     top_k: Annotated[int, ">= 1"] | None,
@@ -30,8 +30,8 @@ def sample(
         run: A run with a checkpoint of a language model.
         prompt: Text to continue, read as transformers reads it: after the tokens that the tokenizer puts before every
             text, with its special tokens recognized.
-        chat: Treat the prompt as a user message, formatted with the chat template that the run was trained with.
-        num_tokens: Maximum number of tokens to generate; generation stops earlier at the end of a text or turn.
+        apply_chat_template: Format the prompt as a user message, with the chat template that the run was trained with.
+        max_new_tokens: Maximum number of tokens to generate; generation stops earlier at the end of a text or turn.
         num_samples: Number of texts; text i is sampled with `seed + i`.
         temperature: 0 always picks the most likely token; 1 samples from the model's distribution.
         top_k: Sample only from the k most likely tokens; None samples from all.
@@ -48,11 +48,11 @@ def sample(
     task, _ = load_task(run, weights)
     assert isinstance(task, LanguageModeling), "the config check admits only language models"
     task.tokenizer = tokenizer = load_tokenizer(run, "mode=sample")
-    given = _ask(prompt, tokenizer) if chat else prompt
+    given = _ask(prompt, tokenizer) if apply_chat_template else prompt
     for number in range(num_samples):
         text = task.generate_text(
             given,
-            num_tokens,
+            max_new_tokens,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
@@ -60,13 +60,17 @@ def sample(
         )
         if num_samples > 1:
             LOGGER.info(f"--- {number + 1} of {num_samples}, seed {seed + number}")
-        LOGGER.info(f"{prompt}\n{text}" if chat else f"{prompt}{text}")
+        LOGGER.info(f"{prompt}\n{text}" if apply_chat_template else f"{prompt}{text}")
     return 0
 
 
 def _ask(message: str, tokenizer: Tokenizer) -> list[int]:
     if tokenizer.chat_template is None:
         reason = "the run was not trained on conversations and has no template for them"
-        raise ConfigError("mode.chat=true", reason, "mode.chat=false, and a prompt in the format of the training data")
+        raise ConfigError(
+            "mode.apply_chat_template=true",
+            reason,
+            "mode.apply_chat_template=false, and a prompt in the format of the training data",
+        )
     tokens, _ = prompt_for_answer(message, tokenizer)
     return tokens

@@ -28,11 +28,11 @@ class LatentAttention(nn.Module):
     Args:
         hidden_size: W.
         num_heads: H.
-        query_rank: Lq; None: queries are projected from the hidden state.
-        key_value_rank: Lk.
-        head_dim: D.
-        rope_dim: R.
-        value_dim: V, at most D + R.
+        q_lora_rank: Lq; None: queries are projected from the hidden state.
+        kv_lora_rank: Lk.
+        qk_nope_head_dim: D.
+        qk_rope_head_dim: R.
+        v_head_dim: V, at most D + R.
 
     Attributes:
         context: Context-parallel ranks; None: the sequence is not sharded.
@@ -45,26 +45,26 @@ class LatentAttention(nn.Module):
         *,
         hidden_size: int,
         num_heads: int,
-        query_rank: int | None,
-        key_value_rank: int,
-        head_dim: int,
-        rope_dim: int,
-        value_dim: int,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.key_value_rank = key_value_rank
-        self.head_dim = head_dim
-        self.rope_dim = rope_dim
-        self.value_dim = value_dim
-        self.query_down = None if query_rank is None else Linear(hidden_size, query_rank, bias=False)
-        self.query_norm = None if query_rank is None else RMSNorm(query_rank, eps=_LATENT_EPS)
-        width = hidden_size if query_rank is None else query_rank
-        self.query = Linear(width, num_heads * (head_dim + rope_dim), bias=False)
-        self.key_value_down = Linear(hidden_size, key_value_rank + rope_dim, bias=False)
-        self.key_value_norm = RMSNorm(key_value_rank, eps=_LATENT_EPS)
-        self.key_value = Linear(key_value_rank, num_heads * (head_dim + value_dim), bias=False)
-        self.out = Linear(num_heads * value_dim, hidden_size, bias=False)
+        self.kv_lora_rank = kv_lora_rank
+        self.qk_nope_head_dim = qk_nope_head_dim
+        self.qk_rope_head_dim = qk_rope_head_dim
+        self.v_head_dim = v_head_dim
+        self.query_down = None if q_lora_rank is None else Linear(hidden_size, q_lora_rank, bias=False)
+        self.query_norm = None if q_lora_rank is None else RMSNorm(q_lora_rank, eps=_LATENT_EPS)
+        width = hidden_size if q_lora_rank is None else q_lora_rank
+        self.query = Linear(width, num_heads * (qk_nope_head_dim + qk_rope_head_dim), bias=False)
+        self.key_value_down = Linear(hidden_size, kv_lora_rank + qk_rope_head_dim, bias=False)
+        self.key_value_norm = RMSNorm(kv_lora_rank, eps=_LATENT_EPS)
+        self.key_value = Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), bias=False)
+        self.out = Linear(num_heads * v_head_dim, hidden_size, bias=False)
 
     def forward(self, x: Tensor, rotation: Rotation, cache: LayerCache | None, documents: Documents | None) -> Tensor:
         """[B, T, W] -> [B, T, W]"""
@@ -72,16 +72,18 @@ class LatentAttention(nn.Module):
         latent = x if self.query_down is None or self.query_norm is None else self.query_norm(self.query_down(x))
         queries = self.query(latent).view(batch, num_tokens, self.num_heads, -1)  # [B, T, H, D + R]
         down = self.key_value_down(x)  # [B, T, Lk + R]
-        heads = self.key_value(self.key_value_norm(down[..., : self.key_value_rank]))
+        heads = self.key_value(self.key_value_norm(down[..., : self.kv_lora_rank]))
         heads = heads.view(batch, num_tokens, self.num_heads, -1)  # [B, T, H, D + V]
-        shared = down[..., self.key_value_rank :].unsqueeze(2)  # [B, T, 1, R]
-        with_position = torch.cat((queries[..., self.head_dim :], shared), dim=2)  # [B, T, H + 1, R]
+        shared = down[..., self.kv_lora_rank :].unsqueeze(2)  # [B, T, 1, R]
+        with_position = torch.cat((queries[..., self.qk_nope_head_dim :], shared), dim=2)  # [B, T, H + 1, R]
         rotated = rotate(with_position, rotation, pairs_neighbors=True)
-        queries = torch.cat((queries[..., : self.head_dim], rotated[:, :, :-1]), dim=-1)  # [B, T, H, D + R]
+        queries = torch.cat((queries[..., : self.qk_nope_head_dim], rotated[:, :, :-1]), dim=-1)  # [B, T, H, D + R]
         shared = rotated[:, :, -1:].expand(-1, -1, self.num_heads, -1)
-        keys = torch.cat((heads[..., : self.head_dim], shared), dim=-1)  # [B, T, H, D + R]
+        keys = torch.cat((heads[..., : self.qk_nope_head_dim], shared), dim=-1)  # [B, T, H, D + R]
         # torch's flash kernels (2.13) need equal head sizes; the math fallback would store all T x T scores
-        values = F.pad(heads[..., self.head_dim :], (0, self.head_dim + self.rope_dim - self.value_dim))
+        values = F.pad(
+            heads[..., self.qk_nope_head_dim :], (0, self.qk_nope_head_dim + self.qk_rope_head_dim - self.v_head_dim)
+        )
         mixed = attend(
             queries.transpose(1, 2),  # [B, H, T, D + R]
             keys.transpose(1, 2),
@@ -91,6 +93,6 @@ class LatentAttention(nn.Module):
             documents=documents,
             context=self.context,
         )  # [B, H, T, D + R]
-        mixed = mixed[..., : self.value_dim].transpose(1, 2)  # [B, T, H, V]
+        mixed = mixed[..., : self.v_head_dim].transpose(1, 2)  # [B, T, H, V]
         out: Tensor = self.out(mixed.reshape(batch, num_tokens, -1))
         return out

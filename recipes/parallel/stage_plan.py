@@ -64,7 +64,7 @@ def _count(module: nn.Module, model: Any) -> int:
     idle = 0
     for part in module.modules():
         if isinstance(part, GroupedLinear):
-            idle += part.weight.numel() * (model.num_experts - model.num_experts_per_token) // model.num_experts
+            idle += part.weight.numel() * (model.num_experts - model.num_experts_per_tok) // model.num_experts
     return sum(parameter.numel() for parameter in module.parameters()) - idle
 
 

@@ -23,7 +23,7 @@ _LADDER = (
     ("strategy=fsdp",),
     ("strategy=fsdp", "strategy.cpu_offload=true"),
 )
-_SELECTIVE, _RECOMPUTE = "activation_checkpoint=selective", "activation_checkpoint=every_block"
+_SELECTIVE, _RECOMPUTE = "activation_checkpoint=selective", "activation_checkpoint=full"
 
 
 @dataclass(frozen=True, kw_only=True)

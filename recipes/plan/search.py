@@ -29,7 +29,7 @@ from recipes.plan.roofline import Rates, time_step
 from recipes.plan.trace import GRADIENTS, OPTIMIZER, WEIGHTS
 from recipes.precision import Precision
 
-_RECOMPUTE = ("none", "selective", "every_block")
+_RECOMPUTE = ("none", "selective", "full")
 _MOST_MICRO_BATCH, _MOST_CONTEXT, _MOST_STAGES = 64, 64, 64
 _SIZES = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
 _AT_MOST = 10  # rows shown
@@ -131,7 +131,8 @@ def list_layouts(composed: Composed, config: Config, cluster: Cluster) -> Iterat
     seq_len = int(config["seq_len"] or 0)
     heads = int(model.get("num_heads") or 1)
     splits = math.gcd(heads, int(model.get("num_kv_heads") or heads))
-    splits = math.gcd(splits, int(model.get("ffn_hidden_size") or 4 * model.get("hidden_size", 1)))
+    width = model.get("moe_intermediate_size") or model.get("ffn_hidden_size") or 4 * model.get("hidden_size", 1)
+    splits = math.gcd(splits, int(width))
     can_divide = [_can_divide(composed, name) for name in _SIZES]
     schedule = str(config.get("pipeline_schedule") or "1F1B")
     tensors = [size for size in _divisors(cluster.per_node) if splits % size == 0] if can_divide[0] else [1]
@@ -225,7 +226,7 @@ def _prepare(
         one=one,
         two_samples=record(tensor=1, samples=2)[1],
         two_ranks=record(tensor=2, samples=1)[1] if can_divide else None,
-        num_context_passes=3 if recompute == "every_block" else 2,
+        num_context_passes=3 if recompute == "full" else 2,
         launch_seconds=rates.launch_seconds[is_compiled],
         num_shards=2,
     )

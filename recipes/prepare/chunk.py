@@ -63,7 +63,7 @@ class Filters:
         text_field: Name of the field that holds the text.
         domain_field: Name of the field that holds the domain; None: a single domain.
         rules: Limits by name.
-        rules_off: Rules disabled for a domain; "all" disables every rule.
+        disabled_rules: Rules disabled for a domain; "all" disables every rule.
         evaluation: Evaluation items that documents must not contain; None: not checked.
         hasher: MinHash for near copies; None: near copies are kept.
     """
@@ -72,13 +72,13 @@ class Filters:
     text_field: str
     domain_field: str | None
     rules: Mapping[str, Any]
-    rules_off: Mapping[str, Any]
+    disabled_rules: Mapping[str, Any]
     evaluation: EvaluationSet | None
     hasher: BandHasher | None
 
     def rules_of(self, domain: str) -> Mapping[str, Any]:
         """Return the rules that apply to a domain."""
-        off = self.rules_off.get(domain, [])
+        off = self.disabled_rules.get(domain, [])
         return {} if off == _ALL else {name: limit for name, limit in self.rules.items() if name not in off}
 
 

@@ -48,7 +48,7 @@ class Routing:
         weights = torch.stack([num_targets, num_targets, routed.num_tokens])  # [3, B]
         sums = (routed.terms * weights).sum(dim=-1)  # [L, 3]
         self._routed.append((routed.first_layer, routed.loads, sums.detach()))
-        has_terms = model.load_balance_loss or model.router_z_loss
+        has_terms = model.router_aux_loss_coef or model.router_z_loss
         return objective + model.weigh_terms(sums) if has_terms else objective
 
     def end_training_step(self, num_targets: Tensor | int, device: torch.device) -> None:
@@ -107,13 +107,13 @@ class Routing:
         task, model = self._task, self._model
         largest, smallest = describe_loads(loads)
         balance, square, entropy = sums.mean(dim=0).unbind()
-        num_tokens = loads[0].sum() / model.num_experts_per_token
+        num_tokens = loads[0].sum() / model.num_experts_per_tok
         task.log_row({"moe/load_max": largest, "moe/load_min": smallest, "moe/router_entropy": entropy / num_tokens})
         strategy: Any = task.trainer.strategy
         if strategy.mesh.expert > 1:  # the other ranks wait for the most loaded one
             of_ranks, _ = describe_loads(loads.view(len(loads), strategy.mesh.expert, -1).sum(dim=-1))
             task.log_row({"moe/rank_load_max": of_ranks})
-        if model.load_balance_loss:
+        if model.router_aux_loss_coef:
             task.log_row({"moe/load_balance_loss": balance / self._num_targets})
         if model.router_z_loss:
             task.log_row({"moe/router_z_loss": square / self._num_targets})

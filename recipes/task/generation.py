@@ -30,7 +30,7 @@ class GeneratesText(TrainingTask, ABC):
     def generate_text(
         self,
         prompt: str | list[int],
-        num_tokens: int,
+        max_new_tokens: int,
         *,
         temperature: float,
         top_k: int | None,
@@ -41,7 +41,7 @@ class GeneratesText(TrainingTask, ABC):
 
         Args:
             prompt: Text, in which special tokens are recognized, or tokens; an empty prompt starts a new document.
-            num_tokens: Maximum number of tokens to generate.
+            max_new_tokens: Maximum number of tokens to generate.
             temperature: 0: greedy; below 1: sharper; above 1: flatter.
             top_k: Sample from the k most likely tokens; None: all.
             top_p: Sample from the smallest set of tokens with this total probability; None: all.
@@ -56,7 +56,7 @@ class GeneratesText(TrainingTask, ABC):
             tokens = generate(
                 cast(LanguageModel, self.model),
                 prompt_tokens,
-                num_tokens,
+                max_new_tokens,
                 temperature=temperature,
                 top_k=top_k,
                 top_p=top_p,
@@ -70,9 +70,9 @@ class GeneratesText(TrainingTask, ABC):
 
     def recipes_answer_questions(
         self,
-        num_questions: int,
+        num_samples: int,
         *,
-        num_tokens: int | None,
+        max_new_tokens: int | None,
         rank: int,
         num_ranks: int,
         all_ended: Callable[[bool], bool],
@@ -82,8 +82,8 @@ class GeneratesText(TrainingTask, ABC):
         Call on every rank. Decoding is greedy.
 
         Args:
-            num_questions: Number of questions over all ranks.
-            num_tokens: Maximum number of tokens per answer; None: slightly more than the longest expected answer.
+            num_samples: Number of questions over all ranks.
+            max_new_tokens: Maximum number of tokens per answer; None: slightly more than the longest expected answer.
             rank: Index of this process.
             num_ranks: Number of ranks that share the questions.
             all_ended: Returns whether a flag is true on every rank.
@@ -93,11 +93,11 @@ class GeneratesText(TrainingTask, ABC):
         """
         if self.tokenizer is None or not hasattr(self.source, "questions"):
             return None
-        questions: list[tuple[list[int], list[int]]] = self.source.questions(num_questions)
+        questions: list[tuple[list[int], list[int]]] = self.source.questions(num_samples)
         found_ends = {self.tokenizer.find_end(answer) for _, answer in questions} - {None}
         ends = cast(set[int], found_ends | {*find_stop_ids(self.tokenizer)})
-        if num_tokens is None:
-            num_tokens = max((len(answer) for _, answer in questions), default=0) + _MORE_TOKENS
+        if max_new_tokens is None:
+            max_new_tokens = max((len(answer) for _, answer in questions), default=0) + _MORE_TOKENS
         found: list[tuple[str, str, str]] = []
         # the same number of batches on every rank: where weights are sharded, each forward pass is a collective
         for start in range(0, len(questions), num_ranks * _QUESTIONS_AT_A_TIME):
@@ -107,7 +107,7 @@ class GeneratesText(TrainingTask, ABC):
                 given = generate_batch(
                     cast(LanguageModel, self.model),
                     [prompt for prompt, _ in mine] or [batch[0][0]],
-                    num_tokens,
+                    max_new_tokens,
                     temperature=0.0,
                     top_k=None,
                     top_p=None,

@@ -17,7 +17,7 @@ from callbacks.loss_spike.recovery import TrainingDivergedError
 CONF = Path(__file__).parents[2] / "conf" / "callbacks"
 # values of interpolations in conf/callbacks
 INTERPOLATED: dict[str, Any] = {
-    "${profile}": 2,
+    "${profile_steps}": 2,
     "${dashboard.sections}": yaml.safe_load((CONF.parent / "dashboard/default.yaml").read_text())["sections"],
 }
 DEFAULT: list[str] = yaml.safe_load((CONF / "default.yaml").read_text())["defaults"]
@@ -72,7 +72,7 @@ def test_two_optimizers_stepped_by_hand_get_their_rows(plain_module, make_traine
 
 
 def test_default_holds_every_callback_that_has_a_file_but_those_that_cost_or_need_questions() -> None:
-    others = {"default", "classification", "conversations", "stop_at_nan", "answer_check", "hang", "optimizer_state"}
+    others = {"default", "classification", "conversations", "stop_at_nan", "generation_eval", "hang", "optimizer_state"}
     files = {path.stem for path in CONF.glob("*.yaml")} - others
     assert sorted(DEFAULT) == sorted(files)
 

@@ -74,7 +74,7 @@ def test_a_run_that_fails_while_it_is_traced_still_writes_the_trace(plain_module
 def test_tracing_writes_nothing_of_its_own_to_the_terminal_of_a_recipe(tmp_path) -> None:
     from support import TINY, run_train, write_texts  # with the recipes, without which the other tests run
 
-    overrides = ["trainer.max_steps=3", "profile=1", "callbacks.step_profiler.after=1"]
+    overrides = ["trainer.max_steps=3", "profile_steps=1", "callbacks.step_profiler.after=1"]
     done = run_train(
         [*TINY, *overrides, f"data.path={write_texts(tmp_path / 'texts')}", "hydra.run.dir=run"],
         folder=tmp_path,

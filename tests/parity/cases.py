@@ -42,7 +42,13 @@ MODELS: dict[str, tuple[list[str], dict[str, Any]]] = {
         TOKENS,
     ),
     "experts": (
-        [*DECODER, "model=moe_nano", "model.num_kv_heads=1", "model.ffn_hidden_size=32", "model.num_experts=4"],
+        [
+            *DECODER,
+            "model=mixtral_nano",
+            "model.num_kv_heads=1",
+            "model.moe_intermediate_size=32",
+            "model.num_experts=4",
+        ],
         TOKENS,
     ),
     "resnet18": (["model=resnet18", "data=digits", "optimizer.lr=1e-3"], IMAGES),
@@ -119,8 +125,8 @@ PACKED_DATA = {
     "_target_": "recipes.data.synthetic_tasks.SyntheticTasks",
     "tasks": ["rev", "sort"],
     "num_examples": 400,
-    "shuffles_answers": False,
-    "template": "auto",
+    "shuffle_answers": False,
+    "chat_template": "auto",
     "train_on": "answers",
     "packing": True,
     "val_fraction": 0.2,
@@ -131,9 +137,9 @@ PACKED_DATA = {
 _PACKED = [
     *("data=synthetic_tasks", "tokenizer=bytes"),
     *("model.vocab_size=257", "model.max_seq_len=48", "optimizer.lr=5e-3", "eval_samples=null"),
-    "callbacks=[grad_norm,loss_scale,answer_check]",
-    "callbacks.answer_check.num_questions=21",  # odd, so that one of two ranks has fewer
-    "callbacks.answer_check.score={_target_: support.number_of_text, _partial_: true}",
+    "callbacks=[grad_norm,loss_scale,generation_eval]",
+    "callbacks.generation_eval.num_samples=21",  # odd, so that one of two ranks has fewer
+    "callbacks.generation_eval.reward={_target_: support.number_of_text, _partial_: true}",
 ]
 
 
@@ -159,7 +165,7 @@ MIXED_DATA = {
     },
     "weights": {"letters": 0.7, "noise": 0.3},
     "stages": [{"from": 51, "weights": {"letters": 0.4, "noise": 0.6}}],  # within a step
-    "max_repeats": None,
+    "max_epochs": None,
     "seq_len": 48,
 }
 

@@ -35,7 +35,7 @@ RESUMED = [
 # NF4 takes layers whose inputs divide into blocks of 64
 WIDER = ["model.hidden_size=64", "model.ffn_hidden_size=128"]
 VARIANTS = {
-    "qlora, recomputed": ["activation_checkpoint=every_block"],
+    "qlora, recomputed": ["activation_checkpoint=full"],
     "qlora, all at once": ["micro_batch_size=16"],
     "qlora, bf16-mixed": ["precision=bf16-mixed"],
 }

@@ -120,7 +120,7 @@ def plain(folders: dict[str, Path]) -> Any:
         found = []
         for step in range(NUM_STEPS):
             for group in optimizer.param_groups:
-                group["lr"] = LR * warmup_cosine(step, num_steps=NUM_STEPS, warmup_steps=5, final_fraction=0.1)
+                group["lr"] = LR * warmup_cosine(step, num_steps=NUM_STEPS, warmup_steps=5, min_lr_factor=0.1)
             indices = order.indices(step * GLOBAL_BATCH_SIZE + np.arange(GLOBAL_BATCH_SIZE)).tolist()
             samples = [data[index] for index in indices]
             inputs, targets = (torch.stack([sample[name] for sample in samples]) for name in ("inputs", "targets"))

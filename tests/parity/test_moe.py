@@ -13,23 +13,23 @@ Rows = Callable[..., list[dict[str, float]]]
 
 NUM_STEPS = 20 if IS_LONG else 8
 MODEL = [
-    *("data=random_tokens", "model=moe_nano", "model.vocab_size=64", "model.max_seq_len=16", "model.num_layers=2"),
-    *("model.num_heads=2", "model.num_kv_heads=1", "model.hidden_size=32", "model.ffn_hidden_size=32"),
+    *("data=random_tokens", "model=mixtral_nano", "model.vocab_size=64", "model.max_seq_len=16", "model.num_layers=2"),
+    *("model.num_heads=2", "model.num_kv_heads=1", "model.hidden_size=32", "model.moe_intermediate_size=32"),
     *("model.num_experts=4", "optimizer.lr=1e-3"),
 ]
 DEEPSEEK = [
     *("data=random_tokens", "model=deepseek_v3", "model.vocab_size=64", "model.max_seq_len=16", "model.num_layers=4"),
-    *("model.num_dense_layers=1", "model.num_heads=2", "model.num_kv_heads=2", "model.hidden_size=32"),
-    *("model.dense_ffn_hidden_size=48", "model.ffn_hidden_size=32", "model.query_rank=16", "model.key_value_rank=16"),
-    *("model.head_dim=8", "model.rope_dim=4", "model.value_dim=8", "model.num_experts=8"),
-    *("model.num_experts_per_token=2", "model.num_expert_groups=4", "model.num_groups_per_token=2"),
-    *("model.load_balance_loss=0", "optimizer.lr=1e-3"),
+    *("model.first_k_dense_replace=1", "model.num_heads=2", "model.num_kv_heads=2", "model.hidden_size=32"),
+    *("model.ffn_hidden_size=48", "model.moe_intermediate_size=32", "model.q_lora_rank=16", "model.kv_lora_rank=16"),
+    *("model.qk_nope_head_dim=8", "model.qk_rope_head_dim=4", "model.v_head_dim=8", "model.num_experts=8"),
+    *("model.num_experts_per_tok=2", "model.n_group=4", "model.topk_group=2"),
+    *("model.router_aux_loss_coef=0", "optimizer.lr=1e-3"),
 ]
-TERMS = ["model.load_balance_loss=0.01", "model.router_z_loss=0.001", "model.balance_rate=0.01"]
+TERMS = ["model.router_aux_loss_coef=0.01", "model.router_z_loss=0.001", "model.balance_rate=0.01"]
 BIAS = ["model.balance_rate=0.01"]
 # two ranks do not divide three experts: FSDP2 divides the rows of each
-THREE = ["model.num_experts=3", "model.router_scores=sigmoid", "model.load_balance_loss=0.01"]
-RECOMPUTED = "activation_checkpoint=every_block"
+THREE = ["model.num_experts=3", "model.scoring_func=sigmoid", "model.router_aux_loss_coef=0.01"]
+RECOMPUTED = "activation_checkpoint=full"
 RAGGED = {"_target_": "support.RaggedTokens", "num_samples": 50, "seq_len": 192, "vocab_size": 64}
 DEEP = "model.num_layers=6"  # stages of several layers
 

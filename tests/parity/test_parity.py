@@ -71,7 +71,7 @@ TWO_SHORT = {
     )
 }
 # kept in another way, each compared with the plain run of its engine. Both at once: products in host memory
-_RECOMPUTED = ["activation_checkpoint=every_block"]
+_RECOMPUTED = ["activation_checkpoint=full"]
 _OFFLOADED = [f"activation_checkpoint{text}" for text in ("=selective", ".offload=true", ".offload_min_mib=0")]
 KEPT = {
     f"{engine} x1, {name}": TWO[f"{engine} x1"] | {"overrides": [*TWO[f"{engine} x1"]["overrides"], *overrides]}

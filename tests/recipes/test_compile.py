@@ -23,8 +23,9 @@ from recipes.numerics.head_loss import HeadLoss
 V = 64
 SIZE: dict[str, Any] = {"vocab_size": V, "max_seq_len": 320, "num_layers": 2, "num_heads": 2, "hidden_size": 64}
 LLAMA = SIZE | {"num_kv_heads": 1, "ffn_hidden_size": 64, "rope_theta": 1e4}
-EXPERTS = LLAMA | {"num_experts": 4, "num_experts_per_token": 2, "load_balance_loss": 0.1}
-LATENT = {"num_kv_heads": 2, "head_dim": 8, "rope_dim": 4, "value_dim": 8, "key_value_rank": 16}
+EXPERTS = SIZE | {"num_kv_heads": 1, "moe_intermediate_size": 64, "rope_theta": 1e4}
+EXPERTS |= {"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
+LATENT = {"num_kv_heads": 2, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 16}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: GPT2(**SIZE, dropout=0.0),
     "llama": lambda: Llama(**LLAMA),

@@ -8,35 +8,35 @@ import pytest
 from recipes import scheduler
 
 SCHEDULES: dict[str, Callable[[int], float]] = {
-    "warmup_cosine": partial(scheduler.warmup_cosine, num_steps=100, warmup_steps=10, final_fraction=0.1),
-    "warmup_stable_decay": partial(
-        scheduler.warmup_stable_decay,
+    "warmup_cosine": partial(scheduler.warmup_cosine, num_steps=100, warmup_steps=10, min_lr_factor=0.1),
+    "wsd": partial(
+        scheduler.wsd,
         num_steps=100,
         warmup_steps=10,
         decay_steps=20,
-        final_fraction=0.0,
+        min_lr_factor=0.0,
     ),
-    "linear": partial(scheduler.linear, num_steps=100, warmup_steps=10, final_fraction=0.0),
+    "linear": partial(scheduler.linear, num_steps=100, warmup_steps=10, min_lr_factor=0.0),
     "constant": partial(scheduler.constant, warmup_steps=10),
     "constant_cooldown": partial(
         scheduler.constant_cooldown,
         num_steps=100,
         warmup_steps=0,
         cooldown_steps=25,
-        final_fraction=0.0,
+        min_lr_factor=0.0,
     ),
-    "step": partial(scheduler.step, milestones=[50, 80], factor=0.1, warmup_steps=0),
+    "step": partial(scheduler.step, milestones=[50, 80], gamma=0.1, warmup_steps=0),
     "one_cycle": partial(
         scheduler.one_cycle,
         num_steps=100,
-        warmup_fraction=0.3,
+        pct_start=0.3,
         start_fraction=0.04,
-        final_fraction=1e-4,
+        min_lr_factor=1e-4,
     ),
 }
 VALUES: dict[str, dict[int, float]] = {
     "warmup_cosine": {0: 0.1, 9: 1.0, 54: 0.55, 99: 0.1, 150: 0.1},
-    "warmup_stable_decay": {0: 0.1, 9: 1.0, 79: 1.0, 80: 0.95, 89: 0.5, 99: 0.0},
+    "wsd": {0: 0.1, 9: 1.0, 79: 1.0, 80: 0.95, 89: 0.5, 99: 0.0},
     "linear": {0: 0.1, 9: 1.0, 54: 0.5, 99: 0.0, 200: 0.0},
     "constant": {0: 0.1, 4: 0.5, 9: 1.0, 10_000: 1.0},
     "constant_cooldown": {0: 1.0, 74: 1.0, 75: 0.8, 83: 0.4, 99: 0.0},

@@ -18,9 +18,9 @@ def check_activation_checkpoint(config: Mapping[str, Any]) -> Iterator[ConfigErr
     if not takes_steps(config) or "every_nth_block" not in node:  # a user-defined class
         return
     budget, every_nth = node.get("memory_budget"), node["every_nth_block"]
-    if node.get("keep") == "products" and every_nth == 0:
+    if node.get("save_ops") == "products" and every_nth == 0:
         yield ConfigError(
-            "activation_checkpoint.keep=products activation_checkpoint.every_nth_block=0",
+            "activation_checkpoint.save_ops=products activation_checkpoint.every_nth_block=0",
             "it applies to recomputed blocks, and there are none",
             "activation_checkpoint=selective",
         )

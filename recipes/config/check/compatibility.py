@@ -56,8 +56,8 @@ _OPTIONS: dict[str, tuple[str | bool | None, ...]] = {
     "deterministic": (False, True, "warn", None),
     "profiler": (None, "simple", "advanced", "pytorch", "xla"),
 }
-_READERS_OF_TEXT = ("sample_text", "answer_check")  # callbacks that are silent without a tokenizer
-_OF_ANSWERS = (".Instructions", ".StringTasks")  # data with questions and their answers
+_READERS_OF_TEXT = ("sample_text", "generation_eval")  # callbacks that are silent without a tokenizer
+_OF_ANSWERS = (".Conversations", ".SyntheticTasks")  # data with questions and their answers
 _OFF = ("null", "false", "[]")
 _THRESHOLDS = ("stopping_threshold", "divergence_threshold")
 # settings that other settings alone make effective -> which ones, of which one must differ from these values; why

@@ -64,7 +64,7 @@ def num_parameters_at_least(model: Mapping[str, Any]) -> int | None:
     if not (hidden_size and layers and vocab):
         return None
     heads, kv_heads = model.get("num_heads"), model.get("num_kv_heads")
-    ffn_hidden_size = model.get("ffn_hidden_size")
+    ffn_hidden_size = model.get("moe_intermediate_size") or model.get("ffn_hidden_size")  # an expert at least
     kv_fraction = kv_heads / heads if heads and kv_heads else 1
     attention = 2 * hidden_size * hidden_size * (1 + kv_fraction)
     gated, plain = 3 * hidden_size * (ffn_hidden_size or 0), 8 * hidden_size * hidden_size

@@ -69,7 +69,8 @@ def _check_model(config: Mapping[str, Any], sizes: tuple[int, int, int]) -> Iter
         return
     heads = int(model["num_heads"])
     wanted = [("num_heads", heads), ("num_kv_heads", int(model.get("num_kv_heads", heads)))]
-    wanted.append(("ffn_hidden_size", int(model.get("ffn_hidden_size", 4 * model["hidden_size"]))))
+    width = "moe_intermediate_size" if "moe_intermediate_size" in model else "ffn_hidden_size"
+    wanted.append((width, int(model.get(width, 4 * model["hidden_size"]))))
     multiple = int(model.get("vocab_pad_multiple", 64))
     rows = -(-int(model["vocab_size"]) // multiple) * multiple
     for name, number in wanted:

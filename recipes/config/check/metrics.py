@@ -12,7 +12,7 @@ from recipes.errors import ConfigError
 _PREFIX = "val/"
 # settings that name a metric -> they are in use if one of these is set
 _READERS = {
-    "checkpoint.best_metric": ("checkpoint.keep_best",),
+    "checkpoint.monitor": ("checkpoint.keep_best",),
     "callbacks.early_stop.monitor": (
         "callbacks.early_stop.patience",
         "callbacks.early_stop.stopping_threshold",
@@ -21,7 +21,7 @@ _READERS = {
 }
 # settings that name a metric -> the one that says which direction is better
 _DIRECTIONS = {
-    "checkpoint.best_metric": "checkpoint.best_mode",
+    "checkpoint.monitor": "checkpoint.mode",
     "callbacks.early_stop.monitor": "callbacks.early_stop.mode",
 }
 # the last part of a name says which direction is better; of any other name it is not known

@@ -30,7 +30,7 @@ def check_moe(config: Mapping[str, Any], world_size: int | None) -> Iterator[Con
             yield ConfigError(
                 f"expert_parallel_size={size} model._target_={model['_target_']}",
                 "it has no experts",
-                "expert_parallel_size=1, or model=moe_nano or another one with experts",
+                "expert_parallel_size=1, or model=mixtral_nano or another one with experts",
             )
         return
     if str(model["_target_"]).startswith(_OURS):
@@ -77,7 +77,7 @@ def _check_division(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             f"expert_parallel_size={math.gcd(size, model['num_experts'])}",
         )
         return
-    for name in ("ffn_hidden_size", "hidden_size"):
+    for name in ("moe_intermediate_size", "hidden_size"):
         rows = model.get(name)
         if isinstance(rows, int) and rows % shards:
             multiple = math.lcm(shards, ALIGNMENT)
@@ -97,7 +97,7 @@ def _steps(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             "experts are not sharded with the rest of a block",
             "tensor_parallel_size=1",
         )
-    losses = [name for name in ("load_balance_loss", "router_z_loss") if config["model"].get(name)]
+    losses = [name for name in ("router_aux_loss_coef", "router_z_loss") if config["model"].get(name)]
     if losses and config.get("context_parallel_size", 1) != 1:
         typed = " ".join(f"model.{name}={config['model'][name]}" for name in losses)
         yield ConfigError(

@@ -34,11 +34,12 @@ def check_pipeline(config: Mapping[str, Any], size: int) -> Iterator[ConfigError
             "it splits the backward pass of a layer in two, which a compiled layer does not support (torch 2.13)",
             "compile=false, or pipeline_schedule=Interleaved1F1B",
         )
-    if schedule == "ZBVZeroBubble" and (config.get("activation_checkpoint") or {}).get("keep"):
+    kept = (config.get("activation_checkpoint") or {}).get("save_ops")
+    if schedule == "ZBVZeroBubble" and kept:
         yield ConfigError(
-            f"pipeline_schedule={schedule} activation_checkpoint.keep={config['activation_checkpoint']['keep']}",
+            f"pipeline_schedule={schedule} activation_checkpoint.save_ops={kept}",
             "it splits the backward pass of a layer in two, and torch (2.13) recomputes from saved tensors only once",
-            "activation_checkpoint=every_block, or pipeline_schedule=Interleaved1F1B",
+            "activation_checkpoint=full, or pipeline_schedule=Interleaved1F1B",
         )
     adapter = str((config.get("adapter") or {}).get("_target_", "recipes.adapter.NoAdapter"))
     if not adapter.endswith(".NoAdapter"):

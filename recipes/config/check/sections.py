@@ -40,7 +40,7 @@ SETTINGS: dict[str, str] = {
     "compile": "bool | Literal['auto', 'default', 'max-autotune-no-cudagraphs', 'reduce-overhead']",
     "attention": "Literal['auto', 'flash', 'cudnn', 'memory_efficient', 'math']",
     "ignore_slurm": "bool",
-    "profile": "Annotated[int, '>= 1'] | None",
+    "profile_steps": "Annotated[int, '>= 1'] | None",
 }
 NODES = ("loader", "eval_data")  # sections of config.yaml that are not a group
 COMPOSING = ("recipe", "debug", "hydra")  # groups without a section

@@ -30,7 +30,7 @@ _FOLDER = Path(__file__).parent / "templates"
 _MAX_BYTES = 1024 * 1024  # of a file; published templates have at most 30 KB
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REASONING = ("reasoning_content", "thinking", "reasoning")
-_OWN_FILE = "data.template=<file.jinja>"
+_OWN_FILE = "data.chat_template=<file.jinja>"
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class ChatTemplate:
         """Return what to type for another template, which takes conversations that this one does not."""
         if uses_tools:
             return f"{_OWN_FILE} of a model that calls tools"
-        return _OWN_FILE if self.name == "chatml" else f"data.template=chatml, or {_OWN_FILE}"
+        return _OWN_FILE if self.name == "chatml" else f"data.chat_template=chatml, or {_OWN_FILE}"
 
 
 def _with_names_of_reasoning(message: Message) -> Message:
@@ -134,7 +134,7 @@ def find_template(name: str, tokenizer: Tokenizer, *, day: datetime.date | None 
     if name == "auto" and named:
         if "default" not in named:
             reason = f"the tokenizer has the templates {', '.join(named)}, and none of them is the default"
-            raise ConfigError("data.template=auto", reason, f"data.template={next(iter(named))}")
+            raise ConfigError("data.chat_template=auto", reason, f"data.chat_template={next(iter(named))}")
         return ChatTemplate(named["default"], "the tokenizer", named.get(TOOL_TEMPLATE), day)
     if name in ("auto", "chatml"):
         source = (_FOLDER / "chatml.jinja").read_text(encoding="utf-8").rstrip("\n")

@@ -312,7 +312,7 @@ class Reader:
                 fix = f"'data.fields={{{fields}}}', a conversation with a system message, or {self._ignore('system')}"
                 raise ConfigError(place, "its prompt is plain text, which has no place for its field system", fix)
             if name == _VARIABLES:
-                fix = f"{self._ignore(name)}, or {{%- set … -%}} at the top of data.template=<file.jinja>"
+                fix = f"{self._ignore(name)}, or {{%- set … -%}} at the top of data.chat_template=<file.jinja>"
                 raise ConfigError(place, f"its {name} is not passed to the template", fix)
             if name == "history":
                 reason = f"its history is not read with the fields {' and '.join(_FIELDS[kind])}"

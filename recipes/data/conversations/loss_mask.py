@@ -208,7 +208,7 @@ class ExampleTokenizer:
                 ways.insert(0, "data.train_on=last_answer")
             except ConfigError as other:
                 log.debug("The last answer cannot be found either: %s", other.reason)
-        fix = f"data.template=<file.jinja> with {{% generation %}} around answers, or {' or '.join(ways)}"
+        fix = f"data.chat_template=<file.jinja> with {{% generation %}} around answers, or {' or '.join(ways)}"
         return ConfigError(error.setting, error.reason, fix)
 
     def _by_blocks(
@@ -336,8 +336,8 @@ class ExampleTokenizer:
         return ConfigError("conversation", reason, self._template.suggest_other(uses_tools="a call" in missing))
 
     def _cannot_mask(self, reason: str) -> ConfigError:
-        fix = "data.template=<file.jinja> with {% generation %} around answers, or data.train_on=all"
-        return ConfigError(f"data.template of {self._template.name}", f"answers cannot be found: {reason}", fix)
+        fix = "data.chat_template=<file.jinja> with {% generation %} around answers, or data.train_on=all"
+        return ConfigError(f"data.chat_template of {self._template.name}", f"answers cannot be found: {reason}", fix)
 
 
 def _forms(messages: list[Message]) -> list[list[Message]]:

@@ -46,12 +46,12 @@ class Conversations:
         path: str,
         format: Literal["messages", "sharegpt", "prompt_completion", "alpaca", "text"] | None,
         fields: Mapping[str, str | None],
-        template: str,
+        chat_template: str,
         train_on: Literal["answers", "last_answer", "all"],
         packing: bool,
         val_path: str | None,
         val_fraction: Annotated[float, "> 0, < 0.9"],
-        hub_split: str,
+        split: str,
         tokenizer: TokenizerConfig,
         seq_len: Annotated[int, ">= 1"],
         cache_dir: str,
@@ -64,7 +64,7 @@ class Conversations:
             path: File, folder or glob, or `hf://` and a dataset id.
             format: Format of the rows; None: detected from their fields.
             fields: Field name in the format -> field name in this dataset, or None for a field that is not to be read.
-            template: Chat template: `auto`, `chatml`, the name of one of several of the tokenizer, or a file.
+            chat_template: Chat template: `auto`, `chatml`, the name of one of several of the tokenizer, or a file.
             train_on: Tokens with a loss: the `answers`, the `last_answer`, or `all`.
             packing: Whether several examples share a row, without attending to each other.
             val_path: Rows for validation; None: split from `path`.
@@ -93,10 +93,10 @@ class Conversations:
         self._val_fraction = val_fraction
         self._reader = Reader(format=format, fields=fields)
         self._format = f"{format} {sorted(fields.items(), key=str)}"
-        self._template = template
+        self._template = chat_template
         self._train_on = train_on
         self.packs = packing
-        self._hub_split = hub_split
+        self._hub_split = split
         self._tokenizer_config = tokenizer
         self._cache_dir = cache_dir
         self._known_ids = vocab_size
@@ -259,8 +259,8 @@ class Conversations:
         """Return the validation rows, the same for every seed."""
         return self._ready()[2]["val"]
 
-    def questions(self, num_questions: int) -> list[tuple[list[int], list[int]]]:
-        """Return prompt and last answer of at most `num_questions` evenly spaced validation examples, as tokens.
+    def questions(self, num_samples: int) -> list[tuple[list[int], list[int]]]:
+        """Return prompt and last answer of at most `num_samples` evenly spaced validation examples, as tokens.
 
         The end of a turn is part of an answer. Examples that exceed the model's window are skipped.
         """
@@ -268,7 +268,7 @@ class Conversations:
         store = stores["val" if "val" in stores else "train"]
         examples = rows["val"].examples
         whole = examples[store.lengths[examples] <= self.seq_len]
-        chosen = whole[np.unique(np.arange(num_questions) * len(whole) // num_questions)] if len(whole) else whole
+        chosen = whole[np.unique(np.arange(num_samples) * len(whole) // num_samples)] if len(whole) else whole
         found = []
         for example in chosen.tolist():
             is_answer = store.is_answer(example)
@@ -314,7 +314,7 @@ class Conversations:
         if not any(store.meta.num_ending for store in stores.values()):
             LOGGER.warning(
                 "The template of %s ends no answer with a token that is trained on and stops a generation: the model"
-                " will not learn to stop. data.template=<file.jinja> with the end of a turn inside of"
+                " will not learn to stop. data.chat_template=<file.jinja> with the end of a turn inside of"
                 " {%% generation %%} trains on it",
                 template.name,
             )
@@ -357,7 +357,7 @@ class Conversations:
 
     def _open(self, name: str, path: str) -> Rows:
         if name not in self._opened:
-            self._opened[name] = open_rows(path, setting=f"data.{name}", hub_split=self._hub_split)
+            self._opened[name] = open_rows(path, setting=f"data.{name}", split=self._hub_split)
         return self._opened[name]
 
     def _ready(self) -> tuple[Tokenizer, dict[str, ExampleStore], dict[str, ExampleRows]]:

@@ -15,16 +15,14 @@ from recipes.data.text.token_corpus import TokenCorpus
 class Documents(TextSource):
     """One document per row of `path`: JSONL, JSON, Parquet and text files, or a hub dataset."""
 
-    def __init__(
-        self, *, path: str, text_field: str, domain_field: str | None, hub_split: str, **settings: Any
-    ) -> None:
+    def __init__(self, *, path: str, text_field: str, domain_field: str | None, split: str, **settings: Any) -> None:
         """Store the settings; nothing is read before `prepare`.
 
         Args:
             path: File, folder or glob, or `hf://` and a dataset id.
             text_field: Name of the field that holds the text.
             domain_field: Name of the field that holds the domain of the text, for `mode=prepare`; None: one domain.
-            hub_split: Split of a hub dataset.
+            split: Split of a hub dataset.
             **settings: As for `TextSource`.
         """
         super().__init__(**settings)

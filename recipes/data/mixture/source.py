@@ -42,7 +42,7 @@ class Mixture:
         sources: dict[str, Any],
         weights: dict[str, Annotated[float, ">= 0"]],
         stages: list[Any],
-        max_repeats: Annotated[float, "> 0"] | None,
+        max_epochs: Annotated[float, "> 0"] | None,
         seq_len: Annotated[int, ">= 1"],
     ) -> None:
         """Store the settings; nothing is read before `prepare`.
@@ -51,7 +51,7 @@ class Mixture:
             sources: Text sources by name.
             weights: Fraction of samples from each source, at the start of the stream.
             stages: Changes of weights: each has `from`, a position in the stream in samples, and `weights`.
-            max_repeats: Maximum number of times that the run may read a sample; None: unlimited.
+            max_epochs: Maximum number of times that the run may read a sample; None: unlimited.
             seq_len: Maximum number of tokens per sample.
 
         Raises:
@@ -68,7 +68,7 @@ class Mixture:
             of_stages.append(of_stage)
         self._stages = Stages(starts, of_stages)
         self._last_stage = Stages([0], of_stages[-1:])
-        self._max_repeats = max_repeats
+        self._max_epochs = max_epochs
         self._seq_len = seq_len
         self._prepared: tuple[MixedSamples, MixedValidation] | None = None
 
@@ -116,7 +116,7 @@ class Mixture:
         return num_held_out
 
     def check_run(self, num_samples: int) -> None:
-        """Check that a run does not exceed `max_repeats` for any source.
+        """Check that a run does not exceed `max_epochs` for any source.
 
         Args:
             num_samples: Number of samples that the run reads.
@@ -124,14 +124,14 @@ class Mixture:
         Raises:
             ConfigError: A source would be repeated too often.
         """
-        if self._max_repeats is None:
+        if self._max_epochs is None:
             return
         for name, epochs in self.train().count_epochs(num_samples).items():
-            if epochs > self._max_repeats:
+            if epochs > self._max_epochs:
                 count = len(self.train().parts[name])
                 reason = f"{num_samples:,} samples of this run read the {count:,} of {name} {epochs:.3g} times"
-                fix = f"data.max_repeats={math.ceil(epochs)}, a smaller data.weights.{name}, or fewer trainer.max_steps"
-                raise ConfigError(f"data.max_repeats={self._max_repeats}", reason, fix)
+                fix = f"data.max_epochs={math.ceil(epochs)}, a smaller data.weights.{name}, or fewer trainer.max_steps"
+                raise ConfigError(f"data.max_epochs={self._max_epochs}", reason, fix)
 
     @property
     def source_names(self) -> list[str]:
@@ -195,12 +195,12 @@ class Mixture:
         assert self._prepared is not None, "prepare() comes first"
         return self._prepared[1]
 
-    def questions(self, num_questions: int) -> list[tuple[list[int], list[int]]]:
+    def questions(self, num_samples: int) -> list[tuple[list[int], list[int]]]:
         """Return equally many questions from each source that has some."""
         asked: list[Any] = [source for source in self.sources.values() if hasattr(source, "questions")]
-        each = -(-num_questions // max(len(asked), 1))
+        each = -(-num_samples // max(len(asked), 1))
         found = [question for source in asked for question in source.questions(each)]
-        return found[:num_questions]
+        return found[:num_samples]
 
     def _corpus(self, name: str) -> TextCorpus:
         source: Any = self.sources[name]

@@ -17,15 +17,15 @@ class ShardOrder(Order):
 
     Args:
         counts: [F], samples per file.
-        files_at_a_time: Files per group, that is, files read at once.
+        num_open_shards: Files per group, that is, files read at once.
         seed: Seed of the run.
     """
 
-    def __init__(self, counts: Sequence[int], *, files_at_a_time: int, seed: int) -> None:
+    def __init__(self, counts: Sequence[int], *, num_open_shards: int, seed: int) -> None:
         self._counts = np.asarray(counts, dtype=np.int64)
         self._firsts = np.cumsum(self._counts) - self._counts  # [F], first sample of each file
         self._num_samples = int(self._counts.sum())
-        self._files_at_a_time = files_at_a_time
+        self._num_open_shards = num_open_shards
         self._seed = seed
         self._files = ShuffledOrder(len(counts), seed)
         # per process: the epochs that a batch may span
@@ -57,13 +57,13 @@ class ShardOrder(Order):
 
     def _in_epoch(self, epoch: int, offsets: Positions) -> Positions:
         files, begins = self._epoch(epoch)
-        groups = begins[:: self._files_at_a_time]  # first position of each group
+        groups = begins[:: self._num_open_shards]  # first position of each group
         numbers = np.searchsorted(groups, offsets, side="right") - 1
         found = np.empty_like(offsets)
         for number in np.unique(numbers).tolist():
             here = numbers == number
-            first = number * self._files_at_a_time
-            members = files[first : first + self._files_at_a_time]
+            first = number * self._num_open_shards
+            members = files[first : first + self._num_open_shards]
             counts = self._counts[members]
             order = ShuffledOrder(int(counts.sum()), self._group_seed(epoch, number))
             within = order.indices(offsets[here] - groups[number])

@@ -50,7 +50,7 @@ class ShardWindows(FullWindows):
         layouts: Location and type of the tokens of each file.
         seq_len: L.
         vocab_size: Every token must be below it.
-        files_at_a_time: Files among which samples are shuffled.
+        num_open_shards: Files among which samples are shuffled.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class ShardWindows(FullWindows):
         *,
         seq_len: int,
         vocab_size: int,
-        files_at_a_time: int,
+        num_open_shards: int,
     ) -> None:
         self._storage = storage
         self.layouts = list(layouts)
         self._vocab_size = vocab_size
-        self._files_at_a_time = files_at_a_time
+        self._num_open_shards = num_open_shards
         super().__init__(seq_len)
         self.counts = [max(0, (layout.num_tokens - 1) // seq_len) for layout in layouts]
         self._lasts = np.cumsum(self.counts)  # one past the last sample of each file
@@ -86,7 +86,7 @@ class ShardWindows(FullWindows):
 
     def make_order(self, seed: int) -> ShardOrder:
         """Return the order of the stream, which reads few files at a time."""
-        return ShardOrder(self.counts, files_at_a_time=self._files_at_a_time, seed=seed)
+        return ShardOrder(self.counts, num_open_shards=self._num_open_shards, seed=seed)
 
     def describe_sample(self, index: int) -> dict[str, Any]:
         """Return the file of a sample."""
@@ -145,7 +145,7 @@ class TokenShards:
         path: File, folder or glob, optionally with an fsspec protocol.
         val_path: The same for validation; None: the last file of `path`.
         dtype: Dtype of files without a header, little-endian.
-        files_at_a_time: Files read at once, among which samples are shuffled.
+        num_open_shards: Files read at once, among which samples are shuffled.
         cache_gb: Maximum size of cached copies of remote files; None: unlimited.
         vocab_size: Every token must be below it.
         seq_len: Tokens per sample.
@@ -158,7 +158,7 @@ class TokenShards:
     path: str
     val_path: str | None
     dtype: Literal["uint16", "uint32"]
-    files_at_a_time: Annotated[int, ">= 1"]
+    num_open_shards: Annotated[int, ">= 1"]
     cache_gb: Annotated[float, "> 0"] | None
     vocab_size: Annotated[int, ">= 1"]
     seq_len: Annotated[int, ">= 1"]
@@ -238,7 +238,7 @@ class TokenShards:
         names = " ".join(f"{n} {s}" for storage in storages for n, s in zip(storage.names, storage.sizes, strict=True))
         digest = hashlib.blake2b(names.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
         skips = f"/{LLM_C}" if self._skips_header else ""  # earlier versions read that header as tokens
-        return f"{digest}/{self.seq_len}/{self.files_at_a_time}{skips}"
+        return f"{digest}/{self.seq_len}/{self.num_open_shards}{skips}"
 
     def describe(self) -> str:
         """Return the number of files and samples."""
@@ -282,7 +282,7 @@ class TokenShards:
             layouts,
             seq_len=self.seq_len,
             vocab_size=self.vocab_size,
-            files_at_a_time=self.files_at_a_time,
+            num_open_shards=self.num_open_shards,
         )
 
     def _layouts(self, storage: Storage) -> tuple[list[TokenLayout], dict[int, tuple[str, bytes]]]:

@@ -19,11 +19,11 @@ class DeepSeekV3(MoeLlama):
     Args:
         num_heads: H, number of query, key and value heads.
         num_kv_heads: Must equal `num_heads`.
-        head_dim: Channels per query and key head without RoPE.
-        rope_dim: Channels with RoPE; those of the keys are shared by all heads.
-        value_dim: Channels per value head.
-        key_value_rank: Size of the latent vector of keys and values.
-        query_rank: Size of the latent vector of queries; None: queries are projected from the hidden state.
+        qk_nope_head_dim: Channels per query and key head without RoPE.
+        qk_rope_head_dim: Channels with RoPE; those of the keys are shared by all heads.
+        v_head_dim: Channels per value head.
+        kv_lora_rank: Size of the latent vector of keys and values.
+        q_lora_rank: Size of the latent vector of queries; None: queries are projected from the hidden state.
         qk_norm: Must be False: latent vectors are normalized instead.
         **settings: As for `MoeLlama`.
 
@@ -36,11 +36,11 @@ class DeepSeekV3(MoeLlama):
         *,
         num_heads: Annotated[int, ">= 1"],
         num_kv_heads: Annotated[int, ">= 1"],
-        head_dim: Annotated[int, ">= 1"],
-        rope_dim: Annotated[int, ">= 2"],
-        value_dim: Annotated[int, ">= 1"],
-        key_value_rank: Annotated[int, ">= 1"],
-        query_rank: Annotated[int, ">= 1"] | None = None,
+        qk_nope_head_dim: Annotated[int, ">= 1"],
+        qk_rope_head_dim: Annotated[int, ">= 2"],
+        v_head_dim: Annotated[int, ">= 1"],
+        kv_lora_rank: Annotated[int, ">= 1"],
+        q_lora_rank: Annotated[int, ">= 1"] | None = None,
         qk_norm: bool = False,
         **settings: Any,
     ) -> None:
@@ -58,17 +58,17 @@ class DeepSeekV3(MoeLlama):
         return LatentAttention(
             hidden_size=self.hidden_size,
             num_heads=self.num_heads,
-            query_rank=self.query_rank,
-            key_value_rank=self.key_value_rank,
-            head_dim=self.head_dim,
-            rope_dim=self.rope_dim,
-            value_dim=self.value_dim,
+            q_lora_rank=self.q_lora_rank,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_nope_head_dim=self.head_dim,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            v_head_dim=self.v_head_dim,
         )
 
     @property
     @override
     def rotated_dim(self) -> int:
-        return self.rope_dim
+        return self.qk_rope_head_dim
 
     @property
     @override

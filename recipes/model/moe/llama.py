@@ -62,26 +62,27 @@ class MoeLlama(Llama):
 
     There are two ways to balance the load of the experts; published Mixtrals support only the second. `balance_rate`
     adjusts a bias per expert after every optimizer step, by the tokens that all ranks routed to it in that step.
-    `load_balance_loss` and `router_z_loss` are weights of terms of the training objective, excluded from logged
+    `router_aux_loss_coef` and `router_z_loss` are weights of terms of the training objective, excluded from logged
     losses. Both terms are means over the tokens of a sequence, weighted by its number of targets and divided by the
     targets of the global batch like the loss, so they do not depend on how the batch is split. They are summed over
     layers. Padding is routed like any token, but is in no load and no term.
 
     Args:
         num_experts: E, number of experts per layer.
-        num_experts_per_token: K, number of experts per token.
-        router_scores: `softmax` over experts (Mixtral), or `sigmoid` of each (DeepSeek-V3).
+        num_experts_per_tok: K, number of experts per token.
+        scoring_func: `softmax` over experts (Mixtral), or `sigmoid` of each (DeepSeek-V3).
         renormalize_weights: Whether the weights of a token's experts sum to 1.
-        weights_scale: Factor of these weights (2.5 in DeepSeek-V3).
-        num_expert_groups: Number of groups of consecutive experts. A token may only use experts in its best groups.
-        num_groups_per_token: Number of groups that a token may use; 0: all.
+        routed_scaling_factor: Factor of these weights (2.5 in DeepSeek-V3).
+        n_group: Number of groups of consecutive experts. A token may only use experts in its best groups.
+        topk_group: Number of groups that a token may use; 0: all.
         num_shared_experts: Number of experts applied to every token in addition, as one MLP.
-        num_dense_layers: Number of initial layers with a dense MLP instead of experts.
-        dense_ffn_hidden_size: Width of the MLP in dense layers; required if there are any.
+        first_k_dense_replace: Number of initial layers with a dense MLP instead of experts.
+        moe_intermediate_size: F, hidden width of an expert.
+        ffn_hidden_size: Hidden width of the MLP in dense layers; required if there are any.
         balance_rate: Change of an expert's bias per optimizer step; 0: no bias.
-        load_balance_loss: Weight of the load-balance loss; 0.01 in Switch, 1e-4 with a bias in DeepSeek-V3.
+        router_aux_loss_coef: Weight of the load-balance loss; 0.01 in Switch, 1e-4 with a bias in DeepSeek-V3.
         router_z_loss: Weight of the router z-loss; 1e-3 in ST-MoE.
-        **settings: As for `Llama`; `ffn_hidden_size` is the width of an expert.
+        **settings: As for `Llama`.
 
     Attributes:
         routed: Routing of the last forward pass with gradients; None: already taken.
@@ -96,33 +97,34 @@ class MoeLlama(Llama):
         self,
         *,
         num_experts: Annotated[int, ">= 2"],
-        num_experts_per_token: Annotated[int, ">= 1"],
-        router_scores: Scores = "softmax",
+        num_experts_per_tok: Annotated[int, ">= 1"],
+        moe_intermediate_size: Annotated[int, ">= 1, <= 16777216"],
+        scoring_func: Scores = "softmax",
         renormalize_weights: bool = True,
-        weights_scale: Annotated[float, "> 0"] = 1.0,
-        num_expert_groups: Annotated[int, ">= 1"] = 1,
-        num_groups_per_token: Annotated[int, ">= 0"] = 0,
+        routed_scaling_factor: Annotated[float, "> 0"] = 1.0,
+        n_group: Annotated[int, ">= 1"] = 1,
+        topk_group: Annotated[int, ">= 0"] = 0,
         num_shared_experts: Annotated[int, ">= 0"] = 0,
-        num_dense_layers: Annotated[int, ">= 0"] = 0,
-        dense_ffn_hidden_size: Annotated[int, ">= 1"] | None = None,
+        first_k_dense_replace: Annotated[int, ">= 0"] = 0,
+        ffn_hidden_size: Annotated[int, ">= 1, <= 16777216"] | None = None,
         balance_rate: Annotated[float, ">= 0"] = 0.0,
-        load_balance_loss: Annotated[float, ">= 0"] = 0.0,
+        router_aux_loss_coef: Annotated[float, ">= 0"] = 0.0,
         router_z_loss: Annotated[float, ">= 0"] = 0.0,
         **settings: Any,
     ) -> None:
         # before `super().__init__`, which builds the blocks
         self.num_experts = num_experts
-        self.num_experts_per_token = num_experts_per_token
-        self.router_scores: Scores = router_scores
+        self.num_experts_per_tok = num_experts_per_tok
+        self.scoring_func: Scores = scoring_func
         self.renormalize_weights = renormalize_weights
-        self.weights_scale = weights_scale
-        self.num_expert_groups = num_expert_groups
-        self.num_groups_per_token = num_groups_per_token
+        self.routed_scaling_factor = routed_scaling_factor
+        self.n_group = n_group
+        self.topk_group = topk_group
         self.num_shared_experts = num_shared_experts
-        self.num_dense_layers = num_dense_layers
-        self.dense_ffn_hidden_size = dense_ffn_hidden_size
+        self.first_k_dense_replace = first_k_dense_replace
+        self.moe_intermediate_size = moe_intermediate_size
         self.balance_rate = balance_rate
-        self.load_balance_loss = load_balance_loss
+        self.router_aux_loss_coef = router_aux_loss_coef
         self.router_z_loss = router_z_loss
         self.routed: RoutedBatch | None = None
         sizes = {
@@ -140,9 +142,8 @@ class MoeLlama(Llama):
     @override
     def _build_block(self, index: int) -> nn.Module:
         sizes: dict[str, Any] = {"hidden_size": self.hidden_size, "rms_eps": self.rms_eps}
-        if index < self.num_dense_layers:
-            assert self.dense_ffn_hidden_size is not None
-            mlp = Mlp(hidden_size=self.hidden_size, ffn_hidden_size=self.dense_ffn_hidden_size)
+        if index < self.first_k_dense_replace:
+            mlp = Mlp(hidden_size=self.hidden_size, ffn_hidden_size=self.ffn_hidden_size)
             return Block(attention=self._build_attention(), mlp=mlp, **sizes)
         return MoeBlock(attention=self._build_attention(), mlp=self._build_experts(), **sizes)
 
@@ -150,15 +151,15 @@ class MoeLlama(Llama):
         router = Router(
             self.hidden_size,
             num_experts=self.num_experts,
-            num_chosen=self.num_experts_per_token,
-            scores=self.router_scores,
+            num_chosen=self.num_experts_per_tok,
+            scores=self.scoring_func,
             renormalize=self.renormalize_weights,
-            scale=self.weights_scale,
-            num_groups=self.num_expert_groups,
-            num_chosen_groups=self.num_groups_per_token or self.num_expert_groups,
+            scale=self.routed_scaling_factor,
+            num_groups=self.n_group,
+            num_chosen_groups=self.topk_group or self.n_group,
         )
-        experts = Experts(self.num_experts, hidden_size=self.hidden_size, ffn_hidden_size=self.ffn_hidden_size)
-        width = self.num_shared_experts * self.ffn_hidden_size
+        experts = Experts(self.num_experts, hidden_size=self.hidden_size, ffn_hidden_size=self.moe_intermediate_size)
+        width = self.num_shared_experts * self.moe_intermediate_size
         shared = Mlp(hidden_size=self.hidden_size, ffn_hidden_size=width) if width else None
         return MoeMlp(router=router, experts=experts, shared=shared)
 
@@ -174,7 +175,7 @@ class MoeLlama(Llama):
         loads, terms = [], []
         for index, block in self.blocks.named_children():
             layer_cache = None if cache is None else cache.layers[int(index)]
-            if int(index) < self.num_dense_layers:
+            if int(index) < self.first_k_dense_replace:
                 x = block(x, rotation, layer_cache, documents)
                 continue
             x, layer_loads, layer_terms = block(x, rotation, layer_cache, documents, is_token)
@@ -188,11 +189,11 @@ class MoeLlama(Llama):
     @property
     def num_routed_layers(self) -> int:
         """Number of layers with experts in the whole model."""
-        return self.num_layers - self.num_dense_layers
+        return self.num_layers - self.first_k_dense_replace
 
     def _list_routers(self) -> list[tuple[int, Router]]:
         """Return (layer, router) for the routers on this rank: a pipeline stage has only some of them."""
-        first = self.num_dense_layers
+        first = self.first_k_dense_replace
         blocks = ((int(index) - first, block) for index, block in self.blocks.named_children())
         return [(layer, block.get_submodule("mlp.router")) for layer, block in blocks if layer >= 0]  # type: ignore[misc]
 
@@ -204,7 +205,7 @@ class MoeLlama(Llama):
     def weigh_terms(self, terms: Tensor) -> Tensor:
         """Return the weighted sum of terms [L, 3] to add to the training objective, 0-dim."""
         balance, square, _ = terms.sum(dim=0).unbind()
-        return self.load_balance_loss * balance + self.router_z_loss * square
+        return self.router_aux_loss_coef * balance + self.router_z_loss * square
 
     @torch.no_grad()
     def balance_experts(self, loads: Tensor) -> None:
@@ -230,14 +231,14 @@ class MoeLlama(Llama):
     @property
     def num_idle_parameters(self) -> int:
         """Number of expert parameters not used for a given token."""
-        idle = self.num_experts - self.num_experts_per_token
-        return self.num_routed_layers * idle * 3 * self.hidden_size * self.ffn_hidden_size
+        idle = self.num_experts - self.num_experts_per_tok
+        return self.num_routed_layers * idle * 3 * self.hidden_size * self.moe_intermediate_size
 
     @override
     def flops_per_token(self, seq_len: float) -> Flops:
         """Return the FLOPs per trained token at `seq_len`, forward and backward, counting only its active experts."""
         every = super().flops_per_token(seq_len)
-        idle_fraction = 1 - self.num_experts_per_token / self.num_experts
+        idle_fraction = 1 - self.num_experts_per_tok / self.num_experts
         experts = (module for module in self.modules() if isinstance(module, Experts))
         idle = idle_fraction * sum(flops_of_products(module) for module in experts)
         return Flops(palm=every.palm - idle, causal=every.causal - idle)

@@ -64,7 +64,7 @@ class DeepSeekV3Format(LlamaFormat):
     @override
     def entries(self) -> list[Entry]:
         """Return every parameter, a tied head once, and the expert load-balancing biases."""
-        model, first = self.moe, self.moe.num_dense_layers
+        model, first = self.moe, self.moe.first_k_dense_replace
         biases = [
             Entry(f"blocks.{index}.mlp.router.bias", (f"model.layers.{index}.{_BIAS}",), (model.num_experts,))
             for index in range(first, model.num_layers)
@@ -74,49 +74,49 @@ class DeepSeekV3Format(LlamaFormat):
     @override
     def block_entry(self, name: str, inner: str, *, parameter: nn.Parameter, block: str) -> Entry:
         if inner not in _OF_EXPERTS:
-            of_query = "self_attn.q_proj" if self.moe.query_rank is None else "self_attn.q_b_proj"
+            of_query = "self_attn.q_proj" if self.moe.q_lora_rank is None else "self_attn.q_b_proj"
             published = of_query if inner == "attention.query" else _IN_BLOCK[inner]
             return Entry(name, (f"{block}.{published}.weight",), (parameter.shape[0],))
         experts = range(self.moe.num_experts)
         names = tuple(f"{block}.mlp.experts.{index}.{_OF_EXPERTS[inner]}.weight" for index in experts)
-        num_rows = self.moe.hidden_size if inner.endswith("out") else self.moe.ffn_hidden_size
+        num_rows = self.moe.hidden_size if inner.endswith("out") else self.moe.moe_intermediate_size
         return Entry(name, names, (num_rows,) * len(names), stacked=True)
 
     def _sizes(self) -> dict[str, tuple[str, Any]]:
         """Map each config.json key to our setting and its value."""
         model = self.moe
         sizes = {
-            "first_k_dense_replace": "num_dense_layers",
-            "kv_lora_rank": "key_value_rank",
-            "moe_intermediate_size": "ffn_hidden_size",
-            "n_group": "num_expert_groups",
+            "first_k_dense_replace": "first_k_dense_replace",
+            "kv_lora_rank": "kv_lora_rank",
+            "moe_intermediate_size": "moe_intermediate_size",
+            "n_group": "n_group",
             "n_routed_experts": "num_experts",
             "n_shared_experts": "num_shared_experts",
             "norm_topk_prob": "renormalize_weights",
-            "num_experts_per_tok": "num_experts_per_token",
-            "q_lora_rank": "query_rank",
+            "num_experts_per_tok": "num_experts_per_tok",
+            "q_lora_rank": "q_lora_rank",
             "qk_nope_head_dim": "head_dim",
-            "qk_rope_head_dim": "rope_dim",
-            "routed_scaling_factor": "weights_scale",
-            "v_head_dim": "value_dim",
+            "qk_rope_head_dim": "qk_rope_head_dim",
+            "routed_scaling_factor": "routed_scaling_factor",
+            "v_head_dim": "v_head_dim",
         }
         values = {key: (name, getattr(model, name)) for key, name in sizes.items()}
-        groups = model.num_groups_per_token or model.num_expert_groups
-        return values | {"topk_group": ("num_groups_per_token", groups)}
+        groups = model.topk_group or model.n_group
+        return values | {"topk_group": ("topk_group", groups)}
 
     @override
     def settings(self, config: HFConfig) -> list[Setting]:
         model = self.moe
         of_others = ("head_dim", "intermediate_size")
-        width = model.dense_ffn_hidden_size if model.num_dense_layers else config["intermediate_size"]
+        width = model.ffn_hidden_size if model.first_k_dense_replace else config["intermediate_size"]
         return [
             *(setting for setting in super().settings(config) if setting.key not in of_others),
-            Setting("intermediate_size", width, "model.dense_ffn_hidden_size"),
+            Setting("intermediate_size", width, "model.ffn_hidden_size"),
             *(
                 Setting(key, value, f"model.{name}", least=int(key not in _MAY_BE_ZERO), is_optional="q_lora" in key)
                 for key, (name, value) in self._sizes().items()
             ),
-            Setting("scoring_func", model.router_scores, "model.router_scores"),
+            Setting("scoring_func", model.scoring_func, "model.scoring_func"),
             Setting("rope_interleave", True, None),
         ]
 
@@ -141,17 +141,17 @@ class DeepSeekV3Format(LlamaFormat):
             ConfigError: The model differs from the DeepSeek-V3 architecture.
         """
         model = self.moe
-        if model.router_scores != "sigmoid":
+        if model.scoring_func != "sigmoid":
             raise ConfigError(
                 "mode=export",
-                f"model.router_scores={model.router_scores} is not how a DeepSeek-V3 weighs its experts",
-                "model.router_scores=sigmoid for the run that is to be exported",
+                f"model.scoring_func={model.scoring_func} is not how a DeepSeek-V3 weighs its experts",
+                "model.scoring_func=sigmoid for the run that is to be exported",
             )
         return super().config() | {
             **{key: value for key, (_, value) in self._sizes().items()},
             "architectures": ["DeepseekV3ForCausalLM"],
-            "head_dim": model.rope_dim,  # what transformers calls the rotary part of a head
-            "intermediate_size": model.dense_ffn_hidden_size or model.ffn_hidden_size,
+            "head_dim": model.qk_rope_head_dim,  # what transformers calls the rotary part of a head
+            "intermediate_size": model.ffn_hidden_size,
             "model_type": "deepseek_v3",
             "num_nextn_predict_layers": 0,
             "rope_interleave": True,

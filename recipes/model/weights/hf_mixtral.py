@@ -11,7 +11,7 @@ from recipes.model.weights.hf_format import Entry, HFConfig, Setting
 from recipes.model.weights.hf_llama import LlamaFormat
 
 _OF_EXPERTS = {"mlp.experts.gate": "w1", "mlp.experts.up": "w3", "mlp.experts.out": "w2"}
-_OF_OTHERS = {"weights_scale": 1.0, "num_expert_groups": 1, "num_shared_experts": 0, "num_dense_layers": 0}
+_OF_OTHERS = {"routed_scaling_factor": 1.0, "n_group": 1, "num_shared_experts": 0, "first_k_dense_replace": 0}
 _DEFAULTS = {  # transformers' MixtralConfig, where it differs from LlamaConfig
     "max_position_embeddings": 131072,
     "num_experts_per_tok": 2,
@@ -40,17 +40,18 @@ class MixtralFormat(LlamaFormat):
             return super().block_entry(name, inner, parameter=parameter, block=block)
         experts = f"{block}.block_sparse_moe.experts"
         published = tuple(f"{experts}.{index}.{_OF_EXPERTS[inner]}.weight" for index in range(self.moe.num_experts))
-        num_rows = self.moe.hidden_size if inner.endswith("out") else self.moe.ffn_hidden_size
+        num_rows = self.moe.hidden_size if inner.endswith("out") else self.moe.moe_intermediate_size
         return Entry(name, published, (num_rows,) * len(published), stacked=True)
 
     @override
     def settings(self, config: HFConfig) -> list[Setting]:
         model = self.moe
         return [
-            *super().settings(config),
+            *(setting for setting in super().settings(config) if setting.key != "intermediate_size"),
+            Setting("intermediate_size", model.moe_intermediate_size, "model.moe_intermediate_size"),
             Setting("num_local_experts", model.num_experts, "model.num_experts"),
-            Setting("num_experts_per_tok", model.num_experts_per_token, "model.num_experts_per_token"),
-            Setting("router_scores", model.router_scores, "model.router_scores"),
+            Setting("num_experts_per_tok", model.num_experts_per_tok, "model.num_experts_per_tok"),
+            Setting("scoring_func", model.scoring_func, "model.scoring_func"),
             Setting("renormalize_weights", model.renormalize_weights, "model.renormalize_weights"),
             Setting("sliding_window", None, None),
             *(Setting(name, getattr(model, name), f"model.{name}") for name in _OF_OTHERS),
@@ -59,7 +60,7 @@ class MixtralFormat(LlamaFormat):
     @override
     def with_defaults(self, config: HFConfig) -> HFConfig:
         full = super().with_defaults({**_DEFAULTS, **config})
-        return {**full, **_OF_OTHERS, "router_scores": "softmax", "renormalize_weights": True}
+        return {**full, **_OF_OTHERS, "scoring_func": "softmax", "renormalize_weights": True}
 
     @override
     def config(self) -> dict[str, Any]:
@@ -71,11 +72,12 @@ class MixtralFormat(LlamaFormat):
         _check_routing(self.moe)
         return super().config() | {
             "architectures": ["MixtralForCausalLM"],
+            "intermediate_size": self.moe.moe_intermediate_size,
             "model_type": "mixtral",
-            "num_experts_per_tok": self.moe.num_experts_per_token,
+            "num_experts_per_tok": self.moe.num_experts_per_tok,
             "num_local_experts": self.moe.num_experts,
             "output_router_logits": False,
-            "router_aux_loss_coef": self.moe.load_balance_loss,
+            "router_aux_loss_coef": self.moe.router_aux_loss_coef,
             "router_jitter_noise": 0.0,
             "sliding_window": None,
         }
@@ -83,12 +85,12 @@ class MixtralFormat(LlamaFormat):
 
 def _check_routing(model: MoeLlama) -> None:
     """Reject a model that does not route like Mixtral."""
-    if model.router_scores != "softmax" or not model.renormalize_weights:
+    if model.scoring_func != "softmax" or not model.renormalize_weights:
         raise ConfigError(
             "mode=export",
-            f"model.router_scores={model.router_scores} model.renormalize_weights={model.renormalize_weights} is not"
+            f"model.scoring_func={model.scoring_func} model.renormalize_weights={model.renormalize_weights} is not"
             " how a Mixtral weighs its experts",
-            "model.router_scores=softmax model.renormalize_weights=true for the run that is to be exported",
+            "model.scoring_func=softmax model.renormalize_weights=true for the run that is to be exported",
         )
     for name, plain in _OF_OTHERS.items():
         if getattr(model, name) != plain:
@@ -101,5 +103,5 @@ def _check_routing(model: MoeLlama) -> None:
         raise ConfigError(
             "mode=export",
             "the experts have biases (model.balance_rate), for which the format of Mixtral has no place",
-            "model.balance_rate=0 model.load_balance_loss=0.01 for the run that is to be exported",
+            "model.balance_rate=0 model.router_aux_loss_coef=0.01 for the run that is to be exported",
         )

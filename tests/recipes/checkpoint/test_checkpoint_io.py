@@ -26,7 +26,7 @@ WEIGHT = torch.arange(6.0).reshape(3, 2)
 
 
 def make_io() -> FolderCheckpointIO:
-    writer = CheckpointWriter(asynchronous=False, after=lambda folder: None)
+    writer = CheckpointWriter(async_save=False, after=lambda folder: None)
     return FolderCheckpointIO(writer=writer, verify_hashes=True)
 
 

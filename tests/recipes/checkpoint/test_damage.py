@@ -21,7 +21,7 @@ NUM_FLIPS = 100
 
 def load(path: Path, *, falls_back: bool, verify_hashes: bool = True) -> FolderCheckpointIO:
     """Load a checkpoint; return the object that did."""
-    writer = CheckpointWriter(asynchronous=False, after=lambda folder: None)
+    writer = CheckpointWriter(async_save=False, after=lambda folder: None)
     io = FolderCheckpointIO(writer=writer, verify_hashes=verify_hashes)
     io.falls_back = falls_back
     io.load_checkpoint(path)

@@ -111,7 +111,7 @@ def remove(start: str) -> Callable[[State], object]:
 
 
 def load(checkpoint: Path) -> None:
-    writer = CheckpointWriter(asynchronous=False, after=lambda folder: None)
+    writer = CheckpointWriter(async_save=False, after=lambda folder: None)
     FolderCheckpointIO(writer=writer, verify_hashes=True).load_checkpoint(checkpoint)
 
 

@@ -24,17 +24,17 @@ KEEP_THREE = Retention(keep_last=3, keep_every=None, keep_best=0, metric="val/lo
 WEIGHTS = {"weight": torch.arange(1000.0)}
 
 
-def make_writer(*, asynchronous: bool = True) -> CheckpointWriter:
-    return CheckpointWriter(asynchronous=asynchronous, after=lambda folder: apply(KEEP_THREE, folder))
+def make_writer(*, async_save: bool = True) -> CheckpointWriter:
+    return CheckpointWriter(async_save=async_save, after=lambda folder: apply(KEEP_THREE, folder))
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_successful_save_reports_its_path_size_and_times(save, tmp_path: Path, asynchronous: bool) -> None:
-    outcome = save(make_writer(asynchronous=asynchronous), tmp_path, 10, WEIGHTS)
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_successful_save_reports_its_path_size_and_times(save, tmp_path: Path, async_save: bool) -> None:
+    outcome = save(make_writer(async_save=async_save), tmp_path, 10, WEIGHTS)
     assert outcome.is_valid
     assert outcome.path == tmp_path / checkpoint_name(10)
     files = [path for path in outcome.path.iterdir() if path.name != "manifest.json"]
@@ -87,7 +87,7 @@ def test_an_unsupported_dtype_is_a_failed_save(save, tmp_path: Path) -> None:
 
 def test_a_second_save_waits_for_the_first(save, tmp_path: Path) -> None:
     may_finish = threading.Event()
-    writer = CheckpointWriter(asynchronous=True, after=lambda folder: wait_for(may_finish))
+    writer = CheckpointWriter(async_save=True, after=lambda folder: wait_for(may_finish))
     began = time.monotonic()
     first = {"weight": unsharded_part(torch.ones(3))}
     thread = threading.Thread(target=save, args=(writer, tmp_path, 10, WEIGHTS))
@@ -135,7 +135,7 @@ def test_a_save_succeeds_if_old_checkpoints_cannot_be_removed(
     def fail(folder: Path) -> None:
         raise PermissionError(13, "Permission denied", str(folder))
 
-    writer = CheckpointWriter(asynchronous=True, after=fail)
+    writer = CheckpointWriter(async_save=True, after=fail)
     assert save(writer, tmp_path, 10, WEIGHTS).is_valid
     assert "Old checkpoints could not be removed: Permission denied" in caplog.text
 

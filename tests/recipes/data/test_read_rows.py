@@ -28,7 +28,7 @@ ROWS = [{"prompt": "1", "completion": "2"}, {"prompt": "ä", "completion": "ö"}
 
 
 def read(path: Path | str) -> list[Row]:
-    return list(open_rows(str(path), setting="data.path", hub_split="train"))
+    return list(open_rows(str(path), setting="data.path", split="train"))
 
 
 def write_lines(path: Path, rows: list[dict[str, str]] = ROWS) -> Path:
@@ -70,10 +70,10 @@ def test_a_folder_is_read_by_suffix_in_the_order_of_names(tmp_path: Path) -> Non
 
 def test_content_decides_the_hash_and_the_folder_does_not(tmp_path: Path) -> None:
     first, second = write_lines(tmp_path / "one" / "a.jsonl"), write_lines(tmp_path / "two" / "a.jsonl")
-    hashes = [open_rows(str(p), setting="data.path", hub_split="").content_hash(tmp_path) for p in (first, second)]
+    hashes = [open_rows(str(p), setting="data.path", split="").content_hash(tmp_path) for p in (first, second)]
     assert hashes[0] == hashes[1]
     write_lines(second, ROWS[:1])
-    assert open_rows(str(second), setting="data.path", hub_split="").content_hash(tmp_path) != hashes[0]
+    assert open_rows(str(second), setting="data.path", split="").content_hash(tmp_path) != hashes[0]
 
 
 def test_parquet_files_are_read(tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_a_cut_gz_file_is_named(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl")
-    rows = iter(open_rows(str(path), setting="data.path", hub_split=""))
+    rows = iter(open_rows(str(path), setting="data.path", split=""))
     next(rows)
     write_lines(path, ROWS * 3)
     with pytest.raises(ConfigError, match="changed while it was being read"):
@@ -352,7 +352,7 @@ def test_a_damaged_gz_file_is_named(damage: Any, tmp_path: Path) -> None:
 def test_half_of_a_surrogate_pair_is_named_and_a_pair_is_one_character(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "\\ud83d\\ude00 \\\\ud800"}\n{"text": "cut \\ud83d"}\n')
-    first, second = open_rows(str(path), setting="data.path", hub_split="train")
+    first, second = open_rows(str(path), setting="data.path", split="train")
     assert first.parse() == {"text": "\U0001f600 \\ud800"}
     with pytest.raises(ConfigError, match=r"a\.jsonl:2: it has \\ud83d, half of a surrogate pair"):
         second.parse()
@@ -525,7 +525,7 @@ def test_only_columns_that_are_needed_are_read_and_dates_beyond_those_of_python_
         read(tmp_path / "a.parquet")
     datasets = pytest.importorskip("datasets")
     datasets.Dataset(datasets.table.InMemoryTable(table)).save_to_disk(str(tmp_path / "saved"))
-    rows = open_rows(f"hf://{tmp_path}/saved", setting="data.path", hub_split="train", fields=["text"])
+    rows = open_rows(f"hf://{tmp_path}/saved", setting="data.path", split="train", fields=["text"])
     assert [row.parse() for row in rows] == [{"text": text} for text in texts]
 
 

@@ -349,7 +349,7 @@ def test_a_npy_file_whose_header_is_wrong_is_rejected_by_both_readers(source, tm
 
 
 def shards_of(folder, tmp_path, **changes):
-    settings = {"path": str(folder), "val_path": None, "dtype": "uint16", "files_at_a_time": 2, "cache_gb": None}
+    settings = {"path": str(folder), "val_path": None, "dtype": "uint16", "num_open_shards": 2, "cache_gb": None}
     settings |= {"vocab_size": 1000, "seq_len": 10, "cache_dir": str(tmp_path / "cache")}
     return TokenShards(**(settings | changes))
 

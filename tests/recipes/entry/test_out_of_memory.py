@@ -66,7 +66,7 @@ def test_a_batch_that_does_not_fit_ends_with_71_and_overrides_that_reduce_memory
     # halving the micro-batch, or any other single override, does not suffice
     assert "Add one of these overrides" not in output
     assert "micro_batch_size=2048 " in output
-    assert "activation_checkpoint=every_block" in output
+    assert "activation_checkpoint=full" in output
     assert "precision=bf16-mixed" in output
     assert "offload" not in output, "host memory is full: nothing can be offloaded to it"
     # the logits, twice over: as they are and as the loss needs them
@@ -152,7 +152,7 @@ def test_each_suggested_override_composes_with_the_command_line(recipe: str, tmp
     assert composed is not None
     assert not mistakes
     suggested = [overrides for overrides, _ in remedies(composed, world_size=world_size)]
-    assert suggested[:2] == ["micro_batch_size=4", "activation_checkpoint=every_block"]
+    assert suggested[:2] == ["micro_batch_size=4", "activation_checkpoint=full"]
     assert suggested[2] == next_strategy
     for overrides in suggested:
         # a folder that exists on this machine
@@ -190,7 +190,7 @@ def test_the_event_of_another_rank_than_0_is_added_once_after_all_ranks_have_end
 
 def test_a_run_that_uses_every_override_already_gets_none(tmp_path: Path) -> None:
     typed = ["recipe=fsdp_bf16_offload", "trainer.accelerator=cpu", "trainer.devices=2"]
-    typed += ["global_batch_size=2", "activation_checkpoint=every_block"]
+    typed += ["global_batch_size=2", "activation_checkpoint=full"]
     composed, _ = compose_and_check([*typed, f"hydra.run.dir={tmp_path}"])
     assert composed is not None
     assert not [*remedies(composed, world_size=2)]

@@ -127,7 +127,7 @@ def test_the_command_answers_requests_and_writes_metrics(run: Path, logged: Any)
         ("hellaswag", [], "the harness cannot load it: KeyError: 'doc_to_text'"),
         ("risky", [], "it runs what the model writes, which is not supported"),
         ("arithmetic", ["evaluator.task_folder=nowhere"], "there is no such folder"),
-        ("arithmetic", ["evaluator.chat=true"], "the run was not trained on conversations"),
+        ("arithmetic", ["evaluator.apply_chat_template=true"], "the run was not trained on conversations"),
     ],
 )
 @pytest.mark.usefixtures("stand_in")

@@ -10,7 +10,7 @@ from support import execute
 SMALL = [
     *("recipe=sft", "tokenizer=bytes", "model.vocab_size=257", "model.num_layers=1", "model.hidden_size=32"),
     *("model.num_heads=2", "model.max_seq_len=96", "trainer.max_steps=2", "global_batch_size=4", "eval_every=2"),
-    *("save_every=2", "warmup_steps=1", "data.val_fraction=0.3", "callbacks.answer_check.num_questions=3"),
+    *("save_every=2", "warmup_steps=1", "data.val_fraction=0.3", "callbacks.generation_eval.num_samples=3"),
     "~callbacks.report",
 ]
 
@@ -46,7 +46,7 @@ def test_answers_are_in_the_metrics_and_in_a_file(runs: dict[str, Path]) -> None
 @pytest.mark.parametrize("name", ["chats", "adapter"])
 def test_evaluate_answers_questions_as_the_run_did(name: str, runs: dict[str, Path]) -> None:
     rows = [json.loads(line) for line in (runs[name] / "answers.jsonl").open()]
-    assert execute("mode=evaluate", f"resume={runs[name]}", "mode.answers.num_questions=3") == 0
+    assert execute("mode=evaluate", f"resume={runs[name]}", "mode.answers.num_samples=3") == 0
     found = json.loads((runs[name] / "evaluate_val.json").read_text())
     assert found["exact_match"] == sum(row["score"] for row in rows) / 3
     assert execute("mode=evaluate", f"resume={runs[name]}", "mode.answers=null") == 0
@@ -56,7 +56,7 @@ def test_evaluate_answers_questions_as_the_run_did(name: str, runs: dict[str, Pa
 def test_a_message_is_answered_by_the_template_of_the_run(
     runs: dict[str, Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    typed = ["mode=sample", "mode.prompt=7?", "mode.chat=true", "mode.num_tokens=4"]
+    typed = ["mode=sample", "mode.prompt=7?", "mode.apply_chat_template=true", "mode.max_new_tokens=4"]
     assert execute(*typed, f"resume={runs['chats']}") == 0
     assert "7?\n" in "".join(capfd.readouterr())
     assert execute(*typed, f"resume={runs['plain']}") == 2

@@ -230,7 +230,7 @@ def test_evaluate_on_other_data_keeps_the_tokenizer_of_the_run(run: Path, tmp_pa
 def test_a_sample_depends_on_nothing_but_its_seed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for seed in (1, 1, 2):
-        overrides = ["mode.prompt=a =", f"mode.seed={seed}", "mode.num_tokens=40"]
+        overrides = ["mode.prompt=a =", f"mode.seed={seed}", "mode.max_new_tokens=40"]
         assert execute(f"resume={run}", "mode=sample", *overrides) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
@@ -470,7 +470,7 @@ OUTPUTS = {
     "dashboard": ["mode.path={path}"],
     "wandb_sweep": ["mode.path={path}", "'optimizer.lr=tag(log,interval(1e-4,1e-2))'"],
     "prepare": ["data=documents", "data.path={texts}", "mode.output={path}"],
-    "unpack": ["mode.path={gguf}", "mode.output={path}"],
+    "convert_gguf": ["mode.path={gguf}", "mode.output={path}"],
 }
 
 

@@ -137,8 +137,8 @@ def test_every_option_agrees_with_torchs_counter_in_all_that_it_multiplies(optio
         one_dimensional = [p.numel() for p in model.parameters() if p.dim() == 1]
         positions = model.position.weight.numel() if hasattr(model, "position") else 0
         extra = 6 * shape[0] * (sum(one_dimensional) + positions)
-    if hasattr(model, "value_dim"):  # its values are filled up to the size of its keys for the kernel
-        filled_up = model.num_heads * (model.head_dim + model.rope_dim - model.value_dim)
+    if hasattr(model, "v_head_dim"):  # its values are filled up to the size of its keys for the kernel
+        filled_up = model.num_heads * (model.head_dim + model.qk_rope_head_dim - model.v_head_dim)
         counted -= 6 * model.num_layers * filled_up * shape[0] ** 2
     assert flops.palm - extra == counted
     assert extra < 0.02 * counted

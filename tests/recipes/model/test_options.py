@@ -21,8 +21,8 @@ NUM_PARAMETERS = {  # without vocabulary padding
     "llama_8b": 8_030_261_248,
     "deepseek_nano": 4_877_632,
     "deepseek_v3": 671_026_404_352,  # and 14,848 biases of experts, which are no parameters
-    "moe_nano": 4_233_024,
-    "moe_8x7b": 46_702_792_704,
+    "mixtral_nano": 4_233_024,
+    "mixtral_8x7b": 46_702_792_704,
     "resnet18": 11_172_810,
     "resnet50": 25_557_032,
 }

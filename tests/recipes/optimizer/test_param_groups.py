@@ -52,17 +52,13 @@ def test_every_rank_has_the_same_groups_whichever_of_them_are_empty() -> None:
     "option",
     [
         "adamw",
-        "adamw_nano",
         "adamw_8bit",
         "schedule_free",
         "adam",
         "sgd",
         "lion",
-        "lion_nano",
         "adafactor",
-        "adafactor_nano",
         "muon",
-        "muon_nano",
     ],
 )
 def test_an_optimizer_instantiated_from_its_config_takes_a_step(option: str) -> None:

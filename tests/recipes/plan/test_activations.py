@@ -25,7 +25,7 @@ def _plan(*overrides: str, compiled: bool = False) -> Plan:
 
 @pytest.fixture(scope="module")
 def plans() -> dict[str, Plan]:
-    options = ["none", "every_block", "every_nth", "selective", "offload"]
+    options = ["none", "full", "every_nth", "selective", "offload"]
     return {option: _plan(f"activation_checkpoint={option}") for option in options}
 
 
@@ -43,10 +43,10 @@ def _times(plan: Plan) -> Times:
 
 
 def test_what_keeps_less_takes_longer(plans: dict[str, Plan]) -> None:
-    order = ["none", "selective", "every_nth", "every_block"]
+    order = ["none", "selective", "every_nth", "full"]
     kept = [_kept(plans[option]) for option in order]
     assert kept == sorted(kept, reverse=True)
-    assert _seconds(plans["none"]) < _seconds(plans["selective"]) < _seconds(plans["every_block"])
+    assert _seconds(plans["none"]) < _seconds(plans["selective"]) < _seconds(plans["full"])
 
 
 def test_selective_repeats_no_product(plans: dict[str, Plan]) -> None:
@@ -77,7 +77,7 @@ def test_a_budget_of_nothing_keeps_what_every_block_keeps(plans: dict[str, Plan]
     none, half, whole = (
         _plan(option, f"activation_checkpoint.memory_budget={fraction}", compiled=True) for fraction in (0.0, 0.5, 1.0)
     )
-    assert none.peak.total == pytest.approx(plans["every_block"].peak.total, rel=0.001)
+    assert none.peak.total == pytest.approx(plans["full"].peak.total, rel=0.001)
     assert whole.peak.total == plans["none"].peak.total
     middle = (none.peak.total + whole.peak.total) / 2
     assert half.peak.total == pytest.approx(middle, rel=0.001)

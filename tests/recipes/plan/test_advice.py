@@ -46,7 +46,7 @@ def test_the_advised_micro_batch_fits_and_the_next_larger_one_does_not(tmp_path:
 
 def test_blocks_are_recomputed_before_the_state_is_sharded_further() -> None:
     assert _advise(68)[:2] == ["strategy=single", "activation_checkpoint=selective"]
-    assert _advise(65)[:2] == ["strategy=single", "activation_checkpoint=every_block"]
+    assert _advise(65)[:2] == ["strategy=single", "activation_checkpoint=full"]
     # of two ranks: ddp holds 62.7 MiB at least, ZeRO-1 58.5, FSDP2 45.7
     assert _advise(60, num_ranks=2)[0] == "strategy=deepspeed_stage_1"
     assert _advise(48, num_ranks=2)[0] == "strategy=fsdp"
@@ -60,7 +60,7 @@ def test_what_cannot_fit_gets_no_advice_but_what_each_measure_saves() -> None:
         "micro_batch_size=16",
         "precision=bf16-mixed",
         "activation_checkpoint=selective",
-        "activation_checkpoint=every_block",
+        "activation_checkpoint=full",
     ]
 
 

@@ -187,8 +187,8 @@ def test_a_size_that_does_not_divide_the_heads_is_one_message() -> None:
 
 
 def test_divided_experts_have_as_much_state_on_a_rank_and_gather_less() -> None:
-    base = ["recipe=ep_bf16", "model=moe_8x7b", "global_batch_size=8", "micro_batch_size=1", "seq_len=2048"]
-    base += ["model.num_layers=4", "activation_checkpoint=every_block"]
+    base = ["recipe=ep_bf16", "model=mixtral_8x7b", "global_batch_size=8", "micro_batch_size=1", "seq_len=2048"]
+    base += ["model.num_layers=4", "activation_checkpoint=full"]
     whole, divided, alone = (_gpu_plan(*base, f"expert_parallel_size={size}") for size in (1, 4, 8))
     for name in ("weights", "optimizer"):
         assert _most(divided, name) == pytest.approx(_most(whole, name), rel=0.03)
@@ -198,7 +198,7 @@ def test_divided_experts_have_as_much_state_on_a_rank_and_gather_less() -> None:
 
 
 def test_a_size_that_does_not_divide_the_experts_is_one_message() -> None:
-    _, mistakes = compose_and_check(["mode=plan", "recipe=ep_bf16", "model=moe_8x7b", "expert_parallel_size=3"])
+    _, mistakes = compose_and_check(["mode=plan", "recipe=ep_bf16", "model=mixtral_8x7b", "expert_parallel_size=3"])
     assert [mistake for mistake in mistakes if "model.num_experts=8 is not divisible by 3 ranks" in str(mistake)]
 
 

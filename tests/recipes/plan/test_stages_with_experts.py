@@ -13,8 +13,8 @@ from recipes.plan.trace import GATHERED
 RATES = get_rates("NVIDIA H100 80GB HBM3", tflops={"bf16": 989.4, "fp16": 989.4, "fp32": 67.0}, bandwidth=3350e9)
 CLUSTER = find_cluster("h100x8", per_node=None, num_nodes=1, interconnect=None, memory_gib=None)
 RUN = [
-    *("mode=plan", "data=random_tokens", "recipe=ep_bf16", "model=moe_8x7b", "model.num_layers=4", "seq_len=2048"),
-    *("global_batch_size=16", "micro_batch_size=1", "activation_checkpoint=every_block", "pipeline_parallel_size=2"),
+    *("mode=plan", "data=random_tokens", "recipe=ep_bf16", "model=mixtral_8x7b", "model.num_layers=4", "seq_len=2048"),
+    *("global_batch_size=16", "micro_batch_size=1", "activation_checkpoint=full", "pipeline_parallel_size=2"),
 ]
 EXPERTS = 4 * 3 * 8 * 4096 * 14336  # parameters
 

@@ -88,7 +88,7 @@ OPTIONS = (
     "data.domain_field=kind",
     "quality=[gopher,c4]",
     "quality.remove_unpunctuated_lines=null",
-    "mode.rules_off={code: all}",
+    "mode.disabled_rules={code: all}",
 )
 
 
@@ -301,9 +301,9 @@ def mistake(source: Path, output: Path, *overrides: str) -> str:
         (["+quality.min_wrds=3"], "quality.min_wrds=3: there is no such rule; type quality.min_words=3"),
         (["quality.min_wrds=3"], "quality.min_wrds=3: there is no such rule; type quality.min_words=3"),
         (
-            ["mode.rules_off={code: [min_wrds]}"],
-            "mode.rules_off.code=[min_wrds]: it is a list of rules of quality=, or all;"
-            " type 'mode.rules_off.code=[min_words]', or mode.rules_off.code=all",
+            ["mode.disabled_rules={code: [min_wrds]}"],
+            "mode.disabled_rules.code=[min_wrds]: it is a list of rules of quality=, or all;"
+            " type 'mode.disabled_rules.code=[min_words]', or mode.disabled_rules.code=all",
         ),
         (["mode.near_copies=1.5"], "mode.near_copies=1.5: it must be above 0 and at most 1"),
         (["mode.evaluation={x: nowhere.jsonl}"], "mode.evaluation.x=nowhere.jsonl: there is no such file or folder"),
@@ -345,7 +345,7 @@ def test_no_document_is_a_sentence_and_a_kind_that_no_document_has_a_warning(
 ) -> None:
     assert "there is no document to prepare" in mistake(write_rows(tmp_path / "none.jsonl", []), tmp_path / "out")
     source = write_rows(tmp_path / "a.jsonl", [{"text": make_text(random.Random(7)), "kind": "prose"}])
-    prepare(source, tmp_path / "out", "data.domain_field=knid", "mode.rules_off={prose: all}")
+    prepare(source, tmp_path / "out", "data.domain_field=knid", "mode.disabled_rules={prose: all}")
     out, err = capfd.readouterr()
     shown = out + err
     assert "mode.rules_off.prose: no document is of this kind; by data.domain_field they are unknown" in shown

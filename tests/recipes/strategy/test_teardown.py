@@ -31,7 +31,7 @@ def make(name: str) -> Strategy:
         "devices": [CPU],
         "precision": Precision(name="32-true"),
         "checkpoint_io": FolderCheckpointIO(
-            writer=CheckpointWriter(asynchronous=False, after=lambda folder: None), verify_hashes=True
+            writer=CheckpointWriter(async_save=False, after=lambda folder: None), verify_hashes=True
         ),
     }
     if name == "single":

@@ -16,8 +16,8 @@ from recipes.build import build
 
 RATE = 2.0**-6  # its multiples are exact
 BASE = (
-    *("data=random_tokens", "model=moe_nano", "model.vocab_size=64", "model.max_seq_len=16", "model.num_layers=2"),
-    *("model.num_heads=2", "model.num_kv_heads=1", "model.hidden_size=32", "model.ffn_hidden_size=32"),
+    *("data=random_tokens", "model=mixtral_nano", "model.vocab_size=64", "model.max_seq_len=16", "model.num_layers=2"),
+    *("model.num_heads=2", "model.num_kv_heads=1", "model.hidden_size=32", "model.moe_intermediate_size=32"),
     *("model.num_experts=4", f"model.balance_rate={RATE}", "optimizer.lr=1e-2", "warmup_steps=1", "seed=7"),
     *("global_batch_size=8", "eval_samples=8", "eval_every=100", "save_every=null", "log_every=1"),
     *("trainer.accelerator=cpu", "trainer.devices=1", "trainer.max_steps=6"),
@@ -76,7 +76,7 @@ def test_biases_move_by_the_rate_once_a_step(plain: list[Tensor]) -> None:
     "overrides",
     [
         ["micro_batch_size=2"],
-        ["activation_checkpoint=every_block"],
+        ["activation_checkpoint=full"],
         ["activation_checkpoint=selective"],
         ["log_every=3"],
     ],
@@ -150,7 +150,7 @@ def test_a_rollback_restores_the_biases(tmp_path: Path) -> None:
 
 
 def test_terms_of_the_objective_are_means_over_targets_summed_over_layers(tmp_path: Path) -> None:
-    _, run = train(tmp_path, "trainer.max_steps=1", "+model.load_balance_loss=0.5", "+model.router_z_loss=0.25")
+    _, run = train(tmp_path, "trainer.max_steps=1", "+model.router_aux_loss_coef=0.5", "+model.router_z_loss=0.25")
     task, generator = run.task.train(), torch.Generator().manual_seed(3)
     batch = {
         "inputs": torch.randint(64, (3, 16), generator=generator),

@@ -33,10 +33,12 @@ def test_a_block_is_recomputed_in_one_way() -> None:
 
 
 def test_products_are_kept_in_recomputed_blocks() -> None:
-    assert [fix for _, fix in _mistakes("activation_checkpoint.keep=products")] == ["activation_checkpoint=selective"]
+    assert [fix for _, fix in _mistakes("activation_checkpoint.save_ops=products")] == [
+        "activation_checkpoint=selective"
+    ]
 
 
-@pytest.mark.parametrize("option", ["none", "every_block", "every_nth", "selective", "offload"])
+@pytest.mark.parametrize("option", ["none", "full", "every_nth", "selective", "offload"])
 def test_every_option_can_be_offloaded(option: str) -> None:
     assert not _mistakes(f"activation_checkpoint={option}", OFFLOAD)
     assert not _mistakes(f"activation_checkpoint={option}", OFFLOAD, "compile=true")

@@ -22,7 +22,7 @@ MESSAGES = {
     "checkpoint.keep_best=-1": (
         "checkpoint.keep_best=-1: it must be at least 0; type checkpoint.keep_best=<at least 0>"
     ),
-    "checkpoint.best_mode=up": ("checkpoint.best_mode=up: it takes min or max; type checkpoint.best_mode=<min or max>"),
+    "checkpoint.mode=up": ("checkpoint.mode=up: it takes min or max; type checkpoint.mode=<min or max>"),
     "checkpoint.on_save_error=ignore": (
         "checkpoint.on_save_error=ignore: it takes continue or stop; type checkpoint.on_save_error=<continue or stop>"
     ),
@@ -41,9 +41,9 @@ def test_a_mistake_about_checkpoints_is_one_sentence_that_says_what_to_type(type
 def test_a_mistake_about_checkpoints_ends_with_exit_code_2_and_leaves_no_folder(
     tmp_path: Path,
 ) -> None:
-    done = run_train(["checkpoint.best_mode=up"], folder=tmp_path)
+    done = run_train(["checkpoint.mode=up"], folder=tmp_path)
     assert done.returncode == 2
-    assert "type: checkpoint.best_mode=<min or max>" in done.stderr
+    assert "type: checkpoint.mode=<min or max>" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -58,7 +58,7 @@ def test_steps_and_minutes_may_both_be_null_and_a_minute_may_be_a_fraction() -> 
 
 
 def test_invalid_choices_and_numbers_out_of_range_are_reported_together() -> None:
-    typed = ["checkpoint.best_mode=up", "checkpoint.keep_last=0", "checkpoint.keep_every=-1.5"]
+    typed = ["checkpoint.mode=up", "checkpoint.keep_last=0", "checkpoint.keep_every=-1.5"]
     typed += ["optimizer.betas=x"]
     _, mistakes = compose_and_check(typed)
     assert sorted(mistake.setting for mistake in mistakes) == sorted(typed)

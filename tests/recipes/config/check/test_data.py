@@ -108,9 +108,9 @@ def test_an_error_names_the_key_that_has_the_value() -> None:
 @pytest.mark.parametrize("name", ["val/code/loss", "val/other/loss", "val/other/perplexity"])
 def test_checkpoints_may_be_ranked_by_the_loss_of_one_source(name: str) -> None:
     more = ("+data@eval_data.other=stdlib_text", "checkpoint.keep_best=1")
-    assert mistakes_of(*MIXED, *more, f"checkpoint.best_metric={name}") == []
-    wrong = mistakes_of(*MIXED, *more, f"checkpoint.best_metric={name}es")
-    assert f"type checkpoint.best_metric={name}, or" in wrong[0]
+    assert mistakes_of(*MIXED, *more, f"checkpoint.monitor={name}") == []
+    wrong = mistakes_of(*MIXED, *more, f"checkpoint.monitor={name}es")
+    assert f"type checkpoint.monitor={name}, or" in wrong[0]
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,8 @@ TOGETHER = {
     ),
     "mode.prompt=a b": "mode.prompt=a b: there is no 'mode.prompt'; type mode=sample 'mode.prompt=a b'",
     "optimizer=AdamW": (
-        "optimizer=AdamW: the options are adafactor adafactor_nano adam adamw adamw_8bit adamw_8bit_nano adamw_nano"
-        " lion lion_nano muon muon_nano schedule_free schedule_free_nano sgd; type optimizer=adamw"
+        "optimizer=AdamW: the options are adafactor adam adamw adamw_8bit lion muon schedule_free sgd;"
+        " type optimizer=adamw"
     ),
     "+optimizer.lr=1": "+optimizer.lr=1: it already exists; type optimizer.lr=1",
     "~resume": "~resume: every run has one; type resume=null",
@@ -93,8 +93,8 @@ TOGETHER = {
         "~optimizer.lr=1e-3: ~ removes a setting, and this one has another value; type optimizer.lr=1e-3"
     ),
     "mode=train": (
-        "mode=train: the options are batch_find dashboard diagnose evaluate export fit lr_find noise_scale plan"
-        " preflight prepare replay report sample unpack wandb_sweep; type mode=fit"
+        "mode=train: the options are batch_find convert_gguf dashboard diagnose evaluate export fit lr_find"
+        " noise_scale plan preflight prepare replay report sample wandb_sweep; type mode=fit"
     ),
     "optimizer.block_size=0": (
         "optimizer.block_size=0: there is no 'optimizer.block_size'; type one of optimizer.lr= optimizer.betas="
@@ -132,8 +132,8 @@ ALONE = {
     ),
     "mode._target_=null": (
         "mode._target_=null: it names the class or function to call;"
-        " type mode=<batch_find | dashboard | diagnose | evaluate | export | fit | lr_find | noise_scale | plan |"
-        " preflight | prepare | replay | report | sample | unpack | wandb_sweep>"
+        " type mode=<batch_find | convert_gguf | dashboard | diagnose | evaluate | export | fit | lr_find | noise_scale |"
+        " plan | preflight | prepare | replay | report | sample | wandb_sweep>"
     ),
     "logger.csv=null": "logger.csv=null: every run writes metrics.csv; type logger=none for nothing else",
     "data=text_files data.path='~nouser/x'": (

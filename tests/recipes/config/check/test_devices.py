@@ -117,8 +117,8 @@ def test_kernels_without_a_mask_take_no_packed_examples(name: str) -> None:
 def test_dora_is_refused_where_weights_are_partitioned() -> None:
     typed = ["adapter=dora", "strategy=deepspeed_stage_3", "trainer.devices=2"]
     assert (
-        "adapter.use_dora=true strategy=deepspeed_stage_3: DoRA needs the norms of the full frozen weights, and each rank"
-        " has only a part of them; type strategy=fsdp, or adapter=lora"
+        "adapter.use_dora=true strategy=deepspeed_stage_3: DoRA needs the norms of the full frozen weights, and each"
+        " rank has only a part of them; type strategy=fsdp, or adapter=lora"
     ) in messages(*typed)
     assert not [message for message in messages("adapter=lora", *typed[1:]) if "adapter" in message]
 
@@ -128,18 +128,18 @@ def test_dora_is_refused_where_weights_are_partitioned() -> None:
     [
         (
             "strategy=deepspeed_stage_2",
-            "adapter.quantization=nf4 strategy=deepspeed_stage_2: DeepSpeed broadcasts and partitions all weights as plain"
-            " tensors, which weights in 4 bits are not; type strategy=fsdp, or adapter=lora",
+            "adapter.quantization=nf4 strategy=deepspeed_stage_2: DeepSpeed broadcasts and partitions all weights as"
+            " plain tensors, which weights in 4 bits are not; type strategy=fsdp, or adapter=lora",
         ),
         (
             "adapter.use_dora=true",
-            "adapter.quantization=nf4 adapter.use_dora=true: DoRA computes row norms of the frozen weights in every step, which"
-            " 4-bit storage does not provide; type adapter=qlora, or adapter=dora",
+            "adapter.quantization=nf4 adapter.use_dora=true: DoRA computes row norms of the frozen weights in every"
+            " step, which 4-bit storage does not provide; type adapter=qlora, or adapter=dora",
         ),
         (
             "precision=fp8-mixed",
-            "adapter.quantization=nf4 precision=fp8-mixed: float8 products cast weights of 16 or 32 bits, and these have 4;"
-            " type precision=bf16-mixed, or adapter=lora",
+            "adapter.quantization=nf4 precision=fp8-mixed: float8 products cast weights of 16 or 32 bits, and these"
+            " have 4; type precision=bf16-mixed, or adapter=lora",
         ),
     ],
 )

@@ -36,13 +36,13 @@ MESSAGES = {
     "model=resnet18 metrics.f1.average=maro": (
         "metrics.f1.average=maro: it takes micro or macro or weighted or none or null; type metrics.f1.average=macro"
     ),
-    "checkpoint.best_metric=val/acuracy model=resnet18": (
-        "checkpoint.best_metric=val/acuracy: validation computes val/loss val/accuracy val/accuracy_top5 val/f1"
-        " val/calibration_error; type checkpoint.best_metric=val/accuracy, or +metrics.…"
+    "checkpoint.monitor=val/acuracy model=resnet18": (
+        "checkpoint.monitor=val/acuracy: validation computes val/loss val/accuracy val/accuracy_top5 val/f1"
+        " val/calibration_error; type checkpoint.monitor=val/accuracy, or +metrics.…"
     ),
-    "checkpoint.best_metric=val_loss": (
-        "checkpoint.best_metric=val_loss: validation computes val/loss val/perplexity val/token_accuracy;"
-        " type checkpoint.best_metric=val/loss, or +metrics.…"
+    "checkpoint.monitor=val_loss": (
+        "checkpoint.monitor=val_loss: validation computes val/loss val/perplexity val/token_accuracy;"
+        " type checkpoint.monitor=val/loss, or +metrics.…"
     ),
     "callbacks.early_stop.stopping_threshold=0.9 callbacks.early_stop.monitor=val/accuracy": (
         "callbacks.early_stop.monitor=val/accuracy: validation computes val/loss val/perplexity val/token_accuracy;"
@@ -76,18 +76,18 @@ def test_a_choice_of_metrics_that_fits_is_valid(typed: str) -> None:
     ("overrides", "lines"),
     [
         (
-            "model=resnet18 checkpoint.best_metric=val/accuracy",
-            ["checkpoint.best_mode=min takes the worst for the best"],
+            "model=resnet18 checkpoint.monitor=val/accuracy",
+            ["checkpoint.mode=min takes the worst for the best"],
         ),
-        ("model=resnet18 checkpoint.best_metric=val/accuracy checkpoint.best_mode=max", []),
-        ("checkpoint.best_mode=max", ["checkpoint.best_metric=val/loss: checkpoint.best_mode=max takes the worst"]),
-        ("checkpoint.best_metric=val/accuracy checkpoint.keep_best=0", []),
+        ("model=resnet18 checkpoint.monitor=val/accuracy checkpoint.mode=max", []),
+        ("checkpoint.mode=max", ["checkpoint.monitor=val/loss: checkpoint.mode=max takes the worst"]),
+        ("checkpoint.monitor=val/accuracy checkpoint.keep_best=0", []),
         (
             "callbacks.early_stop.patience=3 callbacks.early_stop.monitor=val/mine/exact_match",
             ["a higher exact_match is better; type callbacks.early_stop.mode=max"],
         ),
         ("callbacks.early_stop.monitor=val/accuracy", []),  # off
-        ("checkpoint.best_metric=val/calibration checkpoint.best_mode=max", []),  # not known
+        ("checkpoint.monitor=val/calibration checkpoint.mode=max", []),  # not known
     ],
 )
 def test_a_metric_whose_worst_value_would_count_as_the_best_is_named(overrides: str, lines: list[str]) -> None:

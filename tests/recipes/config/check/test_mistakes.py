@@ -59,7 +59,7 @@ MESSAGES = {
         "recipe=fsdp_bf61: the options are cp_bf16 ddp_bf16 ddp_fp16 ddp_fp32 ep_bf16 fsdp_bf16 fsdp_bf16_offload fsdp_fp16 fsdp_tp_bf16 fsdp_tp_pp_bf16 hsdp_bf16 mixture pp_bf16 quickstart sft sft_demo single_bf16 single_fp16 single_fp32 tp_bf16 zero1_bf16 zero1_fp16 zero2_bf16 zero2_bf16_offload zero2_fp16 zero2_fp16_offload zero3_bf16 zero3_bf16_nvme zero3_bf16_offload zero3_fp16 zero3_fp16_offload; type recipe=fsdp_bf16"
     ),
     "model=gtp2": (
-        "model=gtp2: the options are deepseek_nano deepseek_v3 gpt2 gpt2_large gpt2_medium gpt2_nano gpt2_xl huggingface llama_160m llama_1b llama_8b llama_nano moe_8x7b moe_nano resnet18 resnet50; type model=gpt2"
+        "model=gtp2: the options are deepseek_nano deepseek_v3 gpt2 gpt2_large gpt2_medium gpt2_nano gpt2_xl huggingface llama_160m llama_1b llama_8b llama_nano mixtral_8x7b mixtral_nano resnet18 resnet50; type model=gpt2"
     ),
     "presicion=bf16-mixed": ("presicion=bf16-mixed: there is no 'presicion'; type precision=bf16-mixed"),
     "precision=bf16": (
@@ -130,7 +130,7 @@ MESSAGES = {
     "task=classification": (
         "model=gpt2_nano task=classification: the model takes tokens, the task images; type task=language_modeling"
     ),
-    "scheduler=warmup_stable_decay trainer.max_steps=100": (
+    "scheduler=wsd trainer.max_steps=100": (
         "warmup_steps=70 scheduler.decay_steps=200: together they are longer than trainer.max_steps=100; type warmup_steps=10 scheduler.decay_steps=20"
     ),
     "scheduler=constant_cooldown scheduler.cooldown_steps=800": (

@@ -36,10 +36,10 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         ["compile=false", _INTERLEAVED],
     ),
     f"{_TWO} {_V} {_FOUR_LAYERS} micro_batch_size=4 activation_checkpoint=selective": (
-        "pipeline_schedule=ZBVZeroBubble activation_checkpoint.keep=products: it splits the backward pass of a layer in"
-        " two, and torch (2.13) recomputes from saved tensors only once; type activation_checkpoint=every_block, or"
+        "pipeline_schedule=ZBVZeroBubble activation_checkpoint.save_ops=products: it splits the backward pass of a"
+        " layer in two, and torch (2.13) recomputes from saved tensors only once; type activation_checkpoint=full, or"
         " pipeline_schedule=Interleaved1F1B",
-        ["activation_checkpoint=every_block", _INTERLEAVED],
+        ["activation_checkpoint=full", _INTERLEAVED],
     ),
     f"{_TWO} micro_batch_size=4 mode=noise_scale": (
         "pipeline_parallel_size=2 mode=noise_scale: it compares the gradients of micro-batches, which a pipeline adds"

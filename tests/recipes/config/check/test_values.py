@@ -41,10 +41,10 @@ WRONG = {
         "warmup_steps=10000000000000000000: it must be at least 0 and below 2^63;"
         " type warmup_steps=<at least 0 and below 2^63>",
     ],
-    "scheduler=step scheduler.factor=nan scheduler.milestones=[5,-1] model=llama_nano model.rope_theta=0"
+    "scheduler=step scheduler.gamma=nan scheduler.milestones=[5,-1] model=llama_nano model.rope_theta=0"
     " model.rms_eps=nan model.head_dim=-4 model.rope_scaling_factor=0.5 optimizer=adafactor"
     " optimizer.beta2_decay=1 optimizer.eps=[1e-15,-1] mode=lr_find mode.max_lr=inf": [
-        "scheduler.factor=nan: it must be finite and above 0; type scheduler.factor=<finite and above 0>",
+        "scheduler.gamma=nan: it must be finite and above 0; type scheduler.gamma=<finite and above 0>",
         "scheduler.milestones[1]=-1: it must be at least 1; type 'scheduler.milestones=[…]', each at least 1",
         "model.rope_theta=0: it must be above 0; type model.rope_theta=<above 0>",
         "model.rms_eps=nan: it must be finite and at least 0; type model.rms_eps=<finite and at least 0>",
@@ -54,15 +54,16 @@ WRONG = {
         "optimizer.eps[1]=-1: it must be at least 0; type 'optimizer.eps=[…]', each at least 0",
         "mode.max_lr=inf: it must be finite and above 0; type mode.max_lr=<finite and above 0>",
     ],
-    "model=moe_nano model.router_scores=nope data=synthetic_tasks data.train_on=question data.tasks=[]"
-    " adapter=lora adapter.target_modules=[] callbacks=[default,answer_check] callbacks.answer_check.score=nope": [
-        "model.router_scores=nope: it takes softmax or sigmoid; type model.router_scores=<softmax or sigmoid>",
+    "model=mixtral_nano model.scoring_func=nope data=synthetic_tasks data.train_on=question data.tasks=[]"
+    " adapter=lora adapter.target_modules=[] callbacks=[default,generation_eval]"
+    " callbacks.generation_eval.reward=nope": [
+        "model.scoring_func=nope: it takes softmax or sigmoid; type model.scoring_func=<softmax or sigmoid>",
         "data.train_on=question: it takes answers or last_answer or all;"
         " type data.train_on=<answers or last_answer or all>",
         "data.tasks=[]: it must be a list of at least 1; type data.tasks=<list of at least 1>",
         "adapter.target_modules=[]: it must be a list of at least 1; type adapter.target_modules=<list of at least 1>",
-        "callbacks.answer_check.score=nope: it takes a section with a _target_ and _partial_: true or null;"
-        " type 'callbacks.answer_check.score={_target_: <module.function>, _partial_: true}'",
+        "callbacks.generation_eval.reward=nope: it takes a section with a _target_ and _partial_: true or null;"
+        " type 'callbacks.generation_eval.reward={_target_: <module.function>, _partial_: true}'",
     ],
     "data=mixture data.weights={a:x} data.stages={} mode=report mode.runs=[logs] mode.write=null": [
         "data.weights={a:x}: it takes a section such as {name: number}; type data.weights=<{name: number}>",

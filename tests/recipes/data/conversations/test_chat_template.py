@@ -29,7 +29,7 @@ def test_the_template_of_a_tokenizer_is_used_and_saved(tmp_path: Path) -> None:
 
 
 def test_a_template_that_does_not_exist_is_named() -> None:
-    with pytest.raises(ConfigError, match="data.template=alpaca: there is no such file"):
+    with pytest.raises(ConfigError, match="data.chat_template=alpaca: there is no such file"):
         find_template("alpaca", byte_tokenizer())
 
 
@@ -146,7 +146,7 @@ def test_a_template_that_would_not_end_or_fill_the_memory_is_refused(
     monkeypatch.setattr(bounded_template, "_MAX_SECONDS", 0.05)
     with pytest.raises(ConfigError, match="the template of a test (rejects it|is no valid Jinja)") as caught:
         render(template)
-    assert caught.value.fix == "data.template=chatml, or data.template=<file.jinja>"
+    assert caught.value.fix == "data.chat_template=chatml, or data.chat_template=<file.jinja>"
 
 
 def test_a_long_conversation_is_within_the_bounds() -> None:
@@ -192,20 +192,20 @@ def test_a_file_that_is_no_template_is_refused(content: bytes, reason: str, tmp_
     with pytest.raises(ConfigError) as caught:
         find_template(str(tmp_path / "t.jinja"), byte_tokenizer())
     assert reason in caught.value.reason
-    assert caught.value.setting == f"data.template={tmp_path / 't.jinja'}"
+    assert caught.value.setting == f"data.chat_template={tmp_path / 't.jinja'}"
 
 
 @pytest.mark.parametrize("name", ["~nouser/x.jinja", "x" * 300, "a\0b", "/dev/zero", "/"])
 def test_a_name_that_is_no_file_is_refused(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         find_template(name, byte_tokenizer())
-    assert caught.value.setting == f"data.template={name}"
+    assert caught.value.setting == f"data.chat_template={name}"
 
 
 def test_templates_with_names_are_found_by_them() -> None:
     tokenizer = tokenizer_with([{"name": "rag", "template": "r"}, {"name": "tool_use", "template": CHATML}])
     with pytest.raises(ConfigError, match="the templates rag, tool_use, and none of them is the default") as caught:
         find_template("auto", tokenizer)
-    assert find_template(caught.value.fix.removeprefix("data.template="), tokenizer).source == "r"
+    assert find_template(caught.value.fix.removeprefix("data.chat_template="), tokenizer).source == "r"
     several = tokenizer_with([{"name": "default", "template": "d"}, {"name": "tool_use", "template": CHATML}])
     assert find_template("auto", several) == ChatTemplate("d", "the tokenizer", tool_source=CHATML)

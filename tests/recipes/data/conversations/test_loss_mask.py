@@ -126,7 +126,7 @@ def test_an_answer_that_changes_with_what_follows_is_refused() -> None:
     )
     with pytest.raises(ConfigError, match="answers cannot be found: what it renders for an answer depends") as caught:
         tokenize(forgetful, messages_of(CHATS[1]))
-    assert "a.jsonl:1: data.template of a test" in caught.value.setting
+    assert "a.jsonl:1: data.chat_template of a test" in caught.value.setting
     # the last answer is the same whatever follows, since nothing does
     assert "Bis bald" in learned(*tokenize(forgetful, messages_of(CHATS[1]), train_on="last_answer"))
 
@@ -292,9 +292,9 @@ def test_a_template_that_does_not_show_what_is_learned_is_refused(
         mask(template, messages, tools=TOOLS if messages is CALLING else None, train_on=train_on)
     uses_tools = messages is CALLING
     advice = (
-        "data.template=<file.jinja> of a model that calls tools"
+        "data.chat_template=<file.jinja> of a model that calls tools"
         if uses_tools
-        else "data.template=chatml, or data.template="
+        else "data.chat_template=chatml, or data.chat_template="
     )
     assert caught.value.fix.startswith(advice)
 
@@ -392,7 +392,7 @@ def test_what_is_advised_for_a_template_has_been_tried(template: str, train_on: 
     messages = messages_of(CHATS[1])
     with pytest.raises(ConfigError, match="answers cannot be found") as caught:
         mask(template, messages, train_on=train_on)
-    assert caught.value.fix == f"data.template=<file.jinja> with {{% generation %}} around answers, or {ways}"
+    assert caught.value.fix == f"data.chat_template=<file.jinja> with {{% generation %}} around answers, or {ways}"
     for way in re.findall(r"train_on=(\w+)", ways):
         assert mask(template, messages, train_on=way).carries_loss.any()
 

@@ -37,12 +37,12 @@ def source_of(folder: Path, rows: list[dict[str, Any]] | None = None, **settings
         "path": write(folder / "rows.jsonl", sums() if rows is None else rows),
         "format": None,
         "fields": {},
-        "template": "auto",
+        "chat_template": "auto",
         "train_on": "answers",
         "packing": True,
         "val_path": None,
         "val_fraction": 0.1,
-        "hub_split": "train",
+        "split": "train",
         "tokenizer": Bytes(),
         "seq_len": 32,
         "cache_dir": str(folder / "cache"),
@@ -387,4 +387,4 @@ def test_of_several_templates_that_for_tools_is_used_and_all_are_kept(tmp_path: 
     ):
         source_of(tmp_path, [{"messages": row["messages"]} for row in rows], **options)  # the default, without tools
     with pytest.raises(ConfigError, match="the template of the tokenizer rejects it: it shows no tools|show a call"):
-        source_of(tmp_path, rows, **options | {"template": "default"})
+        source_of(tmp_path, rows, **options | {"chat_template": "default"})

@@ -48,12 +48,12 @@ def question_source(folder: Path, *, packing: bool = True) -> Conversations:
         path=str(path),
         format=None,
         fields={},
-        template="auto",
+        chat_template="auto",
         train_on="answers",
         packing=packing,
         val_path=None,
         val_fraction=0.2,
-        hub_split="train",
+        split="train",
         tokenizer=Bytes(),
         seq_len=SEQ_LEN,
         cache_dir=str(folder / "cache"),
@@ -61,7 +61,7 @@ def question_source(folder: Path, *, packing: bool = True) -> Conversations:
 
 
 def mixture_of(sources: dict[str, Any], weights: dict[str, float], **settings: Any) -> Mixture:
-    settings = {"stages": [], "max_repeats": None, "seq_len": SEQ_LEN} | settings
+    settings = {"stages": [], "max_epochs": None, "seq_len": SEQ_LEN} | settings
     return Mixture(sources=sources, weights=weights, **settings)
 
 
@@ -74,7 +74,7 @@ def rows_source(folder: Path, texts: list[str], **settings: Any) -> Documents:
         "val_fraction": 0.2,
         "cache_dir": str(folder / "cache"),
     } | settings
-    return Documents(path=str(path), text_field="text", domain_field=None, hub_split="train", **settings)
+    return Documents(path=str(path), text_field="text", domain_field=None, split="train", **settings)
 
 
 def read_tokens(source: Any, split: str) -> list[int]:
@@ -215,14 +215,14 @@ def test_fingerprints_tell_shares_apart(tmp_path: Path) -> None:
 
 
 def test_a_run_that_reads_a_source_too_often_is_refused_with_the_number(tmp_path: Path) -> None:
-    mixture = two_texts(tmp_path, max_repeats=2.0)
+    mixture = two_texts(tmp_path, max_epochs=2.0)
     length = len(mixture.train().parts["plain"])
     most = int(2 * length / 0.75)
     mixture.check_run(most - 2)
     with pytest.raises(ConfigError) as error:
         mixture.check_run(most + 200)
     assert f"read the {length} of plain" in error.value.reason
-    assert "data.max_repeats=3" in error.value.fix
+    assert "data.max_epochs=3" in error.value.fix
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def shards_of(path: str, cache: Path, **settings: Any) -> TokenShards:
         "path": path,
         "val_path": None,
         "dtype": "uint16",
-        "files_at_a_time": 2,
+        "num_open_shards": 2,
         "cache_gb": None,
         "vocab_size": 60_000,
         "seq_len": SEQ_LEN,
@@ -64,40 +64,40 @@ def file_of(order: ShardOrder, counts: list[int], positions: Any) -> list[int]:
 COUNTS = [5, 17, 3, 40, 11, 0, 8, 29]
 
 
-@pytest.mark.parametrize("files_at_a_time", [1, 3, 100])
-def test_an_epoch_brings_every_sample_once(files_at_a_time: int) -> None:
-    order = ShardOrder(COUNTS, files_at_a_time=files_at_a_time, seed=3)
+@pytest.mark.parametrize("num_open_shards", [1, 3, 100])
+def test_an_epoch_brings_every_sample_once(num_open_shards: int) -> None:
+    order = ShardOrder(COUNTS, num_open_shards=num_open_shards, seed=3)
     total = sum(COUNTS)
     first, second = order.indices(np.arange(2 * total)).reshape(2, total)
     assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(total))
     assert first.tolist() != second.tolist()
 
 
-@pytest.mark.parametrize("files_at_a_time", [1, 3])
-def test_no_more_files_than_chosen_are_read_at_a_time(files_at_a_time: int) -> None:
+@pytest.mark.parametrize("num_open_shards", [1, 3])
+def test_no_more_files_than_chosen_are_read_at_a_time(num_open_shards: int) -> None:
     counts = [count for count in COUNTS if count]
-    order = ShardOrder(counts, files_at_a_time=files_at_a_time, seed=3)
+    order = ShardOrder(counts, num_open_shards=num_open_shards, seed=3)
     files = file_of(order, counts, np.arange(sum(counts)))
     seen = list(dict.fromkeys(files))
-    for start in range(0, len(seen), files_at_a_time):
-        group = set(seen[start : start + files_at_a_time])
+    for start in range(0, len(seen), num_open_shards):
+        group = set(seen[start : start + num_open_shards])
         places = [place for place, file in enumerate(files) if file in group]
         assert places == list(range(places[0], places[0] + len(places)))
     assert seen != sorted(seen), "files in another order"
 
 
 def test_an_order_depends_on_position_and_seed_alone() -> None:
-    order, again = (ShardOrder(COUNTS, files_at_a_time=3, seed=3) for _ in range(2))
+    order, again = (ShardOrder(COUNTS, num_open_shards=3, seed=3) for _ in range(2))
     positions = np.random.default_rng(0).integers(0, 10 * sum(COUNTS), 25)
     one_by_one = [again(int(position)) for position in positions]
     assert order.indices(positions).tolist() == one_by_one
     assert pickle.loads(pickle.dumps(order)).indices(positions).tolist() == one_by_one
-    other = ShardOrder(COUNTS, files_at_a_time=3, seed=4)
+    other = ShardOrder(COUNTS, num_open_shards=3, seed=4)
     assert other.indices(positions).tolist() != one_by_one
 
 
 def test_ranks_share_the_stream_and_resume_within_it() -> None:
-    order = ShardOrder(COUNTS, files_at_a_time=3, seed=3)
+    order = ShardOrder(COUNTS, num_open_shards=3, seed=3)
     whole = order.indices(np.arange(240)).tolist()
     for world_size in (1, 2, 4):
         batches = [
@@ -142,7 +142,7 @@ def test_files_of_a_bucket_are_copied_when_they_are_first_read(tmp_path: Path) -
 
 
 def test_copies_stay_within_their_limit(tmp_path: Path) -> None:
-    source = shards_of(write_shards(BUCKET, [400] * 6), tmp_path, cache_gb=2e-6, files_at_a_time=1)  # two of 928 bytes
+    source = shards_of(write_shards(BUCKET, [400] * 6), tmp_path, cache_gb=2e-6, num_open_shards=1)  # two of 928 bytes
     train = source.train()
     per_file = train.counts[0]
     for index in range(0, len(train), per_file):
@@ -245,7 +245,7 @@ def test_a_run_on_a_bucket_resumes_with_the_rows_that_are_left(tmp_path: Path) -
     path = write_shards(BUCKET, [400, 300, 500, 200])
     tiny = [
         *("model.num_layers=1", "model.num_heads=2", "model.hidden_size=16", "model.max_seq_len=16", "callbacks=[]"),
-        *("data=token_shards", f"data.path={path}", f"data.cache_dir={tmp_path / 'cache'}", "data.files_at_a_time=2"),
+        *("data=token_shards", f"data.path={path}", f"data.cache_dir={tmp_path / 'cache'}", "data.num_open_shards=2"),
         *("model.vocab_size=4096", "global_batch_size=4", "save_every=5", "eval_every=5", "trainer.accelerator=cpu"),
     ]
     assert execute(*tiny, "trainer.max_steps=10", f"hydra.run.dir={tmp_path / 'whole'}") == 0

@@ -25,9 +25,9 @@ SETTINGS: dict[str, Any] = {
     "num_heads": 4,
     "num_kv_heads": 2,
     "hidden_size": 32,
-    "ffn_hidden_size": 48,
+    "moe_intermediate_size": 48,
     "num_experts": 4,
-    "num_experts_per_token": 2,
+    "num_experts_per_tok": 2,
     "rope_theta": 10000.0,
 }
 
@@ -93,7 +93,7 @@ def test_a_token_is_computed_alike_whatever_else_is_in_the_batch() -> None:
 
 
 def test_equal_experts_are_one_mlp() -> None:
-    mlp = small(num_experts_per_token=3).blocks[0].mlp
+    mlp = small(num_experts_per_tok=3).blocks[0].mlp
     with torch.no_grad():
         for layer in (mlp.experts.gate, mlp.experts.up, mlp.experts.out):
             layer.weight.copy_(layer.weight[:1].expand_as(layer.weight) * 5)
@@ -119,7 +119,7 @@ def test_every_weight_has_a_gradient_and_no_bias_has() -> None:
     assert not any(name.endswith("bias") for name, _ in model.named_parameters())
 
 
-@pytest.mark.parametrize("option", [{"every_nth_block": 1}, {"every_nth_block": 1, "keep": "products"}])
+@pytest.mark.parametrize("option", [{"every_nth_block": 1}, {"every_nth_block": 1, "save_ops": "products"}])
 def test_recomputed_blocks_count_each_token_once_and_have_the_same_gradients(option: dict[str, Any]) -> None:
     plain, recomputed = small(router_z_loss=0.01), small(router_z_loss=0.01)
     ActivationCheckpoint(**option).apply(recomputed.blocks)
@@ -144,7 +144,7 @@ def test_evaluation_keeps_no_routing() -> None:
 
 
 def test_terms_are_weighted_and_summed_over_layers() -> None:
-    model = small(load_balance_loss=0.5, router_z_loss=0.25)
+    model = small(router_aux_loss_coef=0.5, router_z_loss=0.25)
     terms = torch.tensor([[1.0, 2.0, 7.0], [3.0, 4.0, 7.0]])  # [L, 3]
     assert float(model.weigh_terms(terms)) == 0.5 * 4 + 0.25 * 6
 
@@ -182,7 +182,9 @@ def test_flops_are_those_of_the_experts_that_compute_a_token() -> None:
     assert small(num_experts=4).flops_per_token(16).causal == dense.causal + router
 
 
-@pytest.mark.parametrize(("option", "total", "active"), [("moe_nano", 4.2e6, 1.6e6), ("moe_8x7b", 46.7e9, 12.9e9)])
+@pytest.mark.parametrize(
+    ("option", "total", "active"), [("mixtral_nano", 4.2e6, 1.6e6), ("mixtral_8x7b", 46.7e9, 12.9e9)]
+)
 def test_configured_models_have_the_published_numbers_of_parameters(option: str, total: float, active: float) -> None:
     node = yaml.safe_load((ROOT / f"conf/model/{option}.yaml").read_text())
     node.pop("_target_")

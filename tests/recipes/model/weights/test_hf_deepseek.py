@@ -24,24 +24,24 @@ SETTINGS: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "max_seq_len": 24,
     "num_layers": 3,
-    "num_dense_layers": 1,
+    "first_k_dense_replace": 1,
     "num_heads": 4,
     "num_kv_heads": 4,
     "hidden_size": 32,
-    "dense_ffn_hidden_size": 40,
-    "ffn_hidden_size": 24,
-    "query_rank": 16,
-    "key_value_rank": 12,
-    "head_dim": 8,
-    "rope_dim": 4,
-    "value_dim": 6,
+    "ffn_hidden_size": 40,
+    "moe_intermediate_size": 24,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
     "num_experts": 8,
-    "num_experts_per_token": 3,
-    "num_expert_groups": 4,
-    "num_groups_per_token": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
     "num_shared_experts": 2,
-    "router_scores": "sigmoid",
-    "weights_scale": 2.5,
+    "scoring_func": "sigmoid",
+    "routed_scaling_factor": 2.5,
     "rope_theta": 500.0,
     "rms_eps": 1e-5,  # not that of the latent vectors, which is always 1e-6
 }
@@ -105,11 +105,11 @@ def logits_of(model: nn.Module) -> Tensor:
     return (out if isinstance(out, Tensor) else out.logits)[..., :VOCAB_SIZE]
 
 
-@pytest.mark.parametrize("query_rank", [16, None])
-def test_logits_and_gradients_are_those_of_transformers(query_rank: int | None, tmp_path: Path) -> None:
-    reference = theirs(q_lora_rank=query_rank)
+@pytest.mark.parametrize("q_lora_rank", [16, None])
+def test_logits_and_gradients_are_those_of_transformers(q_lora_rank: int | None, tmp_path: Path) -> None:
+    reference = theirs(q_lora_rank=q_lora_rank)
     reference.save_pretrained(tmp_path)
-    model = ours(pretrained=str(tmp_path), query_rank=query_rank).eval()
+    model = ours(pretrained=str(tmp_path), q_lora_rank=q_lora_rank).eval()
     initialize(model, seed=0)
     found, expected = logits_of(model), logits_of(reference)
     assert expected.std() > 0.3
@@ -178,6 +178,6 @@ def test_of_many_missing_tensors_a_message_lists_five(tmp_path: Path) -> None:
 def test_other_sizes_are_one_message_with_what_to_type(tmp_path: Path) -> None:
     theirs().save_pretrained(tmp_path)
     with pytest.raises(ConfigError) as caught:
-        load_pretrained(ours(key_value_rank=16, num_shared_experts=1, weights_scale=1.0), tmp_path)
-    for typed in ("model.key_value_rank=12", "model.num_shared_experts=2", "model.weights_scale=2.5"):
+        load_pretrained(ours(kv_lora_rank=16, num_shared_experts=1, routed_scaling_factor=1.0), tmp_path)
+    for typed in ("model.kv_lora_rank=12", "model.num_shared_experts=2", "model.routed_scaling_factor=2.5"):
         assert typed in str(caught.value)

@@ -24,9 +24,9 @@ SETTINGS: dict[str, Any] = {
     "num_heads": 4,
     "num_kv_heads": 2,
     "hidden_size": 32,
-    "ffn_hidden_size": 48,
+    "moe_intermediate_size": 48,
     "num_experts": 4,
-    "num_experts_per_token": 2,
+    "num_experts_per_tok": 2,
     "rope_theta": 500.0,
 }
 
@@ -105,10 +105,10 @@ def test_our_export_loads_in_transformers_and_gives_our_logits(tmp_path: Path) -
 
 def test_a_model_of_other_experts_is_rejected(tmp_path: Path) -> None:
     theirs().save_pretrained(tmp_path)
-    changes = {"num_experts": 8, "num_experts_per_token": 1, "router_scores": "sigmoid"}
+    changes = {"num_experts": 8, "num_experts_per_tok": 1, "scoring_func": "sigmoid"}
     with pytest.raises(ConfigError) as error:
         load_pretrained(ours(**changes), tmp_path)
-    assert error.value.fix == "model.num_experts=4 model.num_experts_per_token=2 model.router_scores=softmax"
+    assert error.value.fix == "model.num_experts=4 model.num_experts_per_tok=2 model.scoring_func=softmax"
 
 
 def test_a_plain_llama_is_no_model_with_experts(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_plain_llama_is_no_model_with_experts(tmp_path: Path) -> None:
         load_pretrained(ours(), tmp_path)
 
 
-@pytest.mark.parametrize("changes", [{"balance_rate": 0.01}, {"router_scores": "sigmoid"}])
+@pytest.mark.parametrize("changes", [{"balance_rate": 0.01}, {"scoring_func": "sigmoid"}])
 def test_what_the_format_cannot_say_is_not_exported(changes: dict[str, Any], tmp_path: Path) -> None:
     model = ours(**changes)
     model.init_weights(0)

@@ -22,7 +22,7 @@ log = logging.getLogger("lightning_recipes")
 _SHOWN_CHARACTERS = 60
 
 
-class AnswerCheck(Callback):
+class GenerationEval(Callback):
     """Generates answers after each validation and logs the fraction that is correct as `val/exact_match`.
 
     Loss and token accuracy are teacher-forced: each token is predicted from the correct prefix. Here the model must
@@ -35,23 +35,23 @@ class AnswerCheck(Callback):
     one wrong answer.
 
     Args:
-        num_questions: Questions to answer, evenly spaced; the same ones each time.
-        num_tokens: Maximum number of tokens per answer. None allows slightly more than the longest expected answer.
-        pattern: Regular expression that extracts the text to compare from both answers: the first group of its last
-            match, or the whole match if it has no group. An answer without a match is wrong. None compares the
+        num_samples: Number of questions to answer, evenly spaced; the same ones each time.
+        max_new_tokens: Maximum number of tokens per answer. None allows slightly more than the longest expected answer.
+        answer_regex: Regular expression that extracts the text to compare from both answers: the first group of its
+            last match, or the whole match if it has no group. An answer without a match is wrong. None compares the
             complete answers with surrounding whitespace stripped.
-        score: Called as `score(given=…, expected=…)` with the text that `pattern` extracts; returns 0 to 1. None
+        reward: Called as `reward(given=…, expected=…)` with the text that `answer_regex` extracts; returns 0 to 1. None
             scores 1 if both are equal, else 0.
         questions: Questions with their expected answers, for `answer_fn`.
         answer_fn: Called as `answer_fn(module, question)` in eval mode, without gradients; returns the complete answer.
             With a model of transformers, it decodes what `module.model.generate` returns.
 
     Raises:
-        ValueError: An argument is outside its range, `pattern` is not a valid regular expression, or only one of
+        ValueError: An argument is outside its range, `answer_regex` is not a valid regular expression, or only one of
             `questions` and `answer_fn` is set.
 
     Example:
-        >>> check = AnswerCheck(num_questions=100, pattern=r"#### (-?[0-9.]+)")
+        >>> check = GenerationEval(num_samples=100, answer_regex=r"#### (-?[0-9.]+)")
         >>> check.judge("6 * 7 = 42\\n#### 42", "#### 42")
         1.0
     """
@@ -59,30 +59,32 @@ class AnswerCheck(Callback):
     def __init__(
         self,
         *,
-        num_questions: Annotated[int, ">= 1"] = 64,
-        num_tokens: Annotated[int, ">= 1"] | None = None,
-        pattern: str | None = None,
-        score: Callable[..., float] | None = None,
+        num_samples: Annotated[int, ">= 1"] = 64,
+        max_new_tokens: Annotated[int, ">= 1"] | None = None,
+        answer_regex: str | None = None,
+        reward: Callable[..., float] | None = None,
         questions: Sequence[tuple[str, str]] | None = None,
         answer_fn: Callable[[LightningModule, str], str] | None = None,
     ) -> None:
         super().__init__()
-        if num_questions < 1:
-            raise ValueError(f"num_questions is {num_questions}; a fraction needs 1 or more; set num_questions=64")
-        if num_tokens is not None and num_tokens < 1:
-            raise ValueError(f"num_tokens is {num_tokens}; an answer has 1 or more; set None for as many as expected")
+        if num_samples < 1:
+            raise ValueError(f"num_samples is {num_samples}; a fraction needs 1 or more; set num_samples=64")
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ValueError(
+                f"max_new_tokens is {max_new_tokens}; an answer has 1 or more; set None for as many as expected"
+            )
         try:
-            self._pattern = None if pattern is None else re.compile(pattern)
+            self._answer_regex = None if answer_regex is None else re.compile(answer_regex)
         except re.error as error:
             why = f"it is not a valid regular expression: {error}"
-            raise ValueError(f"pattern is {pattern!r}; {why}; set None") from error
+            raise ValueError(f"answer_regex is {answer_regex!r}; {why}; set None") from error
         if (questions is None) != (answer_fn is None):
             given, other = ("questions", "answer_fn") if answer_fn is None else ("answer_fn", "questions")
             raise ValueError(f"{given} is set and {other} is not; answers need both; set {other} too")
-        self.num_questions = num_questions
-        self.num_tokens = num_tokens
-        self._score = score
-        self._questions = [] if questions is None else _spread(questions, num_questions)
+        self.num_samples = num_samples
+        self.max_new_tokens = max_new_tokens
+        self._reward = reward
+        self._questions = [] if questions is None else _spread(questions, num_samples)
         self._answer_fn = answer_fn
         self._file: LineFile | None = None
 
@@ -90,13 +92,15 @@ class AnswerCheck(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._answer_fn is None and not isinstance(pl_module, SupportsAnswers) and trainer.is_global_zero:
             name = type(pl_module).__name__
-            log.warning(f"AnswerCheck is off: {name} has no recipes_answer_questions; pass it questions and answer_fn")
+            log.warning(
+                f"GenerationEval is off: {name} has no recipes_answer_questions; pass it questions and answer_fn"
+            )
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        with get_profiler(trainer).profile("answer_check"), isolate_rng():
+        with get_profiler(trainer).profile("generation_eval"), isolate_rng():
             answers = self._get_answers(trainer, pl_module)
         if not answers:
             return
@@ -114,8 +118,8 @@ class AnswerCheck(Callback):
         if not isinstance(pl_module, SupportsAnswers):
             return []
         of_rank = pl_module.recipes_answer_questions(
-            self.num_questions,
-            num_tokens=self.num_tokens,
+            self.num_samples,
+            max_new_tokens=self.max_new_tokens,
             rank=data_rank(trainer) if num_ranks() > 1 else 0,
             num_ranks=data_size(trainer) if num_ranks() > 1 else 1,
             all_ended=lambda ended: all_ranks(ended, pl_module.device),
@@ -146,15 +150,15 @@ class AnswerCheck(Callback):
         parts = [self._extract(text) for text in (given, expected)]
         if parts[0] is None or parts[1] is None:
             return 0.0
-        if self._score is not None:
-            return float(self._score(given=parts[0], expected=parts[1]))
+        if self._reward is not None:
+            return float(self._reward(given=parts[0], expected=parts[1]))
         return float(parts[0] == parts[1])
 
     def _extract(self, text: str) -> str | None:
-        if self._pattern is None:
+        if self._answer_regex is None:
             return text.strip()
-        matches = list(self._pattern.finditer(text))
-        found = matches[-1].group(1 if self._pattern.groups else 0) if matches else None
+        matches = list(self._answer_regex.finditer(text))
+        found = matches[-1].group(1 if self._answer_regex.groups else 0) if matches else None
         return None if found is None else str(found)
 
 

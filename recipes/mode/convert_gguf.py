@@ -43,7 +43,9 @@ _SETTINGS = {
 }
 
 
-def unpack(composed: Composed, *, path: str, output: str, dtype: Literal["float32", "bfloat16", "float16"]) -> int:
+def convert_gguf(
+    composed: Composed, *, path: str, output: str, dtype: Literal["float32", "bfloat16", "float16"]
+) -> int:
     """Write the weights, config and tokenizer of a GGUF file in `transformers` format.
 
     Quantized weights are dequantized, which does not restore the original weights.
@@ -117,7 +119,7 @@ def _load(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         reason = f"it needs the package {error.name}, which is not installed"
-        raise ConfigError("mode=unpack", reason, "pip install -e '.[huggingface]'") from error
+        raise ConfigError("mode=convert_gguf", reason, "pip install -e '.[huggingface]'") from error
     typed = f"mode.path={file}"
     with reading(file, typed, _ANOTHER), tempfile.TemporaryDirectory() as alone:
         # in a folder of its own: transformers also reads the config.json that it finds beside a file, and asks on the

@@ -13,7 +13,7 @@ from support import execute
 
 from recipes.config import compose_and_check
 from recipes.errors import ConfigError
-from recipes.mode import unpack
+from recipes.mode import convert_gguf
 
 HEADS, WIDTH, INNER, LAYERS = 4, 64, 96, 2
 TOKENS = ["<unk>", "<s>", "</s>", *(chr(code) for code in range(33, 127)), "ab"]
@@ -111,18 +111,18 @@ def write_gguf(
     writer.close()
 
 
-def unpacked(folder: Path, *overrides: str) -> Any:
+def converted(folder: Path, *overrides: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     typed = [f"mode.path={folder / 'model.gguf'}", f"mode.output={folder / 'out'}", *overrides]
-    assert execute("mode=unpack", *typed) == 0
+    assert execute("mode=convert_gguf", *typed) == 0
     return AutoModelForCausalLM.from_pretrained(folder / "out", dtype="auto")
 
 
 def test_weights_are_those_of_the_model_that_the_file_was_made_from(tmp_path: Path) -> None:
     model = make_model()
     write_gguf(tmp_path / "model.gguf", model)
-    found = unpacked(tmp_path).state_dict()
+    found = converted(tmp_path).state_dict()
     expected = model.state_dict()
     assert found.keys() == expected.keys()
     for name, values in expected.items():
@@ -138,7 +138,7 @@ def test_quantized_weights_become_what_they_stand_for(tmp_path: Path) -> None:
 
     model = make_model()
     write_gguf(tmp_path / "model.gguf", model, quantized=True)
-    found = unpacked(tmp_path, "mode.dtype=bfloat16").state_dict()
+    found = converted(tmp_path, "mode.dtype=bfloat16").state_dict()
     name = "model.layers.0.mlp.up_proj.weight"
     kind = gguf.GGMLQuantizationType.Q8_0
     stands_for = gguf.quants.dequantize(gguf.quants.quantize(model.state_dict()[name].numpy(), kind), kind)
@@ -148,7 +148,7 @@ def test_quantized_weights_become_what_they_stand_for(tmp_path: Path) -> None:
 
 def test_the_folder_is_trained(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", make_model())
-    unpacked(tmp_path)
+    converted(tmp_path)
     tiny = [
         "model=huggingface",
         f"model.name={tmp_path / 'out'}",
@@ -199,7 +199,7 @@ def test_a_file_that_is_not_read_as_a_whole_is_refused(
     options, reason = PARTIAL[kind]
     write_gguf(tmp_path / "model.gguf", make_model(), **options)
     with pytest.raises(ConfigError, match=rf"^mode\.path={tmp_path}/model\.gguf: .*{reason}"):
-        unpack._load(tmp_path / "model.gguf", torch.float32)
+        convert_gguf._load(tmp_path / "model.gguf", torch.float32)
     assert "LOAD REPORT" not in capfd.readouterr().err
 
 
@@ -213,7 +213,7 @@ def test_the_rotary_scaling_of_llama_3_1_is_read_and_nothing_beside_the_file(tmp
     code = {"model_type": "llama", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(code))
     tokens = torch.arange(3, 93)[None]
-    assert torch.equal(unpacked(tmp_path)(tokens).logits, model(tokens).logits)
+    assert torch.equal(converted(tmp_path)(tokens).logits, model(tokens).logits)
     assert "auto_map" not in (tmp_path / "out/config.json").read_text()
 
 
@@ -221,7 +221,9 @@ def mistake(folder: Path, **settings: str) -> str:
     from recipes.build import execute as execute_mode
 
     typed = {"path": str(folder / "model.gguf"), "output": str(folder / "out")} | settings
-    composed, mistakes = compose_and_check(["mode=unpack", *(f"mode.{key}={value}" for key, value in typed.items())])
+    composed, mistakes = compose_and_check(
+        ["mode=convert_gguf", *(f"mode.{key}={value}" for key, value in typed.items())]
+    )
     assert not mistakes
     assert composed is not None
     with pytest.raises(ConfigError) as error:

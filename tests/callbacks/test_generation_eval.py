@@ -1,4 +1,4 @@
-"""AnswerCheck: its score by hand, its file, and that a validation without questions is left alone."""
+"""GenerationEval: its score by hand, its file, and that a validation without questions is left alone."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from callbacks.answer_check import AnswerCheck
+from callbacks.generation_eval import GenerationEval
 
 ANSWERS = [("1+1=", "2", "2"), ("2+2=", "4", " 4\n"), ("3+3=", "6", "7"), ("4+4=", "8", "")]
 
@@ -19,9 +19,9 @@ def make_student(base: type, answers: Any = ANSWERS) -> Any:
     class Student(base):  # type: ignore[misc]
         calls: list[Any]
 
-        def recipes_answer_questions(self, num_questions: int, **options: Any) -> Any:
+        def recipes_answer_questions(self, num_samples: int, **options: Any) -> Any:
             ended = options.pop("all_ended")
-            self.calls.append((num_questions, options, ended(True), ended(False)))
+            self.calls.append((num_samples, options, ended(True), ended(False)))
             torch.rand(5)
             random.random()
             return answers
@@ -31,7 +31,7 @@ def make_student(base: type, answers: Any = ANSWERS) -> Any:
     return module
 
 
-def fit(trainer_of: Any, module: Any, check: AnswerCheck) -> Any:
+def fit(trainer_of: Any, module: Any, check: GenerationEval) -> Any:
     trainer = trainer_of(callbacks=[check], limit_val_batches=1, val_check_interval=4)
     trainer.fit(module)
     return trainer
@@ -39,9 +39,9 @@ def fit(trainer_of: Any, module: Any, check: AnswerCheck) -> Any:
 
 def test_the_share_of_right_answers_is_a_metric_of_each_validation(plain_module, make_trainer, tmp_path) -> None:
     module = make_student(plain_module)
-    trainer = fit(make_trainer, module, AnswerCheck(num_questions=4))
+    trainer = fit(make_trainer, module, GenerationEval(num_samples=4))
     assert float(trainer.callback_metrics["val/exact_match"]) == 0.5, "spaces at both ends do not count"
-    options = {"num_tokens": None, "rank": 0, "num_ranks": 1}
+    options = {"max_new_tokens": None, "rank": 0, "num_ranks": 1}
     assert module.calls == [(4, options, True, False)] * 2
     rows = [json.loads(line) for line in (tmp_path / "run" / "answers.jsonl").open()]
     assert [(row["step"], row["score"]) for row in rows] == [(s, score) for s in (4, 8) for score in (1, 1, 0, 0)]
@@ -50,18 +50,18 @@ def test_the_share_of_right_answers_is_a_metric_of_each_validation(plain_module,
 
 def test_the_log_shows_one_wrong_answer(plain_module, make_trainer, caplog) -> None:
     with caplog.at_level(logging.INFO, "lightning_recipes"):
-        fit(make_trainer, make_student(plain_module), AnswerCheck(num_questions=4))
+        fit(make_trainer, make_student(plain_module), GenerationEval(num_samples=4))
     assert "step 8: 2 of 4 answers are correct; wrong: '3+3=' -> '7', expected '6'" in caplog.text
 
 
 def test_all_right_shows_none(plain_module, make_trainer, caplog) -> None:
     with caplog.at_level(logging.INFO, "lightning_recipes"):
-        fit(make_trainer, make_student(plain_module, ANSWERS[:2]), AnswerCheck())
+        fit(make_trainer, make_student(plain_module, ANSWERS[:2]), GenerationEval())
     assert caplog.messages[-1] == "step 8: 2 of 2 answers are correct"
 
 
 @pytest.mark.parametrize(
-    ("pattern", "given", "expected", "score"),
+    ("answer_regex", "given", "expected", "score"),
     [
         (r"#### (-?\d+)", "6 * 7 = 42\n#### 42", "so #### 42", 1.0),
         (r"#### (-?\d+)", "#### 1 no, #### 42", "#### 42", 1.0),
@@ -75,22 +75,22 @@ def test_all_right_shows_none(plain_module, make_trainer, caplog) -> None:
     ],
 )
 def test_a_pattern_chooses_what_is_compared(pattern: str | None, given: str, expected: str, score: float) -> None:
-    assert AnswerCheck(pattern=pattern).judge(given, expected) == score
+    assert GenerationEval(answer_regex=pattern).judge(given, expected) == score
 
 
 def test_a_function_of_ones_own_scores_what_the_pattern_finds() -> None:
     def share(given: str, expected: str) -> float:
         return sum(a == b for a, b in zip(given, expected, strict=True)) / len(expected)
 
-    assert AnswerCheck(pattern=r"\d+", score=share).judge("is 1234", "1224") == 0.75
+    assert GenerationEval(answer_regex=r"\d+", reward=share).judge("is 1234", "1224") == 0.75
 
 
 @pytest.mark.parametrize("answers", [None, []])
 def test_a_module_without_questions_is_left_alone(answers: Any, plain_module, make_trainer, tmp_path, caplog) -> None:
-    trainer = fit(make_trainer, make_student(plain_module, answers), AnswerCheck())
+    trainer = fit(make_trainer, make_student(plain_module, answers), GenerationEval())
     assert "val/exact_match" not in trainer.callback_metrics
-    assert "AnswerCheck is off" not in caplog.text
-    fit(make_trainer, plain_module(), AnswerCheck())
+    assert "GenerationEval is off" not in caplog.text
+    fit(make_trainer, plain_module(), GenerationEval())
     assert not (tmp_path / "run" / "answers.jsonl").exists()
     assert caplog.text.count("pass it questions and answer_fn") == 1
 
@@ -102,7 +102,7 @@ def test_a_function_answers_for_a_module_of_any_kind(plain_module, make_trainer,
         states.append((module.training, torch.is_grad_enabled()))
         return str(eval(question.removesuffix("=")) // 3 * 3)
 
-    check = AnswerCheck(num_questions=2, questions=[(asked, right) for asked, right, _ in ANSWERS], answer_fn=answer)
+    check = GenerationEval(num_samples=2, questions=[(asked, right) for asked, right, _ in ANSWERS], answer_fn=answer)
     trainer = fit(make_trainer, plain_module(), check)
     assert float(trainer.callback_metrics["val/exact_match"]) == 0.5
     assert states == [(False, False)] * 4
@@ -118,7 +118,7 @@ def test_answering_draws_no_random_number_of_the_training(plain_module, make_tra
     for module in (make_student(plain_module), plain_module()):
         torch.manual_seed(0)
         random.seed(0)
-        fit(make_trainer, module, AnswerCheck())
+        fit(make_trainer, module, GenerationEval())
         drawn.append((torch.rand(()).item(), random.random()))
     assert drawn[0] == drawn[1]
 
@@ -126,13 +126,13 @@ def test_answering_draws_no_random_number_of_the_training(plain_module, make_tra
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_questions": 0}, "num_questions is 0"),
-        ({"num_tokens": 0}, "num_tokens is 0"),
+        ({"num_samples": 0}, "num_samples is 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"questions": [("1+1=", "2")]}, "questions is set and answer_fn is not; .* set answer_fn too"),
         ({"answer_fn": len}, "answer_fn is set and questions is not"),
-        ({"pattern": "("}, "pattern is '\\('; it is not a valid regular expression"),
+        ({"answer_regex": "("}, "pattern is '\\('; it is not a valid regular expression"),
     ],
 )
 def test_arguments_out_of_range_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        AnswerCheck(**settings)
+        GenerationEval(**settings)
