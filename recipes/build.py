@@ -145,7 +145,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
     lightning.seed_everything(config["seed"], verbose=False)
     precision: Precision = make(config["precision"])
     set_float32_products(precision)
-    choose_attention_kernel(config.get("attention", "auto"))
+    choose_attention_kernel(config["attention"])
     choose_document_kernel(flex_attention=get_compile_mode(config) is not None)
     ranks = get_ranks(config)
     mesh = get_mesh(config, ranks)
@@ -162,7 +162,7 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         source=make(config["data"], data_section="data"),
         eval_sources={
             name: make(node, data_section=f"eval_data.{name}")
-            for name, node in config.get("eval_data", {}).items()
+            for name, node in config["eval_data"].items()
             if node is not None
         },
         accumulation=accumulation,
@@ -244,7 +244,7 @@ def build_task(config: Config, precision: Precision) -> TrainingTask:
         convert_model=precision.convert,
         activation_checkpoint=make(config["activation_checkpoint"]),
         compile_mode=get_compile_mode(config),
-        loss_chunk_tokens=config.get("loss_chunk_tokens"),  # absent from configs of earlier versions: no chunking
+        loss_chunk_tokens=config["loss_chunk_tokens"],
         scales_loss=precision.scales_loss,
         clipping=make(config["clipping"]),
         ema_decay=config["ema_decay"],
@@ -276,9 +276,6 @@ def _build_metrics(config: Config) -> dict[str, Metric]:
     model = config["model"]
     num_classes = model.get("vocab_size", model.get("num_classes"))
     metrics: dict[str, Metric] = {}
-    if "metrics" not in config:
-        LOGGER.warning("The config is from before there were metrics=: validation computes val/loss alone")
-        return metrics
     for name, node in config["metrics"].items():
         if node is None:  # disabled by `metrics.f1=null`, as for a callback
             continue
@@ -326,7 +323,7 @@ def _build_trainer(
         configured = {key: _make_member(key, node) for key, node in nodes.items()}
         limits = {key: config["trainer"].get(key.partition(".")[2]) for key in (MAX_STEPS, MAX_TIME)}
         saver.endings = Endings(limits | nodes, configured)
-        if (grace_seconds := (config.get("launcher") or {}).get("signal_seconds")) is not None:
+        if (grace_seconds := config["launcher"].get("signal_seconds")) is not None:
             saver.wait_seconds = _SHARE_OF_GRACE * grace_seconds
         # the order matters: callbacks fill the row of a step, it is logged, then the step is saved
         summary = SummaryWriter(run_folder=folder, find_ending=saver.endings.find)

@@ -311,15 +311,15 @@ class LossSpikeRollback(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         return {
-            "watch": self._recovery.monitor.state_dict(),
-            "ladder": self._recovery.escalation.state_dict(),
+            "monitor": self._recovery.monitor.state_dict(),
+            "escalation": self._recovery.escalation.state_dict(),
             "lr_backoff": self._recovery.lr_backoff.state_dict(),
-            "num_evidence": self._dump.num_folders,
+            "num_dumps": self._dump.num_folders,
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._recovery.monitor.load_state_dict(state_dict["watch"])
-        self._recovery.escalation.load_state_dict(state_dict["ladder"])
+        self._recovery.monitor.load_state_dict(state_dict["monitor"])
+        self._recovery.escalation.load_state_dict(state_dict["escalation"])
         self._recovery.lr_backoff.load_state_dict(state_dict["lr_backoff"])
-        self._dump.num_folders = state_dict["num_evidence"]
+        self._dump.num_folders = state_dict["num_dumps"]

@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = 2  # format 1 lacked what optimizers keep outside tensors on ranks other than the first
+FORMAT = 1
 _OWN_HASH = "hash_of_this_file_without_this_line"
 _NAME = re.compile(r"step_(\d{1,18})\.ckpt")
 _READ_BYTES = 16 << 20
@@ -54,7 +54,7 @@ class Manifest:
     versions: Mapping[str, str]
     metrics: Mapping[str, float]
     files: Mapping[str, FileRecord]
-    ended: Mapping[str, Any] | None = None  # absent from manifests of earlier versions
+    ended: Mapping[str, Any] | None
 
     @property
     def total_bytes(self) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 from recipes.checkpoint.manifest import FileRecord
 from recipes.files import sync
 
-UNSHARDED_SHAPES = "whole_shapes"  # key in the header's metadata
+UNSHARDED_SHAPES = "unsharded_shapes"  # key in the header's metadata
 ROWS = "rows"  # metadata key for shards with rows from several places
 SHARDING_INFO = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint._hf_utils, torch 2.13
 _CHUNK_BYTES = 4 << 20  # stays in the cache while it is checked, hashed and written

@@ -194,7 +194,6 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
     if resumed and recorded is not None:
         before = _to_plain(recorded)
         frozen = resumed.config | {key: config[key] for key in ("mode", "resume", "evaluator") if key in config}
-        frozen.setdefault("metrics", config["metrics"])  # absent from runs of earlier versions
         changed = apply_changes(frozen, before=before, now=config)
         config = _use_cache_of(config, take_typed(changed, config, overrides, _find_references(node)))
     return Composed(

@@ -58,6 +58,5 @@ def _make_within(value: Any, data_section: str | None) -> Any:
 def make_model(config: Mapping[str, Any]) -> Any:
     """Return the model of a config, with its adapter."""
     model = make(config["model"])
-    if "adapter" in config:  # an older run has none
-        make(config["adapter"]).apply(model)
+    make(config["adapter"]).apply(model)
     return model

@@ -42,8 +42,7 @@ def count_data_ranks(config: Mapping[str, Any], world_size: int) -> int:
 
 def make_mesh(config: Mapping[str, Any], ranks: Ranks) -> Mesh:
     """Return the mesh of a config on the given ranks. Raises the same errors as `get_mesh`."""
-    # the config of an older, purely data-parallel run has none of these settings
-    sizes = {name: config.get(name) or 1 for name in MODEL_SIZES}
+    sizes = {name: config[name] for name in MODEL_SIZES}
     traits = get_traits(config["strategy"])
     for name, what in _BY_FSDP.items():
         size = config.get(name) or 1

@@ -18,7 +18,6 @@ from recipes.data.text.sequences import TokenWindows, check_splits
 from recipes.data.text.source import check_windows
 from recipes.data.text.token_cache import SPLIT_TEXT
 from recipes.data.token_layout import (
-    LLM_C,
     TokenLayout,
     explain_large_token,
     explain_two_types,
@@ -76,7 +75,6 @@ class TokenFile:
                 "data.dtype=uint16 or uint32",
             )
         self._prepared: tuple[TokenWindows, TokenWindows] | None = None
-        self._skips_header = False
         self._is_same = False  # whether the file of validation tokens is that of all others
 
     def prepare(self) -> None:
@@ -112,8 +110,7 @@ class TokenFile:
         """Names and sizes of the files; their content is not hashed, because they may be hundreds of GB."""
         files = [self.path] if self.val_path is None else [self.path, self.val_path]
         sizes = [f"{Path(file).name}:{expand_home(file, 'data.path').stat().st_size}" for file in files]
-        skips = f"/{LLM_C}" if self._skips_header else ""  # earlier versions read that header as tokens
-        return f"{'+'.join(sizes)}/{self.dtype}/{self.val_fraction}{skips}"
+        return f"{'+'.join(sizes)}/{self.dtype}/{self.val_fraction}"
 
     def describe(self) -> str:
         """Return the number of samples and the tokens per sample."""
@@ -195,7 +192,6 @@ class TokenFile:
                 sample = b"" if layout.header is not None else sample_bytes(file, layout)
         except OSError as error:
             raise ConfigError(f"{key}={value}", f"it cannot be read: {error.strerror}", fix) from error
-        self._skips_header |= layout.header == LLM_C
         return _OpenedFile(key, value, path, layout, sample, find_bits(sample, vocab_size=self.vocab_size))
 
     def _check_tokens(self, files: "Sequence[_OpenedFile]") -> None:

@@ -9,8 +9,6 @@ from typing import Any, Literal
 from recipes.build import Run
 from recipes.checkpoint.checkpoint_io import FIX_OF_A_FORGERY
 from recipes.checkpoint.shards import load_module
-from recipes.data.text.source import TextSource
-from recipes.data.text.token_cache import STARTS
 from recipes.errors import ConfigError
 from recipes.foreign_file import reading
 from recipes.mode.start import get_checkpoint_io
@@ -57,7 +55,6 @@ def load_task(run: Run, weights: Literal["trained", "ema"]) -> tuple[TrainingTas
         elif weights == "ema" and len(kept) == 2:  # of an earlier version: both are refused now
             LOGGER.info("This run has two averages of the weights; this is that of ema_decay, not of its optimizer")
         state_dict = state["state_dict"] if weights == "trained" else _averaged_state_dict(state)
-        _log_unseen_start(run, state)
         task.on_load_checkpoint(state)
         load_module(task, state_dict)
     loaded_path = get_checkpoint_io(run).loaded  # may be an older one: damaged checkpoints are skipped
@@ -130,19 +127,3 @@ def load_tokenizer(run: Run, typed: str) -> Tokenizer:
         reason = "the data of that run is not text: it has no tokenizer"
         raise ConfigError(f"{typed} resume={run.folder}", reason, "resume=<a run on text>")
     return load_exported_tokenizer(run.tokenizer_folder, run.published)
-
-
-def _log_unseen_start(run: Run, state: dict[str, Any]) -> None:
-    """Log that a run of an earlier version read documents without the token that its tokenizer puts before a text."""
-    source: Any = run.data.source
-    texts = [part for part in getattr(source, "sources", {"": source}).values() if isinstance(part, TextSource)]
-    trained_on = str(state.get(type(run.data).__qualname__, {}).get("fingerprint"))
-    if not texts or STARTS in trained_on or not run.tokenizer_folder.is_dir():
-        return
-    tokenizer = Tokenizer.load(run.tokenizer_folder)
-    if tokenizer.first_tokens:
-        shown = "".join(map(tokenizer.spell, tokenizer.first_tokens))
-        LOGGER.warning(
-            f"The documents of this run began without {shown}, which its tokenizer puts before every text: now they"
-            " begin with it, and so do prompts and the export"
-        )

@@ -15,8 +15,7 @@ class Assumptions:
         memory_gib: Memory of a device; None uses the table.
         expect_mfu: Model FLOPs utilization by PaLM's definition; None estimates it from the operators.
         dollars_per_hour: Price of one device; None omits prices.
-        search: Plan the fastest mesh, micro-batch and recomputation that fit, instead of the config's; None, in configs
-            of older runs, means no.
+        search: Plan the fastest mesh, micro-batch and recomputation that fit, instead of the config's.
     """
 
     hardware: str
@@ -24,4 +23,4 @@ class Assumptions:
     memory_gib: Annotated[float, "> 0"] | None
     expect_mfu: Annotated[float, "> 0, <= 1"] | None
     dollars_per_hour: Annotated[float, "> 0"] | None
-    search: bool | None = None
+    search: bool

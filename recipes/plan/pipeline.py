@@ -86,13 +86,13 @@ class Pipeline:
 
 
 def read_pipeline(config: Mapping[str, Any]) -> Pipeline:
-    """Return the pipeline of a config; configs of older versions have none.
+    """Return the pipeline of a config.
 
     Raises:
         ConfigError: The schedule is unknown, or there are more stages than blocks.
     """
-    num_stages = int(config.get("pipeline_parallel_size") or 1)
-    schedule = str(config.get("pipeline_schedule") or "1F1B")
+    num_stages = int(config["pipeline_parallel_size"])
+    schedule = str(config["pipeline_schedule"])
     if schedule not in _SCHEDULES:
         raise ConfigError(
             f"pipeline_schedule={schedule} mode=plan",

@@ -202,7 +202,7 @@ def _prepare(
     """Record the places of a model under one recompute option; None: the config does not allow it."""
     config = with_overrides(
         composed,
-        ["strategy=fsdp", f"activation_checkpoint={recompute}", *(f"{name}=1" for name in _typed_sizes(composed))],
+        ["strategy=fsdp", f"activation_checkpoint={recompute}", *(f"{name}=1" for name in _SIZES)],
     )
     if config is None:
         return None
@@ -255,16 +255,9 @@ def _describe_shape(config: Config, recorded: Recorded) -> Shape:
     )
 
 
-def _typed_sizes(composed: Composed) -> list[str]:
-    """Return the size settings that this config has; older configs lack some."""
-    return [name for name in _SIZES if name in composed.config]
-
-
 def _can_divide(composed: Composed, name: str) -> bool:
     """Return whether the run accepts a size above 1 for a dimension."""
-    if name not in composed.config:
-        return False
-    others = [f"{other}=1" for other in _typed_sizes(composed) if other != name]
+    others = [f"{other}=1" for other in _SIZES if other != name]
     return with_overrides(composed, ["strategy=fsdp", *others, f"{name}=2"]) is not None
 
 

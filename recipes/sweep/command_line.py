@@ -22,7 +22,7 @@ from recipes.config.check.command_line import compose_overrides
 from recipes.config.check.metrics import find_unknown_metric
 from recipes.config.check.nodes import check_node_tree
 from recipes.config.check.ranges import check_ranges
-from recipes.config.check.renamed import answer_renamed_option, restore_sweeps
+from recipes.config.check.renamed import answer_renamed, restore_sweeps
 from recipes.config.check.suggestions import list_options, suggest_option
 from recipes.config.compose import CONF, Composed
 from recipes.config.instantiate import OPTUNA, PLUGINS
@@ -197,7 +197,7 @@ def _check_values(swept: dict[str, Override], typed: Sequence[str]) -> list[Conf
             options = list_options(group, typed)
             # the check of the first job has reported its own option
             unknown = [name for name in list(override.sweep_string_iterator())[1:] if name.strip("'") not in options]
-            renamed = answer_renamed_option(text)
+            renamed = answer_renamed(text)
             if unknown and renamed is not None:
                 mistakes.append(renamed)
                 continue

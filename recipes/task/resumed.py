@@ -10,7 +10,7 @@ import torch
 from recipes.checkpoint.saved_tensor import SavedTensor
 from recipes.errors import ConfigError
 
-_NEEDED = ("loops", "consumed", "strategy", "mesh", "loggers", "optimizer", "clipping", "base")
+_NEEDED = ("loops", "consumed", "strategy", "mesh", "loggers", "optimizer", "clipping", "base", "model_settings")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def check_settings(own: Mapping[str, Any], saved: Mapping[str, Any], *, fix: str
 
     Args:
         own: Settings of this run's model.
-        saved: Those in the checkpoint; empty if an earlier version wrote it.
+        saved: Those in the checkpoint.
         fix: What to type if one differs.
 
     Raises:

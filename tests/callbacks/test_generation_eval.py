@@ -74,8 +74,8 @@ def test_all_right_shows_none(plain_module, make_trainer, caplog) -> None:
         (None, "42.", "42", 0.0),
     ],
 )
-def test_a_pattern_chooses_what_is_compared(pattern: str | None, given: str, expected: str, score: float) -> None:
-    assert GenerationEval(answer_regex=pattern).judge(given, expected) == score
+def test_a_pattern_chooses_what_is_compared(answer_regex: str | None, given: str, expected: str, score: float) -> None:
+    assert GenerationEval(answer_regex=answer_regex).judge(given, expected) == score
 
 
 def test_a_function_of_ones_own_scores_what_the_pattern_finds() -> None:
@@ -130,7 +130,7 @@ def test_answering_draws_no_random_number_of_the_training(plain_module, make_tra
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"questions": [("1+1=", "2")]}, "questions is set and answer_fn is not; .* set answer_fn too"),
         ({"answer_fn": len}, "answer_fn is set and questions is not"),
-        ({"answer_regex": "("}, "pattern is '\\('; it is not a valid regular expression"),
+        ({"answer_regex": "("}, "answer_regex is '\\('; it is not a valid regular expression"),
     ],
 )
 def test_arguments_out_of_range_are_rejected(settings: dict[str, Any], message: str) -> None:

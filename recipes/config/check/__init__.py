@@ -27,7 +27,7 @@ from recipes.config.check.moe import check_moe
 from recipes.config.check.nodes import check_nodes
 from recipes.config.check.paths import check_paths
 from recipes.config.check.ranges import check_ranges
-from recipes.config.check.renamed import check_renamed, drop_consequences
+from recipes.config.check.renamed import answer_renamed
 from recipes.config.check.resumed import check_resumed
 from recipes.config.check.sections import (
     COMPOSING,
@@ -123,7 +123,6 @@ def _check_all(
     references: Mapping[str, str],
     continues: bool,
 ) -> list[ConfigError]:
-    renamed = [*check_renamed(config)]
     structure = [*check_structure(config)]
     if misplaced := [*_check_packages(config, choices, overrides)]:
         return misplaced  # whose settings the others lack
@@ -140,7 +139,7 @@ def _check_all(
     unread = [] if structure else [*check_plan_settings(config, overrides)]
     unread_keys = {_get_key(mistake) for mistake in unread}
     found = [*(mistake for mistake in found if _get_key(mistake) not in unread_keys), *unread]
-    mistakes = [*renamed, *drop_consequences(found, renamed)]
+    mistakes = [answer_renamed(mistake.setting) or mistake for mistake in found]
     mismatches = [] if structure else [*check_kinds(config, choices, overrides)]
     if mismatches:
         # data of the wrong kind has no tokenizer or sequence length, metrics no classes: consequences, not mistakes

@@ -20,7 +20,7 @@ from recipes.config.check.composition_errors import (
 from recipes.config.check.data import reject_dots
 from recipes.config.check.deepspeed import misplaced_offload
 from recipes.config.check.nodes import get_provided
-from recipes.config.check.renamed import answer_renamed_option, answer_renamed_setting
+from recipes.config.check.renamed import answer_renamed
 from recipes.config.check.sections import COMPOSING, CONF, NODES, SETTINGS, list_groups, suggest_value
 from recipes.config.check.suggestions import (
     get_choice,
@@ -236,7 +236,7 @@ def _find_unknown_option(
         return _answer_added_option(typed, group, str(chosen[0]), others, folder, name) if is_added else None
     if not chosen and is_list_of_options(group):
         return None
-    if renamed := answer_renamed_option(typed):
+    if renamed := answer_renamed(typed):
         return renamed
     if override.is_sweep_override():
         return ConfigError(typed, "a single run takes one option", f"python train.py -m {for_shell(typed)}")
@@ -373,7 +373,7 @@ def _correct(typed: str, override: Override, config: Any) -> str | ConfigError:
         names += [name for name in signature.parameters if name not in {*names, *provided}]
     elif not section:
         names = [*SETTINGS, *names, *list_groups(), *COMPOSING]
-    if renamed := answer_renamed_setting(typed):
+    if renamed := answer_renamed(typed):
         return renamed
     if section == ["hydra", "sweeper"]:
         names = [name for name in names if name != "params"]  # of files

@@ -432,7 +432,7 @@ def _has_answers(config: Mapping[str, Any]) -> bool:
 
 
 def check_evaluator(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check the evaluator of a composed config; the configs of older runs have none."""
+    """Check the evaluator of a composed config."""
     evaluator = config.get("evaluator")
     if not evaluator:
         return

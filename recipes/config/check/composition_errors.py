@@ -10,7 +10,6 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from recipes.config.check.renamed import RENAMED_OPTIONS
 from recipes.config.check.sections import list_groups
 from recipes.config.check.suggestions import list_options, suggest_option
 from recipes.config.check.text_values import find_annotation
@@ -121,12 +120,6 @@ def explain_broken_file(error: BaseException, folder: Path, typed: Sequence[str]
         return mark
     if entry := _explain_entry(reason, folders, typed):
         return entry
-    unknown = re.search(r"Could not find '(\w+)/(\w+)'", reason)
-    if unknown and unknown[2] in RENAMED_OPTIONS.get(unknown[1], {}):
-        group, old = unknown.groups()
-        now = RENAMED_OPTIONS[group][old]
-        reason = f"{lines[0].partition(':')[0]}: `{group}={old}` is now `{group}={now}`"
-        return ConfigError(where, reason, f"{group}: {now} in that file")
     return ConfigError(where, reason, "a corrected version of that file")
 
 
@@ -168,7 +161,7 @@ def _explain_entry(reason: str, folders: Iterable[Path], typed: Sequence[str]) -
             if "/" in group and (CONF / nested).is_dir():
                 reason = "a group begins with / in a file of another one, and every run has an option of it already"
                 return ConfigError(shown, reason, f"- override /{nested}: {wrong} in {place}")
-            if wrong in RENAMED_OPTIONS.get(group, {}) or not (options := list_options(group, typed)):
+            if not (options := list_options(group, typed)):
                 continue
             meant = suggest_option(group, wrong, typed).partition("=")[2]
             fix = re.sub(rf"(?<![\w-]){re.escape(wrong)}(?![\w-])", lambda _: meant, line)  # noqa: B023  called here

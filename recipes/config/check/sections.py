@@ -44,29 +44,7 @@ SETTINGS: dict[str, str] = {
 }
 NODES = ("loader", "eval_data")  # sections of config.yaml that are not a group
 COMPOSING = ("recipe", "debug", "hydra")  # groups without a section
-NEWER = (
-    "adapter",
-    "eval_data",
-    "lr_scaling",
-    "attention",
-    "ignore_slurm",
-    "tensor_parallel_size",
-    "sequence_parallel",
-    "context_parallel_size",
-    "pipeline_parallel_size",
-    "pipeline_schedule",
-    "expert_parallel_size",
-    "data_parallel_replicate",
-    "data_parallel_shard",
-    "loss_chunk_tokens",
-    "launcher",
-    "sweep",
-    "metrics",
-    "plan",
-    "quality",
-    "evaluator",
-)  # sections that the frozen configs of older runs lack
-# or with one only sometimes
+# sections without a target, or with one only sometimes
 WITHOUT_TARGET = (
     *("callbacks", "dashboard", "eval_data", "evaluator", "logger", "lr_scaling", "metrics", "quality"),
     "tokenizer",
@@ -82,8 +60,8 @@ def list_groups() -> list[str]:
 
 
 def find_missing_groups(config: Mapping[str, Any]) -> list[str]:
-    """Return the groups that a config lacks if it is only a part of one: the run of an earlier version lacks few."""
-    missing = [key for key in list_groups() if key not in config and key not in NEWER]
+    """Return the groups that a config lacks if it is only a part of one."""
+    missing = [key for key in list_groups() if key not in config]
     return missing if len(missing) > 1 else []
 
 
@@ -91,8 +69,7 @@ def check_structure(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Check that every section exists, with a target and the required keys: later checks read them."""
     for key in [*SETTINGS, *list_groups(), *NODES]:
         if key not in config:
-            if key not in NEWER:
-                yield ConfigError(f"no {key}", "every run has one", suggest_value(key))
+            yield ConfigError(f"no {key}", "every run has one", suggest_value(key))
         elif key in SETTINGS:
             continue
         elif not isinstance(config[key], dict):

@@ -32,7 +32,6 @@ SPLIT_TEXT = np.dtype([("key", "<u8"), ("num_train", "<i8"), ("num_tokens", "<i8
 Row = tuple[str, Split, int, int]  # document, split, offset of its first token in the split, number of tokens
 
 FORMAT_VERSION = 2  # increase when the same key produces different files
-STARTS = "/documents start with "  # in the key of tokens and in the fingerprint of the data
 _CHUNK_TOKENS = 1024 * 1024
 _MAX_BYTES_TO_HASH = 64 * 1024**2  # at every start: less takes negligible time
 
@@ -213,12 +212,9 @@ def hold_out(cache: TokenCache, num_train: NDArray[np.int64]) -> TokenCache:
 
 
 def describe_start(tokenizer: Tokenizer) -> str:
-    """Return what is before every document, as a part of the key of cached tokens; empty if nothing is.
-
-    Earlier versions left it out of the documents.
-    """
+    """Return what is before every document, as a part of the key of cached tokens; empty if nothing is."""
     first = "".join(map(tokenizer.spell, tokenizer.first_tokens))
-    return f"{STARTS}{first}" if first else ""
+    return f"/documents start with {first}" if first else ""
 
 
 def is_complete(folder: Path) -> bool:

@@ -20,7 +20,6 @@ from recipes.data.file_kinds import NUM_HEAD_BYTES
 from recipes.data.full_windows import FullWindows
 from recipes.data.text.token_cache import SPLIT_TEXT
 from recipes.data.token_layout import (
-    LLM_C,
     TokenLayout,
     explain_large_token,
     explain_two_types,
@@ -166,7 +165,6 @@ class TokenShards:
 
     def __post_init__(self) -> None:
         self._prepared: tuple[ShardWindows, ShardWindows] | None = None
-        self._skips_header = False
         self._holds_out_all = False
 
     def hold_out_all(self) -> None:
@@ -237,8 +235,7 @@ class TokenShards:
         storages = [windows._storage for windows in self._ready()]
         names = " ".join(f"{n} {s}" for storage in storages for n, s in zip(storage.names, storage.sizes, strict=True))
         digest = hashlib.blake2b(names.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
-        skips = f"/{LLM_C}" if self._skips_header else ""  # earlier versions read that header as tokens
-        return f"{digest}/{self.seq_len}/{self.num_open_shards}{skips}"
+        return f"{digest}/{self.seq_len}/{self.num_open_shards}"
 
     def describe(self) -> str:
         """Return the number of files and samples."""
@@ -295,7 +292,6 @@ class TokenShards:
             size = storage.sizes[index]
             layout = read_layout(head, num_bytes=size, dtype=self.dtype, name=file, key=storage.setting)
             layouts.append(layout)
-            self._skips_header |= layout.header == LLM_C
             bits = None if layout.header else find_bits(head, vocab_size=self.vocab_size)
             if not layout.header:
                 reject_big_endian(head, self.dtype, key=storage.setting, name=file, vocab_size=self.vocab_size)

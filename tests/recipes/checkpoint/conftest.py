@@ -83,6 +83,7 @@ def save() -> Save:
             versions={"torch": torch.__version__},
             metrics=metrics or {},
             files={},
+            ended=None,
         )
         parts = {name: unsharded_part(tensor) for name, tensor in tensors.items()}
         writer.begin(folder / checkpoint_name(step), {"global_step": step}, parts, manifest)

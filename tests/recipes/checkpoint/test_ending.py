@@ -170,7 +170,7 @@ def test_only_callbacks_that_may_stop_a_run_decide_whether_it_goes_on() -> None:
 
 def test_a_signal_is_not_final_and_an_unchanged_setting_is() -> None:
     endings = Endings({"trainer.max_steps": 9, "callbacks.stop": {"patience": 3}}, {})
-    assert not endings.holds(None)  # a checkpoint of an earlier version, or of a step in the middle
+    assert not endings.holds(None)  # of a checkpoint in the middle
     assert not endings.holds({"by": "SIGTERM", "why": "", "settings": {}})
     assert endings.holds({"by": "callbacks.stop", "why": "", "settings": {"callbacks.stop": {"patience": 3}}})
     assert not endings.holds({"by": "callbacks.stop", "why": "", "settings": {"callbacks.stop": {"patience": 4}}})

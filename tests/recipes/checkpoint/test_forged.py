@@ -159,7 +159,7 @@ def test_a_shard_lies_within_its_tensor(offsets: Any, shape: Any, forged: Path) 
     def change(header: State, metadata: State) -> None:
         name = next(name for name in header if name.startswith("model."))
         metadata["DCP_SHARDING_INFO"][name] = {"saved_offsets": offsets}
-        metadata["whole_shapes"][name] = shape or metadata["whole_shapes"][name]
+        metadata["unsharded_shapes"][name] = shape or metadata["unsharded_shapes"][name]
 
     with pytest.raises(ConfigError, match=rf"{NAME} cannot be read: "):
         load(forge_header(forged, change))

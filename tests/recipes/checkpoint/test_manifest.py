@@ -31,6 +31,7 @@ def folder(tmp_path: Path) -> Path:
         versions={"torch": "2.13.0"},
         metrics={"val/loss": 0.1 + 0.2, "train/loss": float("inf")},
         files={"run.pt": record},
+        ended=None,
     )
     (tmp_path / "manifest.json").write_text(manifest.text())
     return tmp_path
@@ -67,12 +68,12 @@ def test_a_manifest_of_another_format_is_rejected_even_with_a_correct_hash(folde
     fields = json.loads((folder / "manifest.json").read_text())
     own = [name for name in fields if name.startswith("hash_of_this_file")]
     assert len(own) == 1
-    changed = {name: value for name, value in fields.items() if name not in own} | {"format": 1}
+    changed = {name: value for name, value in fields.items() if name not in own} | {"format": 2}
     dumped = json.dumps(changed, indent=2) + "\n"
     changed[own[0]] = xxhash.xxh3_128_hexdigest(dumped.encode())
     (folder / "manifest.json").write_text(json.dumps(changed, indent=2) + "\n")
     assert read_manifest(folder) is None
-    assert find_fault(folder) == "it has format 1, which this version does not load; continue it with its own"
+    assert find_fault(folder) == "it has format 2, which this version does not load; continue it with its own"
 
 
 def test_each_fault_is_described(folder: Path) -> None:

@@ -37,7 +37,7 @@ def make_retention(
 
 def checkpoint(folder: Path, step: int, **metrics: float) -> Path:
     """Create a valid checkpoint without files."""
-    manifest = Manifest(step=step, world_size=1, strategy="", versions={}, metrics=metrics, files={})
+    manifest = Manifest(step=step, world_size=1, strategy="", versions={}, metrics=metrics, files={}, ended=None)
     path = folder / checkpoint_name(step)
     path.mkdir(parents=True)
     (path / "manifest.json").write_text(manifest.text())

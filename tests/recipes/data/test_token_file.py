@@ -285,7 +285,6 @@ def test_the_header_of_llm_c_is_no_tokens_and_gives_the_dtype(source, tmp_path, 
     raw.prepare()
     assert len(data.train()) == len(raw.train()) == 7
     assert [row["inputs"].tolist() for row in data.train()] == [row["inputs"].tolist() for row in raw.train()]
-    assert data.fingerprint.endswith("/llm.c"), "earlier versions read other tokens at the same positions"
     write_llm_c(tmp_path / "t.bin", range(100), magic=magic, dtype=dtype, counted=101)
     for counted in (0, -5, 50):
         write_llm_c(tmp_path / "t.bin", range(100), magic=magic, dtype=dtype, counted=counted)

@@ -52,33 +52,6 @@ def test_a_model_that_a_checkpoint_fills_draws_no_weights_of_its_own(
         without.trainer.fit(without.task, datamodule=without.data)
 
 
-def test_a_run_whose_documents_began_without_the_start_of_its_tokenizer_is_told(
-    tmp_path: Path, text_folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    source = tmp_path / "published"
-    publish_text(Text(False, has_start=True, has_several_ends=False, has_template=False), source)
-    typed = [f"tokenizer.name={source}", "tokenizer=huggingface", "model.vocab_size=269"]
-    for name in ("before", "after"):
-        with monkeypatch.context() as patch:
-            if name == "before":  # as earlier versions tokenized
-                patch.setattr(token_cache, "describe_start", lambda tokenizer: "")
-                patch.setattr("recipes.data.text.source.describe_start", lambda tokenizer: "")
-            run = start(tmp_path / name, text_folder, *typed)
-            run.trainer.fit(run.task, datamodule=run.data)
-            run.data.source.tokenizer.save(run.tokenizer_folder)  # type: ignore[union-attr]
-            config = composed_config(*TINY, *typed, f"data.path={text_folder}", "trainer.accelerator=cpu")
-            OmegaConf.save(OmegaConf.create(config), run.folder / "config.yaml")
-        caplog.clear()
-        load_task(
-            start(tmp_path / "read", text_folder, *typed, f"resume={tmp_path / name}", "mode=evaluate"), "trained"
-        )
-        assert ("The documents of this run began without <s>" in caplog.text) == (name == "before")
-    resumed = start(tmp_path / "resumed", text_folder, *typed, f"resume={tmp_path / 'before'}", "trainer.max_steps=3")
-    resumed.trainer.fit(resumed.task, datamodule=resumed.data, ckpt_path=resumed.checkpoint, weights_only=True)
-    assert "The training data differs from that of the checkpoint" in caplog.text
-    assert "/documents start with <s>)" in caplog.text
-
-
 @pytest.mark.parametrize(("saved", "resumed"), [("32-true", "bf16-true"), ("bf16-true", "32-true")])
 def test_a_run_resumed_in_another_precision_goes_on_from_the_same_weights(
     saved: str, resumed: str, tmp_path: Path, text_folder: str

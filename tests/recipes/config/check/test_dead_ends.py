@@ -132,8 +132,8 @@ ALONE = {
     ),
     "mode._target_=null": (
         "mode._target_=null: it names the class or function to call;"
-        " type mode=<batch_find | convert_gguf | dashboard | diagnose | evaluate | export | fit | lr_find | noise_scale |"
-        " plan | preflight | prepare | replay | report | sample | wandb_sweep>"
+        " type mode=<batch_find | convert_gguf | dashboard | diagnose | evaluate | export | fit | lr_find |"
+        " noise_scale | plan | preflight | prepare | replay | report | sample | wandb_sweep>"
     ),
     "logger.csv=null": "logger.csv=null: every run writes metrics.csv; type logger=none for nothing else",
     "data=text_files data.path='~nouser/x'": (
