@@ -36,7 +36,7 @@ def get_mesh(config: Mapping[str, Any], ranks: Ranks) -> Mesh:
 
 def count_data_ranks(config: Mapping[str, Any], world_size: int) -> int:
     """Return the number of data-parallel ranks, even if the sizes do not divide the ranks."""
-    model_size: int = math.prod(config.get(name) or 1 for name in MODEL_SIZES)
+    model_size: int = math.prod(config[name] or 1 for name in MODEL_SIZES)  # 0 is reported by the check
     return max(1, world_size // model_size)
 
 
@@ -45,7 +45,7 @@ def make_mesh(config: Mapping[str, Any], ranks: Ranks) -> Mesh:
     sizes = {name: config[name] for name in MODEL_SIZES}
     traits = get_traits(config["strategy"])
     for name, what in _BY_FSDP.items():
-        size = config.get(name) or 1
+        size = config[name]
         if size > 1 and traits.state_layout != "fsdp":
             raise ConfigError(
                 f"{name}={size} {traits.typed}",
@@ -65,18 +65,18 @@ def make_mesh(config: Mapping[str, Any], ranks: Ranks) -> Mesh:
     return Mesh(
         expert=_divide_experts(config, shard * context),
         pipeline=pipeline,
-        pipeline_schedule=config.get("pipeline_schedule", "1F1B"),
+        pipeline_schedule=config["pipeline_schedule"],
         replicate=replicate,
         shard=shard,
         context=context,
         tensor=tensor,
-        sequence_parallel=config.get("sequence_parallel", True),
+        sequence_parallel=config["sequence_parallel"],
     )
 
 
 def _divide_experts(config: Mapping[str, Any], num_ranks: int) -> int:
     """Return the expert-parallel size within the ranks that share a copy of the model."""
-    size: int = config.get("expert_parallel_size") or 1
+    size: int = config["expert_parallel_size"]
     if num_ranks % size:
         raise ConfigError(
             f"expert_parallel_size={size}",
@@ -89,7 +89,7 @@ def _divide_experts(config: Mapping[str, Any], num_ranks: int) -> int:
 def _divide_data(config: Mapping[str, Any], data_size: int, *, per_node: int) -> tuple[int, int]:
     """Split `data_size` ranks into model replicas and shards; return both numbers."""
     traits = get_traits(config["strategy"])
-    replicate, shard = (config.get(f"data_parallel_{name}") for name in ("replicate", "shard"))
+    replicate, shard = (config[f"data_parallel_{name}"] for name in ("replicate", "shard"))
     typed = [f"data_parallel_{n}={s}" for n, s in (("replicate", replicate), ("shard", shard)) if s is not None]
     if traits.state_layout != "fsdp":
         if (replicate or 1) * (shard or 1) > 1:

@@ -267,7 +267,8 @@ def _vocabulary(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 def _model_shape(model: Mapping[str, Any]) -> Iterator[ConfigError]:
     heads, kv_heads = model.get("num_heads"), model.get("num_kv_heads")
-    hidden_size = None if model.get("head_dim") else model.get("hidden_size")  # else heads do not divide it
+    has_own_size = model.get("head_dim") or model.get("qk_nope_head_dim")
+    hidden_size = None if has_own_size else model.get("hidden_size")  # else heads do not divide it
     if hidden_size and heads and hidden_size % heads:
         yield ConfigError(
             f"model.num_heads={heads}",

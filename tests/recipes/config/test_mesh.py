@@ -13,15 +13,21 @@ from recipes.errors import ConfigError
 from recipes.mesh import Mesh
 from recipes.runtime.world import Ranks
 
+_SIZES = (
+    *("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size", "expert_parallel_size"),
+    *("data_parallel_replicate", "data_parallel_shard"),
+)
+
 
 def config_of(strategy: str, **settings: Any) -> dict[str, Any]:
     """Return what `make_mesh` reads of a config."""
-    return {"strategy": _compose_strategy(strategy), **settings}
+    return _compose(strategy) | settings
 
 
 @functools.cache
-def _compose_strategy(strategy: str) -> Any:
-    return composed_config(f"strategy={strategy}")["strategy"]
+def _compose(strategy: str) -> dict[str, Any]:
+    config = composed_config(f"strategy={strategy}")
+    return {key: config[key] for key in ("strategy", "sequence_parallel", "pipeline_schedule", *_SIZES)}
 
 
 def mesh_of(strategy: str, *, num_nodes: int = 1, per_node: int = 8, **sizes: Any) -> Mesh:
@@ -80,12 +86,6 @@ def test_fsdp_takes_copies_or_shards_or_both(sizes: dict[str, Any], expected: Me
 def test_ranks_that_divide_a_sequence_have_the_same_samples_under_every_strategy(strategy: str) -> None:
     mesh = mesh_of(strategy, context_parallel_size=4)
     assert (mesh.data_size, mesh.context, mesh.world_size) == (2, 4, 8)
-
-
-def test_a_config_of_an_older_run_has_none_of_these_sizes() -> None:
-    assert make_mesh(
-        {"strategy": config_of("ddp")["strategy"]}, Ranks(per_node=2, num_nodes=1, started_by=None)
-    ) == Mesh(replicate=2)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 6, 8])

@@ -52,7 +52,14 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_override_of_a_replaced_option_is_dropped_and_every_other_one_stays(tmp_path: Path) -> None:
-    run = start(tmp_path / "run", *FSDP, "optimizer.lr=7e-4", "callbacks.memory=null", "logger=tensorboard")
+    run = start(
+        tmp_path / "run",
+        "recipe=single_fp32",
+        *FSDP,
+        "optimizer.lr=7e-4",
+        "callbacks.memory=null",
+        "logger=tensorboard",
+    )
     composed, mistakes = compose_and_check([f"resume={run}", "strategy=single", "logger=csv"])
     assert mistakes == []
     assert composed is not None

@@ -28,7 +28,12 @@ NUM_PARAMETERS = {  # without vocabulary padding
 }
 
 
-FAMILIES = {"deepseek": "moe", "resnet18": "resnet", "resnet50": "resnet"}  # of another module than the option's name
+FAMILIES = {
+    "deepseek": "moe",
+    "mixtral": "moe",
+    "resnet18": "resnet",
+    "resnet50": "resnet",
+}  # of another module than the option's name
 
 
 def build(option: str, **changes: object) -> nn.Module:

@@ -40,7 +40,7 @@ def test_the_config_is_composed_from_the_valid_overrides() -> None:
     assert len(mistakes) == 2
     assert composed is not None
     assert composed.overrides == ["optimizer=sgd", "seed=3"]
-    assert composed.config["optimizer"]["lr"] == 0.1
+    assert composed.config["optimizer"]["nesterov"] is True
 
 
 @pytest.mark.parametrize(

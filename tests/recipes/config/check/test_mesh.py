@@ -148,10 +148,6 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         " type data_parallel_shard=2 data_parallel_replicate=null",
         ["data_parallel_shard=2 data_parallel_replicate=null"],
     ),
-    "strategy=hsdp trainer.accelerator=cpu trainer.devices=4 strategy.shard_size=2": (
-        "strategy.shard_size=2: `strategy.shard_size` is now `data_parallel_shard`; type data_parallel_shard=2",
-        ["data_parallel_shard=2"],
-    ),
 }
 
 
@@ -168,7 +164,7 @@ def test_a_mistake_is_one_sentence_whose_fixes_compose(typed: str) -> None:
     assert str(mistake) == message
     for fix in fixes:
         assert fix.split()[0] in mistake.fix
-        replaced = {text.partition("=")[0] for text in fix.split()} | {"precision.emulate", "strategy.shard_size"}
+        replaced = {text.partition("=")[0] for text in fix.split()} | {"precision.emulate"}
         kept = [text for text in overrides if text.partition("=")[0] not in replaced]
         assert [str(left) for left in find_mistakes([*kept, *fix.split()])] == [], fix
 
