@@ -39,10 +39,6 @@ def test_every_block_is_on_one_rank_and_the_rank_of_the_head_has_fewer(schedule:
     assert counts[with_head] == min(counts)
 
 
-def test_a_config_of_a_time_without_pipelines_has_one_stage() -> None:
-    assert read_pipeline({"model": {}}) == Pipeline()
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -53,4 +49,4 @@ def test_a_config_of_a_time_without_pipelines_has_one_stage() -> None:
 )
 def test_what_cannot_be_planned_is_rejected(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_pipeline({"model": {"num_layers": 4}, **settings})
+        read_pipeline({"model": {"num_layers": 4}, "pipeline_parallel_size": 1, "pipeline_schedule": "1F1B"} | settings)
