@@ -96,8 +96,8 @@ def open_rows(
     path: str,
     *,
     setting: str,
-    hub_split: str,
-    split_setting: str = "data.hub_split",
+    split: str,
+    split_setting: str = "data.split",
     text_field: str | None = None,
     fields: Sequence[str] | None = None,
 ) -> Rows:
@@ -106,7 +106,7 @@ def open_rows(
     Args:
         path: A file, a folder, a glob, or `hf://` and a dataset id.
         setting: Config key of the path, for errors, such as "data.path".
-        hub_split: Split of a hub dataset.
+        split: Split of a hub dataset.
         split_setting: Config key of the split, for errors.
         text_field: Read plain text files too, each as a row with this field; None: do not read them.
         fields: Fields that are needed; columns of others are not read. None: all.
@@ -115,9 +115,7 @@ def open_rows(
         ConfigError: No rows were found.
     """
     if path.startswith(HUB):
-        return HubRows(
-            path.removeprefix(HUB), setting=setting, split=hub_split, split_setting=split_setting, fields=fields
-        )
+        return HubRows(path.removeprefix(HUB), setting=setting, split=split, split_setting=split_setting, fields=fields)
     return FileRows(path, setting=setting, text_field=text_field, fields=fields)
 
 
@@ -328,7 +326,7 @@ class HubRows:
 
 
 def check_split(
-    split: str, paths: Mapping[str, str], *, split_setting: str = "data.hub_split", default: str = DEFAULT_SPLIT
+    split: str, paths: Mapping[str, str], *, split_setting: str = "data.split", default: str = DEFAULT_SPLIT
 ) -> None:
     """Check that a split that was typed is read by one of the paths.
 

@@ -76,9 +76,9 @@ def prepare(
     split: dict[str, str] = {"split_setting": "mode.evaluation_split"}
     paths = {f"mode.evaluation.{name}": path for name, path in evaluation.items()}
     check_split(evaluation_split, paths, default="test", **split)
-    _check_kinds(rules_off, source.domain_field)
+    _check_kinds(disabled_rules, source.domain_field)
     sets = {
-        name: open_rows(path, setting=key, hub_split=evaluation_split, text_field="text", **split)
+        name: open_rows(path, setting=key, split=evaluation_split, text_field="text", **split)
         for name, (key, path) in zip(evaluation, paths.items(), strict=True)
     }
     folder = expand_home(output, "mode.output")
@@ -118,7 +118,7 @@ def _run(pipeline: Pipeline, rows: Rows, content_hash: str, num_processes: int, 
     field, kinds_found = pipeline.filters.domain_field, {*report["domains"]} - {NO_DOMAIN}
     if field is not None and kinds_found == {UNKNOWN_DOMAIN}:
         LOGGER.warning(f"data.domain_field={field}: no document has a value there, so the kind of all is unknown")
-    for kind in pipeline.filters.rules_off:
+    for kind in pipeline.filters.disabled_rules:
         if kind not in report["domains"]:
             kinds = ", ".join(report["domains"])
             LOGGER.warning(
@@ -176,13 +176,13 @@ def _check_disabled_rules(disabled_rules: Mapping[str, Any], rules: Mapping[str,
             raise ConfigError(f"{key}={to_setting(names)}", reason, fix)
 
 
-def _check_kinds(rules_off: Mapping[str, Any], domain_field: str | None) -> None:
+def _check_kinds(disabled_rules: Mapping[str, Any], domain_field: str | None) -> None:
     """Reject rules that are off for a kind of documents if no field says the kind."""
-    kinds = [kind for kind in rules_off if kind != NO_DOMAIN]
+    kinds = [kind for kind in disabled_rules if kind != NO_DOMAIN]
     if kinds and domain_field is None:
         reason = "which documents are of this kind is unknown without the field that says it"
-        fix = f"data.domain_field=<field whose value is {kinds[0]}>, or 'mode.rules_off={{}}'"
-        raise ConfigError(f"mode.rules_off.{kinds[0]}={to_setting(rules_off[kinds[0]])}", reason, fix)
+        fix = f"data.domain_field=<field whose value is {kinds[0]}>, or 'mode.disabled_rules={{}}'"
+        raise ConfigError(f"mode.disabled_rules.{kinds[0]}={to_setting(disabled_rules[kinds[0]])}", reason, fix)
 
 
 def _read_items(sets: Mapping[str, Rows]) -> Iterator[tuple[str, str]]:

@@ -77,17 +77,7 @@ def check_config(
         The errors in the order of the checks; empty if the run can be built.
     """
     found = _check_all(config, choices, overrides, run_folder, references=references or {}, continues=continues)
-    found = [_of_same_size(mistake, choices) for mistake in _trace_all(found, references or {}, config)]
-    return _locate_in_run(found, overrides)
-
-
-def _of_same_size(mistake: ConfigError, choices: Mapping[str, str]) -> ConfigError:
-    """Return an error that names AdamW with the learning rate of the models that the chosen optimizer is for."""
-    if not str(choices.get("optimizer")).endswith("_nano"):
-        return mistake
-    return ConfigError(
-        mistake.setting, mistake.reason, re.sub(r"optimizer=adamw\b", "optimizer=adamw_nano", mistake.fix)
-    )
+    return _locate_in_run(_trace_all(found, references or {}, config), overrides)
 
 
 def _locate_in_run(mistakes: Sequence[ConfigError], overrides: Sequence[str]) -> list[ConfigError]:

@@ -48,7 +48,7 @@ _ALIASES = {
         "predict": "sample",
         "infer": "sample",
         "inference": "sample",
-        "chat": "sample mode.chat=true",
+        "chat": "sample mode.apply_chat_template=true",
         "tune": "lr_find",
         "search": "fit -m sweep=lr",
         "sweep": "fit -m sweep=lr",

@@ -145,13 +145,13 @@ def find_template(name: str, tokenizer: Tokenizer, *, day: datetime.date | None 
 
 
 def _read_file(name: str, named: Sequence[str]) -> str:
-    path, setting = Path(os.path.expanduser(name)), f"data.template={name}"
-    fix = f"{_OWN_FILE}, data.template=auto for that of the tokenizer, or data.template=chatml"
+    path, setting = Path(os.path.expanduser(name)), f"data.chat_template={name}"
+    fix = f"{_OWN_FILE}, data.chat_template=auto for that of the tokenizer, or data.chat_template=chatml"
     with reading(path, setting, fix):
         if not path.is_file() and len(named) > 1:
             reason = f"there is no such file, and the templates of the tokenizer are {', '.join(named)}"
             closest = difflib.get_close_matches(name, named, n=1, cutoff=0.0)[0]
-            raise ConfigError(setting, reason, f"data.template={closest}, or {_OWN_FILE}")
+            raise ConfigError(setting, reason, f"data.chat_template={closest}, or {_OWN_FILE}")
         if not path.is_file():
             raise ConfigError(setting, describe_missing(path), fix)
         num_bytes = path.stat().st_size

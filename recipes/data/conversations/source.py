@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recipes.cache import open_cache_dir
-from recipes.data.instructions.chat_template import TRAINING_DAY, ChatTemplate, find_template
-from recipes.data.instructions.conversation import Reader
-from recipes.data.instructions.loss_mask import ExampleTokenizer
-from recipes.data.instructions.rows import ExampleRows, pad_rows
-from recipes.data.instructions.store import ExampleStore, cached_examples
+from recipes.data.conversations.chat_template import TRAINING_DAY, ChatTemplate, find_template
+from recipes.data.conversations.conversation import Reader
+from recipes.data.conversations.loss_mask import ExampleTokenizer
+from recipes.data.conversations.rows import ExampleRows, pad_rows
+from recipes.data.conversations.store import ExampleStore, cached_examples
 from recipes.data.read_rows import Rows, check_split, open_rows
 from recipes.data.text.token_cache import SPLIT_TEXT
 from recipes.errors import ConfigError
@@ -70,7 +70,7 @@ class Conversations:
             val_path: Rows for validation; None: split from `path`.
             val_fraction: Fraction of `path` for validation, by a hash of the first question, so that equal questions
                 stay in one split, whatever the system message.
-            hub_split: Split of a hub dataset.
+            split: Split of a hub dataset.
             tokenizer: Config of the tokenizer, which is trained on these rows if necessary.
             seq_len: Tokens per row.
             cache_dir: Folder of cached tokens and tokenizers.
@@ -86,7 +86,7 @@ class Conversations:
                 "text needs a tokenizer",
                 "tokenizer=bytes, or tokenizer=huggingface tokenizer.name=<folder or hub id>",
             )
-        check_split(hub_split, {"data.path": path} | ({} if val_path is None else {"data.val_path": val_path}))
+        check_split(split, {"data.path": path} | ({} if val_path is None else {"data.val_path": val_path}))
         self.seq_len = seq_len
         self._path = path
         self._val_path = val_path

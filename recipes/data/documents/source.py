@@ -26,11 +26,11 @@ class Documents(TextSource):
             **settings: As for `TextSource`.
         """
         super().__init__(**settings)
-        check_split(hub_split, {"data.path": path})
+        check_split(split, {"data.path": path})
         self.text_field = text_field
         self.domain_field = domain_field
         self.path = path
-        self._hub_split = hub_split
+        self._hub_split = split
 
     def open_rows(self, fields: Sequence[str] | None = None) -> Rows:
         """Return the rows, with all fields or, where others need not be read, with some.
@@ -39,7 +39,7 @@ class Documents(TextSource):
             ConfigError: There are none.
         """
         return open_rows(
-            self.path, setting="data.path", hub_split=self._hub_split, text_field=self.text_field, fields=fields
+            self.path, setting="data.path", split=self._hub_split, text_field=self.text_field, fields=fields
         )
 
     @override

@@ -111,7 +111,7 @@ class ShardWindows(FullWindows):
             layouts,
             seq_len=self.seq_len,
             vocab_size=self._vocab_size,
-            files_at_a_time=self._files_at_a_time,
+            num_open_shards=self._num_open_shards,
         )
 
     def _open_file(self, file: int) -> NDArray[np.unsignedinteger]:

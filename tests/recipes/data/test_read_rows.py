@@ -106,9 +106,9 @@ def save_splits(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("damage", "name", "split", "message"),
     [
-        (None, "dict", "validation", "hub_split=validation: hf://.*dict has the splits train, test; type data.hub_s"),
-        (None, "dict", "train+test", r"train, test, and is read by whole splits; type data.hub_split=train or data"),
-        (None, "dict", "train[:50%]", r"hub_split=train\[:50%\]: .*read by whole splits; type data.hub_split=train or"),
+        (None, "dict", "validation", "split=validation: hf://.*dict has the splits train, test; type data.split"),
+        (None, "dict", "train+test", r"train, test, and is read by whole splits; type data.split=train or data"),
+        (None, "dict", "train[:50%]", r"split=train\[:50%\]: .*read by whole splits; type data.split=train or"),
         (None, "one:default", "train", "one:default: .* has no configurations; type data.path=hf://.*/one$"),
         (
             None,
@@ -140,7 +140,7 @@ def test_what_is_wrong_with_a_saved_data_set_is_named(
         [file] = (tmp_path / "one").glob(damage)
         os.truncate(file, file.stat().st_size // 2)
     with pytest.raises(ConfigError, match=message):
-        list(open_rows(f"hf://{tmp_path / name}".rstrip("/"), setting="data.path", hub_split=split))
+        list(open_rows(f"hf://{tmp_path / name}".rstrip("/"), setting="data.path", split=split))
 
 
 @pytest.mark.parametrize("way", ["above", "absolute", "link", "split", "split link"])
@@ -194,10 +194,10 @@ def test_a_split_that_no_path_reads_is_rejected(tmp_path: Path) -> None:
         read_rows.check_split("test", accepted)
     read_rows.check_split("train", {"data.path": files})
     for path, reason in ((files, "only a path that begins with hf:// has splits"), (one, "was saved without splits")):
-        with pytest.raises(ConfigError, match=f"data.path={path} data.hub_split=test: .*{reason}, and all of .* read"):
-            documents_of(path, tmp_path, hub_split="test")
-    with pytest.raises(ConfigError, match=f"type data.path={dataset} data.hub_split=test$"):
-        documents_of(tmp_path / "dict", tmp_path, hub_split="test")
+        with pytest.raises(ConfigError, match=f"data.path={path} data.split=test: .*{reason}, and all of .* read"):
+            documents_of(path, tmp_path, split="test")
+    with pytest.raises(ConfigError, match=f"type data.path={dataset} data.split=test$"):
+        documents_of(tmp_path / "dict", tmp_path, split="test")
     options = {"split_setting": "mode.evaluation_split", "default": "test"}
     with pytest.raises(ConfigError, match="mode.evaluation.b=b.jsonl mode.evaluation_split=dev: .*, without mode.eval"):
         read_rows.check_split("dev", {"mode.evaluation.b": "b.jsonl"}, **options)
@@ -215,7 +215,7 @@ def test_arrow_files_are_read(kind: str, tmp_path: Path) -> None:
             writer.write_table(table)
     rows = read(tmp_path if kind == "feather" else path)
     assert ([row.parse() for row in rows], rows[-1].place) == (ROWS * 700, f"{path.name} row 1400")
-    rows = list(open_rows(str(path), setting="data.path", hub_split="train", fields=["prompt"]))
+    rows = list(open_rows(str(path), setting="data.path", split="train", fields=["prompt"]))
     assert rows[1].parse() == {"prompt": "ä"}
     path.write_bytes(path.read_bytes()[:300])
     with pytest.raises(ConfigError, match="cannot be read: .*; type data.path=<another copy of the file>"):
@@ -499,9 +499,9 @@ def test_what_utf_8_forbids_is_named_in_bytes_and_in_lists_too(tmp_path: Path) -
         [row.parse() for row in read(tmp_path / "a.json")]
 
 
-def documents_of(path: Path | str, folder: Path, hub_split: str = "train", text_field: str = "text") -> Documents:
+def documents_of(path: Path | str, folder: Path, split: str = "train", text_field: str = "text") -> Documents:
     settings: Any = {"tokenizer": Bytes(), "seq_len": 4, "val_fraction": 0.3, "cache_dir": str(folder / "cache")}
-    return Documents(path=str(path), text_field=text_field, domain_field=None, hub_split=hub_split, **settings)
+    return Documents(path=str(path), text_field=text_field, domain_field=None, split=split, **settings)
 
 
 def tokens_of(source: Documents) -> list[int]:

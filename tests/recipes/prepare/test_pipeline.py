@@ -317,8 +317,8 @@ def mistake(source: Path, output: Path, *overrides: str) -> str:
             "quality.min_words=500: the only document was dropped: 1 quality; type quality.min_words=null, or data.",
         ),
         (
-            ["mode.rules_off={code: all}"],
-            "mode.rules_off.code=all: which documents are of this kind is unknown without the field that says it;"
+            ["mode.disabled_rules={code: all}"],
+            "mode.disabled_rules.code=all: which documents are of this kind is unknown without the field that says it;"
             " type data.domain_field=<field whose value is code>",
         ),
         (
@@ -348,7 +348,7 @@ def test_no_document_is_a_sentence_and_a_kind_that_no_document_has_a_warning(
     prepare(source, tmp_path / "out", "data.domain_field=knid", "mode.disabled_rules={prose: all}")
     out, err = capfd.readouterr()
     shown = out + err
-    assert "mode.rules_off.prose: no document is of this kind; by data.domain_field they are unknown" in shown
+    assert "mode.disabled_rules.prose: no document is of this kind; by data.domain_field they are unknown" in shown
     assert "data.domain_field=knid: no document has a value there, so the kind of all is unknown" in shown
 
 

@@ -215,7 +215,7 @@ def test_every_error_has_a_setting_a_reason_and_a_fix() -> None:
         ("test", "mode=evaluate"),
         ("generate", "mode=sample"),
         ("infer", "mode=sample"),
-        ("chat", "mode=sample mode.chat=true"),
+        ("chat", "mode=sample mode.apply_chat_template=true"),
         ("merge", "mode=export"),
         ("profile", "mode=fit callbacks=[default,step_profiler]"),
         ("train", "mode=fit"),

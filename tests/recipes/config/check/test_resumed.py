@@ -55,14 +55,14 @@ def test_another_model_or_tokenizer_is_rejected(resume: str, config: dict[str, A
     assert not list(check_resumed(regularized, tmp_path))
 
 
-LORA = {"_target_": "recipes.adapter.lora.Lora", "r": 16, "alpha": 32, "dropout": 0.0, "pretrained": None}
+LORA = {"_target_": "recipes.adapter.lora.Lora", "r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "pretrained": None}
 
 
 @pytest.mark.parametrize(
     ("adapter", "setting", "reason"),
     [
         # the scale of its weights changes, and no shape
-        (LORA | {"alpha": 64}, "adapter.alpha=64", "its weights were trained with adapter.alpha=32"),
+        (LORA | {"lora_alpha": 64}, "adapter.lora_alpha=64", "its weights were trained with adapter.lora_alpha=32"),
         (LORA | {"r": 4}, "adapter.r=4", "its weights were trained with adapter.r=16"),
         ({"_target_": "recipes.adapter.NoAdapter"}, "adapter=none", "its weights are those of Lora"),
         ({"_target_": "recipes.adapter.ia3.IA3"}, "adapter=ia3", "its weights are those of Lora"),

@@ -91,10 +91,10 @@ WRONG = {
         " type optimizer=<an option of conf/optimizer/>"
     ],
     "+x._target_=os.system": ["x=…: there is no such setting or section; type the same command without x"],
-    "data=random_tokens tokenizer=bpe callbacks=[sample_text,answer_check] clipping=quantile clipping.window=10"
+    "data=random_tokens tokenizer=bpe callbacks=[sample_text,generation_eval] clipping=quantile clipping.window=10"
     " trainer.gradient_clip_algorithm=value": [
         "tokenizer=bpe: the data has no text, so it has no effect; type the same command without tokenizer",
-        "callbacks=[sample_text,answer_check]: sample_text and answer_check need text and its tokenizer, and the data"
+        "callbacks=[sample_text,generation_eval]: sample_text and generation_eval need text and its tokenizer, and the data"
         " has none; type the same command without it",
         "trainer.gradient_clip_algorithm=value clipping._target_=recipes.clipping.quantile.Quantile: Quantile finds"
         " limits of the norm, which clipping by value does not read;"
@@ -105,10 +105,10 @@ WRONG = {
     "data=digits model=resnet18 seq_len=32": [
         "seq_len=32: the data has no text, so it has no effect; type the same command without seq_len"
     ],
-    "data=documents data.path=tests data.domain_field=kind data.hub_split=test": [
+    "data=documents data.path=tests data.domain_field=kind data.split=test": [
         "data.domain_field=kind: only mode=prepare reads it; type the same command without data.domain_field",
-        "data.hub_split=test: data.path=tests is of files, and only datasets at hf:// have splits;"
-        " type the same command without data.hub_split",
+        "data.split=test: data.path=tests is of files, and only datasets at hf:// have splits;"
+        " type the same command without data.split",
     ],
     "data=token_file data.path=train.py data.val_path=setup.py data.val_fraction=0.3": [
         "data.val_fraction=0.3: all of data.val_path=setup.py is for validation, so it has no effect;"

@@ -36,7 +36,7 @@ def test_a_template_that_does_not_exist_is_named() -> None:
 def test_a_name_that_none_of_several_templates_has_is_answered_with_theirs() -> None:
     tokenizer = chat_tokenizer([{"name": name, "template": CHATML} for name in ("default", "rag")])
     message = (
-        "rga: there is no such file, and the templates of the tokenizer are default, rag; type data.template=rag, or"
+        "there is no such file, and the templates of the tokenizer are default, rag; type data.chat_template=rag, or"
     )
     with pytest.raises(ConfigError, match=message):
         find_template("rga", tokenizer)
