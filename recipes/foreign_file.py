@@ -63,7 +63,7 @@ def missing_folder(name: str, key: str) -> ConfigError | None:
     setting, path = f"{key}={name}", os.path.expanduser(name)
     if os.path.isfile(path):
         if name.lower().endswith(".gguf"):
-            fix = f"mode=unpack mode.path={name} mode.output=<new folder>, then {key}=<new folder>"
+            fix = f"mode=convert_gguf mode.path={name} mode.output=<new folder>, then {key}=<new folder>"
             return ConfigError(setting, "it is a file of llama.cpp, not a folder", fix)
         folder = os.path.dirname(name) or "."
         is_model = os.path.isfile(os.path.join(os.path.dirname(path), "config.json"))

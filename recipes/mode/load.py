@@ -44,16 +44,8 @@ def load_task(run: Run, weights: Literal["trained", "ema"]) -> tuple[TrainingTas
     with restoring(run):
         state = run.trainer.strategy.load_checkpoint(run.checkpoint)
         optimizer_state = state["optimizer_states"][0]["state"]
-        kept = {
-            key
-            for of_parameter in optimizer_state.values()
-            for key in (OPTIMIZER_AVERAGE, EMA_KEY)
-            if key in of_parameter
-        }
-        if weights == "trained" and kept == {OPTIMIZER_AVERAGE}:
+        if weights == "trained" and any(OPTIMIZER_AVERAGE in of_parameter for of_parameter in optimizer_state.values()):
             LOGGER.info("This run's optimizer averages the weights; to use that average, set mode.weights=ema")
-        elif weights == "ema" and len(kept) == 2:  # of an earlier version: both are refused now
-            LOGGER.info("This run has two averages of the weights; this is that of ema_decay, not of its optimizer")
         state_dict = state["state_dict"] if weights == "trained" else _averaged_state_dict(state)
         task.on_load_checkpoint(state)
         load_module(task, state_dict)

@@ -209,10 +209,10 @@ class Resumable(lightning.LightningModule):
         shapes = {name: unsharded_shape(tensor) for name, tensor in tensors.items() if name not in frozen}
         if self.whole_model is not None:  # includes the layers of other pipeline ranks
             shapes = {f"model.{name}": tensor.shape for name, tensor in self.whole_model.state_dict().items()}
-        check_settings(self.model_settings, checkpoint.get("model_settings", {}), fix=self.fix_of_another_model)
+        check_settings(self.model_settings, checkpoint["model_settings"], fix=self.fix_of_another_model)
         setting, fix = self.setting_of_another_model, self.fix_of_another_model
         check_model(shapes, checkpoint["state_dict"], setting=setting, fix=fix)
-        published = checkpoint.get("published_config", {})
+        published = checkpoint["published_config"]
         check_published_config(self._published_config, published, str(getattr(self.model, "name", "")))
         check_base(self._base_of_adapter, checkpoint["base"])
         self.awaits_checkpoint = False

@@ -10,7 +10,18 @@ import torch
 from recipes.checkpoint.saved_tensor import SavedTensor
 from recipes.errors import ConfigError
 
-_NEEDED = ("loops", "consumed", "strategy", "mesh", "loggers", "optimizer", "clipping", "base", "model_settings")
+_NEEDED = (
+    "loops",
+    "consumed",
+    "strategy",
+    "mesh",
+    "loggers",
+    "optimizer",
+    "clipping",
+    "base",
+    "model_settings",
+    "published_config",
+)
 
 
 @dataclass(frozen=True)

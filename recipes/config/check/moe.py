@@ -35,7 +35,7 @@ def check_moe(config: Mapping[str, Any], world_size: int | None) -> Iterator[Con
         return
     if str(model["_target_"]).startswith(_OURS):
         yield from find_wrong_experts(model)
-        if "rope_dim" in model:
+        if "qk_rope_head_dim" in model:
             yield from find_wrong_latent_heads(model)
     yield from _adapter_and_precision(config)
     if plans_steps(config) or (takes_steps(config) and world_size is not None):

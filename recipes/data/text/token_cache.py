@@ -44,7 +44,7 @@ class TokenCacheMeta:
         unigram_entropy_nats: Validation loss of a unigram model fitted to the training tokens with add-one smoothing.
             A network with a higher loss has learned nothing about context. None without validation tokens.
         val_hash: Hash of the validation tokens.
-        train_hash: Hash of the training tokens; empty in the caches of earlier versions.
+        train_hash: Hash of the training tokens.
         held_out: Hash of what `hold_out` moved to the validation split; empty if nothing.
     """
 
@@ -61,8 +61,8 @@ class TokenCacheMeta:
     num_val_tokens: int
     unigram_entropy_nats: float | None
     val_hash: str
+    train_hash: str
     held_out: str = ""
-    train_hash: str = ""
 
 
 class TokenCache:

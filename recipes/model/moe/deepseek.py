@@ -44,14 +44,15 @@ class DeepSeekV3(MoeLlama):
         qk_norm: bool = False,
         **settings: Any,
     ) -> None:
-        self.rope_dim = rope_dim
-        self.value_dim = value_dim
-        self.key_value_rank = key_value_rank
-        self.query_rank = query_rank
-        heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "qk_norm": qk_norm}
-        for mistake in find_wrong_latent_heads(heads | {"rope_dim": rope_dim, "value_dim": value_dim}):
+        self.qk_rope_head_dim = qk_rope_head_dim
+        self.v_head_dim = v_head_dim
+        self.kv_lora_rank = kv_lora_rank
+        self.q_lora_rank = q_lora_rank
+        heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "qk_norm": qk_norm}
+        heads |= {"qk_nope_head_dim": qk_nope_head_dim, "qk_rope_head_dim": qk_rope_head_dim, "v_head_dim": v_head_dim}
+        for mistake in find_wrong_latent_heads(heads):
             raise mistake
-        super().__init__(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **settings)
+        super().__init__(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=qk_nope_head_dim, **settings)
 
     @override
     def _build_attention(self) -> nn.Module:
@@ -73,4 +74,4 @@ class DeepSeekV3(MoeLlama):
     @property
     @override
     def attention_width(self) -> int:
-        return self.num_heads * (self.head_dim + self.rope_dim + self.value_dim) // 2
+        return self.num_heads * (self.head_dim + self.qk_rope_head_dim + self.v_head_dim) // 2

@@ -129,15 +129,17 @@ class MoeLlama(Llama):
         self.routed: RoutedBatch | None = None
         sizes = {
             "num_experts": num_experts,
-            "num_experts_per_token": num_experts_per_token,
-            "num_expert_groups": num_expert_groups,
-            "num_groups_per_token": num_groups_per_token,
-            "num_dense_layers": num_dense_layers,
-            "dense_ffn_hidden_size": dense_ffn_hidden_size,
+            "num_experts_per_tok": num_experts_per_tok,
+            "n_group": n_group,
+            "topk_group": topk_group,
+            "first_k_dense_replace": first_k_dense_replace,
+            "moe_intermediate_size": moe_intermediate_size,
+            "ffn_hidden_size": ffn_hidden_size,
         }
         for mistake in find_wrong_experts(settings | sizes):
             raise mistake
-        super().__init__(**settings)
+        # without dense layers, nothing has the second width
+        super().__init__(ffn_hidden_size=ffn_hidden_size or moe_intermediate_size, **settings)
 
     @override
     def _build_block(self, index: int) -> nn.Module:

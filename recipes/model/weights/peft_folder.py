@@ -276,7 +276,7 @@ def _fill(model: nn.Module, read: dict[str, Tensor], typed: str, wanted: list[st
         wanted = [*wanted, f"adapter.target_modules={_list(layers, among=_list_known(model))}"]
     inputs, own = (_scaling_inputs(tensors) for tensors in (read, parameters))
     if inputs != own and any(map(is_factor, names)):
-        wanted.append(f"adapter.input_modules={_list(inputs, among={*map(_layer_of, read)})}")
+        wanted.append(f"adapter.feedforward_modules={_list(inputs, among={*map(_layer_of, read)})}")
     if wanted:
         raise ConfigError(typed, f"it was trained with {' '.join(wanted)}", " ".join(wanted))
     for name, parameter in parameters.items():

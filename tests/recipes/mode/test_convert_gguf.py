@@ -252,7 +252,7 @@ def test_other_files_and_folders_are_left_as_they_are(tmp_path: Path) -> None:
 def test_a_setting_that_would_be_guessed_is_missed(lacks: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", make_model(), lacks=lacks)
     with pytest.raises(ConfigError, match=rf"it lacks the setting llama\.\S*{lacks}, which would be guessed"):
-        unpack._load(tmp_path / "model.gguf", torch.float32)
+        convert_gguf._load(tmp_path / "model.gguf", torch.float32)
 
 
 def test_a_folder_is_answered_with_the_file_in_it_or_as_the_model_that_it_is(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_file_that_was_cut_off_is_said_to_be(tmp_path: Path) -> None:
     for content in (whole[:-500], whole[:300], whole[:8] + (2**62).to_bytes(8, "little") + whole[16:]):
         file.write_bytes(content)
         with pytest.raises(ConfigError, match="its download was cut off.*; type mode.path=<a complete copy of it>"):
-            unpack._load(file, torch.float32)
+            convert_gguf._load(file, torch.float32)
 
 
 def test_nan_in_a_file_is_named(tmp_path: Path) -> None:
@@ -283,4 +283,4 @@ def test_nan_in_a_file_is_named(tmp_path: Path) -> None:
         model.lm_head.weight[3, 3] = torch.nan
     write_gguf(tmp_path / "model.gguf", model)
     with pytest.raises(ConfigError, match=r"it holds NaN or inf in lm_head\.weight"):
-        unpack._load(tmp_path / "model.gguf", torch.float32)
+        convert_gguf._load(tmp_path / "model.gguf", torch.float32)

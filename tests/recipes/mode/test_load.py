@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from exported_models import Text, publish_text
-from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from support import TINY, composed_config
 
 from recipes.build import Run, build
-from recipes.data.text import token_cache
 from recipes.errors import ConfigError
 from recipes.mode.load import load_task
 from recipes.model import init

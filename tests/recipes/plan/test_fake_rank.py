@@ -10,7 +10,7 @@ from torch._subclasses import fake_tensor
 
 from recipes.plan.plan import make_plan
 
-OPTIMIZERS = sorted(path.stem for path in (ROOT / "conf/optimizer").glob("*.yaml") if not path.stem.endswith("_nano"))
+OPTIMIZERS = sorted(path.stem for path in (ROOT / "conf/optimizer").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("option", OPTIMIZERS)

@@ -185,7 +185,7 @@ ALONE = {
         " type the same command without callbacks.loss_spike=null"
     ),
     "callbacks=none": (
-        "callbacks=none: the options are answer_check bottleneck classification default early_stop grad_norm hang"
+        "callbacks=none: the options are generation_eval bottleneck classification default early_stop grad_norm hang"
         " instructions loss_scale loss_spike memory optimizer_state progress report sample_text step_profiler"
         " stop_at_nan throughput; type callbacks=[]"
     ),
@@ -231,11 +231,11 @@ ALONE = {
         " callbacks.early_stop.stopping_threshold=5 callbacks.early_stop.divergence_threshold=6"
     ),
     "model=deepseek_nano model.num_experts=6": (
-        "model.num_expert_groups=4: model.num_experts=6 do not divide into groups of two or more;"
-        " type model.num_expert_groups=3 model.num_groups_per_token=0"
+        "model.n_group=4: model.num_experts=6 do not divide into groups of two or more;"
+        " type model.n_group=3 model.topk_group=0"
     ),
-    "model=deepseek_nano model.rope_dim=3": (
-        "model.rope_dim=3: rotary positions rotate pairs of channels; type model.rope_dim=4"
+    "model=deepseek_nano model.qk_rope_head_dim=3": (
+        "model.qk_rope_head_dim=3: rotary positions rotate pairs of channels; type model.qk_rope_head_dim=4"
     ),
     "logger=wandb logger.wandb.project=team/mine": (
         "logger.wandb.project=team/mine: W&B takes no / in a name; type logger.wandb.entity=team"
@@ -275,8 +275,9 @@ ALONE = {
         "warmup_steps=3: scheduler.warmup_steps has a value of its own, and nothing else reads it;"
         " type scheduler.warmup_steps=3"
     ),
-    "profile=3 '~callbacks.step_profiler'": (
-        "profile=3: callbacks.step_profiler takes none, and nothing else reads it; type the same command without it"
+    "profile_steps=3 '~callbacks.step_profiler'": (
+        "profile_steps=3: callbacks.step_profiler takes none, and nothing else reads it; type the same command without"
+        " it"
     ),
     "model=resnet18 global_batch_size=1": (
         "global_batch_size=1: one image of 8 x 8 leaves batch norm a single value per channel, which has no variance;"

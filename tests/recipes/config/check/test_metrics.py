@@ -53,10 +53,10 @@ VALID = [
     "model=resnet18 data=random_images metrics.accuracy_top5=null model.num_classes=2",
     "model=resnet18 data=random_images ~metrics.accuracy_top5 model.num_classes=2",
     "model=resnet18 metrics=none",
-    "model=resnet18 checkpoint.best_metric=val/f1 checkpoint.best_mode=max",
-    f"+metrics.f1={{_target_:{F1}Score,num_classes:2048}} checkpoint.best_metric=val/f1",
-    "checkpoint.best_metric=train/loss",  # what validation does not compute, another may
-    "checkpoint.best_metric=val/bleu +callbacks.mine._target_=lightning.pytorch.callbacks.Timer",  # which may log it
+    "model=resnet18 checkpoint.monitor=val/f1 checkpoint.mode=max",
+    f"+metrics.f1={{_target_:{F1}Score,num_classes:2048}} checkpoint.monitor=val/f1",
+    "checkpoint.monitor=train/loss",  # what validation does not compute, another may
+    "checkpoint.monitor=val/bleu +callbacks.mine._target_=lightning.pytorch.callbacks.Timer",  # which may log it
 ]
 
 

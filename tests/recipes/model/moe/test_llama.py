@@ -209,8 +209,8 @@ def test_a_cache_gives_the_tokens_of_a_run_without_one() -> None:
 @pytest.mark.parametrize(
     ("changes", "fix"),
     [
-        ({"num_experts_per_token": 5}, "model.num_experts_per_token=4"),
-        ({"ffn_hidden_size": 50}, "model.ffn_hidden_size=56"),
+        ({"num_experts_per_tok": 5}, "model.num_experts_per_tok=4"),
+        ({"moe_intermediate_size": 50}, "model.moe_intermediate_size=56"),
     ],
 )
 def test_sizes_that_cannot_work_are_rejected(changes: dict[str, Any], fix: str) -> None:

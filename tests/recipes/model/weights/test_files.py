@@ -155,7 +155,7 @@ def test_a_file_for_a_folder_is_answered_with_the_folder(tmp_path: Path) -> None
     for key, read in (("model.pretrained", locate), ("model.name", lambda name: read_size(name, "vocab_size"))):
         with pytest.raises(ConfigError, match=f"it is a file, not a folder; type {key}={tmp_path}$"):
             read(str(tmp_path / "model.safetensors"))
-        with pytest.raises(ConfigError, match=f"type mode=unpack mode.path={tmp_path}/model.gguf"):
+        with pytest.raises(ConfigError, match=f"type mode=convert_gguf mode.path={tmp_path}/model.gguf"):
             read(str(tmp_path / "model.gguf"))
 
 

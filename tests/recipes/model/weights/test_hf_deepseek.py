@@ -156,7 +156,7 @@ def test_an_export_is_what_transformers_loads_biases_included(tmp_path: Path) ->
             {"quantization_config": {"quant_method": "fp8"}},
             r"its weights are quantized \(fp8\)",
         ),
-        ({"scoring_func": "softmax"}, "model.router_scores=softmax"),
+        ({"scoring_func": "softmax"}, "model.scoring_func=softmax"),
     ],
 )
 def test_published_weights_of_another_kind_are_refused(published: dict[str, Any], named: str, tmp_path: Path) -> None:
