@@ -92,7 +92,7 @@ _READ_WITH: dict[str, tuple[tuple[str, ...], tuple[object, ...], str, str]] = {
     },
 }
 # settings that nobody reads but the settings that refer to them -> the setting below which it is otherwise
-_READ_BY_REFERENCE = {"warmup_steps": "scheduler.warmup_steps", "profile": "callbacks.step_profiler.steps"}
+_READ_BY_REFERENCE = {"warmup_steps": "scheduler.warmup_steps", "profile_steps": "callbacks.step_profiler.steps"}
 # of Hydra's own settings, those that have an effect here
 _OF_HYDRA = ("run.", "sweep.", "sweeper", "launcher", "searchpath", "mode", "help.", "hydra_help.", "job.name")
 _INSTEAD_OF_HYDRA = {

@@ -185,8 +185,8 @@ ALONE = {
         " type the same command without callbacks.loss_spike=null"
     ),
     "callbacks=none": (
-        "callbacks=none: the options are generation_eval bottleneck classification default early_stop grad_norm hang"
-        " instructions loss_scale loss_spike memory optimizer_state progress report sample_text step_profiler"
+        "callbacks=none: the options are bottleneck classification conversations default early_stop generation_eval"
+        " grad_norm hang loss_scale loss_spike memory optimizer_state progress report sample_text step_profiler"
         " stop_at_nan throughput; type callbacks=[]"
     ),
     "'model=glob(gpt2*)'": (
