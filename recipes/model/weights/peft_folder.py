@@ -236,7 +236,7 @@ def _check_config(found: dict[str, Any], model: Any, typed: str) -> list[str]:
         if value == expected:
             continue
         if key in _OF_LORA:
-            wanted.append(f"adapter.{_OF_LORA[key]}={shown}")
+            wanted.append(f"adapter.{key}={shown}")
             continue
         has_biases = any(getattr(module, "bias", None) is not None for module in _get_adapted(model))
         fix = _NEW if key in _NOT_MERGED or (key == "lora_bias" and not has_biases) else _MERGED
