@@ -16,7 +16,7 @@ from recipes.entry.hydra_main import (
     parse_flags,
     run_through_hydra,
 )
-from recipes.entry.run import run_composed
+from recipes.entry.run import run_resolved
 from recipes.entry.torchrun import compose_on_rank_zero
 from recipes.errors import ConfigError, format_report
 from recipes.launcher.environ import forget_slurm
@@ -57,14 +57,14 @@ def run(overrides: list[str], folder: Path, name: str, *, in_sweep: bool = False
     """Compose and check one run, then run it here or submit it; return the exit code."""
     if not in_sweep and (unread := reject_settings_of_sweep(overrides)):
         return report(unread)
-    composed, mistakes = compose_on_rank_zero(
+    resolved, mistakes = compose_on_rank_zero(
         lambda: compose_and_check(overrides, config_folder=folder, config_name=name)
     )
-    if mistakes or composed is None:
+    if mistakes or resolved is None:
         return report(mistakes)
-    if not in_sweep and is_for_cluster(composed):
-        return submit(composed)
-    return run_composed(composed, in_sweep=in_sweep)
+    if not in_sweep and is_for_cluster(resolved):
+        return submit(resolved)
+    return run_resolved(resolved, in_sweep=in_sweep)
 
 
 def report(mistakes: Sequence[ConfigError]) -> int:

@@ -19,7 +19,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / folder) for folder in 
 
 from plan_cases import COMMON, cpu_cluster  # noqa: E402
 from plan_steps import step_of  # noqa: E402
-from support import composed_config  # noqa: E402
+from support import composed_config, resolved  # noqa: E402
 
 from recipes.plan.hardware import find_cluster  # noqa: E402
 from recipes.plan.measured import time_real_steps  # noqa: E402
@@ -85,8 +85,8 @@ def compare_shares() -> None:
     rows: list[dict[str, Any]] = []
     plain: tuple[float, float] | None = None
     for name, (large, small) in SHARES.items():
-        planned_xl = make_plan(composed_config(*XL, *large), H100, rates=None).peak.total
-        planned = make_plan(composed_config(*COMMON, *SCALED, *small), cpu_cluster(1), rates=None).peak.total
+        planned_xl = make_plan(resolved(composed_config(*XL, *large)), H100, rates=None).peak.total
+        planned = make_plan(resolved(composed_config(*COMMON, *SCALED, *small)), cpu_cluster(1), rates=None).peak.total
         measured = measure_peak([*SCALED, *small])
         plain = plain or (planned_xl, measured)
         rows.append(
@@ -115,7 +115,7 @@ def main() -> None:
             shortest[name] = min(shortest[name], *seconds)
     rows: list[dict[str, Any]] = []
     for name, overrides in OPTIONS.items():
-        plan = make_plan(composed_config(*COMMON, *MODEL, *overrides), cpu_cluster(1), rates=None)
+        plan = make_plan(resolved(composed_config(*COMMON, *MODEL, *overrides)), cpu_cluster(1), rates=None)
         rows.append(
             {
                 "option": name,

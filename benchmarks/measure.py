@@ -10,6 +10,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from dataclasses import replace
+
 import lightning.pytorch as lightning
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -58,7 +60,7 @@ def build_run(overrides: Sequence[str]) -> Run:
     assert composed is not None, [str(mistake) for mistake in mistakes]
     assert not mistakes, [str(mistake) for mistake in mistakes]
     open_console(folder / "train.log")
-    run = build(composed.config, folder, list(overrides))
+    run = build(replace(composed, run_folder=folder, overrides=list(overrides)))
     run.data.prepare_data()
     return run
 

@@ -13,7 +13,7 @@ sys.path[:0] = [str(TESTS / folder) for folder in ("parity", "")]
 
 from plan_cases import CASES, PEAK_RANKS, cpu_cluster, get_overrides  # noqa: E402
 from ranks import run_on_ranks  # noqa: E402
-from support import composed_config  # noqa: E402
+from support import composed_config, resolved  # noqa: E402
 
 from recipes.plan.plan import make_plan  # noqa: E402
 
@@ -29,7 +29,7 @@ def main() -> None:
         results = run_on_ranks(chosen, world_size=num_ranks, folder=folder, timeout_seconds=1800, worker=PEAK_RANKS)
         for name, result in results.items():
             assert "error" not in result, f"{name}: {result['error']}"
-            plan = make_plan(composed_config(*get_overrides(name)), cpu_cluster(num_ranks), rates=None)
+            plan = make_plan(resolved(composed_config(*get_overrides(name))), cpu_cluster(num_ranks), rates=None)
             planned, measured = plan.peak.total, result["peak_bytes"]
             rows.append(
                 {

@@ -86,7 +86,7 @@ def main() -> None:
             composed, mistakes = compose_and_check([*common, *overrides])
             assert composed is not None
             assert not mistakes, mistakes
-            plan = make_plan(composed.config, cluster, rates=rates)
+            plan = make_plan(composed, cluster, rates=rates)
             assert plan.flops is not None
             assert plan.times is not None
             flops = plan.flops.palm * plan.accumulation.global_batch_size

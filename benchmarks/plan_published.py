@@ -147,7 +147,7 @@ def main() -> None:
         cluster, rates = find_device(hardware)
         if differs.startswith("planned for"):
             rates = as_of_torchtitan(rates)
-        plan = make_plan(composed.config, cluster, rates=rates)
+        plan = make_plan(composed, cluster, rates=rates)
         assert plan.flops is not None
         assert plan.times is not None
         flops = plan.flops.palm * plan.accumulation.global_batch_size

@@ -18,7 +18,7 @@ from measure import report
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from plan_cases import COMMON, DEEP, GPT, LLAMA, RECOMPUTE, RESNET, WIDE, cpu_cluster
-from support import composed_config
+from support import composed_config, resolved
 
 from recipes.build import build
 from recipes.plan.measured import OperatorTimer
@@ -73,11 +73,11 @@ def main() -> None:
         config = composed_config(
             *COMMON, *overrides, f"trainer.max_steps={NUM_STEPS}", f"eval_every={NUM_STEPS}", "trainer.devices=1"
         )
-        run, steps = build(config, Path(tempfile.mkdtemp(prefix="plan_time_")), []), Steps()
+        run, steps = build(resolved(config, Path(tempfile.mkdtemp(prefix="plan_time_")))), Steps()
         run.trainer.callbacks.append(steps)  # type: ignore[attr-defined]
         run.trainer.fit(run.task, datamodule=run.data)
         measured = statistics.median(steps.seconds[WARMUP:])
-        times = make_plan(config, cpu_cluster(1), rates=timer).times
+        times = make_plan(resolved(config), cpu_cluster(1), rates=timer).times
         assert times is not None
         rows.append(
             {

@@ -123,13 +123,13 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Train with snapshots, and roll back three times after the last step."""
     import torch
     from lightning.pytorch.callbacks import Callback
-    from support import composed_config
+    from support import composed_config, resolved
 
     from callbacks import LossSpikeRollback
     from recipes.build import build
     from recipes.model.init import unsharded_shape
 
-    run = build(composed_config(*case["overrides"]), folder, [])
+    run = build(resolved(composed_config(*case["overrides"]), folder))
     every = case["every"]
     spikes = LossSpikeRollback(
         action="rollback", snapshot_every=every, quarantine_steps=every, snapshot_storage="memory"

@@ -1,4 +1,4 @@
-"""Build a run from its config; the only file that instantiates config nodes. Weights are created later.
+"""Build a resolved run: instantiate the nodes of its config. Weights are created later.
 
 Read `build` first: it creates every component of a run. The config keys are documented in conf/config.yaml.
 """
@@ -31,22 +31,19 @@ from recipes.checkpoint.saver import CheckpointSaver
 from recipes.config.check.metrics import find_wrong_directions
 from recipes.config.check.resumed import OF_WEIGHTS
 from recipes.config.check.types import to_setting
-from recipes.config.compose import Composed, Config, freeze
+from recipes.config.compose import Config, freeze
 from recipes.config.instantiate import make, make_model
-from recipes.config.mesh import get_mesh
-from recipes.config.ranks import get_ranks
-from recipes.config.resume import find_tokenizer, is_other_data, with_saved_parts
-from recipes.config.traits import get_compile_mode, get_eval_samples, takes_steps, trains, tries_convolutions
+from recipes.config.resolved import ResolvedRun
+from recipes.config.resume import find_tokenizer, is_other_data, list_saved_parts
 from recipes.data.datamodule import StreamDataModule
 from recipes.errors import ConfigError
 from recipes.lightning_internals import disable_signal_handling, skip_empty_hooks
 from recipes.logger.csv import RowWriter
 from recipes.logger.summary import SummaryWriter
-from recipes.mesh import Mesh
 from recipes.metrics import check_metric
 from recipes.model.decoder import choose_attention_kernel
 from recipes.model.documents import choose_document_kernel
-from recipes.numerics.accumulation import Accumulation, divide
+from recipes.numerics.accumulation import Accumulation
 from recipes.precision import Precision, set_float32_products
 from recipes.run_folder import CONFIG_FILE, TOKENIZER_FOLDER, find_run_folder, read_config
 from recipes.runtime.allocator import keep_freed_memory
@@ -99,64 +96,55 @@ class Run:
     endings: Endings = field(default_factory=lambda: Endings({}, {}))
 
 
-def execute(composed: Composed, *, check_room: Callable[[Any], None] | None = None) -> int:
-    """Run the mode of a composed config and return the exit code.
+def execute(resolved: ResolvedRun, *, check_room: Callable[[Any], None] | None = None) -> int:
+    """Run the mode of a run and return the exit code.
 
     Args:
-        composed: The run.
+        resolved: The run.
         check_room: Called with the unsharded model of a run that trains, before its weights are allocated.
     """
-    mode = make(composed.config["mode"])
-    # modes that only read the folders of earlier runs take the config itself: nothing is built
-    if "composed" in inspect.signature(mode).parameters:
-        return int(mode(composed))
-    run = build(composed.config, composed.run_folder, composed.overrides)
-    run = replace(run, freeze=functools.partial(freeze, composed))
-    if check_room is not None and trains(composed.config):
+    mode = resolved.make("mode")
+    # modes that only read the folders of earlier runs, or vary the run before they build it, build nothing here
+    if "resolved" in inspect.signature(mode).parameters:
+        return int(mode(resolved))
+    run = build(resolved)
+    run = replace(run, freeze=functools.partial(freeze, resolved))
+    if check_room is not None and resolved.mode.trains:
         run.task.check_room = check_room
-    ranks, cluster = get_ranks(composed.config), getattr(run.trainer.strategy, "cluster_environment", None)
-    if cluster is not None and ranks.world_size > 1:
-        meet(ranks, address=cluster.main_address, port=cluster.main_port)
+    cluster = getattr(run.trainer.strategy, "cluster_environment", None)
+    if cluster is not None and resolved.ranks.world_size > 1:
+        meet(resolved.ranks, address=cluster.main_address, port=cluster.main_port)
     exit_code: int = mode(run)
     return exit_code
 
 
-def build(config: Config, folder: Path, overrides: list[str]) -> Run:
-    """Instantiate every node of a checked config.
-
-    Args:
-        config: Composed, checked and frozen config.
-        folder: Run folder.
-        overrides: Command-line overrides as typed.
+def build(resolved: ResolvedRun) -> Run:
+    """Instantiate every node of a checked run.
 
     Raises:
         ConfigError: The config does not fit the machine, the data or the checkpoint.
     """
     # Lightning read it from the environment, when it was first imported
     rank_zero_only.rank = global_rank()  # type: ignore[attr-defined]
-    checkpoint = find_checkpoint(config["resume"], folder)
-    other_data = _find_other_data(config, checkpoint)
-    published: str | None = config["model"].get("pretrained") or config["model"].get("name")
+    folder = resolved.run_folder
+    checkpoint = find_checkpoint(resolved.resume, folder)
+    other_data = _find_other_data(resolved.config, checkpoint)
+    model = resolved.config["model"]
+    published: str | None = model.get("pretrained") or model.get("name")
     if checkpoint is not None:
-        config = with_saved_parts(config, checkpoint)
-    if trains(config) and global_rank() == 0:
+        resolved = resolved.with_settings(list_saved_parts(resolved.config, checkpoint))
+    config = resolved.config
+    if resolved.mode.trains and global_rank() == 0:
         for mistake in find_wrong_directions(config):
             LOGGER.warning(str(mistake))
-    lightning.seed_everything(config["seed"], verbose=False)
+    lightning.seed_everything(resolved.seed, verbose=False)
     precision: Precision = make(config["precision"])
     set_float32_products(precision)
     choose_attention_kernel(config["attention"])
-    choose_document_kernel(flex_attention=get_compile_mode(config) is not None)
-    ranks = get_ranks(config)
-    mesh = get_mesh(config, ranks)
-    accumulation = divide(
-        global_batch_size=config["global_batch_size"],
-        micro_batch_size=config["micro_batch_size"],
-        num_devices=mesh.data_size,
-        accumulate_grad_batches=config["trainer"]["accumulate_grad_batches"],
-    )
+    choose_document_kernel(flex_attention=resolved.compile_mode is not None)
+    accumulation = resolved.accumulation
     num_micro_batches = accumulation.num_micro_batches
-    if mesh.pipeline > 1:  # the pipeline schedule takes all micro-batches of a step at once
+    if resolved.mesh.pipeline > 1:  # the pipeline schedule takes all micro-batches of a step at once
         accumulation = accumulation.in_one()
     data: StreamDataModule = make(config["loader"])(
         source=make(config["data"], data_section="data"),
@@ -166,21 +154,21 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
             if node is not None
         },
         accumulation=accumulation,
-        seed=config["seed"],
-        eval_samples=get_eval_samples(config) if takes_steps(config) else None,
+        seed=resolved.seed,
+        eval_samples=resolved.eval_samples if resolved.mode.takes_steps else None,
     )
     saver: CheckpointSaver = make(config["checkpoint"])
-    trainer = _build_trainer(config, folder, ranks, mesh, precision, accumulation, saver)
+    trainer = _build_trainer(resolved, precision, accumulation, saver)
     if isinstance(trainer.accelerator, CPUAccelerator):
         keep_freed_memory()
     trainer.strategy.num_micro_batches = num_micro_batches  # type: ignore[attr-defined]
-    task = build_task(config, precision)
+    task = build_task(resolved, precision)
     task.awaits_checkpoint = checkpoint is not None  # every mode loads it
     task.model_settings = {key: config["model"][key] for key in OF_WEIGHTS if key in config["model"]}
     if checkpoint is not None:
         task.setting_of_another_model, task.fix_of_another_model = _explain_another_model(config["model"], checkpoint)
     return Run(
-        name=config["name"],
+        name=resolved.name,
         folder=folder,
         task=task,
         data=data,
@@ -190,8 +178,8 @@ def build(config: Config, folder: Path, overrides: list[str]) -> Run:
         checkpoint=checkpoint,
         tokenizer_folder=find_tokenizer(checkpoint) or folder / TOKENIZER_FOLDER,
         published=published,
-        overrides=overrides,
-        tags=config["tags"],
+        overrides=resolved.overrides,
+        tags=resolved.tags,
         other_data=other_data,
         endings=saver.endings,
     )
@@ -234,8 +222,9 @@ def _find_other_data(config: Config, checkpoint: Path | None) -> list[str]:
     ]
 
 
-def build_task(config: Config, precision: Precision) -> TrainingTask:
-    """Return the task of a config, without its model."""
+def build_task(resolved: ResolvedRun, precision: Precision) -> TrainingTask:
+    """Return the task of a run, without its model."""
+    config = resolved.config
     task: TrainingTask = make(config["task"])(
         # a function, not a model: the task calls it on the meta device once the Trainer has set up the ranks
         make_model=functools.partial(make_model, config),
@@ -243,14 +232,14 @@ def build_task(config: Config, precision: Precision) -> TrainingTask:
         schedule=_make_schedule(config["scheduler"]),
         convert_model=precision.convert,
         activation_checkpoint=make(config["activation_checkpoint"]),
-        compile_mode=get_compile_mode(config),
+        compile_mode=resolved.compile_mode,
         loss_chunk_tokens=config["loss_chunk_tokens"],
         scales_loss=precision.scales_loss,
         clipping=make(config["clipping"]),
         ema_decay=config["ema_decay"],
         label_smoothing=config["label_smoothing"],
         z_loss=config["z_loss"],
-        seed=config["seed"],
+        seed=resolved.seed,
         metrics=_build_metrics(config),
     )
     return task
@@ -304,18 +293,13 @@ def _make_member(key: str, node: Config) -> Any:
 
 
 def _build_trainer(
-    config: Config,
-    folder: Path,
-    ranks: Ranks,
-    mesh: Mesh,
-    precision: Precision,
-    accumulation: Accumulation,
-    saver: CheckpointSaver,
+    resolved: ResolvedRun, precision: Precision, accumulation: Accumulation, saver: CheckpointSaver
 ) -> lightning.Trainer:
+    config, folder, ranks = resolved.config, resolved.run_folder, resolved.ranks
     devices = get_devices(config["trainer"], ranks)
-    is_run = trains(config)
+    is_run = resolved.mode.trains
     # fall back from a damaged checkpoint to an older one, unless the user asked for that checkpoint
-    saver.checkpoint_io.falls_back = not names_checkpoint(config["resume"])
+    saver.checkpoint_io.falls_back = not names_checkpoint(resolved.resume)
     callbacks, loggers = list[Callback](), list[Logger]()
     if is_run:
         loggers += [make(node)(run_folder=folder) for node in config["logger"].values()]
@@ -329,8 +313,8 @@ def _build_trainer(
         summary = SummaryWriter(run_folder=folder, find_ending=saver.endings.find)
         callbacks = [summary, *configured.values(), CompilationLog(), RowWriter(), saver]
     # other modes run on one device, which can load the checkpoints of every strategy
-    node = config["strategy"] if takes_steps(config) else SINGLE_DEVICE
-    strategy = make(node)(devices=devices, precision=precision, checkpoint_io=saver.checkpoint_io, mesh=mesh)
+    node = config["strategy"] if resolved.mode.takes_steps else SINGLE_DEVICE
+    strategy = make(node)(devices=devices, precision=precision, checkpoint_io=saver.checkpoint_io, mesh=resolved.mesh)
     indices = list(dict.fromkeys(device.index for device in devices))
     if devices[0].type == "cuda" and len(indices) < len(devices):
         strategy.parallel_devices = devices  # every rank sees its GPU under the same index, and Trainer rejects repeats
@@ -340,16 +324,16 @@ def _build_trainer(
         devices=indices if devices[0].type == "cuda" else len(devices),
         num_nodes=ranks.num_nodes,
         accumulate_grad_batches=accumulation.num_micro_batches,
-        benchmark=tries_convolutions(config),
+        benchmark=resolved.tries_convolutions,
         strategy=strategy,
         plugins=_get_cluster(ranks),
         callbacks=callbacks,
         logger=loggers,
         max_epochs=-1,  # the stream is endless: trainer.max_steps ends the run
         min_epochs=0,  # with trainer.min_steps, Lightning would wait for the end of its first epoch (2.6.6)
-        val_check_interval=config["eval_every"] * accumulation.num_micro_batches,  # in micro-batches
+        val_check_interval=resolved.eval_every * accumulation.num_micro_batches,  # in micro-batches
         check_val_every_n_epoch=None,
-        log_every_n_steps=config["log_every"],
+        log_every_n_steps=resolved.log_every,
         num_sanity_val_steps=0,
         default_root_dir=folder,
         use_distributed_sampler=False,  # the data module already slices by rank

@@ -5,11 +5,9 @@ from typing import Any
 
 import torch
 from plan_cases import COMMON, cpu_cluster
-from support import composed_config
+from support import composed_config, resolved
 
-from recipes.config.instantiate import make
-from recipes.numerics.accumulation import divide
-from recipes.plan.config_step import describe_step, find_engine
+from recipes.plan.config_step import describe_step, divide_ranks, find_engine
 from recipes.plan.step import Step
 
 
@@ -20,15 +18,11 @@ def config_of(overrides: Sequence[str]) -> dict[str, Any]:
 
 def step_of(overrides: Sequence[str], num_ranks: int) -> Step:
     """Return the training step of a case on this machine."""
-    config = config_of(overrides)
-    precision = make(config["precision"])
+    run, cluster = resolved(config_of(overrides)), cpu_cluster(num_ranks)
+    precision = run.make("precision")
     with torch.device("meta"):
-        model = make(config["model"])
-    engine = find_engine(config, precision, cpu_cluster(num_ranks), model=model)
-    accumulation = divide(
-        global_batch_size=config["global_batch_size"],
-        micro_batch_size=config["micro_batch_size"],
-        num_devices=engine.mesh.data_size,
-        accumulate_grad_batches=None,
-    )
-    return describe_step(config, precision, accumulation, engine, (config["seq_len"],), on_gpu=False)
+        model = run.make("model")
+    pipeline, stage = divide_ranks(run, cluster)
+    engine = find_engine(stage, pipeline, precision, cluster, model=model)
+    assert run.seq_len is not None, "a case of text"
+    return describe_step(run, precision, stage.accumulation, engine, (run.seq_len,), on_gpu=False)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recipes.config import compose_and_check
+from recipes.config.resolved import ResolvedRun
 from recipes.data.conversations.rows import pad_rows
 
 ROOT = Path(__file__).parent.parent
@@ -64,14 +65,19 @@ def composed_config(*overrides: str) -> dict[str, Any]:
     return composed.config
 
 
+def resolved(config: dict[str, Any], folder: Path = Path("unused"), overrides: Sequence[str] = ()) -> ResolvedRun:
+    """Return the run of a config, in a folder."""
+    return ResolvedRun(config=config, choices={}, run_folder=folder, overrides=[*overrides])
+
+
 def execute(*overrides: str) -> int:
     """Run a command line in this process and return its exit code."""
-    from recipes.entry.run import run_composed  # lazy: test ranks import this module but do not need it
+    from recipes.entry.run import run_resolved  # lazy: test ranks import this module but do not need it
 
     composed, mistakes = compose_and_check(overrides)
     assert composed is not None
     assert not mistakes, [str(mistake) for mistake in mistakes]
-    return run_composed(composed)
+    return run_resolved(composed)
 
 
 def run_train(

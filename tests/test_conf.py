@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support import composed_config, needed_by
+from support import composed_config, needed_by, resolved
 from torch._subclasses import FakeTensorMode
 
 from recipes.build import build
 from recipes.config import compose_and_check
-from recipes.config.check import devices
+from recipes.config import resolved as resolved_module
 from recipes.config.check import strategy as engines
 from recipes.config.instantiate import make
 from recipes.sweep.command_line import check_command
@@ -101,7 +101,7 @@ def test_a_default_lives_in_the_yaml_or_in_the_signature_never_in_both() -> None
 @pytest.mark.parametrize("path", OPTIONS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_the_command_in_an_options_comment_composes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if path.parent.name == "precision":  # some are for those who have a GPU
-        monkeypatch.setattr(devices, "num_gpus", lambda: 1)
+        monkeypatch.setattr(resolved_module, "num_gpus", lambda: 1)
     lines = [line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")]
     commands = [line for line in lines if line.startswith("python train.py")]
     assert commands
@@ -146,7 +146,7 @@ def test_every_recipe_composes_checks_and_builds_every_model_on_the_meta_device(
 ) -> None:
     ranks = [f"trainer.devices={DIVIDED[recipe]}", "trainer.accelerator=cpu"] if recipe in DIVIDED else []
     config = composed_config(f"recipe={recipe}", f"model={model}", *needed_by(recipe, tmp_path, model=model), *ranks)
-    run = build(config, tmp_path, [])
+    run = build(resolved(config, tmp_path))
     with torch.device("meta"):
         made = run.task._make_model()
     with FakeTensorMode():  # fused kernels accept it, and nothing on the meta device

@@ -12,7 +12,7 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from support import TINY, composed_config, read_metrics, write_texts  # noqa: E402
+from support import TINY, composed_config, read_metrics, resolved, write_texts  # noqa: E402
 
 from recipes.build import build  # noqa: E402
 
@@ -45,7 +45,7 @@ def losses(case: str, folder: Path) -> list[float]:
     overrides += [f"trainer.max_steps={NUM_STEPS[case]}", "save_every=null", "eval_samples=8"]
     if case != "resnet18":
         overrides.append(f"data.path={folder / 'texts'}")
-    run = build(composed_config(*overrides), folder, [])
+    run = build(resolved(composed_config(*overrides), folder))
     run.trainer.fit(run.task, datamodule=run.data)
     return [row["train/loss"] for row in read_metrics(folder)]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import composed_config, read_metrics
+from support import composed_config, read_metrics, resolved
 
 from recipes.build import build
 
@@ -52,7 +52,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Trace:
         "log_every=1",
     )
     config = composed_config(*sizes, *counts, "callbacks=[grad_norm]", "trainer.accelerator=cpu", "trainer.devices=1")
-    run = build(config, folder, [])
+    run = build(resolved(config, folder))
     entered: list[tuple[str, str]] = []
     num_until_update: list[int] = []
 

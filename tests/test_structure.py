@@ -22,7 +22,7 @@ OPTIONAL = {
 IMPORTS_OPTIONAL = {"callbacks/progress/bar.py", "callbacks/report/charts/png.py"}
 # into folders that are new, temporary, or renamed once complete
 WRITES_NEW_FILES = {
-    "recipes/config/check/deepspeed.py",
+    "recipes/config/check/strategy.py",
     "recipes/data/conversations/store.py",
     "recipes/data/text/token_cache.py",
     "recipes/data/token_file.py",

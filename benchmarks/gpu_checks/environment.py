@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_checks.check import Outcome, Settings, judge
-from recipes.config.check.deepspeed import has_libaio
+from recipes.config.check.strategy import has_libaio
 from recipes.runtime.environment import describe_environment
 
 GIB = 2**30

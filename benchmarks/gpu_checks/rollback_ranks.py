@@ -12,7 +12,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("", "tests", "tests/parity", "
 
 from faults import FaultAt  # noqa: E402
 from run_cases import run_all  # noqa: E402
-from support import composed_config, read_metrics  # noqa: E402
+from support import composed_config, read_metrics, resolved  # noqa: E402
 
 from gpu_checks.callbacks import StateDigests  # noqa: E402
 from recipes.build import build  # noqa: E402
@@ -21,7 +21,7 @@ from recipes.run_folder import EVENTS_FILE, read_json_lines  # noqa: E402
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Train through the injected outlier."""
-    run = build(composed_config(*case["overrides"]) | {"data": case["data"]}, folder, [])
+    run = build(resolved(composed_config(*case["overrides"]) | {"data": case["data"]}, folder))
     digests = StateDigests()
     run.trainer.callbacks[:0] = [FaultAt(kind="inputs", step=case["fault_after"]), digests]  # type: ignore[attr-defined]
     run.trainer.fit(run.task, datamodule=run.data)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning.pytorch.callbacks import Callback
@@ -105,7 +105,7 @@ def fit_here(settings: Settings, name: str, overrides: Sequence[str], callbacks:
     assert composed is not None, [str(mistake) for mistake in mistakes]
     assert not mistakes, [str(mistake) for mistake in mistakes]
     open_console(folder / "train.log")
-    run = build(composed.config, folder, list(overrides))
+    run = build(replace(composed, run_folder=folder, overrides=list(overrides)))
     run.data.prepare_data()
     run.trainer.callbacks[:0] = callbacks  # type: ignore[attr-defined]
     run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
@@ -23,6 +23,8 @@ class Adapter(Protocol):
 
 class NoAdapter:
     """Full fine-tuning: all weights are trained."""
+
+    attaches: ClassVar[bool] = False
 
     def apply(self, model: nn.Module) -> None:
         """Change nothing."""

@@ -1,4 +1,4 @@
-"""Turn the command line into one checked, frozen config. Imports neither torch nor Lightning."""
+"""Turn the command line into one checked, typed, frozen run. Imports neither torch nor Lightning."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,14 +8,15 @@ from recipes.config.check import check_config
 from recipes.config.check.command_line import compose_overrides
 from recipes.config.check.origin import check_origin
 from recipes.config.check.sections import find_missing_groups, is_of_file
-from recipes.config.compose import CONF, Composed
+from recipes.config.compose import CONF
+from recipes.config.resolved import ResolvedRun, resolve
 from recipes.config.trust import find_origin
 from recipes.errors import ConfigError
 
 
 def compose_and_check(
     overrides: Sequence[str], *, config_folder: Path = CONF, config_name: str = "config", continues: bool = False
-) -> tuple[Composed | None, list[ConfigError]]:
+) -> tuple[ResolvedRun | None, list[ConfigError]]:
     """Compose a run and collect all of its errors; builds nothing and creates no folder.
 
     Args:
@@ -27,6 +28,7 @@ def compose_and_check(
     Returns:
         The run, None if it cannot be composed; and the errors.
     """
+    run = None
     composed, mistakes = compose_overrides(overrides, config_folder=config_folder, config_name=config_name)
     if composed is not None:
         if missing := find_missing_groups(composed.config):
@@ -34,21 +36,14 @@ def compose_and_check(
         origin = find_origin(config_folder, overrides)
         if origin is not None and (untrusted := [*check_origin(composed.config, overrides, origin)]):
             return None, [*mistakes, *untrusted]  # the checks below look for the constructors
-        composed = replace(composed, continues=continues)
+        run = resolve(replace(composed, continues=continues))
         rejected = {f"no {mistake.setting.partition('=')[0]}" for mistake in mistakes}
-        found = check_config(
-            composed.config,
-            composed.choices,
-            overrides,
-            composed.run_folder,
-            references=composed.references,
-            continues=continues,
-        )
+        found = check_config(run, overrides)
         # a setting may be missing only because its override was rejected, or because the file of its option is wrong
         files = tuple(f"{mistake.setting.partition('=')[0]}." for mistake in found if is_of_file(mistake))
         mistakes = [mistake for mistake in mistakes if not mistake.setting.startswith(files)]
         mistakes = [*mistakes, *(mistake for mistake in found if mistake.setting not in rejected)]
-    return composed, mistakes
+    return run, mistakes
 
 
 def _explain_part(folder: Path, name: str, missing: Sequence[str]) -> ConfigError:

@@ -2,14 +2,13 @@
 
 import dataclasses
 import glob
-import json
 import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -25,7 +24,6 @@ from recipes.config.overrides import escape_interpolations, for_shell, parse_ove
 from recipes.config.published import published_size
 from recipes.config.resume import apply_changes, compose_recorded, read_resumed_run, select_inherited, take_typed
 from recipes.config.search_path import select_search_path
-from recipes.config.traits import trains
 from recipes.config.trust import CONF as CONF
 from recipes.config.trust import find_trusted_folders, restrict_variables
 from recipes.errors import ConfigError
@@ -74,10 +72,8 @@ class Composed:
     config_name: str = "config"
     continues: bool = False
 
-    @property
-    def trains(self) -> bool:
-        """Return whether the run trains; every other mode runs once, on one device."""
-        return trains(self.config)
+
+_Run = TypeVar("_Run", bound=Composed)
 
 
 def register_resolvers(read_variable: Callable[..., str | None] = oc.env) -> None:
@@ -145,7 +141,7 @@ def run_folder(name: str, resume: str | None) -> str:
     return f"{fresh}_{num_taken + 1}" if num_taken else fresh
 
 
-def claim_folder(composed: Composed) -> Composed:
+def claim_folder(composed: _Run) -> _Run:
     """Create the folder of a new run, under an unused name if it is named by timestamp.
 
     Runs started in the same second compose the same name: the first one gets it, later ones append a number.
@@ -284,15 +280,3 @@ def _to_plain(node: DictConfig) -> Config:
             ) from error
     config.setdefault("callbacks", {})  # missing after `callbacks=[]` and `~callbacks`
     return config
-
-
-def to_json(composed: Composed) -> str:
-    """Serialize a composed run for another process."""
-    fields = dataclasses.asdict(composed) | {"run_folder": str(composed.run_folder)}
-    return json.dumps(fields)
-
-
-def from_json(text: str) -> Composed:
-    """Return the composed run that `to_json` serialized."""
-    fields = json.loads(text)
-    return Composed(**fields | {"run_folder": Path(fields["run_folder"])})

@@ -1,11 +1,13 @@
-"""Reconcile requested ranks with existing ranks and the GPUs of this machine."""
+"""The ranks of a run and their mesh: what is requested, what a launcher started, and what this machine has."""
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from recipes.config.traits import get_traits, runs_elsewhere, takes_steps, trains
+from recipes.config.traits import ModeTraits, StrategyTraits
 from recipes.errors import ConfigError
+from recipes.mesh import Mesh
 from recipes.runtime.world import (
     TORCHRUN_VARIABLES,
     Ranks,
@@ -17,49 +19,66 @@ from recipes.runtime.world import (
     reject_other_launcher,
 )
 
+# ranks that work on the same samples
+MODEL_SIZES = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
+# supported by FSDP2 only
+_BY_FSDP = {
+    "tensor_parallel_size": "tensor parallelism",
+    "pipeline_parallel_size": "pipeline parallelism",
+    "expert_parallel_size": "expert parallelism",
+}
 # ranks on a machine without a GPU, each a process of its own that imports torch: 3 s of a core
 _MIN_CPU_RANKS, _CPU_RANKS_PER_CORE = 16, 4
 
 
-def get_ranks(config: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Ranks:
-    """Return the existing ranks of a composed run, else the requested ones.
+def find_ranks(
+    trainer: Mapping[str, Any],
+    mode: ModeTraits,
+    strategy: StrategyTraits,
+    *,
+    runs_elsewhere: bool,
+    environ: Mapping[str, str] = os.environ,
+) -> Ranks:
+    """Return the existing ranks of a run, else the requested ones.
 
     Args:
-        config: Plain values, every interpolation resolved.
+        trainer: Its Trainer arguments.
+        mode: What it does.
+        strategy: Its strategy.
+        runs_elsewhere: Whether a launcher starts it on other machines.
         environ: Environment variables of torchrun or SLURM.
 
     Raises:
         ConfigError: Existing ranks, requested ranks and the machine contradict each other.
     """
     found = existing_ranks(environ)
-    is_split = takes_steps(config)
-    if not is_split and found is not None and found.world_size > 1:
+    if not mode.takes_steps and found is not None and found.world_size > 1:
         raise ConfigError(
-            f"mode={config['mode']['_target_'].rpartition('.')[2]} with WORLD_SIZE={found.world_size}",
+            f"mode={mode.name} with WORLD_SIZE={found.world_size}",
             "only training is split over ranks: each of these would repeat all of it",
             "ignore_slurm=true" if found.started_by == "slurm" else "python train.py … without torchrun or srun",
         )
-    if trains(config):
+    if mode.trains:
         reject_other_launcher(environ)
-    single = not get_traits(config["strategy"]).needs_process_group
+    single = not strategy.needs_process_group
     if found is None and int(environ.get("WORLD_SIZE", "1")) > 1:
         _reject_missing_variables(environ)
     if single:
-        _reject_several_ranks(config["trainer"], found)
-    if not is_split:
+        _reject_several_ranks(trainer, found)
+    if not mode.takes_steps:
         return Ranks(per_node=1, num_nodes=1, started_by=found.started_by if found else None)
     if found is not None:
-        _reject_contradiction(config["trainer"], found)
-        _reject_more_ranks_than_gpus(config["trainer"], found, environ)
+        _reject_contradiction(trainer, found)
+        _reject_more_ranks_than_gpus(trainer, found, environ)
         reject_missing_interface(environ)
         return found
-    num_nodes = int(config["trainer"]["num_nodes"])
-    if runs_elsewhere(config):  # on a login node: the GPUs are elsewhere in the cluster
-        per_node = 1 if single else requested_devices(config["trainer"]) or 1
+    num_nodes = int(trainer["num_nodes"])
+    if runs_elsewhere:  # on a login node: the GPUs are elsewhere in the cluster
+        per_node = 1 if single else requested_devices(trainer) or 1
         return Ranks(per_node=per_node, num_nodes=num_nodes, started_by=None)
     if not single:
         reject_missing_interface(environ)
-    per_node = 1 if single else _per_node(config["trainer"])
+    per_node = 1 if single else _per_node(trainer)
     if num_nodes > 1:
         raise ConfigError(
             f"trainer.num_nodes={num_nodes}",
@@ -182,3 +201,113 @@ def requested_devices(trainer: Mapping[str, Any]) -> int | None:
     if isinstance(devices, list):
         return len(devices)
     return devices if isinstance(devices, int) and devices > 0 else None
+
+
+def count_data_ranks(config: Mapping[str, Any], world_size: int) -> int:
+    """Return the number of data-parallel ranks, even if the sizes do not divide the ranks."""
+    model_size: int = math.prod(config[name] or 1 for name in MODEL_SIZES)  # 0 is reported by the check
+    return max(1, world_size // model_size)
+
+
+def make_mesh(config: Mapping[str, Any], strategy: StrategyTraits, ranks: Ranks) -> Mesh:
+    """Return the mesh of a config on the given ranks.
+
+    Raises:
+        ConfigError: The sizes do not divide the ranks, or the strategy has no such dimension.
+    """
+    sizes = {name: config[name] for name in MODEL_SIZES}
+    for name, what in _BY_FSDP.items():
+        size = config[name]
+        if size > 1 and strategy.state_layout != "fsdp":
+            raise ConfigError(
+                f"{name}={size} {strategy.typed}",
+                f"{what} needs strategy=fsdp or hsdp",
+                f"strategy=fsdp, which shards over the other ranks, or {name}=1",
+            )
+    model_size = math.prod(sizes.values())
+    data_size, rest = divmod(ranks.world_size, model_size)
+    if rest or not data_size:
+        raise ConfigError(
+            " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1),
+            f"{_count(ranks.world_size)} not divisible by {model_size}",
+            _suggest_sizes(ranks.world_size, sizes),
+        )
+    tensor, context, pipeline = (sizes[name] for name in MODEL_SIZES)
+    replicate, shard = _divide_data(config, strategy, data_size, per_node=max(1, ranks.per_node // (tensor * context)))
+    return Mesh(
+        expert=_divide_experts(config, shard * context),
+        pipeline=pipeline,
+        pipeline_schedule=config["pipeline_schedule"],
+        replicate=replicate,
+        shard=shard,
+        context=context,
+        tensor=tensor,
+        sequence_parallel=config["sequence_parallel"],
+    )
+
+
+def _divide_experts(config: Mapping[str, Any], num_ranks: int) -> int:
+    """Return the expert-parallel size within the ranks that share a copy of the model."""
+    size: int = config["expert_parallel_size"]
+    if num_ranks % size:
+        raise ConfigError(
+            f"expert_parallel_size={size}",
+            f"{_count(num_ranks)} not divisible by {size}",
+            f"expert_parallel_size={largest_divisor(num_ranks, most=size)}, or another trainer.devices",
+        )
+    return size
+
+
+def _divide_data(
+    config: Mapping[str, Any], strategy: StrategyTraits, data_size: int, *, per_node: int
+) -> tuple[int, int]:
+    """Split `data_size` ranks into model replicas and shards; return both numbers."""
+    replicate, shard = (config[f"data_parallel_{name}"] for name in ("replicate", "shard"))
+    typed = [f"data_parallel_{n}={s}" for n, s in (("replicate", replicate), ("shard", shard)) if s is not None]
+    if strategy.state_layout != "fsdp":
+        if (replicate or 1) * (shard or 1) > 1:
+            raise ConfigError(
+                f"{' '.join(typed)} {strategy.typed}",
+                "only strategy=fsdp and hsdp set the number of replicas and of ranks per replica",
+                f"strategy=fsdp, or {' '.join(text.partition('=')[0] + '=null' for text in typed)}",
+            )
+        return (data_size, 1) if strategy.replicates_state else (1, data_size)
+    if replicate is None and shard is None:
+        shard = min(per_node, data_size) if strategy.shards_within_node else data_size
+    has_copies_alone = replicate is not None and shard is None
+    shard = max(1, int(shard or data_size // (replicate or 1)))
+    replicate = int(replicate or data_size // shard)
+    if replicate * shard != data_size and has_copies_alone:
+        raise ConfigError(
+            typed[0],
+            f"{_count(data_size)} not divisible by {replicate}",
+            f"data_parallel_replicate={largest_divisor(data_size, most=replicate)}",
+        )
+    if replicate * shard != data_size:
+        raise ConfigError(
+            " ".join(typed) or f"strategy={strategy.option}",
+            f"{_count(data_size)} not divisible by {shard}"
+            if len(typed) < 2
+            else f"their product is {replicate * shard}, and {data_size} ranks read samples of their own",
+            f"data_parallel_shard={largest_divisor(data_size, most=shard)} data_parallel_replicate=null",
+        )
+    return replicate, shard
+
+
+def _suggest_sizes(world_size: int, sizes: Mapping[str, int]) -> str:
+    """Return sizes that divide the ranks: the requested ones or the next smaller."""
+    left, fits = world_size, []
+    for name, size in sizes.items():
+        if size > 1:
+            fits.append(f"{name}={largest_divisor(left, most=size)}")
+            left //= largest_divisor(left, most=size)
+    return f"{' '.join(fits)}, or another trainer.devices"
+
+
+def largest_divisor(number: int, *, most: int) -> int:
+    """Return the largest divisor of `number` that is at most `most`."""
+    return next(size for size in range(min(most, number), 0, -1) if number % size == 0)
+
+
+def _count(number: int) -> str:
+    return "1 rank is" if number == 1 else f"{number} ranks are"

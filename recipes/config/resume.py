@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from recipes.config.cached_compose import compose_options, compose_overrides, select_options
 from recipes.config.overrides import for_shell, parse_override, unescape_interpolations
 from recipes.config.search_path import select_search_path
+from recipes.config.traits import read_adapter
 from recipes.config.trust import SEARCH_PATH, find_own_folders, find_resumed_run
 from recipes.errors import ConfigError, shell
 from recipes.run_folder import (
@@ -268,13 +269,13 @@ def _nearest_target(config: DictConfig, parts: Sequence[str]) -> object:
     return target
 
 
-def with_saved_parts(config: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Return the config of a resumed run with weights from the checkpoint and the run's own tokenizer.
+def list_saved_parts(config: Config, checkpoint: Path) -> Config:
+    """Return the sections of a resumed run with weights from the checkpoint and the run's own tokenizer.
 
     An adapter checkpoint holds only the adapter: the base weights are loaded as before.
     """
     model, data = config["model"], config["data"]
-    has_adapter = "adapter" in config and not config["adapter"]["_target_"].endswith(".NoAdapter")
+    has_adapter = read_adapter(config.get("adapter")) is not None
     if model.get("pretrained") is not None and not has_adapter:
         model = model | {"pretrained": None}
     saved = find_tokenizer(checkpoint)
@@ -285,10 +286,10 @@ def with_saved_parts(config: dict[str, Any], checkpoint: Path) -> dict[str, Any]
         if "sources" in data:
             data = data | {"sources": {key: _with_tokenizer(node, tokenizer) for key, node in data["sources"].items()}}
         eval_data = {key: _with_tokenizer(node, tokenizer) for key, node in eval_data.items()}
-    changed = {"model": model, "data": data, "eval_data": eval_data}
+    changed: Config = {"model": model, "data": data, "eval_data": eval_data}
     if has_adapter and config["adapter"].get("pretrained") is not None:
         changed["adapter"] = config["adapter"] | {"pretrained": None}  # the checkpoint has its weights
-    return config | changed
+    return changed
 
 
 def _with_tokenizer(data: Any, tokenizer: Config) -> Any:

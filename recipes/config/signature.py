@@ -50,7 +50,7 @@ class Signature:
     Attributes:
         parameters: Arguments by name.
         takes_any: Whether it accepts further keywords (`**kwargs`, or a base class that cannot be read).
-        constants: Literal class attributes, such as `input_kind`.
+        constants: Literal class attributes, such as `input_kind`; of a function, what it declares with `declare_mode`.
     """
 
     parameters: dict[str, Parameter]
@@ -367,7 +367,26 @@ def _function_signature(node: ast.FunctionDef, module: str, *, skip_first: bool)
     }
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
         parameters[argument.arg] = Parameter(written=argument.annotation, module=module, required=default is None)
-    return Signature(parameters=parameters, takes_any=arguments.kwarg is not None)
+    return Signature(parameters=parameters, takes_any=arguments.kwarg is not None, constants=_declared(node))
+
+
+def _declared(node: ast.FunctionDef) -> dict[str, object]:
+    """Return the keywords of the decorator `declare_mode`, all of them literals."""
+    return {
+        word.arg: ast.literal_eval(word.value)
+        for decorator in node.decorator_list
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "declare_mode"
+        for word in decorator.keywords
+        if word.arg is not None
+    }
+
+
+def _read_literal(value: ast.expr) -> object:
+    """Return the value of a literal, or of a frozenset of one."""
+    match value:
+        case ast.Call(func=ast.Name(id="frozenset"), args=[members]):
+            return frozenset(ast.literal_eval(members))
+    return ast.literal_eval(value)
 
 
 def _literals(body: Scope) -> list[tuple[str, object]]:
@@ -379,5 +398,5 @@ def _literals(body: Scope) -> list[tuple[str, object]]:
         target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
         if isinstance(target, ast.Name):
             with contextlib.suppress(ValueError):  # an expression
-                found.append((target.id, ast.literal_eval(node.value)))
+                found.append((target.id, _read_literal(node.value)))
     return found

@@ -1,26 +1,129 @@
-"""Read the traits of the chosen mode and strategy from constants in their source, without importing them."""
+"""What the chosen mode, strategy, task, adapter and optimizer declare on themselves, read without importing them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeVar
 
-from recipes.config.signature import find_signature, read_signature
-from recipes.runtime.world import num_gpus
+from recipes.config.signature import find_signature
 
-_FIT = "recipes.mode.fit.fit"
-_PLAN = "recipes.mode.plan.plan"
-# modes that train as the run would, on its ranks and under its strategy, but create no run
-_TRIALS = frozenset(
-    {
-        "recipes.mode.batch_find.try_size",
-        "recipes.mode.lr_find.lr_find",
-        "recipes.mode.noise_scale.noise_scale",
-        "recipes.mode.preflight.preflight",
-    }
+DATA_GROUPS = ("data.sources", "eval_data")  # sections of named nodes, each an option of data
+_Mode = TypeVar("_Mode", bound=Callable[..., int])
+# arguments of strategies that others than the strategy itself depend on
+_SETTINGS = (
+    "stage",
+    "cpu_offload",
+    "gradient_sync",
+    "reshard_after_forward",
+    "reduce_dtype",
+    "offload_optimizer",
+    "offload_parameters",
 )
 
 
-DATA_GROUPS = ("data.sources", "eval_data")  # sections of named nodes, each an option of data
+@dataclass(frozen=True, kw_only=True)
+class ModeTraits:
+    """What a mode declares with `declare_mode`; the defaults suit a mode that reads files and runs on one device.
+
+    Attributes:
+        name: Name on the command line, `mode=<name>`.
+        trains: Whether it trains in a run folder of its own.
+        takes_steps: Whether it takes optimizer steps on the ranks and under the strategy of the run, as `trains` does.
+        plans_steps: Whether it plans the steps of a run under its strategy, without taking any.
+        prepares_data: Whether it writes documents to train on.
+        needs_checkpoint: Whether it reads a checkpoint of a run.
+        needs: What the task must support, such as `generate`; None: nothing.
+        writes: Folder that it writes in the run folder, unless `mode.path` names another; None: none.
+        reads_logits: Whether it reads the logits of complete sequences on every rank.
+        reads_micro_batches: Whether it reads the gradients of single micro-batches.
+        takes_evaluator: Whether `evaluator=` says on which tasks it evaluates.
+    """
+
+    name: str
+    trains: bool = False
+    takes_steps: bool = False
+    plans_steps: bool = False
+    prepares_data: bool = False
+    needs_checkpoint: bool = False
+    needs: str | None = None
+    writes: str | None = None
+    reads_logits: bool = False
+    reads_micro_batches: bool = False
+    takes_evaluator: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskTraits:
+    """What a task declares on its class.
+
+    Attributes:
+        input_kind: Kind of its samples, `tokens` or `images`; None: it declares none.
+        supports: What modes may ask of it: `generate`, `export`, `evaluate_tasks`.
+    """
+
+    input_kind: str | None = None
+    supports: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerTraits:
+    """What an optimizer declares on its class; the defaults suit one that updates every element by itself.
+
+    Attributes:
+        name: Name of its module, which is that of its option.
+        accepts_flat_partitions: Whether it can update the flat shards that ZeRO makes of all parameters.
+        why_no_partitions: Why it cannot; None: it updates parameters one by one.
+        needs_unsharded: Whether it reads whole matrices, or blocks of them.
+        updates_matrices: Whether it treats every tensor with two or more axes as one matrix.
+        keeps_average: Whether it averages the weights itself.
+    """
+
+    name: str
+    accepts_flat_partitions: bool = True
+    why_no_partitions: str | None = None
+    needs_unsharded: bool = False
+    updates_matrices: bool = False
+    keeps_average: bool = False
+
+
+def declare_mode(**traits: Any) -> Callable[[_Mode], _Mode]:
+    """Declare what the decorated mode is; `read_mode` reads these literals from the source."""
+    ModeTraits(name="", **traits)  # rejects an unknown name
+
+    def leave(mode: _Mode) -> _Mode:
+        return mode
+
+    return leave
+
+
+def read_mode(node: Mapping[str, Any]) -> ModeTraits:
+    """Read the traits of a mode's config node."""
+    target = str(node["_target_"])
+    return ModeTraits(**{"name": target.rpartition(".")[2]} | _read_declared(target, ModeTraits))
+
+
+def read_task(node: Mapping[str, Any]) -> TaskTraits:
+    """Read the traits of a task's config node."""
+    return TaskTraits(**_read_declared(str(node["_target_"]), TaskTraits))
+
+
+def read_optimizer(node: Mapping[str, Any]) -> OptimizerTraits:
+    """Read the traits of an optimizer's config node."""
+    target = str(node["_target_"])
+    return OptimizerTraits(name=target.split(".")[-2], **_read_declared(target, OptimizerTraits))
+
+
+def read_adapter(node: Mapping[str, Any] | None) -> str | None:
+    """Return the name of an adapter's module; None if all weights are trained, as in older runs without a node."""
+    if not node:
+        return None
+    target = str(node["_target_"])
+    return target.split(".")[-2] if find_signature(target).constants.get("attaches", True) else None
+
+
+def _read_declared(target: str, traits: Any) -> dict[str, Any]:
+    """Return those constants of a target that a class of traits has a field for."""
+    constants = find_signature(target).constants
+    return {name: value for name, value in constants.items() if name in traits.__dataclass_fields__}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +140,14 @@ class StrategyTraits:
         accepts_device_list: Whether `trainer.devices` may list GPUs whose indices do not start at 0.
         syncs_batch_norm: Whether Lightning can synchronize batch norm statistics over its ranks.
         shards_within_node: Whether every node has a copy of the model, sharded over its ranks.
+        stage: ZeRO stage; None: not DeepSpeed.
+        cpu_offload: Whether FSDP2 keeps weights, gradients and optimizer state in host memory.
+        gradient_sync: When FSDP2 reduces gradients: `per_micro_batch` or `per_step`.
+        reshard_after_forward: Whether FSDP2 frees gathered weights after the forward pass.
+        reduce_dtype: Data type in which FSDP2 reduces gradients; None: that of the precision.
+        offload_optimizer: Where DeepSpeed keeps the optimizer state: `cpu` or `nvme`; None: on the device.
+        offload_parameters: Where DeepSpeed keeps the weights.
+        frees_gradients: Whether gradients are freed after a step.
     """
 
     option: str
@@ -48,6 +159,14 @@ class StrategyTraits:
     accepts_device_list: bool = True
     syncs_batch_norm: bool = False
     shards_within_node: bool = False
+    stage: Literal[1, 2, 3] | None = None
+    cpu_offload: bool = False
+    gradient_sync: str = "per_micro_batch"
+    reshard_after_forward: bool = True
+    reduce_dtype: str | None = None
+    offload_optimizer: str | None = None
+    offload_parameters: str | None = None
+    frees_gradients: bool = True
 
     @property
     def typed(self) -> str:
@@ -55,71 +174,15 @@ class StrategyTraits:
         return f"strategy={self.option}"
 
 
-def get_traits(strategy: Mapping[str, Any]) -> StrategyTraits:
-    """Read the traits of a strategy's config node; ZeRO shards the weights from stage 3 on."""
+def read_strategy(strategy: Mapping[str, Any]) -> StrategyTraits:
+    """Read the traits of a strategy's config node, and its settings; ZeRO shards the weights from stage 3 on."""
     target = str(strategy["_target_"])
-    declared: dict[str, Any] = {"option": target.rpartition(".")[2]}
-    names = StrategyTraits.__dataclass_fields__
-    declared |= {name: value for name, value in find_signature(target).constants.items() if name in names}
+    declared = {"option": target.rpartition(".")[2]} | _read_declared(target, StrategyTraits)
+    declared |= {name: value for name, value in strategy.items() if name in _SETTINGS}
     if "stage" in strategy:
         declared["option"] = declared["option"].format(stage=strategy["stage"])
         declared["shards_weights"] = strategy["stage"] == 3
     return StrategyTraits(**declared)
-
-
-def get_compile_mode(config: Mapping[str, Any], *, on_gpu: bool | None = None) -> str | None:
-    """Return the torch.compile mode of a run; None is eager.
-
-    `auto` compiles on a GPU, except under ZeRO-3, where gathering whole blocks has been tried on CPUs only.
-
-    Args:
-        config: Composed config.
-        on_gpu: Whether the run has a GPU; None detects whether this machine has one that the Trainer may use.
-    """
-    setting = config["compile"]
-    if setting == "auto":
-        if on_gpu is None:
-            on_gpu = config["trainer"].get("accelerator") != "cpu" and num_gpus() > 0
-        setting = on_gpu and config["strategy"].get("stage") != 3
-    if isinstance(setting, bool):
-        return "default" if setting else None
-    return str(setting)
-
-
-def get_eval_samples(config: Mapping[str, Any]) -> int | None:
-    """Return the number of validation samples; None is all.
-
-    `auto` limits validation to 2 % of a run's time. Without its backward pass a sample takes a third of the time, so
-    this is 6 % of the samples trained on between two validations, and at least one global batch.
-
-    Args:
-        config: Composed config.
-    """
-    chosen: int | str | None = config["eval_samples"]
-    if not isinstance(chosen, str):
-        return chosen
-    batch_size = int(config["global_batch_size"])
-    return max(6 * int(config["eval_every"]) * batch_size // 100, batch_size)
-
-
-def tries_convolutions(config: Mapping[str, Any]) -> bool:
-    """Return whether to enable cuDNN benchmarking: as set, else for images (fixed size), unless deterministic."""
-    typed: bool | None = config["trainer"].get("benchmark")
-    if typed is not None:
-        return typed
-    has_images = read_signature(config["task"]["_target_"]).constants.get("input_kind") == "images"
-    return has_images and not config["trainer"].get("deterministic")
-
-
-def get_tokens_per_sample(config: Mapping[str, Any]) -> int | None:
-    """Return the tokens of every training sample; None if the samples are not text, or are padded, by unknown numbers.
-
-    Args:
-        config: Composed config.
-    """
-    nodes = [node for place, node in list_data(config) if not place.startswith("eval_data.")]
-    is_padded = any(find_signature(node["_target_"]).constants.get("pads_samples") for node in nodes)
-    return None if is_padded or config["seq_len"] is None else int(config["seq_len"])
 
 
 def select(config: Mapping[str, Any], key: str) -> object:
@@ -159,26 +222,3 @@ def list_nodes(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str,
             if isinstance(value.get("_target_"), str):
                 yield here, value
             yield from list_nodes(value, here)
-
-
-def runs_elsewhere(config: Mapping[str, Any]) -> bool:
-    """Return whether the launcher runs on other machines, whose GPUs are unknown here."""
-    return find_signature(select(config, "launcher._target_")).constants.get("runs_elsewhere") is True
-
-
-def trains(config: Mapping[str, Any]) -> bool:
-    """Return whether a composed config trains, in a run folder of its own."""
-    return bool(config["mode"]["_target_"] == _FIT)
-
-
-def takes_steps(config: Mapping[str, Any]) -> bool:
-    """Return whether a composed config takes optimizer steps, as a run or as a trial of one, on all of its ranks.
-
-    Every other mode runs once, on one device.
-    """
-    return trains(config) or config["mode"]["_target_"] in _TRIALS
-
-
-def plans_steps(config: Mapping[str, Any]) -> bool:
-    """Return whether a composed config plans the steps of a run, under the run's strategy, without taking any."""
-    return bool(config["mode"]["_target_"] == _PLAN)

@@ -2,11 +2,20 @@
 
 from collections.abc import Sequence
 
-from recipes.config.compose import Composed
+from recipes.config.resolved import ResolvedRun
 
 _OF_TRAINING = (
     *("optimizer", "scheduler", "lr_scaling", "warmup_steps", "clipping", "ema_decay", "label_smoothing", "z_loss"),
-    *("eval_every", "eval_samples", "save_every", "save_every_minutes", "log_every", "logger", "profile", "sweep"),
+    *(
+        "eval_every",
+        "eval_samples",
+        "save_every",
+        "save_every_minutes",
+        "log_every",
+        "logger",
+        "profile_steps",
+        "sweep",
+    ),
     *("trainer.max_steps", "trainer.min_steps", "trainer.max_epochs", "trainer.max_time"),
     *("trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"),
 )
@@ -19,20 +28,20 @@ _UNREAD = {
     "replay": tuple(key for key in _OF_TRAINING + _OF_DATA if key not in ("label_smoothing", "z_loss")),
 }
 # mode without a run of its own -> what it reads beside its own settings
-_READ = {"dashboard": ("dashboard",), "report": ("dashboard",), "diagnose": (), "unpack": ()}
+_READ = {"dashboard": ("dashboard",), "report": ("dashboard",), "diagnose": (), "convert_gguf": ()}
 
 
-def list_unread(composed: Composed) -> list[str]:
+def list_unread(run: ResolvedRun) -> list[str]:
     """Return the overrides of this command line that have no effect in its mode.
 
     Not those beside `resume=auto`: they are the whole command of a run, with a mode.
 
     Args:
-        composed: The run.
+        run: The run.
     """
-    mode = composed.config["mode"]["_target_"].rpartition(".")[2]
-    keys = {override: override.lstrip("+~").partition("=")[0].partition("@")[0] for override in composed.typed}
-    if mode in _UNREAD and composed.config["resume"] != "auto":
+    keys = {override: override.lstrip("+~").partition("=")[0].partition("@")[0] for override in run.typed}
+    mode = run.mode.name
+    if mode in _UNREAD and run.resume != "auto":
         return [override for override, key in keys.items() if _is_of(key, _UNREAD[mode])]
     if mode in _READ:
         read = ("mode", "hydra", *_READ[mode])

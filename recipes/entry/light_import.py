@@ -5,10 +5,7 @@ of a run's startup time. They serve its audio and text generation metrics, and p
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-from recipes.config.traits import list_nodes
+from collections.abc import Iterable, Iterator
 
 _HIDDEN = frozenset({"scipy", "transformers", "matplotlib"})
 # constructors that need none of them from torchmetrics; any other in a config may
@@ -23,15 +20,15 @@ _NEED_NONE = (
 
 
 @contextlib.contextmanager
-def without_unused_packages(config: Mapping[str, Any]) -> Iterator[None]:
-    """Hide the packages from torchmetrics within the context, unless part of the config may need them.
+def without_unused_packages(targets: Iterable[str]) -> Iterator[None]:
+    """Hide the packages from torchmetrics within the context, unless one of the run's constructors may need them.
 
     They stay importable elsewhere, and afterwards in torchmetrics too.
 
     Args:
-        config: Plain values.
+        targets: Dotted paths of everything that the run instantiates.
     """
-    if not all(node["_target_"].startswith(_NEED_NONE) for _, node in list_nodes(config)):
+    if not all(target.startswith(_NEED_NONE) for target in targets):
         yield
         return
     from lightning_utilities.core import imports

@@ -6,16 +6,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.config.compose import Composed
-from recipes.config.mesh import count_data_ranks, largest_divisor
-from recipes.config.traits import get_traits, takes_steps
+from recipes.config.ranks import largest_divisor
+from recipes.config.resolved import ResolvedRun
+from recipes.config.traits import StrategyTraits
 from recipes.entry.light_import import without_unused_packages
 from recipes.errors import ConfigError
 from recipes.files import append, tolerating, write_atomically
-from recipes.numerics.accumulation import divide
 from recipes.run_folder import OOM_FOLDER, has_checkpoint
 from recipes.runtime.failure import is_host_out_of_memory, read_oom_of_other_rank
-from recipes.runtime.world import Ranks
 
 _MAX_REMEDIES = 3
 # of a parameter on one rank: float32 weight, gradient, two moments and average, and a copy of the weight in each dtype
@@ -34,28 +32,25 @@ _NEXT_STRATEGY = {
 }
 
 
-def describe_out_of_memory(
-    error: BaseException, composed: Composed, *, world_size: int, lists_remedies: bool = True
-) -> str:
+def describe_out_of_memory(error: BaseException, resolved: ResolvedRun, *, lists_remedies: bool = True) -> str:
     """Return the message to show instead of a traceback.
 
     Args:
         error: The error.
-        composed: The run.
-        world_size: Number of ranks.
+        resolved: The run.
         lists_remedies: Whether to list overrides; False where `advise` follows, which knows which of them suffice.
     """
     first_line = str(error).partition("\n")[0][:200]
     lines = [f"Out of memory: {first_line}"]
-    takes = takes_steps(composed.config)  # every other mode runs on one device, without a backward pass
+    takes = resolved.mode.takes_steps  # every other mode runs on one device, without a backward pass
     if lists_remedies or not takes:
         on_host = is_host_out_of_memory(error)
-        options = [*remedies(composed, world_size=world_size, of_host=on_host)][:_MAX_REMEDIES] if takes else []
+        options = [*remedies(resolved, of_host=on_host)][:_MAX_REMEDIES] if takes else []
         lines += _list_remedies(options)
-    if any((composed.run_folder / OOM_FOLDER).glob("rank_*")):
-        lines.append(f"Memory dump: {composed.run_folder / OOM_FOLDER}")
-    if has_checkpoint(composed.run_folder):
-        lines.append(f"To resume from the last checkpoint, also add: resume={composed.run_folder}")
+    if any((resolved.run_folder / OOM_FOLDER).glob("rank_*")):
+        lines.append(f"Memory dump: {resolved.run_folder / OOM_FOLDER}")
+    if has_checkpoint(resolved.run_folder):
+        lines.append(f"To resume from the last checkpoint, also add: resume={resolved.run_folder}")
     return "\n".join(lines)
 
 
@@ -67,27 +62,26 @@ def _list_remedies(options: Sequence[tuple[str, str]]) -> list[str]:
     return ["Add one of these overrides, the cheapest first:", *listed]
 
 
-def advise(composed: Composed, ranks: Ranks, *, report: str) -> list[str]:
+def advise(resolved: ResolvedRun, *, report: str) -> list[str]:
     """Plan the run; return overrides that suffice, its memory estimate and settings that fit. Takes seconds and no GPU.
 
     Args:
-        composed: The run that ran out of memory.
-        ranks: Ranks of the run.
+        resolved: The run that ran out of memory.
         report: What the rank reported that ran out first.
     """
-    if not takes_steps(composed.config):
+    if not resolved.mode.takes_steps:
         return []
     of_host = is_host_out_of_memory(RuntimeError(report))
-    options = [*remedies(composed, world_size=ranks.world_size, of_host=of_host)][:_MAX_REMEDIES]
+    options = [*remedies(resolved, of_host=of_host)][:_MAX_REMEDIES]
     command = "the same command with mode=plan shows more"
     try:
-        with without_unused_packages(composed.config):
+        with without_unused_packages(resolved.list_targets()):
             from recipes.plan.advice import Planner, advise_settings, with_overrides
         from recipes.plan.plan import gib
         from recipes.plan.table import describe_place
 
-        planner = Planner(_find_cluster(composed, ranks))
-        planned = planner.plan(composed.config)
+        planner = Planner(_find_cluster(resolved))
+        planned = planner.plan(resolved)
         moment, limit = planned.peak, planned.limit_bytes
         needed = f"{gib(moment.total):.2f} GiB ({describe_place(moment)}) of {gib(limit):.2f} GiB"
         if planned.fits:
@@ -96,47 +90,46 @@ def advise(composed: Composed, ranks: Ranks, *, report: str) -> list[str]:
                 f"Plan: a rank needs {needed}: it fits, so something else fills the memory. To plan with less memory:"
                 f" mode=plan plan.memory_gib={gib(moment.total) * 0.8:.2f}",
             ]
-        changed = {option: with_overrides(composed, option[0].split()) for option in options}
+        changed = {option: with_overrides(resolved, option[0].split()) for option in options}
         enough = [option for option, config in changed.items() if config is not None and planner.plan(config).fits]
         return [
             *(_list_remedies(enough) if enough else []),
             f"Plan: a rank needs {needed}; {command}",
-            *advise_settings(composed, planner),
+            *advise_settings(resolved, planner),
         ]
     except Exception as error:  # a second failure must not hide the first
         reason = str(error).partition("\n")[0][:200]
         return [*_list_remedies(options), f"No plan could be made ({type(error).__name__}: {reason}); {command}"]
 
 
-def check_room(composed: Composed, ranks: Ranks, model: Any) -> None:
+def check_room(resolved: ResolvedRun, model: Any) -> None:
     """Refuse a run whose weights, gradients and optimizer state alone exceed the memory of a rank.
 
     Called before any of them is allocated: the kernel kills a process that fills the memory, without a word. Only a
     large model is planned, which takes seconds.
 
     Args:
-        composed: The run.
-        ranks: Ranks of the run.
+        resolved: The run.
         model: Unsharded model without storage.
 
     Raises:
         ConfigError: It cannot fit.
     """
-    cluster = _find_cluster(composed, ranks)
+    cluster = _find_cluster(resolved)
     is_gpu = cluster.device.full_name is not None
-    num_sharing = 1 if is_gpu else ranks.per_node  # ranks on CPUs share the memory of their node
+    num_sharing = 1 if is_gpu else resolved.ranks.per_node  # ranks on CPUs share the memory of their node
     memory_bytes = cluster.memory_bytes // num_sharing
     if sum(parameter.numel() for parameter in model.parameters()) * _MOST_STATE_BYTES <= memory_bytes:
         return
     from recipes.plan.advice import find_strategy
     from recipes.plan.plan import plan_state, size_unit
 
-    needed = plan_state(composed.config, cluster)
+    needed = plan_state(resolved, cluster)
     if needed is None or needed <= memory_bytes:
         return
-    found = find_strategy(composed, cluster, limit_bytes=memory_bytes)
+    found = find_strategy(resolved, cluster, limit_bytes=memory_bytes)
     elsewhere = "a smaller model=, more devices, or mode=plan plan.hardware=h100x8 to plan it on others"
-    chosen = [f"{group}={composed.choices[group]}" for group in ("model", "strategy") if group in composed.choices]
+    chosen = [f"{group}={resolved.choices[group]}" for group in ("model", "strategy") if group in resolved.choices]
     unit, unit_bytes = size_unit(needed)
     holder = f"each of {num_sharing} ranks" if num_sharing > 1 else "the GPU" if is_gpu else "this machine"
     raise ConfigError(
@@ -148,71 +141,62 @@ def check_room(composed: Composed, ranks: Ranks, model: Any) -> None:
     )
 
 
-def _find_cluster(composed: Composed, ranks: Ranks) -> Any:
+def _find_cluster(resolved: ResolvedRun) -> Any:
     from recipes.plan.hardware import find_cluster
 
     return find_cluster(
         "auto",
-        per_node=ranks.per_node,
-        num_nodes=ranks.num_nodes,
+        per_node=resolved.ranks.per_node,
+        num_nodes=resolved.ranks.num_nodes,
         interconnect=None,
-        memory_gib=(composed.config.get("plan") or {}).get("memory_gib"),
+        memory_gib=resolved.memory_gib,
     )
 
 
-def remedies(composed: Composed, *, world_size: int, of_host: bool = False) -> Iterator[tuple[str, str]]:
+def remedies(resolved: ResolvedRun, *, of_host: bool = False) -> Iterator[tuple[str, str]]:
     """Yield overrides that reduce memory use and that the run does not use yet, cheapest first.
 
     Args:
-        composed: The run.
-        world_size: Number of ranks.
+        resolved: The run.
         of_host: Whether host memory is full, which rules out offloading to it.
 
     Yields:
         The override, and its effect and cost.
     """
-    config = composed.config
-    plan = divide(
-        global_batch_size=config["global_batch_size"],
-        micro_batch_size=config["micro_batch_size"],
-        num_devices=count_data_ranks(config, world_size),
-        accumulate_grad_batches=config["trainer"]["accumulate_grad_batches"],
-    )
+    plan = resolved.accumulation
     if plan.micro_batch_size > 1:
         smaller = largest_divisor(plan.micro_batch_size, most=plan.micro_batch_size // 2)
         override = f"micro_batch_size={smaller}"
-        if config["trainer"]["accumulate_grad_batches"] is not None:
+        if resolved.accumulate_grad_batches is not None:
             override += " trainer.accumulate_grad_batches=null"
         count = plan.num_micro_batches * plan.micro_batch_size // smaller
         yield (
             override,
             f"the same global batch in {count} micro-batches: same curve, smaller matmuls",
         )
-    kept = config["activation_checkpoint"]
-    if kept["every_nth_block"] != 1 or kept.get("save_ops", "inputs") != "inputs":
+    if not resolved.recomputes_every_block:
         yield (
             "activation_checkpoint=full",
             "keep activations of one block at a time: same curve, about a third more compute",
         )
-    yield from _next_strategy(_strategy_option(composed), config["strategy"], of_host=of_host)
-    if config["precision"]["name"] == "32-true":
+    yield from _next_strategy(_strategy_option(resolved), resolved.strategy, of_host=of_host)
+    if resolved.precision == "32-true":
         yield (
             "precision=bf16-mixed",
             "activations of half the size; weights and optimizer state stay float32",
         )
 
 
-def _strategy_option(composed: Composed) -> str:
+def _strategy_option(resolved: ResolvedRun) -> str:
     """Return the option of the group strategy/, derived from the node since a frozen config does not name it."""
-    if "strategy" in composed.choices:
-        return composed.choices["strategy"]
-    node = composed.config["strategy"]
+    if "strategy" in resolved.choices:
+        return resolved.choices["strategy"]
     suffixes = {"cpu": "_offload", "nvme": "_nvme"}
-    return get_traits(node).option + suffixes.get(str(node.get("offload_optimizer")), "")
+    return resolved.strategy.option + suffixes.get(str(resolved.strategy.offload_optimizer), "")
 
 
-def _next_strategy(strategy: str, node: dict[str, Any], *, of_host: bool) -> Iterator[tuple[str, str]]:
-    offloads_already = strategy == "fsdp" and node["cpu_offload"]
+def _next_strategy(strategy: str, traits: StrategyTraits, *, of_host: bool) -> Iterator[tuple[str, str]]:
+    offloads_already = strategy == "fsdp" and traits.cpu_offload
     if strategy not in _NEXT_STRATEGY or offloads_already:
         return
     override = _NEXT_STRATEGY[strategy]

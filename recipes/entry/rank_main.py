@@ -4,7 +4,7 @@ import faulthandler
 import os
 from pathlib import Path
 
-from recipes.config.compose import from_json
+from recipes.config.resolved import from_json
 from recipes.runtime.failure import ERROR_FILE, STACK_SUFFIX
 from recipes.runtime.local_store import serve_local_ranks
 from recipes.runtime.process import die_with_parent, exit_process
@@ -16,7 +16,7 @@ def main() -> int:
     """Execute the composed run that the parent has written; return the exit code."""
     # before the slow imports: the parent has blocked the signals until now
     listen(second_ends=False)
-    from recipes.entry.run import run_composed
+    from recipes.entry.run import run_resolved
     from recipes.runtime.exit_codes import ExitCode
 
     die_with_parent()
@@ -25,7 +25,7 @@ def main() -> int:
     stack_file = Path(os.environ[ERROR_FILE]).with_suffix(STACK_SUFFIX)
     faulthandler.enable(stack_file.open("w", encoding="utf-8"), all_threads=False)  # the file stays open
     try:
-        return run_composed(from_json(Path(os.environ[RANK_FILE]).read_text(encoding="utf-8")))
+        return run_resolved(from_json(Path(os.environ[RANK_FILE]).read_text(encoding="utf-8")))
     except KeyboardInterrupt:  # before the run began or after it ended
         return ExitCode.INTERRUPTED
 

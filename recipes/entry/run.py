@@ -16,8 +16,8 @@ from typing import Any
 from recipes.checkpoint.retention import recover_interrupted
 from recipes.config.check.paths import check_run_folder
 from recipes.config.check.types import to_setting
-from recipes.config.compose import Composed, claim_folder
-from recipes.config.ranks import get_ranks
+from recipes.config.compose import claim_folder
+from recipes.config.resolved import ResolvedRun
 from recipes.config.search_path import resume_command
 from recipes.config.traits import list_nodes, select
 from recipes.config.unread import list_unread
@@ -45,73 +45,69 @@ _PEER_SECONDS = 2.0
 _OF_ARGUMENT = re.compile(r"(\w+) is (.*?); (.*); set (None|\S+?)(?:,? .*)?")
 
 
-def run_composed(composed: Composed, *, in_sweep: bool = False) -> int:
+def run_resolved(resolved: ResolvedRun, *, in_sweep: bool = False) -> int:
     """Execute one checked run in this process, or in one process per rank if it needs several and none exist yet.
 
     Args:
-        composed: The run.
+        resolved: The run.
         in_sweep: Whether other runs follow in this process; each then gets a separate process.
 
     Returns:
         The exit code, see `ExitCode`; after a crash the traceback of the rank that failed first has been logged.
     """
     with contextlib.ExitStack() as signals:
-        if composed.trains and started_by() != "spawn":  # spawned ranks listen already
+        if resolved.mode.trains and started_by() != "spawn":  # spawned ranks listen already
             signals.enter_context(listening())
-        return _launch(composed, in_sweep=in_sweep)
+        return _launch(resolved, in_sweep=in_sweep)
 
 
-def _launch(composed: Composed, *, in_sweep: bool) -> int:
+def _launch(resolved: ResolvedRun, *, in_sweep: bool) -> int:
     try:
-        ranks = get_ranks(composed.config)
-        composed = _open_log(composed, is_new=started_by() is None)
+        ranks = resolved.ranks
+        resolved = _open_log(resolved, is_new=started_by() is None)
     except ConfigError as mistake:
         return _report_mistake(mistake)
-    if composed.dropped_overrides and global_rank() == 0:
-        dropped = " ".join(composed.dropped_overrides)
+    if resolved.dropped_overrides and global_rank() == 0:
+        dropped = " ".join(resolved.dropped_overrides)
         LOGGER.info(f"Overrides of the resumed run dropped because their option was replaced: {dropped}")
-    if global_rank() == 0 and (unread := list_unread(composed)):
+    if global_rank() == 0 and (unread := list_unread(resolved)):
         verb = "has" if len(unread) == 1 else "have"
-        LOGGER.info(f"{', '.join(unread)} {verb} no effect in {_describe_mode(composed)}")
+        LOGGER.info(f"{', '.join(unread)} {verb} no effect in mode={resolved.mode.name}")
     is_single = ranks.world_size == 1 and not in_sweep
     if is_single or ranks.started_by is not None:
-        return _execute(composed, ranks)
+        return _execute(resolved)
     try:
         # every rank looks for the newest checkpoint: an earlier run must have written its last one by now
-        with _locked_folder(composed):
+        with _locked_folder(resolved):
             pass
         # until all ranks have exited, only rank 0 writes train.log
-        result = spawn_ranks(composed, ranks)
+        result = spawn_ranks(resolved, ranks)
     except ConfigError as mistake:
         return _report_mistake(mistake)
     if result.exit_code == ExitCode.OUT_OF_MEMORY:
-        log_exit(composed.run_folder, composed.run_folder / EVENTS_FILE)
+        log_exit(resolved.run_folder, resolved.run_folder / EVENTS_FILE)
     if result.report is not None:
-        _open_log(composed)
+        _open_log(resolved)
         LOGGER.error(result.report)
         if result.crashed:
-            LOGGER.error(f"The run crashed; run folder: {_describe_folder(composed)}")
+            LOGGER.error(f"The run crashed; run folder: {_describe_folder(resolved)}")
         elif result.exit_code != ExitCode.INVALID_CONFIG:
-            LOGGER.error(f"The run ended early; run folder: {_describe_folder(composed)}")
+            LOGGER.error(f"The run ended early; run folder: {_describe_folder(resolved)}")
     if result.exit_code == ExitCode.OUT_OF_MEMORY:
-        _log_advice(composed, ranks, result.report or "")
+        _log_advice(resolved, result.report or "")
     return result.exit_code
 
 
-def _describe_mode(composed: Composed) -> str:
-    return f"mode={composed.config['mode']['_target_'].rpartition('.')[2]}"
-
-
-def _log_advice(composed: Composed, ranks: Ranks, report: str) -> None:
-    for line in advise(composed, ranks, report=report):
+def _log_advice(resolved: ResolvedRun, report: str) -> None:
+    for line in advise(resolved, report=report):
         LOGGER.error(line)
 
 
-def _open_log(composed: Composed, *, is_new: bool = False) -> Composed:
+def _open_log(resolved: ResolvedRun, *, is_new: bool = False) -> ResolvedRun:
     """Create the run folder and open its log. Only rank 0 logs progress and writes the file.
 
     Args:
-        composed: The run.
+        resolved: The run.
         is_new: Whether nothing has started yet, so that a timestamped folder may still be renamed.
 
     Returns:
@@ -122,40 +118,40 @@ def _open_log(composed: Composed, *, is_new: bool = False) -> Composed:
     """
     speaks = global_rank() == 0
     try:
-        if composed.trains:
-            composed = claim_folder(composed) if is_new else composed
-            composed.run_folder.mkdir(parents=True, exist_ok=True)
-        open_console(composed.run_folder / LOG_FILE if composed.trains and speaks else None, speaks=speaks)
+        if resolved.mode.trains:
+            resolved = claim_folder(resolved) if is_new else resolved
+            resolved.run_folder.mkdir(parents=True, exist_ok=True)
+        open_console(resolved.run_folder / LOG_FILE if resolved.mode.trains and speaks else None, speaks=speaks)
     except OSError as error:
         raise ConfigError(
-            f"hydra.run.dir={composed.run_folder}",
+            f"hydra.run.dir={resolved.run_folder}",
             f"the folder cannot be written to: {error.strerror}",
             "hydra.run.dir=<a folder of yours>",
         ) from error
-    return composed
+    return resolved
 
 
 @contextlib.contextmanager
-def _locked_folder(composed: Composed) -> Iterator[None]:
+def _locked_folder(resolved: ResolvedRun) -> Iterator[None]:
     """On rank 0, lock the folder of a training run and repair interrupted checkpoint renames.
 
     Raises:
         ConfigError: Another process holds the lock, or has run in the folder since the config was checked.
     """
-    if not composed.trains or global_rank() != 0:
+    if not resolved.mode.trains or global_rank() != 0:
         yield
         return
-    with lock_run_folder(composed.run_folder):
+    with lock_run_folder(resolved.run_folder):
         # the folder may have changed since the check: another start may have held the lock until now
-        for mistake in check_run_folder(composed.config, composed.run_folder, continues=composed.continues):
+        for mistake in check_run_folder(resolved):
             raise mistake
         try:
-            recover_interrupted(composed.run_folder / CHECKPOINTS)
+            recover_interrupted(resolved.run_folder / CHECKPOINTS)
         except OSError as error:
             raise ConfigError(
-                f"hydra.run.dir={composed.run_folder}",
+                f"hydra.run.dir={resolved.run_folder}",
                 f"{error.filename or CHECKPOINTS} cannot be changed: {describe(error)}",
-                f"{shell('chmod -R u+rwX', composed.run_folder)}, or hydra.run.dir=<another folder>",
+                f"{shell('chmod -R u+rwX', resolved.run_folder)}, or hydra.run.dir=<another folder>",
             ) from error
         yield
 
@@ -174,28 +170,29 @@ def _failure_from_mistake(mistake: ConfigError, *, is_late: bool = False) -> Fai
     return failure_from_exception(mistake, exit_code=ExitCode.INVALID_CONFIG, report=format_report([mistake], head))
 
 
-def _execute(composed: Composed, ranks: Ranks) -> int:
+def _execute(resolved: ResolvedRun) -> int:
     """Execute the run, or its part on this rank, in this process; return the exit code."""
+    ranks = resolved.ranks
     try:
-        with _locked_folder(composed):
-            with without_unused_packages(composed.config):
+        with _locked_folder(resolved):
+            with without_unused_packages(resolved.list_targets()):
                 from recipes.build import execute
 
-            return execute(composed, check_room=functools.partial(check_room, composed, ranks))
+            return execute(resolved, check_room=functools.partial(check_room, resolved))
     except KeyboardInterrupt:
         if global_rank() == 0:
-            LOGGER.error(f"Interrupted; run folder: {_describe_folder(composed)}")
-            if has_checkpoint(composed.run_folder):
-                LOGGER.error(f"To resume: {resume_command(composed.run_folder, composed.overrides)}")
+            LOGGER.error(f"Interrupted; run folder: {_describe_folder(resolved)}")
+            if has_checkpoint(resolved.run_folder):
+                LOGGER.error(f"To resume: {resume_command(resolved.run_folder, resolved.overrides)}")
         return ExitCode.INTERRUPTED
     except Exception as error:
-        last_line: str | None = f"The run crashed; run folder: {_describe_folder(composed)}"
+        last_line: str | None = f"The run crashed; run folder: {_describe_folder(resolved)}"
         if is_out_of_memory(error):
             is_advised = ranks.started_by in (None, "spawn")  # once all ranks have ended
-            text = describe_out_of_memory(error, composed, world_size=ranks.world_size, lists_remedies=not is_advised)
+            text = describe_out_of_memory(error, resolved, lists_remedies=not is_advised)
             failure = failure_from_exception(error, exit_code=ExitCode.OUT_OF_MEMORY, report=text)
-            last_line = f"The run ended early; run folder: {_describe_folder(composed)}"
-        elif (mistake := _find_mistake(error, composed)) is not None:
+            last_line = f"The run ended early; run folder: {_describe_folder(resolved)}"
+        elif (mistake := _find_mistake(error, resolved)) is not None:
             failure = _failure_from_mistake(mistake, is_late=getattr(find_mistake(error), "is_late", False))
             last_line = None
         elif isinstance(error, WriteError):
@@ -207,7 +204,7 @@ def _execute(composed: Composed, ranks: Ranks) -> int:
             failure = failure_from_exception(error, exit_code=ExitCode.CRASHED, report=traceback.format_exc())
         _report_failure(failure, last_line, ranks)
         if failure.exit_code == ExitCode.OUT_OF_MEMORY and ranks.started_by is None:
-            _log_advice(composed, ranks, failure.report)
+            _log_advice(resolved, failure.report)
         return failure.exit_code
 
 
@@ -236,22 +233,22 @@ def _report_failure(failure: Failure, last_line: str | None, ranks: Ranks) -> No
             LOGGER.error(last_line)
 
 
-def _find_mistake(error: BaseException, composed: Composed) -> ConfigError | None:
+def _find_mistake(error: BaseException, resolved: ResolvedRun) -> ConfigError | None:
     """Return the config error that an exception is or wraps, or that a constructor raised about its arguments."""
     if (mistake := find_mistake(error)) is not None:
-        return _without_added(_name_where_set(mistake, composed.config), composed.overrides)
+        return _without_added(_name_where_set(mistake, resolved.config), resolved.overrides)
     if isinstance(error, OSError):
         is_full = error.errno in DISK_ERRORS
-        return None if is_full else _find_unwritable_path(error, composed.config["mode"])
+        return None if is_full else _find_unwritable_path(error, select(resolved.config, "mode.path"))
     # Hydra's exception, by name: Hydra is not imported here
     if type(error).__name__ != "InstantiationException" or not isinstance(error.__cause__, TypeError | ValueError):
         return None
     target = re.search(r"call to target '([^']+)'", str(error))
-    section = _find_section(composed.config, target[1]) if target else None
+    section = _find_section(resolved.config, target[1]) if target else None
     if section is None:
         return None
     reason = " ".join(str(error.__cause__).split())
-    if (named := _OF_ARGUMENT.fullmatch(reason)) and named[1] in select(composed.config, section):  # type: ignore[operator]
+    if (named := _OF_ARGUMENT.fullmatch(reason)) and named[1] in select(resolved.config, section):  # type: ignore[operator]
         key, fix = f"{section}.{named[1]}", named[4].removeprefix(f"{named[1]}=")
         value = named[2].strip("'")
         return ConfigError(f"{key}={value}", named[3], f"{key}={'null' if fix == 'None' else fix}")
@@ -282,9 +279,8 @@ def _name_where_set(mistake: ConfigError, config: Mapping[str, Any]) -> ConfigEr
     return ConfigError(f"{found[0]}.{name}={value}{space}{others}", mistake.reason, fix)
 
 
-def _find_unwritable_path(error: OSError, mode: Mapping[str, Any]) -> ConfigError | None:
+def _find_unwritable_path(error: OSError, path: object) -> ConfigError | None:
     """Return a config error if the exception is about the path that `mode.path` names, or a folder above it."""
-    path = mode.get("path")
     if not isinstance(path, str) or not isinstance(error.filename, str):
         return None
     wanted, failed = Path(os.path.expanduser(path)).absolute(), Path(error.filename).absolute()
@@ -301,9 +297,9 @@ def _find_section(config: Mapping[str, Any], target: str) -> str | None:
     return next((path for path, node in list_nodes(config) if node["_target_"].rpartition(".")[2] == name), None)
 
 
-def _describe_folder(composed: Composed) -> str:
+def _describe_folder(resolved: ResolvedRun) -> str:
     from recipes.checkpoint.resume import newest_checkpoint
 
-    checkpoint = newest_checkpoint(composed.run_folder)
+    checkpoint = newest_checkpoint(resolved.run_folder)
     suffix = f", last valid checkpoint: {checkpoint.name}" if checkpoint else ""
-    return f"{composed.run_folder}{suffix}"
+    return f"{resolved.run_folder}{suffix}"

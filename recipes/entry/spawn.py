@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from recipes.config.compose import Composed, to_json
+from recipes.config.resolved import ResolvedRun, to_json
 from recipes.errors import ConfigError
 from recipes.files import describe, probe
 from recipes.runtime.exit_codes import ExitCode
@@ -96,7 +96,7 @@ class _RankProcess:
             self.process.stdin.flush()
 
 
-def spawn_ranks(composed: Composed, ranks: Ranks) -> ProcessExit:
+def spawn_ranks(resolved: ResolvedRun, ranks: Ranks) -> ProcessExit:
     """Execute a run with one process per rank, all with this composed config; all have exited on return.
 
     The first SIGTERM or SIGUSR1 is forwarded to the ranks, which save and stop; a second one ends them at once, as
@@ -114,7 +114,7 @@ def spawn_ranks(composed: Composed, ranks: Ranks) -> ProcessExit:
             process.forward(number)
 
     with temporary_folder("recipes_ranks_") as folder, forward_signals_to(forward):
-        (folder / _COMPOSED_FILE).write_text(to_json(composed), encoding="utf-8")
+        (folder / _COMPOSED_FILE).write_text(to_json(resolved), encoding="utf-8")
         port = _free_port()
         try:
             # signals stay blocked until every rank can be reached, and in each rank (mask inherited) until it listens

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from recipes.config.compose import Composed, from_json, to_json
+from recipes.config.resolved import ResolvedRun, from_json, to_json
 from recipes.errors import ConfigError
 from recipes.runtime.local_store import bind_to_loopback
 from recipes.runtime.meeting import ANNOUNCE_SECONDS, LOGGER, describe_missing, reach
@@ -31,8 +31,8 @@ _OPEN_STORES: list["TCPStore"] = []  # keeps stores alive after the function tha
 
 
 def compose_on_rank_zero(
-    compose: Callable[[], tuple[Composed | None, Sequence[ConfigError]]],
-) -> tuple[Composed | None, Sequence[ConfigError]]:
+    compose: Callable[[], tuple[ResolvedRun | None, Sequence[ConfigError]]],
+) -> tuple[ResolvedRun | None, Sequence[ConfigError]]:
     """Compose once for all ranks of torchrun and for all restarts.
 
     A timestamped run folder is then the same on every rank, and a restart resumes in it from its newest valid
@@ -56,24 +56,24 @@ def compose_on_rank_zero(
             return None, []
         rendezvous_at(message["port"])
         return from_json(message["composed"]), []
-    composed, mistakes = _resume_composed(store) if store.check([_COMPOSED]) else compose()
-    text = None if mistakes or composed is None else to_json(composed)
+    resolved, mistakes = _resume_composed(store) if store.check([_COMPOSED]) else compose()
+    text = None if mistakes or resolved is None else to_json(resolved)
     port = open_start_store()
     message = json.dumps({"composed": text, "port": port})
     send_to_ranks(store, message, world_size=int(os.environ["WORLD_SIZE"]))
     if text is not None and port is not None:  # the agent's store persists across restarts
         store.set(_COMPOSED, text)
     rendezvous_at(port)
-    return composed, mistakes
+    return resolved, mistakes
 
 
-def _resume_composed(store: "TCPStore") -> tuple[Composed | None, Sequence[ConfigError]]:
+def _resume_composed(store: "TCPStore") -> tuple[ResolvedRun | None, Sequence[ConfigError]]:
     """Return the run of an earlier start, set to resume, since a second start from scratch would be rejected."""
-    composed = from_json(store.get(_COMPOSED).decode())
-    if composed.config["resume"] is None:
-        composed.config["resume"] = "auto"
+    resolved = from_json(store.get(_COMPOSED).decode())
+    if resolved.resume is None:
+        resolved = resolved.with_settings({"resume": "auto"})
     print("Restarted by torchrun: resuming from the newest valid checkpoint, if any", flush=True)
-    return composed, []
+    return resolved, []
 
 
 def open_torchrun_store() -> "TCPStore":

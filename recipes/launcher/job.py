@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from recipes.config.compose import Composed, from_json, to_json
+from recipes.config.resolved import ResolvedRun, from_json, to_json
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
 from recipes.runtime.exit_codes import ExitCode
@@ -90,7 +90,7 @@ class Job:
         exit_code: Exit code of its last start; None until it ends.
         seconds: Duration of its last start; None until it ends.
         cluster_job: Job id on the cluster; None if it does not run on one.
-        composed: Composed run; None for a job of an earlier start that the sweep no longer contains.
+        composed: Its run; None for a job of an earlier start that the sweep no longer contains.
     """
 
     number: int
@@ -100,7 +100,7 @@ class Job:
     exit_code: int | None = None
     seconds: float | None = None
     cluster_job: str | None = None
-    composed: Composed | None = field(default=None, repr=False)
+    composed: ResolvedRun | None = field(default=None, repr=False)
 
     @property
     def file(self) -> Path:

@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from recipes.entry.run import run_composed
+from recipes.entry.run import run_resolved
 from recipes.launcher.job import read_job
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.process import die_with_parent, exit_process
@@ -28,7 +28,7 @@ def main() -> int:
     composed = read_job(Path(file)).composed
     assert composed is not None, "a job is composed before it is started"
     try:
-        return run_composed(composed)
+        return run_resolved(composed)
     except KeyboardInterrupt:  # before the run began or after it ended
         return ExitCode.INTERRUPTED
 

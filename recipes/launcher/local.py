@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from recipes.config.ranks import get_ranks
-from recipes.config.traits import get_traits
 from recipes.errors import ConfigError
 from recipes.launcher import Handle
 from recipes.launcher.environ import clean_environ
@@ -49,16 +47,15 @@ class Local:
     def extra_overrides(self, job: Job) -> list[str]:
         """Return `trainer.devices` for a job that would use all devices, if `devices_per_job` is set."""
         assert job.composed is not None
-        config = job.composed.config
-        uses_all = config["trainer"]["devices"] in ("auto", -1)
-        is_single = not get_traits(config["strategy"]).needs_process_group
+        uses_all = job.composed.devices in ("auto", -1)
+        is_single = not job.composed.strategy.needs_process_group
         if self._devices_per_job is None or not uses_all or is_single:
             return []
         return [f"trainer.devices={self._devices_per_job}"]
 
     def num_devices(self, job: Job) -> int:
         assert job.composed is not None
-        num_devices = get_ranks(job.composed.config, {}).world_size
+        num_devices = job.composed.requested_ranks.world_size
         if self._devices_per_job is not None and num_devices > self._devices_per_job:
             raise ConfigError(
                 f"trainer.devices={num_devices} launcher.devices_per_job={self._devices_per_job}",
@@ -101,12 +98,12 @@ class Local:
     def _find_resources(self, job: Job) -> "_Resources | None":
         """Return free devices or cores for a job; None if too few devices are free now."""
         assert job.composed is not None
-        if not self._gpus or job.composed.config["trainer"]["accelerator"] == "cpu":
+        if not self._gpus or job.composed.accelerator == "cpu":
             slots = {process.resources.slot for process in self._running}
             slot = next(number for number in range(self._max_parallel()) if number not in slots)
             cores = _cores_of_slot(self._cores, slot, self._max_parallel())
             return _Resources(slot=slot, environ={CORES: ",".join(map(str, cores))})
-        free, devices = self._free_gpus(), job.composed.config["trainer"]["devices"]
+        free, devices = self._free_gpus(), job.composed.devices
         if isinstance(devices, list):
             # the job selects GPUs by index: all of them must stay visible to it
             wanted = [self._gpus[index] for index in devices]

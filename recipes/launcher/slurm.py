@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from recipes.config.traits import get_traits
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
 from recipes.launcher import Handle
@@ -204,11 +203,9 @@ def _num_nodes_and_ranks(job: Job) -> tuple[int, int]:
         ConfigError: The config does not specify the number of devices.
     """
     assert job.composed is not None
-    config = job.composed.config
-    trainer = config["trainer"]
-    if not get_traits(config["strategy"]).needs_process_group:
+    devices = job.composed.devices
+    if not job.composed.strategy.needs_process_group:
         return 1, 1
-    devices = trainer["devices"]
     if devices in ("auto", -1):
         raise ConfigError(
             f"launcher=slurm trainer.devices={devices}",
@@ -216,13 +213,13 @@ def _num_nodes_and_ranks(job: Job) -> tuple[int, int]:
             "trainer.devices=<GPUs per node>",
         )
     per_node = len(devices) if isinstance(devices, list) else int(devices)
-    return int(trainer["num_nodes"]), per_node
+    return job.composed.num_nodes, per_node
 
 
 def _get_request(job: Job) -> _Request:
     assert job.composed is not None
     nodes, per_node = _num_nodes_and_ranks(job)
-    return nodes, per_node, job.composed.config["trainer"]["accelerator"] != "cpu"
+    return nodes, per_node, job.composed.accelerator != "cpu"
 
 
 def _import_submitit() -> Any:

@@ -3,16 +3,16 @@
 import time
 from typing import Any
 
-from recipes.config.compose import Composed
+from recipes.config.resolved import ResolvedRun
 from recipes.runtime.environment import describe_environment
 
 _NAMED = ("recipe", "model", "data")
 
 
-def describe_command(composed: Composed) -> dict[str, Any]:
+def describe_command(resolved: ResolvedRun) -> dict[str, Any]:
     """Return name, time, devices, host and overrides of a command: what distinguishes two pages."""
-    environment = describe_environment(composed.overrides)
-    chosen = [composed.config["name"], *(composed.choices.get(group, "") for group in _NAMED)]
+    environment = describe_environment(resolved.overrides)
+    chosen = [resolved.name, *(resolved.choices.get(group, "") for group in _NAMED)]
     return {
         "name": ", ".join(dict.fromkeys(filter(None, chosen))),
         "time": time.time(),

@@ -3,7 +3,7 @@
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -11,10 +11,8 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 
-from recipes.config.compose import Composed, Config
-from recipes.config.instantiate import make
-from recipes.config.mesh import count_data_ranks
-from recipes.config.ranks import get_ranks
+from recipes.config.resolved import ResolvedRun
+from recipes.config.traits import declare_mode
 from recipes.entry.spawn import ProcessExit, spawn_ranks
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
@@ -25,7 +23,6 @@ from recipes.plan.hardware import GIB, find_cluster
 from recipes.run_folder import claim_output, has_keys, is_page
 from recipes.runtime.console import LOGGER
 from recipes.runtime.exit_codes import ExitCode
-from recipes.runtime.world import Ranks
 from recipes.trial.peak_memory import PeakMemory
 from recipes.trial.steps import reject_resume, sized, take_steps
 
@@ -54,12 +51,12 @@ class Trial:
 
 
 def batch_find(
-    composed: Composed, *, margin: Annotated[float, ">= 0, < 1"], path: str | None, write_page: Callable[..., None]
+    resolved: ResolvedRun, *, margin: Annotated[float, ">= 0, < 1"], path: str | None, write_page: Callable[..., None]
 ) -> int:
     """Try sizes, starting from the plan's estimate, and print the largest that fits.
 
     Args:
-        composed: The run.
+        resolved: The run.
         margin: Fraction of memory to leave free.
         path: Folder for `batch_find.json` and `batch_find.html`; None only prints.
         write_page: (file, title, lines, figures) -> writes the page; it is also given `about`, of this command.
@@ -70,24 +67,24 @@ def batch_find(
     Raises:
         ConfigError: `path` cannot be written to, the global batch does not divide over the ranks, or the run resumes.
     """
-    reject_resume(composed)
+    reject_resume(resolved)
     written = {"batch_find.json": has_keys("micro_batch_size", "tried"), "batch_find.html": is_page}
     folder = None if path is None else claim_output(path, "mode.path", replaces=written)
-    config = composed.config | {"mode": {"_target_": _TRY, "_partial_": True, "path": ""}}
-    ranks = get_ranks(config)
-    sizes = _find_sizes(config, ranks)
-    assumed: Assumptions = make(config["plan"])
+    trial_run = resolved.with_settings({"mode": {"_target_": _TRY, "_partial_": True, "path": ""}})
+    ranks = trial_run.ranks
+    sizes = _find_sizes(trial_run)
+    assumed: Assumptions = resolved.make("plan")
     cluster = find_cluster(
         "auto", per_node=ranks.per_node, num_nodes=ranks.num_nodes, interconnect=None, memory_gib=assumed.memory_gib
     )
     limit = cluster.memory_bytes * (1 - margin)
     LOGGER.info(
-        f"batch_find: {config['global_batch_size']} samples per step on {ranks.world_size}"
+        f"batch_find: {resolved.global_batch_size} samples per step on {ranks.world_size}"
         f" rank{'s' if ranks.world_size > 1 else ''}, {limit / GIB:.2f} GiB of memory each"
     )
-    first = _estimate(config, sizes, Planner(cluster), limit)
+    first = _estimate(trial_run, sizes, Planner(cluster), limit)
     trials: list[Trial] = []
-    for trial in search(sizes, first, lambda size: _run_trial(composed, config, ranks, size, limit)):
+    for trial in search(sizes, first, lambda size: _run_trial(trial_run, size, limit)):
         if trial.failure is not None:
             if trial.failure.report is not None:
                 LOGGER.error(trial.failure.report)
@@ -95,26 +92,27 @@ def batch_find(
             return trial.failure.exit_code
         trials.append(trial)
         LOGGER.info(_line(trial, limit))
-    lines = describe(trials, global_batch_size=int(config["global_batch_size"]), limit=limit)
+    lines = describe(trials, global_batch_size=resolved.global_batch_size, limit=limit)
     for line in lines:
         LOGGER.info(line)
     if folder is not None:
-        _write(folder, trials, lines, partial(write_page, about=describe_command(composed)))
+        _write(folder, trials, lines, partial(write_page, about=describe_command(resolved)))
     return ExitCode.FINISHED if any(trial.fits for trial in trials) else ExitCode.OUT_OF_MEMORY
 
 
-def try_size(composed: Composed, *, path: str) -> int:
+@declare_mode(takes_steps=True)
+def try_size(resolved: ResolvedRun, *, path: str) -> int:
     """Take a few steps as one rank of a trial; rank 0 writes the peak memory over all ranks and the step time.
 
     Args:
-        composed: The run with the size to try.
+        resolved: The run with the size to try.
         path: JSON file to write.
 
     Returns:
         The exit code, 0.
     """
     with PeakMemory(_STEPS - 1) as measured:
-        run = take_steps(composed.config, folder=composed.run_folder, num_steps=_STEPS, callbacks=[measured])
+        run = take_steps(resolved, num_steps=_STEPS, callbacks=[measured])
     device = "cuda" if run.trainer.strategy.root_device.type == "cuda" else "cpu"
     worst = torch.tensor([measured.peak_bytes, measured.seconds], dtype=torch.float64, device=device)  # [2]
     if dist.is_initialized():
@@ -146,26 +144,26 @@ def search(sizes: Sequence[int], first: int, run_trial: Callable[[int], Trial]) 
         index += step
 
 
-def _find_sizes(config: Config, ranks: Ranks) -> list[int]:
+def _find_sizes(resolved: ResolvedRun) -> list[int]:
     """Return the micro-batch sizes that divide the samples of a rank."""
-    num_ranks = count_data_ranks(config, ranks.world_size)
-    per_rank, rest = divmod(int(config["global_batch_size"]), num_ranks)
+    num_ranks = resolved.num_data_ranks
+    per_rank, rest = divmod(resolved.global_batch_size, num_ranks)
     if rest or per_rank == 0:
         raise ConfigError(
-            f"global_batch_size={config['global_batch_size']}",
+            f"global_batch_size={resolved.global_batch_size}",
             f"it is not divisible by {num_ranks} ranks",
             f"global_batch_size={max(per_rank, 1) * num_ranks}",
         )
     return [size for size in range(1, per_rank + 1) if per_rank % size == 0]
 
 
-def _estimate(config: Config, sizes: Sequence[int], planner: Planner, limit: float) -> int:
+def _estimate(resolved: ResolvedRun, sizes: Sequence[int], planner: Planner, limit: float) -> int:
     """Return the index of the largest size that fits according to the plan; 0 if none does."""
     low, high = 0, len(sizes)
     while high - low > 1:  # sizes[low] may fit, sizes[high] does not
         middle = (low + high) // 2
-        trainer = config["trainer"] | {"accumulate_grad_batches": None}
-        planned = planner.plan(config | {"micro_batch_size": sizes[middle], "trainer": trainer})
+        split = {"micro_batch_size": sizes[middle], "trainer.accumulate_grad_batches": None}
+        planned = planner.plan(resolved.with_settings(split))
         if planned.peak.total <= limit:
             low = middle
         else:
@@ -173,16 +171,14 @@ def _estimate(config: Config, sizes: Sequence[int], planner: Planner, limit: flo
     return low
 
 
-def _run_trial(composed: Composed, config: Config, ranks: Ranks, size: int, limit: float) -> Trial:
+def _run_trial(resolved: ResolvedRun, size: int, limit: float) -> Trial:
     """Try a size in new processes."""
-    num_ranks = count_data_ranks(config, ranks.world_size)
-    per_rank = int(config["global_batch_size"]) // num_ranks
+    per_rank = resolved.global_batch_size // resolved.num_data_ranks
     with tempfile.TemporaryDirectory(prefix="recipes_trial_") as folder:
         file = Path(folder) / "trial.json"
         count = min(per_rank // size, _MICRO_BATCHES)
-        changed = sized(config, micro_batch_size=size, num_micro_batches=count, num_ranks=num_ranks)
-        changed |= {"mode": config["mode"] | {"path": str(file)}}
-        result = spawn_ranks(replace(composed, config=changed), ranks)
+        changed = sized(resolved, micro_batch_size=size, num_micro_batches=count)
+        result = spawn_ranks(changed.with_settings({"mode.path": str(file)}), resolved.ranks)
         # when host memory runs out, the kernel kills silently
         if result.exit_code == ExitCode.OUT_OF_MEMORY or "SIGKILL" in (result.report or ""):
             return Trial(size=size)
@@ -192,7 +188,7 @@ def _run_trial(composed: Composed, config: Config, ranks: Ranks, size: int, limi
     return Trial(
         size=size,
         peak_bytes=found["peak_bytes"],
-        samples_per_second=changed["global_batch_size"] / found["seconds"],
+        samples_per_second=changed.global_batch_size / found["seconds"],
         fits=found["peak_bytes"] <= limit,
     )
 

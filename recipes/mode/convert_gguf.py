@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from recipes.config.compose import Composed
+from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
 from recipes.files import filling
 from recipes.foreign_file import reading, recognize
@@ -44,14 +44,14 @@ _SETTINGS = {
 
 
 def convert_gguf(
-    composed: Composed, *, path: str, output: str, dtype: Literal["float32", "bfloat16", "float16"]
+    resolved: ResolvedRun, *, path: str, output: str, dtype: Literal["float32", "bfloat16", "float16"]
 ) -> int:
     """Write the weights, config and tokenizer of a GGUF file in `transformers` format.
 
     Quantized weights are dequantized, which does not restore the original weights.
 
     Args:
-        composed: Unused; the file describes its model.
+        resolved: Unused; the file describes its model.
         path: GGUF file.
         output: Folder to write.
         dtype: Dtype of the weights; float32 represents the dequantized values exactly.
@@ -62,7 +62,7 @@ def convert_gguf(
     Raises:
         ConfigError: It is not a GGUF file, transformers cannot read its model from GGUF, or nothing can be written.
     """
-    del composed
+    del resolved
     file, folder = (Path(os.path.expanduser(name)).absolute() for name in (path, output))
     _check(file, folder)
     claim_output(folder, "mode.output", is_new_folder=True)
@@ -94,7 +94,7 @@ def _check(file: Path, folder: Path) -> None:
     if os.path.isdir(file):
         inside = sorted(path for path in file.glob("*.gguf") if path.is_file())
         if os.path.isfile(file / "config.json"):
-            fix = f"model=huggingface model.name={file} instead of mode=unpack, as it is read without"
+            fix = f"model=huggingface model.name={file} instead of mode=convert_gguf, as it is read without"
         if inside:
             fix = f"mode.path={inside[0] if len(inside) == 1 else '<one of the .gguf files in it>'}"
         raise ConfigError(typed, "it is a folder, not a file", fix)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from recipes.config.compose import Composed
+from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
 from recipes.mode.wandb_workspace import as_json, make_workspace
@@ -19,7 +19,7 @@ TIMEOUT_SECONDS = 10  # without a response by then the server counts as unreacha
 
 
 def dashboard(
-    composed: Composed,
+    resolved: ResolvedRun,
     *,
     sections: list[dict[str, Any]],
     entity: str | None,
@@ -30,7 +30,7 @@ def dashboard(
     """Save the workspace in W&B and log its address; without a key or a network write its JSON. Return the exit code.
 
     Args:
-        composed: The composed command; without access to W&B the JSON is written to its run folder.
+        resolved: The composed command; without access to W&B the JSON is written to its run folder.
         sections: The sections, as in conf/dashboard/.
         entity: Account or team that owns the project; None: the account's default.
         project: The project whose runs the workspace shows.
@@ -53,7 +53,7 @@ def dashboard(
         return 0
     api, reason = _connect()
     if api is None:
-        folder = composed.run_folder  # may not exist yet
+        folder = resolved.run_folder  # may not exist yet
         target = (folder if folder.is_dir() else folder.parent) / DASHBOARD_FILE
         file = claim_output(target, "mode.path", is_file=True, replaces=_IS_OWN)
         write_atomically(file, as_json(make(entity or "")) + "\n")

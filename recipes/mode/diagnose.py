@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from recipes.config.compose import Composed
+from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError, escape_controls
 from recipes.files import write_atomically
 from recipes.foreign_file import reading
@@ -19,7 +19,7 @@ _FIX = f"mode.runs=[<a run folder, or a file like {METRICS_FILE}>]"
 
 
 def diagnose(
-    composed: Composed,
+    resolved: ResolvedRun,
     *,
     runs: list[str] | str,
     path: str | None,
@@ -29,7 +29,7 @@ def diagnose(
     """Log the findings of each run, and write them as JSON.
 
     Args:
-        composed: Unused; each run has its own config.
+        resolved: Unused; each run has its own config.
         runs: Run folders, globs, folders that contain run folders, or files of metrics.
         path: JSON file for the findings of all runs; None writes no file.
         steps_per_epoch: Optimizer steps per epoch; None derives it from the column `epoch`, if there is one.
@@ -42,7 +42,7 @@ def diagnose(
     Raises:
         ConfigError: One of `runs` names no run or no table of metrics, or `path` cannot be written.
     """
-    del composed
+    del resolved
     if steps_per_epoch is not None and not steps_per_epoch > 0:
         raise ConfigError(
             f"mode.steps_per_epoch={steps_per_epoch}", "an epoch has at least one step", "mode.steps_per_epoch=null"

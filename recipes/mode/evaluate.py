@@ -7,6 +7,7 @@ from typing import Any, Literal
 from lightning.pytorch.callbacks import Callback
 
 from recipes.build import Run
+from recipes.config.traits import declare_mode
 from recipes.evaluator import Evaluator
 from recipes.files import write_atomically
 from recipes.mode.load import load_task, load_tokenizer
@@ -17,6 +18,7 @@ from recipes.task.language_modeling import LanguageModeling
 Weights = Literal["trained", "ema"]
 
 
+@declare_mode(needs_checkpoint=True, takes_evaluator=True)
 def evaluate(
     run: Run,
     *,

@@ -9,6 +9,7 @@ from typing import Literal
 
 from recipes.adapter.nf4_base import dequantize_base
 from recipes.build import Run
+from recipes.config.traits import declare_mode
 from recipes.errors import ConfigError
 from recipes.files import filling, write_atomically
 from recipes.mode.load import load_task
@@ -39,6 +40,7 @@ from recipes.task.base import TrainingTask
 _CONFIGS = ("config.json", "adapter_config.json")
 
 
+@declare_mode(needs_checkpoint=True, needs="export", writes="export")
 def export(
     run: Run,
     *,

@@ -10,6 +10,7 @@ from recipes.checkpoint.manifest import read_manifest
 from recipes.checkpoint.resume import newest_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
 from recipes.config.search_path import resume_command
+from recipes.config.traits import declare_mode
 from recipes.entry.out_of_memory import write_error_report
 from recipes.files import count
 from recipes.lightning_internals import restore_within
@@ -23,6 +24,7 @@ from recipes.runtime.failure import is_out_of_memory, is_peer_failure, read_oom_
 from recipes.runtime.signals import NOT_STARTED, Preempted, waiting
 
 
+@declare_mode(trains=True, takes_steps=True)
 def fit(run: Run) -> int:
     """Train from the beginning or from a checkpoint, to `trainer.max_steps`.
 

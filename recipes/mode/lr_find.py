@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from recipes.config.compose import Composed
+from recipes.config.resolved import ResolvedRun
+from recipes.config.traits import declare_mode
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
 from recipes.mode.about import describe_command
@@ -20,8 +21,9 @@ from recipes.trial.steps import LossRecorder, reject_resume, take_steps
 _LOST = 4.0  # times the lowest loss so far
 
 
+@declare_mode(takes_steps=True)
 def lr_find(
-    composed: Composed,
+    resolved: ResolvedRun,
     *,
     min_lr: Annotated[float, "> 0"],
     max_lr: Annotated[float, "> 0"],
@@ -32,7 +34,7 @@ def lr_find(
     """Increase the learning rate step by step and print where the loss falls fastest.
 
     Args:
-        composed: The run.
+        resolved: The run.
         min_lr: Learning rate of the first step.
         max_lr: Learning rate of the last step, unless the loss diverges before.
         num_steps: Optimizer steps between them.
@@ -46,14 +48,13 @@ def lr_find(
         ConfigError: The range is empty, or the run resumes,
             or `path` cannot be written to.
     """
-    reject_resume(composed)
+    reject_resume(resolved)
     if min_lr >= max_lr:
         raise ConfigError(
             f"mode.min_lr={min_lr:g} mode.max_lr={max_lr:g}", "the range is empty", "mode.min_lr=1e-6 mode.max_lr=1"
         )
     written = {"lr_find.json": has_keys("steepest", "learning_rates"), "lr_find.html": is_page}
     folder = None if path is None else claim_output(path, "mode.path", replaces=written)
-    config = composed.config
     recorder = LossRecorder(max_ratio=_LOST)
     rising = {
         "_target_": "recipes.trial.lr_range.rising",
@@ -61,14 +62,14 @@ def lr_find(
         "num_steps": num_steps,
         "first_fraction": min_lr / max_lr,
     }
-    changed = config | {"scheduler": rising, "optimizer": config["optimizer"] | {"lr": max_lr}}
-    take_steps(changed, folder=composed.run_folder, num_steps=num_steps, callbacks=[recorder])
+    changed = resolved.with_settings({"scheduler": rising, "optimizer.lr": max_lr})
+    take_steps(changed, num_steps=num_steps, callbacks=[recorder])
     found = read_range_test(recorder.learning_rates, recorder.losses, width=max(num_steps // 20, 1))
-    lines = describe(found, own_lr=config["optimizer"]["lr"])
+    lines = describe(found, own_lr=resolved.lr)
     for line in lines:
         LOGGER.info(line)
     if folder is not None and global_rank() == 0:
-        _write(folder, found, lines, partial(write_page, about=describe_command(composed)))
+        _write(folder, found, lines, partial(write_page, about=describe_command(resolved)))
     return 0
 
 

@@ -8,10 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from recipes.config.compose import Composed, Config
-from recipes.config.mesh import count_data_ranks
-from recipes.config.ranks import get_ranks
-from recipes.config.traits import get_traits
+from recipes.config.resolved import ResolvedRun
+from recipes.config.traits import declare_mode
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
 from recipes.mode.about import describe_command
@@ -25,13 +23,14 @@ _NUM_WINDOWS = 5
 _FEWEST_MICRO_BATCHES = 4  # unless the micro-batch is set: smaller ones separate noise from signal in fewer steps
 
 
+@declare_mode(takes_steps=True, reads_micro_batches=True)
 def noise_scale(
-    composed: Composed, *, num_steps: Annotated[int, ">= 10"], path: str | None, write_page: Callable[..., None]
+    resolved: ResolvedRun, *, num_steps: Annotated[int, ">= 10"], path: str | None, write_page: Callable[..., None]
 ) -> int:
     """Train some steps, from initial weights or a checkpoint, and print the noise scale along the way.
 
     Args:
-        composed: The run.
+        resolved: The run.
         num_steps: Optimizer steps to take.
         path: Folder for `noise_scale.json` and `noise_scale.html`; None only prints.
         write_page: (file, title, lines, figures) -> writes the page; it is also given `about`, of this command.
@@ -43,17 +42,17 @@ def noise_scale(
         ConfigError: The strategy does not expose gradients, or no micro-batch is smaller than the global batch,
             or `path` cannot be written to.
     """
-    config = _with_micro_batches(composed.config)
-    if get_traits(config["strategy"]).state_layout == "zero":
+    split = _with_micro_batches(resolved)
+    if resolved.strategy.state_layout == "zero":
         raise ConfigError(
-            f"{get_traits(config['strategy']).typed} mode=noise_scale",
+            f"{resolved.strategy.typed} mode=noise_scale",
             "DeepSpeed does not expose per-micro-batch gradients; the noise scale depends only on model and data",
             "strategy=fsdp, or strategy=ddp",
         )
     written = {"noise_scale.json": has_keys("noise_scale", "windows"), "noise_scale.html": is_page}
     folder = None if path is None else claim_output(path, "mode.path", replaces=written)
     meter = NoiseMeter()
-    run = take_steps(config, folder=composed.run_folder, num_steps=num_steps, callbacks=[meter])
+    run = take_steps(split, num_steps=num_steps, callbacks=[meter])
     large = run.accumulation.global_batch_size
     small = large // run.accumulation.num_micro_batches
     windows = _windows(meter.steps, small=small, large=large)
@@ -61,18 +60,16 @@ def noise_scale(
     for line in lines:
         LOGGER.info(line)
     if folder is not None and global_rank() == 0:
-        _write(folder, windows, lines, partial(write_page, about=describe_command(composed)))
+        _write(folder, windows, lines, partial(write_page, about=describe_command(resolved)))
     return 0
 
 
-def _with_micro_batches(config: Config) -> Config:
-    """Return the config with at least two micro-batches per step, unless they are set explicitly."""
-    batch, num_ranks = int(config["global_batch_size"]), count_data_ranks(config, get_ranks(config).world_size)
-    size = config["micro_batch_size"]
-    accumulated = config["trainer"]["accumulate_grad_batches"]
+def _with_micro_batches(resolved: ResolvedRun) -> ResolvedRun:
+    """Return the run with at least two micro-batches per step, unless they are set explicitly."""
+    batch, num_ranks, size = resolved.global_batch_size, resolved.num_data_ranks, resolved.micro_batch_size
     per_rank = batch // num_ranks
-    if (size is not None and size < per_rank) or accumulated not in (None, 1):
-        return config
+    if (size is not None and size < per_rank) or resolved.accumulate_grad_batches not in (None, 1):
+        return resolved
     if per_rank < 2 or batch % num_ranks:
         raise ConfigError(
             f"global_batch_size={batch} mode=noise_scale",
@@ -81,10 +78,7 @@ def _with_micro_batches(config: Config) -> Config:
         )
     divisors = [d for d in range(1, per_rank) if per_rank % d == 0]
     chosen = max((d for d in divisors if per_rank // d >= _FEWEST_MICRO_BATCHES), default=max(divisors))
-    return config | {
-        "micro_batch_size": chosen,
-        "trainer": config["trainer"] | {"accumulate_grad_batches": None},
-    }
+    return resolved.with_settings({"micro_batch_size": chosen, "trainer.accumulate_grad_batches": None})
 
 
 def _windows(steps: Sequence[StepNorms], *, small: int, large: int) -> list[tuple[int, NoiseScale]]:

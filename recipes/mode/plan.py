@@ -8,10 +8,8 @@ from typing import Annotated, Any
 
 import torch
 
-from recipes.config.compose import Composed, Config
-from recipes.config.instantiate import make
-from recipes.config.ranks import requested_devices
-from recipes.config.traits import get_tokens_per_sample
+from recipes.config.resolved import ResolvedRun
+from recipes.config.traits import declare_mode
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
 from recipes.mode.about import describe_command
@@ -34,8 +32,9 @@ from recipes.runtime.console import LOGGER
 PAGE = "plan.html"
 
 
+@declare_mode(plans_steps=True)
 def plan(
-    composed: Composed,
+    resolved: ResolvedRun,
     *,
     path: str | None,
     advise: bool,
@@ -46,7 +45,7 @@ def plan(
     """Print the resources that a run will need, and write them as JSON and as a page.
 
     Args:
-        composed: The run to plan.
+        resolved: The run to plan.
         path: Folder for `plan.json` and `plan.html`; None only prints.
         advise: Also try other strategies and micro-batch sizes.
         max_ranks: Also plan the run on increasing numbers of ranks, up to this many; None skips this.
@@ -62,22 +61,21 @@ def plan(
     """
     written = {PLAN_FILE: has_keys("num_parameters", "peak_memory_gib"), PAGE: is_page}
     folder = None if path is None else claim_output(path, "mode.path", replaces=written)
-    config = composed.config
-    assumed: Assumptions = make(config["plan"])
-    cluster = _find_cluster(config, assumed)
-    precision: Precision = make(config["precision"])
+    assumed: Assumptions = resolved.make("plan")
+    cluster = _find_cluster(resolved, assumed)
+    precision: Precision = resolved.make("precision")
     rates = _find_rates(cluster, find_peak, precision)
     own_device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     timer = OperatorTimer(own_device) if assumed.hardware == MEASURED else None
     kind = kind_of(precision.compute_dtype)
     lines: list[str] = []
-    found: list[Found] = []
+    chosen, found = resolved, list[Found]()
     if assumed.search:
-        config, found = _search(composed, cluster, rates, kind, lines)
-    planned = make_plan(config, cluster, rates=timer or rates)
+        chosen, found = _search(resolved, assumed, cluster, rates, kind, lines)
+    planned = make_plan(chosen, cluster, rates=timer or rates)
     length = measure_run(
         planned,
-        config,
+        chosen,
         peak_tflops=None if rates is None else rates.tflops.get(kind),
         expect_mfu=assumed.expect_mfu,
         dollars_per_hour=assumed.dollars_per_hour,
@@ -86,48 +84,48 @@ def plan(
         f"plan: {planned.num_parameters:,} parameters on {planned.num_ranks} x {cluster.device.name},"
         f" {_describe(precision)}",
         *describe_memory(planned),
-        *describe_rules(planned, config),
+        *describe_rules(planned, chosen),
         *describe_time(planned, length, None if timer is not None else rates),
     ]
     _show(shown, lines)
     if advise and not found and planned.not_recorded is None:  # slower than everything above
-        _show(advise_settings(composed, Planner(cluster)), lines)
+        _show(advise_settings(resolved, Planner(cluster)), lines)
     record = as_json(planned, length, planned.flops)
     if found:
         record["search"] = search_as_json(found)
     if max_ranks is not None:
-        record["scaling"] = _scale(composed, cluster, rates, max_ranks, lines)
+        record["scaling"] = _scale(resolved, assumed, cluster, rates, max_ranks, lines)
     if folder is not None:
-        _write(folder, record, lines, partial(write_page, about=describe_command(composed)))
+        _write(folder, record, lines, partial(write_page, about=describe_command(resolved)))
     return 0
 
 
-def _find_cluster(config: Config, assumed: Assumptions) -> Cluster:
+def _find_cluster(resolved: ResolvedRun, assumed: Assumptions) -> Cluster:
     return find_cluster(
         assumed.hardware,
-        per_node=requested_devices(config["trainer"]),  # None: all devices of a node
-        num_nodes=int(config["trainer"]["num_nodes"]),
+        per_node=resolved.devices_per_node,  # None: all devices of a node
+        num_nodes=resolved.num_nodes,
         interconnect=assumed.interconnect,
         memory_gib=assumed.memory_gib,
     )
 
 
 def _search(
-    composed: Composed, cluster: Cluster, rates: Rates | None, kind: str, lines: list[str]
-) -> tuple[Config, list[Found]]:
-    """Print the fastest meshes; return the config of the first, or of the smallest if none fits."""
+    resolved: ResolvedRun, assumed: Assumptions, cluster: Cluster, rates: Rates | None, kind: str, lines: list[str]
+) -> tuple[ResolvedRun, list[Found]]:
+    """Print the fastest meshes; return the run of the first, or of the smallest if none fits."""
     if rates is None:
         raise ConfigError(
-            f"plan.search=true plan.hardware={composed.config['plan']['hardware']}",
+            f"plan.search=true plan.hardware={assumed.hardware}",
             "times are estimated for a device of the table, with its peak and its links",
             "plan.hardware=h100x8",
         )
     limit_bytes = get_limit(cluster)
-    found, smallest = search_layouts(composed, cluster, rates, limit_bytes=limit_bytes, peak_tflops=rates.tflops[kind])
+    found, smallest = search_layouts(resolved, cluster, rates, limit_bytes=limit_bytes, peak_tflops=rates.tflops[kind])
     _show(describe_search(found, smallest, limit_bytes=limit_bytes), lines)
-    config = with_overrides(composed, (found[0] if found else smallest).overrides())
-    assert config is not None, "each of its sizes was composed before"
-    return config, found
+    chosen = with_overrides(resolved, (found[0] if found else smallest).overrides())
+    assert chosen is not None, "each of its sizes was composed before"
+    return chosen, found
 
 
 def _show(shown: Iterable[str], lines: list[str]) -> None:
@@ -138,24 +136,28 @@ def _show(shown: Iterable[str], lines: list[str]) -> None:
 
 
 def _scale(
-    composed: Composed, cluster: Cluster, rates: Rates | None, max_ranks: int, lines: list[str]
+    resolved: ResolvedRun,
+    assumed: Assumptions,
+    cluster: Cluster,
+    rates: Rates | None,
+    max_ranks: int,
+    lines: list[str],
 ) -> dict[str, Any]:
     """Print and return the plan for increasing numbers of ranks."""
-    config = composed.config
     if rates is None:
         raise ConfigError(
-            f"mode.max_ranks={max_ranks} plan.hardware={config['plan']['hardware']}",
+            f"mode.max_ranks={max_ranks} plan.hardware={assumed.hardware}",
             "a plan for more ranks needs a device of the table, with its peak and its links",
             "plan.hardware=h100x8",
         )
-    curves = dict(plan_scaling(composed, cluster, rates, max_ranks=max_ranks))
-    num_tokens = get_tokens_per_sample(config)
+    curves = dict(plan_scaling(resolved, cluster, rates, max_ranks=max_ranks))
+    num_tokens = resolved.tokens_per_sample
     described = describe_scaling(
         curves,
         seq_len=num_tokens,
-        steps=int(config["trainer"]["max_steps"]),
-        batch=int(config["global_batch_size"]),
-        price=config["plan"]["dollars_per_hour"],
+        steps=resolved.max_steps,
+        batch=resolved.global_batch_size,
+        price=assumed.dollars_per_hour,
     )
     _show(described, lines)
     return scaling_as_json(curves, num_tokens)

@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from recipes.config.compose import Composed, Config
-from recipes.config.instantiate import make
+from recipes.config.resolved import ResolvedRun
+from recipes.config.traits import declare_mode
 from recipes.data import DataSource
 from recipes.files import write_atomically
 from recipes.mode.about import describe_command
@@ -39,13 +39,14 @@ _SAMPLES = 512  # inspected by the data checks
 _DRAWN = 32  # micro-batches per rank
 
 
+@declare_mode(takes_steps=True, reads_logits=True)
 def preflight(
-    composed: Composed, *, overfit_steps: Annotated[int, ">= 10"], path: str | None, write_page: Callable[..., None]
+    resolved: ResolvedRun, *, overfit_steps: Annotated[int, ">= 10"], path: str | None, write_page: Callable[..., None]
 ) -> int:
     """Print the result of each check.
 
     Args:
-        composed: The run.
+        resolved: The run.
         overfit_steps: Optimizer steps on one micro-batch.
         path: Folder for `preflight.json` and `preflight.html`; None only prints.
         write_page: (file, results as JSON, images) -> writes the page; it is also given `about`, of this command.
@@ -57,11 +58,11 @@ def preflight(
         ConfigError: The machine or the data does not support the config, or the run resumes,
             or `path` cannot be written to.
     """
-    reject_resume(composed)
+    reject_resume(resolved)
     written = {"preflight.json": has_keys("results"), "preflight.html": is_page}
     folder = None if path is None else claim_output(path, "mode.path", replaces=written)
     results: list[Result] = []
-    checklist = Checklist(composed.config | {"compile": False}, composed.run_folder, overfit_steps=overfit_steps)
+    checklist = Checklist(resolved.with_settings({"compile": False}), overfit_steps=overfit_steps)
     for result in checklist.run():
         results.append(result)
         for line in result.lines():
@@ -69,7 +70,7 @@ def preflight(
     counts = {status: sum(result.status == status for result in results) for status in ("pass", "warn", "fail")}
     LOGGER.info(f"preflight: {counts['pass']} passed, {counts['warn']} warnings, {counts['fail']} failed")
     if folder is not None and global_rank() == 0:
-        _write(folder, results, checklist, partial(write_page, about=describe_command(composed)))
+        _write(folder, results, checklist, partial(write_page, about=describe_command(resolved)))
     return ExitCode.CHECK_FAILED if counts["fail"] else ExitCode.FINISHED
 
 
@@ -77,8 +78,7 @@ class Checklist:
     """All checks of one config; failures of earlier checks explain those of later ones.
 
     Args:
-        config: Composed and checked config, without compilation, which would take too long.
-        folder: Run folder; nothing is written to it.
+        resolved: Checked run, without compilation, which would take too long; nothing is written to its folder.
         overfit_steps: Optimizer steps on one micro-batch.
 
     Attributes:
@@ -86,16 +86,15 @@ class Checklist:
         images: Samples as images [C, H, W] with their class; empty for text.
     """
 
-    def __init__(self, config: Config, folder: Path, *, overfit_steps: int) -> None:
-        self._config = config
-        self._folder = folder
+    def __init__(self, resolved: ResolvedRun, *, overfit_steps: int) -> None:
+        self._resolved = resolved
         self._overfit_steps = overfit_steps
         self.shown: list[str] = []
         self.images: list[tuple[Any, int]] = []
 
     def run(self) -> Iterator[Result]:
         """Yield the results. Collective: every rank runs all checks."""
-        data = make(self._config["data"], data_section="data")
+        data = self._resolved.make("data")
         data.prepare()
         in_data = []
         for result in self._check_data(data):
@@ -105,33 +104,32 @@ class Checklist:
             return  # a loss over such targets kills the process, on a GPU without a message
         gradients, probe = GradientProbe(), _FirstBatch(self._expected())
         # three steps: a residual branch whose last factor starts at 0 gets its first gradient in the second step
-        run = take_steps(self._config, folder=self._folder, num_steps=3, callbacks=[gradients, probe])
+        run = take_steps(self._resolved, num_steps=3, callbacks=[gradients, probe])
         yield from probe.results
         yield check_frozen(gradients)
         yield check_gradients(gradients)
         yield check_optimizer(gradients, run.task.optimized_parameters)
-        size, num_ranks = run.accumulation.micro_batch_size, run.trainer.strategy.data_size  # type: ignore[attr-defined]
+        size = run.accumulation.micro_batch_size
         num_new, position = run.data.count_new_samples(), run.data.position  # after the three steps above
         loader_seconds, digests = draw(run, num_batches=_DRAWN)
         yield data_checks.check_repeats(digests, num_new - position % num_new)
-        num_workers = self._config["loader"]["num_workers"]
         del run
-        sizes = {"micro_batch_size": size, "num_ranks": num_ranks}
-        yield check_accumulation(self._config, self._folder, **sizes)
-        yield check_precision(self._config, self._folder, **sizes)
-        learned, step_seconds = overfit(self._config, self._folder, num_steps=self._overfit_steps, **sizes)
+        yield check_accumulation(self._resolved, micro_batch_size=size)
+        yield check_precision(self._resolved, micro_batch_size=size)
+        learned, step_seconds = overfit(self._resolved, num_steps=self._overfit_steps, micro_batch_size=size)
         yield learned
-        yield check_loader(loader_seconds, step_seconds=step_seconds, num_workers=num_workers)
-        yield check_checkpoint(self._config, self._folder, **sizes)
+        yield check_loader(loader_seconds, step_seconds=step_seconds, num_workers=self._resolved.num_workers)
+        yield check_checkpoint(self._resolved, micro_batch_size=size)
 
     def _expected(self) -> Expected:
-        model = self._config["model"]
+        resolved = self._resolved
+        assert resolved.model.num_classes is not None, "the checks of the data have it"
         return Expected(
-            num_classes=int(model.get("vocab_size", model.get("num_classes"))),
-            starts_trained=model.get("pretrained") is not None,
-            label_smoothing=float(self._config["label_smoothing"]),
-            z_loss=float(self._config["z_loss"]),
-            in_float8=self._config["precision"]["name"] == "fp8-mixed",
+            num_classes=resolved.model.num_classes,
+            starts_trained=resolved.model.pretrained is not None,
+            label_smoothing=resolved.label_smoothing,
+            z_loss=resolved.z_loss,
+            in_float8=resolved.precision == "fp8-mixed",
         )
 
     def _check_data(self, source: DataSource) -> Iterator[Result]:

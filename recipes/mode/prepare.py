@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 from recipes.cache import open_cache_dir
 from recipes.config.check.types import to_setting
-from recipes.config.compose import Composed
-from recipes.config.instantiate import make
+from recipes.config.resolved import ResolvedRun
+from recipes.config.traits import declare_mode
 from recipes.data.read_rows import Rows, check_split, open_rows
 from recipes.errors import ConfigError
 from recipes.files import count
@@ -29,8 +29,9 @@ from recipes.runtime.world import num_cores
 PAGE = "report.html"
 
 
+@declare_mode(prepares_data=True)
 def prepare(
-    composed: Composed,
+    resolved: ResolvedRun,
     *,
     output: str,
     exact_copies: bool,
@@ -48,7 +49,7 @@ def prepare(
     """Write the remaining documents as JSONL, and a page that shows what was dropped and why.
 
     Args:
-        composed: The composed command; its `data` locates the documents.
+        resolved: The composed command; its `data` locates the documents.
         output: Folder for documents and report; a second start in the same folder resumes the first.
         exact_copies: Drop exact duplicates of earlier documents.
         near_copies: Minimum Jaccard similarity of 5-word shingles at which a document counts as a near duplicate of an
@@ -69,10 +70,10 @@ def prepare(
     Raises:
         ConfigError: A setting is invalid, the documents cannot be read, or `output` cannot be written to.
     """
-    rules = composed.config.get("quality", {})
+    rules = resolved.quality
     check_rules(rules)
     _check_disabled_rules(disabled_rules, rules)
-    source, rows = _open_documents(composed.config["data"])
+    source, rows = _open_documents(resolved)
     split: dict[str, str] = {"split_setting": "mode.evaluation_split"}
     paths = {f"mode.evaluation.{name}": path for name, path in evaluation.items()}
     check_split(evaluation_split, paths, default="test", **split)
@@ -95,7 +96,7 @@ def prepare(
     )
     copies = {"exact_copies": exact_copies, "near_copies": near_copies, "max_compared": max_compared}
     fields = {"text_field": source.text_field, "domain_field": source.domain_field}
-    judged_by = {"quality": rules, "disabled_rules": disabled_rules, "evaluation": sorted(evaluation)}
+    judged_by: dict[str, Any] = {"quality": rules, "disabled_rules": disabled_rules, "evaluation": sorted(evaluation)}
     judged_by |= {"min_coverage": min_coverage, "evaluation_words": evaluation_words}
     pipeline = Pipeline(
         output=folder,
@@ -106,7 +107,7 @@ def prepare(
         shard_bytes=int(shard_mb * 1e6),
         settings=fields | judged_by | copies | {"shard_mb": shard_mb},
     )
-    content = _hash_content([rows, *(sets[name] for name in sorted(sets))], composed.config["data"]["cache_dir"])
+    content = _hash_content([rows, *(sets[name] for name in sorted(sets))], resolved.cache_dir)
     return _run(pipeline, rows, content, num_processes or num_cores(), write_page)
 
 
@@ -138,9 +139,9 @@ def _check_output(folder: Path, rows: Rows) -> None:
         raise ConfigError(f"mode.output={folder}", reason, "mode.output=<a folder next to it>")
 
 
-def _open_documents(data: Mapping[str, Any]) -> tuple[Any, Rows]:
+def _open_documents(resolved: ResolvedRun) -> tuple[Any, Rows]:
     """Return the source of the documents, and their rows."""
-    source = make(data)
+    source = resolved.make("data")
     if not hasattr(source, "open_rows"):
         raise ConfigError("mode=prepare data=…", "it reads documents as rows", "data=documents data.path=<files>")
     return source, source.open_rows()

@@ -12,6 +12,7 @@ from recipes.build import Run
 from recipes.checkpoint.layout import is_shard
 from recipes.checkpoint.saved_tensor import open_tensors
 from recipes.checkpoint.shards import load_module
+from recipes.config.traits import declare_mode
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
 from recipes.foreign_file import reading
@@ -26,6 +27,7 @@ _ANOTHER_RUN = "resume=<a run that had a spike>"
 _VALUES_FILE, _SAMPLES_FILE = "spike.json", "samples.jsonl"
 
 
+@declare_mode(needs_checkpoint=True, writes="spikes")
 def replay(run: Run, *, step: Annotated[int, ">= 1"] | None) -> int:
     """Recompute a step, print it next to the recorded values, and write `replay.json` into the dump.
 

@@ -7,7 +7,7 @@ from os.path import commonpath
 from pathlib import Path
 from typing import Any
 
-from recipes.config.compose import Composed
+from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
 from recipes.foreign_file import reading
 from recipes.run_folder import (
@@ -27,7 +27,7 @@ _RUN_FILES = (LOG_FILE, EVENTS_FILE, METRICS_FILE, SUMMARY_FILE)
 
 
 def report(
-    composed: Composed,
+    resolved: ResolvedRun,
     *,
     runs: list[str] | str,
     sort: str,
@@ -38,7 +38,7 @@ def report(
     """Compare runs on one page and log its path.
 
     Args:
-        composed: Unused; each run has its own config.
+        resolved: Unused; each run has its own config.
         runs: Run folders, globs, or folders that contain run folders.
         sort: Key of `summary.json` or metric to rank the runs by.
         path: File to write; None is `report.html` in the folder that contains all runs.
@@ -51,7 +51,7 @@ def report(
     Raises:
         ConfigError: One of `runs` names no run, no run has `sort`, or the page cannot be written.
     """
-    del composed
+    del resolved
     folders = find_runs([runs] if isinstance(runs, str) else runs)
     page = claim_output(_page_path(path, folders), "mode.path", is_file=True, replaces=is_page)
     parent = Path(commonpath([folder.resolve().parent for folder in folders]))

@@ -3,6 +3,7 @@
 from typing import Annotated, Literal
 
 from recipes.build import Run
+from recipes.config.traits import declare_mode
 from recipes.data.conversations.chat_template import prompt_for_answer
 from recipes.errors import ConfigError
 from recipes.mode.load import load_task, load_tokenizer
@@ -11,6 +12,7 @@ from recipes.task.language_modeling import LanguageModeling
 from recipes.tokenizer import Tokenizer
 
 
+@declare_mode(needs_checkpoint=True, needs="generate")
 def sample(
     run: Run,
     *,

@@ -14,6 +14,7 @@ from recipes.config import compose_and_check
 from recipes.config.check.command_line import compose_overrides
 from recipes.config.compose import CONF, Composed
 from recipes.config.overrides import make_override, parse_override
+from recipes.config.resolved import ResolvedRun, resolve
 from recipes.config.search_path import listing_own_options
 from recipes.errors import ConfigError, format_report
 from recipes.files import write_atomically
@@ -38,7 +39,7 @@ _HEADER = (
 
 
 def wandb_sweep(
-    composed: Composed,
+    resolved: ResolvedRun,
     *,
     objective: str,
     direction: Literal["minimize", "maximize"],
@@ -50,7 +51,7 @@ def wandb_sweep(
     """Write the YAML and log the next commands; return the exit code.
 
     Args:
-        composed: Composed command with the swept overrides and those of every trial.
+        resolved: Composed command with the swept overrides and those of every trial.
         objective: Value that ranks trials: a key of `summary.json` or a column of `metrics.csv`.
         direction: Whether the objective is minimized or maximized.
         method: W&B search method; None is `grid` if all values can be listed, else `bayes`.
@@ -62,7 +63,7 @@ def wandb_sweep(
         ConfigError: W&B cannot search this space with this method, or the file cannot be written.
     """
     check_objective(objective, direction)
-    space, fixed, mistakes = _parse(composed)
+    space, fixed, mistakes = _parse(resolved)
     if mistakes:
         LOGGER.error(format_report(mistakes))
         return ExitCode.INVALID_CONFIG
@@ -74,56 +75,56 @@ def wandb_sweep(
         num_trials=num_trials,
     )
     file = claim_output(path, "mode.path", is_file=True, replaces=lambda text: text.startswith(_HEADER))
-    command = trial_command(fixed, flags=_flags(composed))
-    content = _head(composed, fixed) | sweep_config(space, search, command)
+    command = trial_command(fixed, flags=_flags(resolved))
+    content = _head(resolved, fixed) | sweep_config(space, search, command)
     _write(content, file)
     return 0
 
 
-def _parse(composed: Composed) -> tuple[SearchSpace, list[str], list[ConfigError]]:
+def _parse(resolved: ResolvedRun) -> tuple[SearchSpace, list[str], list[ConfigError]]:
     """Return the search space, the overrides of every trial, and all errors."""
-    overrides = [*composed.sweep_overrides, *fixed_overrides(composed.overrides)]
-    space, mistakes = read_space(overrides, config_loader=_config_loader(composed))
+    overrides = [*resolved.sweep_overrides, *fixed_overrides(resolved.overrides)]
+    space, mistakes = read_space(overrides, config_loader=_config_loader(resolved))
     if not mistakes and not space.parameters:
         raise ConfigError(
             "mode=wandb_sweep",
             "there is nothing to search",
             "mode=wandb_sweep sweep=<an option of conf/sweep/>",
         )
-    fixed = _trial_overrides(composed, space.fixed)
-    return space, fixed, mistakes or _check_values(composed, space, fixed)
+    fixed = _trial_overrides(resolved, space.fixed)
+    return space, fixed, mistakes or _check_values(resolved, space, fixed)
 
 
-def _config_loader(composed: Composed) -> ConfigLoader:
+def _config_loader(resolved: ResolvedRun) -> ConfigLoader:
     """Return Hydra's loader, which lists the options of each config group."""
     GlobalHydra.instance().clear()
-    folder = str(Path(composed.config_folder).resolve())
-    with listing_own_options(composed.overrides), initialize_config_dir(folder, version_base="1.3"):
+    folder = str(Path(resolved.config_folder).resolve())
+    with listing_own_options(resolved.overrides), initialize_config_dir(folder, version_base="1.3"):
         return GlobalHydra.instance().config_loader()
 
 
-def _flags(composed: Composed) -> list[str]:
+def _flags(resolved: ResolvedRun) -> list[str]:
     """Return Hydra's flags for a config other than the default one in conf/."""
-    is_default = Path(composed.config_folder).resolve() == CONF.resolve()
-    folder = [] if is_default else ["--config-path", composed.config_folder]
-    name = composed.config_name
+    is_default = Path(resolved.config_folder).resolve() == CONF.resolve()
+    folder = [] if is_default else ["--config-path", resolved.config_folder]
+    name = resolved.config_name
     return [*folder, *([] if name == "config" else ["--config-name", name])]
 
 
-def _trial_overrides(composed: Composed, fixed: list[str]) -> list[str]:
+def _trial_overrides(resolved: ResolvedRun, fixed: list[str]) -> list[str]:
     """Return the fixed overrides plus those that make each trial a single, resumable run that logs to W&B."""
     typed = {parse_override(override).key_or_group: override for override in fixed}
     added = ["resume=auto"]
     if "sweep" in typed:
         added.append("hydra.mode=RUN")  # sweep= alone would start a sweep
-    if "wandb" not in composed.config["logger"]:
+    if "wandb" not in resolved.loggers:
         if "logger" in typed:
             raise ConfigError(typed["logger"], "the trials would not log to W&B", "logger=wandb")
         added.append("logger=wandb")
     return [*fixed, *added]
 
 
-def _check_values(composed: Composed, space: SearchSpace, fixed: list[str]) -> list[ConfigError]:
+def _check_values(resolved: ResolvedRun, space: SearchSpace, fixed: list[str]) -> list[ConfigError]:
     """Compose a trial with each option alone, and with the lower end of each interval; return the errors."""
     mistakes: dict[str, ConfigError] = {}
     for key, parameter in space.parameters.items():
@@ -134,27 +135,27 @@ def _check_values(composed: Composed, space: SearchSpace, fixed: list[str]) -> l
             typed = [text for text in fixed if text != "resume=auto"]
             # no trial has exactly the end of an interval: it only has to compose
             check = _check_trial if isinstance(parameter, Choice) else _compose_trial
-            _, found = check(composed, [*typed, make_override(name, value)])
+            _, found = check(resolved, [*typed, make_override(name, value)])
             # what does not fit the other values may fit those of another trial
             own = [mistake for mistake in found if mistake.setting.lstrip("+").startswith(f"{name}=")]
             mistakes |= {str(mistake): mistake for mistake in own}
     return list(mistakes.values())
 
 
-def _check_trial(composed: Composed, overrides: list[str]) -> tuple[Composed | None, list[ConfigError]]:
-    return compose_and_check(overrides, config_folder=Path(composed.config_folder), config_name=composed.config_name)
+def _check_trial(resolved: ResolvedRun, overrides: list[str]) -> tuple[Composed | None, list[ConfigError]]:
+    return compose_and_check(overrides, config_folder=Path(resolved.config_folder), config_name=resolved.config_name)
 
 
-def _compose_trial(composed: Composed, overrides: list[str]) -> tuple[Composed | None, list[ConfigError]]:
-    return compose_overrides(overrides, config_folder=Path(composed.config_folder), config_name=composed.config_name)
+def _compose_trial(resolved: ResolvedRun, overrides: list[str]) -> tuple[Composed | None, list[ConfigError]]:
+    return compose_overrides(overrides, config_folder=Path(resolved.config_folder), config_name=resolved.config_name)
 
 
-def _head(composed: Composed, fixed: list[str]) -> dict[str, Any]:
+def _head(resolved: ResolvedRun, fixed: list[str]) -> dict[str, Any]:
     """Return the program, name, project and entity of the sweep, the latter two from conf/logger/wandb.yaml."""
-    trial, mistakes = _compose_trial(composed, fixed)
+    trial, mistakes = _compose_trial(resolved, fixed)
     assert trial is not None, mistakes
-    logger, option = trial.config["logger"]["wandb"], trial.choices["sweep"]
-    name = composed.config["name"]
+    logger, option = resolve(trial).loggers["wandb"], trial.choices["sweep"]
+    name = resolved.name
     head = {
         "program": os.path.relpath(PROGRAM),
         "name": name if option == "none" else f"{name}_{option}",

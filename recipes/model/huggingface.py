@@ -50,6 +50,7 @@ class HuggingFace(nn.Module):
     """
 
     input_kind: ClassVar[str] = "tokens"
+    built_by_name: ClassVar[bool] = True  # `model.name` is that of a published one
 
     def __init__(
         self,

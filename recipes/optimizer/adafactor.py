@@ -38,6 +38,8 @@ class Adafactor(GroupwiseOptimizer):
     """
 
     accepts_flat_partitions: ClassVar[bool] = False
+    needs_unsharded: ClassVar[bool] = True
+    updates_matrices: ClassVar[bool] = True
     float32_state: ClassVar[tuple[str, ...]] = ("row_var", "col_var", "variance")
     replicated_state: ClassVar[tuple[str, ...]] = ("row_var", "col_var")  # the same on all ranks, sharded or not
 

@@ -38,6 +38,7 @@ class AdamW8bit(GroupwiseOptimizer):
     """
 
     accepts_flat_partitions: ClassVar[bool] = False
+    needs_unsharded: ClassVar[bool] = True
     state_of: ClassVar[str] = "AdamW"
     replicated_state: ClassVar[tuple[str, ...]] = ("step",)  # the same on all ranks, sharded or not
 

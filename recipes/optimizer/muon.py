@@ -77,6 +77,8 @@ class Muon(GroupwiseOptimizer):
     """
 
     accepts_flat_partitions: ClassVar[bool] = False
+    needs_unsharded: ClassVar[bool] = True
+    updates_matrices: ClassVar[bool] = True
     replicated_state: ClassVar[tuple[str, ...]] = ("step",)  # of AdamW, the same on all ranks
 
     def __init__(

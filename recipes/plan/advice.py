@@ -1,12 +1,11 @@
 """Find settings that fit: the least sharding, then the largest micro-batch, and the savings of each measure."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.config import compose_and_check
-from recipes.config.compose import Composed, Config
+from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
 from recipes.plan.config_step import divide_ranks
 from recipes.plan.hardware import Cluster
@@ -50,27 +49,26 @@ class Planner:
         self.cluster = cluster
         self._plans: dict[str, Plan] = {}
 
-    def plan(self, config: Config) -> Plan:
-        """Return the plan of a config, without times."""
-        relevant = {key: value for key, value in config.items() if key not in ("hydra", "mode", "name", "plan")}
-        key = json.dumps(relevant, sort_keys=True, default=str)
+    def plan(self, resolved: ResolvedRun) -> Plan:
+        """Return the plan of a run, without times."""
+        key = resolved.describe_settings(without=("hydra", "mode", "name", "plan"))
         if key not in self._plans:
-            self._plans[key] = make_plan(config, self.cluster, rates=None)
+            self._plans[key] = make_plan(resolved, self.cluster, rates=None)
         return self._plans[key]
 
 
-def advise_settings(composed: Composed, planner: Planner) -> Iterator[str]:
+def advise_settings(resolved: ResolvedRun, planner: Planner) -> Iterator[str]:
     """Yield lines of advice: settings that fit, and the savings of each measure.
 
     Args:
-        composed: The run.
+        resolved: The run.
         planner: Planner for the run's devices.
     """
-    planned = planner.plan(composed.config)
-    advice = find_settings(composed, planner)
+    planned = planner.plan(resolved)
+    advice = find_settings(resolved, planner)
     if advice is None:
         yield "advice: nothing fits on these devices; savings of each measure on its own, in GiB at peak:"
-        yield from (f"  {line}" for line in measures(composed, planner))
+        yield from (f"  {line}" for line in measures(resolved, planner))
         return
     total = advice.plan.peak.total
     shown = " ".join(advice.overrides)
@@ -78,17 +76,17 @@ def advise_settings(composed: Composed, planner: Planner) -> Iterator[str]:
     yield f"  fills {gib(total):.2f} of {gib(advice.plan.limit_bytes):.2f} GiB, the least sharding that fits"
     if not planned.fits:
         yield "savings of each measure on its own, in GiB at peak:"
-        yield from (f"  {line}" for line in measures(composed, planner))
+        yield from (f"  {line}" for line in measures(resolved, planner))
 
 
-def find_settings(composed: Composed, planner: Planner) -> Advice | None:
+def find_settings(resolved: ResolvedRun, planner: Planner) -> Advice | None:
     """Return the least sharding that fits, then the least recomputation, then the largest micro-batch.
 
     Args:
-        composed: The run; its global batch does not change.
+        resolved: The run; its global batch does not change.
         planner: Planner for the run's devices.
     """
-    planned, cluster = planner.plan(composed.config), planner.cluster
+    planned, cluster = planner.plan(resolved), planner.cluster
     for strategy in _ladder(cluster):
         is_for_one = strategy[0] == "strategy=single"
         if is_for_one != (cluster.num_devices == 1) and "strategy.cpu_offload=true" not in strategy:
@@ -97,21 +95,21 @@ def find_settings(composed: Composed, planner: Planner) -> Advice | None:
             continue  # does not fit even without activations
         for recompute in ("activation_checkpoint=none", _SELECTIVE, _RECOMPUTE):
             overrides = [*strategy, recompute]
-            config = with_overrides(composed, overrides)
-            if config is None:
+            changed = with_overrides(resolved, overrides)
+            if changed is None:
                 continue
-            found = _largest_micro_batch(config, planner)
+            found = _largest_micro_batch(changed, planner)
             if found is not None:
                 size, plan = found
                 return Advice(overrides=[*overrides, f"micro_batch_size={size}"], plan=plan)
     return None
 
 
-def find_strategy(composed: Composed, cluster: Cluster, *, limit_bytes: int) -> list[str] | None:
+def find_strategy(resolved: ResolvedRun, cluster: Cluster, *, limit_bytes: int) -> list[str] | None:
     """Return the least sharding or narrowing under which the state of a rank fits; None if there is none.
 
     Args:
-        composed: The run, whose state does not fit.
+        resolved: The run, whose state does not fit.
         cluster: The devices.
         limit_bytes: Memory of a rank.
     """
@@ -119,7 +117,7 @@ def find_strategy(composed: Composed, cluster: Cluster, *, limit_bytes: int) -> 
     ladder = _ladder(cluster)[1:] if cluster.num_devices > 1 else [_LADDER[-1]]
     candidates = [[*strategy] for strategy in ladder if is_gpu or len(strategy) == 1]  # a CPU offloads to itself
     for overrides in [*candidates, ["precision=bf16-true"]]:
-        changed = with_overrides(composed, overrides)
+        changed = with_overrides(resolved, overrides)
         if changed is None:
             continue
         try:
@@ -150,19 +148,20 @@ def _least_bytes(strategy: tuple[str, ...], planned: Plan, cluster: Cluster) -> 
     }.get(strategy[0], 2 * whole + optimizer)
 
 
-def _largest_micro_batch(config: Config, planner: Planner) -> tuple[int, Plan] | None:
+def _largest_micro_batch(resolved: ResolvedRun, planner: Planner) -> tuple[int, Plan] | None:
     """Return the largest micro-batch that fits and divides the global batch; None if one sample does not fit."""
     try:
-        _, mesh = divide_ranks(config, planner.cluster)
+        mesh = divide_ranks(resolved, planner.cluster)[1].mesh
     except ConfigError:  # the strategy does not support this mesh dimension
         return None
-    per_rank, rest = divmod(int(config["global_batch_size"]), mesh.data_size)
+    per_rank, rest = divmod(resolved.global_batch_size, mesh.data_size)
     if rest or per_rank == 0:
         return None
 
+    split: dict[str, int | None] = {"trainer.accumulate_grad_batches": None}
+
     def plan_with(size: int) -> Plan:
-        trainer = config["trainer"] | {"accumulate_grad_batches": None}
-        return planner.plan(config | {"micro_batch_size": size, "trainer": trainer})
+        return planner.plan(resolved.with_settings(split | {"micro_batch_size": size}))
 
     sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
     smallest = plan_with(1)
@@ -181,25 +180,24 @@ def _largest_micro_batch(config: Config, planner: Planner) -> tuple[int, Plan] |
     return 1, smallest
 
 
-def measures(composed: Composed, planner: Planner) -> Iterator[str]:
+def measures(resolved: ResolvedRun, planner: Planner) -> Iterator[str]:
     """Yield the savings of each measure alone, cheapest first."""
-    planned = planner.plan(composed.config)
-    config, before = composed.config, planned.peak.total
-    size, seq_len = planned.accumulation.micro_batch_size, config["seq_len"]
+    planned = planner.plan(resolved)
+    before, size, seq_len = planned.peak.total, planned.accumulation.micro_batch_size, resolved.seq_len
     candidates: list[list[str]] = []
     if size > 1:
         smaller = next(number for number in range(size // 2, 0, -1) if size % number == 0)
         candidates.append([f"micro_batch_size={smaller}", "trainer.accumulate_grad_batches=null"])
-    if config["precision"]["name"] == "32-true":
+    if resolved.precision == "32-true":
         candidates.append(["precision=bf16-mixed"])
     candidates += [[_SELECTIVE], [_RECOMPUTE]]
     candidates += (
         [[*strategy] for strategy in _ladder(planner.cluster)[1:]] if planned.num_ranks > 1 else [[*_LADDER[-1]]]
     )
-    if seq_len is not None and int(seq_len) > 1:
-        candidates.append([f"seq_len={int(seq_len) // 2}"])
+    if seq_len is not None and seq_len > 1:
+        candidates.append([f"seq_len={seq_len // 2}"])
     for overrides in candidates:
-        changed = with_overrides(composed, overrides)
+        changed = with_overrides(resolved, overrides)
         if changed is None:
             continue
         try:
@@ -210,14 +208,14 @@ def measures(composed: Composed, planner: Planner) -> Iterator[str]:
             yield f"{' '.join(overrides):<58} {gib(before - total):8.2f}  leaves {gib(total):.2f}"
 
 
-def with_overrides(composed: Composed, overrides: list[str]) -> Config | None:
-    """Return the config of the same command with added overrides; None if they conflict."""
+def with_overrides(resolved: ResolvedRun, overrides: list[str]) -> ResolvedRun | None:
+    """Return the run of the same command with added overrides; None if they conflict."""
     changed, mistakes = compose_and_check(
-        [*_without(composed.overrides, overrides), *overrides],
-        config_folder=Path(composed.config_folder),
-        config_name=composed.config_name,
+        [*_without(resolved.overrides, overrides), *overrides],
+        config_folder=Path(resolved.config_folder),
+        config_name=resolved.config_name,
     )
-    return None if changed is None or mistakes else changed.config
+    return None if mistakes else changed
 
 
 def _without(typed: list[str], added: list[str]) -> list[str]:

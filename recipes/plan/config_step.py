@@ -8,11 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.build import build_task
-from recipes.config.compose import Config
-from recipes.config.instantiate import make, make_model
-from recipes.config.mesh import make_mesh
-from recipes.config.signature import read_signature
-from recipes.config.traits import get_traits
+from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
 from recipes.mesh import Mesh
 from recipes.numerics.accumulation import Accumulation
@@ -49,11 +45,14 @@ class Engine:
         return self.mesh.world_size * self.pipeline.num_stages
 
 
-def find_engine(config: Config, precision: Precision, cluster: Cluster, *, model: nn.Module) -> Engine:
-    """Return the effect of a config's strategy on a cluster.
+def find_engine(
+    stage: ResolvedRun, pipeline: Pipeline, precision: Precision, cluster: Cluster, *, model: nn.Module
+) -> Engine:
+    """Return the effect of a run's strategy on a cluster.
 
     Args:
-        config: Composed and checked config.
+        stage: The run on the ranks of one pipeline stage.
+        pipeline: Its pipeline.
         precision: Precision of the run.
         cluster: The devices.
         model: Unsharded model, on any device.
@@ -61,28 +60,26 @@ def find_engine(config: Config, precision: Precision, cluster: Cluster, *, model
     Raises:
         ConfigError: The sizes of the mesh do not divide the ranks.
     """
-    node = config["strategy"]
-    traits = get_traits(node)
-    pipeline, mesh = divide_ranks(config, cluster)
+    mesh, traits = stage.mesh, stage.strategy
     if traits.state_layout == "fsdp":
         sharding = Sharding(
-            cpu_offload=node["cpu_offload"],
-            syncs_each_micro_batch=node["gradient_sync"] == "per_micro_batch" and pipeline.num_stages == 1,
-            reshard_after_forward=node["reshard_after_forward"],
-            reduce_dtype=torch.bfloat16 if node["reduce_dtype"] == "bfloat16" else precision.reduce_dtype,
+            cpu_offload=traits.cpu_offload,
+            syncs_each_micro_batch=traits.gradient_sync == "per_micro_batch" and pipeline.num_stages == 1,
+            reshard_after_forward=traits.reshard_after_forward,
+            reduce_dtype=torch.bfloat16 if traits.reduce_dtype == "bfloat16" else precision.reduce_dtype,
         )
-        return Engine(mesh=mesh, pipeline=pipeline, sharding=sharding, offloads=node["cpu_offload"])
-    if traits.state_layout == "zero":
+        return Engine(mesh=mesh, pipeline=pipeline, sharding=sharding, offloads=traits.cpu_offload)
+    if traits.stage is not None:
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        cast = list_cast_weights(getattr(model, "blocks", ())) if node["stage"] == 3 and precision.is_mixed else ()
+        cast = list_cast_weights(getattr(model, "blocks", ())) if traits.stage == 3 and precision.is_mixed else ()
         bucket = max(min(BUCKET_ELEMENTS, num_parameters // 8) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
         zero = Zero(
-            stage=node["stage"],
+            stage=traits.stage,
             num_ranks=mesh.world_size,
             bucket=bucket,
             num_buckets=2 if cluster.device.full_name is not None else 1,
-            offloads_optimizer=node["offload_optimizer"] is not None,
-            offloads_weights=node["offload_parameters"] is not None,
+            offloads_optimizer=traits.offload_optimizer is not None,
+            offloads_weights=traits.offload_parameters is not None,
             is_half=not precision.is_mixed and precision.param_dtype != torch.float32,
             num_cast=sum(weight.numel() for weight in cast),
         )
@@ -90,14 +87,13 @@ def find_engine(config: Config, precision: Precision, cluster: Cluster, *, model
     return Engine(mesh=mesh)
 
 
-def divide_ranks(config: Config, cluster: Cluster) -> tuple[Pipeline, Mesh]:
-    """Return the pipeline of a config, and the mesh of one stage.
+def divide_ranks(resolved: ResolvedRun, cluster: Cluster) -> tuple[Pipeline, ResolvedRun]:
+    """Return the pipeline of a run, and the run on the ranks of one stage, whose mesh may raise a ConfigError.
 
     Raises:
-        ConfigError: The sizes do not divide the ranks.
+        ConfigError: The stages do not divide the ranks or the blocks.
     """
-    pipeline = read_pipeline(config)
-    traits = get_traits(config["strategy"])
+    pipeline, traits = read_pipeline(resolved), resolved.strategy
     world_size = cluster.num_devices if traits.needs_process_group else 1
     stages = pipeline.num_stages
     if stages > 1 and traits.state_layout != "fsdp":
@@ -114,11 +110,11 @@ def divide_ranks(config: Config, cluster: Cluster) -> tuple[Pipeline, Mesh]:
         )
     per_node = math.gcd(cluster.per_node, world_size // stages)  # stages are the outermost dimension
     ranks = Ranks(per_node=per_node, num_nodes=world_size // stages // per_node, started_by=None)
-    return pipeline, make_mesh(config | {"pipeline_parallel_size": 1}, ranks)
+    return pipeline, resolved.with_settings({"pipeline_parallel_size": 1}).on(ranks)
 
 
 def describe_step(
-    config: Config,
+    resolved: ResolvedRun,
     precision: Precision,
     accumulation: Accumulation,
     engine: Engine,
@@ -126,17 +122,17 @@ def describe_step(
     *,
     on_gpu: bool,
 ) -> Step:
-    """Return everything that a step of a config depends on.
+    """Return everything that a step of a run depends on.
 
     Args:
-        config: Composed and checked config.
+        resolved: The run.
         precision: Precision of the run.
         accumulation: Global batch and micro-batches.
         engine: Effect of its strategy.
         shape: Shape of one sample.
         on_gpu: Whether to record GPU operators.
     """
-    task = build_task(config | {"metrics": {}, "compile": False}, precision)
+    task = build_task(resolved.with_settings({"metrics": {}, "compile": False}), precision)
     task.scales_loss = False  # the loss scale is a scalar of the run's strategy
 
     def objective(model: nn.Module, batch: Batch) -> Tensor:
@@ -147,17 +143,17 @@ def describe_step(
         return loss
 
     return Step(
-        make_model=lambda: make_model(config),
+        make_model=resolved.make_model,
         objective=objective,
         make_batch=partial(_make_batch, task.input_kind, accumulation.micro_batch_size, shape, precision),
-        make_optimizer=make(config["optimizer"]),
+        make_optimizer=resolved.make("optimizer"),
         precision=precision,
-        activation_checkpoint=make(config["activation_checkpoint"]),
+        activation_checkpoint=resolved.make("activation_checkpoint"),
         accumulates=accumulation.num_micro_batches > 1,
-        frees_gradients=bool(read_signature(config["strategy"]["_target_"]).constants.get("frees_gradients", True)),
+        frees_gradients=resolved.strategy.frees_gradients,
         engine_steps=engine.zero is not None,
         drops_gradients=engine.zero is not None and engine.zero.stage > 1,
-        ema_decay=config["ema_decay"],
+        ema_decay=resolved.ema_decay,
         mesh=engine.mesh,
         sharding=engine.sharding,
         num_replicas=engine.mesh.world_size if engine.sharding is None and engine.zero is None else 1,
@@ -165,11 +161,11 @@ def describe_step(
     )
 
 
-def find_sample_shape(config: Config) -> tuple[int, ...]:
+def find_sample_shape(resolved: ResolvedRun) -> tuple[int, ...]:
     """Return the shape of one sample: [T] for text, without reading data; else that of the first sample."""
-    if config["seq_len"] is not None:
-        return (int(config["seq_len"]),)
-    source = make(config["data"])
+    if resolved.seq_len is not None:
+        return (resolved.seq_len,)
+    source = resolved.make("data")
     source.prepare()
     return tuple(source.train()[0]["inputs"].shape)
 

@@ -4,10 +4,10 @@ Each of P ranks holds v stages, and the m micro-batches of a step pass through a
 interleaved stages, arXiv 2104.04473; zero bubbles and the V-shaped schedule (ZBV), arXiv 2401.10241.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
 from recipes.mesh import STAGES_PER_RANK
 from recipes.parallel.stage_plan import divide_evenly
@@ -85,21 +85,20 @@ class Pipeline:
         return counts
 
 
-def read_pipeline(config: Mapping[str, Any]) -> Pipeline:
-    """Return the pipeline of a config.
+def read_pipeline(resolved: ResolvedRun) -> Pipeline:
+    """Return the pipeline of a run.
 
     Raises:
         ConfigError: The schedule is unknown, or there are more stages than blocks.
     """
-    num_stages = int(config["pipeline_parallel_size"])
-    schedule = str(config["pipeline_schedule"])
+    num_stages, schedule = resolved.pipeline_parallel_size, resolved.pipeline_schedule
     if schedule not in _SCHEDULES:
         raise ConfigError(
             f"pipeline_schedule={schedule} mode=plan",
             "a plan has no formula for it",
             f"pipeline_schedule=<{' | '.join(_SCHEDULES)}>",
         )
-    num_layers = config["model"].get("num_layers")
+    num_layers = resolved.model.num_layers
     most = (num_layers or 1) // STAGES_PER_RANK.get(schedule, 1)
     if num_stages > max(most, 1):
         raise ConfigError(

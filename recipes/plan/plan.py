@@ -1,11 +1,10 @@
 """Plan a run from its config without building it: memory per rank, time per step, disk usage."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from recipes.config.compose import Config
+from recipes.config.resolved import ResolvedRun
 from recipes.mesh import Mesh
 from recipes.model.flops import Flops, flops_per_sample
 from recipes.model.weights.adapter import has_adapter
@@ -84,18 +83,18 @@ def get_limit(cluster: Cluster) -> int:
     return int(cluster.memory_bytes * (1 - FRAGMENTATION if is_gpu else 1))
 
 
-def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer | None) -> Plan:
+def make_plan(resolved: ResolvedRun, cluster: Cluster, *, rates: Rates | OperatorTimer | None) -> Plan:
     """Plan a run.
 
     Args:
-        config: Composed and checked.
+        resolved: Checked run.
         cluster: The devices.
         rates: Of one device, or what times its operators; None: no times.
 
     Raises:
         ConfigError: The global batch does not divide over the ranks, or there are several and operators are timed.
     """
-    recorded = record_config(config, cluster, keep_calls=isinstance(rates, OperatorTimer))
+    recorded = record_config(resolved, cluster, keep_calls=isinstance(rates, OperatorTimer))
     ops, step, engine, accumulation = recorded.ops, recorded.step, recorded.engine, recorded.accumulation
     num_parameters, num_ranks, model = recorded.num_parameters, engine.num_ranks, recorded.model
     stages = _find_stages(recorded)
@@ -118,9 +117,9 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer 
         peak=find_peak(moments),
         optimizer_bytes=ops[0].allocated.get(OPTIMIZER, 0)
         * (mesh.world_size // mesh.replicate if engine.sharding else 1),
-        host=offloaded | _host_copies(config, state_bytes, num_sharing=_num_sharing(engine, cluster)),
+        host=offloaded | _host_copies(resolved, state_bytes, num_sharing=_num_sharing(engine, cluster)),
         checkpoint_bytes=checkpoint_bytes,
-        disk_bytes=checkpoint_bytes * _num_kept(config),
+        disk_bytes=checkpoint_bytes * resolved.num_checkpoints,
         flops=flops_per_sample(model, recorded.shape),
         not_recorded=recorded.reason,
         memory_budget=step.activation_checkpoint.memory_budget,
@@ -129,22 +128,22 @@ def make_plan(config: Config, cluster: Cluster, *, rates: Rates | OperatorTimer 
         return plan
     if isinstance(rates, OperatorTimer):
         return replace(plan, times=measure_times(recorded, rates))
-    return replace(plan, times=estimate_times(config, cluster, recorded, rates, stages=stages))
+    return replace(plan, times=estimate_times(resolved, cluster, recorded, rates, stages=stages))
 
 
-def plan_state(config: Config, cluster: Cluster) -> int | None:
+def plan_state(resolved: ResolvedRun, cluster: Cluster) -> int | None:
     """Return the bytes of weights, gradients and optimizer state of a rank, without its forward and backward pass.
 
     Takes seconds for any model.
 
     Args:
-        config: Composed and checked.
+        resolved: Checked run.
         cluster: The devices.
 
     Returns:
         The bytes; None for a pipeline, whose stages only a whole plan divides.
     """
-    recorded = record_config(config, cluster, computes=False)
+    recorded = record_config(resolved, cluster, computes=False)
     if recorded.engine.pipeline.num_stages > 1:
         return None
     moments, _ = _without_offloaded(
@@ -240,24 +239,14 @@ def _num_sharing(engine: Engine, cluster: Cluster) -> int:
     return min(engine.num_ranks, cluster.per_node) if engine.sharding is None and engine.zero is None else 1
 
 
-def _host_copies(config: Config, state_bytes: int, *, num_sharing: int) -> dict[str, int]:
+def _host_copies(resolved: ResolvedRun, state_bytes: int, *, num_sharing: int) -> dict[str, int]:
     """Return what callbacks and checkpoints copy to host memory, per rank."""
     copies: dict[str, int] = {}
-    if config["save_every"] is not None or config["save_every_minutes"] is not None:
+    if resolved.saves:
         copies["checkpoint being written"] = state_bytes
-    for node in config["callbacks"].values():
-        if isinstance(node, Mapping) and node.get("action") == "rollback" and node.get("snapshot_storage") != "disk":
-            copies["snapshots for a rollback"] = state_bytes * int(node["num_snapshots"]) // num_sharing
+    if resolved.num_host_snapshots:
+        copies["snapshots for a rollback"] = state_bytes * resolved.num_host_snapshots // num_sharing
     return copies
-
-
-def _num_kept(config: Config) -> int:
-    """Return the checkpoints that are on the disk at the end of the run, and one that is being written."""
-    if config["save_every"] is None and config["save_every_minutes"] is None:
-        return 0
-    node, steps = config["checkpoint"], config["trainer"]["max_steps"]
-    every = node["keep_every"]
-    return int(node["keep_last"] + node["keep_best"] + 1 + (steps // every if every else 0))
 
 
 def gib(num_bytes: float) -> float:

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from recipes.config.compose import Config
-from recipes.config.instantiate import make, make_model
-from recipes.numerics.accumulation import Accumulation, divide
+from recipes.config.resolved import ResolvedRun
+from recipes.numerics.accumulation import Accumulation
 from recipes.plan.activations import keep_budget
-from recipes.plan.config_step import Engine, describe_step, find_engine, find_sample_shape
+from recipes.plan.config_step import Engine, describe_step, divide_ranks, find_engine, find_sample_shape
 from recipes.plan.hardware import Cluster
 from recipes.plan.step import Step, record_step
 from recipes.plan.trace import Op
@@ -48,11 +47,13 @@ class Recorded:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
-def record_config(config: Config, cluster: Cluster, *, keep_calls: bool = False, computes: bool = True) -> Recorded:
-    """Record the step of a config.
+def record_config(
+    resolved: ResolvedRun, cluster: Cluster, *, keep_calls: bool = False, computes: bool = True
+) -> Recorded:
+    """Record the step of a run.
 
     Args:
-        config: Composed and checked.
+        resolved: Checked run.
         cluster: The devices.
         keep_calls: Keep the arguments of each operator.
         computes: Whether to record the forward and backward pass; else only clipping and the optimizer.
@@ -60,18 +61,13 @@ def record_config(config: Config, cluster: Cluster, *, keep_calls: bool = False,
     Raises:
         ConfigError: The ranks do not divide the global batch, or the mesh sizes do not divide the ranks.
     """
-    precision: Precision = make(config["precision"])
+    precision: Precision = resolved.make("precision")
     with torch.device("meta"):
-        model: nn.Module = make_model(config)
-    engine = find_engine(config, precision, cluster, model=model)
-    accumulation = divide(
-        global_batch_size=config["global_batch_size"],
-        micro_batch_size=config["micro_batch_size"],
-        num_devices=engine.mesh.data_size,
-        accumulate_grad_batches=config["trainer"]["accumulate_grad_batches"],
-    )
-    shape = find_sample_shape(config) if computes else ()
-    step = describe_step(config, precision, accumulation, engine, shape, on_gpu=cluster.device.full_name is not None)
+        model: nn.Module = resolved.make_model()
+    pipeline, stage = divide_ranks(resolved, cluster)
+    engine, accumulation = find_engine(stage, pipeline, precision, cluster, model=model), stage.accumulation
+    shape = find_sample_shape(resolved) if computes else ()
+    step = describe_step(resolved, precision, accumulation, engine, shape, on_gpu=cluster.device.full_name is not None)
     kinds = block_kinds(model, recomputes=step.activation_checkpoint.recomputes)
     ops, reason = _record(step, kinds, keep_calls=keep_calls, computes=computes)
     return Recorded(

@@ -1,10 +1,8 @@
 """Duration and price of a planned run, including validation."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from recipes.config.traits import get_eval_samples, get_tokens_per_sample
+from recipes.config.resolved import ResolvedRun
 from recipes.plan.plan import Plan
 
 
@@ -41,7 +39,7 @@ class RunLength:
 
 def measure_run(
     plan: Plan,
-    config: Mapping[str, Any],
+    resolved: ResolvedRun,
     *,
     peak_tflops: float | None,
     expect_mfu: float | None,
@@ -51,18 +49,18 @@ def measure_run(
 
     Args:
         plan: Plan of the run.
-        config: Config of the run.
+        resolved: The run.
         peak_tflops: Dense peak of one device in the run's arithmetic; None: unknown.
         expect_mfu: MFU to assume instead of the estimated step time; None: use the estimate.
         dollars_per_hour: Price per device; None: unknown.
     """
-    steps, batch = int(config["trainer"]["max_steps"]), plan.accumulation.global_batch_size
-    num_tokens = get_tokens_per_sample(config)
+    steps, batch = resolved.max_steps, plan.accumulation.global_batch_size
+    num_tokens = resolved.tokens_per_sample
     length = RunLength(
         steps=steps,
         samples=steps * batch,
         tokens=None if num_tokens is None else steps * batch * num_tokens,
-        evaluations=-(-steps // int(config["eval_every"])),
+        evaluations=-(-steps // resolved.eval_every),
     )
     flops_per_second = None if peak_tflops is None else peak_tflops * 1e12 * plan.num_ranks
     seconds = None if plan.times is None else plan.times.step_seconds
@@ -71,7 +69,7 @@ def measure_run(
     if seconds is None:
         return length
     eval_seconds = None
-    eval_samples = get_eval_samples(config)
+    eval_samples = resolved.eval_samples
     if eval_samples is not None and plan.times is not None:
         share = -(-eval_samples // plan.mesh.data_size)
         eval_seconds = -(-share // plan.accumulation.micro_batch_size) * plan.times.forward_seconds

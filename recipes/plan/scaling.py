@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from recipes.config.compose import Composed, Config
+from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
 from recipes.numerics.accumulation import divide
 from recipes.plan.advice import with_overrides
@@ -38,7 +38,7 @@ class ScalePoint:
 
 
 def plan_scaling(
-    composed: Composed, cluster: Cluster, rates: Rates, *, max_ranks: int
+    resolved: ResolvedRun, cluster: Cluster, rates: Rates, *, max_ranks: int
 ) -> Iterator[tuple[str, list[ScalePoint]]]:
     """Yield each strategy with its points: whole nodes, doubled each time, at a constant global batch.
 
@@ -46,19 +46,19 @@ def plan_scaling(
     largest smaller one that divides a rank's share of the batch.
 
     Args:
-        composed: The run.
+        resolved: The run.
         cluster: Devices of one node and links.
         rates: Rates of a device.
         max_ranks: Maximum number of ranks.
     """
     for strategy in STRATEGIES:
-        config = with_overrides(composed, [f"strategy={strategy}"])
-        if config is None:
+        changed = with_overrides(resolved, [f"strategy={strategy}"])
+        if changed is None:
             continue
         points: list[ScalePoint] = []
         nodes = 1
         while nodes * cluster.per_node <= max_ranks:
-            point = _plan_point(config, replace(cluster, num_nodes=nodes), rates)
+            point = _plan_point(changed, replace(cluster, num_nodes=nodes), rates)
             if point is None:
                 break
             points.append(point)
@@ -66,15 +66,15 @@ def plan_scaling(
         yield strategy, points
 
 
-def _plan_point(config: Config, cluster: Cluster, rates: Rates) -> ScalePoint | None:
-    per_rank, rest = divmod(int(config["global_batch_size"]), cluster.num_devices)
+def _plan_point(resolved: ResolvedRun, cluster: Cluster, rates: Rates) -> ScalePoint | None:
+    per_rank, rest = divmod(resolved.global_batch_size, cluster.num_devices)
     if rest or per_rank == 0:
         return None
-    wanted = config["micro_batch_size"] or _own_size(config)
+    wanted = resolved.micro_batch_size or _own_size(resolved)
     size = next(number for number in range(min(wanted, per_rank), 0, -1) if per_rank % number == 0)
-    trainer = config["trainer"] | {"accumulate_grad_batches": None, "num_nodes": cluster.num_nodes}
+    settings = {"trainer.accumulate_grad_batches": None, "trainer.num_nodes": cluster.num_nodes}
     try:
-        planned = make_plan(config | {"micro_batch_size": size, "trainer": trainer}, cluster, rates=rates)
+        planned = make_plan(resolved.with_settings(settings | {"micro_batch_size": size}), cluster, rates=rates)
     except ConfigError:  # the mesh does not divide the ranks
         return None
     times = planned.times
@@ -84,17 +84,16 @@ def _plan_point(config: Config, cluster: Cluster, rates: Rates) -> ScalePoint | 
         num_ranks=cluster.num_devices,
         peak_bytes=planned.peak.total,
         fits=planned.fits,
-        samples_per_second=int(config["global_batch_size"]) / times.step_seconds,
+        samples_per_second=resolved.global_batch_size / times.step_seconds,
         exposed_fraction=times.communication.exposed_seconds / times.step_seconds,
     )
 
 
-def _own_size(config: Config) -> int:
-    """Return the micro-batch size that the config yields on its own devices, without accumulation."""
-    devices = config["trainer"]["devices"]
-    count = devices if isinstance(devices, int) and devices > 0 else 1
+def _own_size(resolved: ResolvedRun) -> int:
+    """Return the micro-batch size that the run has on its own devices, without accumulation."""
+    count = resolved.devices if isinstance(resolved.devices, int) and resolved.devices > 0 else 1
     return divide(
-        global_batch_size=int(config["global_batch_size"]),
+        global_batch_size=resolved.global_batch_size,
         micro_batch_size=None,
         num_devices=count,
         accumulate_grad_batches=None,

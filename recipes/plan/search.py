@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from recipes.config.compose import Composed, Config
-from recipes.config.instantiate import make
-from recipes.config.traits import get_compile_mode
+from recipes.config.ranks import MODEL_SIZES
+from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
 from recipes.mesh import Mesh, least_micro_batches
 from recipes.model.flops import flops_per_sample
@@ -27,11 +26,9 @@ from recipes.plan.places import Places, describe_places, with_seconds
 from recipes.plan.recorded import Recorded, record_config
 from recipes.plan.roofline import Rates, time_step
 from recipes.plan.trace import GRADIENTS, OPTIMIZER, WEIGHTS
-from recipes.precision import Precision
 
 _RECOMPUTE = ("none", "selective", "full")
 _MOST_MICRO_BATCH, _MOST_CONTEXT, _MOST_STAGES = 64, 64, 64
-_SIZES = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
 _AT_MOST = 10  # rows shown
 
 
@@ -66,14 +63,14 @@ class Found:
 
 
 def search_layouts(
-    composed: Composed, cluster: Cluster, rates: Rates, *, limit_bytes: float, peak_tflops: float
+    resolved: ResolvedRun, cluster: Cluster, rates: Rates, *, limit_bytes: float, peak_tflops: float
 ) -> tuple[list[Found], Found]:
     """Return the layouts that fit, fastest first, and the layout with the lowest memory.
 
     Among layouts that differ only in shards and micro-batch size, the fastest is kept.
 
     Args:
-        composed: The run; its global batch size is kept.
+        resolved: The run; its global batch size is kept.
         cluster: The devices.
         rates: Rates of a device.
         limit_bytes: Usable memory of a device.
@@ -82,22 +79,22 @@ def search_layouts(
     Raises:
         ConfigError: Expert parallelism is on, no step can be recorded, or no layout divides the devices and the batch.
     """
-    batch = int(composed.config["global_batch_size"])
-    if (composed.config.get("expert_parallel_size") or 1) > 1:
+    batch = resolved.global_batch_size
+    if resolved.expert_parallel_size > 1:
         raise ConfigError(
-            f"plan.search=true expert_parallel_size={composed.config['expert_parallel_size']}",
+            f"plan.search=true expert_parallel_size={resolved.expert_parallel_size}",
             "a search covers every dimension except experts",
             "plan.search=false, or expert_parallel_size=1",
         )
     best: dict[tuple[object, ...], Found] = {}
     smallest: Found | None = None
     for recompute in _RECOMPUTE:
-        prepared = _prepare(composed, cluster, rates, recompute)
+        prepared = _prepare(resolved, cluster, rates, recompute)
         if prepared is None:
             continue
-        config, recorded, estimator = prepared
+        sharded, recorded, estimator = prepared
         flops = flops_per_sample(recorded.model, recorded.shape)
-        for layout in list_layouts(composed, config, cluster):
+        for layout in list_layouts(resolved, sharded, cluster):
             estimate = estimator.estimate(layout)
             mfu = None
             if flops is not None:
@@ -119,26 +116,25 @@ def search_layouts(
     return sorted(best.values(), key=lambda found: found.estimate.step_seconds), smallest
 
 
-def list_layouts(composed: Composed, config: Config, cluster: Cluster) -> Iterator[Layout]:
+def list_layouts(resolved: ResolvedRun, sharded: ResolvedRun, cluster: Cluster) -> Iterator[Layout]:
     """Yield every layout whose sizes divide what they split.
 
     Args:
-        composed: The run, to check which options can be combined.
-        config: Its config under FSDP2.
+        resolved: The run, to check which options can be combined.
+        sharded: The run under FSDP2.
         cluster: The devices.
     """
-    world, batch, model = cluster.num_devices, int(config["global_batch_size"]), config["model"]
-    seq_len = int(config["seq_len"] or 0)
-    heads = int(model.get("num_heads") or 1)
-    splits = math.gcd(heads, int(model.get("num_kv_heads") or heads))
-    width = model.get("moe_intermediate_size") or model.get("ffn_hidden_size") or 4 * model.get("hidden_size", 1)
-    splits = math.gcd(splits, int(width))
-    can_divide = [_can_divide(composed, name) for name in _SIZES]
-    schedule = str(config.get("pipeline_schedule") or "1F1B")
+    world, batch, model = cluster.num_devices, sharded.global_batch_size, sharded.model
+    seq_len = sharded.seq_len or 0
+    heads = model.num_heads or 1
+    splits = math.gcd(heads, model.num_kv_heads or heads)
+    splits = math.gcd(splits, model.moe_intermediate_size or model.ffn_hidden_size or 4 * (model.hidden_size or 1))
+    can_divide = [_can_divide(resolved, name) for name in MODEL_SIZES]
+    schedule = sharded.pipeline_schedule
     tensors = [size for size in _divisors(cluster.per_node) if splits % size == 0] if can_divide[0] else [1]
     contexts = _divisors(world, most=_MOST_CONTEXT) if can_divide[1] else [1]
     pipelines = [Pipeline(num_stages=size, schedule=schedule) for size in _divisors(world, most=_MOST_STAGES)]
-    most_stages = int(model.get("num_layers") or 1) if can_divide[2] else 1
+    most_stages = (model.num_layers or 1) if can_divide[2] else 1
     for tensor, context, pipeline in product(tensors, contexts, pipelines):
         stages, rest = pipeline.num_stages, world % (tensor * context * pipeline.num_stages)
         if rest or (stages > 1 and stages * pipeline.num_chunks > most_stages):
@@ -197,25 +193,24 @@ def as_json(found: Sequence[Found]) -> list[dict[str, Any]]:
 
 
 def _prepare(
-    composed: Composed, cluster: Cluster, rates: Rates, recompute: str
-) -> tuple[Config, Recorded, Estimator] | None:
+    resolved: ResolvedRun, cluster: Cluster, rates: Rates, recompute: str
+) -> tuple[ResolvedRun, Recorded, Estimator] | None:
     """Record the places of a model under one recompute option; None: the config does not allow it."""
-    config = with_overrides(
-        composed,
-        ["strategy=fsdp", f"activation_checkpoint={recompute}", *(f"{name}=1" for name in _SIZES)],
+    sharded = with_overrides(
+        resolved,
+        ["strategy=fsdp", f"activation_checkpoint={recompute}", *(f"{name}=1" for name in MODEL_SIZES)],
     )
-    if config is None:
+    if sharded is None:
         return None
     two = replace(cluster, per_node=2, num_nodes=1)
-    can_divide = _can_divide(composed, "tensor_parallel_size")
-    is_compiled = get_compile_mode(config, on_gpu=cluster.device.full_name is not None) is not None
+    can_divide = _can_divide(resolved, "tensor_parallel_size")
+    is_compiled = sharded.compile_mode_on(gpu=cluster.device.full_name is not None) is not None
 
     def record(*, tensor: int, samples: int) -> tuple[Recorded, Places]:
-        sizes = {"tensor_parallel_size": tensor, "micro_batch_size": samples}
+        sizes: dict[str, int | None] = {"tensor_parallel_size": tensor, "micro_batch_size": samples}
         sizes |= {"global_batch_size": 2 * samples * (2 // tensor)}  # two micro-batches, so that gradients exist
-        sizes |= {"data_parallel_replicate": None, "data_parallel_shard": None}  # type: ignore[dict-item]
-        trainer = config["trainer"] | {"accumulate_grad_batches": None}
-        found = record_config(config | sizes | {"trainer": trainer}, two)
+        sizes |= {"data_parallel_replicate": None, "data_parallel_shard": None}
+        found = record_config(sharded.with_settings(sizes | {"trainer.accumulate_grad_batches": None}), two)
         if found.reason is not None:
             raise ConfigError("plan.search=true", f"no step can be recorded: {found.reason[:120]}", "plan.search=false")
         step = time_step(found.ops, rates, is_compiled=is_compiled)
@@ -230,12 +225,11 @@ def _prepare(
         launch_seconds=rates.launch_seconds[is_compiled],
         num_shards=2,
     )
-    return config, first, Estimator(recordings, _describe_shape(config, first), cluster)
+    return sharded, first, Estimator(recordings, _describe_shape(first), cluster)
 
 
-def _describe_shape(config: Config, recorded: Recorded) -> Shape:
-    model, precision = recorded.model, make(config["precision"])
-    assert isinstance(precision, Precision)
+def _describe_shape(recorded: Recorded) -> Shape:
+    model, precision = recorded.model, recorded.step.precision
     held = recorded.ops[0].allocated
     buffers = float(sum(buffer.nbytes for buffer in model.buffers()))
     state = 2 * (held.get(WEIGHTS, 0) - buffers) + 2 * (held.get(GRADIENTS, 0) + held.get(OPTIMIZER, 0))
@@ -255,10 +249,10 @@ def _describe_shape(config: Config, recorded: Recorded) -> Shape:
     )
 
 
-def _can_divide(composed: Composed, name: str) -> bool:
+def _can_divide(resolved: ResolvedRun, name: str) -> bool:
     """Return whether the run accepts a size above 1 for a dimension."""
-    others = [f"{other}=1" for other in _SIZES if other != name]
-    return with_overrides(composed, ["strategy=fsdp", *others, f"{name}=2"]) is not None
+    others = [f"{other}=1" for other in MODEL_SIZES if other != name]
+    return with_overrides(resolved, ["strategy=fsdp", *others, f"{name}=2"]) is not None
 
 
 def _divisors(number: int, *, most: int | None = None) -> list[int]:

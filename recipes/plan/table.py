@@ -1,8 +1,9 @@
 """Format a plan as lines of text for the console, and as JSON."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
+from recipes.config.resolved import ResolvedRun
 from recipes.model.flops import Flops
 from recipes.plan.activations import PCIE_BYTES_PER_SECOND
 from recipes.plan.communication import Communication
@@ -162,7 +163,7 @@ def _describe_communication(sent: Communication) -> Iterator[str]:
         )
 
 
-def describe_rules(plan: Plan, config: Mapping[str, Any]) -> Iterator[str]:
+def describe_rules(plan: Plan, resolved: ResolvedRun) -> Iterator[str]:
     """Yield rules of thumb next to the computed values."""
     held = plan.peak.held
     state = sum(held.get(name, 0) for name in ("weights", "gradients", "optimizer", "master weights"))
@@ -172,10 +173,10 @@ def describe_rules(plan: Plan, config: Mapping[str, Any]) -> Iterator[str]:
         f"rule of thumb: 16 bytes per parameter are {rule / unit_bytes:,.2f} {unit} per copy;"
         f" here {state / unit_bytes:,.2f} per rank"
     )
-    model, seq_len = config["model"], config["seq_len"]
-    if seq_len is not None and "hidden_size" in model and "num_layers" in model:
-        tokens = plan.accumulation.micro_batch_size * int(seq_len)
-        rule, kept = 34 * tokens * model["hidden_size"] * model["num_layers"], held.get("activations", 0)
+    model, seq_len = resolved.model, resolved.seq_len
+    if seq_len is not None and model.hidden_size is not None and model.num_layers is not None:
+        tokens = plan.accumulation.micro_batch_size * seq_len
+        rule, kept = 34 * tokens * model.hidden_size * model.num_layers, held.get("activations", 0)
         unit, unit_bytes = size_unit(min(rule, kept or rule))
         yield (
             f"rule of thumb: 34 bytes per token, layer and channel (arXiv 2205.05198, 16 bits) are"

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from recipes.config.compose import Config
-from recipes.config.traits import get_compile_mode
+from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
 from recipes.plan.activations import PCIE_BYTES_PER_SECOND, Transfer, time_transfers
 from recipes.plan.communication import Communication, Traffic, of_model_ranks, of_partitions, of_replicas, of_shards
@@ -70,12 +69,12 @@ def measure_times(recorded: Recorded, timer: OperatorTimer) -> Times:
 
 
 def estimate_times(
-    config: Config, cluster: Cluster, recorded: Recorded, rates: Rates, *, stages: Stages | None
+    resolved: ResolvedRun, cluster: Cluster, recorded: Recorded, rates: Rates, *, stages: Stages | None
 ) -> Times:
     """Return the times of a step estimated from the rates of a device.
 
     Args:
-        config: Config of the run.
+        resolved: The run.
         cluster: The devices.
         recorded: Recorded step.
         rates: Rates of a device.
@@ -83,7 +82,7 @@ def estimate_times(
     """
     ops, num_micro_batches = recorded.ops, recorded.accumulation.num_micro_batches
     on_gpu = cluster.device.full_name is not None
-    step = time_step(ops, rates, is_compiled=get_compile_mode(config, on_gpu=on_gpu) is not None)
+    step = time_step(ops, rates, is_compiled=resolved.compile_mode_on(gpu=on_gpu) is not None)
     transfer = time_transfers(ops, step)
     optimizer = _optimizer_seconds(recorded, step, rates)
     forward, backward = step.of("forward/").total, step.of("backward/").total

@@ -17,7 +17,7 @@ from typing_extensions import override
 from recipes.build import Run
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.writer import CheckpointWriter
-from recipes.config.compose import Config
+from recipes.config.resolved import ResolvedRun
 from recipes.numerics.collectives import gather_objects
 from recipes.preflight.data import digest
 from recipes.preflight.result import Result, judge
@@ -50,41 +50,38 @@ class InEvaluationMode(Callback):
         pl_module.model.eval()
 
 
-def take_first_step(config: Config, folder: Path) -> FirstStep:
+def take_first_step(resolved: ResolvedRun) -> FirstStep:
     """Take one step without dropout."""
     recorder = LossRecorder()
-    run = take_steps(config, folder=folder, num_steps=1, callbacks=[InEvaluationMode(), recorder])
+    run = take_steps(resolved, num_steps=1, callbacks=[InEvaluationMode(), recorder])
     norm = run.trainer.strategy.grad_norm  # type: ignore[attr-defined]
     return FirstStep(loss=recorder.losses[0], norm=math.inf if norm is None else float(norm))
 
 
-def check_accumulation(config: Config, folder: Path, *, micro_batch_size: int, num_ranks: int) -> Result:
+def check_accumulation(resolved: ResolvedRun, *, micro_batch_size: int) -> Result:
     """Compare a step in one micro-batch with the same samples in two."""
     half = max(micro_batch_size // 2, 1)
     whole, split = (
-        take_first_step(
-            sized(config, micro_batch_size=size, num_micro_batches=2 * half // size, num_ranks=num_ranks), folder
-        )
+        take_first_step(sized(resolved, micro_batch_size=size, num_micro_batches=2 * half // size))
         for size in (2 * half, half)
     )
     found = (
         f"loss {whole.loss:.6g} and {split.loss:.6g}, gradient norm {whole.norm:.6g} and {split.norm:.6g},"
-        f" in 1 and 2 micro-batches of the same {2 * half * num_ranks} samples"
+        f" in 1 and 2 micro-batches of the same {2 * half * resolved.num_data_ranks} samples"
     )
-    passes = _agree(whole, split, _SAME[config["precision"]["name"]])
+    passes = _agree(whole, split, _SAME[resolved.precision])
     remedy = "the loss or the gradient is not divided by all targets of the step: with more micro-batches it grows"
     return judge("accumulation equals one batch", found, passes=passes, remedy=remedy)
 
 
-def check_precision(config: Config, folder: Path, *, micro_batch_size: int, num_ranks: int) -> Result:
+def check_precision(resolved: ResolvedRun, *, micro_batch_size: int) -> Result:
     """Compare a step in the run's precision with the same step in float32."""
     name = "low precision agrees with float32"
-    precision = config["precision"]["name"]
+    precision = resolved.precision
     if precision == "32-true":
         return Result(check=name, status="skip", found="the run is in float32")
-    small = sized(config, micro_batch_size=max(micro_batch_size // 2, 1), num_micro_batches=1, num_ranks=num_ranks)
-    low = take_first_step(small, folder)
-    full = take_first_step(small | {"precision": config["precision"] | {"name": "32-true"}}, folder)
+    small = sized(resolved, micro_batch_size=max(micro_batch_size // 2, 1), num_micro_batches=1)
+    low, full = take_first_step(small), take_first_step(small.with_settings({"precision.name": "32-true"}))
     found = (
         f"loss {low.loss:.5g} in {precision}, {full.loss:.5g} in float32; gradient norm {low.norm:.4g}, {full.norm:.4g}"
     )
@@ -103,16 +100,14 @@ def _agree(first: FirstStep, second: FirstStep, bound: float) -> bool:
     )
 
 
-def overfit(
-    config: Config, folder: Path, *, num_steps: int, micro_batch_size: int, num_ranks: int
-) -> tuple[Result, float]:
+def overfit(resolved: ResolvedRun, *, num_steps: int, micro_batch_size: int) -> tuple[Result, float]:
     """Train on one micro-batch with the run's optimizer at its peak learning rate; return also seconds per step."""
-    small = sized(config, micro_batch_size=micro_batch_size, num_micro_batches=1, num_ranks=num_ranks)
-    small |= {"scheduler": _CONSTANT, "loader": config["loader"] | {"overfit_batches": 1}}
+    small = sized(resolved, micro_batch_size=micro_batch_size, num_micro_batches=1)
+    small = small.with_settings({"scheduler": _CONSTANT, "loader.overfit_batches": 1})
     recorder, clock = LossRecorder(), _Clock()
-    take_steps(small, folder=folder, num_steps=num_steps, callbacks=[recorder, clock])
+    take_steps(small, num_steps=num_steps, callbacks=[recorder, clock])
     first, last = recorder.losses[0], min(recorder.losses[-5:])
-    found = f"loss {first:.3f} to {last:.3f} in {num_steps} steps at optimizer.lr={config['optimizer']['lr']:g}"
+    found = f"loss {first:.3f} to {last:.3f} in {num_steps} steps at optimizer.lr={resolved.lr:g}"
     remedy = "it learns slowly: mode.overfit_steps=<more>, or mode=lr_find"
     fails = not last <= 0.95 * first  # NaN too
     if fails:
@@ -246,20 +241,20 @@ def _get_writer(trainer: lightning.Trainer) -> CheckpointWriter:
     return io.writer
 
 
-def check_checkpoint(config: Config, folder: Path, *, micro_batch_size: int, num_ranks: int) -> Result:
+def check_checkpoint(resolved: ResolvedRun, *, micro_batch_size: int) -> Result:
     """Save after a step, rebuild everything from the checkpoint, and compare the loss on the same samples."""
     name = "a checkpoint restores the loss"
-    small = sized(config, micro_batch_size=micro_batch_size, num_micro_batches=1, num_ranks=num_ranks)
+    small = sized(resolved, micro_batch_size=micro_batch_size, num_micro_batches=1)
     with tempfile.TemporaryDirectory(prefix="recipes_preflight_") as own:
         # named as in a run: a folder of checkpoints within a run's folder
         checkpoint = Path(gather_objects(own)[0]) / "checkpoints" / "step_0000001.ckpt"
         saved = LossAfterStep(save_to=checkpoint)
-        take_steps(small, folder=folder, num_steps=1, callbacks=[saved])
+        take_steps(small, num_steps=1, callbacks=[saved])
         if saved.fault is not None:
             remedy = "the temporary folder is full or cannot be written to: TMPDIR=<a folder on a larger disk>"
             return Result(check=name, status="warn", found=f"it was not written: {saved.fault}", remedy=remedy)
         loaded = LossAfterStep(batch=saved.batch)
-        take_steps(small | {"resume": str(checkpoint)}, folder=folder, num_steps=1, callbacks=[loaded])
+        take_steps(small.with_settings({"resume": str(checkpoint)}), num_steps=1, callbacks=[loaded])
         if dist.is_initialized():
             dist.barrier()  # rank 0's folder is the one that is read
     of_what = "summed over the targets of a micro-batch"

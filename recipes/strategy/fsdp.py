@@ -187,7 +187,7 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
 class HSDPStrategy(FSDP2Strategy):
     """FSDP2 within groups of ranks, replicas across them: gradients are reduced inside a group, then between groups.
 
-    Without a configured number of shards, each node is one group (`recipes.config.mesh`).
+    Without a configured number of shards, each node is one group (`recipes.config.ranks`).
     """
 
     option: ClassVar[str] = "hsdp"

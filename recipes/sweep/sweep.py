@@ -183,7 +183,7 @@ class Sweep:
             return [mistake]
         if job.composed is not None and newest_checkpoint(job.folder) is not None and _trains(job):
             # its own checkpoint, even if the job first started from that of another run
-            job.composed.config["resume"] = "auto"
+            job.composed = job.composed.with_settings({"resume": "auto"})
         return mistakes
 
     def _submit(self, source: Source) -> int:

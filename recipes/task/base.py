@@ -56,6 +56,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
     """
 
     input_kind: ClassVar[str]
+    supports: ClassVar[frozenset[str]] = frozenset()
     model: nn.Module
 
     def __init__(

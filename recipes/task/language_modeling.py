@@ -31,6 +31,7 @@ class LanguageModeling(GeneratesText, PipelineTask):
     """
 
     input_kind: ClassVar[str] = "tokens"
+    supports: ClassVar[frozenset[str]] = frozenset({"generate", "export", "evaluate_tasks"})
 
     @override
     def setup(self, stage: str) -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
@@ -35,6 +35,8 @@ _FORMAT = 1
 
 class Bpe:
     """Trains exactly `vocab_size` ids, including end-of-text; fewer if the corpus is too small."""
+
+    own_ids: ClassVar[bool] = True  # of no published model
 
     def __init__(
         self, *, vocab_size: Annotated[int, ">= 257"], max_training_bytes: Annotated[int, ">= 1"] = 256 * 1024**2

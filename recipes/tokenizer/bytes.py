@@ -11,6 +11,7 @@ from recipes.tokenizer import END_OF_TEXT, NUM_BYTES, TextCorpus, Tokenizer, byt
 class Bytes:
     """Token ids are UTF-8 byte values; 256 is end-of-text."""
 
+    own_ids: ClassVar[bool] = True  # of no published model
     vocab_size: ClassVar[int] = 257  # a literal, because the config check reads it without importing
 
     def make(self, corpus: TextCorpus) -> Tokenizer:

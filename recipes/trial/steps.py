@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as lightning
@@ -11,18 +10,17 @@ from typing_extensions import override
 
 from recipes.build import Run, build
 from recipes.checkpoint.resume import find_checkpoint, read_step
-from recipes.config.compose import Composed, Config
+from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
 
 
-def take_steps(config: Config, *, folder: Path, num_steps: int, callbacks: Sequence[Callback]) -> Run:
+def take_steps(resolved: ResolvedRun, *, num_steps: int, callbacks: Sequence[Callback]) -> Run:
     """Build a run and train it for some steps, from initial weights or from the checkpoint it resumes from.
 
     Every call starts from the same weights, data position and RNG state as the run.
 
     Args:
-        config: Composed and checked config with a trial mode.
-        folder: Run folder, which `resume=auto` reads; nothing is written to it.
+        resolved: Checked run with a trial mode. Nothing is written to its folder, which `resume=auto` reads.
         num_steps: Optimizer steps.
         callbacks: Callbacks that run at every step.
 
@@ -33,10 +31,10 @@ def take_steps(config: Config, *, folder: Path, num_steps: int, callbacks: Seque
         ConfigError: The machine, the data or a checkpoint does not support the config.
         KeyboardInterrupt: Ctrl-C.
     """
-    checkpoint = find_checkpoint(config["resume"], folder)
+    checkpoint = find_checkpoint(resolved.resume, resolved.run_folder)
     first_step = 0 if checkpoint is None else read_step(checkpoint)
-    trainer = config["trainer"] | {"max_steps": first_step + num_steps, "min_steps": None, "limit_val_batches": 0}
-    run = build(config | {"trainer": trainer, "log_every": 1}, folder, [])
+    length = {"trainer.max_steps": first_step + num_steps, "trainer.min_steps": None}
+    run = build(resolved.with_settings(length | {"trainer.limit_val_batches": 0, "log_every": 1}))
     run.data.prepare_data()
     run.trainer.callbacks.extend(callbacks)  # type: ignore[attr-defined]
     try:
@@ -49,24 +47,28 @@ def take_steps(config: Config, *, folder: Path, num_steps: int, callbacks: Seque
     return run
 
 
-def sized(config: Config, *, micro_batch_size: int, num_micro_batches: int, num_ranks: int) -> Config:
-    """Return the config with a different split of the global batch."""
-    return config | {
-        "micro_batch_size": micro_batch_size,
-        "global_batch_size": micro_batch_size * num_micro_batches * num_ranks,
-        "trainer": config["trainer"] | {"accumulate_grad_batches": None},
-    }
+def sized(resolved: ResolvedRun, *, micro_batch_size: int, num_micro_batches: int) -> ResolvedRun:
+    """Return the run with another global batch and another split of it."""
+    return resolved.with_settings(
+        {
+            "micro_batch_size": micro_batch_size,
+            "global_batch_size": micro_batch_size * num_micro_batches * resolved.num_data_ranks,
+            "trainer.accumulate_grad_batches": None,
+        }
+    )
 
 
-def reject_resume(composed: Composed) -> None:
+def reject_resume(resolved: ResolvedRun) -> None:
     """Reject a checkpoint for a trial that starts from initial weights.
 
     Raises:
         ConfigError: There is one.
     """
-    resume, mode = composed.config["resume"], composed.config["mode"]["_target_"].rpartition(".")[2]
-    if resume is not None:
-        raise ConfigError(f"resume={resume} mode={mode}", "the trial starts from the initial weights", "resume=null")
+    if resolved.resume is not None:
+        mode = resolved.mode.name
+        raise ConfigError(
+            f"resume={resolved.resume} mode={mode}", "the trial starts from the initial weights", "resume=null"
+        )
 
 
 class LossRecorder(Callback):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support import TINY, composed_config
+from support import TINY, composed_config, resolved
 
 from callbacks.report.charts.series import Mark, get_marks
 from callbacks.report.run_record import read_run
@@ -69,7 +69,7 @@ def test_its_summary_field_event_and_marks_reach_the_run_folder_and_the_report(
     config["callbacks"] |= node
     folder = tmp_path / "run"
     folder.mkdir()
-    run = build(config, folder, [])
+    run = build(resolved(config, folder))
     run.trainer.fit(run.task, datamodule=run.data)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["hottest"] == 30

@@ -7,7 +7,7 @@ from pathlib import Path
 from support import TINY
 
 from recipes.config import compose_and_check
-from recipes.config.compose import Composed
+from recipes.config.resolved import ResolvedRun
 
 COMMON = (
     *TINY,
@@ -78,7 +78,7 @@ def get_overrides(name: str, folder: Path, texts: Path) -> list[str]:
     return [*kept, *_MIXTURE, f"data.sources.lines.path={texts}"]
 
 
-def compose(overrides: Sequence[str]) -> Composed:
+def compose(overrides: Sequence[str]) -> ResolvedRun:
     composed, mistakes = compose_and_check(overrides)
     assert composed is not None, [str(mistake) for mistake in mistakes]
     assert not mistakes, [str(mistake) for mistake in mistakes]

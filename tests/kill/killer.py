@@ -12,7 +12,7 @@ from kill.lives import CommandLife, ForkedLife, Life, Zygote
 from kill.victim import Victim, draw_moment
 from support import write_texts
 
-from recipes.config.compose import Composed
+from recipes.config.resolved import ResolvedRun
 
 # within which a forked life reaches its first row
 START_SECONDS = 1.0
@@ -65,7 +65,7 @@ class Killer:
         self._texts = write_texts(workplace / "texts")
         self._zygote = zygote
         self._seed = seed
-        self._composed: dict[str, Composed] = {}
+        self._composed: dict[str, ResolvedRun] = {}
 
     def kill(self, name: str, num_kills: int, *, num_by_command: int) -> Result:
         """Kill N times, some of them the real command, and compare every victim with the reference."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from started import living, marked
 from support import ROOT
 
-from recipes.config.compose import Composed, to_json
+from recipes.config.resolved import ResolvedRun, to_json
 from recipes.entry.spawn import _free_port, rank_environ
 
 _ORPHAN_SECONDS = 0.5  # for the other ranks to exit by themselves once one is killed
@@ -48,7 +48,7 @@ class Zygote:
         runs: Composed runs, whose `_target_` modules it imports.
     """
 
-    def __init__(self, runs: Sequence[Composed]) -> None:
+    def __init__(self, runs: Sequence[ResolvedRun]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__).with_name("zygote.py"))],
             env=environment(),
@@ -78,7 +78,7 @@ class Zygote:
 class ForkedLife:
     """Ranks forked by the zygote, in the environment that `entry.spawn` gives them."""
 
-    def __init__(self, zygote: Zygote, run: Composed, log: Path, *, world_size: int) -> None:
+    def __init__(self, zygote: Zygote, run: ResolvedRun, log: Path, *, world_size: int) -> None:
         self._zygote = zygote
         self._folder = tempfile.TemporaryDirectory(prefix="kill_ranks_")
         run_file = Path(self._folder.name) / "composed.json"

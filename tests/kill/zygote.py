@@ -110,15 +110,15 @@ def _become_rank(run_file: str, environ: dict[str, str], log: str, stdin: int) -
 
 
 def _run(run_file: str) -> int:
-    from recipes.config.compose import from_json
+    from recipes.config.resolved import from_json
     from recipes.entry import rank_main
-    from recipes.entry.run import run_composed
+    from recipes.entry.run import run_resolved
     from recipes.runtime.world import RANK_FILE
 
     if RANK_FILE in os.environ:
         return rank_main.main()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # ranks notice a dead parent by their standard input
-    return run_composed(from_json(Path(run_file).read_text()))
+    return run_resolved(from_json(Path(run_file).read_text()))
 
 
 def _prctl(option: int, value: int) -> None:

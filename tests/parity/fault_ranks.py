@@ -12,7 +12,7 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 
 from faults import FaultAt  # noqa: E402
 from run_cases import run_all  # noqa: E402
-from support import composed_config, read_metrics  # noqa: E402
+from support import composed_config, read_metrics, resolved  # noqa: E402
 
 from recipes.build import build  # noqa: E402
 
@@ -21,7 +21,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Train; return the metric rows and events of the run."""
     config = composed_config(*case["overrides"])
     config |= {"data": case["data"]} if "data" in case else {}
-    run = build(config, folder, [])
+    run = build(resolved(config, folder))
     run.trainer.callbacks[:0] = [FaultAt(**fault) for fault in case["faults"]]  # type: ignore[attr-defined]
     error = None
     try:

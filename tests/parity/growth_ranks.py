@@ -10,7 +10,7 @@ from typing import Any
 sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 
 import run_cases  # noqa: E402
-from support import composed_config, read_metrics  # noqa: E402
+from support import composed_config, read_metrics, resolved  # noqa: E402
 
 from recipes.build import build  # noqa: E402
 from recipes.strategy.deepspeed import loss_scale as zero_loss_scale  # noqa: E402
@@ -22,7 +22,7 @@ _grow_after_the_step = zero_loss_scale._grow_after_the_step
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Train; return the metric rows."""
     zero_loss_scale._grow_after_the_step = (lambda optimizer: None) if case["as_upstream"] else _grow_after_the_step
-    run = build(composed_config(*case["overrides"]) | {"data": case["data"]}, folder, [])
+    run = build(resolved(composed_config(*case["overrides"]) | {"data": case["data"]}, folder))
     scaler = getattr(run.trainer.precision_plugin, "scaler", None)
     if scaler is not None:
         scaler.set_growth_interval(2)

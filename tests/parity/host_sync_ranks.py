@@ -14,7 +14,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from host_reads import HostReads  # noqa: E402
 from run_cases import run_all  # noqa: E402
-from support import composed_config  # noqa: E402
+from support import composed_config, resolved  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 
 from recipes.build import build  # noqa: E402
@@ -50,7 +50,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     torch.compiler.reset()
     counters.clear()
     _block_graphs.clear()
-    run = build(composed_config(*case["overrides"]), folder, [])
+    run = build(resolved(composed_config(*case["overrides"]), folder))
     reads = HostReads(log_every=case["log_every"])
     run.trainer.callbacks.insert(0, reads)  # type: ignore[attr-defined]
     with reads.counting():

@@ -13,7 +13,7 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 import torch  # noqa: E402
 from lightning.pytorch.callbacks import Callback  # noqa: E402
 from run_cases import run_all  # noqa: E402
-from support import composed_config, read_metrics  # noqa: E402
+from support import composed_config, read_metrics, resolved  # noqa: E402
 
 from recipes.build import build  # noqa: E402
 from recipes.checkpoint.layout import are_equal, is_shard, merge_optimizer_values  # noqa: E402
@@ -67,7 +67,7 @@ def compare(first: Path, second: Path) -> list[str]:
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     config = composed_config(*case["overrides"]) | {"data": case["data"]}
     config |= {"optimizer": case["optimizer"]} if "optimizer" in case else {}
-    run = build(config, folder, [])
+    run = build(resolved(config, folder))
     again = folder / "again.ckpt"
     if run.checkpoint is not None:
         run.trainer.callbacks.append(SavesAgain(again))  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 
 from run_cases import run_all  # noqa: E402
-from support import composed_config  # noqa: E402
+from support import composed_config, resolved  # noqa: E402
 
 from recipes.build import build  # noqa: E402
 from recipes.trial.peak_memory import PeakMemory  # noqa: E402
@@ -43,7 +43,7 @@ def _run_once(case: dict[str, Any], folder: Path) -> int:
     config = composed_config(*case["overrides"])
     gc.collect()
     with PeakMemory(2) as measured:
-        run = build(config, folder, [])
+        run = build(resolved(config, folder))
         run.trainer.callbacks.append(measured)  # type: ignore[attr-defined]
         run.trainer.fit(run.task, datamodule=run.data)
     peak = torch.tensor(measured.peak_bytes)

@@ -12,7 +12,7 @@ import torch
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 
-from support import composed_config  # noqa: E402
+from support import composed_config, resolved  # noqa: E402
 
 from recipes.build import build  # noqa: E402
 
@@ -25,7 +25,7 @@ def resident_bytes() -> int:
 def main() -> None:
     torch.set_num_threads(1)
     [(name, case)] = json.loads(Path(sys.argv[1]).read_text()).items()
-    run = build(composed_config(*case["overrides"]), Path(tempfile.mkdtemp()), [])
+    run = build(resolved(composed_config(*case["overrides"]), Path(tempfile.mkdtemp())))
     materialize = run.trainer.strategy.materialize  # type: ignore[attr-defined]
 
     def measured(model: torch.nn.Module, initialize: object) -> None:

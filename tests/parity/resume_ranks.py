@@ -12,7 +12,7 @@ from typing import Any
 sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 
 from run_cases import run_all  # noqa: E402
-from support import composed_config, read_metrics  # noqa: E402
+from support import composed_config, read_metrics, resolved  # noqa: E402
 
 from recipes.build import build  # noqa: E402
 
@@ -22,7 +22,7 @@ def train(case: dict[str, Any], folder: Path, *more: str) -> dict[str, float]:
     folder.mkdir(exist_ok=True)
     config = composed_config(*case["overrides"], *more)
     config |= {"data": case["data"]} if "data" in case else {}
-    run = build(config, folder, [])
+    run = build(resolved(config, folder))
     run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
     run.trainer.strategy.barrier()
     return read_metrics(folder)[-1] if run.trainer.is_global_zero else {}

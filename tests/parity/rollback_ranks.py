@@ -13,7 +13,7 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 import yaml  # noqa: E402
 from lightning.pytorch.callbacks import Callback  # noqa: E402
 from run_cases import run_all  # noqa: E402
-from support import ROOT, composed_config, read_metrics  # noqa: E402
+from support import ROOT, composed_config, read_metrics, resolved  # noqa: E402
 
 from callbacks.loss_spike import callback as loss_spike  # noqa: E402
 from callbacks.loss_spike.callback import LossSpikeRollback  # noqa: E402
@@ -55,7 +55,7 @@ class Losses(Callback):
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Train; return the loss of every step, the metric rows, the snapshot size and the files left behind."""
     config = composed_config(*case["overrides"]) | {"data": case["data"]}
-    run = build(config, folder, [])
+    run = build(resolved(config, folder))
     arguments = yaml.safe_load((ROOT / "conf/callbacks/loss_spike.yaml").read_text())["loss_spike"]
     arguments |= {"snapshot_every": case["to"], "quarantine_steps": case["to"]}
     arguments |= case["arguments"]

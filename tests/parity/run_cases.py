@@ -18,7 +18,7 @@ import torch
 sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 
 from held_bytes import HeldBytes  # noqa: E402
-from support import OverflowAt, composed_config, read_metrics  # noqa: E402
+from support import OverflowAt, composed_config, read_metrics, resolved  # noqa: E402
 
 from recipes.build import build  # noqa: E402
 from recipes.model.init import unsharded_shape  # noqa: E402
@@ -29,7 +29,7 @@ from recipes.strategy.deepspeed.partition import gather_in_compute_dtype  # noqa
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Train; return the metric rows."""
     config = composed_config(*case["overrides"]) | {"data": case["data"]}
-    run = build(config, folder, [])
+    run = build(resolved(config, folder))
     if "gathers_in_float32" in case:
         strategy.gather_in_compute_dtype = lambda *_: None
     else:

@@ -16,7 +16,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from lightning.pytorch.callbacks import Callback  # noqa: E402
 from run_cases import run_all  # noqa: E402
-from support import composed_config, read_metrics  # noqa: E402
+from support import composed_config, read_metrics, resolved  # noqa: E402
 
 from callbacks.throughput.callback import SpeedMonitor  # noqa: E402
 from recipes.build import build  # noqa: E402
@@ -51,7 +51,7 @@ class IndependentMeasurement(Callback):
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     config = composed_config(*case["overrides"]) | {"data": case["data"]}
-    run = build(config, folder, [])
+    run = build(resolved(config, folder))
     measured = IndependentMeasurement(case["wait_seconds"])
     callbacks: list[Any] = run.trainer.callbacks  # type: ignore[attr-defined]
     [index] = [n for n, callback in enumerate(callbacks) if isinstance(callback, SpeedMonitor)]

@@ -11,7 +11,7 @@ from typing import Any
 sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 
 from run_cases import run_all  # noqa: E402
-from support import composed_config, read_metrics  # noqa: E402
+from support import composed_config, read_metrics, resolved  # noqa: E402
 
 from recipes.build import build  # noqa: E402
 from recipes.checkpoint.layout import is_shard  # noqa: E402
@@ -21,7 +21,7 @@ from recipes.checkpoint.saved_tensor import open_tensors  # noqa: E402
 def train(case: dict[str, Any], folder: Path, *more: str) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     config = composed_config(*case["overrides"], *more) | {"data": case["data"]}
-    run = build(config, folder, [])
+    run = build(resolved(config, folder))
     run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
     run.trainer.strategy.barrier()
     if not run.trainer.is_global_zero:

@@ -9,7 +9,7 @@ from cases import DECODER, IS_LONG, TOKENS
 from ranks import run_on_ranks
 from support import ROOT, TINY, write_texts
 
-from recipes.config.check.deepspeed import has_libaio
+from recipes.config.check.strategy import has_libaio
 
 RECIPES = sorted(path.stem for path in (ROOT / "conf/recipe").glob("*.yaml"))
 if not has_libaio():  # needs seconds a step, and a library that pip does not install

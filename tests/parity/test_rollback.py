@@ -7,7 +7,7 @@ import pytest
 from cases import COMMON, DECODER, IS_LONG, TOKENS
 from ranks import run_on_ranks
 
-from recipes.config.check.deepspeed import has_libaio
+from recipes.config.check.strategy import has_libaio
 
 AT, TO, STEPS = (21, 10, 24) if IS_LONG else (9, 4, 11)  # at least 5 steps are executed twice
 WORKER = Path(__file__).parent / "rollback_ranks.py"

@@ -12,14 +12,14 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 from run_cases import run_all  # noqa: E402
 
 from recipes.config import compose_and_check  # noqa: E402
-from recipes.config.compose import Composed  # noqa: E402
+from recipes.config.resolved import ResolvedRun  # noqa: E402
 from recipes.errors import ConfigError  # noqa: E402
 from recipes.mode.lr_find import lr_find  # noqa: E402
 from recipes.mode.noise_scale import noise_scale  # noqa: E402
 from recipes.mode.preflight import preflight  # noqa: E402
 
 
-def compose(overrides: list[str], mode: str, folder: Path) -> Composed:
+def compose(overrides: list[str], mode: str, folder: Path) -> ResolvedRun:
     composed, mistakes = compose_and_check([*overrides, f"mode={mode}"])
     assert composed is not None, mistakes
     assert not mistakes, [str(mistake) for mistake in mistakes]

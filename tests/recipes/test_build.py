@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from support import TINY, composed_config
+from support import TINY, composed_config, resolved
 
 from recipes.build import _make_member, _make_schedule, _make_trainer, build
 from recipes.config import ranks
@@ -21,7 +21,7 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a 
 @needs_no_gpu
 def test_a_requested_gpu_that_does_not_exist_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        build(composed_config("trainer.accelerator=gpu"), tmp_path, [])
+        build(resolved(composed_config("trainer.accelerator=gpu"), tmp_path))
     assert caught.value.fix == "trainer.accelerator=auto"
 
 
@@ -32,7 +32,7 @@ def test_what_the_constructor_of_a_metric_raises_is_a_config_error_whatever_its_
 
 
 def test_building_creates_no_weights_and_reads_no_data(tmp_path: Path) -> None:
-    run = build(composed_config("model=llama_8b", "recipe=single_bf16"), tmp_path, [])
+    run = build(resolved(composed_config("model=llama_8b", "recipe=single_bf16"), tmp_path))
     assert list(run.task.parameters()) == []
     assert list(tmp_path.iterdir()) == []
 
@@ -40,7 +40,7 @@ def test_building_creates_no_weights_and_reads_no_data(tmp_path: Path) -> None:
 def test_a_wait_for_data_may_take_three_quarters_of_the_time_that_slurm_leaves_to_save(tmp_path: Path) -> None:
     slurm = ("launcher=slurm", "launcher.signal_seconds=300")
     for overrides, seconds in (((), 120), (slurm, 225)):
-        run = build(composed_config("model=gpt2_nano", "recipe=single_bf16", *overrides), tmp_path, [])
+        run = build(resolved(composed_config("model=gpt2_nano", "recipe=single_bf16", *overrides), tmp_path))
         [saver] = run.trainer.checkpoint_callbacks
         assert saver.wait_seconds == seconds  # type: ignore[attr-defined]
 
@@ -54,7 +54,7 @@ def test_a_tokenizer_larger_than_the_model_is_found_before_training(tmp_path: Pa
     config["data"]["tokenizer"] = {"_target_": "recipes.tokenizer.bytes.Bytes"}
     config["data"]["vocab_size"] = 200
     with pytest.raises(ConfigError) as caught:
-        fit(build(config, tmp_path, []))
+        fit(build(resolved(config, tmp_path)))
     assert caught.value.fix.startswith("model.vocab_size=257 ")
 
 
@@ -87,7 +87,7 @@ def test_a_slurm_task_that_sees_one_gpu_trains_on_it_whatever_its_local_rank(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(ranks, "num_gpus", lambda: 1)
-    run = build(config, tmp_path, [])
+    run = build(resolved(config, tmp_path))
     engine: Any = run.trainer.strategy
     assert (engine.local_rank, engine.root_device) == (3, torch.device("cuda", 0))
     assert (run.trainer.world_size, engine.num_processes) == (4, 4)

@@ -21,7 +21,7 @@ from support import TINY, read_metrics, write_texts
 from recipes.checkpoint.manifest import find_fault
 from recipes.checkpoint.retention import resolve_symlink, steps_on_disk
 from recipes.config import compose_and_check
-from recipes.entry.run import run_composed
+from recipes.entry.run import run_resolved
 from recipes.files import LineFile, WriteError, append, filling, replace_end, replacing, write_atomically
 from recipes.runtime.console import open_console
 
@@ -65,7 +65,7 @@ def start(overrides: list[str]) -> Callable[..., Ended]:
         assert not mistakes
         output = io.StringIO()  # no file: the kernel would reject that, too
         with redirect_stdout(output), redirect_stderr(output), full_disk(folder, is_full) as disk:
-            exit_code = run_composed(composed)
+            exit_code = run_resolved(composed)
             open_console()  # closes the log, as the end of the process does
         return Ended(exit_code, output.getvalue(), disk.opened, +disk.rejected)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from faults import FaultAt
-from support import TINY, CrashAt, composed_config, read_metrics, run_train
+from support import TINY, CrashAt, composed_config, read_metrics, resolved, run_train
 
 from recipes.build import build
 from recipes.checkpoint import writer
@@ -42,7 +42,7 @@ def train(
     """Run the training; return its rows and events."""
     config = composed_config(*OVERRIDES, f"data.path={text_folder}", *overrides)
     folder.mkdir(exist_ok=True)
-    run = build(config, folder, [])
+    run = build(resolved(config, folder))
     run.trainer.callbacks[:0] = list(callbacks)  # type: ignore[attr-defined]
     run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
     return read_metrics(folder), read_events(folder)
@@ -177,15 +177,16 @@ def resume(folder: Path, text_folder: str, *overrides: str) -> Any:
     from recipes.mode.fit import fit
 
     run = build(
-        composed_config(
-            *OVERRIDES,
-            f"data.path={text_folder}",
-            *overrides,
-            "resume=auto",
-            f"hydra.run.dir={folder}",
+        resolved(
+            composed_config(
+                *OVERRIDES,
+                f"data.path={text_folder}",
+                *overrides,
+                "resume=auto",
+                f"hydra.run.dir={folder}",
+            ),
+            folder,
         ),
-        folder,
-        [],
     )
     assert fit(run) == 0
     return read_metrics(folder), read_events(folder)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from support import TINY, composed_config, read_metrics
+from support import TINY, composed_config, read_metrics, resolved
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import (
@@ -142,7 +142,7 @@ def test_the_sum_of_many_losses_loses_no_digit() -> None:
 
 
 def test_a_metric_is_no_part_of_the_task_that_engines_wrap_cast_and_save(tmp_path: Path) -> None:
-    run = build(composed_config("model=resnet18"), tmp_path, [])
+    run = build(resolved(composed_config("model=resnet18"), tmp_path))
     assert not list(run.task.modules())[1:]
     assert not run.task.state_dict()
     run.task.bfloat16()
@@ -183,7 +183,7 @@ def test_an_argument_that_a_metric_rejects_is_a_config_error(tmp_path: Path) -> 
     error = "{_target_: torchmetrics.classification.MulticlassCalibrationError, num_classes: 10, n_bins: 0}"
     config = composed_config("model=resnet18", f"+metrics.error={error}")
     with pytest.raises(ConfigError) as caught:
-        build(config, tmp_path, [])
+        build(resolved(config, tmp_path))
     said = str(caught.value)
     assert said.startswith("metrics.error: torchmetrics.classification.MulticlassCalibrationError says: ")
     assert "`n_bins`" in said
@@ -193,7 +193,7 @@ def test_an_argument_that_a_metric_rejects_is_a_config_error(tmp_path: Path) -> 
 def test_one_more_metric_is_one_override(text_folder: str, tmp_path: Path) -> None:
     top = "{_target_: torchmetrics.classification.MulticlassAccuracy, num_classes: 257, top_k: 3, average: micro}"
     overrides = [*TINY, f"data.path={text_folder}", "trainer.max_steps=2", "save_every=null", f"+metrics.top3={top}"]
-    run = build(composed_config(*overrides, "checkpoint.monitor=val/top3"), tmp_path, [])
+    run = build(resolved(composed_config(*overrides, "checkpoint.monitor=val/top3"), tmp_path))
     run.trainer.fit(run.task, datamodule=run.data)
     last = read_metrics(tmp_path)[-1]
     assert [name for name in last if name.startswith("val/")] == [

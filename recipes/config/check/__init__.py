@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config.check.activation_checkpoint import check_activation_checkpoint
-from recipes.config.check.batch_size import check_batch_size, count_ranks
 from recipes.config.check.callbacks import check_callbacks
 from recipes.config.check.compatibility import (
     check_compatibility,
@@ -21,7 +20,7 @@ from recipes.config.check.data import check_data
 from recipes.config.check.devices import check_devices
 from recipes.config.check.loss_spike import check_loss_spike
 from recipes.config.check.lr_scaling import check_lr_scaling
-from recipes.config.check.mesh import check_mesh
+from recipes.config.check.mesh import check_batch_size, check_mesh, check_ranks
 from recipes.config.check.metrics import check_metrics, check_readers, check_thresholds
 from recipes.config.check.moe import check_moe
 from recipes.config.check.nodes import check_nodes
@@ -43,6 +42,7 @@ from recipes.config.check.sections import (
 from recipes.config.check.strategy import check_optimizer, check_strategy
 from recipes.config.check.suggestions import suggest_options
 from recipes.config.instantiate import TARGET
+from recipes.config.resolved import ResolvedRun
 from recipes.config.search_path import find_config_folders
 from recipes.config.traits import select
 from recipes.config.trust import CONF, find_resumed_run
@@ -54,30 +54,18 @@ _VARIABLE = re.compile(r"\$\{oc\.env:[^{}]*\}")
 _OF_A_VALUE = ("it takes ", "it must be ", "it has no default")  # what the checks of types and ranges say
 
 
-def check_config(
-    config: Mapping[str, Any],
-    choices: Mapping[str, str],
-    overrides: Sequence[str],
-    run_folder: Path,
-    *,
-    references: Mapping[str, str] | None = None,
-    continues: bool = False,
-) -> list[ConfigError]:
-    """Return all errors in a composed config, each at the setting that a value comes from.
+def check_config(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
+    """Return all errors in a composed run, each at the setting that a value comes from.
 
     Args:
-        config: Plain values, every interpolation resolved.
-        choices: Option chosen for each group, to name it in messages.
-        overrides: Command-line overrides.
-        run_folder: Folder for the files of the run.
-        references: Settings that only refer to another one, and that one.
-        continues: Whether the folder holds an earlier start of this same run.
+        run: The run.
+        overrides: Overrides typed on this command line, without those of a resumed run.
 
     Returns:
         The errors in the order of the checks; empty if the run can be built.
     """
-    found = _check_all(config, choices, overrides, run_folder, references=references or {}, continues=continues)
-    return _locate_in_run(_trace_all(found, references or {}, config), overrides)
+    found = _trace_all(_check_all(run, overrides), run.references, run.config)
+    return _locate_in_run(found, overrides)
 
 
 def _locate_in_run(mistakes: Sequence[ConfigError], overrides: Sequence[str]) -> list[ConfigError]:
@@ -104,15 +92,8 @@ def _locate_in_run(mistakes: Sequence[ConfigError], overrides: Sequence[str]) ->
     return located
 
 
-def _check_all(
-    config: Mapping[str, Any],
-    choices: Mapping[str, str],
-    overrides: Sequence[str],
-    run_folder: Path,
-    *,
-    references: Mapping[str, str],
-    continues: bool,
-) -> list[ConfigError]:
+def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
+    config, choices, references = run.config, run.choices, run.references
     structure = [*check_structure(config)]
     if misplaced := [*_check_packages(config, choices, overrides)]:
         return misplaced  # whose settings the others lack
@@ -126,7 +107,7 @@ def _check_all(
     dashboards = [*check_dashboards(config)]
     if dashboards:  # whose sections the others refer to
         found = [mistake for mistake in found if _get_key(mistake) not in PLACES]
-    unread = [] if structure else [*check_plan_settings(config, overrides)]
+    unread = [] if structure else [*check_plan_settings(run, overrides)]
     unread_keys = {_get_key(mistake) for mistake in unread}
     found = [*(mistake for mistake in found if _get_key(mistake) not in unread_keys), *unread]
     mistakes = [answer_renamed(mistake.setting) or mistake for mistake in found]
@@ -150,24 +131,25 @@ def _check_all(
     if mistakes:
         # the checks below compute with these values and would only report the same mistakes again
         return [*mistakes, *scaling, *ranges]
-    world_size, wrong_devices = count_ranks(config)
+    wrong_ranks = [*check_ranks(run)]
+    has_ranks = not wrong_ranks and run.num_nodes >= 1
     later = [
-        *wrong_devices,
-        *check_batch_size(config, world_size),
-        *check_mesh(config, world_size),
-        *check_moe(config, world_size),
-        *check_compatibility(config, references),
-        *check_strategy(config, world_size),
-        *check_activation_checkpoint(config),
-        *check_devices(config),
-        *check_optimizer(config, choices),
-        *check_loss_spike(config, world_size or 1),
+        *wrong_ranks,
+        *check_batch_size(run, has_ranks=has_ranks),
+        *check_mesh(run, has_ranks=has_ranks),
+        *check_moe(run, has_ranks=has_ranks),
+        *check_compatibility(run),
+        *check_strategy(run),
+        *check_activation_checkpoint(run),
+        *check_devices(run),
+        *check_optimizer(run),
+        *check_loss_spike(run, world_size=run.ranks.world_size if has_ranks else 1),
         *check_readers(config),
         *check_thresholds(config),
-        *check_evaluator(config),
-        *check_unread(config, overrides, references),
-        *check_resumed(config, run_folder, choices, references),
-        *check_paths(config, overrides, run_folder, continues=continues),
+        *check_evaluator(run),
+        *check_unread(run, overrides),
+        *check_resumed(run),
+        *check_paths(run, overrides),
     ]
     out_of_range = [mistake.setting for mistake in ranges]  # what is computed from these values is a consequence
     later = [m for m in later if m.setting not in out_of_range and not any(s in m.reason for s in out_of_range)]

@@ -1,21 +1,20 @@
 """Check the activation checkpointing settings, also in combination with torch.compile."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from recipes.config.check.types import to_setting
-from recipes.config.traits import get_compile_mode, runs_elsewhere, takes_steps
+from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
 
 
-def check_activation_checkpoint(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+def check_activation_checkpoint(run: ResolvedRun) -> Iterator[ConfigError]:
     """Check the settings of a run that takes steps; no other mode has a backward pass.
 
     Args:
-        config: Composed config whose nodes match their signatures.
+        run: Composed run whose nodes match their signatures.
     """
-    node = config["activation_checkpoint"]
-    if not takes_steps(config) or "every_nth_block" not in node:  # a user-defined class
+    config, node = run.config, run.config["activation_checkpoint"]
+    if not run.mode.takes_steps or "every_nth_block" not in node:  # a user-defined class
         return
     budget, every_nth = node.get("memory_budget"), node["every_nth_block"]
     if node.get("save_ops") == "products" and every_nth == 0:
@@ -30,7 +29,7 @@ def check_activation_checkpoint(config: Mapping[str, Any]) -> Iterator[ConfigErr
             "a block is recomputed by torch's partitioner or as a whole, not both",
             f"activation_checkpoint=memory_budget activation_checkpoint.memory_budget={budget}",
         )
-    if budget is not None and not _may_compile(config):
+    if budget is not None and not _may_compile(run):
         compiles = to_setting(config["compile"])
         yield ConfigError(
             f"activation_checkpoint.memory_budget={budget} compile={compiles}",
@@ -38,7 +37,7 @@ def check_activation_checkpoint(config: Mapping[str, Any]) -> Iterator[ConfigErr
             + (", and auto compiles on a GPU only" if compiles == "auto" else ""),
             "compile=true, or activation_checkpoint=selective",
         )
-    if node.get("offload") and get_compile_mode(config) == "reduce-overhead":
+    if node.get("offload") and run.compile_mode == "reduce-overhead":
         yield ConfigError(
             "activation_checkpoint.offload=true compile=reduce-overhead",
             "a CUDA graph keeps its memory, so nothing would leave the device",
@@ -46,6 +45,6 @@ def check_activation_checkpoint(config: Mapping[str, Any]) -> Iterator[ConfigErr
         )
 
 
-def _may_compile(config: Mapping[str, Any]) -> bool:
+def _may_compile(run: ResolvedRun) -> bool:
     """Return whether blocks are compiled; other machines may have the GPU that `auto` asks for."""
-    return get_compile_mode(config) is not None or (config["compile"] == "auto" and runs_elsewhere(config))
+    return run.compile_mode is not None or (run.config["compile"] == "auto" and run.runs_elsewhere)

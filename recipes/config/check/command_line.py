@@ -18,10 +18,10 @@ from recipes.config.check.composition_errors import (
     is_broken_file,
 )
 from recipes.config.check.data import reject_dots
-from recipes.config.check.deepspeed import misplaced_offload
 from recipes.config.check.nodes import get_provided
 from recipes.config.check.renamed import answer_renamed
 from recipes.config.check.sections import COMPOSING, CONF, NODES, SETTINGS, list_groups, suggest_value
+from recipes.config.check.strategy import misplaced_offload
 from recipes.config.check.suggestions import (
     get_choice,
     is_list_of_options,

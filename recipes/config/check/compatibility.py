@@ -10,8 +10,9 @@ from recipes.config.check.strategy import check_adapter
 from recipes.config.check.types import to_setting
 from recipes.config.compose import CONF
 from recipes.config.published import read_size
+from recipes.config.resolved import ResolvedRun
 from recipes.config.signature import find_signature, read_signature
-from recipes.config.traits import get_traits, list_data, select, takes_steps, trains
+from recipes.config.traits import list_data, select
 from recipes.errors import ConfigError
 
 # Trainer arguments controlled by a group or setting of this project: argument -> what to type instead
@@ -105,36 +106,28 @@ _MAX_TIME = re.compile(r"\d+:\d\d:\d\d:\d\d")
 _SBATCH_TIME = re.compile(r"(\d+-\d+|\d+)(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 
 
-def check_compatibility(
-    config: Mapping[str, Any], references: Mapping[str, str] | None = None
-) -> Iterator[ConfigError]:
-    """Check Trainer, vocabulary, published weights, shape of the model, schedule and mode against each other.
-
-    Args:
-        config: Composed config whose nodes match their signatures.
-        references: Settings that only refer to another one, and that one.
-    """
+def check_compatibility(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Check Trainer, vocabulary, published weights, shape of the model, schedule and mode against each other."""
+    config = run.config
     yield from _trainer(config)
     yield from _check_min_steps(config["trainer"])
     yield from _check_job_time(config["launcher"])
-    yield from _check_wandb(config["logger"]) if trains(config) else ()
+    yield from _check_wandb(config["logger"]) if run.mode.trains else ()
     yield from _vocabulary(config)
-    yield from check_adapter(config)
+    yield from check_adapter(run)
     yield from check_published_model(config["model"])
     yield from _published_weights(config)
     if "tokenizer" in config["data"] and not config["data"]["tokenizer"]:
         yield ConfigError("tokenizer=none", "text needs a tokenizer", "tokenizer=bpe or tokenizer=bytes")
     yield from _optimizer(config["optimizer"])
     yield from _model_shape(config["model"])
-    yield from _schedule(config, references or {})
-    if config["mode"]["_target_"].endswith((".sample", ".export")):
-        mode = config["mode"]["_target_"].rpartition(".")[2]
-        if not config["task"]["_target_"].endswith("LanguageModeling"):
-            yield ConfigError(
-                f"mode={mode}",
-                "it is for language models only",
-                "mode=evaluate resume=<run folder>",
-            )
+    yield from _schedule(config, run.references)
+    if run.mode.needs is not None and run.mode.needs not in run.task.supports:
+        yield ConfigError(
+            f"mode={run.mode.name}",
+            "it is for language models only",
+            "mode=evaluate resume=<run folder>",
+        )
 
 
 def _trainer(config: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -223,7 +216,7 @@ def _published_weights(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     pretrained = config["model"].get("pretrained")
     tokenizer = str(config["tokenizer"].get("_target_"))
     is_read = config["resume"] in (None, "auto")  # those of a checkpoint replace them
-    if is_read and pretrained is not None and tokenizer.endswith((".Bpe", ".Bytes")):
+    if is_read and pretrained is not None and find_signature(tokenizer).constants.get("own_ids"):
         yield ConfigError(
             f"model.pretrained={pretrained} tokenizer={tokenizer.split('.')[2]}",
             "published weights need the token ids of their own tokenizer",
@@ -234,7 +227,8 @@ def _published_weights(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 def check_published_model(model: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Check that a model to be built by name exists."""
     name = model.get("name")
-    if not model["_target_"].endswith(".HuggingFace") or name is None or model.get("vocab_size") is not None:
+    is_built_by_name = find_signature(model["_target_"]).constants.get("built_by_name")
+    if not is_built_by_name or name is None or model.get("vocab_size") is not None:
         return
     try:
         read_size(name, "vocab_size")
@@ -305,23 +299,21 @@ def _schedule(config: Mapping[str, Any], references: Mapping[str, str]) -> Itera
             )
 
 
-def check_unread(
-    config: Mapping[str, Any], overrides: Sequence[str], references: Mapping[str, str]
-) -> Iterator[ConfigError]:
+def check_unread(run: ResolvedRun, overrides: Sequence[str]) -> Iterator[ConfigError]:
     """Check for typed settings that nobody reads beside the others; those of defaults do no harm.
 
     Args:
-        config: Composed config whose nodes match their signatures.
+        run: Composed run whose nodes match their signatures.
         overrides: Overrides of this command line.
-        references: Settings that only refer to another one, and that one.
     """
+    config = run.config
     for override in overrides:
         key, equals, _ = override.lstrip("+").partition("=")
         if equals and not key.startswith("~"):
-            yield from _check_reader(config, key, override, references)
+            yield from _check_reader(run, key, override)
     typed = [override for override in overrides if not override.startswith("~")]
     reads_text = any("tokenizer" in node for _, node in list_data(config))
-    prepares = config["mode"]["_target_"] == "recipes.mode.prepare.prepare"
+    prepares = run.mode.prepares_data
     lacks_sources = config["data"].get("sources") == {}
     yield from _unread_data_settings(config, typed, prepares=prepares)
     for override in typed:
@@ -342,13 +334,13 @@ def check_unread(
             verb = "needs" if len(silent) == 1 else "need"
             reason = f"{' and '.join(silent)} {verb} text and its tokenizer, and the data has none"
             yield ConfigError(override, reason, "the same command without it")
-    adapter = config.get("adapter") or {}
     exports = config["mode"].get("adapter", "merged")
-    if exports != "merged" and str(adapter.get("_target_", ".NoAdapter")).endswith(".NoAdapter"):
+    if exports != "merged" and run.adapter is None:
         yield ConfigError(f"mode.adapter={exports}", "the run has no adapter", "mode.adapter=merged")
     clipping = config["clipping"]
-    name = clipping["_target_"].rpartition(".")[2]
-    if config["trainer"].get("gradient_clip_algorithm") == "value" and name != "NoClipping":
+    sets_limit = find_signature(clipping["_target_"]).constants.get("sets_limit", True)
+    if config["trainer"].get("gradient_clip_algorithm") == "value" and sets_limit:
+        name = clipping["_target_"].rpartition(".")[2]
         yield ConfigError(
             f"trainer.gradient_clip_algorithm=value clipping._target_={clipping['_target_']}",
             f"{name} finds limits of the norm, which clipping by value does not read",
@@ -383,16 +375,15 @@ def _unread_data_settings(config: Mapping[str, Any], typed: Sequence[str], *, pr
             yield ConfigError(override, reason, f"the same command without {key}{others}")
 
 
-def _check_reader(
-    config: Mapping[str, Any], key: str, override: str, references: Mapping[str, str]
-) -> Iterator[ConfigError]:
+def _check_reader(run: ResolvedRun, key: str, override: str) -> Iterator[ConfigError]:
     """Yield the error in an override that sets what nobody reads."""
+    config = run.config
     without = "the same command without it"
     if key in _READ_WITH:
         switches, off, reason, beside = _READ_WITH[key]
         if select(config, key) is not None and all(select(config, switch) in off for switch in switches):
             yield ConfigError(override, reason, f"{without}, or {beside} beside it")
-    if key in _READ_BY_REFERENCE and select(config, key) and key not in references.values():
+    if key in _READ_BY_REFERENCE and select(config, key) and key not in run.references.values():
         own = _READ_BY_REFERENCE[key]
         section, _, name = own.rpartition(".")
         node = select(config, section)
@@ -409,18 +400,17 @@ def _check_reader(
         yield ConfigError(
             f"{override} callbacks.throughput.measure_peak=true", reason, f"{override} alone, or without it"
         )
-    is_synced = key == "trainer.sync_batchnorm" and config["trainer"].get("sync_batchnorm") and takes_steps(config)
-    if is_synced and not get_traits(config["strategy"]).needs_process_group:
+    is_synced = key == "trainer.sync_batchnorm" and config["trainer"].get("sync_batchnorm") and run.mode.takes_steps
+    if is_synced and not run.strategy.needs_process_group:
         reason = "strategy=single has one rank, and nothing to synchronize"
         yield ConfigError(override, reason, f"{without}, or strategy=ddp")
 
 
-def check_plan_settings(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[ConfigError]:
+def check_plan_settings(run: ResolvedRun, overrides: Sequence[str]) -> Iterator[ConfigError]:
     """Check for typed settings of a plan in a mode that plans nothing, whatever their values."""
-    mode = config["mode"]["_target_"].rpartition(".")[2]
     for override in overrides:
         key, equals, _ = override.lstrip("+").partition("=")
-        is_read = mode in ("plan", "batch_find") or (key == "plan.memory_gib" and takes_steps(config))
+        is_read = run.mode.name in ("plan", "batch_find") or (key == "plan.memory_gib" and run.mode.takes_steps)
         if equals and key.startswith("plan.") and not is_read:
             fix = "the same command without it, or mode=plan beside it"
             yield ConfigError(override, "only mode=plan and mode=batch_find read it", fix)
@@ -432,17 +422,17 @@ def _has_answers(config: Mapping[str, Any]) -> bool:
     return any(not target.startswith("recipes.data.") or target.endswith(_OF_ANSWERS) for target in targets)
 
 
-def check_evaluator(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check the evaluator of a composed config."""
-    evaluator = config.get("evaluator")
+def check_evaluator(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Check the evaluator of a composed run."""
+    evaluator = run.config.get("evaluator")
     if not evaluator:
         return
     name = str(evaluator["_target_"]).split(".")[-2]
-    if config["mode"]["_target_"] != "recipes.mode.evaluate.evaluate":
+    if not run.mode.takes_evaluator:
         reason = "only mode=evaluate reads it"
         yield ConfigError(f"evaluator={name}", reason, f"mode=evaluate evaluator={name} resume=<run folder>")
         return
-    if not config["task"]["_target_"].endswith("LanguageModeling"):
+    if "evaluate_tasks" not in run.task.supports:
         reason = "its tasks are for language models, and this run has another task"
         yield ConfigError(f"evaluator={name}", reason, "evaluator=none")
     if evaluator.get("tasks") == []:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.config.traits import get_traits
+from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
 
 _NODE = "callbacks.loss_spike"
@@ -14,9 +14,9 @@ _BYTES_PER_PARAMETER = 12  # weights and two optimizer states, float32
 _GIB = 2**30
 
 
-def check_loss_spike(config: Mapping[str, Any], world_size: int, meminfo: Path = _MEMINFO) -> Iterator[ConfigError]:
+def check_loss_spike(run: ResolvedRun, *, world_size: int, meminfo: Path = _MEMINFO) -> Iterator[ConfigError]:
     """Check warmup against window, quarantine against snapshots, snapshots against memory."""
-    node = (config.get("callbacks") or {}).get("loss_spike")
+    node = (run.config.get("callbacks") or {}).get("loss_spike")
     if node is None or not node.keys() >= _READ:  # a deleted one has the default of its signature
         return
     window, warmup_steps = node["window"], node["warmup_steps"]
@@ -36,17 +36,16 @@ def check_loss_spike(config: Mapping[str, Any], world_size: int, meminfo: Path =
             f"{_NODE}.quarantine_steps={longest}",
         )
     if node["snapshot_storage"] == "memory":
-        yield from _check_memory(config, count, world_size, meminfo)
+        yield from _check_memory(run, count, world_size, meminfo)
 
 
-def _check_memory(config: Mapping[str, Any], count: int, world_size: int, meminfo: Path) -> Iterator[ConfigError]:
+def _check_memory(run: ResolvedRun, count: int, world_size: int, meminfo: Path) -> Iterator[ConfigError]:
     """Compare with the total memory of the machine: free memory may be different when the run starts."""
-    parameters = num_parameters_at_least(config["model"])
+    parameters = num_parameters_at_least(run.config["model"])
     if parameters is None or not meminfo.is_file():
         return
-    nodes = config["trainer"]["num_nodes"]
     # a copy on every rank of a node, or a single copy sharded over all ranks
-    copies = world_size / nodes if get_traits(config["strategy"]).replicates_state else 1 / nodes
+    copies = (world_size if run.strategy.replicates_state else 1) / run.num_nodes
     needed = parameters * _BYTES_PER_PARAMETER * count * copies
     available = int(meminfo.read_text(encoding="utf-8").split("MemTotal:")[1].split()[0]) * 1024
     if needed > available:

@@ -1,55 +1,119 @@
-"""Check that the device mesh sizes divide the ranks, heads, vocabulary and sequence."""
+"""Check how a step is divided: ranks, global batch, mesh, and pipeline stages; each against the model."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from recipes.config.check.pipeline import check_pipeline
-from recipes.config.mesh import MODEL_SIZES, make_mesh
-from recipes.config.ranks import get_ranks
-from recipes.config.signature import read_signature
-from recipes.config.traits import plans_steps, takes_steps
+from recipes.config.ranks import MODEL_SIZES
+from recipes.config.resolved import ResolvedRun
+from recipes.config.signature import find_signature, read_signature
 from recipes.errors import ConfigError
-
-# optimizers of single elements; the others read whole matrices or blocks of them
-_ELEMENTWISE = ("adam", "adamw", "lion", "sgd", "schedule_free")
+from recipes.mesh import STAGES_PER_RANK, least_micro_batches
 
 
-def check_mesh(config: Mapping[str, Any], world_size: int | None) -> Iterator[ConfigError]:
+def check_ranks(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Check the devices and nodes against the existing ranks and this machine.
+
+    Imports torch only on a machine with a GPU that several ranks may use.
+    """
+    devices = run.devices
+    if not _is_valid(devices):
+        shown = str(devices).replace(" ", "")
+        reason = "it takes a positive number, a list of GPUs, or auto"
+        yield ConfigError(f"trainer.devices={shown}", reason, "trainer.devices=auto")
+    elif run.num_nodes >= 1:  # else reported by the check of ranges
+        yield from _find_mistake(lambda: run.ranks)
+
+
+def _is_valid(devices: object) -> bool:
+    if isinstance(devices, list):
+        return bool(devices) and len(set(devices)) == len(devices) and min(devices) >= 0
+    return devices in ("auto", -1) or (isinstance(devices, int) and devices > 0)
+
+
+def _find_mistake(derive: Callable[[], object]) -> Iterator[ConfigError]:
+    """Yield the error that deriving a part of the run raises."""
+    try:
+        derive()
+    except ConfigError as mistake:
+        yield mistake
+
+
+def check_batch_size(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigError]:
+    """Check the global batch against micro-batches and ranks, and the sequence length against the model.
+
+    Args:
+        run: Composed run whose nodes match their signatures.
+        has_ranks: Whether its number of ranks is valid, else that is reported separately.
+    """
+    counts = (run.global_batch_size, run.micro_batch_size, run.accumulate_grad_batches)
+    # 0 is out of range and reported by that check
+    if has_ranks and all(count is None or count > 0 for count in counts):
+        wrong = [*_find_mistake(lambda: run.accumulation)]
+        yield from wrong or _check_batch_norm(run)
+    max_seq_len = run.config["model"].get("max_seq_len")
+    data_seq_len = run.config["data"].get("seq_len")
+    if max_seq_len is not None and data_seq_len is not None and data_seq_len > max_seq_len:
+        yield ConfigError(
+            f"seq_len={data_seq_len}",
+            f"the model accepts at most model.max_seq_len={max_seq_len} tokens",
+            f"seq_len={max_seq_len}",
+        )
+
+
+def _check_batch_norm(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Check that batch norm has more than one value per channel, without which torch raises an error in training."""
+    model, data = run.config["model"], run.config["data"]
+    stride = find_signature(model["_target_"]).constants.get("batch_norm_stride")
+    size = data.get("image_size", find_signature(data["_target_"]).constants.get("image_size"))
+    if not run.mode.takes_steps or not isinstance(stride, int) or not isinstance(size, int):
+        return
+    pixels = stride if model.get("small_images") else 4 * stride
+    is_synced = run.config["trainer"].get("sync_batchnorm") and run.ranks.world_size > 1
+    if run.accumulation.micro_batch_size == 1 and size <= pixels and not is_synced:
+        smallest = 2 * run.num_data_ranks
+        batch = "" if run.global_batch_size % smallest == 0 else f" global_batch_size={smallest}"
+        yield ConfigError(
+            "micro_batch_size=1" if run.micro_batch_size else f"global_batch_size={run.global_batch_size}",
+            f"one image of {size} x {size} leaves batch norm a single value per channel, which has no variance",
+            f"micro_batch_size=2{batch}",
+        )
+
+
+def check_mesh(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigError]:
     """Check the mesh of a run that takes or plans steps; every other mode runs on one device.
 
     Args:
-        config: Composed config whose nodes match their signatures.
-        world_size: Number of ranks; None if it is invalid, which is reported separately.
+        run: Composed run whose nodes match their signatures.
+        has_ranks: Whether its number of ranks is valid, else that is reported separately.
     """
-    is_planned = plans_steps(config)  # a plan reads its number of ranks from the planned hardware
-    if not is_planned and (not takes_steps(config) or world_size is None):
+    config = run.config
+    is_planned = run.mode.plans_steps  # a plan reads its number of ranks from the planned hardware
+    if not is_planned and not (run.mode.takes_steps and has_ranks):
         return
     names = MODEL_SIZES if is_planned else (*MODEL_SIZES, "expert_parallel_size")
     if any(config.get(name, 1) < 1 for name in names):
         return  # reported by the check of ranges
-    if not is_planned:
-        try:
-            make_mesh(config, get_ranks(config))
-        except ConfigError as mistake:
-            yield mistake
-            return
+    wrong_sizes = [] if is_planned else [*_find_mistake(lambda: run.mesh)]
+    if wrong_sizes:
+        yield from wrong_sizes
+        return
     tensor, context, pipeline = (config.get(name, 1) for name in MODEL_SIZES)
     if tensor == context == pipeline == 1:
         return
     yield from _check_model(config, (tensor, context, pipeline))
     yield from _check_sequence(config, tensor, context)
-    if max(context, pipeline) > 1 and config["mode"]["_target_"].rpartition(".")[2] == "preflight":
+    if max(context, pipeline) > 1 and run.mode.reads_logits:
         typed = {"context_parallel_size": context, "pipeline_parallel_size": pipeline}
         yield ConfigError(
-            f"mode=preflight {' '.join(f'{name}={size}' for name, size in typed.items() if size > 1)}",
+            f"mode={run.mode.name} {' '.join(f'{name}={size}' for name, size in typed.items() if size > 1)}",
             "its checks read the logits of complete sequences, and each rank has only a part of them or none",
             " ".join(f"{name}=1" for name, size in typed.items() if size > 1),
         )
     if tensor > 1:
-        yield from _check_tensor(config, tensor)
+        yield from _check_tensor(run, tensor)
     if pipeline > 1 and not is_planned:
-        yield from check_pipeline(config, pipeline)
+        yield from _check_pipeline(run, pipeline)
 
 
 def _check_model(config: Mapping[str, Any], sizes: tuple[int, int, int]) -> Iterator[ConfigError]:
@@ -104,8 +168,9 @@ def _check_sequence(config: Mapping[str, Any], tensor: int, context: int) -> Ite
         )
 
 
-def _check_tensor(config: Mapping[str, Any], tensor: int) -> Iterator[ConfigError]:
+def _check_tensor(run: ResolvedRun, tensor: int) -> Iterator[ConfigError]:
     """Check settings that tensor parallelism cannot be combined with."""
+    config = run.config
     typed, model = f"tensor_parallel_size={tensor}", config["model"]
     if not config.get("sequence_parallel", True) and model.get("dropout"):
         yield ConfigError(
@@ -113,24 +178,85 @@ def _check_tensor(config: Mapping[str, Any], tensor: int) -> Iterator[ConfigErro
             "ranks with the same tokens would drop different activations",
             "sequence_parallel=true, or model.dropout=0",
         )
-    optimizer = str(config["optimizer"]["_target_"]).split(".")
-    if "recipes" in optimizer and optimizer[-2] not in _ELEMENTWISE:
+    if run.optimizer.needs_unsharded:
         yield ConfigError(
-            f"{typed} optimizer={optimizer[-2]}",
+            f"{typed} optimizer={run.optimizer.name}",
             "it needs unsharded matrices",
             "optimizer=adamw, or tensor_parallel_size=1",
         )
-    adapter = str((config.get("adapter") or {}).get("_target_", "recipes.adapter.NoAdapter"))
-    if not adapter.endswith(".NoAdapter"):
+    if run.adapter is not None:
         yield ConfigError(
-            f"{typed} adapter={adapter.split('.')[-2]}",
+            f"{typed} adapter={run.adapter}",
             "adapter matrices are not sharded over ranks",
             "tensor_parallel_size=1, or adapter=none",
         )
-    precision = str(config["precision"].get("name", ""))
-    if precision.startswith("fp8"):
+    if run.precision == "fp8-mixed":
         yield ConfigError(
-            f"{typed} precision={precision}",
+            f"{typed} precision={run.precision}",
             "products of sharded matrices are not computed in float8",
             "precision=bf16-mixed, or tensor_parallel_size=1",
         )
+
+
+def _check_pipeline(run: ResolvedRun, size: int) -> Iterator[ConfigError]:
+    """Check a pipeline with several stages.
+
+    Args:
+        run: Composed run whose nodes match their signatures.
+        size: Number of pipeline ranks.
+    """
+    config = run.config
+    schedule = str(config.get("pipeline_schedule", "1F1B"))
+    typed, num_layers = f"pipeline_parallel_size={size}", int(config["model"]["num_layers"])
+    num_stages = size * STAGES_PER_RANK.get(schedule, 1)
+    if num_layers < num_stages:
+        # a divisor of `size` also divides the number of ranks
+        fits = next(n for n in range(size, 0, -1) if size % n == 0 and (n == 1 or num_stages * n <= num_layers * size))
+        yield ConfigError(
+            f"{typed} pipeline_schedule={schedule} model.num_layers={num_layers}",
+            f"there are {num_stages} stages, and each needs a layer",
+            f"pipeline_parallel_size={fits}, or model.num_layers={num_stages}",
+        )
+    if schedule == "ZBVZeroBubble" and run.compile_mode is not None:
+        yield ConfigError(
+            f"pipeline_schedule={schedule} compile={str(config['compile']).lower()}",
+            "it splits the backward pass of a layer in two, which a compiled layer does not support (torch 2.13)",
+            "compile=false, or pipeline_schedule=Interleaved1F1B",
+        )
+    kept = (config.get("activation_checkpoint") or {}).get("save_ops")
+    if schedule == "ZBVZeroBubble" and kept:
+        yield ConfigError(
+            f"pipeline_schedule={schedule} activation_checkpoint.save_ops={kept}",
+            "it splits the backward pass of a layer in two, and torch (2.13) recomputes from saved tensors only once",
+            "activation_checkpoint=full, or pipeline_schedule=Interleaved1F1B",
+        )
+    if run.adapter is not None:
+        yield ConfigError(
+            f"{typed} adapter={run.adapter}",
+            "an adapter attaches to all layers, and each rank has only some of them",
+            "pipeline_parallel_size=1, or adapter=none",
+        )
+    if run.mode.reads_micro_batches:
+        yield ConfigError(
+            f"{typed} mode={run.mode.name}",
+            "it compares the gradients of micro-batches, which a pipeline adds up",
+            "pipeline_parallel_size=1",
+        )
+    yield from _check_micro_batches(run, schedule, size)
+
+
+def _check_micro_batches(run: ResolvedRun, schedule: str, size: int) -> Iterator[ConfigError]:
+    """Check that there are enough micro-batches for the schedule (torch 2.13)."""
+    ranks, batch, micro = run.num_data_ranks, run.global_batch_size, run.micro_batch_size
+    number = run.accumulate_grad_batches or (batch // (micro * ranks) if micro else 1)
+    needs = least_micro_batches(schedule, size)
+    if number >= needs and (schedule != "Interleaved1F1B" or number % (number // size) == 0):
+        return
+    multiple = ", or a multiple of them" if schedule == "Interleaved1F1B" else ""
+    most = batch // (ranks * needs)
+    fits = next((number for number in range(most, 0, -1) if batch % (ranks * number) == 0), None)
+    yield ConfigError(
+        f"pipeline_parallel_size={size} pipeline_schedule={schedule}",
+        f"it needs at least {needs} micro-batches per rank{multiple}, but has {number}",
+        f"micro_batch_size={fits}" if fits else f"global_batch_size={ranks * needs} micro_batch_size=1",
+    )

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from recipes.config.check.deepspeed import misplaced_offload
 from recipes.config.check.sections import NODES, list_groups
+from recipes.config.check.strategy import misplaced_offload
 from recipes.config.check.types import describe, matches_type, placeholder, suggest, to_setting
 from recipes.config.instantiate import PARTIAL, TARGET
 from recipes.config.overrides import NAME_RULE, for_shell, to_ascii
@@ -49,7 +49,7 @@ PROVIDED: dict[str, set[str]] = {
     "logger.tensorboard": {"run_folder"},
     "logger.wandb": {"run_folder"},
     "callbacks.generation_eval.reward": {"given", "expected"},
-    "mode": {"run", "composed"},
+    "mode": {"run", "resolved"},
     "mode.answers.reward": {"given", "expected"},
     "mode.diagnose_run": {"path", "steps_per_epoch"},
     "mode.find_peak": {"device_name", "kind"},

@@ -9,18 +9,17 @@ from typing import Any
 from recipes.checkpoint.retention import resolve_symlink
 from recipes.config.compose import cluster_job_name
 from recipes.config.local_path import find_address
-from recipes.config.traits import list_data, list_nodes, trains
+from recipes.config.resolved import ResolvedRun
+from recipes.config.traits import list_data, list_nodes
 from recipes.data.glob_files import expand_glob
 from recipes.errors import ConfigError, shell
 from recipes.run_folder import (
     CHECKPOINTS,
     CONFIG_FILE,
     EVENTS_FILE,
-    EXPORT_FOLDER,
     METRICS_FILE,
     RUN_FOLDERS,
     SAMPLES_FILE,
-    SPIKES_FOLDER,
     TOKENIZER_FOLDER,
     check_metrics,
     find_foreign,
@@ -40,28 +39,23 @@ _PROTOCOL = "://"  # of a data set or a bucket, which only its own library finds
 _OF_MODEL = re.compile(r"\+*(model|recipe|hydra\.searchpath)[=.]")  # what is typed says which model is meant
 # settings of any section that name a folder or file of this machine
 _LOCAL = ("cache_dir", "nvme_path", "output", "task_folder")
-_NEED_CHECKPOINT = ("evaluate", "sample", "export", "replay")
 
 
-def check_paths(
-    config: Mapping[str, Any], overrides: Sequence[str], run_folder: Path, *, continues: bool = False
-) -> Iterator[ConfigError]:
+def check_paths(run: ResolvedRun, overrides: Sequence[str]) -> Iterator[ConfigError]:
     """Check the path of the data, the folder to resume from and the run folder.
 
     Args:
-        config: Plain values, every interpolation resolved.
+        run: The run.
         overrides: Overrides typed on this command line.
-        run_folder: Folder for the files of the run.
-        continues: Whether the folder holds an earlier start of this same run.
     """
-    for section, node in list_data(config):
+    for section, node in list_data(run.config):
         yield from _check_data_path(section, node)
-    yield from _check_addresses(config)
-    if not find_address("resume", config["resume"]):
-        yield from _check_resume(config, overrides)
-    if trains(config) and has_run(run_folder):
-        yield from _check_run_files(run_folder)
-    yield from check_run_folder(config, run_folder, continues=continues)
+    yield from _check_addresses(run.config)
+    if not find_address("resume", run.resume):
+        yield from _check_resume(run, overrides)
+    if run.mode.trains and has_run(run.run_folder):
+        yield from _check_run_files(run.run_folder)
+    yield from check_run_folder(run)
 
 
 def _check_addresses(config: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -123,10 +117,10 @@ def _check_protocol(section: str, name: str, path: str, target: str) -> Iterator
         yield ConfigError(setting, reason, f"{key}=<a copy on disk>")
 
 
-def _check_resume(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[ConfigError]:
-    resume, mode = config["resume"], config["mode"]["_target_"].rpartition(".")[2]
+def _check_resume(run: ResolvedRun, overrides: Sequence[str]) -> Iterator[ConfigError]:
+    resume, mode = run.resume, run.mode.name
     if resume in (None, "auto"):
-        if mode in _NEED_CHECKPOINT and resume is None:
+        if run.mode.needs_checkpoint and resume is None:
             yield ConfigError(f"mode={mode}", "it needs a checkpoint", f"mode={mode} resume=<run folder>")
         if resume == "auto" and not _is_repeatable(overrides):
             yield ConfigError(
@@ -154,11 +148,11 @@ def _check_resume(config: Mapping[str, Any], overrides: Sequence[str]) -> Iterat
         )
         yield ConfigError(f"resume={resume}", reason, fix)
     elif find_run_folder(folder) is None and not any(map(_OF_MODEL.match, overrides)):
-        run = folder if has_checkpoint(folder) else folder.parent.parent
+        place = folder if has_checkpoint(folder) else folder.parent.parent
         yield ConfigError(
             f"resume={resume}",
-            f"{run / CONFIG_FILE} is missing, and nothing else says which model its weights are of",
-            f"a copy of the {CONFIG_FILE} that the run wrote, in {run}, or the same command with the model= and all"
+            f"{place / CONFIG_FILE} is missing, and nothing else says which model its weights are of",
+            f"a copy of the {CONFIG_FILE} that the run wrote, in {place}, or the same command with the model= and all"
             " other settings of that run",
         )
 
@@ -173,29 +167,28 @@ def _check_run_files(run: Path) -> Iterator[ConfigError]:
         yield mistake
 
 
-def _check_links(config: Mapping[str, Any], run_folder: Path) -> Iterator[ConfigError]:
+def _check_links(run: ResolvedRun) -> Iterator[ConfigError]:
     """Reject links through which this mode would write, or from which it would copy.
 
     In a downloaded folder a link may point to anything of this user's. A link in place of the run's checkpoints is
     allowed, as they may be on another disk, unless it leads to those of another run.
     """
-    resume = config["resume"]
-    resumed = None if resume in (None, "auto") else find_run_folder(Path(str(resume)))
+    run_folder = run.run_folder
+    resumed = None if run.resume in (None, "auto") else find_run_folder(Path(run.resume))
     if resumed is not None and resumed.resolve() != run_folder.resolve():
         for path in find_links_out(resumed, (TOKENIZER_FOLDER,)):
-            yield _reject_copy(f"resume={resume}", path, resumed)
+            yield _reject_copy(f"resume={run.resume}", path, resumed)
     try:
         entries = sorted(run_folder.iterdir())
     except OSError:  # not there yet; or whoever locks it reports why it cannot be used
         return
-    mode = config["mode"]["_target_"].rpartition(".")[2]
-    written = {"replay": (SPIKES_FOLDER,), "export": () if config["mode"].get("path") else (EXPORT_FOLDER,)}
-    folders = RUN_FOLDERS if trains(config) else (TOKENIZER_FOLDER, *written.get(mode, ()))
+    written = () if run.mode.writes is None or run.config["mode"].get("path") else (run.mode.writes,)
+    folders = RUN_FOLDERS if run.mode.trains else (TOKENIZER_FOLDER, *written)
     links = [path for path in entries if path.is_symlink() and not path.is_dir() and not is_renamed(path)]
     links += [path for path in entries if not path.is_symlink() and is_special(path)]
     links += find_links_out(run_folder, folders)
     saved = run_folder / CHECKPOINTS
-    if saved.is_symlink() and trains(config) and has_run(saved.resolve().parent):
+    if saved.is_symlink() and run.mode.trains and has_run(saved.resolve().parent):
         links += [] if saved.resolve().parent == run_folder.resolve() else [saved]
     for path in links:
         inside = path.relative_to(run_folder)
@@ -229,10 +222,11 @@ def _is_repeatable(overrides: Sequence[str]) -> bool:
     return typed or cluster_job_name() is not None
 
 
-def _check_files(config: Mapping[str, Any], run_folder: Path) -> Iterator[ConfigError]:
+def _check_files(run: ResolvedRun) -> Iterator[ConfigError]:
     """Reject a folder in which a run would replace what is not a run's, such as a project's own config.yaml."""
-    if not trains(config):
+    if not run.mode.trains:
         return
+    run_folder = run.run_folder
     fix = "hydra.run.dir=<another folder>"
     if (foreign := find_foreign(run_folder)) is not None:
         reason = f"it holds {foreign.name}, which is of no run, and which this run would replace"
@@ -243,22 +237,16 @@ def _check_files(config: Mapping[str, Any], run_folder: Path) -> Iterator[Config
         yield ConfigError(f"hydra.run.dir={run_folder}", reason, f"{shell('mv', path)} <another name>, or {fix}")
 
 
-def check_run_folder(config: Mapping[str, Any], run_folder: Path, *, continues: bool = False) -> Iterator[ConfigError]:
-    """Reject a run that would overwrite another run's folder; check again once the folder is locked.
-
-    Args:
-        config: Plain values, every interpolation resolved.
-        run_folder: Folder for the files of the run.
-        continues: Whether the folder holds an earlier start of this same run.
-    """
+def check_run_folder(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Reject a run that would overwrite another run's folder; check again once the folder is locked."""
+    run_folder, resume = run.run_folder, run.resume
     if str(run_folder).startswith("~"):
         yield ConfigError(f"hydra.run.dir={run_folder}", "there is no such user", "hydra.run.dir=<a folder>")
-    if in_the_way := [*_check_links(config, run_folder)] or [*_check_files(config, run_folder)]:
+    if in_the_way := [*_check_links(run)] or [*_check_files(run)]:
         yield from in_the_way
         return
-    resume = config["resume"]
     used = any(os.path.exists(run_folder / name) for name in (METRICS_FILE, CHECKPOINTS))
-    if continues or not used or not trains(config) or resume == "auto":
+    if run.continues or not used or not run.mode.trains or resume == "auto":
         return
     # a run folder, a checkpoint in it, or one whose run has no config.yaml
     resumed = None if resume is None else find_run_folder(Path(resume)) or Path(resume)

@@ -3,10 +3,11 @@
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from recipes.config.check.types import to_setting
+from recipes.config.resolved import ResolvedRun
+from recipes.config.traits import read_adapter
 from recipes.errors import ConfigError
 from recipes.run_folder import (
     CONFIG_FILE,
@@ -43,22 +44,13 @@ OF_WEIGHTS = (
 _NOT_OF_ADAPTER = ("_target_", "pretrained", "dropout", "init")
 
 
-def check_resumed(
-    config: Mapping[str, Any],
-    run_folder: Path,
-    choices: Mapping[str, str] = MappingProxyType({}),
-    references: Mapping[str, str] = MappingProxyType({}),
-) -> Iterator[ConfigError]:
+def check_resumed(run: ResolvedRun) -> Iterator[ConfigError]:
     """Reject a model, adapter or tokenizer that differs from the one the weights were trained with.
 
-    Args:
-        config: Plain values, every interpolation resolved.
-        run_folder: Folder for the files of the run, which `resume=auto` continues.
-        choices: Option chosen for each group, to name it in messages.
-        references: Settings that only refer to another one, and that one: those of `model.name` follow a published
-            model that has been moved, and nobody has typed them.
+    Settings that only refer to `model.name` follow a published model that has been moved, and nobody has typed them.
     """
-    trained = _read_trained(config["resume"], run_folder)
+    config, choices, references = run.config, run.choices, run.references
+    trained = _read_trained(run.resume, run.run_folder)
     if trained is None:
         return
     before, now = trained["model"], config["model"]
@@ -137,7 +129,7 @@ def _check_adapter(
 
 
 def _is_adapter(node: Mapping[str, Any]) -> bool:
-    return bool(node) and not str(node.get("_target_")).endswith(".NoAdapter")
+    return read_adapter(node) is not None
 
 
 def _name(group: str, node: Mapping[str, Any], choices: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ from gpu_checks.runs import BARE, QUIET
 from gpu_checks.speed import GPT2_124M, count_flops, find_disagreements, fit_micro_batch
 from support import composed_config
 
-from recipes.config.check import devices
+from recipes.config import resolved as resolved_module
 from recipes.model.gpt2 import GPT2
 
 
@@ -60,7 +60,7 @@ def test_each_pair_that_disagrees_is_named(name: str, value: float, sentence: st
 
 @pytest.mark.parametrize("number", range(len(THROUGHPUT)))
 def test_every_throughput_command_composes(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "num_gpus", lambda: 2)  # float8, TF32 and CUDA graphs need one
+    monkeypatch.setattr(resolved_module, "num_gpus", lambda: 2)  # float8, TF32 and CUDA graphs need one
     arguments = THROUGHPUT[number].arguments
     size = ["micro_batch_size=2", f"global_batch_size={2 * (arguments['num_gpus'] or 2)}"]
     ranks = "trainer.devices=2" if arguments["num_gpus"] == 0 else "trainer.devices=1"

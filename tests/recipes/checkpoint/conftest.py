@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from support import TINY, composed_config, write_texts
+from support import TINY, composed_config, resolved, write_texts
 from torch import Tensor
 
 from recipes.build import build
@@ -56,7 +56,7 @@ def train(overrides: list[str]) -> Train:
         before = log.read_text() if log.exists() else ""
         config = composed_config(*overrides, *more, f"hydra.run.dir={folder}")
         open_console(log)
-        built = build(config, folder, [])
+        built = build(resolved(config, folder))
         built.trainer.callbacks[:0] = callbacks  # type: ignore[attr-defined]
         exit_code = fit(built)
         return RunResult(exit_code, log.read_text()[len(before) :].splitlines())

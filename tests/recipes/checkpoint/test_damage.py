@@ -12,7 +12,7 @@ from support import ROOT, read_metrics, run_train
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.writer import CheckpointWriter
 from recipes.config import compose_and_check
-from recipes.entry.run import run_composed
+from recipes.entry.run import run_resolved
 from recipes.errors import ConfigError
 
 FILES = ["manifest.json", "rank_00000.safetensors", "run.pt"]
@@ -151,7 +151,7 @@ def test_a_named_damaged_checkpoint_exits_with_2_and_an_error_of_three_clauses(
         composed, mistakes = compose_and_check([*command, "trainer.max_steps=30"])
         assert composed is not None
         assert not mistakes
-        assert run_composed(composed) == 2
+        assert run_resolved(composed) == 2
         console = capfd.readouterr().out
         assert "Traceback" not in console
         *_, setting, reason, fix = console.splitlines()
@@ -211,6 +211,6 @@ def test_a_failed_resume_leaves_the_run_folder_unchanged(newest: Path, run_folde
     ]
     composed, _ = compose_and_check(command)
     assert composed is not None
-    assert run_composed(composed) == 2
+    assert run_resolved(composed) == 2
     after = {path: (run_folder / path).read_bytes() for path in before}
     assert [str(path) for path in before if after[path] != before[path]] == []

@@ -19,7 +19,7 @@ from callbacks.sample_text import SampleText
 from recipes.checkpoint.manifest import find_fault
 from recipes.checkpoint.resume import newest_checkpoint
 from recipes.config import compose_and_check
-from recipes.entry.run import run_composed
+from recipes.entry.run import run_resolved
 from recipes.run_folder import HOLDS_LOCK, LOCK_FILE
 
 SIZE = "1300k"  # two checkpoints of 489 kB and everything else that a run writes; not three
@@ -140,7 +140,7 @@ def test_on_save_error_stop_ends_the_run_with_a_line_that_names_the_checkpoint(
     composed, mistakes = compose_and_check(command)
     assert composed is not None
     assert not mistakes
-    assert run_composed(composed) == 74
+    assert run_resolved(composed) == 74
     console = capfd.readouterr().out
     assert "Traceback" not in console
     assert console.count("Could not save step_0000015.ckpt") == 1
@@ -214,7 +214,7 @@ def test_a_disk_that_is_full_from_step_3_on_ends_nothing_and_refuses_the_next_st
     assert composed is not None
     assert not mistakes
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert run_composed(composed) == 2
+    assert run_resolved(composed) == 2
     assert "cannot be written: No space left on device" in capfd.readouterr().out
     assert [path for path in before if path.read_bytes() != before[path] and path.name != "train.log"] == []
 

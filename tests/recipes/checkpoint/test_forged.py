@@ -14,7 +14,7 @@ import torch
 import xxhash
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support import composed_config
+from support import composed_config, resolved
 
 from recipes.build import build
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
@@ -168,7 +168,7 @@ def test_a_shard_lies_within_its_tensor(offsets: Any, shape: Any, forged: Path) 
 def resume(run: Path, overrides: list[str], **model: Any) -> None:
     """Resume in this process for a step, with settings of the model that nobody has typed."""
     config = composed_config(*overrides, f"resume={run}", "trainer.max_steps=21", f"hydra.run.dir={run}")
-    fit(build(config | {"model": config["model"] | model}, run, []))
+    fit(build(resolved(config | {"model": config["model"] | model}, run)))
 
 
 @pytest.mark.parametrize(

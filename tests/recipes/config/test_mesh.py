@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import yaml
-from support import composed_config
+from support import composed_config, resolved
 
-from recipes.config.mesh import count_data_ranks, get_mesh, make_mesh
 from recipes.errors import ConfigError
 from recipes.mesh import Mesh
 from recipes.runtime.world import Ranks
@@ -20,7 +19,7 @@ _SIZES = (
 
 
 def config_of(strategy: str, **settings: Any) -> dict[str, Any]:
-    """Return what `make_mesh` reads of a config."""
+    """Return what a mesh depends on."""
     return _compose(strategy) | settings
 
 
@@ -28,6 +27,10 @@ def config_of(strategy: str, **settings: Any) -> dict[str, Any]:
 def _compose(strategy: str) -> dict[str, Any]:
     config = composed_config(f"strategy={strategy}")
     return {key: config[key] for key in ("strategy", "sequence_parallel", "pipeline_schedule", *_SIZES)}
+
+
+def make_mesh(config: dict[str, Any], ranks: Ranks) -> Mesh:
+    return resolved(config).on(ranks).mesh
 
 
 def mesh_of(strategy: str, *, num_nodes: int = 1, per_node: int = 8, **sizes: Any) -> Mesh:
@@ -105,18 +108,22 @@ def test_every_pair_of_sizes_is_a_mesh_of_all_ranks_or_a_mistake_whose_fix_is_on
 
 def test_a_mode_that_takes_no_steps_has_one_rank() -> None:
     config = config_of("fsdp", tensor_parallel_size=2, mode={"_target_": "recipes.mode.sample.sample"})
-    ranks = Ranks(per_node=4, num_nodes=1, started_by=None)
-    assert get_mesh(config, ranks) == Mesh()
-    assert get_mesh(config | {"mode": {"_target_": "recipes.mode.fit.fit"}}, ranks) == Mesh(shard=2, tensor=2)
+    run = resolved(config | {"trainer": {"devices": 4, "num_nodes": 1, "accelerator": "cpu"}})
+    assert run.mesh == Mesh()
+    assert run.with_settings({"mode._target_": "recipes.mode.fit.fit"}).mesh == Mesh(shard=2, tensor=2)
 
 
 @pytest.mark.parametrize(
     ("sizes", "expected"), [({}, 8), ({"tensor_parallel_size": 2}, 4), ({"context_parallel_size": 8}, 1)]
 )
 def test_ranks_with_other_samples_are_counted_before_a_mesh_is_made(sizes: dict[str, int], expected: int) -> None:
-    assert count_data_ranks(config_of("fsdp", **sizes), 8) == expected
+    assert _count_data_ranks(**sizes) == expected
 
 
 def test_sizes_that_do_not_divide_still_leave_a_number_to_check_the_batch_against() -> None:
-    assert count_data_ranks(config_of("fsdp", tensor_parallel_size=3), 8) == 2
-    assert count_data_ranks(config_of("fsdp", tensor_parallel_size=16), 8) == 1
+    assert _count_data_ranks(tensor_parallel_size=3) == 2
+    assert _count_data_ranks(tensor_parallel_size=16) == 1
+
+
+def _count_data_ranks(**sizes: int) -> int:
+    return resolved(config_of("fsdp", **sizes)).on(Ranks(per_node=8, num_nodes=1, started_by=None)).num_data_ranks

@@ -1,9 +1,7 @@
 """What the config leaves to be derived: the size of a validation, and cuDNN's search for algorithms."""
 
 import pytest
-from support import composed_config
-
-from recipes.config.traits import get_eval_samples, get_tokens_per_sample, tries_convolutions
+from support import composed_config, resolved
 
 
 @pytest.mark.parametrize(
@@ -16,7 +14,7 @@ from recipes.config.traits import get_eval_samples, get_tokens_per_sample, tries
     ],
 )
 def test_a_validation_takes_two_percent_of_the_time(typed: list[str], num_samples: int | None) -> None:
-    assert get_eval_samples(composed_config("recipe=single_fp32", *typed)) == num_samples
+    assert resolved(composed_config("recipe=single_fp32", *typed)).eval_samples == num_samples
 
 
 @pytest.mark.parametrize(
@@ -30,7 +28,7 @@ def test_a_validation_takes_two_percent_of_the_time(typed: list[str], num_sample
     ],
 )
 def test_cudnn_tries_its_algorithms_for_images_unless_bits_matter(typed: list[str], expected: bool) -> None:
-    assert tries_convolutions(composed_config(*typed)) is expected
+    assert resolved(composed_config(*typed)).tries_convolutions is expected
 
 
 @pytest.mark.parametrize(
@@ -43,4 +41,4 @@ def test_cudnn_tries_its_algorithms_for_images_unless_bits_matter(typed: list[st
     ],
 )
 def test_a_plan_counts_tokens_where_no_row_is_padded(typed: list[str], num_tokens: int | None) -> None:
-    assert get_tokens_per_sample(composed_config(*typed)) == num_tokens
+    assert resolved(composed_config(*typed)).tokens_per_sample == num_tokens

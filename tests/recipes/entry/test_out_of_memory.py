@@ -151,7 +151,7 @@ def test_each_suggested_override_composes_with_the_command_line(recipe: str, tmp
     composed, mistakes = compose_and_check(typed)
     assert composed is not None
     assert not mistakes
-    suggested = [overrides for overrides, _ in remedies(composed, world_size=world_size)]
+    suggested = [overrides for overrides, _ in remedies(composed)]
     assert suggested[:2] == ["micro_batch_size=4", "activation_checkpoint=full"]
     assert suggested[2] == next_strategy
     for overrides in suggested:
@@ -170,7 +170,7 @@ def test_a_frozen_config_gets_the_same_suggestions(recipe: str, tmp_path: Path) 
     composed, _ = compose_and_check([*typed, f"hydra.run.dir={tmp_path}"])
     assert composed is not None
     frozen = replace(composed, choices={})
-    assert [*remedies(frozen, world_size=world_size)] == [*remedies(composed, world_size=world_size)]
+    assert [*remedies(frozen)] == [*remedies(composed)]
 
 
 def test_the_event_of_another_rank_than_0_is_added_once_after_all_ranks_have_ended(
@@ -193,6 +193,6 @@ def test_a_run_that_uses_every_override_already_gets_none(tmp_path: Path) -> Non
     typed += ["global_batch_size=2", "activation_checkpoint=full"]
     composed, _ = compose_and_check([*typed, f"hydra.run.dir={tmp_path}"])
     assert composed is not None
-    assert not [*remedies(composed, world_size=2)]
-    text = describe_out_of_memory(MemoryError("no more"), composed, world_size=2)
+    assert not [*remedies(composed)]
+    text = describe_out_of_memory(MemoryError("no more"), composed)
     assert "a device with more memory" in text

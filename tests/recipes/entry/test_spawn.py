@@ -16,7 +16,7 @@ import pytest
 from started import living, marked
 from support import ROOT
 
-from recipes.config.compose import Composed
+from recipes.config.resolved import ResolvedRun
 from recipes.entry import spawn
 from recipes.entry.spawn import ProcessExit, spawn_ranks
 from recipes.runtime import signals
@@ -97,7 +97,7 @@ def run(
 
     def run_programs(*programs: str) -> ProcessExit:
         config = {"programs": [textwrap.dedent(program) for program in programs]}
-        composed = Composed(config=config, choices={}, run_folder=tmp_path, overrides=[])
+        composed = ResolvedRun(config=config, choices={}, run_folder=tmp_path, overrides=[])
         ranks = Ranks(per_node=len(programs), num_nodes=1, started_by=None)
         try:
             return spawn_ranks(composed, ranks)
@@ -389,14 +389,14 @@ import sys
 sys.path[:0] = [{str(ROOT)!r}]
 import os, signal, threading, time
 from pathlib import Path
-from recipes.config.compose import Composed
+from recipes.config.resolved import ResolvedRun
 from recipes.entry import spawn
 from recipes.runtime.world import Ranks
 
 folder = Path({str(tmp_path)!r})
 spawn._RANK_COMMAND = (sys.executable, "-PS", str(folder / "fake_rank.py"))
 program = "mark('ready'); os.read(0, 1); mark('closed')"
-composed = Composed(config={{"programs": [program] * 2}}, choices={{}}, run_folder=folder, overrides=[])
+composed = ResolvedRun(config={{"programs": [program] * 2}}, choices={{}}, run_folder=folder, overrides=[])
 
 def kill_when_ready():
     while not all((folder / f"ready_{{rank}}").exists() for rank in range(2)):

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from faults import FaultAt
-from support import ROOT, TINY, composed_config, read_metrics, run_train
+from support import ROOT, TINY, composed_config, read_metrics, resolved, run_train
 
 from recipes.build import build
 from recipes.config import compose_and_check
-from recipes.entry.run import run_composed
+from recipes.entry.run import run_resolved
 from recipes.errors import ConfigError
 from recipes.logger.tensorboard import TensorBoardLogger
 
@@ -117,7 +117,7 @@ def train(*overrides: str) -> int:
     composed, errors = compose_and_check(overrides)
     assert composed is not None
     assert not errors, [str(error) for error in errors]
-    return run_composed(composed)
+    return run_resolved(composed)
 
 
 def test_everything_logged_for_a_step_is_read_back_exactly(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_a_run_that_rolled_back_has_each_step_once_and_every_event(tmp_path: Pat
     overrides = [text for text in get_overrides(tmp_path, text_folder, *spikes) if not text.startswith("~")]
     rates = ["scheduler=constant", "optimizer.lr=1e-3", "seed=3", "save_every=10", "eval_every=20"]
     config = composed_config(*overrides, *rates, "trainer.max_steps=50")
-    run = build(config, tmp_path, [])
+    run = build(resolved(config, tmp_path))
     run.trainer.callbacks.insert(0, FaultAt(kind="weight", step=36))  # type: ignore[attr-defined]
     run.trainer.fit(run.task, datamodule=run.data)
     files = EventFiles(tmp_path)

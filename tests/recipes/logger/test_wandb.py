@@ -18,7 +18,7 @@ from support import ROOT, TINY, read_metrics, write_texts
 from wandb_server import KEY, serving
 
 from recipes.config import compose_and_check
-from recipes.entry.run import run_composed
+from recipes.entry.run import run_resolved
 from recipes.logger.wandb.alerts import Alerts, WandbExit
 from recipes.logger.wandb.logger import WandbLogger
 from recipes.logger.wandb.session import ID_FILE, STEP, SentRows
@@ -89,7 +89,7 @@ def train_in_process(*overrides: str) -> int:
     """Train in this process and return the exit code."""
     composed, errors = compose_and_check(overrides)
     assert composed is not None, [str(error) for error in errors]
-    return run_composed(composed)
+    return run_resolved(composed)
 
 
 def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:

@@ -258,12 +258,12 @@ def test_a_setting_that_would_be_guessed_is_missed(lacks: str, tmp_path: Path) -
 def test_a_folder_is_answered_with_the_file_in_it_or_as_the_model_that_it_is(tmp_path: Path) -> None:
     def answer() -> str:
         with pytest.raises(ConfigError, match="it is a folder, not a file") as raised:
-            unpack.unpack(None, path=str(tmp_path), output=str(tmp_path / "new"), dtype="float32")  # type: ignore[arg-type]
+            convert_gguf.convert_gguf(None, path=str(tmp_path), output=str(tmp_path / "new"), dtype="float32")  # type: ignore[arg-type]
         return raised.value.fix
 
     assert answer() == "mode.path=<a .gguf file>"
     (tmp_path / "config.json").touch()
-    assert answer() == f"model=huggingface model.name={tmp_path} instead of mode=unpack, as it is read without"
+    assert answer() == f"model=huggingface model.name={tmp_path} instead of mode=convert_gguf, as it is read without"
     (tmp_path / "model.gguf").touch()
     assert answer() == f"mode.path={tmp_path / 'model.gguf'}"
 

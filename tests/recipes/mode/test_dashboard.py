@@ -18,8 +18,8 @@ from support import ROOT
 
 from recipes.config import compose_and_check
 from recipes.config.check.dashboard import KINDS, check_dashboards
-from recipes.config.compose import Composed
 from recipes.config.overrides import parse_override
+from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
 from recipes.mode.dashboard import dashboard
 from recipes.mode.wandb_workspace import STEP, make_workspace, names_pattern
@@ -58,8 +58,8 @@ def _no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", fail)
 
 
-def composed(run_folder: Path) -> Composed:
-    return Composed(config={}, choices={}, run_folder=run_folder, overrides=[])
+def composed(run_folder: Path) -> ResolvedRun:
+    return ResolvedRun(config={}, choices={}, run_folder=run_folder, overrides=[])
 
 
 def run_dashboard(run_folder: Path, **settings: Any) -> int:

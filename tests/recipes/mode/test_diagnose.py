@@ -7,7 +7,7 @@ import pytest
 from support import ROOT
 
 from recipes.config import compose_and_check
-from recipes.entry.run import run_composed
+from recipes.entry.run import run_resolved
 from recipes.errors import ConfigError
 from recipes.runtime.exit_codes import ExitCode
 
@@ -18,7 +18,7 @@ def start(*overrides: str) -> int:
     composed, mistakes = compose_and_check(["mode=diagnose", *overrides])
     assert composed is not None
     assert mistakes == []
-    return run_composed(composed)
+    return run_resolved(composed)
 
 
 def test_the_findings_of_runs_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,7 +75,7 @@ def test_what_is_no_run_is_a_mistake(
     run = tmp_path / "nowhere" if name is None else tmp_path / name if name == "notes.txt" else tmp_path
     composed, _ = compose_and_check(["mode=diagnose", f"mode.runs=[{run}]"])
     assert composed is not None
-    assert run_composed(composed) == ExitCode.INVALID_CONFIG
+    assert run_resolved(composed) == ExitCode.INVALID_CONFIG
     printed = capsys.readouterr().out
     assert f"1. mode.runs=[{run}" in printed
     assert reason in printed
@@ -88,7 +88,7 @@ def test_what_is_no_run_is_a_mistake(
 def test_wrong_settings_are_mistakes(override: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     composed, _ = compose_and_check(["mode=diagnose", f"mode.runs=[{RECORDED}]", override])
     assert composed is not None
-    assert run_composed(composed) == ExitCode.INVALID_CONFIG
+    assert run_resolved(composed) == ExitCode.INVALID_CONFIG
     assert reason in capsys.readouterr().out
 
 
@@ -100,7 +100,7 @@ def test_a_file_that_cannot_be_written_is_a_mistake_before_any_run_is_read(
         ["mode=diagnose", f"mode.runs=[{RECORDED / 'clean_gpt'}]", f"mode.path={tmp_path}/no/x.json"]
     )
     assert composed is not None
-    assert run_composed(composed) == ExitCode.INVALID_CONFIG
+    assert run_resolved(composed) == ExitCode.INVALID_CONFIG
     output = capsys.readouterr().out
     assert f"mode.path={tmp_path}/no/x.json" in output
     assert "clean_gpt:" not in output

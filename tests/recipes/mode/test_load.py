@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support import TINY, composed_config
+from support import TINY, composed_config, resolved
 
 from recipes.build import Run, build
 from recipes.errors import ConfigError
@@ -20,7 +20,7 @@ def start(folder: Path, text_folder: str, *overrides: str) -> Run:
     config = composed_config(
         *TINY, f"data.path={text_folder}", "trainer.accelerator=cpu", "trainer.max_steps=2", "save_every=1", *overrides
     )
-    return build(config, folder, [])
+    return build(resolved(config, folder))
 
 
 def test_a_model_that_a_checkpoint_fills_draws_no_weights_of_its_own(
@@ -84,7 +84,7 @@ def test_an_adapter_goes_on_beside_the_weights_and_the_config_it_was_trained_bes
         typed = ["model=huggingface", f"model.name={folder}", "model.max_seq_len=32", "adapter=lora", "tokenizer=none"]
         typed += ["data=random_tokens", "global_batch_size=2", "eval_samples=2", "trainer.max_steps=1", "save_every=1"]
         config = composed_config(*typed, "eval_every=1", "warmup_steps=0", "trainer.accelerator=cpu", *overrides)
-        return build(config, tmp_path / name, [])
+        return build(resolved(config, tmp_path / name))
 
     run = begin("run", published)
     run.trainer.fit(run.task, datamodule=run.data)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from full_disk import full_disk
-from support import TINY, composed_config, execute, read_metrics, write_texts
+from support import TINY, composed_config, execute, read_metrics, resolved, write_texts
 
 from recipes.config import compose_and_check
 
@@ -251,7 +251,7 @@ def test_an_export_is_loaded_by_transformers_with_the_same_logits(run: Path, tmp
     from recipes.build import build
     from recipes.mode.load import load_task
 
-    task, checkpoint = load_task(build(config, run, []), "trained")
+    task, checkpoint = load_task(build(resolved(config, run)), "trained")
     assert checkpoint.name == "step_0000012.ckpt"
     with torch.inference_mode():
         difference = task.model(tokens)[..., :257] - exported(tokens).logits

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from faults import FaultAt
-from support import TINY, run_train, write_texts
+from support import TINY, resolved, run_train, write_texts
 
 from recipes.build import build
 from recipes.config import compose_and_check
@@ -41,7 +41,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     composed, mistakes = compose_and_check(overrides)
     assert composed is not None, [str(mistake) for mistake in mistakes]
     folder.mkdir()
-    run = build(composed.config, folder, [])
+    run = build(resolved(composed.config, folder))
     run.trainer.callbacks.insert(0, FaultAt(kind="inputs", step=24))  # type: ignore[attr-defined]
     assert fit(run) == 0
     freeze(composed)
@@ -153,7 +153,7 @@ def test_replaying_a_bad_batch_gives_the_recorded_loss_and_norm(tmp_path: Path, 
     composed, mistakes = compose_and_check(overrides)
     assert composed is not None, [str(mistake) for mistake in mistakes]
     folder.mkdir()
-    run = build(composed.config, folder, [])
+    run = build(resolved(composed.config, folder))
     run.trainer.callbacks.insert(0, FaultAt(kind="labels", step=150))  # type: ignore[attr-defined]
     assert fit(run) == 0
     freeze(composed)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from recipes.config.compose import Composed
+from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
 from recipes.mode.report import find_runs, report
 
-COMPOSED = Composed(config={}, choices={}, run_folder=Path("unused"), overrides=[])
+COMPOSED = ResolvedRun(config={}, choices={}, run_folder=Path("unused"), overrides=[])
 
 
 @pytest.fixture

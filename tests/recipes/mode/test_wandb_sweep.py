@@ -13,7 +13,7 @@ import yaml
 from support import ROOT, TINY, write_texts
 
 from recipes.config import compose_and_check
-from recipes.entry.run import run_composed
+from recipes.entry.run import run_resolved
 from recipes.logger.wandb.session import ID_FILE, STEP
 from tests.recipes.logger.test_wandb import find_rows, one_of, records_of, summary_of
 
@@ -55,7 +55,7 @@ def write_sweep(*overrides: str) -> dict[str, Any]:
     composed, mistakes = compose_and_check(["mode=wandb_sweep", *overrides])
     assert composed is not None
     assert not mistakes, [str(mistake) for mistake in mistakes]
-    assert run_composed(composed) == 0
+    assert run_resolved(composed) == 0
     content: dict[str, Any] = yaml.safe_load(Path("wandb_sweep.yaml").read_text())
     return content
 
@@ -65,7 +65,7 @@ def error_report(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
     composed, mistakes = compose_and_check(["mode=wandb_sweep", *overrides])
     assert composed is not None
     assert not mistakes, [str(mistake) for mistake in mistakes]
-    assert run_composed(composed) == 2
+    assert run_resolved(composed) == 2
     assert not Path("wandb_sweep.yaml").exists()
     output = capsys.readouterr()
     return output.out + output.err

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
-from support import MaskedTokens, composed_config, read_metrics
+from support import MaskedTokens, composed_config, read_metrics, resolved
 
 from recipes.build import build
 from recipes.data.order import ShuffledOrder
@@ -64,7 +64,7 @@ def run_split(folder: Path, micro_batch_size: int) -> tuple[dict[str, torch.Tens
         "seq_len": 16,
         "vocab_size": 64,
     }
-    run = build(config, folder, [])
+    run = build(resolved(config, folder))
     keep = KeepGradients()
     run.trainer.callbacks.insert(0, keep)  # type: ignore[attr-defined]
     run.trainer.fit(run.task, datamodule=run.data)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from support import TINY, composed_config, read_metrics
+from support import TINY, composed_config, read_metrics, resolved
 from thread_ranks import LAYOUTS, Net, run_on_threads, train
 from torch import nn
 
@@ -83,7 +83,7 @@ def test_the_validation_loss_of_a_run_is_that_of_the_average(tmp_path: Path, tex
     config = composed_config(
         *TINY, f"data.path={text_folder}", "optimizer=schedule_free", "trainer.max_steps=4", "eval_every=4"
     )
-    run = build(config, tmp_path, [])
+    run = build(resolved(config, tmp_path))
     run.trainer.fit(run.task, datamodule=run.data)
     [logged] = [row["val/loss"] for row in read_metrics(tmp_path) if "val/loss" in row]
 
@@ -125,7 +125,7 @@ def test_a_checkpoint_of_a_run_that_is_stopped_in_a_validation_holds_the_weights
     tmp_path: Path, text_folder: str
 ) -> None:
     more = ["optimizer=schedule_free", "trainer.max_steps=3", "eval_every=3", "micro_batch_size=8", "save_every=3"]
-    run = build(composed_config(*TINY, f"data.path={text_folder}", *more), tmp_path, [])
+    run = build(resolved(composed_config(*TINY, f"data.path={text_folder}", *more), tmp_path))
     run.trainer.callbacks.insert(0, _SavesInValidation(run))  # type: ignore[attr-defined]
     run.trainer.fit(run.task, datamodule=run.data)
     saved = run.trainer.strategy.load_checkpoint(tmp_path / "checkpoints/step_0000003.ckpt")

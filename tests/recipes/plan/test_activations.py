@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from support import composed_config
+from support import composed_config, resolved
 
 from recipes.plan.activations import PCIE_BYTES_PER_SECOND, keep_budget, time_transfers
 from recipes.plan.cost import Cost
@@ -20,7 +20,9 @@ RATES = Rates(tflops={"bf16": 1000.0, "fp32": 500.0}, bandwidth=3e12, matmul=0.7
 
 def _plan(*overrides: str, compiled: bool = False) -> Plan:
     cluster = find_cluster("h100", per_node=1, num_nodes=1, interconnect=None, memory_gib=None)
-    return make_plan(composed_config(*RUN, *overrides, f"compile={str(compiled).lower()}"), cluster, rates=RATES)
+    return make_plan(
+        resolved(composed_config(*RUN, *overrides, f"compile={str(compiled).lower()}")), cluster, rates=RATES
+    )
 
 
 @pytest.fixture(scope="module")

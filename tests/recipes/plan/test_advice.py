@@ -7,7 +7,7 @@ from plan_cases import COMMON, GPT, PEAK_RANKS
 from ranks import run_on_ranks
 
 from recipes.config import compose_and_check
-from recipes.config.compose import Composed
+from recipes.config.resolved import ResolvedRun
 from recipes.plan.advice import Planner, _ladder, find_settings, measures
 from recipes.plan.hardware import Cluster, find_cluster
 
@@ -18,7 +18,7 @@ def _cluster(mib: float, *, num_ranks: int = 1) -> Cluster:
     return find_cluster("auto", per_node=num_ranks, num_nodes=1, interconnect=None, memory_gib=mib / 1024)
 
 
-def _compose(*overrides: str) -> Composed:
+def _compose(*overrides: str) -> ResolvedRun:
     composed, mistakes = compose_and_check([*RUN, *overrides])
     assert composed is not None
     assert not mistakes, mistakes

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support import composed_config
+from support import composed_config, resolved
 
 from recipes.config import compose_and_check
 from recipes.mesh import Mesh
@@ -55,7 +55,7 @@ def test_an_estimate_is_near_the_recorded_step(
         "data_parallel_shard": mesh.shard,
         "micro_batch_size": micro_batch_size,
     }
-    plan = make_plan(composed_config(*RUN) | settings, CLUSTER, rates=RATES)
+    plan = make_plan(resolved(composed_config(*RUN) | settings), CLUSTER, rates=RATES)
     assert replace(plan.mesh, pipeline=1) == mesh
     layout = Layout(
         mesh=mesh,

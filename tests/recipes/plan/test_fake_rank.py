@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from plan_cases import COMMON, GPT, cpu_cluster
-from support import ROOT, composed_config
+from support import ROOT, composed_config, resolved
 from torch._subclasses import fake_tensor
 
 from recipes.plan.plan import make_plan
@@ -19,7 +19,12 @@ def test_no_operator_of_a_plan_is_run_on_real_tensors(option: str, monkeypatch: 
         raise AssertionError(f"{func} has no kernel for tensors without storage, and would allocate its arguments")
 
     monkeypatch.setattr(fake_tensor, "run_fallback_kernel", refuse)
-    assert make_plan(composed_config(*COMMON, *GPT, f"optimizer={option}"), cpu_cluster(1), rates=None).peak.total > 0
+    assert (
+        make_plan(
+            resolved(composed_config(*COMMON, *GPT, f"optimizer={option}")), cpu_cluster(1), rates=None
+        ).peak.total
+        > 0
+    )
 
 
 def test_torch_still_has_no_kernel_of_fused_sgd_for_tensors_without_storage() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from plan_cases import DEEP, GPT, cpu_cluster
 from plan_steps import config_of, step_of
+from support import resolved
 
 from recipes.errors import ConfigError
 from recipes.plan.measured import OperatorTimer, time_operators
@@ -55,7 +56,7 @@ def test_an_operator_on_longer_lists_takes_longer_in_proportion() -> None:
 
 def test_a_deep_model_is_timed_as_one_of_few_blocks() -> None:
     timer = _CountingTimer()
-    plan = make_plan(config_of([*DEEP, "trainer.devices=1"]), cpu_cluster(1), rates=timer)
+    plan = make_plan(resolved(config_of([*DEEP, "trainer.devices=1"])), cpu_cluster(1), rates=timer)
     assert plan.times is not None
     assert plan.times.step_seconds > 0
     assert timer.measured < 120
@@ -64,4 +65,4 @@ def test_a_deep_model_is_timed_as_one_of_few_blocks() -> None:
 def test_several_ranks_are_not_timed() -> None:
     config = config_of([*GPT, "strategy=ddp", "trainer.devices=2"])
     with pytest.raises(ConfigError, match=r"plan\.hardware=measured with 2 ranks"):
-        make_plan(config, cpu_cluster(2), rates=OperatorTimer(torch.device("cpu")))
+        make_plan(resolved(config), cpu_cluster(2), rates=OperatorTimer(torch.device("cpu")))

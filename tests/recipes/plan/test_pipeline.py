@@ -1,6 +1,7 @@
 """Bubbles, micro-batches in flight and layers of a rank, against the published formulas."""
 
 import pytest
+from support import resolved
 
 from recipes.errors import ConfigError
 from recipes.plan.pipeline import Pipeline, read_pipeline
@@ -49,4 +50,6 @@ def test_every_block_is_on_one_rank_and_the_rank_of_the_head_has_fewer(schedule:
 )
 def test_what_cannot_be_planned_is_rejected(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_pipeline({"model": {"num_layers": 4}, "pipeline_parallel_size": 1, "pipeline_schedule": "1F1B"} | settings)
+        read_pipeline(
+            resolved({"model": {"num_layers": 4}, "pipeline_parallel_size": 1, "pipeline_schedule": "1F1B"} | settings)
+        )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from plan_cases import CASES, PEAK_RANKS, cpu_cluster, get_overrides
 from ranks import run_on_ranks
-from support import composed_config
+from support import composed_config, resolved
 from torch import Tensor
 
 from recipes.config import compose_and_check
@@ -77,7 +77,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def _plan(overrides: list[str], num_ranks: int) -> Plan:
-    return make_plan(composed_config(*overrides), cpu_cluster(num_ranks), rates=None)
+    return make_plan(resolved(composed_config(*overrides)), cpu_cluster(num_ranks), rates=None)
 
 
 @pytest.mark.parametrize("name", RUN)
@@ -92,7 +92,7 @@ def test_the_planned_peak_is_what_the_run_holds(name: str, results: dict[str, An
 
 def _gpu_plan(*overrides: str, hardware: str = "h100x8") -> Plan:
     cluster = find_cluster(hardware, per_node=None, num_nodes=1, interconnect=None, memory_gib=None)
-    return make_plan(composed_config("mode=plan", "data=random_tokens", *overrides), cluster, rates=None)
+    return make_plan(resolved(composed_config("mode=plan", "data=random_tokens", *overrides)), cluster, rates=None)
 
 
 def test_offloaded_state_is_in_host_memory() -> None:

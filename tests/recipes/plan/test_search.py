@@ -6,7 +6,7 @@ import time
 import pytest
 
 from recipes.config import compose_and_check
-from recipes.config.compose import Composed
+from recipes.config.resolved import ResolvedRun
 from recipes.plan.advice import with_overrides
 from recipes.plan.hardware import find_cluster
 from recipes.plan.plan import get_limit, make_plan
@@ -18,7 +18,7 @@ NUM_DEVICES = 1024 if "LONG_TESTS" in os.environ else 128  # set by `make test-l
 CLUSTER = find_cluster(f"h100x{NUM_DEVICES}", per_node=None, num_nodes=1, interconnect=None, memory_gib=None)
 
 
-def _compose(*overrides: str) -> Composed:
+def _compose(*overrides: str) -> ResolvedRun:
     composed, mistakes = compose_and_check(
         ["mode=plan", "data=random_tokens", "recipe=fsdp_bf16", "model=llama_8b", "global_batch_size=2048", *overrides]
     )
@@ -52,9 +52,9 @@ def test_what_is_found_fits_and_is_sorted(searched: tuple[list[Found], Found, fl
 
 def test_the_first_can_be_typed_and_holds_when_it_is_recorded(searched: tuple[list[Found], Found, float]) -> None:
     first = searched[0][0]
-    config = with_overrides(_compose(), first.overrides())
-    assert config is not None
-    plan = make_plan(config, CLUSTER, rates=RATES)
+    run = with_overrides(_compose(), first.overrides())
+    assert run is not None
+    plan = make_plan(run, CLUSTER, rates=RATES)
     assert plan.fits
     assert plan.times is not None
     assert plan.times.step_seconds == pytest.approx(first.estimate.step_seconds, rel=0.1)
@@ -73,7 +73,7 @@ def test_the_table_has_ten_rows_and_what_to_type(searched: tuple[list[Found], Fo
 
 def test_sizes_divide_heads_layers_sequences_and_the_batch() -> None:
     composed = _compose("model.num_layers=4", "global_batch_size=256")
-    layouts = list(list_layouts(composed, composed.config, CLUSTER))
+    layouts = list(list_layouts(composed, composed, CLUSTER))
     assert layouts
     for layout in layouts:
         mesh, stages = layout.mesh, layout.pipeline.num_stages
@@ -90,6 +90,6 @@ def test_a_model_that_cannot_be_divided_has_samples_divided_alone() -> None:
     )
     assert composed is not None
     cluster = find_cluster("h100x8", per_node=None, num_nodes=1, interconnect=None, memory_gib=None)
-    layouts = list(list_layouts(composed, composed.config, cluster))
+    layouts = list(list_layouts(composed, composed, cluster))
     assert layouts
     assert all((each.mesh.model_size, each.pipeline.num_stages) == (1, 1) for each in layouts)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from support import composed_config
+from support import composed_config, resolved
 
 from recipes.plan.hardware import find_cluster
 from recipes.plan.plan import Plan, make_plan
@@ -18,7 +18,7 @@ RUN += ["model.vocab_size=1024"]  # else the head takes as long as five blocks
 def _plan(hardware: str = "h100x8", *, batch: int = 64, **settings: Any) -> Plan:
     cluster = find_cluster(hardware, per_node=None, num_nodes=1, interconnect=None, memory_gib=None)
     config = composed_config(*RUN, f"global_batch_size={batch}", "micro_batch_size=1")
-    return make_plan(config | settings, cluster, rates=RATES)
+    return make_plan(resolved(config | settings), cluster, rates=RATES)
 
 
 @pytest.fixture(scope="module")

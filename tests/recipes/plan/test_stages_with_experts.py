@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from support import composed_config
+from support import composed_config, resolved
 
 from recipes.plan.hardware import find_cluster
 from recipes.plan.plan import Plan, make_plan
@@ -23,7 +23,7 @@ EXPERTS = 4 * 3 * 8 * 4096 * 14336  # parameters
 def plans() -> dict[int, Plan]:
     """Return plans of four ranks with the same two layers, by how many of them divide the experts."""
     return {
-        size: make_plan(composed_config(*RUN, f"expert_parallel_size={size}"), CLUSTER, rates=RATES)
+        size: make_plan(resolved(composed_config(*RUN, f"expert_parallel_size={size}")), CLUSTER, rates=RATES)
         for size in (1, 2, 4)
     }
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.config import compose_and_check, traits
+from recipes.config import compose_and_check
+from recipes.config import resolved as resolved_module
 from recipes.config.check import devices
 from recipes.errors import ConfigError
 from recipes.model.gpt2 import GPT2
@@ -76,8 +77,7 @@ def test_without_a_gpu_bfloat16_and_emulation_are_named() -> None:
 
 
 def test_deepspeed_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (traits, devices):
-        monkeypatch.setattr(module, "num_gpus", lambda: 1)
+    monkeypatch.setattr(resolved_module, "num_gpus", lambda: 1)
     assert messages("strategy=deepspeed_stage_2", "compile=false") == [
         "precision=fp8-mixed strategy=deepspeed_stage_2: DeepSpeed computes with weights of its own, which torchao does"
         " not cast; type strategy=fsdp, or precision=bf16-mixed"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import composed_config
+from support import composed_config, resolved
 
 from recipes.build import build
 from recipes.precision import Precision, to_deepspeed_config
@@ -41,7 +41,7 @@ def test_deepspeed_is_given_autocast_for_mixed_precisions_only(name: str, dtype:
 def test_bf16_true_weights_are_the_rounded_float32_ones(tmp_path: Path) -> None:
     weights = []
     for name in ("32-true", "bf16-true"):
-        run = build(composed_config(f"precision={name}"), tmp_path, [])
+        run = build(resolved(composed_config(f"precision={name}"), tmp_path))
         run.task.trainer = run.trainer
         with run.trainer.precision_plugin.module_init_context():  # as Lightning does
             run.task.configure_model()

@@ -19,7 +19,7 @@ import pytest
 from support import ROOT, execute, read_metrics
 
 from recipes.config import compose_and_check
-from recipes.entry.run import run_composed
+from recipes.entry.run import run_resolved
 from recipes.errors import ConfigError
 from recipes.prepare import chunk as chunk_module
 from recipes.prepare import pipeline as pipeline_module
@@ -334,7 +334,7 @@ def test_a_mistake_is_one_sentence_and_leaves_no_folder(overrides: list[str], ex
     if "data=stdlib_text" in overrides:
         composed, _ = compose_and_check(["mode=prepare", *overrides, f"mode.output={tmp_path / 'out'}"])
         assert composed is not None
-        assert run_composed(composed) == 2
+        assert run_resolved(composed) == 2
         return
     assert expected in mistake(source, tmp_path / "out", *overrides)
     assert not list((tmp_path / "out").glob("**/*.*"))

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import ROOT, composed_config
+from support import ROOT, composed_config, resolved
 
 import recipes.build
 
@@ -63,5 +63,5 @@ def test_settings_of_the_user_are_kept_and_every_tensor_faults_in_again(variable
 def test_a_run_on_a_cpu_keeps_freed_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = []
     monkeypatch.setattr(recipes.build, "keep_freed_memory", lambda: calls.append(1))
-    recipes.build.build(composed_config("data=random_tokens", "trainer.accelerator=cpu"), tmp_path, [])
+    recipes.build.build(resolved(composed_config("data=random_tokens", "trainer.accelerator=cpu"), tmp_path))
     assert len(calls) == 1

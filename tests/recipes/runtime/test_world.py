@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 from lightning.fabric.utilities.rank_zero import _get_rank
-from support import ROOT, TINY, read_metrics, write_texts
+from support import ROOT, TINY, read_metrics, resolved, write_texts
 
 from recipes.config import ranks
-from recipes.config.ranks import get_ranks
 from recipes.errors import ConfigError
 from recipes.runtime.world import RANK_FILE, Ranks, find_wrong_variables, global_rank, settle_ranks, started_by
 
@@ -49,6 +48,10 @@ def config(
     }
 
 
+def ranks_of(config: dict[str, Any], environ: dict[str, str]) -> Ranks:
+    return resolved(config)._find_ranks(environ)
+
+
 SINGLE = "recipes.strategy.single.SingleDevice"
 
 
@@ -81,7 +84,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_existing_ranks_the_config_and_the_gpus_set_their_number(
     settings: dict[str, Any], per_node: int
 ) -> None:
-    found = get_ranks(config(**settings), {})
+    found = ranks_of(config(**settings), {})
     assert found == Ranks(per_node=per_node, num_nodes=1, started_by=None)
     assert global_rank({}) == 0
 
@@ -89,29 +92,29 @@ def test_without_existing_ranks_the_config_and_the_gpus_set_their_number(
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize(("devices", "per_node"), [("auto", 1), (-1, 1), (3, 3)])
 def test_a_machine_without_gpus_has_one_rank_or_as_many_as_devices_are_set(devices: Any, per_node: int) -> None:
-    assert get_ranks(config(devices=devices), {}).world_size == per_node
+    assert ranks_of(config(devices=devices), {}).world_size == per_node
 
 
 def test_the_number_of_existing_ranks_is_read_from_their_environment() -> None:
-    found = get_ranks(config(), TORCHRUN)
+    found = ranks_of(config(), TORCHRUN)
     assert found == Ranks(per_node=2, num_nodes=2, started_by="torchrun")
     assert global_rank(TORCHRUN) == 3
-    assert get_ranks(config(devices=2), SPAWNED | {"GROUP_WORLD_SIZE": "1"}).started_by == "spawn"
+    assert ranks_of(config(devices=2), SPAWNED | {"GROUP_WORLD_SIZE": "1"}).started_by == "spawn"
     assert global_rank(SPAWNED) == 1
     slurm = SLURM | {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
-    assert get_ranks(config(), slurm) == Ranks(per_node=2, num_nodes=3, started_by="slurm")
+    assert ranks_of(config(), slurm) == Ranks(per_node=2, num_nodes=3, started_by="slurm")
     assert global_rank(slurm) == 5
     older = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_NTASKS_PER_NODE": "4"}
-    assert get_ranks(config(), older) == Ranks(per_node=4, num_nodes=1, started_by="slurm")
+    assert ranks_of(config(), older) == Ranks(per_node=4, num_nodes=1, started_by="slurm")
 
 
 def test_a_plain_command_in_a_batch_script_is_not_a_rank() -> None:
     batch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-    assert get_ranks(config(devices=1), batch) == Ranks(per_node=1, num_nodes=1, started_by=None)
+    assert ranks_of(config(devices=1), batch) == Ranks(per_node=1, num_nodes=1, started_by=None)
 
 
 def test_torchrun_under_srun_counts_as_torchrun() -> None:
-    assert get_ranks(config(), SLURM | TORCHRUN).started_by == "torchrun"
+    assert ranks_of(config(), SLURM | TORCHRUN).started_by == "torchrun"
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -181,7 +184,7 @@ def test_a_contradiction_is_a_mistake_with_its_fix(
     settings: dict[str, Any], environ: dict[str, str], mistake: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        get_ranks(config(**settings), environ)
+        ranks_of(config(**settings), environ)
     assert str(caught.value) == mistake
 
 
@@ -203,7 +206,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("one_gpu")
 @pytest.mark.parametrize("option", OWN_GPU)
 def test_tasks_that_see_one_gpu_each_are_ranks(option: str) -> None:
-    assert get_ranks(config(), SRUN | OWN_GPU[option]) == Ranks(per_node=4, num_nodes=1, started_by="slurm")
+    assert ranks_of(config(), SRUN | OWN_GPU[option]) == Ranks(per_node=4, num_nodes=1, started_by="slurm")
 
 
 @pytest.mark.usefixtures("one_gpu")
@@ -212,7 +215,7 @@ def test_tasks_that_see_one_gpu_each_are_ranks(option: str) -> None:
 )
 def test_tasks_that_would_share_a_gpu_are_told_how_srun_gives_each_its_own(environ: dict[str, str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        get_ranks(config(), SRUN | environ)
+        ranks_of(config(), SRUN | environ)
     assert str(caught.value) == (
         "4 ranks per node: srun started them, and each of them sees 1 GPU;"
         " type srun --gpus-per-task=1, or --ntasks-per-node=1, or trainer.accelerator=cpu"
@@ -222,7 +225,7 @@ def test_tasks_that_would_share_a_gpu_are_told_how_srun_gives_each_its_own(envir
 @pytest.mark.usefixtures("one_gpu")
 def test_torchrun_gives_no_rank_a_gpu_of_its_own() -> None:
     with pytest.raises(ConfigError, match="this machine has 1 GPU; type torchrun --nproc-per-node 1 train.py"):
-        get_ranks(config(), TORCHRUN | OWN_GPU["--gpus-per-task=1"])
+        ranks_of(config(), TORCHRUN | OWN_GPU["--gpus-per-task=1"])
 
 
 @pytest.mark.parametrize(
@@ -268,9 +271,9 @@ def test_a_rank_needs_a_host_to_meet_the_others_at(address: str) -> None:
 
 def test_an_interface_that_the_machine_lacks_is_named_before_the_ranks_start() -> None:
     with pytest.raises(ConfigError, match="GLOO_SOCKET_IFNAME=nope: this machine has the network interfaces .*lo"):
-        get_ranks(config(devices=2, accelerator="cpu"), {"GLOO_SOCKET_IFNAME": "nope"})
-    assert get_ranks(config(devices=2, accelerator="cpu"), {"GLOO_SOCKET_IFNAME": "lo"}).per_node == 2
-    assert get_ranks(config(strategy=SINGLE), {"GLOO_SOCKET_IFNAME": "nope"}).per_node == 1
+        ranks_of(config(devices=2, accelerator="cpu"), {"GLOO_SOCKET_IFNAME": "nope"})
+    assert ranks_of(config(devices=2, accelerator="cpu"), {"GLOO_SOCKET_IFNAME": "lo"}).per_node == 2
+    assert ranks_of(config(strategy=SINGLE), {"GLOO_SOCKET_IFNAME": "nope"}).per_node == 1
 
 
 @pytest.mark.parametrize("environ", [{}, {"LOCAL_RANK": "x"}, {"WORLD_SIZE": "1"}, TORCHRUN, SLURM, {"PMI_SIZE": "2"}])
@@ -288,10 +291,10 @@ def test_processes_of_an_mpi_launcher_do_not_train_and_may_do_anything_else(envi
     settle_ranks(left)
     for strategy in (SINGLE, "recipes.strategy.ddp.DDP"):
         with pytest.raises(ConfigError, match=f"{name}={size}: an MPI launcher starts no ranks of this project"):
-            get_ranks(config(strategy=strategy), left)
+            ranks_of(config(strategy=strategy), left)
     for mode in ("plan", "evaluate"):
-        assert get_ranks(config(mode=mode), left).world_size == 1
-    assert get_ranks(config(), TORCHRUN | environ).started_by == "torchrun"
+        assert ranks_of(config(mode=mode), left).world_size == 1
+    assert ranks_of(config(), TORCHRUN | environ).started_by == "torchrun"
 
 
 def test_a_launcher_of_machines_is_told_the_torchrun_command_with_its_variables() -> None:
@@ -300,7 +303,7 @@ def test_a_launcher_of_machines_is_told_the_torchrun_command_with_its_variables(
     assert settle_ranks(environ) == []
     assert environ == pod
     with pytest.raises(ConfigError) as caught:
-        get_ranks(config(), environ)
+        ranks_of(config(), environ)
     assert str(caught.value) == (
         "WORLD_SIZE=2 without LOCAL_RANK, LOCAL_WORLD_SIZE: torchrun sets all of them for each rank, so it has not"
         " started this process; type torchrun --nnodes $WORLD_SIZE --node-rank $RANK --master-addr $MASTER_ADDR"

@@ -6,7 +6,7 @@ import lightning
 import pytest
 import torch
 from packaging.version import Version
-from support import TINY, composed_config, read_metrics
+from support import TINY, composed_config, read_metrics, resolved
 from torch import nn
 
 from recipes.build import build
@@ -21,7 +21,7 @@ def test_fused_adamw_is_clipped_under_every_precision(precision: str, tmp_path: 
         "trainer.max_steps=2",
         "trainer.gradient_clip_val=0.01",
     )
-    run = build(config, tmp_path, [])
+    run = build(resolved(config, tmp_path))
     run.trainer.fit(run.task, datamodule=run.data)
     rows = read_metrics(tmp_path)
     assert run.trainer.optimizers[0].param_groups[0]["fused"] is True

@@ -123,7 +123,7 @@ def test_deepspeed_still_starts_a_program_to_count_the_devices_of_a_cpu(monkeypa
 
 
 def test_deepspeed_still_needs_the_cuda_toolkit_for_disk_access_alone() -> None:
-    """0.19.8, `recipes.config.check.deepspeed.check_toolchain`; its CPU Adam is built without."""
+    """0.19.8, `recipes.config.check.strategy.check_toolchain`; its CPU Adam is built without."""
     from deepspeed.ops.op_builder import async_io
     from deepspeed.ops.op_builder.cpu import cpu_adam
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recipes.config.compose import Composed
+from recipes.config.resolved import ResolvedRun
 from recipes.launcher.job import Job, State, read_job
 from recipes.sweep import pool as pool_module
 from recipes.sweep.pool import Pool
@@ -113,7 +113,7 @@ def jobs(tmp_path: Path) -> list[Job]:
             number=number,
             folder=tmp_path / str(number),
             overrides=[f"seed={number}"],
-            composed=Composed(config=config, choices={}, run_folder=tmp_path, overrides=[]),
+            composed=ResolvedRun(config=config, choices={}, run_folder=tmp_path, overrides=[]),
         )
         for number in range(4)
     ]

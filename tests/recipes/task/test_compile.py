@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support import TINY, composed_config, read_metrics
+from support import TINY, composed_config, read_metrics, resolved
 from torch._dynamo.callback import callback_handler
 
 from recipes.build import build
@@ -20,7 +20,7 @@ def train_rows(folder: Path, texts: str, *overrides: str) -> list[dict[str, floa
         "save_every=null",
         "warmup_steps=1",
     ]
-    run = build(composed_config(*common, *overrides), folder, [])
+    run = build(resolved(composed_config(*common, *overrides), folder))
     run.trainer.fit(run.task, datamodule=run.data)
     return read_metrics(folder)
 
@@ -35,7 +35,7 @@ def test_a_run_that_fails_leaves_no_counter_of_compilations_in_torch(
         raise FloatingPointError
 
     monkeypatch.setattr(LanguageModeling, "training_step", fail)
-    run = build(composed_config(*TINY, f"data.path={text_folder}", "compile=true"), tmp_path, [])
+    run = build(resolved(composed_config(*TINY, f"data.path={text_folder}", "compile=true"), tmp_path))
     with pytest.raises(FloatingPointError):
         run.trainer.fit(run.task, datamodule=run.data)
     assert sum(isinstance(one, CompilationCounter) for one in during) == 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 from faults import FaultAt
 from lightning.pytorch.callbacks import Callback
-from support import MaskedTokens, OverflowAt, composed_config, read_metrics
+from support import MaskedTokens, OverflowAt, composed_config, read_metrics, resolved
 from torch import Tensor
 
 from callbacks.loss_spike.snapshot import Snapshot
@@ -49,7 +49,7 @@ def train(folder: Path, *overrides: str, callbacks: tuple[Any, ...] = ()) -> tup
     folder.mkdir(exist_ok=True)
     callback_options = [] if any("callbacks=" in text for text in overrides) else ["callbacks=[grad_norm,loss_scale]"]
     config = composed_config(*BASE, *callback_options, *overrides)
-    run = build(config, folder, [])
+    run = build(resolved(config, folder))
     run.data.source = MaskedTokens(num_samples=50, seq_len=16, vocab_size=64)
     biases = Biases()
     run.trainer.callbacks[:0] = list(callbacks)  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from host_reads import HostReads
-from support import TINY, composed_config
+from support import TINY, composed_config, resolved
 
 from recipes.build import build
 
@@ -27,7 +27,7 @@ def test_the_host_reads_the_device_on_logged_steps_alone(
     overrides: list[str], tmp_path: Path, text_folder: str
 ) -> None:
     common = [*TINY, f"data.path={text_folder}", "trainer.max_steps=15", f"log_every={LOG_EVERY}", "eval_every=15"]
-    run = build(composed_config(*common, "save_every=null", "warmup_steps=1", *overrides), tmp_path, [])
+    run = build(resolved(composed_config(*common, "save_every=null", "warmup_steps=1", *overrides), tmp_path))
     reads = HostReads(log_every=LOG_EVERY)
     run.trainer.callbacks.insert(0, reads)  # type: ignore[attr-defined]
     with reads.counting():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.config.check import deepspeed as toolchain
+from recipes.config.check import strategy as toolchain
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from support import execute, read_metrics, write_texts
 from recipes.config import compose_and_check
 from recipes.config.check.origin import check_origin
 from recipes.config.compose import compose_run
+from recipes.config.resolved import resolve
 from recipes.entry.run import _find_mistake
 from recipes.errors import ConfigError
 
@@ -92,7 +93,7 @@ def test_a_wrong_source_is_named_with_its_place(overrides: list[str], expected: 
 
 
 def test_an_error_names_the_key_that_has_the_value() -> None:
-    typed = compose_run(["data=stdlib_text", "data.vocab_size=3", "data.seq_len=7"])
+    typed = resolve(compose_run(["data=stdlib_text", "data.vocab_size=3", "data.seq_len=7"]))
     for setting, fix, named in (
         ("model.vocab_size=3", "model.vocab_size=257", "data.vocab_size=3 data.vocab_size=257"),
         ("seq_len=7", "seq_len=6 or less", "data.seq_len=7 data.seq_len=6 or less"),

@@ -1,11 +1,12 @@
 """What a machine cannot serve is rejected before anything is built, with the setting that works instead."""
 
 import pytest
+from support import resolved
 
-from recipes.config import compose_and_check, traits
-from recipes.config.check import deepspeed as deepspeed_check
+from recipes.config import compose_and_check
+from recipes.config import resolved as resolved_module
 from recipes.config.check import devices
-from recipes.config.traits import get_compile_mode
+from recipes.config.check import strategy as strategy_check
 
 
 def messages(*typed: str) -> list[str]:
@@ -15,8 +16,7 @@ def messages(*typed: str) -> list[str]:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that there is one GPU."""
-    for module in (traits, devices):
-        monkeypatch.setattr(module, "num_gpus", lambda: 1)
+    monkeypatch.setattr(resolved_module, "num_gpus", lambda: 1)
 
 
 def test_tf32_without_a_gpu_names_float32() -> None:
@@ -28,7 +28,7 @@ def test_another_mode_than_a_run_may_have_any_precision() -> None:
 
 
 def test_compiling_on_a_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepspeed_check.shutil, "which", lambda name: None)
+    monkeypatch.setattr(strategy_check.shutil, "which", lambda name: None)
     assert messages("compile=true") == [
         "compile=true: torch.compile writes C++ for a CPU, and there is no C++ compiler (c++);"
         " type apt install g++ (or yum install gcc-c++), or compile=false"
@@ -75,13 +75,14 @@ def test_an_unknown_mode_names_those_there_are() -> None:
 
 
 def test_auto_compiles_on_a_gpu_and_not_under_stage_3() -> None:
-    config = {"compile": "auto", "trainer": {"accelerator": "auto"}, "strategy": {}}
-    assert get_compile_mode(config, on_gpu=True) == "default"
-    assert get_compile_mode(config, on_gpu=False) is None
-    assert get_compile_mode(config | {"strategy": {"stage": 3}}, on_gpu=True) is None
-    assert get_compile_mode(config | {"strategy": {"stage": 3}, "compile": True}, on_gpu=True) == "default"
-    assert get_compile_mode(config | {"compile": False}, on_gpu=True) is None
-    assert get_compile_mode(config | {"compile": "reduce-overhead"}, on_gpu=True) == "reduce-overhead"
+    run = resolved({"compile": "auto", "trainer": {"accelerator": "auto"}, "strategy": {"_target_": "x.Other"}})
+    of_stage_3 = run.with_settings({"strategy.stage": 3})
+    assert run.compile_mode_on(gpu=True) == "default"
+    assert run.compile_mode_on(gpu=False) is None
+    assert of_stage_3.compile_mode_on(gpu=True) is None
+    assert of_stage_3.with_settings({"compile": True}).compile_mode_on(gpu=True) == "default"
+    assert run.with_settings({"compile": False}).compile_mode_on(gpu=True) is None
+    assert run.with_settings({"compile": "reduce-overhead"}).compile_mode_on(gpu=True) == "reduce-overhead"
 
 
 @pytest.mark.parametrize("name", ["cudnn", "memory_efficient"])

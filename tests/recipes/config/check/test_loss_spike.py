@@ -61,7 +61,7 @@ def test_snapshots_larger_than_the_memory_of_the_machine_must_go_to_disk(tmp_pat
     # 1.56 billion parameters x 12 bytes x 2 snapshots x 2 ranks: 70 GiB
     for gib, expected in ((69, 1), (71, 0)):
         meminfo.write_text(f"MemTotal:       {gib * 2**20} kB\n")
-        messages = [str(mistake) for mistake in check_loss_spike(composed.config, 2, meminfo)]
+        messages = [str(mistake) for mistake in check_loss_spike(composed, world_size=2, meminfo=meminfo)]
         assert len(messages) == expected
         assert all("callbacks.loss_spike.snapshot_storage=disk" in message for message in messages)
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import ROOT, composed_config, run_train
+from support import ROOT, composed_config, resolved, run_train
 from typed_remedies import find_refused
 
 from recipes.config import compose_and_check
@@ -238,7 +238,7 @@ def test_a_typo_inside_a_yaml_file_is_found_although_hydra_takes_it(tmp_path: Pa
     config["strtegy"] = {}
     from recipes.config.check import check_config
 
-    assert [str(mistake) for mistake in check_config(config, {}, [], tmp_path)] == [
+    assert [str(mistake) for mistake in check_config(resolved(config, tmp_path), [])] == [
         "strtegy=…: there is no such setting or section; type strategy=…",
         "callbacks.progress.colour=red: ProgressLine has no argument 'colour';"
         " type '~callbacks.progress.colour' to remove it",

@@ -7,20 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support import resolved
 
 from recipes.cache import open_cache_dir
 from recipes.config.check.compatibility import check_compatibility
 from recipes.config.check.paths import _check_data_path, check_run_folder
 from recipes.config.check.sections import check_settings
-from recipes.config.compose import Composed, claim_folder, compose_run, parse_override, quote_options
-from recipes.entry.run import run_composed
+from recipes.config.compose import claim_folder, compose_run, parse_override, quote_options
+from recipes.config.resolved import ResolvedRun, resolve
+from recipes.entry.run import run_resolved
 from recipes.errors import ConfigError
 from recipes.run_folder import FROZEN, claim_output
 
 
 @pytest.fixture(scope="module")
-def composed() -> Composed:
-    return compose_run([])
+def composed() -> ResolvedRun:
+    return resolve(compose_run([]))
 
 
 @pytest.fixture
@@ -38,13 +40,13 @@ def make_run(tmp_path: Path) -> Callable[[str], Path]:
 
 
 def test_a_run_is_resumed_in_its_own_folder_or_in_a_new_one_never_in_that_of_another(
-    composed: Composed, make_run: Callable[[str], Path], tmp_path: Path
+    composed: ResolvedRun, make_run: Callable[[str], Path], tmp_path: Path
 ) -> None:
     first, second = make_run("first"), make_run("second")
 
     def mistakes(resume: str | None, folder: Path, *, continues: bool = False) -> list[str]:
         config = composed.config | {"resume": resume}
-        return [mistake.setting for mistake in check_run_folder(config, folder, continues=continues)]
+        return [mistake.setting for mistake in check_run_folder(replace(resolved(config, folder), continues=continues))]
 
     assert mistakes(str(first), second) == [f"resume={first} hydra.run.dir={second}"]
     assert mistakes(str(first / "checkpoints" / "step_0000001.ckpt"), second)
@@ -59,25 +61,25 @@ def test_a_run_is_resumed_in_its_own_folder_or_in_a_new_one_never_in_that_of_ano
 
 @pytest.mark.parametrize("name", ["metrics.csv", "train.log", ".lock", ".summary.json.tmp"])
 def test_a_link_in_place_of_a_file_of_the_run_is_not_followed(
-    composed: Composed, make_run: Callable[[str], Path], tmp_path: Path, name: str
+    composed: ResolvedRun, make_run: Callable[[str], Path], tmp_path: Path, name: str
 ) -> None:
     folder, outside = make_run("from_elsewhere"), tmp_path / "profile"
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(outside)  # which need not exist: it would be created
     (folder / "more_checkpoints").symlink_to(tmp_path, target_is_directory=True)
     config = composed.config | {"resume": str(folder)}
-    [mistake] = check_run_folder(config, folder)
+    [mistake] = check_run_folder(resolved(config, folder))
     assert mistake.reason == f"{name} is a link to {outside}, where this run would write"
 
 
-def test_a_link_to_a_file_beside_it_stays_in_the_run(composed: Composed, make_run: Callable[[str], Path]) -> None:
+def test_a_link_to_a_file_beside_it_stays_in_the_run(composed: ResolvedRun, make_run: Callable[[str], Path]) -> None:
     folder = make_run("run")
     config = composed.config | {"resume": str(folder)}
     (folder / "metrics.csv").rename(folder / "metrics_2.csv")
     (folder / "metrics.csv").symlink_to("metrics_2.csv")
-    assert list(check_run_folder(config, folder)) == []
+    assert list(check_run_folder(resolved(config, folder))) == []
     (folder / "events.jsonl").symlink_to("config.yaml")  # which the run would damage
-    assert len(list(check_run_folder(config, folder))) == 1
+    assert len(list(check_run_folder(resolved(config, folder)))) == 1
 
 
 @pytest.mark.parametrize(
@@ -92,14 +94,14 @@ def test_a_link_to_a_file_beside_it_stays_in_the_run(composed: Composed, make_ru
     ],
 )
 def test_a_pipe_in_a_run_folder_blocks_no_mode(
-    composed: Composed, make_run: Callable[[str], Path], mode: str, name: str
+    composed: ResolvedRun, make_run: Callable[[str], Path], mode: str, name: str
 ) -> None:
     folder = make_run("run")
     (folder / name).unlink(missing_ok=True)
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     os.mkfifo(folder / name)
     node = {"_target_": f"recipes.mode.{mode}.{mode}", "path": None}
-    [mistake] = check_run_folder(composed.config | {"resume": str(folder), "mode": node}, folder)
+    [mistake] = check_run_folder(resolved(composed.config | {"resume": str(folder), "mode": node}, folder))
     assert mistake.reason.startswith(f"{name} is ")
 
 
@@ -117,7 +119,7 @@ def test_a_pipe_in_a_run_folder_blocks_no_mode(
     ],
 )
 def test_no_link_inside_a_run_folder_is_written_through_or_copied(
-    composed: Composed, make_run: Callable[[str], Path], tmp_path: Path, mode: str, link: str
+    composed: ResolvedRun, make_run: Callable[[str], Path], tmp_path: Path, mode: str, link: str
 ) -> None:
     folder, other = make_run("from_elsewhere"), make_run("other") / "checkpoints"
     (folder / "checkpoints").rename(tmp_path / "moved")
@@ -126,11 +128,11 @@ def test_no_link_inside_a_run_folder_is_written_through_or_copied(
     (folder / "oom" / "rank_0.json").symlink_to("../metrics.csv")  # does not leave the folder
     node = {"_target_": f"recipes.mode.{mode}.{mode}", "path": None}
     config = composed.config | {"resume": str(folder), "mode": node}
-    assert list(check_run_folder(config, folder)) == []
+    assert list(check_run_folder(resolved(config, folder))) == []
     (folder / link).parent.mkdir(exist_ok=True)
     (folder / link).unlink(missing_ok=True)
     (folder / link).symlink_to(other)
-    [mistake] = check_run_folder(config, folder)
+    [mistake] = check_run_folder(resolved(config, folder))
     assert mistake.reason.startswith(f"{link} is a link to {other}, where this run would ")
     is_copied = link.startswith("tokenizer")
     assert mistake.fix.startswith(f"rm {folder / link} && cp -r " if is_copied else f"rm {folder / link}, or ")
@@ -139,7 +141,7 @@ def test_no_link_inside_a_run_folder_is_written_through_or_copied(
     assert [f"resume={folder}: {link} is a link" in each for each in elsewhere] == [True] * is_copied
     if link == "export":
         typed = config | {"mode": node | {"path": str(tmp_path / "mine")}}
-        assert list(check_run_folder(typed, folder)) == []
+        assert list(check_run_folder(resolved(typed, folder))) == []
 
 
 @pytest.mark.parametrize("resume", [None, "auto"])
@@ -148,44 +150,44 @@ def test_no_link_inside_a_run_folder_is_written_through_or_copied(
     ["config.yaml", "summary.json", "environment.json", "events.jsonl", "metrics.csv", "report.html", "tokenizer"],
 )
 def test_a_run_replaces_no_file_that_is_of_no_run(
-    composed: Composed, tmp_path: Path, name: str, resume: str | None
+    composed: ResolvedRun, tmp_path: Path, name: str, resume: str | None
 ) -> None:
     (tmp_path / "train.log").touch()  # of `python train.py … > train.log`
     (tmp_path / "README.md").touch()
     config = composed.config | {"resume": resume}
-    assert list(check_run_folder(config, tmp_path)) == []
+    assert list(check_run_folder(resolved(config, tmp_path))) == []
     (tmp_path / name).write_text(FROZEN)  # even a config.yaml of a run, alone, has been put there
     for continues in (False, True):
-        [mistake] = check_run_folder(config, tmp_path, continues=continues)
+        [mistake] = check_run_folder(replace(resolved(config, tmp_path), continues=continues))
         assert mistake.setting == f"hydra.run.dir={tmp_path}"
         assert mistake.reason == f"it holds {name}, which is of no run, and which this run would replace"
     (tmp_path / ".lock").write_text("process 1 on here\n")  # of a start that failed before it wrote anything
-    found = [mistake.reason for mistake in check_run_folder(config, tmp_path, continues=True)]
+    found = [mistake.reason for mistake in check_run_folder(replace(resolved(config, tmp_path), continues=True))]
     wrong_kind = f"{name} in it is a file, and this run makes a folder of that name"
     assert found == ([wrong_kind] if name == "tokenizer" else [])
 
 
 def test_a_folder_in_place_of_a_file_of_a_run_is_found_before_the_run(
-    composed: Composed, make_run: Callable[[str], Path]
+    composed: ResolvedRun, make_run: Callable[[str], Path]
 ) -> None:
     folder = make_run("mine")
     (folder / "report.html").mkdir()
-    [mistake] = check_run_folder(composed.config | {"resume": "auto"}, folder)
+    [mistake] = check_run_folder(resolved(composed.config | {"resume": "auto"}, folder))
     assert mistake.reason == "report.html in it is a folder, and this run writes a file of that name"
 
 
 def test_a_run_that_waited_for_the_lock_looks_again_and_leaves_the_folder_as_it_is(
-    composed: Composed, make_run: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+    composed: ResolvedRun, make_run: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     # checked before the other start wrote anything
     folder = make_run("shared")
     before = (folder / "metrics.csv").read_bytes()
-    assert run_composed(replace(composed, run_folder=folder)) == 2
+    assert run_resolved(replace(composed, run_folder=folder)) == 2
     assert f"hydra.run.dir={folder}" in capsys.readouterr().out
     assert (folder / "metrics.csv").read_bytes() == before
 
 
-def test_starts_of_the_same_second_get_folders_of_their_own(composed: Composed, tmp_path: Path) -> None:
+def test_starts_of_the_same_second_get_folders_of_their_own(composed: ResolvedRun, tmp_path: Path) -> None:
     folder = tmp_path / "2026-01-02_03-04-05"
     starts = [replace(composed, run_folder=folder)] * 8
     with ThreadPoolExecutor(8) as threads:
@@ -201,21 +203,21 @@ def test_a_tilde_is_the_home_folder_and_never_a_name(tmp_path: Path, monkeypatch
     monkeypatch.setenv("HOME", str(tmp_path))
     run = compose_run(["hydra.run.dir='~/x'"])
     assert run.run_folder == tmp_path / "x"
-    [mistake] = check_run_folder(run.config, compose_run(["hydra.run.dir='~nobody_here/x'"]).run_folder)
+    [mistake] = check_run_folder(resolve(compose_run(["hydra.run.dir='~nobody_here/x'"])))
     assert str(mistake) == "hydra.run.dir=~nobody_here/x: there is no such user; type hydra.run.dir=<a folder>"
 
 
-def test_a_run_cannot_end_before_its_smallest_number_of_steps(composed: Composed) -> None:
+def test_a_run_cannot_end_before_its_smallest_number_of_steps(composed: ResolvedRun) -> None:
     def settings(**trainer: int) -> list[str]:
         config = composed.config | {"trainer": composed.config["trainer"] | trainer}
-        return [mistake.setting for mistake in check_compatibility(config)]
+        return [mistake.setting for mistake in check_compatibility(resolved(config))]
 
     assert settings(min_steps=99, max_steps=3) == ["trainer.min_steps=99 trainer.max_steps=3"]
     assert settings(min_steps=3, max_steps=3) == []
 
 
 @pytest.mark.parametrize("name", [".", ".."])
-def test_a_name_of_dots_would_be_another_folder(name: str, composed: Composed) -> None:
+def test_a_name_of_dots_would_be_another_folder(name: str, composed: ResolvedRun) -> None:
     assert [m.setting for m in check_settings(composed.config | {"name": name})] == [f"name={name}"]
 
 
@@ -228,9 +230,9 @@ def test_blanks_around_a_prompt_are_part_of_it(prompt: str) -> None:
         assert text.endswith("nan") or quote_options([text]) == [text]
 
 
-def test_a_folder_that_cannot_be_listed_is_left_to_whoever_locks_it(composed: Composed, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_listed_is_left_to_whoever_locks_it(composed: ResolvedRun, tmp_path: Path) -> None:
     for folder in (tmp_path / ("a" * 300), tmp_path / "missing"):
-        assert list(check_run_folder(composed.config, folder)) == []
+        assert list(check_run_folder(resolved(composed.config, folder))) == []
 
 
 def test_data_is_a_path_that_exists_or_a_data_set_of_the_hub(tmp_path: Path) -> None:

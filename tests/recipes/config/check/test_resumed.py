@@ -1,11 +1,13 @@
 """A resumed run has the model and the token ids that its weights were trained with."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from support import resolved
 
 from recipes.config.check.resumed import check_resumed
 from recipes.config.compose import compose_run
@@ -41,18 +43,18 @@ def test_another_model_or_tokenizer_is_rejected(resume: str, config: dict[str, A
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     named = {"auto": "auto", "folder": str(tmp_path), "checkpoint": str(checkpoint)}[resume]
     resumed = config | {"resume": named}
-    assert not list(check_resumed(resumed, tmp_path))
+    assert not list(check_resumed(resolved(resumed, tmp_path)))
     for changes, reason in CHANGED.values():
         other = copy.deepcopy(resumed)
         for key, value in changes.items():
             section, _, name = key.partition(".")
             other[section] = other[section] | {name: value} if name else value
-        [mistake] = check_resumed(other, tmp_path)
+        [mistake] = check_resumed(resolved(other, tmp_path))
         assert mistake.reason == reason
         assert mistake.setting.startswith(f"resume={named} ")
     # what leaves the meaning of the weights as it is
     regularized = resumed | {"model": config["model"] | {"dropout": 0.1}, "tokenizer": {}}
-    assert not list(check_resumed(regularized, tmp_path))
+    assert not list(check_resumed(resolved(regularized, tmp_path)))
 
 
 LORA = {"_target_": "recipes.adapter.lora.Lora", "r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "pretrained": None}
@@ -77,7 +79,7 @@ def test_another_adapter_is_rejected(
     # the base weights of an adapter may have moved
     resumed["model"] = config["model"] | {"pretrained": "moved"}
     choices = {"adapter": str(setting).partition("=")[2]}
-    found = [(m.setting, m.reason) for m in check_resumed(resumed, tmp_path, choices)]
+    found = [(m.setting, m.reason) for m in check_resumed(replace(resolved(resumed, tmp_path), choices=choices))]
     assert found == ([] if setting is None else [(f"resume={tmp_path} {setting}", reason)])
 
 
@@ -92,23 +94,23 @@ def test_a_published_model_and_its_tokenizer_may_have_moved(config: dict[str, An
     moved = model | {"name": "/new", "pretrained": "/new"}
     resumed = config | {"resume": str(run), "model": moved, "tokenizer": of_model | {"name": "/new"}}
     references = {"model.pretrained": "model.name", "tokenizer.name": "model.name"}
-    assert not list(check_resumed(resumed, run, references=references))
-    assert len(list(check_resumed(resumed, run))) == 2, "typed"
+    assert not list(check_resumed(replace(resolved(resumed, run), references=references)))
+    assert len(list(check_resumed(resolved(resumed, run)))) == 2, "typed"
     for folder, num_mistakes in ((same, 0), (other, 1), (tmp_path / "none", 1)):
         typed = resumed | {"model": model, "tokenizer": of_model | {"name": str(folder)}}
-        found = list(check_resumed(typed, run))
+        found = list(check_resumed(resolved(typed, run)))
         assert len(found) == num_mistakes
         assert all(m.setting == f"resume={run} tokenizer.name={folder}" for m in found)
 
 
 def test_a_folder_without_a_checkpoint_has_no_weights_to_compare_with(config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model: {_target_: x.Other}\n")
-    assert not list(check_resumed(config | {"resume": "auto"}, tmp_path))
-    assert not list(check_resumed(config, tmp_path))
+    assert not list(check_resumed(resolved(config | {"resume": "auto"}, tmp_path)))
+    assert not list(check_resumed(resolved(config, tmp_path)))
 
 
 def test_a_run_whose_config_holds_a_text_for_its_tokenizer_is_not_compared(
     config: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config | {"tokenizer": "bytes"}))
-    assert not list(check_resumed(config | {"resume": str(tmp_path)}, tmp_path))
+    assert not list(check_resumed(resolved(config | {"resume": str(tmp_path)}, tmp_path)))

@@ -6,14 +6,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support import resolved
 from torch.utils import cpp_extension
 
 from recipes.config import compose_and_check
-from recipes.config.check import deepspeed as deepspeed_check
+from recipes.config.check import strategy as strategy_check
 
 # the real ones: a fixture of conftest.py replaces them
-real_has_libaio = deepspeed_check.has_libaio
-real_deepspeed_folder = deepspeed_check._deepspeed_folder
+real_has_libaio = strategy_check.has_libaio
+real_deepspeed_folder = strategy_check._deepspeed_folder
 HAS_COMPILER = shutil.which("c++") is not None
 
 
@@ -23,35 +24,35 @@ def _messages(*typed: str) -> list[str]:
 
 def _hide_programs(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Make `shutil.which` find every program except these."""
-    monkeypatch.setattr(deepspeed_check.shutil, "which", lambda name: None if name in names else f"/usr/bin/{name}")
+    monkeypatch.setattr(strategy_check.shutil, "which", lambda name: None if name in names else f"/usr/bin/{name}")
 
 
 def test_the_error_without_deepspeed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepspeed_check, "_deepspeed_folder", real_deepspeed_folder)
-    find_spec = deepspeed_check.importlib.util.find_spec  # reading the signature of the strategy needs it, too
+    monkeypatch.setattr(strategy_check, "_deepspeed_folder", real_deepspeed_folder)
+    find_spec = strategy_check.importlib.util.find_spec  # reading the signature of the strategy needs it, too
     monkeypatch.setattr(
-        deepspeed_check.importlib.util, "find_spec", lambda name: None if name == "deepspeed" else find_spec(name)
+        strategy_check.importlib.util, "find_spec", lambda name: None if name == "deepspeed" else find_spec(name)
     )
     strategy = {
         "_target_": "recipes.strategy.deepspeed.strategy.DeepSpeedZero",
         "stage": 2,
         "offload_optimizer": None,
     }
-    [mistake] = deepspeed_check.check_toolchain(strategy, {}, accelerator="auto")
+    [mistake] = strategy_check.check_toolchain(resolved({"strategy": strategy}))
     assert str(mistake) == (
         "strategy=deepspeed_stage_2: DeepSpeed is not installed; type pip install -e '.[deepspeed]'"
     )
 
 
 def test_evaluation_does_not_require_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepspeed_check, "_deepspeed_folder", lambda: None)
+    monkeypatch.setattr(strategy_check, "_deepspeed_folder", lambda: None)
     typed = ["strategy=deepspeed_stage_3_nvme", "resume=auto", "hydra.run.dir=x"]
     assert len(_messages(*typed)) == 2
     assert _messages("mode=evaluate", *typed) == []
 
 
 def test_a_missing_compiler_and_a_missing_ninja_are_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(deepspeed_check.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(strategy_check.sys, "executable", str(tmp_path / "python"))
     _hide_programs(monkeypatch, "c++", "g++", "clang++", "ninja")
     assert _messages("strategy=deepspeed_stage_2_offload") == [
         "strategy.offload_optimizer=cpu: DeepSpeedCPUAdam is compiled on first use, but there is no C++ compiler (c++)"
@@ -71,7 +72,7 @@ def test_another_compiler_than_the_default_is_found(monkeypatch: pytest.MonkeyPa
 
 def test_ninja_next_to_the_python_executable_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "ninja").touch()
-    monkeypatch.setattr(deepspeed_check.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(strategy_check.sys, "executable", str(tmp_path / "python"))
     _hide_programs(monkeypatch, "ninja")
     assert _messages("strategy=deepspeed_stage_3_offload") == []
 
@@ -101,7 +102,7 @@ def test_a_prebuilt_op_needs_no_compiler(monkeypatch: pytest.MonkeyPatch, deepsp
 
 
 def test_the_error_without_libaio_names_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(deepspeed_check, "has_libaio", lambda: False)
+    monkeypatch.setattr(strategy_check, "has_libaio", lambda: False)
     assert _messages("strategy=deepspeed_stage_3_nvme", f"strategy.nvme_path={tmp_path}") == [
         "strategy.offload_optimizer=nvme strategy.offload_parameters=nvme: DeepSpeed uses libaio for the disk,"
         " and a test program that includes libaio.h failed to compile;"
@@ -112,7 +113,7 @@ def test_the_error_without_libaio_names_its_package(monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def gpu_without_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Pretend that there are GPUs, and a CUDA toolkit without a compiler, as in an image that only runs programs."""
-    monkeypatch.setattr(deepspeed_check, "num_gpus", lambda: 8)
+    monkeypatch.setattr(strategy_check, "num_gpus", lambda: 8)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     return tmp_path / "cuda"
 
@@ -138,14 +139,14 @@ def test_the_cuda_toolkit_is_looked_for_where_torch_does(monkeypatch: pytest.Mon
     source = inspect.getsource(cpp_extension._find_cuda_home)
     assert "'/usr/local/cuda'" in source
     if not Path("/usr/local/cuda/bin/nvcc").exists():
-        assert deepspeed_check._missing_cuda_home() == "/usr/local/cuda"
+        assert strategy_check._missing_cuda_home() == "/usr/local/cuda"
     nvcc = tmp_path / "toolkit" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
     nvcc.touch()
-    monkeypatch.setattr(deepspeed_check.shutil, "which", lambda name: str(nvcc))
-    assert deepspeed_check._missing_cuda_home() is None
+    monkeypatch.setattr(strategy_check.shutil, "which", lambda name: str(nvcc))
+    assert strategy_check._missing_cuda_home() is None
     monkeypatch.setenv("CUDA_PATH", "/no/such")
-    assert deepspeed_check._missing_cuda_home() == "/no/such"
+    assert strategy_check._missing_cuda_home() == "/no/such"
 
 
 def test_weights_in_host_memory_need_no_cuda_toolkit(gpu_without_toolkit: Path) -> None:

@@ -94,8 +94,8 @@ WRONG = {
     "data=random_tokens tokenizer=bpe callbacks=[sample_text,generation_eval] clipping=quantile clipping.window=10"
     " trainer.gradient_clip_algorithm=value": [
         "tokenizer=bpe: the data has no text, so it has no effect; type the same command without tokenizer",
-        "callbacks=[sample_text,generation_eval]: sample_text and generation_eval need text and its tokenizer, and the data"
-        " has none; type the same command without it",
+        "callbacks=[sample_text,generation_eval]: sample_text and generation_eval need text and its tokenizer, and the"
+        " data has none; type the same command without it",
         "trainer.gradient_clip_algorithm=value clipping._target_=recipes.clipping.quantile.Quantile: Quantile finds"
         " limits of the norm, which clipping by value does not read;"
         " type trainer.gradient_clip_algorithm=norm, or clipping=none",
