@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from .grad_norm.by_block import get_block, sum_squares_by
+from .grad_norm.callback import get_block, sum_squares_by
 from .lightning_packages import Callback, find_classes
 from .logged_step import StepCounter, is_logged_step, log_row
 

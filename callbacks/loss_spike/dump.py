@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..events import finite
 from ..files import replacing, tolerating, write_atomically
-from ..grad_norm.by_block import norms_by_block
+from ..grad_norm.callback import norms_by_block
 from ..logged_step import run_folder
 from ..protocols import SupportsSampleLosses, SupportsSavedWeights
 from ..ranks import gather_by_samples, gather_objects

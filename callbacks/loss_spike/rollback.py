@@ -1,21 +1,25 @@
 """Roll a run back to an in-process snapshot: one copy to take a snapshot, one to restore it."""
 
+import copy
 import logging
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from torch import Tensor
 
 from ..files import tolerating
+from ..lightning_internals import allow_saves_after, averages_weights_periodically
+from ..lightning_packages import find_classes
 from ..logged_step import output_folder
 from ..memory.host_memory import available_bytes
-from ..ranks import all_ranks
-from .checkpoint_list import checkpoint_lists, restore_checkpoint_lists
-from .replicas import NodeReplicas, find_replicas, is_shared
+from ..ranks import all_ranks, gather_values, num_ranks
 from .snapshot import Snapshot, SnapshotRing
 from .train_state import (
     forget_tensors,
@@ -23,6 +27,166 @@ from .train_state import (
     live_tensors,
     restore_scalars,
 )
+
+# Remove checkpoints of rolled-back steps from the list of Lightning's ModelCheckpoint.
+
+
+def checkpoint_lists(trainer: Trainer) -> list[dict[str, Any]]:
+    """Return a copy of every ModelCheckpoint's state: best scores, paths, latest checkpoint."""
+    return [copy.deepcopy(saver.state_dict()) for saver in _find_savers(trainer)]
+
+
+def restore_checkpoint_lists(trainer: Trainer, lists: list[dict[str, Any]]) -> None:
+    """Restore the lists of a snapshot, without files that have been replaced since.
+
+    Files of rolled-back steps stay on disk and are named in a log line: nothing is deleted, but `best_model_path` and
+    `last_model_path` no longer refer to them.
+
+    Args:
+        trainer: The trainer, with `global_step` already restored.
+        lists: Return value of `checkpoint_lists` at the time of the snapshot.
+    """
+    for saver, before in zip(_find_savers(trainer), lists, strict=True):
+        allow_saves_after(saver, trainer.global_step)
+        left = sorted(_paths(saver.state_dict()) - _paths(before))
+        missing = trainer.strategy.broadcast(sorted(path for path in _paths(before) if not _exists(path)))
+        saver.load_state_dict(_without(before, missing, lowest_is_best=saver.mode == "min"))
+        saver.current_score = before["current_score"]
+        if left and trainer.is_global_zero:
+            log.warning(f"No longer in the list of ModelCheckpoint, as their steps were rolled back: {', '.join(left)}")
+
+
+def _find_savers(trainer: Trainer) -> list[Any]:
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, find_classes("callbacks.ModelCheckpoint"))]
+
+
+def _paths(state: dict[str, Any]) -> set[str]:
+    return {path for path in (*state["best_k_models"], state["best_model_path"], state["last_model_path"]) if path}
+
+
+def _exists(path: str) -> bool:
+    exists: bool = get_filesystem(path).exists(path)
+    return exists
+
+
+def _without(state: dict[str, Any], missing: list[str], *, lowest_is_best: bool) -> dict[str, Any]:
+    """Return the state without missing files; replace best and worst by those of the remaining files."""
+    if not missing:
+        return state
+    models: dict[str, Tensor] = {path: score for path, score in state["best_k_models"].items() if path not in missing}
+    ranked = sorted(models, key=lambda path: float(models[path]), reverse=not lowest_is_best)
+    best, worst = (ranked[0], ranked[-1]) if ranked else ("", "")
+    return state | {
+        "best_k_models": models,
+        "best_model_path": best if state["best_model_path"] in missing else state["best_model_path"],
+        "best_model_score": models.get(best) if state["best_model_path"] in missing else state["best_model_score"],
+        "kth_best_model_path": worst,
+        "kth_value": models.get(worst, state["kth_value"]),
+        "last_model_path": "" if state["last_model_path"] in missing else state["last_model_path"],
+    }
+
+
+# Share one snapshot among the ranks of a node that hold identical weights and optimizer state, as under DDP.
+#
+# Each rank copies a subset of the tensors to the host, and broadcasts it to the others at a rollback.
+
+_LEAST_ELEMENTS = 1024  # smaller tensors are not worth sending: every rank keeps them
+_SHARED_KINDS = ("module/", "optimizer/")  # not buffers: batch norm statistics differ per rank
+
+
+class NodeReplicas:
+    """The ranks of this node.
+
+    Args:
+        first_rank: Global rank of the node's first rank.
+        group: Process group of the node's ranks.
+    """
+
+    def __init__(self, first_rank: int, group: Any) -> None:
+        self._first_rank = first_rank
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def assign(self, tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> dict[str, int]:
+        """Assign each shared tensor to a rank of the node, balanced by bytes; the result is the same on every rank.
+
+        Args:
+            tensors: Pairs of name and tensor, in the same order on every rank.
+            device: Device whose tensors the ranks can send.
+
+        Returns:
+            Local rank by tensor name.
+        """
+        owners: dict[str, int] = {}
+        num_bytes = [0] * self.size
+        for name, tensor in tensors:
+            if is_shared(name, tensor, device):
+                owners[name] = num_bytes.index(min(num_bytes))
+                num_bytes[owners[name]] += tensor.nbytes
+        return owners
+
+    @torch.no_grad()
+    def send(self, tensors: Iterable[tuple[str, Tensor]], owners: dict[str, int]) -> None:
+        """Broadcast every shared tensor from the rank that keeps it to the other ranks, in place."""
+        for name, tensor in tensors:
+            if name not in owners:
+                continue
+            values = tensor.detach().contiguous()
+            dist.broadcast(values, src=self._first_rank + owners[name], group=self._group)
+            if values.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(values)
+
+
+def is_shared(name: str, tensor: Tensor, device: torch.device) -> bool:
+    """Return whether one copy of a tensor per node suffices if its ranks hold the same train state."""
+    return name.startswith(_SHARED_KINDS) and tensor.device.type == device.type and tensor.numel() >= _LEAST_ELEMENTS
+
+
+def find_replicas(trainer: Trainer) -> NodeReplicas | None:
+    """Return this node's ranks if all hold the same train state; None if each rank must keep its own snapshots.
+
+    Every rank must call it. The states are compared once, by the number of tensors and the sum of each, because an
+    optimizer may shard its state over the ranks.
+    """
+    strategy = trainer.strategy
+    is_ddp = isinstance(strategy, find_classes("strategies.DDPStrategy"))
+    if not is_ddp or isinstance(strategy, find_classes("strategies.DeepSpeedStrategy")) or num_ranks() == 1:
+        return None
+    if averages_weights_periodically(strategy):
+        return None
+    per_node = trainer.world_size // max(1, trainer.num_nodes)
+    node = trainer.global_rank // max(1, per_node)
+    in_order = per_node > 1 and trainer.global_rank == node * per_node + trainer.local_rank
+    if not all_ranks(in_order, strategy.root_device):
+        return None
+    groups: list[Any] = [dist.group.WORLD]
+    if trainer.num_nodes > 1:
+        groups = [
+            dist.new_group(list(range(first, first + per_node))) for first in range(0, trainer.world_size, per_node)
+        ]
+    replicas = NodeReplicas(node * per_node, groups[node if trainer.num_nodes > 1 else 0])
+    if not all_ranks(_hold_the_same(trainer, replicas), strategy.root_device):
+        if trainer.is_global_zero:
+            log.info("The ranks hold different weights or optimizer state: each keeps its own snapshots")
+        return None
+    return replicas
+
+
+def _hold_the_same(trainer: Trainer, replicas: NodeReplicas) -> bool:
+    device = trainer.strategy.root_device
+    shared = [(name, tensor) for name, tensor in live_tensors(trainer, writes_back=False)]
+    sums = [tensor.sum(dtype=torch.float64) for name, tensor in shared if is_shared(name, tensor, device)]
+    by_rank = gather_values([float(len(sums))], device)
+    if not sums or any(values != by_rank[0] for values in by_rank):
+        return False
+    own = torch.stack(sums).to(device)  # [tensors], float64
+    of_all = own.new_empty(replicas.size * len(own))
+    dist.all_gather_into_tensor(of_all, own, group=replicas._group)
+    # compare bits, so that NaN equals NaN
+    return bool((of_all.view(replicas.size, -1).view(torch.int64) == own.view(torch.int64)).all())
+
 
 log = logging.getLogger("lightning_recipes")
 GIB = 2**30

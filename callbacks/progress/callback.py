@@ -4,7 +4,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -15,7 +15,6 @@ from ..lightning_internals import Row, RowTap, as_floats, get_learning_rates
 from ..lightning_packages import ProgressBar
 from ..logged_step import StepCounter, completed_steps
 from ..protocols import SupportsRow
-from .console import show_info, stop_showing
 from .text import clock_text, epoch_text, find_val_loss, position_text, shown_text, step_text, train_text, val_text
 
 if TYPE_CHECKING:
@@ -256,3 +255,44 @@ def _total_steps(trainer: Trainer) -> int | None:
         done = trainer.global_step
         batches = min(batches, math.ceil(trainer.max_steps * completed_steps(trainer) / done) if done else math.inf)
     return int(batches) if math.isfinite(batches) else None
+
+
+# Show a logger's INFO records on the console even if the logging setup would drop them.
+
+
+def show_info(log: logging.Logger) -> logging.Handler | None:
+    """Show a logger's INFO records on the console until `stop_showing` is called.
+
+    Returns:
+        The handler that `stop_showing` removes; None if they are shown already or the logger's own level forbids it.
+    """
+    on_console = any(_is_console(handler) and handler.level <= logging.INFO for handler in _handlers(log))
+    if on_console and log.isEnabledFor(logging.INFO):
+        return None
+    if log.level not in (logging.NOTSET, logging.INFO, logging.DEBUG):
+        return None
+    handler: logging.Handler = logging.NullHandler() if on_console else logging.StreamHandler()
+    handler.set_name(f"level {log.level}")
+    log.addHandler(handler)
+    log.setLevel(min(log.level or logging.INFO, logging.INFO))
+    return handler
+
+
+def stop_showing(log: logging.Logger, handler: logging.Handler | None) -> None:
+    """Undo `show_info`."""
+    if handler is not None:
+        log.removeHandler(handler)
+        log.setLevel(int(str(handler.name).removeprefix("level ")))
+
+
+def _handlers(log: logging.Logger) -> Iterator[logging.Handler]:
+    """Yield every handler that receives this logger's records."""
+    logger: logging.Logger | None = log
+    while logger is not None:
+        yield from logger.handlers
+        logger = logger.parent if logger.propagate else None
+
+
+def _is_console(handler: logging.Handler) -> bool:
+    """Return whether a handler writes to something other than a file."""
+    return not isinstance(handler, (logging.FileHandler, logging.NullHandler))

@@ -16,7 +16,7 @@ from .charts.series import Group, Mark, get_groups, get_marks, is_marked, metric
 from .config import config_lines
 from .dashboard import get_sections, sections_for
 from .html import anchor_id, render, time_text, value_text, write_page
-from .plan_page import memory_figure
+from .mode_pages import memory_figure
 from .run_record import RecordedFit, RunRecord, add_fit, get_status, is_finite, read_run, status_class
 from .tables import get_events, get_operators, get_plan, get_replay, get_samples, get_spikes
 

@@ -75,7 +75,7 @@ def _with_budget(fraction: float) -> Entered:
     from torch._functorch import config as partitioner
     from torch._inductor import config as inductor
 
-    from recipes.activation_checkpoint.random_ops import KeepRandomNumbers
+    from recipes.activation_checkpoint.recompute import KeepRandomNumbers
 
     patch_budget: Callable[..., Any] = partitioner.patch
     patch_passes: Callable[..., Any] = inductor.patch

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,13 +21,79 @@ from torch import Tensor
 
 from recipes.data.conversations.chat_template import find_stop_ids
 from recipes.errors import ConfigError
-from recipes.evaluator.generation import Generation, StopStrings
-from recipes.evaluator.prompt_tokens import Pair, PromptTokens
 from recipes.model import LanguageModel
 from recipes.model.generate import generate_batch
 from recipes.numerics.head_loss import cast_weight
 from recipes.numerics.linear import linear
 from recipes.tokenizer import Tokenizer
+
+# Tokenize context and continuation of requests, split where lm-evaluation-harness splits them.
+
+Pair = tuple[list[int], list[int]]  # tokens of a context, and of the continuation to score
+
+
+class PromptTokens:
+    """Tokenizes like `transformers`: a tokenizer's first tokens are prepended, and special tokens are parsed in text.
+
+    In training data the text of a special token is plain text; here results must be comparable with published ones.
+
+    Args:
+        tokenizer: Tokenizer of the run.
+        is_rendered: Whether texts are rendered conversations, which begin as their template says, as in training.
+
+    Attributes:
+        start: Token for an empty context: beginning-of-sequence, or end-of-text if there is none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, is_rendered: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._is_rendered = is_rendered
+        spelling = tokenizer.special_tokens.get("bos_token")
+        ids = self._read(spelling) if spelling is not None else []
+        self.start: int = ids[0] if len(ids) == 1 else tokenizer.end_of_text
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text; a rendered conversation that begins with the first token gets no other one."""
+        if self._is_rendered:
+            return self._read(text)
+        return self._tokenizer.encode_start(text, reads_special_tokens=True)
+
+    def split(self, context: str, continuation: str) -> Pair:
+        """Return the tokens of a context, at least one, and of its continuation.
+
+        The continuation is everything in the joint tokens after the length of the context's own. If a token spans the
+        seam, the model reads the context's part and the rest is not scored: as in the harness, and rare, because
+        trailing spaces of the context move to the continuation, where most vocabularies put them.
+        """
+        if not context.rstrip():  # empty or only white space
+            tokens = self._read(context + continuation)
+            if tokens[:1] == [self.start]:
+                return tokens[:1], tokens[1:]
+            return [self.start], tokens
+        num_blanks = len(context) - len(context.rstrip())
+        if num_blanks:
+            context, continuation = context[:-num_blanks], context[-num_blanks:] + continuation
+        tokens = self.encode(context)
+        return tokens, self.encode(context + continuation)[len(tokens) :]
+
+    def roll(self, text: str, *, window: int) -> Iterator[Pair]:
+        """Yield a text in parts that cover each token once, each after as much context as fits into the window.
+
+        The first part follows the start token, even where the tokenizer has already added one: the harness counts it.
+
+        Args:
+            text: Text of any length.
+            window: Maximum number of tokens that the model reads.
+        """
+        tokens = [self.start, *self.encode(text)]
+        for begin in range(1, len(tokens), window):
+            end = min(begin + window, len(tokens))
+            yield tokens[max(0, end - 1 - window) : begin], tokens[begin:end]
+
+    def _read(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode_rendered(text).ids
+        return ids
+
 
 LOGGER = logging.getLogger("lightning_recipes")
 Score = tuple[float, bool]  # log-likelihood of a continuation, and whether greedy decoding would produce it
@@ -225,3 +292,87 @@ class _Progress:
         if time.monotonic() - self._logged > _REPORT_SECONDS:
             self._logged = time.monotonic()
             LOGGER.info(f"{self._done:,} of {self._total:,} {self._what}")
+
+
+# Generation settings and stop strings of lm-evaluation-harness tasks.
+
+_NUM_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # in order of precedence
+_DEFAULT_NUM_TOKENS = 256  # the harness's default
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Generation settings of a request, hashable.
+
+    Attributes:
+        until: Stop strings, which are not part of the answer.
+        num_tokens: Maximum number of tokens to generate.
+        temperature: 0 always picks the most likely token.
+        top_k: Sample from this many tokens; None samples from all.
+        top_p: Sample from tokens with this total probability; None samples from all.
+    """
+
+    until: tuple[str, ...]
+    num_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+
+    @classmethod
+    def read(cls, settings: Mapping[str, Any]) -> "Generation":
+        """Read the `generation_kwargs` of a task.
+
+        Raises:
+            ConfigError: A setting has no counterpart here.
+        """
+        rest = dict(settings)
+        until = rest.pop("until", None) or []
+        lengths = [rest.pop(name, None) for name in _NUM_TOKENS]
+        num_tokens = next((int(length) for length in lengths if length is not None), _DEFAULT_NUM_TOKENS)
+        samples = rest.pop("do_sample", None)
+        temperature = float(rest.pop("temperature", 1.0 if samples else 0.0))
+        top_k, top_p = rest.pop("top_k", None), rest.pop("top_p", None)
+        if rest:
+            name, value = next(iter(rest.items()))
+            raise ConfigError(
+                f"generation_kwargs.{name}={value}",
+                "the task asks for it, and it has no counterpart here",
+                f"a task whose YAML sets no {name}",
+            )
+        return cls(
+            until=(until,) if isinstance(until, str) else tuple(until),
+            num_tokens=num_tokens,
+            temperature=0.0 if samples is False else temperature,
+            top_k=int(top_k) if top_k else None,  # 0 means all, as in transformers
+            top_p=None if top_p is None else float(top_p),
+        )
+
+
+class StopStrings:
+    """Detects the end of an answer.
+
+    Args:
+        until: Stop strings.
+        tokenizer: Tokenizer of the answer.
+    """
+
+    def __init__(self, until: Sequence[str], tokenizer: Tokenizer) -> None:
+        self._until = [*filter(None, until), tokenizer.decode([tokenizer.end_of_text])]
+        self._tokenizer = tokenizer
+        self._special = tokenizer.special_ids
+        # a token has at least one byte, and a character may begin before the newest tokens
+        self._num_last = max(len(text.encode()) for text in self._until) + 2
+        self._before = tokenizer.encode("a")  # stands for the prompt: a text before it keeps the first blank
+
+    def is_reached(self, tokens: Sequence[int]) -> bool:
+        """Return whether the newest tokens complete a stop string, which may be the text of a special token."""
+        newest = self._tokenizer.decode_continuation(self._before, tokens[-self._num_last :])
+        return any(text in newest for text in self._until)
+
+    def cut(self, tokens: Sequence[int], *, prompt: Sequence[int] = ()) -> str:
+        """Return the text that an answer adds to its prompt, up to the first stop string, without special tokens."""
+        plain = [token for token in tokens if token not in self._special]
+        answer = self._tokenizer.decode_continuation(prompt, plain)
+        for text in self._until:
+            answer = answer.split(text)[0]
+        return answer

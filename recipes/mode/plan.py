@@ -19,12 +19,11 @@ from recipes.plan.hardware import MEASURED, Cluster, find_cluster
 from recipes.plan.measured import OperatorTimer
 from recipes.plan.plan import get_limit, make_plan
 from recipes.plan.roofline import Rates, get_rates, kind_of
-from recipes.plan.run_length import measure_run
 from recipes.plan.scaling import as_json as scaling_as_json
 from recipes.plan.scaling import describe_scaling, plan_scaling
 from recipes.plan.search import Found, describe_search, search_layouts
 from recipes.plan.search import as_json as search_as_json
-from recipes.plan.table import as_json, describe_memory, describe_rules, describe_time
+from recipes.plan.table import as_json, describe_memory, describe_rules, describe_time, measure_run
 from recipes.precision import Precision
 from recipes.run_folder import PLAN_FILE, claim_output, has_keys, is_page
 from recipes.runtime.console import LOGGER

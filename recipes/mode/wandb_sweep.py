@@ -18,7 +18,7 @@ from recipes.config.resolved import ResolvedRun, resolve
 from recipes.config.search_path import listing_own_options
 from recipes.errors import ConfigError, format_report
 from recipes.files import write_atomically
-from recipes.logger.wandb.init import DEFAULT_PROJECT
+from recipes.logger.wandb.session import DEFAULT_PROJECT
 from recipes.run_folder import claim_output
 from recipes.runtime.console import LOGGER
 from recipes.runtime.exit_codes import ExitCode

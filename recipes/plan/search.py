@@ -18,9 +18,8 @@ from recipes.errors import ConfigError
 from recipes.mesh import Mesh, least_micro_batches
 from recipes.model.flops import flops_per_sample
 from recipes.plan.advice import with_overrides
-from recipes.plan.estimate import Estimator
+from recipes.plan.estimate import Estimate, Estimator, Layout, Recordings, Shape
 from recipes.plan.hardware import Cluster
-from recipes.plan.layouts import Estimate, Layout, Recordings, Shape
 from recipes.plan.pipeline import Pipeline
 from recipes.plan.places import Places, describe_places, with_seconds
 from recipes.plan.recorded import Recorded, record_config

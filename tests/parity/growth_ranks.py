@@ -13,7 +13,7 @@ import run_cases  # noqa: E402
 from support import composed_config, read_metrics, resolved  # noqa: E402
 
 from recipes.build import build  # noqa: E402
-from recipes.strategy.deepspeed import loss_scale as zero_loss_scale  # noqa: E402
+from recipes.strategy.deepspeed import strategy as zero_loss_scale  # noqa: E402
 
 zero_loss_scale.GROWTH_INTERVAL = 2
 _grow_after_the_step = zero_loss_scale._grow_after_the_step

@@ -19,7 +19,7 @@ COMPILED = [
 # on a GPU neither runs: a fused optimizer reads the flag there, and the reader copies beside the computation
 ONLY_ON_A_CPU = {"recipes/strategy/__init__.py: skip_step", "callbacks/loss_spike/reader.py: exchange"}
 # DeepSpeed 0.19.8 checks the norm on the host before each update, and the guard decides there whether to skip it
-BY_DEEPSPEED = {"deepspeed/runtime/utils.py: is_invalid_grad_norm", "recipes/strategy/deepspeed/step_guard.py: _decide"}
+BY_DEEPSPEED = {"deepspeed/runtime/utils.py: is_invalid_grad_norm", "recipes/strategy/deepspeed/strategy.py: _decide"}
 
 
 def _case(engine: str, *more: str) -> dict[str, Any]:

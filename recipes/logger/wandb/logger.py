@@ -3,8 +3,10 @@
 Costs at most one queue entry per second; W&B itself runs in a background thread and a separate process.
 """
 
+import json
+import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,18 +15,20 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-from recipes.logger.wandb.alerts import Alerts, WandbExit
-from recipes.logger.wandb.content import (
-    events_table,
-    get_code_diff,
-    get_logged_config,
-    get_names,
-    samples_table,
-    validation_table,
+from recipes.logger.wandb.session import CODE, STEP, SentRows, WandbSession, open_run
+from recipes.run_folder import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    EVENTS_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    read_cells,
+    read_config,
+    read_environment,
+    read_json_lines,
+    read_summary,
 )
-from recipes.logger.wandb.init import open_run
-from recipes.logger.wandb.session import STEP, SentRows, WandbSession
-from recipes.run_folder import CHECKPOINTS, CONFIG_FILE, SAMPLES_FILE, read_summary
+from recipes.runtime.exit_codes import ExitCode
 
 # Events that are not marked on the curves. For all others `event/<name>` is 1 in the row where they happened, unless
 # the callback that logs them declares `"mark": "none"`, see `callbacks.events.EventKind`.
@@ -268,3 +272,201 @@ class WandbLogger(Logger):
             artifact = wandb.Artifact(f"checkpoint-{run.id}", type="model")
             artifact.add_dir(str(last.resolve()))
             run.log_artifact(artifact)
+
+
+# W&B alerts (spike, rollback, divergence, out of memory) and the final status of a run.
+
+
+class Alerts:
+    """Sends at most one alert of a kind per interval; suppressed ones are counted in the next.
+
+    Args:
+        every_minutes: The interval. None disables alerts.
+    """
+
+    def __init__(self, *, every_minutes: float | None) -> None:
+        self._every_minutes = every_minutes
+        self._sent_at: dict[str, float] = {}
+        self._num_held_back: dict[str, int] = {}
+
+    def get_due(self, event: str, step: int, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the arguments of W&B's `alert`; None if the event needs none, or one was sent recently."""
+        kind = _get_kind(event, fields)
+        if kind is None or self._every_minutes is None:
+            return None
+        title, level = kind
+        now = time.monotonic()
+        if title in self._sent_at and now - self._sent_at[title] < 60 * self._every_minutes:
+            self._num_held_back[title] = self._num_held_back.get(title, 0) + 1
+            return None
+        self._sent_at[title] = now
+        details = [f"{name} {value}" for name, value in fields.items() if value is not None]
+        text = ", ".join([*([] if event == "end" else [f"step {step}"]), *details])
+        if num_before := self._num_held_back.pop(title, 0):
+            text += f"; {num_before} more since the last alert"
+        return {"title": title, "text": text, "level": level}
+
+
+def _get_kind(event: str, fields: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return title and level of an event's alert; None if it needs none."""
+    if event == "spike":
+        return "Spike", "WARN"
+    if event == "rollback":
+        return "Rollback", "WARN"
+    if event == "stop" or (event == "end" and fields["status"] == "diverged"):
+        return "Diverged", "ERROR"
+    error = str(fields["error"]) if "error" in fields else ""
+    if event == "oom" or "OutOfMemory" in error or "out of memory" in error:
+        return "Out of memory", "ERROR"
+    return None
+
+
+_EXIT_CODES = {
+    "finished": ExitCode.FINISHED,
+    "diverged": ExitCode.DIVERGED,
+    "out_of_memory": ExitCode.OUT_OF_MEMORY,
+    "interrupted": ExitCode.INTERRUPTED,
+}
+
+
+class WandbExit:
+    """Determines a run's final status and exit code, which W&B needs before the process exits."""
+
+    def __init__(self) -> None:
+        self._last_save: str | None = None
+
+    def note(self, event: str) -> None:
+        """Record the outcome of this process's latest save."""
+        if event in ("start", "resume"):
+            self._last_save = None  # an earlier rejection was of a checkpoint to load
+        elif event.startswith("checkpoint"):
+            self._last_save = event
+
+    def get_status(self, event: str, fields: Mapping[str, Any], summary: Mapping[str, Any]) -> tuple[str, ExitCode]:
+        """Return status and exit code for the event that ends the run.
+
+        Args:
+            event: `end` or `preempted`.
+            fields: The event's fields.
+            summary: The content of summary.json.
+        """
+        if event == "preempted":
+            return "preempted", ExitCode.PREEMPTED if fields["saved"] else ExitCode.TERMINATED
+        status = str(fields["status"])
+        if status == "finished":
+            if summary.get("status") == "diverged" or self._last_save == "checkpoint_rejected":
+                status = "diverged"
+            elif self._last_save == "checkpoint_failed":
+                return "unsaved", ExitCode.UNSAVED
+        return status, _EXIT_CODES.get(status, ExitCode.CRASHED)
+
+
+# Names, config, code and tables of a W&B run, read from the run folder.
+
+SWEEP_FOLDER_PREFIX = "wandb_"  # set by recipes.config.compose
+_MAX_TABLE_ROWS = 2000  # the newest
+_MAX_TAG_LENGTH = 64  # W&B rejects longer ones
+
+
+def get_names(folder: Path, *, group: str | None) -> dict[str, Any]:
+    """Return name, group and tags of a run, from its recipe, model and sweep."""
+    config, environment = read_config(folder), read_environment(folder)
+    overrides = dict(text.split("=", 1) for text in environment["overrides"] if "=" in text)
+    recipe = overrides.get("recipe", str(config["name"]))
+    model = overrides.get("model", _get_class_name(config["model"]))
+    kind = f"{recipe}_{model}"
+    sweep = _get_sweep(folder)
+    where = f"{sweep}_{folder.name}" if sweep is not None else folder.name
+    tags = [recipe, model, _get_class_name(config["strategy"]), *map(str, config["tags"])]
+    if sweep is not None:
+        tags.append("sweep")
+    return {
+        "run_name": f"{kind}_{where}",
+        "run_group": group or (f"sweep_{sweep}" if sweep is not None else kind),
+        "run_job_type": "train",
+        "run_tags": tuple(tag[:_MAX_TAG_LENGTH] for tag in dict.fromkeys(tags) if tag),
+    }
+
+
+def get_logged_config(folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the resolved, nested config, with the run's environment as `environment`.
+
+    Args:
+        folder: The run folder.
+        known: The config that W&B already has. In a W&B sweep it holds a varied group as the name of its option
+            (`model: gpt2_nano`); the settings of that group are then logged as `model_settings`.
+    """
+    config = read_config(folder) | {"environment": read_environment(folder)}
+    options = {name for name, value in known.items() if isinstance(value, str)}
+    return {
+        f"{name}_settings" if name in options and isinstance(value, dict) else name: value
+        for name, value in config.items()
+    }
+
+
+def get_code_diff() -> str:
+    """Return the uncommitted changes of the code; empty outside a repository or without git."""
+    try:
+        done = subprocess.run(["git", "--no-optional-locks", "diff", "HEAD"], cwd=CODE, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.decode(errors="replace")
+
+
+def events_table(folder: Path) -> Any:
+    """Return a table of all events of the run, earlier processes included; None if there are none."""
+    return _table(
+        folder / EVENTS_FILE,
+        ["step", "event", "time", "details"],
+        lambda line: [
+            line["step"],
+            line["event"],
+            line.get("time"),
+            json.dumps({k: v for k, v in line.items() if k not in ("step", "event", "time")}),
+        ],
+    )
+
+
+def samples_table(folder: Path) -> Any:
+    """Return a table of the texts that the model generated; None if there are none."""
+    return _table(
+        folder / SAMPLES_FILE,
+        ["step", "prompt", "text"],
+        lambda line: [line["step"], line["prompt"], line["text"]],
+    )
+
+
+def validation_table(folder: Path) -> Any:
+    """Return a table with one row per validation and one column per metric; None if there was none."""
+    import wandb
+
+    rows = read_cells(folder / METRICS_FILE)
+    columns = [name for name in rows[0] if name.startswith("val/")] if rows else []
+    validations = [row for row in rows if any(row[name] for name in columns)][-_MAX_TABLE_ROWS:]
+    if not validations:
+        return None
+    data = [[int(row["step"]), *(float(row[name]) if row[name] else None for name in columns)] for row in validations]
+    return wandb.Table(columns=["step", *columns], data=data)
+
+
+def _table(path: Path, columns: list[str], get_row: Callable[[dict[str, Any]], list[Any]]) -> Any:
+    import wandb
+
+    if not path.is_file():
+        return None
+    lines = read_json_lines(path)[-_MAX_TABLE_ROWS:]
+    return wandb.Table(columns=columns, data=[get_row(line) for line in lines])
+
+
+def _get_sweep(folder: Path) -> str | None:
+    """Return the name of the Hydra or W&B sweep that contains the run folder; None if there is none."""
+    parent = folder.resolve().parent
+    if (parent / "multirun.yaml").is_file():
+        return parent.name
+    is_wandb_sweep = parent.name.startswith(SWEEP_FOLDER_PREFIX)
+    return parent.name.removeprefix(SWEEP_FOLDER_PREFIX) if is_wandb_sweep else None
+
+
+def _get_class_name(node: Mapping[str, Any]) -> str:
+    """Return the name of the class that a config node builds."""
+    return str(node["_target_"]).rpartition(".")[2]

@@ -1,10 +1,11 @@
 """DeepSpeed ZeRO 1 to 3: partition optimizer state, then gradients, then weights over ranks."""
 
+import copy
 import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from recipes.checkpoint.shards import PerRankSavingMixin
+from recipes.clipping import Clipping
 from recipes.lightning_internals import (
     complete_deepspeed_config,
     is_accumulating,
@@ -27,10 +29,9 @@ from recipes.lightning_internals import (
 from recipes.mesh import Mesh
 from recipes.parallel.context import apply_context_parallel
 from recipes.precision import Precision, to_deepspeed_config
-from recipes.strategy import get_blocks
-from recipes.strategy.deepspeed.checkpoint import ZeroState
+from recipes.strategy import StepGuard, get_blocks
+from recipes.strategy.deepspeed.checkpoint import ZeroState, advance_step_count, flat_weights, in_memory, is_stage_3
 from recipes.strategy.deepspeed.compiled_op import load_op
-from recipes.strategy.deepspeed.loss_scale import attach_scaler, load_scaler_state, scaler_state
 from recipes.strategy.deepspeed.partition import (
     DISK_SUB_GROUP,
     DISK_THREADS,
@@ -39,10 +40,205 @@ from recipes.strategy.deepspeed.partition import (
     gather_whole,
     partition,
 )
-from recipes.strategy.deepspeed.step_guard import StepGuardMixin
-from recipes.strategy.deepspeed.train_state import TrainStateMixin
 from recipes.strategy.mesh_ranks import MeshRanksMixin
 from recipes.strategy.precision_plugin import ZeroPrecision
+
+# Skip or clip a step inside a ZeRO optimizer, where the gradient norm is first known: one comparison per step.
+#
+# To DeepSpeed, a skipped step looks like an overflow that leaves the loss scale unchanged.
+
+
+class StepGuardMixin:
+    """Implements the attributes of `recipes.strategy.Engine` for steps inside a ZeRO optimizer.
+
+    DeepSpeed 0.19.8 keeps the norm in a local variable of its step; the only call between that point and the update is
+    `_update_scale`. This class therefore records the norm where it is computed and decides in `_update_scale`.
+
+    Attributes:
+        guard: Decides which steps to skip; None skips none.
+        clipping: Adaptive norm limit in addition to the fixed one; None disables it.
+        clip_threshold: Norm limit of the last step, 0-dim; inf without a limit, None before the first step.
+    """
+
+    deepspeed_engine: Any
+    guard: StepGuard | None = None
+    clipping: Clipping | None = None
+    clip_threshold: Tensor | None = None
+
+    def hook_into(self, optimizer: Any) -> None:
+        """Insert this guard between the norm and the update of DeepSpeed's optimizer."""
+        self._hooked = optimizer
+        self._fixed_limit = optimizer.clip_grad or torch.inf  # DeepSpeed uses 0 for no limit
+        # steps skipped for reasons other than an overflow; DeepSpeed counts both together
+        self._num_skipped = 0
+        self._skipped_norm: Tensor | None = None  # norm of the last step if the guard skipped it, 0-dim
+        self._scaled_norm: Tensor | None = None
+        self._update_scale = optimizer._update_scale
+        optimizer._update_scale = self._decide
+        if hasattr(optimizer, "scaled_global_norm"):  # stages 1 and 2
+            self._compute_norm = optimizer.scaled_global_norm
+            optimizer.scaled_global_norm = self._note_norm
+        else:
+            self._compute_norm = optimizer._get_norm_groups
+            optimizer._get_norm_groups = self._note_norm_groups
+
+    def _note_norm(self, *args: Any, **kwargs: Any) -> Any:
+        norm = self._compute_norm(*args, **kwargs)
+        self._scaled_norm = torch.as_tensor(norm, dtype=torch.float32)  # 0-dim, times the loss scale
+        return norm
+
+    def _note_norm_groups(self) -> Any:
+        groups = self._compute_norm()
+        norms = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in groups])  # [groups]
+        # DeepSpeed reports -1 for a group whose norm is not finite; squared, it would look like 1
+        norms = torch.where(norms >= 0, norms, torch.inf)
+        self._scaled_norm = torch.linalg.vector_norm(norms)  # 0-dim
+        return groups
+
+    def _decide(self, has_overflow: bool = False) -> None:
+        """Replace `_update_scale`: update the scale, then clip or skip.
+
+        Args:
+            has_overflow: Whether DeepSpeed itself skips the step.
+        """
+        scaled, self._scaled_norm, self._skipped_norm = self._scaled_norm, None, None
+        # read before the update below, which may change it: these gradients have the old scale
+        scale = self._hooked.loss_scale
+        self._update_scale(has_overflow)
+        # an overflow detected before the norm leaves no norm; one detected in the norm makes it NaN or inf
+        norm = torch.tensor(torch.inf) if has_overflow or scaled is None else scaled / scale  # 0-dim
+        self._clip(norm)
+        if self.guard is None:
+            return
+        if has_overflow or scaled is None:
+            self.guard.judge(norm)  # called every step, so that its statistics include this one
+            # without a dynamic loss scaler, an overflow is a spike
+            self._num_skipped += not self._hooked.dynamic_loss_scale
+            return
+        if bool(self.guard.judge(norm)):
+            self._hooked.overflow = True  # checked after `_update_scale`: DeepSpeed then returns without an update
+            self._num_skipped += 1
+            self._skipped_norm = norm
+
+    def _clip(self, norm: Tensor) -> None:
+        self.clip_threshold = torch.full_like(norm, self._fixed_limit)  # 0-dim
+        if self.clipping is not None:
+            self.clip_threshold = torch.minimum(self.clip_threshold, self.clipping.limit(norm))
+            limit = float(self.clip_threshold)
+            self._hooked.clip_grad = limit if limit < torch.inf else 0.0
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Global norm before clipping in the last optimizer step, 0-dim; None before the first step."""
+        if self._skipped_norm is not None:
+            return self._skipped_norm
+        norm = self.deepspeed_engine.get_global_grad_norm()
+        return None if norm is None else torch.as_tensor(norm, dtype=torch.float32)
+
+    @property
+    def num_overflows(self) -> int:
+        """Number of optimizer steps skipped because a scaled gradient was not finite."""
+        return int(self.deepspeed_engine.skipped_steps) - self._num_skipped
+
+
+# In-memory train state of a ZeRO optimizer: master weights, optimizer state and low-precision weights.
+#
+# Yields references, one sub-group at a time where state is on disk; no collectives.
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps")
+
+
+class TrainStateMixin:
+    """Gives snapshots access to the train state of a strategy."""
+
+    optimizers: list[Any]
+    lightning_module: Any
+    deepspeed_engine: Any
+
+    def live_tensors(self, *, writes_back: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor that a step changes, with its name.
+
+        Args:
+            writes_back: Whether the caller overwrites the tensors; low-precision weights are then refreshed from the
+                master weights.
+        """
+        optimizer, module = self.optimizers[0], self.lightning_module
+        if is_stage_3(optimizer):
+            yield from _stage_3(optimizer, module, writes_back=writes_back)
+        else:
+            yield from _stages_1_and_2(optimizer, module)
+        persistent = module.state_dict(keep_vars=True)
+        for name, buffer in module.named_buffers():
+            if name in persistent:
+                yield f"buffer/{name}", buffer
+
+    def forget_tensors(self, names: list[str]) -> None:
+        """Remove optimizer state that was created after a snapshot.
+
+        Args:
+            names: Names from `live_tensors`.
+        """
+        flats = flat_weights(self.optimizers[0])
+        for name in names:
+            kind, _, rest = name.partition("/")
+            if kind == "moment":
+                moment, _, index = rest.rpartition("/")
+                self.optimizers[0].optimizer.state[flats[int(index)]].pop(moment)
+
+    def live_scalars(self) -> dict[str, Any]:
+        """Return the non-tensor state: the engine's counters, integer step counts, the loss scale."""
+        optimizer = self.optimizers[0]
+        return {
+            "engine": {name: getattr(self.deepspeed_engine, name) for name in _COUNTERS},
+            "scaler": copy.deepcopy(vars(optimizer.loss_scaler)),
+            "counts": [_counts(optimizer, flat) for flat in flat_weights(optimizer)],
+        }
+
+    def restore_scalars(self, numbers: dict[str, Any]) -> None:
+        """Restore the scalars that `live_scalars` returned."""
+        optimizer = self.optimizers[0]
+        for name, value in numbers["engine"].items():
+            setattr(self.deepspeed_engine, name, value)
+        vars(optimizer.loss_scaler).update(numbers["scaler"])
+        for flat, counts in zip(flat_weights(optimizer), numbers["counts"], strict=True):
+            if counts:
+                optimizer.optimizer.state[flat].update(counts)
+        if type(optimizer.optimizer).__name__ == "DeepSpeedCPUAdam":
+            advance_step_count(optimizer.optimizer, numbers["counts"][0]["step"])
+
+
+def _stages_1_and_2(optimizer: Any, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for index, flat in enumerate(optimizer.single_partition_of_fp32_groups):
+        yield f"master/{index}", flat.data
+        yield from _moments(optimizer, flat, index)
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:  # frozen weights under an adapter never change
+            yield f"weight/{name}", parameter.data
+
+
+def _stage_3(optimizer: Any, module: nn.Module, *, writes_back: bool) -> Iterator[tuple[str, Tensor]]:
+    for index in range(len(optimizer.fp16_groups)):
+        with in_memory(optimizer, index, writes_back=writes_back) as flat:
+            yield f"master/{index}", flat.data
+            yield from _moments(optimizer, flat, index)
+            if writes_back:
+                # after the caller has overwritten the master weights, before they leave memory
+                optimizer._reassign_or_swap_out_partitioned_parameters(index)
+    for name, parameter in module.named_parameters():
+        # small parameters stay gathered; the loop above does not refresh that copy
+        if parameter.requires_grad and parameter.numel() == parameter.ds_numel:  # type: ignore[attr-defined]
+            yield f"weight/{name}", parameter.data
+
+
+def _moments(optimizer: Any, flat: Tensor, index: int) -> Iterator[tuple[str, Tensor]]:
+    for name, value in optimizer.optimizer.state.get(flat, {}).items():
+        if isinstance(value, Tensor):
+            yield f"moment/{name}/{index}", value
+
+
+def _counts(optimizer: Any, flat: Tensor) -> dict[str, Any]:
+    state = optimizer.optimizer.state.get(flat, {})
+    return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
 
 
 class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRanksMixin, DeepSpeedStrategy):
@@ -296,3 +492,77 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Load this rank's shards of the optimizer state."""
         self._state.load_optimizer(self.optimizers[0], self.read_optimizer_state(checkpoint))
+
+
+# Loss scaling for float16 autocast inside a ZeRO optimizer, with the state of torch.amp.GradScaler.
+
+# torch.amp.GradScaler's defaults
+INITIAL_SCALE = 2.0**16
+GROWTH_INTERVAL = 2000  # steps without an overflow after which the scale doubles
+
+
+def attach_scaler(optimizer: Any) -> None:
+    """Make a ZeRO optimizer scale the loss, unscale before clipping, and skip overflows on all ranks together.
+
+    Args:
+        optimizer: DeepSpeed's optimizer.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    optimizer.loss_scaler = DynamicLossScaler(
+        init_scale=INITIAL_SCALE,
+        scale_window=GROWTH_INTERVAL,
+        min_scale=2.0**-14,
+        delayed_shift=1,
+        consecutive_hysteresis=False,
+        raise_error_at_min_scale=False,
+        dtype=torch.half,
+    )
+    optimizer.dynamic_loss_scale = True
+    _grow_after_the_step(optimizer)
+
+
+def _grow_after_the_step(optimizer: Any) -> None:
+    """Grow the scale after the update instead of before it.
+
+    DeepSpeed 0.19.8 doubles it between computing the norm and updating, so gradients scaled by the old scale are
+    divided by the new one: the update is halved wherever clipping does not act.
+    """
+    step, update_scale = optimizer.step, optimizer._update_scale
+    is_updated = True
+
+    def update_only_on_overflow(has_overflow: bool = False) -> None:
+        nonlocal is_updated
+        is_updated = has_overflow
+        if has_overflow:  # the step is skipped, so no gradient is unscaled
+            update_scale(has_overflow)
+
+    def step_then_grow(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_updated
+        result = step(*args, **kwargs)
+        if not is_updated:
+            is_updated = True
+            update_scale(False)
+        return result
+
+    optimizer._update_scale, optimizer.step = update_only_on_overflow, step_then_grow
+
+
+def scaler_state(optimizer: Any) -> dict[str, Any]:
+    """Return the state in the format of `GradScaler.state_dict`: the scale, and the steps since it last changed."""
+    scaler = optimizer.loss_scaler
+    return {
+        "scale": scaler.cur_scale,
+        "growth_factor": scaler.scale_factor,
+        "backoff_factor": 1 / scaler.scale_factor,
+        "growth_interval": scaler.scale_window,
+        "_growth_tracker": (scaler.cur_iter - scaler.last_overflow_iter - 1) % scaler.scale_window,
+    }
+
+
+def load_scaler_state(optimizer: Any, state: dict[str, Any]) -> None:
+    """Restore a saved scale and step count."""
+    scaler = optimizer.loss_scaler
+    scaler.cur_scale = state["scale"]
+    # DeepSpeed counts from the last overflow; if that is -1, `cur_iter` equals GradScaler's growth tracker
+    scaler.cur_iter, scaler.last_overflow_iter = state["_growth_tracker"], -1

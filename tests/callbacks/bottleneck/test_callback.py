@@ -5,8 +5,13 @@ from dataclasses import replace
 import pytest
 from timed import STEP, monitor_at, timed
 
-from callbacks.bottleneck.callback import BottleneckMonitor
-from callbacks.bottleneck.rules import NUM_SAMPLES, BottleneckSample, find_bottlenecks, median_sample
+from callbacks.bottleneck.callback import (
+    NUM_SAMPLES,
+    BottleneckMonitor,
+    BottleneckSample,
+    find_bottlenecks,
+    median_sample,
+)
 
 FINE = BottleneckSample(step=100, seconds=4.0, step_seconds=0.4, data_wait_fraction=(0.02, 0.03))
 HALF = replace(FINE, data_wait_fraction=(0.02, 0.5))

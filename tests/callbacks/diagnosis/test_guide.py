@@ -4,8 +4,7 @@ import re
 
 from support import ROOT
 
-from callbacks.diagnosis.catalogue import CATALOGUE
-from callbacks.diagnosis.diagnose import diagnose_run
+from callbacks.diagnosis.diagnose import CATALOGUE, diagnose_run
 
 GUIDE = (ROOT / "docs/guides/diagnose.md").read_text()
 

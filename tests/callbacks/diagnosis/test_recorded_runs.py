@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from support import ROOT
 
-from callbacks.diagnosis.catalogue import CATALOGUE
-from callbacks.diagnosis.diagnose import diagnose, diagnose_run
+from callbacks.diagnosis.diagnose import CATALOGUE, diagnose, diagnose_run
 from callbacks.diagnosis.finding import Finding
 from callbacks.diagnosis.read import read_run
 from recipes.config import compose_and_check

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from callbacks.diagnosis.catalogue import CATALOGUE
-from callbacks.diagnosis.diagnose import examine
+from callbacks.diagnosis.diagnose import CATALOGUE, examine
 from callbacks.diagnosis.finding import Finding
 from callbacks.diagnosis.run import make_run
 

@@ -1,6 +1,6 @@
 """A norm that vanishes and one that keeps rising cause one warning each."""
 
-from callbacks.grad_norm.trend import NormTrend
+from callbacks.grad_norm.callback import NormTrend
 
 
 def get_warnings(norms: list[float]) -> list[tuple[int, str]]:

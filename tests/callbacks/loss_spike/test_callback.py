@@ -221,7 +221,7 @@ def test_the_first_alarm_says_what_other_actions_would_have_done(noisy: Any, mak
 def test_a_run_resumed_during_a_backoff_has_the_lower_learning_rate(
     noisy: Any, make_trainer: Any, tmp_path: Path
 ) -> None:
-    from callbacks.loss_spike.lr_backoff import LearningRateBackoff
+    from callbacks.loss_spike.recovery import LearningRateBackoff
 
     class StartsBackoff(Callback):
         def __init__(self, spikes: LossSpikeRollback) -> None:
@@ -410,7 +410,7 @@ def test_lightnings_checkpoint_of_a_repeated_step_is_that_of_the_repetition(
 def test_a_backoff_applies_under_the_schedules_of_torch(kind: str) -> None:
     from types import SimpleNamespace
 
-    from callbacks.loss_spike.lr_backoff import LearningRateBackoff
+    from callbacks.loss_spike.recovery import LearningRateBackoff
 
     def make() -> tuple[Any, Any]:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)

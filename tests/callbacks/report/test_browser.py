@@ -10,10 +10,8 @@ import yaml
 from browser import PROGRAM, Tab
 
 from callbacks.report.compare.page import write_comparison
+from callbacks.report.mode_pages import write_plan_page, write_preflight_page, write_trial_page
 from callbacks.report.page import write_report
-from callbacks.report.plan_page import write_plan_page
-from callbacks.report.preflight_page import write_preflight_page
-from callbacks.report.trial_page import write_trial_page
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed here")
 ROOT = Path(__file__).parents[3]

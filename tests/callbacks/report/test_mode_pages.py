@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 from report_pages import get_data
 
-from callbacks.report.plan_page import write_plan_page
-from callbacks.report.preflight_page import write_preflight_page
-from callbacks.report.trial_page import write_trial_page
+from callbacks.report.mode_pages import write_plan_page, write_preflight_page, write_trial_page
 
 ABOUT = {
     "name": "mine, quickstart, <gpt2>",

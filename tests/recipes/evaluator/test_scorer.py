@@ -9,8 +9,7 @@ from exported_models import Text, make_backend
 from scorer_cases import GENERATE_REQUESTS, ROLLING_TEXTS, SCORE_REQUESTS, WINDOW, Case, make_case
 
 from recipes.errors import ConfigError
-from recipes.evaluator.generation import Generation, StopStrings
-from recipes.evaluator.prompt_tokens import PromptTokens
+from recipes.evaluator.scorer import Generation, PromptTokens, StopStrings
 from recipes.tokenizer import Tokenizer
 
 REFERENCE = json.loads(Path(__file__).with_name("lm_eval_results.json").read_text(encoding="utf-8"))["models"]

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from recipes.errors import ConfigError
-from recipes.launcher import slurm_queue
-from recipes.launcher.slurm_queue import Queue
+from recipes.launcher import slurm
+from recipes.launcher.slurm import Queue
 
 
 @pytest.fixture
@@ -19,9 +19,9 @@ def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script.write_text(f"#!/bin/sh\necho called >> {tmp_path}/calls\ncat {answer}\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(slurm_queue, "_QUERY_SECONDS", 0.0)
-    monkeypatch.setattr(slurm_queue, "_FILE_DELAY_SECONDS", 0.0)
-    monkeypatch.setattr(slurm_queue, "_NO_ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(slurm, "_QUERY_SECONDS", 0.0)
+    monkeypatch.setattr(slurm, "_FILE_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(slurm, "_NO_ANSWER_SECONDS", 0.0)
     return answer
 
 

@@ -19,8 +19,7 @@ from wandb_server import KEY, serving
 
 from recipes.config import compose_and_check
 from recipes.entry.run import run_resolved
-from recipes.logger.wandb.alerts import Alerts, WandbExit
-from recipes.logger.wandb.logger import WandbLogger
+from recipes.logger.wandb.logger import Alerts, WandbExit, WandbLogger
 from recipes.logger.wandb.session import ID_FILE, STEP, SentRows
 
 Record = dict[str, Any]
@@ -549,7 +548,7 @@ def test_alerts_of_a_kind_are_rate_limited_and_the_next_counts_those_held_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("recipes.logger.wandb.alerts.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("recipes.logger.wandb.logger.time.monotonic", lambda: now[0])
     alerts = Alerts(every_minutes=30)
     sent = []
     for minute in range(65):

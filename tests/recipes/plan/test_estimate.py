@@ -8,9 +8,8 @@ from support import composed_config, resolved
 
 from recipes.config import compose_and_check
 from recipes.mesh import Mesh
-from recipes.plan.estimate import Estimator, _interpolate
+from recipes.plan.estimate import Estimator, Layout, _interpolate
 from recipes.plan.hardware import find_cluster
-from recipes.plan.layouts import Layout
 from recipes.plan.pipeline import Pipeline
 from recipes.plan.plan import make_plan
 from recipes.plan.roofline import get_rates

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from callbacks.memory import dump
+from callbacks.memory import callback as memory
 from recipes.runtime import failure
 from recipes.runtime.failure import (
     Failure,
@@ -34,14 +34,14 @@ ERRORS = [
 def test_out_of_memory_errors_are_recognized_directly_and_as_a_cause(error: Exception, is_full: bool) -> None:
     wrapped = ValueError("a step failed")
     wrapped.__cause__ = error
-    for is_out in (is_out_of_memory, dump.is_out_of_memory):
+    for is_out in (is_out_of_memory, memory.is_out_of_memory):
         assert is_out(error) is is_full
         assert is_out(wrapped) is is_full
 
 
 def test_the_callbacks_have_the_same_pattern_of_out_of_memory_messages() -> None:
     """callbacks/ must not import recipes/, so it has a copy."""
-    [copy] = [value for value in vars(dump).values() if isinstance(value, re.Pattern)]
+    [copy] = [value for value in vars(memory).values() if isinstance(value, re.Pattern)]
     assert copy == failure._OUT_OF_MEMORY
 
 

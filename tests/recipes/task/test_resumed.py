@@ -3,7 +3,7 @@
 import pytest
 
 from recipes.errors import ConfigError
-from recipes.task.resumed import Base, check_base, check_published_config
+from recipes.task.resumable import Base, check_base, check_published_config
 
 PUBLISHED = Base("m", "0a", in_nf4=False)
 

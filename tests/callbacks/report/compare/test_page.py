@@ -13,8 +13,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 import yaml
 
-from callbacks.report.compare.page import write_comparison
-from callbacks.report.compare.parallel import get_axis
+from callbacks.report.compare.page import get_axis, write_comparison
 from callbacks.report.compare.values import differing_parameters, find_best, get_value
 from callbacks.report.run_record import read_run
 
