@@ -1,4 +1,4 @@
-"""Write the page of a plan: its console output and a chart of one rank's memory over a step. No Lightning."""
+"""Write the pages of modes: plans, preflights, prepared documents and trials, with what they printed. No Lightning."""
 
 import struct
 import zlib

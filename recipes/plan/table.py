@@ -1,4 +1,4 @@
-"""Format a plan as lines of text for the console, and as JSON."""
+"""Format a plan, with the duration and price of the run, as lines of text for the console, and as JSON."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

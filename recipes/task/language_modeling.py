@@ -1,4 +1,4 @@
-"""Next-token prediction, with a loss per token."""
+"""Next-token prediction, with a loss per token; with experts and in pipeline stages, too."""
 
 import functools
 import inspect
