@@ -7,7 +7,7 @@ import torch
 from plan_cases import COMMON, cpu_cluster
 from support import composed_config, resolved
 
-from recipes.plan.config_step import describe_step, divide_ranks, find_engine
+from recipes.plan.recorded import describe_step, divide_ranks, find_engine
 from recipes.plan.step import Step
 
 

@@ -13,8 +13,8 @@ from markupsafe import Markup
 
 from ..files import write_atomically
 from ..progress.text import clock_text
-from .charts.axis import value_label
 from .charts.figures import Figure
+from .charts.series import value_label
 
 _FOLDER = Path(__file__).parent
 

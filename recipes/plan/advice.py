@@ -7,9 +7,9 @@ from pathlib import Path
 from recipes.config import compose_and_check
 from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
-from recipes.plan.config_step import divide_ranks
 from recipes.plan.hardware import Cluster
 from recipes.plan.plan import Plan, gib, make_plan, plan_state
+from recipes.plan.recorded import divide_ranks
 
 _HSDP = ("strategy=hsdp",)
 # in order of decreasing memory per rank; the first is the fastest. ZeRO 2 and 3 are excluded: FSDP2 has the same

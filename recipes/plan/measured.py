@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from recipes.plan.cost import cost_of
 from recipes.plan.fake_rank import MeshGroups, autocast
 from recipes.plan.roofline import Seconds, StepSeconds
 from recipes.plan.step import Step, build_model, clip, record_step
-from recipes.plan.trace import Op
+from recipes.plan.trace import Op, cost_of
 from recipes.plan.unroll import find_period
 from recipes.runtime.console import LOGGER
 

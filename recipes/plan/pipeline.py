@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
 from recipes.mesh import STAGES_PER_RANK
-from recipes.parallel.stage_plan import divide_evenly
+from recipes.parallel.stages import divide_evenly
 
 _SCHEDULES = ("1F1B", *STAGES_PER_RANK)
 
@@ -69,7 +69,7 @@ class Pipeline:
         return [*([(1, "first")] if rank == 0 else []), (counts[rank], "block"), *([(1, "last")] if has_last else [])]
 
     def split(self, num_blocks: int, *, last: float) -> list[int]:
-        """Return the number of blocks per rank, split as in `recipes.parallel.stage_plan`.
+        """Return the number of blocks per rank, split as in `recipes.parallel.stages`.
 
         Args:
             num_blocks: Blocks of the model, all alike.

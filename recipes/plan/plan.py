@@ -11,12 +11,11 @@ from recipes.model.weights.adapter import has_adapter
 from recipes.numerics.accumulation import Accumulation
 from recipes.numerics.grouped_linear import GroupedLinear
 from recipes.numerics.nf4 import get_parts
-from recipes.plan.config_step import Engine
 from recipes.plan.hardware import GIB, Cluster
 from recipes.plan.measured import OperatorTimer
 from recipes.plan.memory import MASTER, Moment, find_peak, timeline, with_unsharded_gradients, with_zero
 from recipes.plan.pipeline import Pipeline
-from recipes.plan.recorded import Recorded, record_config
+from recipes.plan.recorded import Engine, Recorded, record_config
 from recipes.plan.roofline import Rates
 from recipes.plan.stages import Stages, divide_layers, stage_moments
 from recipes.plan.times import Times, estimate_times, measure_times

@@ -1,20 +1,187 @@
 """Record the step of a config: the operators of one rank with their sections."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from recipes.build import build_task
 from recipes.config.resolved import ResolvedRun
+from recipes.errors import ConfigError
+from recipes.mesh import Mesh
 from recipes.numerics.accumulation import Accumulation
 from recipes.plan.activations import keep_budget
-from recipes.plan.config_step import Engine, describe_step, divide_ranks, find_engine, find_sample_shape
 from recipes.plan.hardware import Cluster
-from recipes.plan.step import Step, record_step
+from recipes.plan.memory import Zero
+from recipes.plan.pipeline import Pipeline, read_pipeline
+from recipes.plan.step import Batch, Sharding, Step, record_step
 from recipes.plan.trace import Op
 from recipes.plan.unroll import block_kinds, record_unrolled
 from recipes.precision import Precision
+from recipes.runtime.world import Ranks
+from recipes.strategy.deepspeed.partition import ALIGNMENT, BUCKET_ELEMENTS, list_cast_weights
+
+# Derive a step to record, and the strategy's effect on it, from a config.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """Effect of a config's strategy on a step.
+
+    Attributes:
+        mesh: Mesh of the run, or of one pipeline stage.
+        pipeline: Pipeline stages.
+        sharding: FSDP2 sharding; None under other strategies.
+        zero: DeepSpeed partitioning; None under other strategies.
+        offloads: Whether the optimizer steps in host memory.
+    """
+
+    mesh: Mesh
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    sharding: Sharding | None = None
+    zero: Zero | None = None
+    offloads: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of the run."""
+        return self.mesh.world_size * self.pipeline.num_stages
+
+
+def find_engine(
+    stage: ResolvedRun, pipeline: Pipeline, precision: Precision, cluster: Cluster, *, model: nn.Module
+) -> Engine:
+    """Return the effect of a run's strategy on a cluster.
+
+    Args:
+        stage: The run on the ranks of one pipeline stage.
+        pipeline: Its pipeline.
+        precision: Precision of the run.
+        cluster: The devices.
+        model: Unsharded model, on any device.
+
+    Raises:
+        ConfigError: The sizes of the mesh do not divide the ranks.
+    """
+    mesh, traits = stage.mesh, stage.strategy
+    if traits.state_layout == "fsdp":
+        sharding = Sharding(
+            cpu_offload=traits.cpu_offload,
+            syncs_each_micro_batch=traits.gradient_sync == "per_micro_batch" and pipeline.num_stages == 1,
+            reshard_after_forward=traits.reshard_after_forward,
+            reduce_dtype=torch.bfloat16 if traits.reduce_dtype == "bfloat16" else precision.reduce_dtype,
+        )
+        return Engine(mesh=mesh, pipeline=pipeline, sharding=sharding, offloads=traits.cpu_offload)
+    if traits.stage is not None:
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        cast = list_cast_weights(getattr(model, "blocks", ())) if traits.stage == 3 and precision.is_mixed else ()
+        bucket = max(min(BUCKET_ELEMENTS, num_parameters // 8) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
+        zero = Zero(
+            stage=traits.stage,
+            num_ranks=mesh.world_size,
+            bucket=bucket,
+            num_buckets=2 if cluster.device.full_name is not None else 1,
+            offloads_optimizer=traits.offload_optimizer is not None,
+            offloads_weights=traits.offload_parameters is not None,
+            is_half=not precision.is_mixed and precision.param_dtype != torch.float32,
+            num_cast=sum(weight.numel() for weight in cast),
+        )
+        return Engine(mesh=mesh, zero=zero, offloads=zero.offloads_optimizer)
+    return Engine(mesh=mesh)
+
+
+def divide_ranks(resolved: ResolvedRun, cluster: Cluster) -> tuple[Pipeline, ResolvedRun]:
+    """Return the pipeline of a run, and the run on the ranks of one stage, whose mesh may raise a ConfigError.
+
+    Raises:
+        ConfigError: The stages do not divide the ranks or the blocks.
+    """
+    pipeline, traits = read_pipeline(resolved), resolved.strategy
+    world_size = cluster.num_devices if traits.needs_process_group else 1
+    stages = pipeline.num_stages
+    if stages > 1 and traits.state_layout != "fsdp":
+        raise ConfigError(
+            f"pipeline_parallel_size={stages} {traits.typed}",
+            "a plan splits layers into stages under strategy=fsdp and hsdp only",
+            "strategy=fsdp, or pipeline_parallel_size=1",
+        )
+    if world_size % stages:
+        raise ConfigError(
+            f"pipeline_parallel_size={stages}",
+            f"{world_size} ranks are not divisible by {stages} stages",
+            f"pipeline_parallel_size={math.gcd(world_size, stages)}",
+        )
+    per_node = math.gcd(cluster.per_node, world_size // stages)  # stages are the outermost dimension
+    ranks = Ranks(per_node=per_node, num_nodes=world_size // stages // per_node, started_by=None)
+    return pipeline, resolved.with_settings({"pipeline_parallel_size": 1}).on(ranks)
+
+
+def describe_step(
+    resolved: ResolvedRun,
+    precision: Precision,
+    accumulation: Accumulation,
+    engine: Engine,
+    shape: tuple[int, ...],
+    *,
+    on_gpu: bool,
+) -> Step:
+    """Return everything that a step of a run depends on.
+
+    Args:
+        resolved: The run.
+        precision: Precision of the run.
+        accumulation: Global batch and micro-batches.
+        engine: Effect of its strategy.
+        shape: Shape of one sample.
+        on_gpu: Whether to record GPU operators.
+    """
+    task = build_task(resolved.with_settings({"metrics": {}, "compile": False}), precision)
+    task.scales_loss = False  # the loss scale is a scalar of the run's strategy
+
+    def objective(model: nn.Module, batch: Batch) -> Tensor:
+        vars(task).pop("_head_loss", None)  # it caches the ranks of the first model
+        task.model = model
+        objective_sum, _ = task.objective_sum(batch)
+        loss: Tensor = objective_sum * (1.0 / batch["num_targets"])
+        return loss
+
+    return Step(
+        make_model=resolved.make_model,
+        objective=objective,
+        make_batch=partial(_make_batch, task.input_kind, accumulation.micro_batch_size, shape, precision),
+        make_optimizer=resolved.make("optimizer"),
+        precision=precision,
+        activation_checkpoint=resolved.make("activation_checkpoint"),
+        accumulates=accumulation.num_micro_batches > 1,
+        frees_gradients=resolved.strategy.frees_gradients,
+        engine_steps=engine.zero is not None,
+        drops_gradients=engine.zero is not None and engine.zero.stage > 1,
+        ema_decay=resolved.ema_decay,
+        mesh=engine.mesh,
+        sharding=engine.sharding,
+        num_replicas=engine.mesh.world_size if engine.sharding is None and engine.zero is None else 1,
+        on_gpu=on_gpu,
+    )
+
+
+def find_sample_shape(resolved: ResolvedRun) -> tuple[int, ...]:
+    """Return the shape of one sample: [T] for text, without reading data; else that of the first sample."""
+    if resolved.seq_len is not None:
+        return (resolved.seq_len,)
+    source = resolved.make("data")
+    source.prepare()
+    return tuple(source.train()[0]["inputs"].shape)
+
+
+def _make_batch(kind: str, size: int, shape: tuple[int, ...], precision: Precision) -> Batch:
+    if kind == "tokens":
+        tokens = torch.zeros(size, *shape, dtype=torch.int64)  # [B, T]
+        return {"inputs": tokens, "targets": torch.zeros_like(tokens), "num_targets": size * shape[0]}
+    images = torch.zeros(size, *shape, dtype=precision.param_dtype)  # [B, C, H, W]
+    return {"inputs": images, "targets": torch.zeros(size, dtype=torch.int64), "num_targets": size}
 
 
 @dataclass(frozen=True, kw_only=True)

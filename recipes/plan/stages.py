@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from recipes.mesh import Mesh
-from recipes.parallel.stage_plan import plan_stages
+from recipes.parallel.stages import plan_stages
 from recipes.plan.communication import WAITED_FOR, Communication, Traffic, cost_of_collective, measure_shards
 from recipes.plan.hardware import Cluster
 from recipes.plan.memory import Moment, find_peak

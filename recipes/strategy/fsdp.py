@@ -20,8 +20,7 @@ from recipes.mesh import Mesh
 from recipes.parallel.context import apply_context_parallel
 from recipes.parallel.experts import apply_expert_parallel, make_expert_mesh
 from recipes.parallel.schedule import PipelineSchedule
-from recipes.parallel.stage_plan import plan_stages
-from recipes.parallel.stages import PipelineRanks, StagedModel, cut_stage, mark_copies
+from recipes.parallel.stages import PipelineRanks, StagedModel, cut_stage, mark_copies, plan_stages
 from recipes.parallel.tensor import apply_tensor_parallel, mark_row_orders
 from recipes.precision import Precision
 from recipes.strategy import get_blocks

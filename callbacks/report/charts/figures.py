@@ -7,8 +7,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from ..run_record import Point
-from .axis import tick_label
-from .series import Chart
+from .series import Chart, tick_label
 
 NUM_COLORS = 8
 MAX_LEGEND_NAMES = 8  # a longer legend is unreadable

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...files import replacing
-from .axis import tick_label, tick_labels
-from .series import Chart, Curve, Mark, segments
+from .series import Chart, Curve, Mark, segments, tick_label, tick_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

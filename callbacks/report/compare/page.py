@@ -7,9 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..charts.axis import linear_ticks, log_ticks, tick_labels
 from ..charts.figures import Axis, Figure, column_spans, packed, padded_range
-from ..charts.series import step_range, value_range
+from ..charts.series import linear_ticks, log_ticks, step_range, tick_labels, value_range
 from ..dashboard import Panel, Section, get_sections, sections_for
 from ..html import anchor_id, measure_text, render, value_text, write_page
 from ..run_record import is_finite, metric_names

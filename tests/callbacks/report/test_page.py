@@ -13,9 +13,8 @@ from markupsafe import escape
 from report_pages import get_data, get_points
 
 from callbacks.report.callback import RunReport
-from callbacks.report.page import write_report
+from callbacks.report.page import get_plan, measured_values, planned_values, write_report
 from callbacks.report.run_record import get_status, read_run
-from callbacks.report.tables import get_plan, measured_values, planned_values
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 EVIL = "</script><script>alert(1)</script>&\"'"

@@ -15,8 +15,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from recipes.mesh import STAGES_PER_RANK
 from recipes.model.llama import Llama
 from recipes.parallel.schedule import PipelineSchedule, idle_fraction
-from recipes.parallel.stage_plan import plan_stages
-from recipes.parallel.stages import PipelineRanks, StagedModel, cut_stage
+from recipes.parallel.stages import PipelineRanks, StagedModel, cut_stage, plan_stages
 from recipes.plan.fake_rank import fake_ranks
 
 NUM_MICRO_BATCHES = 4

@@ -11,8 +11,7 @@ from torch import nn
 from recipes.mesh import STAGES_PER_RANK
 from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
-from recipes.parallel.stage_plan import StagePlan, divide_evenly, plan_stages
-from recipes.parallel.stages import StagedModel, cut_stage, mark_copies
+from recipes.parallel.stages import StagedModel, StagePlan, cut_stage, divide_evenly, mark_copies, plan_stages
 
 
 def _worst(work: list[int], counts: list[int], last: int) -> int:

@@ -6,13 +6,12 @@ import pytest
 from support import composed_config, resolved
 
 from recipes.plan.activations import PCIE_BYTES_PER_SECOND, keep_budget, time_transfers
-from recipes.plan.cost import Cost
 from recipes.plan.hardware import find_cluster
 from recipes.plan.plan import Plan, make_plan
 from recipes.plan.roofline import Rates, Seconds, StepSeconds
 from recipes.plan.table import describe_memory
 from recipes.plan.times import Times
-from recipes.plan.trace import ACTIVATIONS, OFFLOADED, TEMPORARY, Op
+from recipes.plan.trace import ACTIVATIONS, OFFLOADED, TEMPORARY, Cost, Op
 
 RUN = ["mode=plan", "data=random_tokens", "recipe=single_bf16", "model=gpt2", "global_batch_size=16"]
 RATES = Rates(tflops={"bf16": 1000.0, "fp32": 500.0}, bandwidth=3e12, matmul=0.7, attention=(0.4, 0.3))

@@ -4,11 +4,10 @@ import pytest
 
 from recipes.mesh import Mesh
 from recipes.plan.communication import Traffic, of_model_ranks, of_partitions, of_replicas, of_shards
-from recipes.plan.cost import Cost
 from recipes.plan.hardware import Cluster, find_cluster
 from recipes.plan.memory import Zero
 from recipes.plan.roofline import Seconds, StepSeconds
-from recipes.plan.trace import Op
+from recipes.plan.trace import Cost, Op
 
 GRADIENTS = 4e9  # bytes of 1e9 parameters
 

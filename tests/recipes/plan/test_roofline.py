@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from recipes.plan.cost import Cost
 from recipes.plan.roofline import Rates, time_step
-from recipes.plan.trace import Op
+from recipes.plan.trace import Cost, Op
 
 RATES = Rates(
     tflops={"bf16": 100.0, "fp16": 100.0, "fp32": 10.0},

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from callbacks.report.charts.axis import tick_labels
 from callbacks.report.charts.figures import (
     MAX_LEGEND_NAMES,
     NUM_COLORS,
@@ -17,7 +16,7 @@ from callbacks.report.charts.figures import (
     stack_figure,
     steps_figure,
 )
-from callbacks.report.charts.series import Chart, Curve, make_curve
+from callbacks.report.charts.series import Chart, Curve, make_curve, tick_labels
 
 
 def draw(*curves: Curve, log_scale: bool = False, title: str = "loss") -> Any:

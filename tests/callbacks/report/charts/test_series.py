@@ -5,8 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from callbacks.report.charts.axis import linear_ticks, log_ticks, tick_label, value_label
-from callbacks.report.charts.series import get_groups, get_marks, make_curve, metrics_not_drawn, segments
+from callbacks.report.charts.series import (
+    get_groups,
+    get_marks,
+    linear_ticks,
+    log_ticks,
+    make_curve,
+    metrics_not_drawn,
+    segments,
+    tick_label,
+    value_label,
+)
 from callbacks.report.dashboard import Panel, Section, sections_for
 from callbacks.report.run_record import read_metrics, read_run
 

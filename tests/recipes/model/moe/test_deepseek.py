@@ -10,7 +10,7 @@ from support import ROOT
 from recipes.errors import ConfigError
 from recipes.model.generate import generate
 from recipes.model.moe import DeepSeekV3
-from recipes.parallel.stage_plan import plan_stages
+from recipes.parallel.stages import plan_stages
 
 torch.set_num_threads(1)
 
