@@ -65,7 +65,7 @@ def main() -> None:
     medians = time_steps()
     rows = [train(option) for option in OPTIONS]
     for option, row in zip(OPTIONS, rows, strict=True):
-        row["step, of that of AdamW"] = f"{medians[option] / medians['adamw']:.3f}"
+        row["step, relative to AdamW"] = f"{medians[option] / medians['adamw']:.3f}"
     report("optimizers", rows)
 
 

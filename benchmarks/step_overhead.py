@@ -20,8 +20,8 @@ SMALL = (
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "step of 2 ms": (600, SMALL),
     "the same, a row every 10 steps": (600, (*SMALL, "log_every=10")),
-    "step of 300 ms": (110, ("global_batch_size=32",)),
-    "of 300 ms, in 4 micro-batches": (110, ("global_batch_size=32", "micro_batch_size=8")),
+    "GPT-2 nano, 32 samples": (110, ("global_batch_size=32",)),
+    "the same, in 4 micro-batches": (110, ("global_batch_size=32", "micro_batch_size=8")),
 }
 
 
@@ -79,7 +79,7 @@ def main() -> None:
                 "plain loop, ms": f"{1e3 * statistics.median(plain):.2f}",
                 "recipe, ms": f"{1e3 * statistics.median(recipe):.2f}",
                 "median of the differences, ms": f"{found[True]:.2f}",
-                "of it callbacks, ms": f"{found[True] - found[False]:.2f}",
+                "of which callbacks, ms": f"{found[True] - found[False]:.2f}",
                 "ratio of the medians": f"{statistics.median(recipe) / statistics.median(plain):.4f}",
             }
         )

@@ -1,6 +1,6 @@
 """Validation metrics: torchmetrics classes that sum over batches and ranks; `val/loss` is one of them.
 
-Letters: N samples or tokens with a loss, V classes or vocabulary size.
+Shapes: N samples or tokens with a loss, V classes or vocabulary size.
 """
 
 import inspect

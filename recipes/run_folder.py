@@ -293,7 +293,7 @@ def read_config(run_folder: Path) -> dict[str, Any]:
         raise ConfigError(str(path), f"it {_describe(config)}, not settings", fix)
     if not is_bounded(config):
         reason = f"it expands to more than {MOST_VALUES:,} values, or for one that contains itself"
-        raise ConfigError(str(path), reason, "another folder: no run writes such a config")
+        raise ConfigError(str(path), reason, "a folder written by a run")
     return {key: value for key, value in config.items() if key != "hydra"}
 
 

@@ -71,7 +71,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "llama, recomputed, 2 micro-batches": (1, [*LLAMA, RECOMPUTE, "micro_batch_size=4"]),
     "llama, bf16-mixed, selective": (1, [*LLAMA, "precision=bf16-mixed", SELECTIVE]),
     "llama, bf16-mixed, activations offloaded": (1, [*LLAMA, "precision=bf16-mixed", *OFFLOAD]),
-    "llama, adapter beside 4 bits, bf16-mixed": (1, [*LLAMA, "precision=bf16-mixed", "adapter=qlora"]),
+    "llama, LoRA on a 4-bit base, bf16-mixed": (1, [*LLAMA, "precision=bf16-mixed", "adapter=qlora"]),
     "llama, untied": (1, [*LLAMA, "model.tie_embeddings=false"]),
     "resnet18": (1, [*RESNET, "global_batch_size=64"]),
     "resnet18, bf16-mixed": (1, [*RESNET, "global_batch_size=64", "precision=bf16-mixed"]),

@@ -16,7 +16,7 @@ def make_pages() -> dict[Path, str]:
         DOCS / "reference/recipes.md": make_recipes_page(),
         DOCS / "reference/settings.md": make_settings_page(),
     }
-    for path in sorted([*DOCS.glob("measurements/*.md"), DOCS.parent / "README.md"]):
+    for path in sorted([*(path for path in DOCS.rglob("*.md") if path not in pages), DOCS.parent / "README.md"]):
         pages[path] = fill_tables(path.read_text(encoding="utf-8"))
     return pages
 

@@ -1,6 +1,6 @@
 """Micro-batches of one rank: the endless training stream, and this rank's slice of a validation split.
 
-Letters: M micro-batches, B samples per micro-batch.
+Shapes: M micro-batches, B samples per micro-batch.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """scikit-learn's 1797 scanned digits, bundled with the library: 8 x 8 gray images, 0.5 MB of memory.
 
-Letters: N images, 1 channel, 8 rows, 8 columns.
+Shapes: N images, 1 channel, 8 rows, 8 columns.
 """
 
 from typing import ClassVar
@@ -63,7 +63,7 @@ class Digits:
         except ImportError as error:
             raise ConfigError(
                 "data=digits",
-                "these images are part of scikit-learn, which is not installed",
+                "it needs scikit-learn, which is not installed",
                 "pip install -e '.[digits]'",
             ) from error
         pixels, labels = load_digits(return_X_y=True)

@@ -105,7 +105,7 @@ class RandomImages:
     def describe(self) -> str:
         """Return the number of samples."""
         size = f"{self.image_size} x {self.image_size}"
-        return f"{self.num_samples:,} random images of {size}, which teach nothing"
+        return f"{self.num_samples:,} random images of {size}, for measurements of speed only"
 
     def train(self) -> NoiseImages:
         """Return the training samples."""

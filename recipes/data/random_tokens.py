@@ -89,7 +89,7 @@ class RandomTokens:
 
     def describe(self) -> str:
         """Return the number of samples."""
-        return f"{self.num_samples:,} samples of {self.seq_len} random tokens, which teach nothing"
+        return f"{self.num_samples:,} samples of {self.seq_len} random tokens, for measurements of speed only"
 
     def train(self) -> NoiseWindows:
         """Return the training samples."""

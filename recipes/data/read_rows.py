@@ -444,7 +444,7 @@ def _json_rows(document: Document, file: BinaryIO) -> Iterator[Row]:
         number += 1
         if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
             reason = f"a line of it is longer than {_MAX_LINE_BYTES:,} bytes"
-            raise ConfigError(f"{document.name}:{number}", reason, "one JSON object a line there, or several documents")
+            raise ConfigError(f"{document.name}:{number}", reason, "one JSON object per line, or several documents")
         if number == 1:
             line = line.removeprefix(_MARK)
         if not line.strip():
@@ -497,12 +497,12 @@ def _parse_json(text: bytes, place: str, path: Path | None, *, is_line: bool = T
         return json.loads(text.decode("utf-8"))
     except UnicodeDecodeError as error:
         reason = f"byte {error.start + 1} of it is not UTF-8 text ({error.reason})"
-        fix = "one JSON object a line there, in UTF-8"
+        fix = "one JSON object per line, in UTF-8"
         if path is not None and not is_cut(error):
             fix = explain_not_utf8(path, error)[1]
         raise ConfigError(place, reason, fix) from error
     except (ValueError, RecursionError) as error:
-        fix = "one JSON object a line there"
+        fix = "one JSON object per line"
         if isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError):
             return json.loads(text.decode("utf-8"), parse_int=_parse_int)
         if not isinstance(error, json.JSONDecodeError):

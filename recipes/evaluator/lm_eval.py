@@ -92,7 +92,9 @@ class LmEval:
             raise ConfigError(setting, reason, "evaluator.tasks=[<other tasks>]") from error
         for task in found["tasks"].values():
             if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-                reason = "it runs what the model writes" if getattr(task, "UNSAFE_CODE", False) else "it shows images"
+                reason = (
+                    "it executes generated code" if getattr(task, "UNSAFE_CODE", False) else "it needs images as input"
+                )
                 raise ConfigError(setting, f"{reason}, which is not supported", "evaluator.tasks=[<other tasks>]")
         children = {*chain.from_iterable(found.get("group_map", {}).values())}
         outer = [group for name, group in found.get("groups", {}).items() if name not in children]

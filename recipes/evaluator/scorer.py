@@ -191,7 +191,7 @@ class Scorer:
         if num_tokens >= window:
             raise ConfigError(
                 f"generation_kwargs.max_gen_toks={num_tokens}",
-                f"the task asks for so many new tokens, and the model's window is {window} tokens, prompt included",
+                f"the task requests that many new tokens, and the model's window is {window} tokens, prompt included",
                 f"generation_kwargs: {{max_gen_toks: {window // 2}}} in a YAML file of your own",
             )
         return window - num_tokens

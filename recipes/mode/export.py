@@ -84,7 +84,7 @@ def export(
         what = f"the adapter of {checkpoint}, for peft,"
         if any(list_nf4(task.model)):
             LOGGER.info(
-                "The adapter was trained beside weights in NF4, and matches training only on top of the NF4 base"
+                "The adapter was trained on NF4-quantized weights, and matches training only on top of the NF4 base"
             )
         tokenizer = None if tokenizer_folder is None else load_exported_tokenizer(tokenizer_folder, run.published)
         with filling(folder, owned=EXPORT_FILES) as unfinished:
@@ -143,6 +143,6 @@ def _restore_base(task: TrainingTask, *, exactly: bool) -> None:
     difference = restore_precision(task.model, task.seed)  # type: ignore[arg-type]
     if difference is not None:
         LOGGER.info(
-            "The adapter was trained beside weights in NF4, and is merged into those that they were rounded from:"
+            "The adapter was trained on NF4-quantized weights, and is merged into the original ones:"
             f" the difference has {difference:.2%} of their norm"
         )

@@ -183,7 +183,7 @@ def check_heads(num_heads: int, *, hidden_size: int) -> None:
     if hidden_size % num_heads != 0:
         raise ConfigError(
             f"model.num_heads={num_heads}",
-            f"heads split model.hidden_size={hidden_size} evenly and {hidden_size} / {num_heads} is no integer",
+            f"heads split model.hidden_size={hidden_size} evenly, and {hidden_size} is not divisible by {num_heads}",
             f"model.hidden_size={-(-hidden_size // num_heads) * num_heads}",
         )
 

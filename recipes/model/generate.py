@@ -250,9 +250,9 @@ def _evaluating(model: LanguageModel) -> Iterator[None]:
 
 def _check(prompt_tokens: list[int], *, temperature: float, top_k: int | None, top_p: float | None) -> None:
     if not prompt_tokens:
-        raise ConfigError("an empty prompt", "the first token needs a token before it", "a word as prompt")
+        raise ConfigError("an empty prompt", "the first token needs a token before it", "a non-empty prompt")
     if temperature < 0.0:
-        raise ConfigError(f"temperature={temperature}", "it divides the logits", "temperature=0.8")
+        raise ConfigError(f"temperature={temperature}", "it must not be negative", "temperature=0.8")
     if top_k is not None and top_k < 1:
         raise ConfigError(f"top_k={top_k}", "at least one token must remain", "top_k=null for all")
     if top_p is not None and not 0.0 < top_p <= 1.0:

@@ -198,6 +198,6 @@ def _check_heads(num_heads: int, *, num_kv_heads: int, hidden_size: int, head_di
     if num_heads % num_kv_heads != 0:
         raise ConfigError(
             f"model.num_kv_heads={num_kv_heads}",
-            f"query heads share them evenly and {num_heads} / {num_kv_heads} is no integer",
+            f"query heads share them evenly, and {num_heads} is not divisible by {num_kv_heads}",
             f"model.num_kv_heads={math.gcd(num_heads, num_kv_heads)}",
         )

@@ -346,7 +346,7 @@ class WholeMatrices:
         rows = [read(index).to(self.device, self.dtype).reshape(-1) for index in share]
         if not share:
             return self._empty(0)
-        if layout.shards is None:  # a copy of one rank: the rows are the matrix
+        if layout.shards is None:  # unsharded: the local rows are the full matrix
             [index] = share
             return function(index, rows[0].view(self.shapes[index])).reshape(-1)
         num_idle = layout.num_shards - len(share)

@@ -32,7 +32,7 @@ class ScheduleFreeAdamW(GroupwiseOptimizer):
     why_no_partitions: ClassVar[str] = (
         "a validation exchanges the weights for their average, and DeepSpeed computes with weights of its own"
     )
-    state_of: ClassVar[str] = "schedule_free"  # name in messages, the one to type
+    state_of: ClassVar[str] = "schedule_free"  # name used in error messages
     float32_state: ClassVar[tuple[str, ...]] = (AVERAGE, "iterate")
 
     def __init__(

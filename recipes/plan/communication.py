@@ -111,7 +111,7 @@ def of_shards(
     """
     sizes, strides = measure_shards(mesh)
     num_reductions = num_micro_batches if syncs_each_micro_batch else 1
-    needed = {name: dict.fromkeys(step.sections, (0.0, 0.0)) for name in sizes}  # seconds of a step, of a time
+    needed = {name: dict.fromkeys(step.sections, (0.0, 0.0)) for name in sizes}  # seconds per step, per call
     total = dict.fromkeys(sizes, 0.0)
     for op in ops:
         if op.cost.kind != "collective" or op.dimension not in sizes:

@@ -110,7 +110,7 @@ class _Scaled:
     weights: float  # part of the backward pass for weight gradients
     kept: float
     extra: float
-    sent: dict[bool, tuple[float, int]]  # over tensor ranks: is a sum -> bytes, calls
+    sent: dict[bool, tuple[float, int]]  # over tensor ranks: is_reduction -> (bytes, calls)
 
 
 class Estimator:

@@ -1,6 +1,6 @@
 """Checks of the data without a model: shift, range, repeats, splits, and dependence of targets on inputs.
 
-Letters: N samples, T tokens.
+Shapes: N samples, T tokens.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ RANGE = "targets are classes of the model"
 
 _MAX_TOKENS = 200_000  # to count pairs in: enough to see structure in any vocabulary, a second of counting
 _MAX_IMAGES = 1024
-_MAX_PIXELS = 1024  # that two images are compared by
+_MAX_PIXELS = 1024  # sampled when two images are compared
 _PRIOR = 5.0  # pseudo-counts of the frequencies of single tokens, in the frequencies of pairs
 _MIN_GAIN = 0.02  # nats per token; shuffled targets gain less than nothing
 

@@ -1,6 +1,6 @@
 """Check the model at initialization by forward passes on one micro-batch, on every rank, under the run's strategy.
 
-Letters: B samples, T tokens, V classes.
+Shapes: B samples, T tokens, V classes.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ Forward = Callable[[Batch], tuple[Tensor, Tensor]]  # a micro-batch -> its loss 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 # largest difference that rounding in bfloat16 makes between equal results, as a share of the largest logit
 _ROUNDING = 0.05
-_SILENT = 0.8  # of the units: half of them are in a ReLU after a small batch
+_SILENT = 0.8  # fraction of inactive units; about half is normal after a ReLU
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 A hit names the item, the fraction of it found in the document and the longest shared passage. There is no Bloom filter:
 words are compared wherever a hash matches, so that a hit is never a hash collision.
 
-Letters: W words of a document, G distinct n-grams of the set, P occurrences of n-grams in its items.
+Shapes: W words of a document, G distinct n-grams of the set, P occurrences of n-grams in its items.
 """
 
 import re

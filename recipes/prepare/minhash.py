@@ -1,6 +1,6 @@
 """Compute shingles and MinHash band keys of documents; documents that share a key may be near duplicates.
 
-Letters: W words of a document, S shingles, B bands, R rows per band.
+Shapes: W words of a document, S shingles, B bands, R rows per band.
 """
 
 import math

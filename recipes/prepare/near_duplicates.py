@@ -4,7 +4,7 @@ A shared band alone is no proof: of the candidates that 14 bands of 8 rows find 
 half are copies. Nor is similarity transitive: connected components of candidate pairs merge unrelated sources. Here
 every removed document names an original that is kept and was compared with it.
 
-Letters: N documents, B bands.
+Shapes: N documents, B bands.
 """
 
 from collections import OrderedDict
@@ -22,7 +22,7 @@ from recipes.prepare.ngrams import Hashes
 Bools = NDArray[np.bool_]
 Documents = NDArray[np.int32]
 
-_MAX_LENT = 16_384  # originals visited per bucket; a bucket of a million documents would take hours
+_MAX_PER_BUCKET = 16_384  # originals visited per bucket; a bucket of a million documents would take hours
 _MAX_CACHED_BYTES = 256 * 1024**2
 
 
@@ -97,7 +97,7 @@ def find_copies(
     copies: list[Copy] = []
     num_compared = num_not_compared = 0
     for document in buckets.documents():
-        originals, num_not_lent = buckets.originals(document)
+        originals, num_skipped = buckets.originals(document)
         for original in originals[:max_compared].tolist():
             num_compared += 1
             similarity = jaccard(load(document), load(original))
@@ -105,7 +105,7 @@ def find_copies(
                 copies.append(Copy(document, original, similarity))
                 break
         else:
-            num_not_compared += max(0, len(originals) - max_compared) + num_not_lent
+            num_not_compared += max(0, len(originals) - max_compared) + num_skipped
             buckets.keep(document)
     return Copies(copies, num_compared, num_not_compared)
 
@@ -131,8 +131,8 @@ class _Buckets:
             self._bucket_of[documents[shared], band] = bucket[group[shared]]
             sizes.append(size[is_shared])
             num_buckets += int(is_shared.sum())
-        lent = np.minimum(np.concatenate(sizes), _MAX_LENT)
-        self._starts = np.concatenate(([0], np.cumsum(lent)))  # [buckets + 1]
+        sizes_kept = np.minimum(np.concatenate(sizes), _MAX_PER_BUCKET)
+        self._starts = np.concatenate(([0], np.cumsum(sizes_kept)))  # [buckets + 1]
         self._kept = np.empty(self._starts[-1], dtype=np.int32)  # originals, bucket by bucket
         self._num_kept = np.zeros(num_buckets, dtype=np.int64)
 
@@ -147,15 +147,15 @@ class _Buckets:
         num_left_out = 0
         for bucket in self._buckets(document):
             start, num_kept = self._starts[bucket], self._num_kept[bucket]
-            found.append(self._kept[start : start + min(num_kept, _MAX_LENT)])
-            num_left_out += max(0, int(num_kept) - _MAX_LENT)
+            found.append(self._kept[start : start + min(num_kept, _MAX_PER_BUCKET)])
+            num_left_out += max(0, int(num_kept) - _MAX_PER_BUCKET)
         originals, num_shared = np.unique(np.concatenate(found), return_counts=True)
         return originals[np.argsort(-num_shared, kind="stable")], num_left_out
 
     def keep(self, document: int) -> None:
         """Keep a document as an original for later ones."""
         for bucket in self._buckets(document):
-            if self._num_kept[bucket] < _MAX_LENT:
+            if self._num_kept[bucket] < _MAX_PER_BUCKET:
                 self._kept[self._starts[bucket] + self._num_kept[bucket]] = document
             self._num_kept[bucket] += 1
 

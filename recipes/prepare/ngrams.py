@@ -1,6 +1,6 @@
 """Words of a text and hashes of their n-grams, identical on every machine and in every process.
 
-Letters: W words, n words per n-gram.
+Shapes: W words, n words per n-gram.
 """
 
 import re

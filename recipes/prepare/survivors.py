@@ -1,6 +1,6 @@
 """Documents of all chunks that passed the first pass: find duplicates and read lines.
 
-Letters: N documents, B bands.
+Shapes: N documents, B bands.
 """
 
 import json

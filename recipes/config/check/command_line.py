@@ -98,7 +98,7 @@ def _reject_deletions(overrides: Sequence[str]) -> tuple[list[str], list[ConfigE
     wrong = [text for text in overrides if text.startswith("~") and text[1:].partition("=")[0] in needed]
     keys = [text[1:].partition("=")[0] for text in wrong]
     fixes = [f"the same command without {key}" if key in NODES else suggest_value(key) for key in keys]
-    mistakes = [ConfigError(text, "every run has one", fix) for text, fix in zip(wrong, fixes, strict=True)]
+    mistakes = [ConfigError(text, "this setting is required", fix) for text, fix in zip(wrong, fixes, strict=True)]
     return [text for text in overrides if text not in wrong], mistakes
 
 

@@ -36,7 +36,7 @@ def check_metrics(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     metrics, model = config.get("metrics"), config.get("model")
     for name, node in dict(metrics if isinstance(metrics, Mapping) else {}).items():
         if name == "loss":
-            yield ConfigError("metrics.loss=…", "every validation computes val/loss", "another name for it")
+            yield ConfigError("metrics.loss=…", "every validation computes val/loss", "another name for this metric")
         elif node is not None and not (isinstance(node, Mapping) and "_target_" in node):
             shown = f"metrics.{name}={to_setting(node)}"
             yield ConfigError(shown, "a metric is a section with a _target_", f"metrics.{name}=null")

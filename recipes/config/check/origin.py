@@ -27,7 +27,7 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 # launcher settings are written into a shell script: other characters could inject lines
 _WORD = re.compile(r"[\w.:,@%+-]*")
 _READER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_FIX_OF_A_FORGERY = "another folder: no run writes such a config"
+_FIX_OF_A_FORGERY = "a folder written by a run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ def _check_node(
     for key in special:
         if key not in (TARGET, PARTIAL):
             where = ".".join([*place, key])
-            yield ConfigError(f"{where}=…", f"{origin} sets it, and no node has it", _FIX_OF_A_FORGERY)
+            yield ConfigError(f"{where}=…", f"{origin} sets it, but the config has no such key", _FIX_OF_A_FORGERY)
 
 
 def _as_option(place: Place) -> Place:

@@ -69,7 +69,7 @@ def check_structure(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Check that every section exists, with a target and the required keys: later checks read them."""
     for key in [*SETTINGS, *list_groups(), *NODES]:
         if key not in config:
-            yield ConfigError(f"no {key}", "every run has one", suggest_value(key))
+            yield ConfigError(f"no {key}", "this setting is required", suggest_value(key))
         elif key in SETTINGS:
             continue
         elif not isinstance(config[key], dict):
@@ -80,7 +80,7 @@ def check_structure(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     trainer = config.get("trainer")
     missing = [key for key in _NEEDED_OF_TRAINER if isinstance(trainer, dict) and key not in trainer]
     for key in missing:
-        yield ConfigError(f"no trainer.{key}", "every run has one", f"trainer.{key}=<value>")
+        yield ConfigError(f"no trainer.{key}", "this setting is required", f"trainer.{key}=<value>")
     yield from _check_members(config)
 
 
@@ -95,7 +95,8 @@ def _check_members(config: Mapping[str, Any]) -> Iterator[ConfigError]:
                 reason, fix = f"each {kind} has a section with a name of its own", f"{group}.<name>._target_={node}"
                 yield ConfigError(f"{group}._target_={node}", reason, fix)
             elif group == "logger" and name == "csv":
-                yield ConfigError("logger.csv=null", "every run writes metrics.csv", "logger=none for nothing else")
+                fix = "logger=none to write only metrics.csv"
+                yield ConfigError("logger.csv=null", "every run writes metrics.csv", fix)
             elif node is not None or group == "logger":
                 shown = "…" if isinstance(node, dict) else to_setting(node)
                 fix = f"{group}.{name}=null" if group == "callbacks" else f"'~{group}.{name}'"
@@ -104,7 +105,7 @@ def _check_members(config: Mapping[str, Any]) -> Iterator[ConfigError]:
                 yield ConfigError(f"{group}.{name}={shown}", f"a {kind} is a section with a _target_", fix)
     loggers = config.get("logger")
     if isinstance(loggers, dict) and "csv" not in loggers:
-        yield ConfigError("no logger.csv", "every run writes metrics.csv", "logger=none for nothing else")
+        yield ConfigError("no logger.csv", "every run writes metrics.csv", "logger=none to write only metrics.csv")
 
 
 NO_SUCH_KEY = "there is no such setting or section"

@@ -1,6 +1,6 @@
 """Datasets of tokenized examples, packed into rows or one per row.
 
-Letters: T tokens of a row, N tokens of an example.
+Shapes: T tokens of a row, N tokens of an example.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """On-disk store of tokenized examples: concatenated tokens with per-token marks, and the origin of each example.
 
-Letters: N examples.
+Shapes: N examples.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Datasets and sample order of a mixture of sources.
 
-Letters: K sources, N samples, B samples of a batch, T tokens of a sample.
+Shapes: K sources, N samples, B samples of a batch, T tokens of a sample.
 """
 
 import hashlib

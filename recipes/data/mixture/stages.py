@@ -1,6 +1,6 @@
 """Map stream positions to sources and per-source indices: arithmetic, no state.
 
-Letters: K sources, P positions of a period.
+Shapes: K sources, P positions of a period.
 """
 
 from bisect import bisect_left

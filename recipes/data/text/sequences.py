@@ -1,6 +1,6 @@
 """Fixed windows over a memory-mapped file of token ids: one read of the page cache per sample.
 
-Letters: L tokens per sample, B samples.
+Shapes: L tokens per sample, B samples.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Shuffled sample order that reads few files at a time, computed from the position: no shuffle buffer to checkpoint.
 
-Letters: F files, N samples in all files.
+Shapes: F files, N samples in all files.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Data source of token files that may be remote and larger than the local disk.
 
-Letters: L tokens per sample.
+Shapes: L tokens per sample.
 """
 
 import hashlib

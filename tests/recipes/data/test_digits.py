@@ -45,5 +45,5 @@ def test_a_missing_library_names_the_extra(monkeypatch):
     with pytest.raises(ConfigError) as caught:
         Digits().prepare()
     assert str(caught.value) == (
-        "data=digits: these images are part of scikit-learn, which is not installed; type pip install -e '.[digits]'"
+        "data=digits: it needs scikit-learn, which is not installed; type pip install -e '.[digits]'"
     )

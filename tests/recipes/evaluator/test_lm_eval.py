@@ -125,7 +125,7 @@ def test_the_command_answers_requests_and_writes_metrics(run: Path, logged: Any)
         ("mine.yaml", [], "there is no such file"),
         ("piqa", [], "cannot be downloaded: Couldn't reach 'piqa' on the Hub"),
         ("hellaswag", [], "the harness cannot load it: KeyError: 'doc_to_text'"),
-        ("risky", [], "it runs what the model writes, which is not supported"),
+        ("risky", [], "it executes generated code, which is not supported"),
         ("arithmetic", ["evaluator.task_folder=nowhere"], "there is no such folder"),
         ("arithmetic", ["evaluator.apply_chat_template=true"], "the run was not trained on conversations"),
     ],

@@ -105,4 +105,4 @@ def test_only_an_adapter_beside_nf4_is_said_to_depend_on_it(
     monkeypatch.setattr("recipes.mode.export.load_task", lambda run, weights: loaded)
     run = make_run(tmp_path / "run", source)
     assert export(run, path=str(tmp_path / "export"), weights="trained", adapter="separate") == 0
-    assert caplog.text.count("trained beside weights in NF4") == num_lines
+    assert caplog.text.count("trained on NF4-quantized weights") == num_lines

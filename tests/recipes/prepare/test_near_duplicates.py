@@ -214,7 +214,7 @@ def test_the_original_that_shares_most_bands_is_compared_first() -> None:
 
 
 def test_a_bucket_lends_its_first_originals_and_counts_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(near_duplicates, "_MAX_LENT", 5)
+    monkeypatch.setattr(near_duplicates, "_MAX_PER_BUCKET", 5)
     sets, keys = one_bucket(100, lambda i: True)
     found = find_copies(keys, sets.__getitem__, threshold=0.8, max_compared=50)
     assert found.num_compared == sum(min(i, 5) for i in range(100))

@@ -64,10 +64,10 @@ TOGETHER = {
         " type optimizer=adamw"
     ),
     "+optimizer.lr=1": "+optimizer.lr=1: it already exists; type optimizer.lr=1",
-    "~resume": "~resume: every run has one; type resume=null",
-    "~trainer": "~trainer: every run has one; type trainer=default",
-    "~name": "~name: every run has one; type name=<text>",
-    "~loader": "~loader: every run has one; type the same command without loader",
+    "~resume": "~resume: this setting is required; type resume=null",
+    "~trainer": "~trainer: this setting is required; type trainer=default",
+    "~name": "~name: this setting is required; type name=<text>",
+    "~loader": "~loader: this setting is required; type the same command without loader",
     "epochs=3": "epochs=3: there is no 'epochs'; type trainer.max_steps=<optimizer steps>",
     "wd=0.2": "wd=0.2: there is no 'wd'; type optimizer.weight_decay=0.2",
     "precision=float32": (
@@ -120,7 +120,7 @@ ALONE = {
         "callbacks.sample_text.temperature=1e300: it must be from 0 to 1000;"
         " type callbacks.sample_text.temperature=<from 0 to 1000>"
     ),
-    "~trainer.devices": "no trainer.devices: every run has one; type trainer.devices=<value>",
+    "~trainer.devices": "no trainer.devices: this setting is required; type trainer.devices=<value>",
     "~model.vocab_size": "no model.vocab_size: GPT2 needs it; type model.vocab_size=<value>",
     "tags={a:1}": "tags={a:1}: it takes a list of texts; type tags=<list of texts>",
     "hydra.run.dir=null": (
@@ -135,7 +135,7 @@ ALONE = {
         " type mode=<batch_find | convert_gguf | dashboard | diagnose | evaluate | export | fit | lr_find |"
         " noise_scale | plan | preflight | prepare | replay | report | sample | wandb_sweep>"
     ),
-    "logger.csv=null": "logger.csv=null: every run writes metrics.csv; type logger=none for nothing else",
+    "logger.csv=null": "logger.csv=null: every run writes metrics.csv; type logger=none to write only metrics.csv",
     "data=text_files data.path='~nouser/x'": (
         "data.path=~nouser/x: there is no such file or folder; type data.path=<a path that exists>"
     ),

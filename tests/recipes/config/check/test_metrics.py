@@ -28,7 +28,7 @@ MESSAGES = {
     ),
     "+metrics.f1=true": "metrics.f1=true: a metric is a section with a _target_; type +metrics.f1=null",
     f"+metrics.loss._target_={F1}Score +metrics.loss.num_classes=3": (
-        "metrics.loss=…: every validation computes val/loss; type another name for it"
+        "metrics.loss=…: every validation computes val/loss; type another name for this metric"
     ),
     "model=resnet18 data=random_images model.num_classes=3": (
         "metrics.accuracy_top5.top_k=5: the model has 3 classes; type metrics.accuracy_top5=null"
