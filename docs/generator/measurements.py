@@ -39,7 +39,7 @@ _PACKAGES = ("torch", "lightning", "deepspeed")
 
 
 def fill_tables(text: str) -> str:
-    """Return a page with every `<!-- table: name -->` filled in from `benchmarks/results/name.json`, and every figure."""
+    """Return a page with every `<!-- table: name -->`, from `benchmarks/results/name.json`, and figure filled in."""
     text = _BLOCK.sub(lambda found: _make_block(found["name"]), text)
     return _FIGURE.sub(lambda found: f"<!-- figure: {found['name']} -->{FIGURES[found['name']]()}<!-- end -->", text)
 

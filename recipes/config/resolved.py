@@ -65,7 +65,7 @@ class ResolvedRun(Composed):
     placed_on: Ranks | None = None
 
     def with_settings(self, settings: Mapping[str, Any]) -> Self:
-        """Return a variation of the run: everything that follows from the changed settings is derived anew.
+        """Return a variation of the run: everything that follows from the changed settings is derived again.
 
         Args:
             settings: Values and sections by dotted key, such as `trainer.accumulate_grad_batches`; a key may be new.

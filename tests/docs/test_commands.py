@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from doc_pages import BLOCKS, PAGES, Block, read_commands
+from doc_pages import BLOCKS, Block, read_commands
 from support import ROOT
 
 from recipes.config import compose_and_check
@@ -97,7 +97,3 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_the_readme_is_short() -> None:
-    assert len(PAGES[0].read_text().splitlines()) <= 150
