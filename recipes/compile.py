@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.callback import CallbackTrigger, callback_handler
-from torch._dynamo.utils import counters
+
+from recipes.torch_internals import CallbackTrigger, callback_handler, counters, dynamo_config
 
 
 def compile_blocks(
@@ -23,14 +23,12 @@ def compile_blocks(
         leaves_out_hooks: Whether the engine's hooks of a block cannot be traced, and are to run around its graph.
         backend: Backend of `torch.compile` instead of inductor; it has no modes.
     """
-    from torch._dynamo import config
-
     # DDPOptimizer would split blocks at bucket boundaries; per-block graphs already overlap the all-reduce
-    config.optimize_ddp = False  # type: ignore[attr-defined]
+    dynamo_config.optimize_ddp = False  # type: ignore[attr-defined]
 
     # the blocks share one code object: every variant of any block (training, evaluation, a first size, changing sizes)
     # counts toward its recompile limit, beyond which torch falls back to eager
-    config.recompile_limit = max(config.recompile_limit, 4 * len(blocks))  # type: ignore[attr-defined]
+    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 4 * len(blocks))  # type: ignore[attr-defined]
     options: dict[str, Any] = {"dynamic": None} | ({"mode": mode} if backend is None else {"backend": backend})
     for block in blocks:
         if leaves_out_hooks:

@@ -1,6 +1,7 @@
 """The shape of the source that no linter checks: where optional libraries are imported, how files are opened."""
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -105,3 +106,14 @@ def test_nothing_else_writes_files_in_place() -> None:
 def test_every_heavy_test_file_is_there() -> None:
     lines = (ROOT / "tests/heavy.txt").read_text().splitlines()[1:]
     assert [line for line in lines if not (ROOT / "tests" / line).is_file()] == []
+
+
+def test_private_modules_of_torch_are_imported_in_one_file() -> None:
+    """A new version of torch is then tried in one place."""
+    private = re.compile(r"^\s*(?:from|import) torch(?:\.[a-z]\w*)*\._\w+", re.MULTILINE)
+    found = [
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "recipes").rglob("*.py")
+        if private.search(path.read_text())
+    ]
+    assert found == ["recipes/torch_internals.py"]

@@ -16,6 +16,7 @@ from torch import nn
 from recipes.activation_checkpoint.entered import Entered, enter_calls
 from recipes.activation_checkpoint.host_offload import HostOffload
 from recipes.activation_checkpoint.recompute import recompute_block
+from recipes.torch_internals import inductor_config, partitioner_config
 
 _MIB = 2**20
 
@@ -72,13 +73,10 @@ class ActivationCheckpoint:
 
 def _with_budget(fraction: float) -> Entered:
     """Return a context that sets the budget while a block runs; the first call compiles the block."""
-    from torch._functorch import config as partitioner
-    from torch._inductor import config as inductor
-
     from recipes.activation_checkpoint.recompute import KeepRandomNumbers
 
-    patch_budget: Callable[..., Any] = partitioner.patch
-    patch_passes: Callable[..., Any] = inductor.patch
+    patch_budget: Callable[..., Any] = partitioner_config.patch
+    patch_passes: Callable[..., Any] = inductor_config.patch
     # a budget of 0 ignores which results must be kept, the smallest one above it does not
     budget = max(fraction, sys.float_info.min)
     keep_random_numbers = KeepRandomNumbers()

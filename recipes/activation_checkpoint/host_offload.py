@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from recipes.activation_checkpoint.entered import Entered
 from recipes.numerics.nf4 import get_parts, is_nf4
+from recipes.torch_internals import is_traceable_wrapper_subclass, tree_leaves
 
 _Key = tuple[int, int]  # storage address, version of its content
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -21,12 +19,13 @@ from torch.utils.checkpoint import (
 from recipes.activation_checkpoint.host_offload import HostOffload, Kept, Saved, unpack
 from recipes.numerics.grouped_linear import PRODUCT as GROUPED_PRODUCT
 from recipes.numerics.linear import PRODUCTS as CPU_PRODUCTS
+from recipes.torch_internals import COLLECTIVES, CustomGraphPass, tree_leaves
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 MakeContexts = Callable[[], Contexts]
 Policy = Callable[..., CheckpointPolicy]
 
-_aten, _collectives = torch.ops.aten, torch.ops._c10d_functional
+_aten = torch.ops.aten
 # the operations that dominate a block's time; `linear` and attention appear here under these names
 _PRODUCTS = frozenset(
     {
@@ -47,10 +46,10 @@ _ATTENTION = frozenset(
 )
 _COLLECTIVES = frozenset(
     {
-        _collectives.all_gather_into_tensor.default,
-        _collectives.all_reduce.default,
-        _collectives.all_to_all_single.default,
-        _collectives.reduce_scatter_tensor.default,
+        COLLECTIVES.all_gather_into_tensor.default,
+        COLLECTIVES.all_reduce.default,
+        COLLECTIVES.all_to_all_single.default,
+        COLLECTIVES.reduce_scatter_tensor.default,
     }
 )
 

@@ -16,7 +16,7 @@ from recipes.checkpoint.saved_tensor import SavedTensor
 from recipes.checkpoint.shard_file import Part
 from recipes.lightning_internals import unwrap_optimizer
 from recipes.numerics.ema import NAME as EMA_KEY
-from recipes.parallel.placement import RowOrder, find_box, find_row_orders
+from recipes.parallel.placement import RowOrder, find_box, find_row_orders, local
 from recipes.parallel.stages import is_copy
 from recipes.precision.float8 import unwrap
 
@@ -216,12 +216,12 @@ def load_module(module: nn.Module, saved: Mapping[str, SavedTensor]) -> None:
     for name, tensor in module.state_dict(keep_vars=True).items():
         if name in frozen and name not in saved:
             continue
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        shard = local(tensor)
         values = _read_local(tensor, saved[name], orders.get(id(tensor)))
-        are_floating = values.is_floating_point() and local.is_floating_point()  # of another precision
-        if values.dtype != local.dtype and not are_floating:
-            raise ValueError(f"{name} is {values.dtype} in it, and {local.dtype} in the model")
-        local.copy_(values.view(local.shape))
+        are_floating = values.is_floating_point() and shard.is_floating_point()  # of another precision
+        if values.dtype != shard.dtype and not are_floating:
+            raise ValueError(f"{name} is {values.dtype} in it, and {shard.dtype} in the model")
+        shard.copy_(values.view(shard.shape))
 
 
 @torch.no_grad()
@@ -288,8 +288,8 @@ def _read_like(parameter: Tensor, saved: Any, row_order: RowOrder | None) -> Any
     # on the device of the parameter's shard: `DTensor.from_local` would move it to the mesh's device, and a run with
     # offloaded weights would fill its GPU with optimizer state
     state: Any = torch.empty_like(parameter.detach(), dtype=values.dtype)
-    local = state.to_local()
-    local.copy_(values.view(local.shape))
+    shard = state.to_local()
+    shard.copy_(values.view(shard.shape))
     return state
 
 

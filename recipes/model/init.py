@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from recipes.adapter import is_adapter
 from recipes.numerics.nf4 import fill_nf4, is_nf4
-from recipes.parallel.placement import cut_box, find_box
+from recipes.parallel.placement import cut_box, find_box, local
 
 INIT_STD = 0.02  # Radford et al. 2019 (GPT-2)
 
@@ -125,8 +125,7 @@ def constant_(parameter: Tensor, value: float) -> None:
     if hasattr(parameter, "fill_whole"):
         fill(parameter, torch.full(parameter.shape, value, dtype=torch.float32))
         return
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    local.fill_(value)
+    local(parameter).fill_(value)
 
 
 def unsharded_shape(parameter: Tensor) -> torch.Size:

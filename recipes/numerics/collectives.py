@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-_OPS: Any = torch.ops._c10d_functional
+from recipes.torch_internals import COLLECTIVES as _OPS
+
 Reduction = Literal["sum", "max"]
 T = TypeVar("T")
 

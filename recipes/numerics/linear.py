@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 from typing_extensions import override
 
-_ONEDNN = torch.ops.mkldnn._linear_pointwise  # used by torch.compile for linear layers with constant weights
+from recipes.torch_internals import ONEDNN_LINEAR
+
 _LEAST_WEIGHTS = 2**14  # weights of a layer, below which the call overhead exceeds the savings
 
 
@@ -96,7 +97,7 @@ def _goes_to_onednn(one: Tensor, other: Tensor, *, num_weights: int) -> bool:
 
 
 def _run_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out: Tensor = _ONEDNN(x, weight, bias, "none", [], "")
+    out: Tensor = ONEDNN_LINEAR(x, weight, bias, "none", [], "")
     return out
 
 
@@ -108,7 +109,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.compiler.is_compiling():
         out: Tensor = torch.ops.recipes.linear(x, weight, bias)
     else:  # explicit copy: oneDNN would make it internally, where it is not counted
-        out = _ONEDNN(x.contiguous(), weight, bias, "none", [], "")
+        out = ONEDNN_LINEAR(x.contiguous(), weight, bias, "none", [], "")
     return out
 
 
@@ -147,8 +148,8 @@ def _register_operator() -> None:
     torch.library.define("recipes::linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
     torch.library.impl("recipes::linear", "CPU", _run_product)
     torch.library.register_fake("recipes::linear", _describe_product)
-    register_flop_formula([_ONEDNN, torch.ops.recipes.linear])(_count_flops)
+    register_flop_formula([ONEDNN_LINEAR, torch.ops.recipes.linear])(_count_flops)
 
 
 _register_operator()
-PRODUCTS = (_ONEDNN.default, torch.ops.recipes.linear.default)  # for code that searches for matmul operators
+PRODUCTS = (ONEDNN_LINEAR.default, torch.ops.recipes.linear.default)  # for code that searches for matmul operators

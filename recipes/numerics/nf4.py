@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from recipes.numerics.linear import get_product_dtype, linear
 from recipes.numerics.torchao_import import without_warnings_of_torchao
+from recipes.torch_internals import compute_local_shape_and_global_offset
 
 BLOCK = 64  # weights that share a scale
 # means of 16 equally probable slices of a normal distribution, divided by the largest, including zero (appendix E)

@@ -7,14 +7,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from recipes.parallel import placement
+
 _MAX_ELEMENTS = 2**26  # elements of parameters updated together: temporaries of 256 MiB in float32
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's rows of a DTensor, sharing its memory; other tensors are returned unchanged."""
-    tensor = tensor.detach()
-    rows: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return rows
+    """Return this rank's rows of a DTensor, detached and sharing its memory; other tensors are only detached."""
+    return placement.local(tensor.detach())
 
 
 def in_chunks(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from recipes.torch_internals import compute_local_shape_and_global_offset
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, and any other tensor as it is."""
+    shard: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return shard
 
 
 def find_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -9,12 +9,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from recipes.mesh import Mesh
 from recipes.parallel.experts import ExpertRanks, make_expert_mesh
 from recipes.precision import Precision
+from recipes.torch_internals import FakeStore, unset_fake_temporarily
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +109,6 @@ def fake_ranks(world_size: int) -> Iterator[None]:
     if world_size == 0:
         yield
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
         yield

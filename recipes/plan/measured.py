@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
 
 from recipes.plan.fake_rank import MeshGroups, autocast
 from recipes.plan.roofline import Seconds, StepSeconds
@@ -20,6 +19,7 @@ from recipes.plan.step import Step, build_model, clip, record_step
 from recipes.plan.trace import Op, cost_of
 from recipes.plan.unroll import find_period
 from recipes.runtime.console import LOGGER
+from recipes.torch_internals import tree_flatten, tree_map
 
 _REAL_STEPS = 8
 _RUNS, _BUDGET_SECONDS = 7, 0.4  # per operator: maximum number of runs, and the time after which no further run starts

@@ -13,10 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from recipes.activation_checkpoint import ActivationCheckpoint
 from recipes.mesh import Mesh
@@ -25,6 +22,7 @@ from recipes.numerics.nf4 import get_parts
 from recipes.optimizer import DividesWork
 from recipes.parallel.context import apply_context_parallel
 from recipes.parallel.experts import apply_expert_parallel
+from recipes.parallel.placement import local
 from recipes.parallel.tensor import apply_tensor_parallel
 from recipes.plan.activations import mark_host_copies
 from recipes.plan.fake_rank import (
@@ -40,6 +38,7 @@ from recipes.plan.fake_rank import (
 from recipes.plan.trace import GRADIENTS, OPTIMIZER, WEIGHTS, Op, StepTracer
 from recipes.precision import Precision
 from recipes.strategy.sharding import ExpertSharding, ShardPolicy, get_data_axes, shard_model
+from recipes.torch_internals import FakeTensorMode, tree_leaves
 
 Batch = dict[str, Any]
 
@@ -186,9 +185,9 @@ def _mark(tracer: StepTracer, parameters: list[nn.Parameter], optimizer: torch.o
 def clip(parameters: list[nn.Parameter]) -> None:
     """Clip as on a GPU: one pass over this rank's gradients for the norm, one to scale them."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-    norm = nn.utils.get_total_norm(local, foreach=True)
-    torch._foreach_mul_(local, (1.0 / norm).clamp(max=1.0))
+    shards = [local(grad) for grad in grads]
+    norm = nn.utils.get_total_norm(shards, foreach=True)
+    torch._foreach_mul_(shards, (1.0 / norm).clamp(max=1.0))
 
 
 def _drop_gradient(tracer: StepTracer, parameter: Tensor) -> None:

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
+
+from recipes.parallel.placement import local
+from recipes.torch_internals import COLLECTIVES, TorchDispatchMode, tree_leaves
 
 # FLOPs and bytes of one operator, from the shapes of its arguments and results. Nothing is run.
 
@@ -144,7 +145,7 @@ WEIGHTS, GRADIENTS, OPTIMIZER, CASTS, ACTIVATIONS, OFFLOADED, LOSS, GATHERED, TE
     "temporary",
 )
 KEPT = (ACTIVATIONS, CASTS)  # from the forward to the backward pass
-_WAIT: Any = torch.ops._c10d_functional.wait_tensor.default
+_WAIT: Any = COLLECTIVES.wait_tensor.default
 BEFORE = "before"  # section of everything that exists when the step begins
 # namespaces of operators that move no data
 _BOOKKEEPING = frozenset({"prim", "profiler"})
@@ -269,8 +270,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             category: Its category; None: decided at the end of the step.
             by_collective: Whether a collective created it.
         """
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = local.untyped_storage()
+        storage = local(tensor).untyped_storage()
         key = storage._cdata
         known = self._refs.get(key)
         if known is None:

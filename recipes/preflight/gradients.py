@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from recipes.adapter import is_adapter
+from recipes.parallel.placement import local
 from recipes.preflight.result import Result, judge
 
 _SHOWN = 4
@@ -54,9 +55,9 @@ class GradientProbe(Callback):
                 self._note(name, parameter.grad)
 
     def _note(self, name: str, grad: Tensor) -> None:
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
-        if local.numel():
-            flag = (local != 0).any()  # NaN is not zero
+        shard = local(grad)
+        if shard.numel():
+            flag = (shard != 0).any()  # NaN is not zero
             self._seen[name] = self._seen[name] | flag if name in self._seen else flag
 
     @override

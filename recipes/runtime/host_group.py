@@ -8,7 +8,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from recipes.torch_internals import set_group_timeout
 
 CONNECT_TIMEOUT = timedelta(minutes=5)
 MESSAGE_TIMEOUT = timedelta(days=1)
@@ -29,5 +30,5 @@ def connect_hosts() -> Any:
             " a host name resolves to 127.0.0.1; type export GLOO_SOCKET_IFNAME=<network interface that the nodes"
             " share, from `ip address`> on every node"
         ) from error
-    _set_pg_timeout(MESSAGE_TIMEOUT, group)
+    set_group_timeout(MESSAGE_TIMEOUT, group)
     return group

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from recipes.lightning_internals import is_accumulating
+from recipes.parallel.placement import local
 from recipes.precision import Precision
 from recipes.strategy import get_local_device
 
@@ -49,7 +50,7 @@ class CountingScaler(torch.amp.GradScaler):
         if not shards:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         # first for this rank's shards, then over all ranks, which step together or not at all
-        parts = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+        parts = [local(grad) for grad in grads]
         torch._amp_foreach_non_finite_check_and_unscale_(parts, found_inf, inv_scale)
         flag = found_inf.to(shards[0].device_mesh.device_type)
         dist.all_reduce(flag, dist.ReduceOp.MAX)

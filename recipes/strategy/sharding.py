@@ -9,9 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard
 
 from recipes.errors import ConfigError
@@ -19,6 +16,7 @@ from recipes.numerics.grouped_linear import GroupedLinear
 from recipes.numerics.nf4 import list_nf4
 from recipes.precision import Precision
 from recipes.strategy import get_blocks
+from recipes.torch_internals import FSDPMeshInfo, FSDPParamGroup, get_mesh_info
 
 # modules that autocast runs in the low precision: only their weights may be gathered in it
 _LOW_PRECISION = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, GroupedLinear)
@@ -190,7 +188,7 @@ def _make_group_of_experts(
     weights: list[nn.Parameter], beside: FSDPParamGroup, experts: ExpertSharding, policy: ShardPolicy
 ) -> FSDPParamGroup:
     """Return a parameter group on the expert mesh that is gathered and freed with another group."""
-    info = _get_mesh_info(experts.mesh)
+    info = get_mesh_info(experts.mesh)
     assert isinstance(info, FSDPMeshInfo)
     group = FSDPParamGroup(
         weights,
