@@ -30,6 +30,7 @@ from recipes.checkpoint.resume import find_checkpoint, names_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
 from recipes.config.check.metrics import find_wrong_directions
 from recipes.config.check.resumed import OF_WEIGHTS
+from recipes.config.check.strategy import find_rate_of_another_optimizer
 from recipes.config.check.types import to_setting
 from recipes.config.compose import Config, freeze
 from recipes.config.instantiate import make, make_model
@@ -135,7 +136,7 @@ def build(resolved: ResolvedRun) -> Run:
         resolved = resolved.with_settings(list_saved_parts(resolved.config, checkpoint))
     config = resolved.config
     if resolved.mode.trains and global_rank() == 0:
-        for mistake in find_wrong_directions(config):
+        for mistake in (*find_wrong_directions(config), *find_rate_of_another_optimizer(resolved)):
             LOGGER.warning(str(mistake))
     lightning.seed_everything(resolved.seed, verbose=False)
     precision: Precision = make(config["precision"])

@@ -14,10 +14,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from recipes.config.check.types import to_setting
 from recipes.config.resolved import ResolvedRun
 from recipes.config.signature import read_signature
 from recipes.config.traits import StrategyTraits, read_strategy
+from recipes.config.trust import CONF
 from recipes.errors import ConfigError
 from recipes.runtime.world import num_gpus
 
@@ -104,6 +107,25 @@ def check_optimizer(run: ResolvedRun) -> Iterator[ConfigError]:
         run.optimizer.why_no_partitions or one_by_one,
         "strategy=fsdp strategy.cpu_offload=true" if offloads else "strategy=fsdp, or strategy=ddp",
     )
+
+
+def find_rate_of_another_optimizer(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Yield a typed optimizer that trains at the learning rate of the recipe, which was chosen for another one.
+
+    Only a warning: Adam's rate also suits Muon, but is a thousandth of what SGD needs.
+    """
+    option = run.choices.get("optimizer")
+    typed = [override.partition("=")[0].lstrip("+") for override in run.overrides]
+    if "optimizer" not in typed or {"optimizer.lr", "lr_scaling"} & {*typed}:
+        return
+    path = CONF / "optimizer" / f"{option}.yaml"
+    own = yaml.safe_load(path.read_text(encoding="utf-8")).get("lr") if path.is_file() else None
+    if isinstance(own, int | float) and own != run.lr:
+        yield ConfigError(
+            f"optimizer={option}",
+            f"it trains at optimizer.lr={run.lr:g}, which the recipe sets for its own optimizer",
+            f"optimizer.lr={own:g}, the rate of conf/optimizer/{option}.yaml",
+        )
 
 
 def check_adapter(run: ResolvedRun) -> Iterator[ConfigError]:

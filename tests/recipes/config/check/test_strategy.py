@@ -6,7 +6,7 @@ import pytest
 from support import resolved
 
 from recipes.config import compose_and_check
-from recipes.config.check.strategy import check_strategy
+from recipes.config.check.strategy import check_strategy, find_rate_of_another_optimizer
 
 
 def _config(devices: list[int]) -> dict[str, Any]:
@@ -69,3 +69,23 @@ def test_an_average_for_validation_is_the_reason_against_zero() -> None:
         "optimizer=schedule_free strategy=deepspeed_stage_2: a validation exchanges the weights for their average, and"
         " DeepSpeed computes with weights of its own; type strategy=fsdp, or strategy=ddp"
     )
+
+
+@pytest.mark.parametrize(
+    ("typed", "warning"),
+    [
+        (
+            "optimizer=sgd",
+            "optimizer=sgd: it trains at optimizer.lr=0.003, which the recipe sets for its own optimizer;"
+            " type optimizer.lr=0.1, the rate of conf/optimizer/sgd.yaml",
+        ),
+        ("optimizer=sgd optimizer.lr=0.1", None),
+        ("recipe=single_fp32 optimizer=sgd", None),  # this recipe sets no rate
+        ("optimizer.lr=0.1", None),
+    ],
+)
+def test_a_typed_optimizer_at_the_rate_of_the_recipe_is_warned_about(typed: str, warning: str | None) -> None:
+    composed, mistakes = compose_and_check(typed.split())
+    assert composed is not None
+    assert mistakes == []
+    assert [str(found) for found in find_rate_of_another_optimizer(composed)] == ([] if warning is None else [warning])
