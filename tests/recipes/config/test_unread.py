@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.config.compose import Composed
+from recipes.config.resolved import ResolvedRun
 from recipes.config.unread import list_unread
 
 
@@ -17,7 +17,7 @@ from recipes.config.unread import list_unread
         ("sample", "run", ["+data@eval_data.mine=text_files", "mode.seed=3", "resume=run"], [0]),
         ("replay", "run", ["z_loss=1e-4", "save_every=3"], ["save_every=3"]),
         ("report", None, ["mode.runs=[a]", "model=gpt2", "dashboard.sections=[]", "hydra.run.dir=x"], ["model=gpt2"]),
-        ("unpack", None, ["seed=3", "mode.path=x"], ["seed=3"]),
+        ("convert_gguf", None, ["seed=3", "mode.path=x"], ["seed=3"]),
         ("fit", "run", ["eval_samples=2"], []),
     ],
 )
@@ -25,5 +25,5 @@ def test_settings_that_a_mode_does_not_read_are_listed(
     mode: str, resume: str | None, typed: list[str], expected: list[str | int]
 ) -> None:
     config = {"mode": {"_target_": f"recipes.mode.{mode}.{mode}"}, "resume": resume}
-    composed = Composed(config=config, choices={}, run_folder=Path(), overrides=["optimizer.lr=1", *typed], typed=typed)
-    assert list_unread(composed) == [typed[name] if isinstance(name, int) else name for name in expected]
+    run = ResolvedRun(config=config, choices={}, run_folder=Path(), overrides=["optimizer.lr=1", *typed], typed=typed)
+    assert list_unread(run) == [typed[name] if isinstance(name, int) else name for name in expected]

@@ -162,7 +162,7 @@ def test_a_saved_data_set_reads_no_file_outside_of_its_folder(way: str, tmp_path
         shutil.rmtree(train)
         train.symlink_to(tmp_path / "one")
     with pytest.raises(ConfigError, match=r"outside of (it|the folder); type data.path=<another copy of the folder>"):
-        open_rows(data_set, setting="data.path", hub_split=split)
+        open_rows(data_set, setting="data.path", split=split)
 
 
 def test_a_saved_data_set_in_the_cache_of_the_hub_is_read_through_its_links(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_the_hash_of_a_saved_data_set_is_that_of_its_rows(tmp_path: Path) -> Non
     [file] = save_splits(tmp_path).glob("one/*.arrow")
 
     def read_hash() -> str:
-        return open_rows(f"hf://{tmp_path}/one", setting="data.path", hub_split="train").content_hash(tmp_path)
+        return open_rows(f"hf://{tmp_path}/one", setting="data.path", split="train").content_hash(tmp_path)
 
     before = read_hash()
     file.write_bytes(file.read_bytes().replace("ä".encode(), "ë".encode()))  # the fingerprint in state.json stays

@@ -213,7 +213,7 @@ def test_raw_files_of_two_types_are_read_once_one_is_an_array(source, tmp_path, 
     def prepare(path, dtype):
         if kind == "token_file":
             return source(path, val_path=narrow, dtype=dtype).prepare()
-        settings = {"dtype": dtype, "files_at_a_time": 2, "cache_gb": None, "vocab_size": 1000, "seq_len": 10}
+        settings = {"dtype": dtype, "num_open_shards": 2, "cache_gb": None, "vocab_size": 1000, "seq_len": 10}
         return TokenShards(path=path, val_path=narrow, cache_dir=str(tmp_path / "cache"), **settings).prepare()
 
     with pytest.raises(ConfigError, match="32-bit integers, and data.val_path=.* 16-bit ones") as caught:

@@ -22,14 +22,14 @@ def test_a_value_that_a_constructor_rejects_is_a_mistake_of_its_section() -> Non
 
 
 def test_an_argument_that_a_constructor_names_is_the_setting() -> None:
-    composed, _ = compose_and_check(["callbacks=[answer_check]", "callbacks.answer_check.pattern=("])
+    composed, _ = compose_and_check(["callbacks=[generation_eval]", "callbacks.generation_eval.answer_regex=("])
     assert composed is not None
     with pytest.raises(InstantiationException) as raised:
-        make(composed.config["callbacks"]["answer_check"])
+        make(composed.config["callbacks"]["generation_eval"])
     mistake = _find_mistake(raised.value, composed)
     assert mistake is not None
-    assert mistake.setting == "callbacks.answer_check.pattern=("
-    assert mistake.fix == "callbacks.answer_check.pattern=null"
+    assert mistake.setting == "callbacks.generation_eval.answer_regex=("
+    assert mistake.fix == "callbacks.generation_eval.answer_regex=null"
 
 
 def test_a_path_of_a_mode_that_cannot_be_written_is_a_mistake() -> None:

@@ -98,7 +98,7 @@ def test_a_bare_word_is_rejected() -> None:
         (["hydra.run.dir=file:///data/x y"], "'hydra.run.dir=/data/x y'"),
         (["hydra.run.dir=s3://b/x"], "hydra.run.dir=<a local folder, or one below which the storage is mounted>"),
         (["plan.dollars_per_hour=-1"], "the same command without it, or mode=plan beside it"),
-        (["scheduler=warmup_stable_decay", "trainer.max_steps=10"], "warmup_steps=1 scheduler.decay_steps=2"),
+        (["scheduler=wsd", "trainer.max_steps=10"], "warmup_steps=1 scheduler.decay_steps=2"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
