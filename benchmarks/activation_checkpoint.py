@@ -21,10 +21,10 @@ from plan_cases import COMMON, cpu_cluster  # noqa: E402
 from plan_steps import step_of  # noqa: E402
 from support import composed_config, resolved  # noqa: E402
 
+from recipes.mode.batch_find import PeakMemory  # noqa: E402
 from recipes.plan.hardware import find_cluster  # noqa: E402
 from recipes.plan.measured import time_real_steps  # noqa: E402
 from recipes.plan.plan import make_plan  # noqa: E402
-from recipes.trial.peak_memory import PeakMemory  # noqa: E402
 
 MIB = 2**20
 ROUNDS = 10

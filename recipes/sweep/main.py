@@ -1,8 +1,15 @@
 """Start a sweep: `-m`, or `sweep=<option>` without it."""
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.plugins.plugin import Plugin
 
 from recipes.config.overrides import for_shell
 from recipes.entry.hydra_main import run_through_hydra
@@ -58,7 +65,7 @@ def run_sweep(overrides: list[str], folder: Path, name: str, run: Callable[..., 
             print(format_report([mistake]), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
     from recipes.sweep.command_line import check_command
-    from recipes.sweep.plugins import PLUGIN_NAME, register
+    from recipes.sweep.main import PLUGIN_NAME, register
     from recipes.sweep.session import MULTIRUN
 
     command = check_command(overrides, config_folder=folder, config_name=name)
@@ -74,3 +81,33 @@ def run_sweep(overrides: list[str], folder: Path, name: str, run: Callable[..., 
         flags.append(f"hydra/launcher={PLUGIN_NAME}")
     sys.argv[1:] = [*flags, *command.for_hydra]
     return run_through_hydra(folder, name, run, command.for_hydra) or MULTIRUN.exit_code
+
+
+# Register the launcher and the sweeper as Hydra plugins in code, so that no plugin package has to be installed.
+
+_ROOT = "hydra_plugins"
+PLUGIN_NAME = "recipes"  # the launcher is hydra/launcher=recipes
+PACKAGE = f"{_ROOT}.lightning_recipes"
+
+
+def register() -> None:
+    """Register the launcher, as an option of `hydra/launcher`, and the sweeper. Repeatable."""
+    from recipes.sweep.hydra_launcher import SubprocessLauncher
+    from recipes.sweep.optuna_sweeper import OptunaSweeper
+
+    for plugin in (SubprocessLauncher, OptunaSweeper):
+        _register_plugin(plugin)
+    node = {"_target_": f"{PACKAGE}.{SubprocessLauncher.__name__}"}
+    ConfigStore.instance().store(group="hydra/launcher", name=PLUGIN_NAME, node=node, provider=PACKAGE)
+
+
+def _register_plugin(plugin: type[Plugin]) -> None:
+    with contextlib.suppress(ModuleNotFoundError):  # no other plugin is installed
+        import_module(_ROOT)
+    if _ROOT not in sys.modules:
+        sys.modules[_ROOT] = ModuleType(_ROOT)
+    package = sys.modules.setdefault(PACKAGE, ModuleType(PACKAGE))
+    sys.modules[_ROOT].__dict__[PACKAGE.rpartition(".")[2]] = package
+    plugin.__module__ = PACKAGE  # Hydra accepts `_target_`s of plugins only inside hydra_plugins
+    setattr(package, plugin.__name__, plugin)
+    Plugins.instance().register(plugin)

@@ -1,7 +1,7 @@
 """Tokenizer class based on the `tokenizers` library: ~3 MB/s per process, or ~500 MB/s for bytes.
 
 The library's threads are disabled because a process that has used them must not fork afterwards, and DataLoader
-workers are forked. Instead, recipes/data/text/tokenize.py distributes texts over processes.
+workers are forked. Instead, recipes/data/text/token_cache.py distributes texts over processes.
 """
 
 from __future__ import annotations

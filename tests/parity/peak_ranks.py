@@ -18,7 +18,7 @@ from run_cases import run_all  # noqa: E402
 from support import composed_config, resolved  # noqa: E402
 
 from recipes.build import build  # noqa: E402
-from recipes.trial.peak_memory import PeakMemory  # noqa: E402
+from recipes.mode.batch_find import PeakMemory  # noqa: E402
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:

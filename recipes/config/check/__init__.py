@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config.check.activation_checkpoint import check_activation_checkpoint
-from recipes.config.check.callbacks import check_callbacks
+from recipes.config.check.callbacks import check_callbacks, check_loss_spike
 from recipes.config.check.compatibility import (
     check_compatibility,
     check_evaluator,
@@ -18,11 +18,9 @@ from recipes.config.check.compatibility import (
 from recipes.config.check.dashboard import PLACES, check_dashboards
 from recipes.config.check.data import check_data
 from recipes.config.check.devices import check_devices
-from recipes.config.check.loss_spike import check_loss_spike
 from recipes.config.check.lr_scaling import check_lr_scaling
-from recipes.config.check.mesh import check_batch_size, check_mesh, check_ranks
+from recipes.config.check.mesh import check_batch_size, check_mesh, check_moe, check_ranks
 from recipes.config.check.metrics import check_metrics, check_readers, check_thresholds
-from recipes.config.check.moe import check_moe
 from recipes.config.check.nodes import check_nodes
 from recipes.config.check.paths import check_paths
 from recipes.config.check.ranges import check_ranges

@@ -8,7 +8,7 @@ from fake_cuda import fake_streams
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from recipes.checkpoint.shards import unsharded_part
-from recipes.checkpoint.staging import HostStaging
+from recipes.checkpoint.writer import HostStaging
 
 
 def test_what_may_change_before_the_next_step_is_cloned_at_once() -> None:

@@ -21,8 +21,7 @@ from recipes.config.check.dashboard import KINDS, check_dashboards
 from recipes.config.overrides import parse_override
 from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
-from recipes.mode.dashboard import dashboard
-from recipes.mode.wandb_workspace import STEP, make_workspace, names_pattern
+from recipes.mode.dashboard import STEP, dashboard, make_workspace, names_pattern
 
 SPEC = yaml.safe_load((ROOT / "conf" / "dashboard" / "default.yaml").read_text())["sections"]
 PANELS = [panel for section in SPEC for panel in section["panels"]]

@@ -7,8 +7,7 @@ import pytest
 from report_pages import get_data
 from support import TINY, run_train
 
-from recipes.mode.lr_find import _write
-from recipes.trial.lr_range import read_range_test
+from recipes.mode.lr_find import _write, read_range_test
 
 
 def test_it_prints_a_suggestion_draws_the_curve_and_leaves_no_run(tmp_path: Path, text_folder: str) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from recipes.mesh import Mesh
-from recipes.model.moe.mlp import Experts
+from recipes.model.moe.llama import Experts
 from recipes.numerics.grouped_linear import GroupedLinear
 from recipes.parallel.experts import ExpertRanks
 from recipes.parallel.placement import cut_box, find_box

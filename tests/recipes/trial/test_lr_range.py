@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from recipes.trial.lr_range import read_range_test, rising, smooth
+from recipes.mode.lr_find import read_range_test, rising, smooth
 
 NUM = 101
 RATES = [10 ** (-6 + 6 * i / (NUM - 1)) for i in range(NUM)]  # 1e-6 to 1

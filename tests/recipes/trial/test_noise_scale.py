@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from recipes.trial.noise_scale import NoiseMeter, StepNorms, estimate_noise_scale
+from recipes.mode.noise_scale import NoiseMeter, StepNorms, estimate_noise_scale
 
 DIMENSIONS, DISTANCE = 20, 0.5
 SMALL, NUM_MICRO_BATCHES, STEPS = 8, 8, 150

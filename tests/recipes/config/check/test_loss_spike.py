@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from recipes.config import compose_and_check
-from recipes.config.check.loss_spike import check_loss_spike, num_parameters_at_least
+from recipes.config.check.callbacks import check_loss_spike, num_parameters_at_least
 
 OVERRIDES = ["model=gpt2_nano"]
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from recipes.data.conversations.packing import one_each, pack
+from recipes.data.conversations.rows import one_each, pack
 
 
 def rows_of(lengths: list[int], row_length: int) -> list[list[int]]:

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipes.data.text import tokenize as module
+from recipes.data.text import token_cache as module
 from recipes.data.text.corpus import PIECE_BYTES
-from recipes.data.text.tokenize import num_workers, tokenize
+from recipes.data.text.token_cache import num_workers, tokenize
 from recipes.errors import ConfigError
 from recipes.tokenizer.bpe import train_bpe
 from recipes.tokenizer.bytes import byte_tokenizer
@@ -65,7 +65,7 @@ def test_short_text_starts_no_process():
 
 
 def test_a_worker_imports_neither_torch_nor_lightning():
-    code = "import sys, recipes.data.text.tokenize; print({'torch', 'lightning'} & set(sys.modules))"
+    code = "import sys, recipes.data.text.token_cache; print({'torch', 'lightning'} & set(sys.modules))"
     output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert output.strip() == "set()"
 

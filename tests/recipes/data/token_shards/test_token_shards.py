@@ -11,8 +11,7 @@ import pytest
 from support import execute, read_metrics
 
 from recipes.data.batches import PositionSampler
-from recipes.data.token_shards.order import ShardOrder
-from recipes.data.token_shards.source import TokenShards
+from recipes.data.token_shards.source import ShardOrder, TokenShards
 from recipes.data.token_shards.storage import Storage, find_packages
 from recipes.errors import ConfigError
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from recipes.activation_checkpoint import ActivationCheckpoint
 from recipes.errors import ConfigError
 from recipes.model.generate import generate
-from recipes.model.moe.llama import MoeLlama
-from recipes.model.moe.mlp import MoeMlp
+from recipes.model.moe.llama import MoeLlama, MoeMlp
 
 torch.set_num_threads(1)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from recipes.model.moe.mlp import combine_rows
+from recipes.model.moe.llama import combine_rows
 from recipes.numerics.permutation import permute_rows, sort_rows
 
 CHOSEN = torch.tensor([[2, 0], [0, 1], [2, 1], [0, 2]])  # [N, K]
