@@ -24,15 +24,15 @@ def compile_blocks(
         backend: Backend of `torch.compile` instead of inductor; it has no modes.
     """
     # DDPOptimizer would split blocks at bucket boundaries; per-block graphs already overlap the all-reduce
-    dynamo_config.optimize_ddp = False  # type: ignore[attr-defined]
+    dynamo_config.optimize_ddp = False
 
     # the blocks share one code object: every variant of any block (training, evaluation, a first size, changing sizes)
     # counts toward its recompile limit, beyond which torch falls back to eager
-    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 4 * len(blocks))  # type: ignore[attr-defined]
+    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 4 * len(blocks))
     options: dict[str, Any] = {"dynamic": None} | ({"mode": mode} if backend is None else {"backend": backend})
     for block in blocks:
         if leaves_out_hooks:
-            block.forward = torch.compile(block.forward, **options)  # type: ignore[method-assign]
+            block.forward = torch.compile(block.forward, **options)
         else:
             block.compile(**options)
 

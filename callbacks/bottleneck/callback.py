@@ -340,7 +340,7 @@ class PhaseTimes:
     def _now(self) -> Instant:
         if not self._is_cuda:
             return self._clock()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 

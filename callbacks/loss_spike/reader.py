@@ -171,6 +171,6 @@ class DelayedReadback:
     def _send(step: int, packed: Tensor) -> tuple[int, Tensor, torch.cuda.Event]:
         scalars = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)  # [number of values]
         scalars.copy_(packed, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied = torch.cuda.Event()
         copied.record()
         return step, scalars, copied

@@ -30,7 +30,7 @@ class CopyStream:
             device: Device of the tensors to copy; the same at every call.
         """
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         return self._stream
 
@@ -89,7 +89,7 @@ class Snapshot:
             else:
                 buffer.copy_(tensor)
         if stream is not None:
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied = torch.cuda.Event()
             self._copied.record(stream)
 
     def wait(self) -> None:

@@ -145,7 +145,7 @@ def write_dump(folder: Path, *, rank: int, error: BaseException) -> None:
     parts = [str(error), _describe_host(), "The largest live tensors:", *_largest_tensors()]
     if torch.cuda.is_available():
         with replacing(folder / f"{name}.pickle") as unfinished:
-            torch.cuda.memory._dump_snapshot(str(unfinished))  # type: ignore[no-untyped-call]
+            torch.cuda.memory._dump_snapshot(str(unfinished))
         parts.append(torch.cuda.memory_summary())
     write_atomically(folder / f"{name}.txt", "\n".join(parts) + "\n")
 

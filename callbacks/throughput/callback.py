@@ -158,7 +158,7 @@ class SpeedMonitor(Callback):
     def _on_fetched(self) -> None:
         """Count the fetch as data wait, unless the device was still busy with the previous batch."""
         busy, self._busy = self._busy, None
-        if not self._watch.is_paused and (busy is None or busy.query()):  # type: ignore[no-untyped-call]
+        if not self._watch.is_paused and (busy is None or busy.query()):
             self._wait_seconds += self.clock() - self._fetch_began
 
     @override
@@ -214,7 +214,7 @@ class SpeedMonitor(Callback):
         if logged or self._is_first or self._device.type == "cpu":
             self._idle_since = self.clock()
         elif self._device.type == "cuda":
-            self._busy = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._busy = torch.cuda.Event()
             self._busy.record()
         if stepped and self._is_first:
             self._is_first = False

@@ -29,7 +29,7 @@ _aten = torch.ops.aten
 _OF_TORCH = {"aten", "prim", "prims", "profiler", "rngprims", "c10d", "_c10d_functional", "fsdp", "debugprims"}
 
 
-class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FlopCounter(TorchDispatchMode):
     """Counts the FLOPs of matmuls, convolutions and attention while active; costs microseconds per operator.
 
     Attention is counted in full regardless of its mask; what is computed again is not counted, neither by activation
@@ -362,11 +362,11 @@ def count_flops_on_meta(module: SupportsMetaForward, batch: Any) -> float:
     Raises:
         Exception: Anything the module raises, for example when it reads a value from a meta tensor.
     """
-    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    has_cuda = torch.cuda.is_initialized()
     devices = list(range(torch.cuda.device_count())) if has_cuda else []
     # fused attention kernels are counted as zero on some devices (pytorch #195460, 2.13)
     with fork_rng(devices), FlopCounter() as counter, sdpa_kernel(SDPBackend.MATH):
-        module.recipes_forward_on_meta(_on_meta(batch)).float().sum().backward()  # type: ignore[no-untyped-call]
+        module.recipes_forward_on_meta(_on_meta(batch)).float().sum().backward()
     return float(counter.flops)
 
 

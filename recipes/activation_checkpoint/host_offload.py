@@ -96,11 +96,11 @@ class HostOffload:
             target.copy_(source)
             return None
         if self._stream is None:
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done = torch.cuda.Event()
         done.record(self._stream)
         return done
 

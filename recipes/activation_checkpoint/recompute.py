@@ -70,7 +70,7 @@ def recompute_block(block: nn.Module, *, keep_every_nth_product: int | None, off
             eager = functools.partial(_offloading_contexts, eager, offload)
     if statistics := _find_statistics(block):
         eager = functools.partial(_restoring_contexts, eager, statistics)
-    block.forward = _recomputed(block, block.forward, eager, keep_every_nth_product)  # type: ignore[method-assign]
+    block.forward = _recomputed(block, block.forward, eager, keep_every_nth_product)
 
 
 def _recomputed(
@@ -97,7 +97,7 @@ def _recomputed(
 
 def _make_contexts(*, every_nth: int) -> Contexts:
     """Return the contexts for one forward pass and for its recomputation."""
-    contexts: Contexts = create_selective_checkpoint_contexts(keep_products(every_nth))  # type: ignore[no-untyped-call]
+    contexts: Contexts = create_selective_checkpoint_contexts(keep_products(every_nth))
     return contexts
 
 

@@ -52,7 +52,7 @@ def inject(model: nn.Module, config: Any, *, pretrained: str | None) -> None:
 
     with _made_where_it_stays():
         inject_adapter_in_model(config, model)
-    model.adapter_config = config  # type: ignore[assignment]
+    model.adapter_config = config
     model.adapter_pretrained = pretrained  # type: ignore[assignment]
 
 
@@ -63,7 +63,7 @@ def _made_where_it_stays() -> Iterator[None]:
     `mode=plan` builds the model of fake tensors, to which `Module.to` raises "Couldn't swap" (torch 2.13).
     """
     inner = nn.Module.to
-    nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
+    nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -62,7 +62,7 @@ class Lora:
             model,
             LoraConfig(
                 r=self.r,
-                lora_alpha=self.lora_alpha,  # type: ignore[arg-type]
+                lora_alpha=self.lora_alpha,
                 lora_dropout=self.lora_dropout,
                 target_modules=names,
                 use_rslora=self.use_rslora,
@@ -86,6 +86,6 @@ def _let_compilers_read_weights() -> None:
     from peft.utils.integrations import dequantize_module_weight
 
     def get_weight(module: nn.Module) -> Tensor:
-        return module.weight.detach()  # type: ignore[operator, return-value, union-attr]
+        return module.weight.detach()  # type: ignore[operator]
 
     torch.compiler.substitute_in_graph(dequantize_module_weight, skip_signature_check=True)(get_weight)

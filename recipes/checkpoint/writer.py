@@ -311,7 +311,7 @@ class HostStaging:
         """Start copies on a separate stream, after all work queued so far on the training stream."""
         self._device = self._sources[names[0]].tensor.device
         if self._stream is None:
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream()
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -320,7 +320,7 @@ class HostStaging:
                 self._buffer(name).copy_(tensor, non_blocking=True)
                 # else the allocator may reuse a cloned buffer's memory while it is still being copied
                 tensor.record_stream(stream)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied = torch.cuda.Event()
         copied.record(stream)
         return copied
 

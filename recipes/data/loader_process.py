@@ -71,7 +71,7 @@ class SignalProofLoader(DataLoader[Batch]):
             shorten_socket_paths()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
-            return super()._get_iterator()  # type: ignore[no-untyped-call]
+            return super()._get_iterator()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -217,9 +217,9 @@ def _section(key: str) -> str:
 def _read_npy(head: bytes, *, num_bytes: int, typed: str, key: str) -> TokenLayout:
     file = io.BytesIO(head)
     try:
-        version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
+        version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(file)  # type: ignore[no-untyped-call]
+        shape, _, dtype = read(file)
     except Exception as error:  # the header is Python source, and its parser raises what that of Python does
         reason = f"it is not a valid .npy file ({type(error).__name__})"
         raise ConfigError(typed, reason, _suggest_array(key)) from error

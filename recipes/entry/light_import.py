@@ -44,5 +44,5 @@ def without_unused_packages(targets: Iterable[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        imports.RequirementCache.__bool__ = check  # type: ignore[assignment, method-assign]
+        imports.RequirementCache.__bool__ = check  # type: ignore[method-assign]
         imports.package_available = is_available

@@ -149,12 +149,10 @@ class TensorBoardLogger(Logger):
         from torch.utils.tensorboard import SummaryWriter
 
         if self._writer is not None:
-            self._writer.close()  # type: ignore[no-untyped-call]
+            self._writer.close()
         else:
             _report_thread_errors(self._fail)
-        self._writer = SummaryWriter(  # type: ignore[no-untyped-call]
-            self.log_dir, purge_step=purge_step, max_queue=MAX_QUEUE, flush_secs=FLUSH_SECONDS
-        )
+        self._writer = SummaryWriter(self.log_dir, purge_step=purge_step, max_queue=MAX_QUEUE, flush_secs=FLUSH_SECONDS)
         return self._writer
 
     def _restart(self, step: int, *, purge_step: int) -> None:
@@ -216,7 +214,7 @@ class TensorBoardLogger(Logger):
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
         values = {key: node for key, node in config.items() if key not in _NO_HYPERPARAMETERS}
         metrics = dict.fromkeys(_SHOWN_WITH_HYPERPARAMETERS, 0.0)
-        experiment, session_start, _ = hparams(dict(_leaves(values)), metrics)  # type: ignore[no-untyped-call]
+        experiment, session_start, _ = hparams(dict(_leaves(values)), metrics)
         self._write(experiment, 0)
         self._write(session_start, 0)
 

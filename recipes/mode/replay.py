@@ -158,7 +158,7 @@ def _recompute(
             with run.trainer.precision_plugin.forward_context():
                 objective_sum, loss_sum = task.objective_sum(batch)
             objective = objective_sum / batch["num_targets"]
-            objective.backward()  # type: ignore[no-untyped-call]
+            objective.backward()
             total += float(loss_sum.detach() / batch["num_targets"])
     grads = {name: parameter.grad for name, parameter in task.named_parameters() if parameter.grad is not None}
     grads_by_block: dict[str, list[Tensor]] = {}

@@ -67,7 +67,7 @@ class _GroupedLinear(torch.autograd.Function):
         return _multiply(x, weight.transpose(1, 2), ends)
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, ends = ctx.saved_tensors
         grad = grad.contiguous()  # the gradient of a sum is an expanded view, which the kernel rejects

@@ -231,7 +231,7 @@ class _HeadLoss(torch.autograd.Function):
         return objective, loss, by_token
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_objective: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         factor = grad_objective if ctx.scale is None else grad_objective / ctx.scale  # 0-dim

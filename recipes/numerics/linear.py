@@ -123,7 +123,7 @@ class _Linear(torch.autograd.Function):
         return _multiply(x, weight, bias)
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         return (

@@ -185,7 +185,7 @@ def _move(weight: Tensor, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
         tensor = _assemble(local, moved)
         if isinstance(weight, DTensor):
             # `DTensor.from_local` would move a shard in host memory to the device of the mesh
-            tensor = DTensor(tensor, weight._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            tensor = DTensor(tensor, weight._spec, requires_grad=False)
     return nn.Parameter(tensor, requires_grad=False)
 
 
@@ -198,7 +198,7 @@ class _Product(torch.autograd.Function):
         return linear(x, _look_up(codes, scales, table).view(-1, x.shape[-1]).to(x.dtype), bias)
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight = _look_up(*ctx.saved_tensors).view(grad.shape[-1], -1).to(grad.dtype)  # [M, K]
         return linear(grad, weight.T), None, None, None, None

@@ -48,7 +48,7 @@ class _Permute(torch.autograd.Function):
         return rows[order if ctx.num_copies == 1 else order // ctx.num_copies]
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (opposite,) = ctx.saved_tensors
         grad = grad[opposite]

@@ -158,7 +158,7 @@ def _measure(
         lengths += [num_rows, num_columns]
     torch._foreach_div_(pieces, divisors)
     summed = pieces[0].new_zeros(sum(lengths))  # zero in rows that other ranks hold
-    parts = summed.split(lengths)  # type: ignore[no-untyped-call]
+    parts = summed.split(lengths)
     torch._foreach_copy_([part[place] for part, place in zip(parts, places, strict=True)], pieces)
     _sum_over_shards(summed.square_(), layout)
     of_matrices = iter(parts[1:])

@@ -188,7 +188,7 @@ def _orthogonalize_stack(matrix: Tensor, stack: Stack) -> Tensor:
     """Orthogonalize each matrix of a stack [R, C] by itself."""
     rows = matrix.mT if stack.by_columns else matrix  # [outputs, inputs]
     groups = rows.reshape(stack.num_groups, -1, rows.shape[1])  # [groups, outputs of a group, inputs]
-    parts = groups.split(stack.sizes, dim=1)  # type: ignore[no-untyped-call]
+    parts = groups.split(stack.sizes, dim=1)
     done = [_orthogonalize_scaled(part.reshape(-1, rows.shape[1])).reshape(part.shape) for part in parts]
     joined = torch.cat(done, dim=1).view(rows.shape)
     return joined.mT.contiguous() if stack.by_columns else joined
@@ -334,7 +334,7 @@ class WholeMatrices:
             shares = [members[replica :: layout.num_replicas] for replica in range(layout.num_replicas)]
             result = self._map_share(shares[layout.replica], function, read)
             for share, rows in zip(shares, self._share_results(shares, result), strict=True):
-                parts = rows.split(self._num_held(share))  # type: ignore[no-untyped-call]
+                parts = rows.split(self._num_held(share))
                 for index, part in zip(share, parts, strict=True):
                     yield index, part.view(-1, self.shapes[index][1])
 

@@ -44,5 +44,5 @@ def make_groups(mesh: Mesh) -> Groups:
 
 def _make_group(mesh: Mesh, *dimensions: str) -> dist.ProcessGroup:
     own: dist.ProcessGroup
-    own, _ = dist.new_subgroups_by_enumeration(list(mesh.groups(*dimensions)))  # type: ignore[no-untyped-call]
+    own, _ = dist.new_subgroups_by_enumeration(list(mesh.groups(*dimensions)))
     return own

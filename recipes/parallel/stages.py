@@ -138,7 +138,7 @@ class StageForward(nn.Module):
         **targets: Tensor,
     ) -> Any:
         """Return hidden states or logits; with targets, the result of `compute` or `leave`."""
-        run: Callable[..., Any] = super().forward  # type: ignore[assignment]
+        run: Callable[..., Any] = super().forward
         if self.compute is None or not targets:
             out = run(x, cache=cache, reduce=reduce, positions=positions, num_inputs=num_inputs)
             return out if self.leave is None or not targets else self.leave(self, out, targets)

@@ -134,5 +134,5 @@ def gpu_operators(on_gpu: bool) -> Iterator[None]:
 
 # torch 2.13 has no kernel of it for tensors without storage, so that FakeTensorMode would run it on real ones of the
 # same sizes: 7 GB to plan SGD for a model of 1.2 billion parameters. It changes its arguments and returns nothing
-_WITHOUT_STORAGE = torch.library.Library("aten", "IMPL", "Meta")  # type: ignore[no-untyped-call]
-_WITHOUT_STORAGE.impl("_fused_sgd_", lambda *_, **__: None)  # type: ignore[no-untyped-call]
+_WITHOUT_STORAGE = torch.library.Library("aten", "IMPL", "Meta")
+_WITHOUT_STORAGE.impl("_fused_sgd_", lambda *_, **__: None)

@@ -135,7 +135,7 @@ def time_real_steps(step: Step, *, blocks: Sequence[int] | None, device: torch.d
             began = time.perf_counter()
             with autocast(step.precision, device.type):
                 loss = step.objective(model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             clip(parameters)
             optimizer.step()
             _wait(device)

@@ -140,7 +140,7 @@ def record_step(
             if step.drops_gradients:
                 for parameter in parameters:
                     drop = functools.partial(_drop_gradient, tracer)
-                    parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+                    parameter.register_post_accumulate_grad_hook(drop)
             if computes:
                 _compute(step, model, optimizer, parameters, tracer)
             if not step.engine_steps:  # DeepSpeed clips and steps on its own partitions
@@ -167,7 +167,7 @@ def _compute(
     if not step.accumulates:  # Lightning does so between the forward and the backward pass
         optimizer.zero_grad(set_to_none=step.frees_gradients)
     tracer.section = tracer.section.replace("forward", "backward")
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     del loss, batch
     _mark(tracer, parameters, optimizer)
 
@@ -244,13 +244,13 @@ def _mark_blocks(model: nn.Module, tracer: StepTracer) -> None:
         if is_first:
             for tensor in tree_leaves(inputs):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(lambda _: enter("embedding"))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(lambda _: enter("embedding"))
                     break
 
     def after(name: str, is_last: bool, module: nn.Module, inputs: Any, output: Any) -> None:
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _: enter(name))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda _: enter(name))
                 break
         if is_last:
             enter("head")

@@ -206,7 +206,7 @@ class _Record:
     writes: dict[_Block, float] = field(default_factory=dict)
 
 
-class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StepTracer(TorchDispatchMode):
     """Records every operator that runs while it is active.
 
     A storage counts from the operator that creates it until its last reference is gone, as with torch's allocators.
@@ -377,7 +377,7 @@ class StepTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _group_name(args: Sequence[Any]) -> str:
     """Return the process group name that a collective was called with."""
     for arg in args:
-        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):  # type: ignore[attr-defined]
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return dist.ProcessGroup.unbox(arg).group_name
     names = [arg for arg in args if isinstance(arg, str)]  # the name of the reduction precedes that of the group
     return names[-1] if names else ""

@@ -90,7 +90,7 @@ class DDP(TorchNativeMixin, ShardSavingMixin, DDPStrategy):
         if in_nf4:
             # DDP would broadcast them from rank 0, for which NF4Tensor (torchao 0.18) has no operator; they depend only
             # on the seed or on files, so all ranks have the same
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, in_nf4)  # type: ignore[no-untyped-call]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, in_nf4)
         return DistributedDataParallel(module=model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
     @override
@@ -112,6 +112,6 @@ class DDP(TorchNativeMixin, ShardSavingMixin, DDPStrategy):
         trained = [p for p in self.model.parameters() if p.requires_grad]
         # depends on every parameter, with a gradient of zero
         zero = torch.stack([parameter.sum() for parameter in trained]).sum() * 0.0  # 0-dim
-        zero.backward()  # type: ignore[no-untyped-call]
+        zero.backward()
         assert reducer._rebuild_buckets(), "the first real forward pass would rebuild them"
         self.model.zero_grad(set_to_none=False)

@@ -86,7 +86,7 @@ class StudySource:
         self._is_stopped = False
         self.has_failed = False
         # a sampler that has tried everything calls study.stop(), which raises outside of study.optimize
-        study.stop = self._stop  # type: ignore[method-assign]
+        study.stop = self._stop
         self._check_definition()
         self._num_combinations = count_combinations(self._distributions.values())
         self._trials: dict[int, Trial] = {}  # running, by job number

@@ -269,7 +269,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
     @override
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         if self._compile_mode == "reduce-overhead":  # CUDA graphs may now overwrite outputs of the last micro-batch
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+            torch.compiler.cudagraph_mark_step_begin()
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:

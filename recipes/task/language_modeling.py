@@ -112,7 +112,7 @@ class _Differentiate(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(hidden, hidden.shape)  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         dtype, device = ctx.terms
         return grad, torch.ones((), dtype=dtype, device=device)

@@ -60,7 +60,7 @@ def merge_adapter(model: nn.Module) -> None:
     for name, layer in list(model.named_modules()):
         if not hasattr(layer, "base_layer"):
             continue
-        layer.merge(safe_merge=True)  # type: ignore[operator]
+        layer.merge(safe_merge=True)
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, layer.base_layer)
     for parameter in model.parameters():

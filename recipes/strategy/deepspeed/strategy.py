@@ -415,7 +415,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
         assert isinstance(self.config, dict)
         if self._precision.is_mixed and self.config["zero_optimization"]["stage"] == 3:
             assert self.lightning_module is not None
-            blocks = get_blocks(self.lightning_module.model, "deepspeed_stage_3")  # type: ignore[arg-type]
+            blocks = get_blocks(self.lightning_module.model, "deepspeed_stage_3")
             gather_in_compute_dtype(blocks, optimizer, self._precision.compute_dtype)
         # after the scaler: the guard must be the outer wrapper of `_update_scale`, or it would decide after the update
         self.hook_into(optimizer)
