@@ -25,7 +25,7 @@ from recipes.config.published import published_size
 from recipes.config.resume import apply_changes, compose_recorded, read_resumed_run, select_inherited, take_typed
 from recipes.config.search_path import select_search_path
 from recipes.config.trust import CONF as CONF
-from recipes.config.trust import find_trusted_folders, restrict_variables
+from recipes.config.trust import find_resumed_run, find_trusted_folders, restrict_variables
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
 from recipes.lr_scaling import scaled_lr
@@ -177,9 +177,9 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
         ConfigError: An interpolation refers to a missing key, or a file of the resumed run is damaged.
     """
     overrides = quote_options(overrides)
-    resumed = read_resumed_run(overrides)
-    is_own = resumed is None and config_folder.resolve() in find_trusted_folders(overrides)
+    is_own = find_resumed_run(overrides) is None and config_folder.resolve() in find_trusted_folders(overrides)
     register_resolvers(*([] if is_own else [restrict_variables(overrides)]))
+    resumed = read_resumed_run(overrides, config_folder, config_name)
     overrides, sweeps = _split_off_sweeps(overrides)
     recorded = None if resumed is None else compose_recorded(resumed, config_folder, config_name)
     inherited, dropped = select_inherited(resumed, overrides, config_folder, config_name) if resumed else ([], [])

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recipes.config.cached_compose import compose_options, compose_overrides, select_options
+from recipes.config.inferred import infer_overrides
 from recipes.config.overrides import for_shell, parse_override, unescape_interpolations
 from recipes.config.search_path import select_search_path
 from recipes.config.traits import read_adapter
@@ -52,8 +53,15 @@ class ResumedRun:
     search_path: list[str]
 
 
-def read_resumed_run(overrides: Sequence[str]) -> ResumedRun | None:
+def read_resumed_run(overrides: Sequence[str], config_folder: Path, name: str | None) -> ResumedRun | None:
     """Read the run that `resume=` names; None if there is no `resume=` or it names no run.
+
+    Without a record of its overrides, they are inferred from its frozen config.
+
+    Args:
+        overrides: Overrides of this start.
+        config_folder: Folder of the YAML files.
+        name: Primary config, without its suffix.
 
     Raises:
         ConfigError: A file of the run is damaged.
@@ -67,11 +75,14 @@ def read_resumed_run(overrides: Sequence[str]) -> ResumedRun | None:
         reason = f"it has no section {missing[0]}"
         fix = f"a copy of the {CONFIG_FILE} that the run wrote, or a new run without this folder"
         raise ConfigError(str(folder / CONFIG_FILE), reason, fix)
+    search_path = select_search_path(overrides)
     recorded = _read_overrides(folder)
+    if recorded is None:
+        recorded = infer_overrides(config, search_path, config_folder, name)
     return ResumedRun(
         folder=folder,
         config=config,
-        overrides=[*select_search_path(overrides), *filter(_outlasts_a_start, recorded)],
+        overrides=[*search_path, *filter(_outlasts_a_start, recorded)],
         search_path=select_search_path(recorded),
     )
 
@@ -161,10 +172,10 @@ def _take(config: Config, now: Config, parts: Sequence[str]) -> Config:
     return config | {name: _take(config[name], now[name], rest)} if isinstance(config.get(name), dict) else config
 
 
-def _read_overrides(folder: Path) -> list[str]:
-    """Return the overrides that a run was started with."""
+def _read_overrides(folder: Path) -> list[str] | None:
+    """Return the overrides that a run was started with; None without a record."""
     if not os.path.isfile(folder / ENVIRONMENT_FILE):
-        return []
+        return None
     typed = read_environment(folder).get("overrides")
     fix = _fix_environment(folder)
     if not isinstance(typed, list):

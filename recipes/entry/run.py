@@ -26,7 +26,7 @@ from recipes.entry.out_of_memory import advise, check_room, describe_out_of_memo
 from recipes.entry.spawn import spawn_ranks
 from recipes.errors import ConfigError, find_mistake, format_report, shell
 from recipes.files import DISK_ERRORS, WriteError, describe
-from recipes.run_folder import CHECKPOINTS, EVENTS_FILE, LOG_FILE, has_checkpoint
+from recipes.run_folder import CHECKPOINTS, ENVIRONMENT_FILE, EVENTS_FILE, LOG_FILE, find_run_folder, has_checkpoint
 from recipes.runtime.console import LOGGER, open_console
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.failure import (
@@ -67,6 +67,10 @@ def _launch(resolved: ResolvedRun, *, in_sweep: bool) -> int:
         resolved = _open_log(resolved, is_new=started_by() is None)
     except ConfigError as mistake:
         return _report_mistake(mistake)
+    if resolved.resume not in (None, "auto") and global_rank() == 0:
+        resumed = find_run_folder(Path(resolved.resume))
+        if resumed is not None and not (resumed / ENVIRONMENT_FILE).is_file():
+            LOGGER.info(f"{resumed} has no {ENVIRONMENT_FILE}: what it was started with is inferred from its config")
     if resolved.dropped_overrides and global_rank() == 0:
         dropped = " ".join(resolved.dropped_overrides)
         LOGGER.info(f"Overrides of the resumed run dropped because their option was replaced: {dropped}")

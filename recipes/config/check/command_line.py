@@ -215,7 +215,7 @@ def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[st
 
 def _inherit_options(values: Sequence[str], options: Sequence[str], folder: Path, name: str) -> list[str]:
     """Return the options of the run that `resume=` names, except those that are typed again."""
-    resumed = read_resumed_run(values)
+    resumed = read_resumed_run(values, folder, name)
     if resumed is None:
         return []
     compose_recorded(resumed, folder, name)  # whose errors are not of what is typed now

@@ -258,3 +258,26 @@ def test_other_data_is_evaluated_as_a_whole_unless_its_validation_data_is_typed(
     assert not is_other_data(rows | {"val_path": "c"}, text)
     assert is_other_data(rows | {"path": "d"}, rows)
     assert not is_other_data(rows | {"path": "d", "val_path": "c"}, rows)
+
+
+@pytest.mark.parametrize(
+    ("typed", "rate", "num_steps"),
+    [
+        (["scheduler=constant", "trainer.max_steps=6"], 3e-3, None),
+        (["scheduler=linear", "trainer.max_steps=6"], 3e-3, 6),
+    ],
+)
+def test_a_run_without_a_record_of_its_overrides_keeps_its_values(
+    typed: list[str], rate: float, num_steps: int | None, tmp_path: Path
+) -> None:
+    began = ["tokenizer=bytes", "model.vocab_size=257", "scheduler=constant", "warmup_steps=1", "trainer.max_steps=4"]
+    run = start(tmp_path / "run", *began, "global_batch_size=4", "~callbacks.progress")
+    recorded, _, mistakes = resume(run, *typed)
+    (run / "environment.json").unlink()
+    config, overrides, same_mistakes = resume(run, *typed)
+    assert config == recorded
+    assert mistakes == same_mistakes
+    assert config["scheduler"]["warmup_steps"] == 1
+    assert config["scheduler"].get("num_steps") == num_steps
+    assert config["optimizer"]["lr"] == rate
+    assert "warmup_steps=1" in overrides, "the record of this start has what was inferred"
