@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from recipes.checkpoint.layout import RUN_FILE, is_shard, merge_state, split_state
 from recipes.checkpoint.manifest import Manifest, find_content_fault, find_fault, read_manifest
-from recipes.checkpoint.resume import get_fallbacks
+from recipes.checkpoint.resume import get_fallbacks, get_passed_over
 from recipes.checkpoint.retention import remove
 from recipes.checkpoint.saved_tensor import open_tensors
 from recipes.checkpoint.writer import CheckpointWriter
@@ -106,15 +106,18 @@ class FolderCheckpointIO(CheckpointIO):
         Raises:
             ConfigError: No checkpoint is valid.
         """
-        candidates = [named, *get_fallbacks(named)] if self.falls_back else [named]
+        passed_over = get_passed_over(named) if self.falls_back else []
+        others = [path for path in get_fallbacks(named) if path not in passed_over] if self.falls_back else []
         # from rank 0: a shared file system may briefly show other ranks an older state
-        folders: list[Path] = gather_objects(candidates)[0]
+        folders: list[Path] = gather_objects([*passed_over, named, *others])[0]
         for folder in folders:
             reason = self._find_fault(folder)
             if reason is None:
                 return folder
-            self.rejected.append(Rejection(folder, reason))
-            LOGGER.info("Rejected %s: %s", folder, reason)  # only rank 0's lines reach the console
+            rejection = Rejection(folder, reason)
+            if rejection not in self.rejected:  # looked for before
+                self.rejected.append(rejection)
+                LOGGER.info("Rejected %s: %s", folder, reason)  # only rank 0's lines reach the console
         raise ConfigError(
             f"resume={named}",
             f"{self.rejected[-1].why}; {'no other one is valid' if self.falls_back else 'it was named'}",

@@ -140,7 +140,7 @@ def find_fault(folder: Path) -> str | None:
     if manifest is None:
         fields = _read_fields(folder)
         if fields is not None and fields["format"] != FORMAT:
-            return f"it has format {fields['format']}, which this version does not load; continue it with its own"
+            return f"it has format {fields['format']}, which this version does not load: the one that saved it does"
         reason = "is damaged" if (folder / MANIFEST_FILE).exists() else "is missing"
         return f"its {MANIFEST_FILE} {reason}"
     named = _NAME.fullmatch(folder.name)
@@ -157,6 +157,12 @@ def find_fault(folder: Path) -> str | None:
         if size != record.bytes:
             return f"{name} has {size:,} bytes, not {record.bytes:,}"
     return None
+
+
+def is_of_newer_format(folder: Path) -> bool:
+    """Return whether a later version wrote a checkpoint: valid there, though not here."""
+    fields = _read_fields(folder)
+    return fields is not None and type(fields["format"]) is int and fields["format"] > FORMAT
 
 
 def find_content_fault(folder: Path, manifest: Manifest, names: Iterable[str]) -> str | None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from recipes.checkpoint.manifest import find_fault, read_manifest
+from recipes.checkpoint.manifest import find_fault, is_of_newer_format, read_manifest
 from recipes.checkpoint.retention import BEST, LAST, get_home, resolve_symlink, steps_on_disk
 from recipes.errors import ConfigError
 from recipes.run_folder import CHECKPOINTS
@@ -19,7 +19,8 @@ def find_checkpoint(resume: str | None, run_folder: Path) -> Path | None:
         A checkpoint, or None to start from the beginning.
 
     Raises:
-        ConfigError: The named folder holds no valid checkpoint, or this run folder only damaged ones.
+        ConfigError: The named folder holds no valid checkpoint, or this run folder only damaged ones; or a later
+            version of this project went on with the run.
     """
     if resume is None:
         return None
@@ -38,6 +39,12 @@ def find_checkpoint(resume: str | None, run_folder: Path) -> Path | None:
             f"resume={resume}",
             reason,
             "resume=<a run that saved one>, or resume=null hydra.run.dir=<another folder> to start from step 0",
+        )
+    if found is not None and (newer := [path for path in get_passed_over(found) if is_of_newer_format(path)]):
+        raise ConfigError(
+            f"resume={resume}",
+            f"{newer[0].name}: {find_fault(newer[0])}",
+            f"resume={found}, to go on from step {read_step(found)}",
         )
     return found
 
@@ -66,6 +73,13 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
     """
     folder = run_folder / CHECKPOINTS
     return next((path for path in reversed(_all(folder)) if find_fault(path) is None), None)
+
+
+def get_passed_over(checkpoint: Path) -> list[Path]:
+    """Return the later checkpoints of the same run that are invalid by names and sizes, newest first."""
+    step = _get_step(checkpoint)
+    later = [path for path in reversed(_all(checkpoint.parent)) if _get_step(path) > step]
+    return [path for path in later if find_fault(path) is not None]
 
 
 def get_fallbacks(checkpoint: Path) -> list[Path]:

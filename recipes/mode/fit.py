@@ -81,7 +81,10 @@ def _find_ending(run: Run, checkpoint: Path) -> str | None:
     manifest = read_manifest(checkpoint)
     assert manifest is not None, f"{checkpoint} was valid when it was found"
     if manifest.step >= run.trainer.max_steps >= 0:
-        return f"is at step {manifest.step} of {run.trainer.max_steps}"
+        last = run.trainer.max_steps
+        return f"is at step {manifest.step}" + (
+            f" of {last}" if manifest.step == last else f", past trainer.max_steps={last}"
+        )
     with restoring(run, checkpoint):
         if manifest.ended is not None and run.endings.holds(manifest.ended):
             return f"is at step {manifest.step}: {describe_ending(manifest.ended)}"

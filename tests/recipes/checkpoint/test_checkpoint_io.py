@@ -1,11 +1,13 @@
 """A checkpoint holds plain data and tensors, is loaded bit for bit, and is found by what `resume=` says."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.resume import (
@@ -138,6 +140,50 @@ def test_fallbacks_are_the_earlier_checkpoints_newest_first_then_the_later_ones(
     assert [read_step(path) for path in get_fallbacks(paths[30])] == [20, 10, 50, 40]
     assert [read_step(path) for path in get_fallbacks(paths[50])] == [40, 30, 20, 10]
     assert newest_checkpoint(tmp_path) == paths[50]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"\0" * 1900, "its manifest.json is damaged"),
+        (None, "its manifest.json is missing"),
+        (b'{"format": 1}', "its manifest.json is damaged"),
+        (b"renamed", "its manifest.json is of step 20"),
+    ],
+)
+def test_the_newest_checkpoint_is_rejected_with_a_reason_if_its_manifest_is_invalid(
+    content: bytes | None, reason: str, tmp_path: Path, save_at: SaveAt, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = save_at(tmp_path, 10), save_at(tmp_path, 20)
+    if content == b"renamed":
+        second = second.rename(second.with_name(checkpoint_name(90)))
+    else:
+        (second / "manifest.json").unlink()
+        if content is not None:
+            (second / "manifest.json").write_bytes(content)
+    (tmp_path / "checkpoints/step_0000030.ckpt.tmp").mkdir()  # left by a killed save: no checkpoint at all
+    found = find_checkpoint("auto", tmp_path)
+    assert found == first
+    io = make_io()
+    io.falls_back = True
+    with caplog.at_level("INFO", logger="lightning_recipes"):
+        assert io.find_valid(found) == first
+        assert io.find_valid(found) == first
+    assert io.rejected == [(second, reason)]
+    assert caplog.messages == [f"Rejected {second}: {reason}"]
+
+
+def test_a_checkpoint_of_a_later_version_is_not_passed_over(tmp_path: Path, save_at: SaveAt) -> None:
+    first, second = save_at(tmp_path, 10), save_at(tmp_path, 20)
+    path = second / "manifest.json"
+    fields = json.loads(path.read_text()) | {"format": 99}
+    del fields["hash_of_this_file_without_this_line"]
+    own_hash = xxhash.xxh3_128_hexdigest(f"{json.dumps(fields, indent=2)}\n".encode())
+    path.write_text(json.dumps(fields | {"hash_of_this_file_without_this_line": own_hash}, indent=2) + "\n")
+    with pytest.raises(ConfigError, match="it has format 99, which this version does not load") as mistake:
+        find_checkpoint(str(tmp_path), tmp_path)
+    assert mistake.value.fix == f"resume={first}, to go on from step 10"
+    assert find_checkpoint(str(first), tmp_path) == first
 
 
 def test_removing_a_checkpoint_leaves_nothing_of_it(tmp_path: Path, save_at: SaveAt) -> None:

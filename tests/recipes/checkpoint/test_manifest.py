@@ -73,7 +73,7 @@ def test_a_manifest_of_another_format_is_rejected_even_with_a_correct_hash(folde
     changed[own[0]] = xxhash.xxh3_128_hexdigest(dumped.encode())
     (folder / "manifest.json").write_text(json.dumps(changed, indent=2) + "\n")
     assert read_manifest(folder) is None
-    assert find_fault(folder) == "it has format 2, which this version does not load; continue it with its own"
+    assert find_fault(folder) == "it has format 2, which this version does not load: the one that saved it does"
 
 
 def test_each_fault_is_described(folder: Path) -> None:
