@@ -123,7 +123,7 @@ def claim_output(
     for file, is_own in [(target, owners)] if callable(owners) else [(folder / name, owners[name]) for name in owners]:
         if not may_replace(file, is_own):
             reason = f"{file} is there, and this mode has not written it: it would be replaced"
-            raise ConfigError(f"{setting}={path}", reason, f"{setting}={_find_free_name(target)}")
+            raise ConfigError(f"{setting}={path}", reason, f"{setting}={find_free_name(target)}")
     return target
 
 
@@ -167,7 +167,8 @@ def is_summary(text: str) -> bool:
     return has_keys("status")(text) or has_keys(EVALUATIONS)(text)
 
 
-def _find_free_name(path: Path) -> Path:
+def find_free_name(path: Path) -> Path:
+    """Return a path beside this one that nothing has, with a number in its name."""
     names = (path.with_name(f"{path.stem}_{number}{path.suffix}") for number in itertools.count(2))
     return next(name for name in names if not os.path.lexists(name))
 

@@ -18,6 +18,7 @@ from recipes.run_folder import (
     PAGE_FILE,
     SUMMARY_FILE,
     claim_output,
+    find_free_name,
     is_page,
 )
 from recipes.runtime.console import LOGGER
@@ -123,7 +124,11 @@ def _is_run(folder: Path) -> bool:
 def _page_path(path: str | None, folders: Sequence[Path]) -> Path:
     if path is not None:
         given = Path(os.path.expanduser(path))
-        return given / PAGE_FILE if given.is_dir() else given
+        page = given / PAGE_FILE if given.is_dir() else given
+        if page.name == PAGE_FILE and _is_run(page.parent):
+            reason = f"{page.parent} is a run, whose own page has this name"
+            raise ConfigError(f"mode.path={path}", reason, f"mode.path={find_free_name(page)}")
+        return page
     parent = Path(commonpath([folder.resolve().parent for folder in folders]))
     if _is_run(parent):
         raise ConfigError("mode.path=null", f"{parent} is a run with a page of its own", "mode.path=<a file>")

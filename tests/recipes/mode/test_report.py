@@ -105,6 +105,11 @@ def test_a_page_that_would_replace_the_own_page_of_a_run_is_an_error(logs: Path)
     jobs = [str(logs / "sweep" / number) for number in "01"]
     with pytest.raises(ConfigError, match=r"mode.path=null: .*/sweep is a run with a page of its own"):
         run_report(logs, [], runs=jobs)
+    (logs / "sweep/0/report.html").write_text("<title>Run</title>")
+    for path in ("sweep/0", "sweep/0/report.html"):
+        reason = rf"mode.path={logs}/{path}: {logs}/sweep/0 is a run, .*; type mode.path={logs}/sweep/0/report_2.html"
+        with pytest.raises(ConfigError, match=reason):
+            run_report(logs, [], runs=jobs, path=str(logs / path))
 
 
 def test_sorting_by_what_no_run_has_is_an_error(logs: Path) -> None:
