@@ -1,10 +1,12 @@
 """Convert a GGUF file (llama.cpp) to a folder that `model=huggingface` can train."""
 
+import json
 import os
 import re
 import tempfile
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from recipes.files import filling
 from recipes.foreign_file import reading, recognize
 from recipes.model.rope import LLAMA3_ROPE, frequencies
 from recipes.model.weights.files import are_finite, log_unread
-from recipes.model.weights.hf_any import CHECKED_AFTERWARDS, check_loaded, without_load_report
+from recipes.model.weights.hf_any import CHECKED_AFTERWARDS, check_loaded, without_load_report, without_progress_bars
 from recipes.model.weights.text_side import write_text_side
 from recipes.numerics.deepspeed_import import without_warning_of_deepspeed
 from recipes.numerics.torchao_import import without_warnings_of_torchao
@@ -68,15 +70,37 @@ def convert_gguf(
     claim_output(folder, "mode.output", is_new_folder=True)
     model, tokenizer = _load(file, getattr(torch, dtype))
     with filling(folder) as unfinished:
-        with without_warning_of_deepspeed():
+        with without_warning_of_deepspeed(), without_progress_bars():
             model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
+        _drop_guessed_tokens(unfinished, model.get_input_embeddings().num_embeddings)
         _rewrite_text_files(unfinished)
     num_weights = sum(weight.numel() for weight in model.parameters())
     LOGGER.info(
         f"{model.config.model_type} of {num_weights:,} weights in {dtype}: model=huggingface model.name={folder}"
     )
     return 0
+
+
+def _drop_guessed_tokens(folder: Path, num_tokens: int) -> None:
+    """Drop the special tokens that the tokenizer of transformers has and the file has not.
+
+    transformers adds those of the first model of a family, such as `<|endoftext|>` to a Llama 3: their ids are beyond
+    the embeddings.
+    """
+    path, config_path = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    state = json.loads(path.read_text(encoding="utf-8"))
+    guessed = {token["content"] for token in state["added_tokens"] if token["id"] >= num_tokens}
+    if not guessed:
+        return
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in guessed]
+    path.write_text(json.dumps(state, ensure_ascii=False), encoding="utf-8")
+    config = json.loads(config_path.read_text(encoding="utf-8"))
+    described = config.pop("added_tokens_decoder", None) or {}
+    kept = {key: value for key, value in config.items() if not (isinstance(value, str) and value in guessed)}
+    if described:
+        kept["added_tokens_decoder"] = {key: value for key, value in described.items() if int(key) < num_tokens}
+    config_path.write_text(json.dumps(kept, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def _rewrite_text_files(folder: Path) -> None:
@@ -116,7 +140,8 @@ def _load(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """Load model and tokenizer from a file, and check that the model is all that the file holds."""
     try:
         import gguf  # noqa: F401  transformers reads the file with it
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
+        from transformers.utils.logging import tqdm
     except ImportError as error:
         reason = f"it needs the package {error.name}, which is not installed"
         raise ConfigError("mode=convert_gguf", reason, "pip install -e '.[huggingface]'") from error
@@ -129,7 +154,8 @@ def _load(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         reader = _open(file, typed)
         _check_parts(reader, typed)
         _check_settings(reader, typed)
-        with without_warnings_of_torchao(), without_load_report():
+        quiet = patch.object(modeling_gguf_pytorch_utils, "tqdm", tqdm)  # its own bar cannot be switched off
+        with without_warnings_of_torchao(), without_load_report(), without_progress_bars(), quiet:
             model, report = AutoModelForCausalLM.from_pretrained(alone, dtype=dtype, **CHECKED_AFTERWARDS, **options)
         check_loaded(report, typed, fitting=_ANOTHER)
         _check_whole(reader, model, typed)

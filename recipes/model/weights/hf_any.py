@@ -111,7 +111,7 @@ def _load_converted(folder: Path, name: str) -> Any:
 
     setting = f"model.pretrained={name}"
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False, **CHECKED_AFTERWARDS}
-    with _without_progress_bars(), without_load_report(), reading(folder, setting, copy_of(setting)):
+    with without_progress_bars(), without_load_report(), reading(folder, setting, copy_of(setting)):
         whole, report = AutoModelForCausalLM.from_pretrained(str(folder), **options)
     check_loaded(report, setting, fitting=_FITTING)
     return whole
@@ -155,7 +155,8 @@ def without_load_report() -> Iterator[None]:
 
 
 @contextmanager
-def _without_progress_bars() -> Iterator[None]:
+def without_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing progress bars, which a log file would hold line by line."""
     from transformers.utils import logging as of_transformers
 
     was_enabled = of_transformers.is_progress_bar_enabled()
@@ -177,7 +178,7 @@ def save_weights(inner: Any, folder: Path) -> None:
     Raises:
         OSError: The files cannot be written, or differ when read back.
     """
-    with _without_progress_bars(), without_warning_of_deepspeed():
+    with without_progress_bars(), without_warning_of_deepspeed():
         inner.save_pretrained(folder)
     loaded = _tensors(_load_converted(folder, str(folder)))
     for name, tensor in _tensors(inner).items():

@@ -14,6 +14,7 @@ from support import execute
 from recipes.config import compose_and_check
 from recipes.errors import ConfigError
 from recipes.mode import convert_gguf
+from recipes.tokenizer import read_folder
 
 HEADS, WIDTH, INNER, LAYERS = 4, 64, 96, 2
 TOKENS = ["<unk>", "<s>", "</s>", *(chr(code) for code in range(33, 127)), "ab"]
@@ -119,10 +120,15 @@ def converted(folder: Path, *overrides: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder / "out", dtype="auto")
 
 
-def test_weights_are_those_of_the_model_that_the_file_was_made_from(tmp_path: Path) -> None:
+def test_weights_and_tokens_are_those_of_the_model_that_the_file_was_made_from(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     model = make_model()
     write_gguf(tmp_path / "model.gguf", model)
     found = converted(tmp_path).state_dict()
+    assert "de-quantizing" not in capfd.readouterr().err  # the other bars are of this test's own reading
+    tokenizer = read_folder(tmp_path / "out")
+    assert tokenizer.vocab_size == len(TOKENS), "transformers adds <|endoftext|>, for which there is no embedding"
     expected = model.state_dict()
     assert found.keys() == expected.keys()
     for name, values in expected.items():
