@@ -6,7 +6,9 @@ of Rust code). So each reader of downloaded weights, config.json, tokenizers or 
 """
 
 import codecs
+import errno
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +19,15 @@ from recipes.files import WriteError
 
 _NUM_HEAD_BYTES = 512
 _NO_MEMORY = "DefaultCPUAllocator"  # torch's allocator of host memory raises RuntimeError
+_UNSAFE = "Weights only load failed"  # torch, of a pickle that it does not load without running code
+# what torch (2.13) says that it does not unpickle
+_CODE = re.compile(r"(?:GLOBAL|callable|function|class) ([a-z_][\w.]+)")
+_ZIP, _GZIP = b"PK\x03\x04", b"\x1f\x8b"
 _MAX_MESSAGE = 200  # characters of a parser's message: some quote the whole file
+
+
+class FormatError(ValueError):
+    """What is wrong with the content of a file, in words for a person: `reading` repeats them as they are."""
 
 
 @contextmanager
@@ -114,6 +124,8 @@ def recognize(path: str | Path, setting: str, fix: str) -> ConfigError | None:
         return ConfigError(setting, reason, f"git lfs pull, in {Path(path).parent}, then the same command")
     if head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
         return ConfigError(setting, f"{path} is a web page: its download failed", fix)
+    if known := _recognize_archive(path, head, setting, fix):
+        return known
     if str(path).endswith(".json") and (encoding := _find_encoding(head)) is not None:
         reason = f"{path} is written in {encoding}, and JSON is UTF-8 without a byte order mark"
         if encoding == "UTF-8 with a byte order mark":
@@ -126,13 +138,40 @@ def recognize(path: str | Path, setting: str, fix: str) -> ConfigError | None:
     return None
 
 
+def _recognize_archive(path: str | Path, head: bytes, setting: str, fix: str) -> ConfigError | None:
+    """Return the error for a file of weights in another format than its name says; None if it is not one."""
+    file, quoted = Path(path), shlex.quote(str(path))
+    if head.startswith(_GZIP) and file.suffix not in (".gz", ".tgz"):
+        unpacked = f"mv {quoted} {quoted}.gz && gunzip {quoted}.gz, then the same command"
+        return ConfigError(setting, f"{path} is compressed with gzip", unpacked)
+    if file.suffix == ".safetensors" and head.startswith(_ZIP):
+        what, name = "is a zip archive, as torch.save writes it", re.sub("^model", "pytorch_model", file.stem) + ".bin"
+    elif file.suffix == ".bin" and head[8:10] == b'{"':  # after the length of its header
+        what, name = "holds safetensors", f"{file.stem.removeprefix('pytorch_')}.safetensors"
+    else:
+        return None
+    if "-of-" not in file.name:  # else an index names it
+        fix = f"mv {quoted} {shlex.quote(str(file.with_name(name)))}, then the same command"
+    return ConfigError(setting, f"{path} {what}, and not what its name says", fix)
+
+
 def _explain(path: str | Path, setting: str, fix: str, error: BaseException) -> ConfigError:
     known = recognize(path, setting, fix)
     return known or ConfigError(setting, f"{path} cannot be read: {describe_error(error)}", fix)
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type and the start of the first line of an exception, for an error of one line."""
+    """Return the type and the start of the first line of an exception, for an error of one line.
+
+    Of torch, what it says about a file that holds more than tensors is replaced: it advises to run the code in it.
+    """
+    if isinstance(error, FormatError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno == errno.EINVAL:  # torch, of an archive without its end
+        return "it is cut off or damaged"
+    if _UNSAFE in str(error):
+        code = _CODE.search(str(error))
+        return f"it holds more than tensors ({code[1]})" if code else "it is no file that torch.save has written"
     if type(error).__name__.startswith("StrictDataclass") and error.__cause__ is not None:
         error = error.__cause__  # huggingface_hub wraps what a setting of config.json is
     lines = str(error).strip().splitlines()

@@ -18,7 +18,7 @@ from recipes.checkpoint.retention import remove
 from recipes.checkpoint.saved_tensor import open_tensors
 from recipes.checkpoint.writer import CheckpointWriter
 from recipes.errors import ConfigError
-from recipes.foreign_file import reading
+from recipes.foreign_file import FormatError, reading
 from recipes.numerics.collectives import gather_objects
 
 LOGGER = logging.getLogger("lightning_recipes")
@@ -88,10 +88,10 @@ class FolderCheckpointIO(CheckpointIO):
         setting = f"resume={folder}"
         with reading(folder / RUN_FILE, setting, FIX_OF_A_FORGERY):
             if RUN_FILE not in manifest.files:
-                raise ValueError("its manifest does not list it")
+                raise FormatError("its manifest does not list it")
             plain = torch.load(folder / RUN_FILE, map_location="cpu", weights_only=True)
             if plain["global_step"] != manifest.step:
-                raise ValueError(f"its step is {plain['global_step']!r}, and that of its manifest {manifest.step}")
+                raise FormatError(f"its step is {plain['global_step']!r}, and that of its manifest {manifest.step}")
         with reading(folder, setting, FIX_OF_A_FORGERY):
             tensors = open_tensors(folder / name for name in manifest.files if is_shard(name))
             merged = merge_state(plain, tensors)

@@ -16,6 +16,7 @@ from torch import Tensor
 from recipes.checkpoint.saved_tensor import SavedTensor
 from recipes.checkpoint.shard_file import DTYPES, Part
 from recipes.errors import ConfigError
+from recipes.foreign_file import FormatError
 
 RUN_FILE = "run.pt"
 FLATS = "flats"  # key of what ZeRO's flat partitions of a rank keep beside per-element state
@@ -203,13 +204,13 @@ def merge_state(plain: State, tensors: Mapping[str, SavedTensor]) -> State:
     `rng` has the generator states of every rank, `values` the serialized plain data of the ranks that have some.
 
     Raises:
-        ValueError: A tensor that was saved is missing, or is another.
+        FormatError: A tensor that was saved is missing, or is another.
     """
     for name, (dtype, *shape) in plain.get(_TENSORS, {}).items():  # none from earlier versions
         if name not in tensors:
-            raise ValueError(f"it lacks {name}")
+            raise FormatError(f"it lacks {name}")
         if (found := tensors[name]).dtype != dtype or [*found.shape] != shape:
-            raise ValueError(f"{name} is {found.dtype} of {[*found.shape]}, and was saved as {dtype} of {shape}")
+            raise FormatError(f"{name} is {found.dtype} of {[*found.shape]}, and was saved as {dtype} of {shape}")
     weights: State = {}
     index_by_name = {name: index for index, name in enumerate(plain["parameters"])}
     [optimizer] = plain["optimizer_states"]

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from recipes.checkpoint.shards import load_module
 from recipes.config.traits import declare_mode
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
-from recipes.foreign_file import reading
+from recipes.foreign_file import FormatError, reading
 from recipes.mode.load import load_task, restoring
 from recipes.run_folder import SPIKES_FOLDER, claim_output, read_json, read_json_lines
 from recipes.runtime.console import LOGGER
@@ -105,13 +106,19 @@ def _read_values(dump: Path, setting: str, fix: str) -> dict[str, Any]:
     path = dump / _VALUES_FILE
     with reading(path, setting, fix):
         recorded = read_json(path, fix=fix)
+        _check_keys(recorded, ("weight_norms", "world_size", "loss", "grad_norm"))
         norms, world_size = recorded["weight_norms"], recorded["world_size"]
         numbers = [recorded["loss"], recorded["grad_norm"], *norms.values()]
         if not all(number is None or type(number) in (int, float) for number in numbers):
-            raise ValueError("a loss or norm in it is not a number")
+            raise FormatError("a loss or norm in it is not a number")
         if type(world_size) is not int or world_size < 1:
-            raise ValueError(f"its world_size is {world_size}, not a number of ranks")
+            raise FormatError(f"its world_size is {world_size}, not a number of ranks")
     return recorded
+
+
+def _check_keys(found: Mapping[str, Any], keys: Sequence[str]) -> None:
+    if missing := [key for key in keys if key not in found]:
+        raise FormatError(f"it has no {missing[0]}")
 
 
 def _read_rank(dump: Path, rank: int, setting: str, fix: str) -> dict[str, Any]:
@@ -119,10 +126,11 @@ def _read_rank(dump: Path, rank: int, setting: str, fix: str) -> dict[str, Any]:
     path = dump / f"rank_{rank:05d}.pt"
     with reading(path, setting, fix):
         if not path.is_file():  # a FIFO would block
-            raise FileNotFoundError("the step cannot be recomputed without the micro-batches of this rank")
+            raise FormatError("it is missing, and the step cannot be recomputed without the micro-batches of this rank")
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        _check_keys(state, ("batches", "random"))
         if not state["batches"] or len(state["batches"]) != len(state["random"]):
-            raise ValueError("it has no random numbers for each micro-batch")
+            raise FormatError("it has no random numbers for each micro-batch")
     return state
 
 
@@ -138,7 +146,7 @@ def _tied_tensor(task: TrainingTask, name: str, saved: Any) -> Any:
     parameters = dict(task.named_parameters(remove_duplicate=False))
     others = [other for other, parameter in parameters.items() if parameter is parameters.get(name) and other in saved]
     if not others:
-        raise ValueError(f"its weights lack {name}")
+        raise FormatError(f"its weights lack {name}")
     return saved[others[0]]
 
 

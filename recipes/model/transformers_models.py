@@ -72,6 +72,12 @@ _ROPE = "rope_parameters."
 _VALID = "model.name=<folder with a valid config.json of a causal language model>"
 _SIZES = {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"}
 _SIZES |= {"head_dim", "max_position_embeddings", "n_embd", "n_head", "n_layer", "n_positions"}
+# windows of attention, and what logits and frequencies are divided by
+_POSITIVE = re.compile(
+    r"(^|_)(window|window_size|chunk_size)$|(?<!router_logit_)softcapping$|soft_cap$|logits_scaling$|scalar$"
+    r"|rope_theta$|\.factor$"
+)
+_COUNTS = ("num_", "n_")
 _EPSILON = re.compile(r"_eps(ilon)?$")
 _FLOAT = "__float__"  # transformers writes inf as {"__float__": "Infinity"}
 _MAX_SHOWN = 100  # characters of a setting: a list may have a value for each layer
@@ -158,9 +164,11 @@ def _is_possible(key: str, value: object) -> bool:
     """Return whether a setting has a value with which a model can be built, and computes numbers."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return True
-    if key in _SIZES or key.endswith("rope_theta"):
+    if key in _SIZES or _POSITIVE.search(key):
         return 0 < value < math.inf
-    return math.isfinite(value) and not (_EPSILON.search(key) and value < 0)
+    if _DROPS.search(key):
+        return 0 <= value < 1
+    return math.isfinite(value) and not (value < 0 and (_EPSILON.search(key) or key.startswith(_COUNTS)))
 
 
 def _flatten(settings: Mapping[str, Any], *, of: type, keeps_positions: bool = False) -> dict[str, Any]:
@@ -215,7 +223,12 @@ def _read_published(name: str, setting: str) -> Any:
         if not isinstance(getattr(torch, str(dtype).removeprefix("torch."), None), torch.dtype):
             reason = f"its config.json has dtype={_show(dtype)}, which is none of torch"
             raise ConfigError(setting, reason, f"{key}=<folder with a valid config.json>")
-    return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    kernel = config._attn_implementation
+    if kernel not in (None, "eager", "sdpa"):  # of a package that may be missing here; it changes no result
+        config._attn_implementation = None
+        log.info("Not read from %s: attn_implementation=%s, as attention= chooses the kernel", name, _show(kernel))
+    return config
 
 
 def _show(value: object) -> str:
@@ -320,6 +333,9 @@ def check_kind(config: Any, *, name: str) -> None:
     """
     typed, kind = f"model.name={name}", config.model_type
     flat = _flatten(list_settings(config), of=type(config), keeps_positions=True)
+    flat |= {key: value for key, value in config.to_dict().items() if _DROPS.search(key)}
+    if flat.get("use_sliding_window") is False:
+        flat.pop("sliding_window", None)  # not read, and 0 by default in some architectures
     wrong = next((key for key, value in flat.items() if not _is_possible(key, value)), None)
     if wrong is not None:
         reason = f"its config.json has {wrong}={_show(flat[wrong])}, which no model can have"

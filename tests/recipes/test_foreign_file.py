@@ -1,4 +1,6 @@
+import gzip
 import json
+import pickle
 import subprocess
 from pathlib import Path
 
@@ -56,6 +58,37 @@ def test_what_a_failed_download_leaves_is_named(tmp_path: Path, text: str, reaso
     mistake = _read(tmp_path / "model.safetensors", ValueError("header too small"))
     assert reason in mistake.reason
     assert mistake.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
+    ("name", "renamed", "head", "reason"),
+    [
+        ("model.safetensors", "pytorch_model.bin", b"PK\x03\x04", "is a zip archive, as torch.save writes it"),
+        ("pytorch_model.bin", "model.safetensors", b"\x10" + bytes(7) + b'{"a": 1}', "holds safetensors"),
+        ("model.safetensors", "model.safetensors", gzip.compress(b"abc"), "is compressed with gzip"),
+    ],
+)
+def test_weights_of_another_format_are_renamed_by_what_is_typed(
+    tmp_path: Path, name: str, renamed: str, head: bytes, reason: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(head)
+    mistake = _read(path, ValueError("header too large"))
+    assert reason in mistake.reason
+    subprocess.run(mistake.fix.removesuffix(", then the same command"), shell=True, check=True)
+    assert (tmp_path / renamed).read_bytes() == (b"abc" if head.startswith(b"\x1f") else head)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("Unsupported global: GLOBAL os.system was not an allowed global", "it holds more than tensors (os.system)"),
+        ("Unsupported operand 118", "it is no file that torch.save has written"),
+    ],
+)
+def test_advice_to_run_the_code_in_a_file_is_not_passed_on(tmp_path: Path, message: str, reason: str) -> None:
+    error = pickle.UnpicklingError(f"Weights only load failed. Set `weights_only` to `False`.\n{message}")
+    assert _read(tmp_path / "x.pt", error).reason == f"{tmp_path / 'x.pt'} cannot be read: {reason}"
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,6 @@ _WRAPPERS = re.compile(r"^module\.|_orig_mod\.|_checkpoint_wrapped_module\.|_fsd
 _OF_MODEL = ("state_dict", "model_state_dict", "model")  # under which training loops save a model beside other things
 # names of a LightningModule that holds a published model as its attribute `model`
 _OF_LIGHTNING = ("model.model.", "model.transformer.", "model.lm_head.")
-# what torch (2.13) says that it does not unpickle
-_CODE = re.compile(r"(?:GLOBAL|callable|function|class) ([a-z_][\w.]+)")
 # what GPTQ, AWQ, bitsandbytes and compressed-tensors save beside or instead of a weight
 _QUANTIZED = re.compile(r"\.(qweight|qzeros|g_idx|SCB|absmax|quant_map|weight_packed|weight_scale(_inv)?)$")
 _NUM_SHOWN = 3  # names of tensors in a line of the log
@@ -296,12 +294,14 @@ def _open_pickle(path: Path, setting: str) -> dict[str, Tensor]:
     try:
         opened = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except pickle.UnpicklingError as error:
-        if (code := _CODE.search(str(error))) is None:
+        what = describe_error(error)
+        if "more than tensors" not in what:
             raise
-        reason = f"{path} holds more than tensors ({code[1]}), and reading that may run code"
         fix = f"{_key(setting)}=<the same in safetensors>"
         raise ConfigError(
-            setting, reason, f"{fix}, which model.save_pretrained(<folder>) writes where you trust the file"
+            setting,
+            f"{path}: {what}, and reading that may run code",
+            f"{fix}, which model.save_pretrained(<folder>) writes where you trust the file",
         ) from error
     if isinstance(opened, Mapping):
         inner = next((opened[key] for key in _OF_MODEL if isinstance(opened.get(key), Mapping)), opened)
@@ -359,6 +359,9 @@ def _weight_files(folder: Path, setting: str) -> list[Path]:
         index = folder / f"{name}.index.json"
         if (folder / name).is_file():
             return [folder / name]
+        if (folder / name).is_symlink() and not (folder / name).exists():
+            reason = f"{name} is a link to {os.readlink(folder / name)}, which does not exist"
+            raise ConfigError(setting, reason, copy_of(setting))
         if index.is_file():
             files = _read_index(index, setting)
             missing = [file for file in files if not os.path.isfile(folder / file)]

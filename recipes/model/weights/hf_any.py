@@ -111,6 +111,7 @@ def _load_converted(folder: Path, name: str) -> Any:
 
     setting = f"model.pretrained={name}"
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False, **CHECKED_AFTERWARDS}
+    options["attn_implementation"] = "eager"  # config.json may name one of a package that is not installed
     with without_progress_bars(), without_load_report(), reading(folder, setting, copy_of(setting)):
         whole, report = AutoModelForCausalLM.from_pretrained(str(folder), **options)
     check_loaded(report, setting, fitting=_FITTING)

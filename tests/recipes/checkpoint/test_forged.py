@@ -142,13 +142,13 @@ def test_a_state_without_what_its_tensors_need_is_an_error(key: str, forged: Pat
 
 
 def test_a_state_without_a_hash_is_not_loaded(forged: Path) -> None:
-    with pytest.raises(ConfigError, match=r"run\.pt cannot be read: ValueError: its manifest does not list it"):
+    with pytest.raises(ConfigError, match=r"run\.pt cannot be read: its manifest does not list it"):
         load(forge_manifest(forged, lambda fields: fields["files"].clear()))
 
 
 def test_no_object_of_a_pickle_is_built(forged: Path) -> None:
     (forged / "checkpoints" / NAME / "run.pt").write_bytes(b"cbuiltins\nprint\n(Vcode\ntR.")
-    with pytest.raises(ConfigError, match=r"run\.pt cannot be read: UnpicklingError"):
+    with pytest.raises(ConfigError, match=r"run\.pt cannot be read: it "):
         load(forge_manifest(forged))
 
 

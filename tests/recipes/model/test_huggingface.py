@@ -411,6 +411,9 @@ BROKEN: dict[str, str | dict[str, Any]] = {
     "epsilon": {"rms_norm_eps": -1.0},
     "dtype": {"dtype": "float7"},
     "sliding": {"model_type": "mistral", "sliding_window": "abc"},
+    "window": {"model_type": "mistral", "sliding_window": -4},
+    "dropout": {"attention_dropout": 2.0},
+    "cap": {"model_type": "gemma2", "final_logit_softcapping": 0.0},
 }
 
 
@@ -422,6 +425,13 @@ def test_a_config_of_no_model_is_one_error_that_names_it(broken: str, published:
         HuggingFace(name=str(tmp_path), pretrained=None, max_seq_len=64, vocab_size=64)
     assert error.value.fix.startswith("model.name=<")
     assert not re.search("StrictDataclass|module 'torch'", error.value.reason)
+
+
+def test_an_attention_kernel_in_a_config_is_not_needed(published: Any, tmp_path: Path) -> None:
+    config = json.loads((Path(published("llama")[1]) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attn_implementation": "flash_attention_2"}))
+    with torch.device("meta"):
+        HuggingFace(name=str(tmp_path), pretrained=None, max_seq_len=64, vocab_size=64)
 
 
 def test_weights_of_another_model_are_rejected(published: Any) -> None:
