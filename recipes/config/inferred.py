@@ -73,7 +73,8 @@ def _list_differences(section: Config, node: DictConfig, path: str, *, takes_ref
     for key, value in section.items():
         if not str(key).isidentifier() or key not in node:
             continue
-        child, text = node._get_node(key), f"{path}{key}"
+        child: Any = node._get_node(key)
+        text = f"{path}{key}"
         if OmegaConf.is_dict(child) and not child._is_none() and not child._is_interpolation():
             if isinstance(value, dict):
                 yield from _list_differences(value, child, f"{text}.", takes_references=takes_references)

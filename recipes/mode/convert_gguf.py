@@ -13,7 +13,7 @@ import torch
 
 from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
-from recipes.files import filling
+from recipes.files import filling, write_atomically
 from recipes.foreign_file import reading, recognize
 from recipes.model.rope import LLAMA3_ROPE, frequencies
 from recipes.model.weights.files import are_finite, log_unread
@@ -94,13 +94,13 @@ def _drop_guessed_tokens(folder: Path, num_tokens: int) -> None:
     if not guessed:
         return
     state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in guessed]
-    path.write_text(json.dumps(state, ensure_ascii=False), encoding="utf-8")
+    write_atomically(path, json.dumps(state, ensure_ascii=False))
     config = json.loads(config_path.read_text(encoding="utf-8"))
     described = config.pop("added_tokens_decoder", None) or {}
     kept = {key: value for key, value in config.items() if not (isinstance(value, str) and value in guessed)}
     if described:
         kept["added_tokens_decoder"] = {key: value for key, value in described.items() if int(key) < num_tokens}
-    config_path.write_text(json.dumps(kept, indent=2, ensure_ascii=False), encoding="utf-8")
+    write_atomically(config_path, json.dumps(kept, indent=2, ensure_ascii=False))
 
 
 def _rewrite_text_files(folder: Path) -> None:
