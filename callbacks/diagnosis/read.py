@@ -147,7 +147,8 @@ def _read_all_points(path: Path) -> dict[str, tuple[Points, list[str]]]:
     text = _decode(path.read_bytes())
     if not text.strip():
         raise ValueError(f"{path} is empty")
-    if "\0" in text:
+    text, is_torn = _drop_torn_line(text)
+    if not text or "\0" in text:
         raise ValueError(f"{path} is not a text file")
     table = _read_json_table(text, path) if text.lstrip()[0] in "[{" else _read_csv_table(text, path)
     found = {}
@@ -157,10 +158,19 @@ def _read_all_points(path: Path) -> dict[str, tuple[Points, list[str]]]:
             one, step_column = _with_epochs_as_steps(one, path)
         columns, notes = _collect(one.rows, one.header, step_column)
         if columns:
-            found[name] = columns, [*one.notes, *notes, *_describe_gaps(columns)]
+            torn = ["its last line holds NUL bytes and is left out"] if is_torn else []
+            found[name] = columns, [*one.notes, *torn, *notes, *_describe_gaps(columns)]
     if not found:
         raise ValueError(f"{path} has no row with a number")
     return found
+
+
+def _drop_torn_line(text: str) -> tuple[str, bool]:
+    """Drop a last line with NUL bytes, as a loss of power leaves it; return the text and whether there was one."""
+    start = text.rfind("\n", 0, max(text.find("\0"), 0)) + 1
+    is_text = "\ufffd" not in text[:start]  # else bytes that were no UTF-8
+    is_torn = "\0" in text and is_text and "\n" not in text[start:].rstrip("\n")
+    return (text[:start], True) if is_torn else (text, False)
 
 
 def _decode(data: bytes) -> str:

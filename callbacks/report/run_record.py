@@ -212,6 +212,7 @@ def read_metrics(path: Path) -> Series:
             header = next(rows, [])
             if "step" not in header:
                 found = "is empty" if not header else f"has no column 'step' in its header {str(header)[:60]}"
+                found = "is not a text file" if any("\0" in name for name in header) else found
                 raise ValueError(f"{path} {found}")
             step_column = header.index("step")
             columns = [(i, name) for i, name in enumerate(header) if i != step_column]

@@ -307,3 +307,15 @@ def test_short_and_constant_curves_are_examined(tmp_path: Path, row: str, count:
     text += "".join(f"{step},{','.join([value] * 8)}\n" for step in range(count))
     diagnosis = diagnose_run(write(tmp_path, text))
     assert len(diagnosis.examined) > 10
+
+
+@pytest.mark.parametrize("end", [b"\xff\xfe\x00", bytes(300), bytes(3) + b"\n"])
+def test_a_last_line_that_a_loss_of_power_has_left_is_no_row(end: bytes, tmp_path: Path) -> None:
+    path = write(tmp_path, HEADER + "1,3.5,\n2,3,\n")
+    path.write_bytes(path.read_bytes() + end)
+    points, notes = read_points(path)
+    assert points["train/loss"] == [(1, 3.5), (2, 3.0)]
+    assert notes == ["its last line holds NUL bytes and is left out"]
+    path.write_bytes(end)
+    with pytest.raises(ValueError, match="is not a text file|has no column of steps"):
+        read_points(path)
