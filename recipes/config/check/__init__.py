@@ -110,6 +110,8 @@ def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
     found = [*(mistake for mistake in found if _get_key(mistake) not in unread_keys), *unread]
     mistakes = [answer_renamed(mistake.setting) or mistake for mistake in found]
     mismatches = [] if structure else [*check_kinds(config, choices, overrides)]
+    if mismatches and (of_weights := [*check_resumed(run)]):
+        mismatches = of_weights  # other data does not help
     if mismatches:
         # data of the wrong kind has no tokenizer or sequence length, metrics no classes: consequences, not mistakes
         consequences = ("data.", "tokenizer.", "metrics.", "no metrics.")

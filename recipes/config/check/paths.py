@@ -190,14 +190,16 @@ def _check_links(run: ResolvedRun) -> Iterator[ConfigError]:
     saved = run_folder / CHECKPOINTS
     if saved.is_symlink() and run.mode.trains and has_run(saved.resolve().parent):
         links += [] if saved.resolve().parent == run_folder.resolve() else [saved]
+    is_resumed = resumed is not None and not any(text.startswith("hydra.run.dir=") for text in run.typed)
+    setting = f"resume={run.resume}" if is_resumed else f"hydra.run.dir={run_folder}"
     for path in links:
         inside = path.relative_to(run_folder)
         if inside.parts[0] == TOKENIZER_FOLDER:
-            yield _reject_copy(f"hydra.run.dir={run_folder}", path, run_folder)
+            yield _reject_copy(setting, path, run_folder)
             continue
         kind = f"a link to {os.readlink(path)}" if path.is_symlink() else "neither a file nor a folder"
         yield ConfigError(
-            f"hydra.run.dir={run_folder}",
+            setting,
             f"{inside} is {kind}, where this run would write",
             f"{shell('rm', path)}, or hydra.run.dir=<another folder>",
         )
@@ -251,9 +253,11 @@ def check_run_folder(run: ResolvedRun) -> Iterator[ConfigError]:
     # a run folder, a checkpoint in it, or one whose run has no config.yaml
     resumed = None if resume is None else find_run_folder(Path(resume)) or Path(resume)
     if resumed is None or not resumed.resolve().is_relative_to(run_folder.resolve()):
-        typed = "" if resume is None else f"resume={resume} "
+        typed, again = f"resume={resume} ", f"resume={run_folder}"
+        if resume is None:  # the same command again, whose settings are those of the run
+            typed, again = "", f"resume=auto hydra.run.dir={run_folder}"
         yield ConfigError(
             f"{typed}hydra.run.dir={run_folder}",
             "the folder contains a run, which this one would overwrite",
-            f"resume=auto hydra.run.dir={run_folder} to resume it, or hydra.run.dir=<another folder>",
+            f"{again} to resume it, or hydra.run.dir=<another folder>",
         )

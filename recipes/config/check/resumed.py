@@ -47,6 +47,28 @@ _NOT_OF_ADAPTER = ("_target_", "pretrained", "dropout", "init")
 def check_resumed(run: ResolvedRun) -> Iterator[ConfigError]:
     """Reject a model, adapter or tokenizer that differs from the one the weights were trained with.
 
+    `resume=auto` takes all settings from the command line: what is not typed there is one mistake, however much of the
+    run's it is not.
+    """
+    found = [*_find_differences(run)]
+    if run.mode.needs_checkpoint:  # which trains no other model
+        found = [ConfigError(each.setting, each.reason, each.fix.partition(", or resume=null")[0]) for each in found]
+    keys = {override.lstrip("+~").partition("=")[0] for override in run.typed}
+    untyped = [mistake for mistake in found if mistake.setting.partition(" ")[2].partition("=")[0] not in keys]
+    if run.resume != "auto" or not untyped:
+        yield from found
+        return
+    first, num_more = untyped[0], len(untyped) - 1
+    more = f", and {num_more} more of its settings {'is' if num_more == 1 else 'are'} not typed" if num_more else ""
+    yield ConfigError(
+        first.setting, f"{first.reason}{more}", f"resume={run.run_folder}, which takes the run's settings"
+    )
+    yield from (mistake for mistake in found if mistake not in untyped)
+
+
+def _find_differences(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Yield each difference of the model, adapter and tokenizer from those that the weights were trained with.
+
     Settings that only refer to `model.name` follow a published model that has been moved, and nobody has typed them.
     """
     config, choices, references = run.config, run.choices, run.references

@@ -49,6 +49,8 @@ def test_a_run_is_resumed_in_its_own_folder_or_in_a_new_one_never_in_that_of_ano
         return [mistake.setting for mistake in check_run_folder(replace(resolved(config, folder), continues=continues))]
 
     assert mistakes(str(first), second) == [f"resume={first} hydra.run.dir={second}"]
+    [mistake] = check_run_folder(resolved(composed.config | {"resume": str(first)}, second))
+    assert mistake.fix == f"resume={second} to resume it, or hydra.run.dir=<another folder>"
     assert mistakes(str(first / "checkpoints" / "step_0000001.ckpt"), second)
     assert mistakes(None, first) == [f"hydra.run.dir={first}"]
     assert mistakes(str(first), first) == []
@@ -70,6 +72,7 @@ def test_a_link_in_place_of_a_file_of_the_run_is_not_followed(
     config = composed.config | {"resume": str(folder)}
     [mistake] = check_run_folder(resolved(config, folder))
     assert mistake.reason == f"{name} is a link to {outside}, where this run would write"
+    assert mistake.setting == f"resume={folder}"
 
 
 def test_a_link_to_a_file_beside_it_stays_in_the_run(composed: ResolvedRun, make_run: Callable[[str], Path]) -> None:
@@ -137,7 +140,7 @@ def test_no_link_inside_a_run_folder_is_written_through_or_copied(
     is_copied = link.startswith("tokenizer")
     assert mistake.fix.startswith(f"rm {folder / link} && cp -r " if is_copied else f"rm {folder / link}, or ")
     # it is the run that is read whose files are copied, wherever the new ones go
-    elsewhere = [str(each) for each in check_run_folder(config, tmp_path / "elsewhere")]
+    elsewhere = [str(each) for each in check_run_folder(resolved(config, tmp_path / "elsewhere"))]
     assert [f"resume={folder}: {link} is a link" in each for each in elsewhere] == [True] * is_copied
     if link == "export":
         typed = config | {"mode": node | {"path": str(tmp_path / "mine")}}

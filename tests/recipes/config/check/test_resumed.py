@@ -57,6 +57,22 @@ def test_another_model_or_tokenizer_is_rejected(resume: str, config: dict[str, A
     assert not list(check_resumed(resolved(regularized, tmp_path)))
 
 
+def test_settings_that_resume_auto_does_not_take_from_the_run_are_one_mistake(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoints/step_0000003.ckpt").mkdir(parents=True)
+    (tmp_path / "checkpoints/step_0000003.ckpt/manifest.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    model = config["model"] | {"num_heads": 2, "num_layers": 2, "hidden_size": 16}
+    run = resolved(config | {"resume": "auto", "model": model}, tmp_path)
+    [mistake] = check_resumed(run)
+    assert mistake.reason.endswith("model.num_heads=6, and 2 more of its settings are not typed")
+    assert mistake.fix.startswith(f"resume={tmp_path}, ")
+    of_others, typed = check_resumed(replace(run, typed=["model.num_heads=2"]))
+    assert of_others.reason.endswith(", and 1 more of its settings is not typed")
+    assert typed.fix.startswith("the same command without model.num_heads, ")
+
+
 LORA = {"_target_": "recipes.adapter.lora.Lora", "r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "pretrained": None}
 
 
