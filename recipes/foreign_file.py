@@ -71,6 +71,9 @@ def missing_folder(name: str, key: str) -> ConfigError | None:
         None for what may be the name of a hub repository.
     """
     setting, path = f"{key}={name}", os.path.expanduser(name)
+    if name.strip().lower() in ("", "true", "false", "none"):
+        fix = f"{key}=<folder with config.json, or hub id>" + (", or null" if key == "model.pretrained" else "")
+        return ConfigError(setting, "it names neither a folder nor a repository of the hub", fix)
     if os.path.isfile(path):
         if name.lower().endswith(".gguf"):
             fix = f"mode=convert_gguf mode.path={name} mode.output=<new folder>, then {key}=<new folder>"

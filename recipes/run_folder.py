@@ -1,7 +1,6 @@
 """File names and readers for the files in a run folder; `recipes.files` writes them."""
 
 import csv
-import errno
 import itertools
 import json
 import math
@@ -108,7 +107,7 @@ def claim_output(
     folder = target.parent if is_file or is_new_folder else target
     try:
         if is_file and target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            raise ConfigError(f"{setting}={path}", "it is a folder, and a file is written", f"{setting}={path}/<name>")
         folder.mkdir(parents=True, exist_ok=True)
         probe(folder)
     except OSError as error:

@@ -255,7 +255,8 @@ def _find_mistake(error: BaseException, resolved: ResolvedRun) -> ConfigError | 
     if (named := _OF_ARGUMENT.fullmatch(reason)) and named[1] in select(resolved.config, section):  # type: ignore[operator]
         key, fix = f"{section}.{named[1]}", named[4].removeprefix(f"{named[1]}=")
         value = named[2].strip("'")
-        return ConfigError(f"{key}={value}", named[3], f"{key}={'null' if fix == 'None' else fix}")
+        mistake = ConfigError(f"{key}={value}", named[3], f"{key}={'null' if fix == 'None' else fix}")
+        return _name_where_set(mistake, resolved.config)  # of several nodes of this class
     return ConfigError(f"{section}.…", reason, f"{section}.<setting>=<another value>")
 
 

@@ -274,9 +274,9 @@ class Tokenizer:
         raise ConfigError(
             f"model.vocab_size={num_ids}",
             f"the tokenizer has {self.vocab_size} tokens",
-            # weights that are published have as many as they have
-            f"model.vocab_size={self.vocab_size} for weights of the seed; for published ones, their own tokenizer, or"
-            f" model.name=<the model after resize_token_embeddings({self.vocab_size}) of transformers>",
+            f"with model=huggingface, model.name=<the model after resize_token_embeddings({self.vocab_size}) of"
+            " transformers>; with model.pretrained, the tokenizer of those weights; else"
+            f" model.vocab_size={self.vocab_size}",
         )
 
     def shares_vocabulary(self, folder: Path) -> bool:

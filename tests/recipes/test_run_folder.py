@@ -58,7 +58,7 @@ def test_a_mode_replaces_its_own_file_and_no_other(name: str, own: str, is_own: 
             claim_output(tmp_path, "mode.path", replaces={name: is_own})
     file.unlink()
     file.mkdir()
-    with pytest.raises(ConfigError, match="it cannot be written to: Is a directory"):
+    with pytest.raises(ConfigError, match="it is a folder, and a file is written"):
         claim_output(file, "mode.path", is_file=True, replaces=is_own)
 
 

@@ -51,7 +51,8 @@ def locate(name_or_folder: str) -> Path:
         ConfigError: Neither a folder with config.json nor a repository that can be downloaded.
     """
     folder = Path(os.path.expanduser(name_or_folder))
-    if os.path.isdir(folder):  # unlike Path.is_dir, returns False if the name is too long
+    # unlike Path.is_dir, returns False if the name is too long; Path("") would be the working directory
+    if name_or_folder and os.path.isdir(folder):
         if not os.path.isfile(folder / _CONFIG):  # unlike Path.is_file, returns False if the folder may not be read
             raise missing_config(name_or_folder, "model.pretrained")
         return folder

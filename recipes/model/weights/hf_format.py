@@ -18,6 +18,9 @@ FITTING_FOLDER = "model.pretrained=<folder whose config.json describes its tenso
 _OTHER_FOLDER = "model.pretrained=<folder with a valid config.json>"
 
 
+_NUMBERS = ("_theta", "_eps", "_epsilon", "_factor")  # keys of numbers, which may be typed without a point
+
+
 @dataclass(frozen=True)
 class Entry:
     """One parameter or buffer of ours: published tensors concatenated along rows, then zero rows as padding.
@@ -113,7 +116,7 @@ class Setting:
             return isinstance(self.value, bool) and isinstance(found, bool)
         if isinstance(self.value, str):
             return found in get_args(Scores)  # the only names that are settings of ours
-        if isinstance(self.value, int):
+        if isinstance(self.value, int) and not self.key.endswith(_NUMBERS):
             return isinstance(found, int) and self.least <= found < 2**31
         return isinstance(found, int | float) and 0 < found < math.inf
 

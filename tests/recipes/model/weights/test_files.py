@@ -215,6 +215,18 @@ def test_a_folder_without_config_or_weights_is_rejected(tmp_path: Path) -> None:
         open_weights(tmp_path),
     ):
         pass
+    (tmp_path / "model.safetensors").symlink_to("../blobs/abc")
+    with (
+        pytest.raises(ConfigError, match=r"model\.safetensors is a link to \.\./blobs/abc, which does not exist"),
+        open_weights(tmp_path),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["", "true"])
+def test_what_names_no_model_is_not_looked_for(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"it names neither a folder nor a repository.*, or null"):
+        locate(name)
 
 
 def test_a_tensor_in_two_shards_is_not_read_from_one_of_them(tmp_path: Path) -> None:

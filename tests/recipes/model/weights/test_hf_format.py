@@ -61,6 +61,7 @@ def test_every_difference_is_listed_with_its_override_and_nothing_is_loaded(
         ({"qk_norm": True}, "model.qk_norm=false"),
         ({"rope_scaling_factor": 8.0}, "model.rope_scaling_factor=null"),
         ({"rope_theta": 10000.0}, "model.rope_theta=500.0"),
+        ({"rope_theta": 500000}, "model.rope_theta=500.0"),  # typed without a point
         ({"rms_eps": 1e-6}, "model.rms_eps=1e-05"),
         ({"max_seq_len": 25}, "model.max_seq_len=24"),
         ({"vocab_size": 100}, "model.vocab_size=101"),
