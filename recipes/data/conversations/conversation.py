@@ -50,6 +50,7 @@ _OPTIONAL = (*_ADDED, _VARIABLES, *_WEIGHTS, *_OPPOSITES, *_PARTS, *_MEDIA, *_PA
 # names of columns in other people's data, likely ones first
 _QUESTIONS = ("question", "query", "prompt", "instruction", "problem", "input", "human", "user", "source", "context")
 _ANSWERS = ("response", "answer", "completion", "output", "target", "solution", "reply", "assistant", "summary")
+_GIVEN = ("input", "context")  # what a question is about, beside it
 # of several answers to one question, beside the plurals of those above
 _SEVERAL = ("candidate", "choice", "generation", "message", "sample")
 _QUOTED = ("true", "false", "0", "1", "yes", "no")  # a weight as text
@@ -217,15 +218,19 @@ class Reader:
             silenced_by=(*prompt.silenced_by, *answer.silenced_by),
         )
 
-    def _recognize(self, row: Mapping[str, Any], *, place: str) -> str:
+    def _find_kind(self, row: Mapping[str, Any]) -> str | None:
+        """Return the format that a row is in by its fields; None if it is in none."""
         # a format whose fields the user has mapped takes precedence over other matching formats
         kinds = sorted(FORMATS, key=lambda kind: not {*_FIELDS[kind]} & {*self._fields})
         for kind in kinds:
             if all(self._value(row, name) is not None for name in _FIELDS[kind]):
                 return kind
-        for kind in kinds:  # a row without an answer
-            if all(self._own(name) in row for name in _FIELDS[kind]):
-                return kind
+        # a row without an answer
+        return next((kind for kind in kinds if all(self._own(name) in row for name in _FIELDS[kind])), None)
+
+    def _recognize(self, row: Mapping[str, Any], *, place: str) -> str:
+        if (kind := self._find_kind(row)) is not None:
+            return kind
         wanted = "; ".join(" and ".join(names) for names in _FIELDS.values())
         reason = f"its fields are {_names(row)}, expected {wanted}"
         if several := _find_several(row):
@@ -235,15 +240,18 @@ class Reader:
 
     def _suggest_fields(self, row: Mapping[str, Any], place: str) -> str:
         """Return a mapping with which this row can be read."""
-        for fields in _guess_fields(row):
-            own = {name: value for name, value in self._fields.items() if name not in fields} | fields
-            own = {name: value for name, value in own.items() if name != value}
+        for fields in ({}, *_guess_fields(row)) if self._fields else _guess_fields(row):
+            formats = {name for names in _FIELDS.values() for name in names}
+            absent = {name for name, value in self._fields.items() if name in formats and value not in (None, *row)}
+            kept = {name: value for name, value in self._fields.items() if name not in {*fields} | absent}
+            own = {name: value for name, value in (kept | fields).items() if name != value}
+            reader = Reader(format=None, fields=own)
+            if reader._find_kind(row) is None:
+                continue
             try:
-                found = Reader(format=None, fields=own).read(row, place=place)
+                found = reader.read(row, place=place)
             except ConfigError:
                 continue  # the next guess
-            if found.answer and not own:
-                return "the same command without data.fields"
             if found.answer:
                 return _to_override(own)
         return "'data.fields={prompt: <field of the question>, completion: <field of the answer>}', or rows with both"
@@ -252,7 +260,7 @@ class Reader:
         """Return the override that maps a field to the only one found."""
         if len(found) != 1 or not _TYPED_NAME.fullmatch(found[0]):
             return None
-        return _to_override(self._fields | {name: found[0]})
+        return _to_override({key: own for key, own in (self._fields | {name: found[0]}).items() if key != own})
 
     def _own(self, name: str) -> str | None:
         return self._fields.get(name, name)
@@ -272,10 +280,8 @@ class Reader:
         """Return the format that a row is in, if it is another one than that which was typed."""
         if self._format is None:
             return None
-        try:
-            return f"data.format={Reader(format=None, fields=self._fields)._recognize(row, place=place)}"
-        except ConfigError:
-            return None
+        kind = Reader(format=None, fields=self._fields)._find_kind(row)
+        return None if kind is None else f"data.format={kind}"
 
     def _find_unread(self, row: Mapping[str, Any], kind: str) -> list[str]:
         """Return the fields of a row that hold something and that its format does not read."""
@@ -415,14 +421,18 @@ def _guess_fields(row: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     texts = [name for name in names if isinstance(row[name], str)]
     others = [name for name in texts if name not in _QUESTIONS]
     pairs = [_FIELDS[kind] for kind in ("prompt_completion", "alpaca")]
-    for question, answer in sorted(pairs, key=lambda pair: -sum(name in row for name in pair)):
+    given = next((name for name in _GIVEN if name in texts and {*texts} & {*_QUESTIONS} - {*_GIVEN}), None)
+    rank = {pair: sum(name in row for name in pair) for pair in pairs}
+    rank[_FIELDS["alpaca"]] += given is not None  # the only format with a place for it
+    for question, answer in sorted(pairs, key=lambda pair: -rank[pair]):
         questions = [question] if question in texts else [name for name in _QUESTIONS if name in texts]
         answers = [answer] if answer in texts else [name for name in _ANSWERS if name in texts]
         for asked in questions or texts:
             for answered in answers or others:
                 if asked != answered and (question in texts or answer in texts or (questions and answers)):
                     found = {question: asked, answer: answered}
-                    yield {name: own for name, own in found.items() if name != own}
+                    has_input = (question, answer) == _FIELDS["alpaca"] and given not in (None, asked, answered)
+                    yield found | ({"input": str(given)} if has_input else {})
     if texts == others and len(texts) == 1:  # a question alone is not what is to be learned
         yield {"text": texts[0]}
 
@@ -443,7 +453,9 @@ def _is_of_messages(value: list[Any]) -> bool:
 
 
 def _to_override(fields: Mapping[str, str | None]) -> str:
-    """Return the override that maps the names of a format to those of a dataset, None to null."""
+    """Return the override that maps the names of a format to those of a dataset, None to null; none for no names."""
+    if not fields:
+        return "the same command without data.fields"
     pairs = ", ".join(f"{name}: {own or 'null'}" for name, own in fields.items())
     return f"'data.fields={{{pairs}}}'"
 

@@ -152,6 +152,23 @@ def test_a_mapping_of_fields_that_are_not_there_is_answered_with_what_can_be_typ
     assert read(human, conversations="messages", **{"from": "role"}, value="content").answer[1]["content"] == "a"
 
 
+@pytest.mark.parametrize(
+    ("row", "fields"),
+    [
+        ({"prompt": "q", "completion": "a"}, {"prompt": "question"}),
+        ({"prompt": "q", "completion": "a"}, {"completion": "answr"}),
+        ({"instruction": "q", "input": "", "output": "a"}, {"instruction": "prompt"}),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, {"conversations": "x"}),
+        ({"messages": CHAT}, {"role": "speaker"}),
+        ({"text": "a"}, {"text": "body"}),
+    ],
+)
+def test_rows_that_are_in_a_format_need_no_mapping(row: dict[str, Any], fields: dict[str, str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(row, **fields)
+    assert caught.value.fix == "the same command without data.fields"
+
+
 def test_a_missing_field_of_a_named_format_is_named() -> None:
     with pytest.raises(ConfigError, match="it has no field text; its fields are prompt"):
         read({"prompt": "a"}, format="text")
@@ -360,6 +377,8 @@ def test_a_row_whose_answer_is_null_has_no_answer(row: dict[str, Any]) -> None:
     [
         ({"instruction": "a", "response": "b", "id": "x"}, "{output: response}"),
         ({"question": "a", "answer": "b"}, "{prompt: question, completion: answer}"),
+        ({"instruction": "a", "context": "", "response": "b", "category": "c"}, "{output: response, input: context}"),
+        ({"question": "a", "context": "c", "answer": "b"}, "{instruction: question, output: answer, input: context}"),
         ({"prompt": "a", "chosen": "b"}, "{completion: chosen}"),
         ({"dialog": CHAT}, "{messages: dialog}"),
         ({"turns": [{"by": "user", "said": "a"}, {"by": "assistant", "said": "b"}]},
