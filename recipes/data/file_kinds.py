@@ -1,10 +1,12 @@
 """Recognize a file of another kind than the one expected by its first bytes, and say how to convert it."""
 
 import codecs
+import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.data.encodings import describe_conversion, guess_wide_encoding
+from recipes.data.encodings import describe_conversion, guess_encoding, guess_wide_encoding
 
 NUM_HEAD_BYTES = 4096  # enough for the header of a .npy file
 NPY, PARQUET, _ARROW, _ZIP, _PDF = b"\x93NUMPY", b"PAR1", b"ARROW1", b"PK\x03\x04", b"%PDF"
@@ -66,6 +68,9 @@ _WIDE_MARKS = {
     b"\xfe\xff": "utf-16",
 }
 _MIN_TEXT_BYTES = 32  # fewer may look like text by chance
+_MIN_OTHER_TEXT_BYTES = 512  # in an encoding that is guessed
+OTHER_ENCODING = "another encoding"
+_ROW = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:')
 _MIN_CONTROL = 16  # one in so many bytes of UTF-16 is a control character in ASCII, of most languages every second one
 
 
@@ -146,9 +151,35 @@ def _find_fix(magic: bytes, name: str, head: bytes, path: Path | str) -> FileKin
     return FileKind(f"it is {name}", None)
 
 
-def is_ascii_text(head: bytes) -> bool:
-    """Return whether bytes are printable ASCII and white space: raw tokens have others, zero among them."""
-    return len(head) >= _MIN_TEXT_BYTES and all(0x20 <= byte < 0x7F or 0x09 <= byte <= 0x0D for byte in head)
+def find_text_encoding(head: bytes) -> str | None:
+    """Return the encoding of text where raw tokens are expected; None if it may be tokens.
+
+    Text has no control characters. Tokens have them in every vocabulary: zero in the upper byte of those of a small
+    one, and one byte in nine of the others.
+
+    Returns:
+        A name that iconv knows, or `OTHER_ENCODING`.
+    """
+    for mark, encoding in _WIDE_MARKS.items():
+        if head.startswith(mark) and guess_wide_encoding(head[len(mark) :]) is not None:
+            return encoding
+    has_control = any((byte < 0x20 and not 0x09 <= byte <= 0x0D) or byte == 0x7F for byte in head)
+    if has_control or len(head) < _MIN_TEXT_BYTES:
+        return None
+    if is_text(head):
+        return "utf-8"
+    return (guess_encoding(head) or OTHER_ENCODING) if len(head) >= _MIN_OTHER_TEXT_BYTES else None
+
+
+def holds_rows(head: bytes) -> bool:
+    """Return whether a text begins with a row, a JSON object of a line with names for its values."""
+    line, end, _ = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
+    if not _ROW.match(line):
+        return False
+    try:
+        return isinstance(json.loads(line), dict) if end or len(head) < NUM_HEAD_BYTES else True
+    except (ValueError, RecursionError):
+        return False
 
 
 def is_text(head: bytes) -> bool:

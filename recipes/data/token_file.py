@@ -24,6 +24,7 @@ from recipes.data.token_layout import (
     explain_type,
     file_key,
     find_bits,
+    log_overruled,
     read_layout,
     reject_big_endian,
     sample_bytes,
@@ -90,6 +91,8 @@ class TokenFile:
         if self.val_path is not None:
             files.append(self._open("val_path", self.val_path))
         self._check_tokens(files)
+        for file in files:
+            log_overruled(file.layout, self.dtype, name=file.name, section="data")
         path, train, val_path, val = files[0].path, files[0].layout, files[-1].path, files[-1].layout
         self._is_same = self.val_path is not None and os.path.samefile(path, val_path)
         num_held_out = round(train.num_tokens * self.val_fraction) if self.val_path is None else 0

@@ -11,7 +11,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from recipes.data.file_kinds import NPY, is_ascii_text, recognize
+from recipes.data.encodings import describe_conversion
+from recipes.data.file_kinds import NPY, OTHER_ENCODING, find_text_encoding, holds_rows, recognize
 from recipes.errors import ConfigError
 from recipes.files import count
 
@@ -25,6 +26,7 @@ _LLM_C_MAGICS = {20240520: "uint16", 20240801: "uint32"}
 LLM_C = "llm.c"
 _MAX_VOCABULARY = 10_000_000  # of no tokenizer: larger ids are not tokens
 SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 1 << 16  # of a file, from which the type of its tokens is found
+_LARGE_VOCABULARY = 1 << 20  # which is larger than nearly all, and shows in the upper half of uint32
 _COMMON_IDS = 16  # ids below are in every text, and those of a large vocabulary are seldom all below
 _MIN_SHARE = 0.9  # of the numbers that are read, some may be no tokens: -1, or ids of another vocabulary
 _NO_ID = 2**16 - 1  # both halves of -1
@@ -78,14 +80,21 @@ def read_layout(head: bytes, *, num_bytes: int, dtype: str, name: str, key: str)
         raise ConfigError(typed, f"{kind.reason}, not raw tokens", kind.fix or _suggest_array(key))
     if name.lower().endswith(".npy"):
         raise ConfigError(typed, "it is not a valid .npy file: it does not begin like one", _suggest_array(key))
-    if is_ascii_text(head):
-        raise ConfigError(typed, "it is text, not tokens", f"data=text_files data.path={name} tokenizer=bpe")
+    if (encoding := find_text_encoding(head)) is not None:
+        raise _explain_text(head, encoding, typed, name)
     item_bytes = np.dtype(dtype).itemsize
     if num_bytes % item_bytes:
         reason = f"{num_bytes} bytes are not a multiple of {item_bytes}, the size of a {dtype} token: it is truncated"
-        other = "" if num_bytes % 2 else f", or {_section(key)}.dtype=uint16"  # half a token of uint32
+        is_narrow = num_bytes % 2 == 0 and find_bits(head, vocab_size=_LARGE_VOCABULARY) == 16
+        other = f", or {_section(key)}.dtype=uint16" if is_narrow else ""
         raise ConfigError(typed, reason, f"{fix}, copied again{other}")
     return TokenLayout(dtype, 0, num_bytes // item_bytes)
+
+
+def log_overruled(layout: TokenLayout, dtype: str, *, name: str, section: str) -> None:
+    """Name the dtype of a setting that is not read, because the header of a file records another one."""
+    if layout.header is not None and layout.dtype != dtype:
+        LOGGER.info("%s.dtype=%s is not read: the header of %s records %s", section, dtype, name, layout.dtype)
 
 
 def file_key(path: str | Path) -> int:
@@ -204,6 +213,19 @@ def explain_large_token(key: str, name: str, largest: int, *, vocab_size: int) -
     is_of_larger = largest < _MAX_VOCABULARY
     fix = f"model.vocab_size={largest + 1} or more" if is_of_larger else f"{key}=<file of tokens below {vocab_size}>"
     return ConfigError(f"{key}={name}", reason, fix)
+
+
+def _explain_text(head: bytes, encoding: str, typed: str, name: str) -> ConfigError:
+    if encoding != "utf-8":
+        is_known = encoding != OTHER_ENCODING
+        reason = f"it is text, which looks like {encoding}, not tokens" if is_known else "it is text, not tokens"
+        convert = describe_conversion(name, encoding if is_known else None).removesuffix("the path of the new file")
+        fix = f"{convert}data=text_files data.path=<new file> tokenizer=bpe"
+    elif holds_rows(head):
+        reason, fix = "it holds rows of JSON, not tokens", f"data=documents data.path={name} tokenizer=bpe"
+    else:
+        reason, fix = "it is text, not tokens", f"data=text_files data.path={name} tokenizer=bpe"
+    return ConfigError(typed, reason, fix)
 
 
 def _describe_id(id: int) -> str:

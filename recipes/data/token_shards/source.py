@@ -4,6 +4,7 @@ Shapes: L tokens per sample.
 """
 
 import hashlib
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from recipes.data.token_layout import (
     explain_two_types,
     explain_type,
     find_bits,
+    log_overruled,
     read_layout,
     reject_big_endian,
 )
@@ -271,6 +273,9 @@ class TokenShards:
         else:
             trained, val = [*files[:-1]], (storage.select(files[-1:]), layouts[-1:])
         self._check_types(found)
+        overruling = (pair for pair in zip(storage.names, layouts, strict=True) if pair[1].dtype != self.dtype)
+        for name, layout in itertools.islice(overruling, 1):
+            log_overruled(layout, self.dtype, name=name, section="data")
         train = self._windows(storage.select(trained), [layouts[file] for file in trained])
         self._prepared = train, self._windows(*val)
         self._check_splits(*self._prepared)

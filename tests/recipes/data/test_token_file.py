@@ -115,6 +115,28 @@ def test_a_file_without_valid_tokens_is_rejected(source, tmp_path, content, why,
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.parametrize(("largest", "advises"), [(60_000, False), (200, True)])
+def test_half_a_token_is_advised_to_be_of_the_other_type_only_if_it_may_be(source, tmp_path, largest, advises):
+    dtype = "<u2" if advises else "<u4"
+    tokens = np.arange(20, largest, largest // 100)[:101].astype(dtype)
+    (tmp_path / "t.bin").write_bytes(tokens.tobytes() + b"\1\2" * (len(tokens.tobytes()) % 4 == 0))
+    with pytest.raises(ConfigError, match="a uint32 token: it is truncated") as caught:
+        source(tmp_path / "t.bin", dtype="uint32").prepare()
+    assert ("data.dtype=uint16" in caught.value.fix) is advises
+
+
+@pytest.mark.parametrize("kind", ["token_file", "token_shards"])
+def test_a_dtype_that_a_header_overrules_is_named(source, tmp_path, kind, caplog):
+    (tmp_path / "x").mkdir()
+    for name in ("a.npy", "b.npy"):
+        np.save(tmp_path / "x" / name, np.arange(100, dtype="u4"))
+    read = source(tmp_path / "x" / "a.npy") if kind == "token_file" else shards_of(tmp_path / "x", tmp_path)
+    with caplog.at_level("INFO", logger="lightning_recipes"):
+        read.prepare()
+    assert caplog.text.count("data.dtype=uint16 is not read: the header of") == 1
+    assert "records uint32" in caplog.text
+
+
 def test_a_file_shorter_than_one_sequence_is_rejected_for_either_split(source, tmp_path):
     path = write(tmp_path / "t.bin", range(12))
     with pytest.raises(ConfigError) as caught:
@@ -305,7 +327,13 @@ def test_the_header_of_llm_c_is_no_tokens_and_gives_the_dtype(source, tmp_path, 
         (b"\x89HDF\r\n\x1a\n" + bytes(60), "it is an HDF5 file", "data.path="),
         (b"version https://git-lfs.github.com/spec/v1\n", "it is a Git LFS pointer", "git lfs pull"),
         (b"a text that was never tokenized\n" * 4, "it is text, not tokens", "data=text_files data.path="),
+        ("текст, который не разбит на токены\n".encode() * 4, "it is text, not tokens", "data=text_files data.path="),
+        (b"\xef\xbb\xbftext with a byte order mark\r\n" * 4, "it is text, not tokens", "data=text_files data.path="),
+        ("это обычный русский текст\n".encode("koi8-r") * 40, "it is text, which looks like koi8-r", "iconv -f koi8-r"),
+        (("a text of two bytes, " * 40).encode("utf-16"), "it is text, which looks like utf-16", "iconv -f utf-16 "),
+        (b'{"text": "a row of JSON", "id": 1}\n' * 4, "it holds rows of JSON", "data=documents data.path="),
     ],
+    ids=lambda value: None if isinstance(value, int) else str(value)[:20],
 )
 def test_a_file_of_another_kind_is_named_and_no_larger_vocabulary_is_advised(
     source, tmp_path, content, reason, fix, vocab_size
