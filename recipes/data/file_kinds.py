@@ -70,7 +70,7 @@ _WIDE_MARKS = {
 _MIN_TEXT_BYTES = 32  # fewer may look like text by chance
 _MIN_OTHER_TEXT_BYTES = 512  # in an encoding that is guessed
 OTHER_ENCODING = "another encoding"
-_ROW = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:')
+_ROW = re.compile(rb'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:')
 _MIN_CONTROL = 16  # one in so many bytes of UTF-16 is a control character in ASCII, of most languages every second one
 
 
@@ -171,15 +171,25 @@ def find_text_encoding(head: bytes) -> str | None:
     return (guess_encoding(head) or OTHER_ENCODING) if len(head) >= _MIN_OTHER_TEXT_BYTES else None
 
 
-def holds_rows(head: bytes) -> bool:
-    """Return whether a text begins with a row, a JSON object of a line with names for its values."""
-    line, end, _ = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
-    if not _ROW.match(line):
+def holds_rows(head: bytes, field: str | None = None) -> bool:
+    """Return whether a text begins with rows: JSON objects of a line each, with names for their values.
+
+    Args:
+        head: First bytes.
+        field: A field that a row has; one row alone without it may be a document. None: any.
+    """
+    lines = [line for line in head.removeprefix(codecs.BOM_UTF8).split(b"\n") if line.strip()]
+    if not lines or not _ROW.match(lines[0]):
         return False
+    is_cut = len(head) >= NUM_HEAD_BYTES and not head.endswith(b"\n")
+    if is_cut and len(lines) == 1:
+        return field is None or f'"{field}"'.encode() in lines[0]
     try:
-        return isinstance(json.loads(line), dict) if end or len(head) < NUM_HEAD_BYTES else True
+        rows = [json.loads(line) for line in (lines[:-1] if is_cut else lines)[:2]]
     except (ValueError, RecursionError):
         return False
+    is_rows = all(isinstance(row, dict) for row in rows)
+    return is_rows and (field is None or field in rows[0] or len(rows) > 1)
 
 
 def is_text(head: bytes) -> bool:

@@ -1,6 +1,7 @@
 """Read rows of JSON, Parquet, Arrow and text files and of Hugging Face datasets, with their location for errors."""
 
 import json
+import logging
 import os
 import re
 import sys
@@ -10,14 +11,17 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from recipes.data.encodings import explain_not_utf8, is_cut
-from recipes.data.file_kinds import NUM_HEAD_BYTES, find_compression, is_table
+from recipes.data.file_kinds import NUM_HEAD_BYTES, find_compression, holds_rows, is_table
 from recipes.data.found_files import DESCRIPTION, FoundFiles, find_files, make_printable, skip_unfinished
 from recipes.data.table_rows import BATCH_ROWS, check_offsets, choose_columns, list_rows, read_table
 from recipes.data.text.corpus import Document, content_digests, not_utf8, reject_other_kind
 from recipes.data.unpacked import open_unpacked
 from recipes.errors import ConfigError
+from recipes.files import count
 from recipes.foreign_file import reading
 from recipes.home import expand_home
+
+LOGGER = logging.getLogger("lightning_recipes")
 
 HUB = "hf://"
 DEFAULT_SPLIT = "train"
@@ -149,7 +153,16 @@ class FileRows:
     def content_hash(self, cache_dir: Path) -> str:
         """Return a hash of all names and files, in order."""
         digests = content_digests(self._documents, cache_dir=cache_dir)
-        return " ".join(f"{digest} {doc.name}" for digest, doc in zip(digests, self._documents, strict=True))
+        names = " ".join(f"{digest} {doc.name}" for digest, doc in zip(digests, self._documents, strict=True))
+        texts = [document for document in self._documents if self._may_be_text(document)]
+        if not (num_lists := sum(map(self._holds_rows, texts))):
+            return names
+        LOGGER.info(
+            "%s=%s: %s JSON rows, and their %s is read; data=text_files reads such a file as one text",
+            *(self._setting, self.name),
+            *(f"{count(num_lists, 'text file')} {'holds' if num_lists == 1 else 'hold'}", self._text_field),
+        )
+        return f"{names} rows in texts"
 
     def __iter__(self) -> Iterator[Row]:
         """Yield all rows.
@@ -173,6 +186,15 @@ class FileRows:
         """Files in reading order."""
         return [document.path for document in self._documents]
 
+    def _may_be_text(self, document: Document) -> bool:
+        return self._text_field is not None and _strip_compression(document.name.lower()).endswith(TEXT_SUFFIXES)
+
+    def _holds_rows(self, document: Document) -> bool:
+        """Return whether a file with the name of a text is one of rows."""
+        with reading(document.path, f"{self._setting}={self.name}", f"{self._setting}=<another copy of the file>"):
+            with open_unpacked(document.path, self._setting) as file:
+                return holds_rows(file.peek(NUM_HEAD_BYTES)[:NUM_HEAD_BYTES], self._text_field)
+
     def _rows_of(self, document: Document) -> Iterator[Row]:
         stem = _strip_compression(document.name.lower())
         with open_unpacked(document.path, self._setting) as file:
@@ -187,7 +209,8 @@ class FileRows:
             if stem.endswith(_TEXT_TABLES):
                 reason = "it is a table of text, and rows are read from JSONL, JSON and Parquet"
                 raise ConfigError(f"{self._setting}={document.path}", reason, _convert(document.path, self._setting))
-            if self._text_field is not None and stem.endswith(TEXT_SUFFIXES):
+            if self._may_be_text(document) and not holds_rows(head, self._text_field):
+                assert self._text_field is not None
                 yield self._text_row(document, file.read(), self._text_field)
             elif head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
                 reason = "it is a web page: its download failed"
@@ -214,6 +237,9 @@ class FileRows:
         packed = [f"{suffix}{packing}" for suffix in plain if suffix not in _TABLES for packing in COMPRESSED]
         fix = f"{self._setting}=<JSONL, JSON, Parquet or Arrow file, a folder of them, or {HUB}<id> of a dataset>"
         folder = expand_home(path, self._setting)
+        if os.path.isfile(folder) and _skip(folder) == DESCRIPTION and _is_saved(folder.parent):
+            reason = "it describes a dataset that datasets saved, and holds no rows"
+            raise ConfigError(f"{self._setting}={path}", reason, f"{self._setting}={HUB}{Path(path).parent}")
         if any(os.path.isfile(folder / name) for name in _DESCRIPTIONS):
             fix = f"{self._setting}={HUB}{path}, as the folder was saved by datasets"
         inside = f"{path.rstrip('/')}/<file>"

@@ -2,9 +2,11 @@
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from recipes.data.found_files import find_files
+from recipes.data.file_kinds import NUM_HEAD_BYTES, holds_rows
+from recipes.data.found_files import find_files, unreadable
 from recipes.data.text.corpus import Document
 from recipes.data.text.source import FileSource
 from recipes.errors import ConfigError
@@ -18,6 +20,7 @@ _PROSE = ".txt .text .md .markdown .rst .org .tex .adoc"
 _CODE = ".py .pyi .c .h .cc .cpp .hpp .cu .cuh .java .kt .js .ts .tsx .go .rs .rb .jl .lua .sh .sql"
 TEXT_SUFFIXES = frozenset(f"{_PROSE} {_CODE}".split())
 _ROWS = frozenset({".jsonl", ".ndjson", ".jsonlines", ".json", ".parquet"})  # read by data=documents
+_MAX_READ = 100  # files whose first bytes are looked at
 _FIX = "data.path=<file, folder or 'glob/**/*.txt' of UTF-8 text>"
 
 
@@ -44,7 +47,9 @@ class TextFiles(FileSource):
         found = find_files(
             self.path, setting="data.path", fix=_FIX, suffixes=TEXT_SUFFIXES, reads_any=True, elsewhere=elsewhere
         )
-        if num_rows := sum(file.suffix.lower() in _ROWS for file in found.files):
+        if num_rows := sum(file.suffix.lower() in _ROWS for file in found.files) or _count_rows(
+            found.files[:_MAX_READ]
+        ):
             LOGGER.warning(
                 "data.path=%s: %s of rows %s read as plain text, with braces and field names; data=documents reads the"
                 " text in them",
@@ -58,3 +63,15 @@ class TextFiles(FileSource):
     def suggest_more_text(self) -> str:
         """Return the override that reads more files."""
         return "data.path=<more text>"
+
+
+def _count_rows(files: Sequence[Path]) -> int:
+    """Return the number of files that hold rows, whatever they are called."""
+    num_rows = 0
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                num_rows += holds_rows(file.read(NUM_HEAD_BYTES))
+        except OSError as error:
+            raise unreadable(path, error) from error
+    return num_rows

@@ -1,6 +1,7 @@
 """Open a file that may be compressed, by its first bytes, and stop at one that unpacks to far more than it holds."""
 
 import io
+import shlex
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -33,7 +34,7 @@ def open_unpacked(path: Path, setting: str) -> io.BufferedReader:
     if kind is None and not is_damaged:
         return plain
     typed = f"{setting}={path}"
-    raw = _Unpacking(_unpack(plain, kind or "gzip", typed), plain, path, typed)
+    raw = _Unpacking(_unpack(plain, kind or "gzip", typed), plain, path, typed, is_gzip=kind == "gzip")
     return io.BufferedReader(raw, buffer_size=_BUFFER_BYTES)
 
 
@@ -66,12 +67,15 @@ class _Unpacking(io.RawIOBase):
         packed: The file, closed with this one.
         path: The file.
         typed: Setting that named it, for errors.
+        is_gzip: Whether the file begins like one of gzip.
     """
 
-    def __init__(self, unpacked: Any, packed: BinaryIO, path: Path, typed: str) -> None:
+    def __init__(self, unpacked: Any, packed: BinaryIO, path: Path, typed: str, *, is_gzip: bool) -> None:
         super().__init__()
         self._unpacked = unpacked
         self._packed = packed
+        self._path = path
+        self._is_gzip = is_gzip
         self._typed = typed
         self._num_bytes = 0
         self._max_bytes = max(_MIN_BYTES_TO_LIMIT, _MAX_RATIO * path.stat().st_size)
@@ -82,7 +86,15 @@ class _Unpacking(io.RawIOBase):
 
     @override
     def readinto(self, buffer: Any) -> int:
-        data = cast(bytes, self._unpacked.read(len(buffer)))
+        try:
+            data = cast(bytes, self._unpacked.read(len(buffer)))
+        except OSError as error:  # of gzip; xz and bzip2 ignore what follows
+            if not self._is_gzip or not str(error).startswith("Not a gzipped file"):
+                raise
+            packed, new = shlex.quote(str(self._path)), shlex.quote(f"new_{self._path.stem}")
+            reason = "other bytes follow what is compressed with gzip, which is whole"
+            fix = f"gunzip -c {packed} > {new}, which leaves them out, then the path of {new}; or another copy"
+            raise ConfigError(self._typed, reason, fix) from error
         self._num_bytes += len(data)
         if self._num_bytes > self._max_bytes:
             reason = f"it unpacks to more than {self._max_bytes:,} bytes, {_MAX_RATIO} times its size"

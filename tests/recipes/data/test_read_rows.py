@@ -20,7 +20,7 @@ import pytest
 
 from recipes.data import read_rows, unpacked
 from recipes.data.documents.source import Documents
-from recipes.data.read_rows import Row, open_rows
+from recipes.data.read_rows import FileRows, Row, open_rows
 from recipes.errors import ConfigError, format_report
 from recipes.tokenizer.bytes import Bytes
 
@@ -292,7 +292,7 @@ def test_columns_of_one_name_and_damaged_pages_are_named(tmp_path: Path) -> None
         ('{\n "data": [{"a": 1}]\n}\n', r"""several lines an object.*type jq -c '\."data"\[\]' """),
         ('{\n "a": 1\n}\n{\n "a": 2\n}', r"a.jsonl: it is JSON of several lines an object.*type jq -c '\.' "),
         ('{\n "a": [1]\n}', r"type jq -c '\.' "),
-        ('["x"]\n["y"]\n', "a.jsonl:1: it is a list, and more follows it.*one JSON object a line"),
+        ('["x"]\n["y"]\n', "a.jsonl:1: it is a list, and more follows it.*one JSON object per line"),
         ('\n[{"a": 1}]\n{"a": 1}\n', "a.jsonl:2: it is a list, and more follows it"),
     ],
 )
@@ -324,6 +324,50 @@ def test_a_cut_gz_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(packed[: len(packed) // 2])
     with pytest.raises(ConfigError, match="a.jsonl.gz cannot be read: EOFError"):
         read(tmp_path / "a.jsonl.gz")
+
+
+def test_bytes_after_what_gzip_packed_are_named_and_zeros_are_padding(tmp_path: Path) -> None:
+    packed = gzip.compress(write_lines(tmp_path / "a.jsonl").read_bytes())
+    (tmp_path / "a.jsonl.gz").write_bytes(packed + packed + bytes(512))
+    assert len(read(tmp_path / "a.jsonl.gz")) == 2 * len(ROWS)
+    (tmp_path / "a.jsonl.gz").write_bytes(packed + b"garbage")
+    with pytest.raises(
+        ConfigError, match="other bytes follow what is compressed with gzip.*; type gunzip -c .*a.jsonl"
+    ):
+        read(tmp_path / "a.jsonl.gz")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "num_rows", "is_listed"),
+    [
+        ("a.txt", b'{"text": "x"}\n{"text": "y"}\n', 2, True),
+        ("a.md", b'\xef\xbb\xbf\n{"id": 1, "text": "x"}', 1, True),
+        ("a.txt.gz", gzip.compress(b'{"text": "x"}\n{"text": "y"}\n', mtime=0), 2, True),
+        ("a.txt", b'{"text": "' + 5000 * b"x" + b'"}\n{"text": "y"}\n', 2, True),
+        ("a.txt", b'{"other": "x"}\n{"other": "y"}\n', 2, True),
+        ("a.txt", b'{"other": "x"}\nis how this document begins', 1, False),
+        ("a.txt", b"{ this is no JSON }\n{ nor this }\n", 1, False),
+        ("a.dat", b'{"text": "x"}\n{"text": "y"}\n', 2, False),
+    ],
+    ids=str,
+)
+def test_rows_in_a_file_with_the_name_of_a_text_are_rows_and_a_line_says_so(
+    name: str, content: bytes, num_rows: int, is_listed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    rows = FileRows(str(tmp_path / name), setting="data.path", text_field="text")
+    with caplog.at_level("INFO", logger="lightning_recipes"):
+        assert rows.content_hash(tmp_path).endswith(" rows in texts") is is_listed
+    assert ("1 text file holds JSON rows" in caplog.text) is is_listed
+    assert len(list(rows)) == num_rows
+
+
+@pytest.mark.parametrize("name", ["state.json", "dataset_info.json"])
+def test_the_description_of_a_saved_data_set_is_no_file_of_rows(name: str, tmp_path: Path) -> None:
+    for file in ("state.json", "dataset_info.json"):
+        (tmp_path / file).write_text("{}")
+    with pytest.raises(ConfigError, match=f"holds no rows; type data.path=hf://{tmp_path}$"):
+        read(tmp_path / name)
 
 
 def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:

@@ -201,5 +201,9 @@ def test_files_of_rows_are_for_another_option(source, tmp_path, caplog):
     with pytest.raises(ConfigError) as caught:
         source(tmp_path / "rows").prepare()
     assert caught.value.fix == f"data=documents data.path={tmp_path}/rows"
+    (tmp_path / "b.txt").write_bytes((tmp_path / "rows" / "a.jsonl").read_bytes())
+    source(tmp_path / "b.txt").prepare()
+    assert "b.txt: 1 file of rows is read as plain text" in caplog.text
+    caplog.clear()
     source(tmp_path / "rows" / "a.jsonl").prepare()
     assert "1 file of rows is read as plain text, with braces and field names" in caplog.text
