@@ -93,8 +93,8 @@ class Mixture:
             longest = source.train().tokens_per_sample
             if longest > self._seq_len:
                 reason = f"a sample of the mixture has at most {self._seq_len} tokens"
-                fix = f"data.seq_len={longest}, or data.sources.{name}.seq_len={self._seq_len}"
-                raise ConfigError(f"data.sources.{name}.seq_len={longest}", reason, fix)
+                setting = f"data.sources.{name}.seq_len"
+                raise ConfigError(f"{setting}={longest}", reason, f"{setting}={self._seq_len}")
         _share_split(self.sources)
         self._mix()
 
@@ -116,7 +116,7 @@ class Mixture:
         return num_held_out
 
     def check_run(self, num_samples: int) -> None:
-        """Check that a run does not exceed `max_epochs` for any source.
+        """Check that a run does not exceed `max_epochs` for any source, and name the stages that it never reaches.
 
         Args:
             num_samples: Number of samples that the run reads.
@@ -124,12 +124,20 @@ class Mixture:
         Raises:
             ConfigError: A source would be repeated too often.
         """
+        starts = [start for start, _ in self._stages]
+        if unreached := [index for index, start in enumerate(starts[1:]) if start >= num_samples]:
+            LOGGER.warning(
+                "%s never %s: this run ends after %s, and val/loss is the loss at the weights of the last stage",
+                ", ".join(f"data.stages[{index}]" for index in unreached),
+                "begins" if len(unreached) == 1 else "begin",
+                count(num_samples, "sample"),
+            )
         if self._max_epochs is None:
             return
         for name, epochs in self.train().count_epochs(num_samples).items():
             if epochs > self._max_epochs:
-                count = len(self.train().parts[name])
-                reason = f"{num_samples:,} samples of this run read the {count:,} of {name} {epochs:.3g} times"
+                num_own = len(self.train().parts[name])
+                reason = f"{num_samples:,} samples of this run read the {num_own:,} of {name} {epochs:.3g} times"
                 fix = f"data.max_epochs={math.ceil(epochs)}, a smaller data.weights.{name}, or fewer trainer.max_steps"
                 raise ConfigError(f"data.max_epochs={self._max_epochs}", reason, fix)
 
@@ -223,9 +231,12 @@ def _check_weights(setting: str, weights: object, names: Sequence[str], fix: str
     by_name = {str(name): value for name, value in weights.items()} if isinstance(weights, dict) else {}
     if set(by_name) != set(names):
         reason = f"the sources are {', '.join(names)}, and each has a weight"
-        raise ConfigError(typed, reason, _suggest_weights(fix, names, equal))
+        known = [by_name.get(name, 0.0) for name in names]
+        is_share = all(map(_is_share, known)) and sum(known) > 0
+        is_whole = is_share and ({*names} <= {*by_name} or abs(sum(known) - 1) <= _TOLERANCE)
+        raise ConfigError(typed, reason, _suggest_weights(fix, names, known if is_whole else equal))
     values = [by_name[name] for name in names]
-    if not all(_is_number(value) and math.isfinite(value) and value >= 0 for value in values):
+    if not all(map(_is_share, values)):
         raise ConfigError(typed, "weights are numbers from 0 to 1", _suggest_weights(fix, names, equal))
     total = sum(values)
     if abs(total - 1) > _TOLERANCE:
@@ -295,6 +306,10 @@ def _check_stage(stages: Sequence[Any], index: int, names: Sequence[str], *, aft
 
 def _is_finite(value: object) -> bool:
     return _is_number(value) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _is_share(value: object) -> bool:
+    return _is_finite(value) and value >= 0  # type: ignore[operator]
 
 
 def _is_number(value: object) -> bool:

@@ -226,6 +226,17 @@ def test_a_run_that_reads_a_source_too_often_is_refused_with_the_number(tmp_path
 
 
 @pytest.mark.parametrize(
+    ("num_samples", "unreached"), [(10, "[0], data.stages[1] never begin:"), (11, "[1] never"), (21, "")]
+)
+def test_stages_that_a_run_never_reaches_are_named(num_samples: int, unreached: str, caplog: Any) -> None:
+    stages = [{"from": at, "weights": {"a": 1.0}} for at in (10, 20)]
+    mixture_of({"a": RandomTokens(vocab_size=9, seq_len=SEQ_LEN, num_samples=9)}, {"a": 1.0}, stages=stages).check_run(
+        num_samples
+    )
+    assert (f"data.stages{unreached}" in caplog.text) if unreached else not caplog.text
+
+
+@pytest.mark.parametrize(
     ("weights", "reason", "fix"),
     [
         (
@@ -233,8 +244,10 @@ def test_a_run_that_reads_a_source_too_often_is_refused_with_the_number(tmp_path
             "weights must add up to 1; these add up to 4",
             "data.weights={plain: 0.75, fancy: 0.25}",
         ),
-        ({"plain": 1.0}, "the sources are plain, fancy", "data.weights={plain: 0.5, fancy: 0.5}"),
-        ({"plain": 0.5, "fancy": 0.4, "x": 0.1}, "the sources are", "data.weights={plain: 0.5, fancy: 0.5}"),
+        ({"plain": 1.0}, "the sources are plain, fancy", "data.weights={plain: 1, fancy: 0}"),
+        ({"plain": 0.7}, "the sources are plain, fancy", "data.weights={plain: 0.5, fancy: 0.5}"),
+        ({"plain": 0.6, "fancy": 0.2, "x": 0.2}, "the sources are", "data.weights={plain: 0.75, fancy: 0.25}"),
+        ({"plain": 0.5, "fancy": "x", "x": 0.1}, "the sources are", "data.weights={plain: 0.5, fancy: 0.5}"),
         ({"plain": 1.5, "fancy": -0.5}, "numbers from 0 to 1", "data.weights={plain: 0.5, fancy: 0.5}"),
         ({"plain": "half", "fancy": 0.5}, "numbers from 0 to 1", "data.weights="),
         ({"plain": 0.99999, "fancy": 0.00001}, "less than one", "{plain: 0.9999, fancy: 0.0001}"),
@@ -309,7 +322,9 @@ def test_names_of_sources_may_be_numbers_and_a_position_may_be_written_as_1e3() 
 
 def test_a_sample_longer_than_those_of_the_mixture_is_refused(tmp_path: Path) -> None:
     mixture = mixture_of({"text": text_source(tmp_path, "text")}, {"text": 1.0}, seq_len=SEQ_LEN // 2)
-    with pytest.raises(ConfigError, match=r"data\.sources\.text\.seq_len=16: a sample of the mixture has at most 8"):
+    with pytest.raises(
+        ConfigError, match="text.seq_len=16: .* has at most 8 tokens; type data.sources.text.seq_len=8$"
+    ):
         mixture.prepare()
 
 
