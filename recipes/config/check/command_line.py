@@ -348,12 +348,14 @@ def _correct(typed: str, override: Override, config: Any) -> str | ConfigError:
         return typed
     if override.is_add():
         exists = not missing and not isinstance(override.value(), dict | list)
-        return ConfigError(typed, "it already exists", typed.lstrip("+")) if exists else typed
+        if exists:
+            return ConfigError(typed, "it already exists", typed.lstrip("+"))
+        return f"+{typed}" if len(missing) == 1 and _is_free_form(section, config) else typed
     if not missing:
         is_dict = isinstance(override.value(), dict) and not override.is_delete()
         return f"++{typed}" if is_dict else typed  # its keys need not exist; the check of nodes knows which may
     if len(missing) == 1 and _is_free_form(section, config):
-        return f"+{typed}"
+        return f"++{typed}"  # a typed dictionary may have it already
     names = [str(name) for name in node if not str(name).startswith("_") and name != "hydra"]
     target = OmegaConf.select(node, "_target_") if OmegaConf.is_dict(node) else None
     target = OPTUNA if str(target).startswith(PLUGINS) else target
@@ -363,7 +365,7 @@ def _correct(typed: str, override: Override, config: Any) -> str | ConfigError:
         except TargetNotFoundError:
             return typed
         if len(missing) == 1 and (missing[0] in (*signature.parameters, PARTIAL) or signature.takes_any):
-            return f"+{typed}"
+            return f"++{typed}"
         path = ".".join(section)
         if path == "strategy" and not override.is_delete():
             offload = misplaced_offload(node, ".".join(missing), override.value(), typed)

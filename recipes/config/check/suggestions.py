@@ -190,6 +190,8 @@ def suggest_setting(
         return "trainer.max_steps=<optimizer steps>"
     if alias is not None and (not section or alias.rpartition(".")[0] in ("", ".".join(section))):
         return f"{alias}={value}"
+    if section == ["data"] and len(missing) == 1 and (fix := suggest_source(wrong, value, config, search_path)):
+        return fix
     if wrong == "val_fraction" and "val_path" in names:  # of whole files
         return f"{'.'.join(section)}.val_path=<a path that exists> of other tokens"
     if not section and owners:
@@ -296,6 +298,23 @@ def _options_with(group: str, key: str, typed: Sequence[str], *, task: str | Non
     if group == "metrics":  # those of another task are computed from what it predicts
         options = [option for option in options if option == task or option not in list_options("task", typed)]
     return sorted(options, key=lambda option: (option != key, len(option), option))[:_MAX_OPTIONS]
+
+
+def suggest_source(name: str, value: str, config: Any, typed: Sequence[str]) -> str | None:
+    """Return the override that gives a setting of data to a source of a mixture; None without a mixture or an owner.
+
+    Args:
+        name: Name of the setting.
+        value: Its value.
+        config: The config, as plain values or not.
+        typed: Overrides of this command line.
+    """
+    sources = (config.get("data") or {}).get("sources") or {}
+    if owners := [source for source in sources if name in [*(sources[source] or ())]]:
+        return ", or ".join(for_shell(f"data.sources.{source}.{name}={value}") for source in owners)
+    options = _options_with("data", name, typed) if sources else []
+    new = "data.sources.<new name>"
+    return f"{for_shell(f'{new}.{name}={value}')} with +data@{new}={options[0]}" if options else None
 
 
 def suggest_options(key: str, typed: str, overrides: Sequence[str]) -> str | None:

@@ -46,8 +46,8 @@ def test_the_config_is_composed_from_the_valid_overrides() -> None:
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        ("trainer.detect_anomaly=true", "+trainer.detect_anomaly=true"),  # an argument the YAML does not list
-        ("callbacks.grad_norm.per_block=true", "+callbacks.grad_norm.per_block=true"),
+        ("trainer.detect_anomaly=true", "++trainer.detect_anomaly=true"),  # an argument the YAML does not list
+        ("callbacks.grad_norm.per_block=true", "++callbacks.grad_norm.per_block=true"),
         ("+trainer.detect_anomaly=true", "+trainer.detect_anomaly=true"),
         ("++seed=3", "++seed=3"),
         ("trainer.max_steps=3", "trainer.max_steps=3"),
@@ -55,6 +55,23 @@ def test_the_config_is_composed_from_the_valid_overrides() -> None:
 )
 def test_an_argument_that_the_yaml_does_not_list_is_added_with_a_plus(typed: str, expected: str) -> None:
     assert _split_valid([typed], CONF, "config") == ([expected], [])
+
+
+@pytest.mark.parametrize("later", ["data.fields.prompt=b", "+data.fields.prompt=b", "data.fields={prompt: b}"])
+def test_a_setting_within_a_typed_dictionary_replaces_its_value_there(later: str) -> None:
+    typed = ["data=conversations", "data.path=x", "data.fields={prompt: a, completion: c}", later]
+    composed, mistakes = compose_overrides(typed)
+    assert mistakes == []
+    assert composed is not None
+    assert composed.config["data"]["fields"] == {"prompt": "b", "completion": "c"}
+
+
+def test_a_setting_of_data_beside_a_mixture_is_one_of_a_source() -> None:
+    mixture = ["data=mixture", "+data@data.sources.a=text_files", "+data@data.sources.b=synthetic_tasks"]
+    assert fixes(*mixture, "data.path=x", "data.text_field=x") == [
+        "data.sources.a.path=x",
+        "'data.sources.<new name>.text_field=x' with +data@data.sources.<new name>=documents",
+    ]
 
 
 @pytest.mark.parametrize(
