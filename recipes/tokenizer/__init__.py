@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -42,6 +43,7 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 # which end a text in published vocabularies
 _USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "[EOS]", "<|im_end|>", "<|end|>", "[SEP]")
 _MAX_PROBED = 1000  # words
+_ALL_BYTES = 1 << 60
 _RARE_CHARACTER = "\U00010380"  # of Ugaritic
 HUB_SNAPSHOTS = "snapshots"  # in the cache of the hub, the folder above that of a revision
 READ_FIX = "tokenizer.name=<folder with tokenizer.json>, which works offline, or another hub id"
@@ -295,6 +297,29 @@ class Tokenizer:
             return False
         return bool(theirs.get_vocab(with_added_tokens=True) == self._backend.get_vocab(with_added_tokens=True))
 
+    def count_dropped(self, corpus: TextCorpus, *, num_characters: int) -> tuple[Counter[str], int]:
+        """Count the characters that are left out, because the vocabulary has neither them nor a token for such.
+
+        Args:
+            corpus: Texts, read from the first one on.
+            num_characters: How many to look at.
+
+        Returns:
+            The number of each of them, and of all characters that were looked at. Blanks are not counted.
+        """
+        found: Counter[str] = Counter()
+        if not _is_dropped(self._backend, _RARE_CHARACTER):
+            return found, 0
+        num_left = num_characters
+        for text in corpus.texts(_ALL_BYTES):
+            found.update(text[:num_left])
+            num_left -= len(text)
+            if num_left <= 0:
+                break
+        num_seen = found.total()
+        dropped = {char: num for char, num in found.items() if not char.isspace() and _is_dropped(self._backend, char)}
+        return Counter(dropped), num_seen
+
     def with_ids_of(self, folder: Path) -> Tokenizer:
         """Return a tokenizer that also knows the ids in the config of a model, if it has the same vocabulary."""
         ids = read_published_ids(folder)
@@ -537,9 +562,16 @@ def _added_by(backend: Any) -> tuple[list[int], list[int]]:
 
 
 def _warn_of_dropped_characters(backend: Any, setting: str) -> None:
+    if _is_dropped(backend, _RARE_CHARACTER):
+        log.warning("%s: characters that its vocabulary does not have are left out of every text", setting)
+
+
+def _is_dropped(backend: Any, character: str) -> bool:
+    """Return whether a character leaves no trace in the ids, or only that of the blank before a text."""
     with contextlib.suppress(Exception):  # of an unknown character, which is no silent loss
-        if not backend.encode(_RARE_CHARACTER, add_special_tokens=False).ids:
-            log.warning("%s: characters that its vocabulary does not have are left out of every text", setting)
+        ids = backend.encode(character, add_special_tokens=False).ids
+        return not backend.decode(ids, skip_special_tokens=False).strip("\u2581 ")
+    return False
 
 
 def _register_special_tokens(backend: Any, settings: dict[str, Any]) -> None:

@@ -1,10 +1,13 @@
 """Published tokenizer: `tokenizer.json` from a folder or the Hugging Face hub, downloaded once."""
 
 import contextlib
+import json
+import logging
 import os
 from pathlib import Path
 
 from recipes.errors import ConfigError
+from recipes.files import count
 from recipes.foreign_file import reading
 from recipes.tokenizer import (
     ADDED_TOKENS_FILE,
@@ -21,10 +24,15 @@ from recipes.tokenizer import (
     read_folder,
 )
 
+log = logging.getLogger("lightning_recipes")
+
 _FURTHER_FILES = (
     *(SETTINGS_FILE, TEMPLATE_FILE, SPECIAL_TOKENS_FILE, ADDED_TOKENS_FILE),
     *(GENERATION_FILE, MODEL_FILE),
 )
+_LOOKED_AT, _SHOWN = 1_000_000, 10  # characters of the text whose loss is counted, and those that are shown
+_BPE = ("vocab.json", "merges.txt")
+_NAMING = (SETTINGS_FILE, MODEL_FILE)  # say which tokenizer of transformers reads the files beside them
 # vocabularies that transformers converts: files, and the packages that read them
 _OTHER_FORMATS = {
     "SentencePiece": (("*.model",), "transformers sentencepiece protobuf"),
@@ -44,7 +52,7 @@ class HuggingFace:
         self.name = name
 
     def make(self, corpus: TextCorpus) -> Tokenizer:
-        """Load the tokenizer; the corpus is ignored.
+        """Load the tokenizer; of the corpus, only the characters that it leaves out are counted.
 
         Raises:
             ConfigError: The tokenizer does not exist, cannot be downloaded, or has no end-of-text token.
@@ -62,7 +70,16 @@ class HuggingFace:
             folder = self._download()
         elif not (folder / TOKENIZER_FILE).is_file():
             raise self._explain_folder(folder)
-        return read_folder(folder, setting=setting, fix=READ_FIX)
+        tokenizer = read_folder(folder, setting=setting, fix=READ_FIX)
+        dropped, num_seen = tokenizer.count_dropped(corpus, num_characters=_LOOKED_AT)
+        if dropped:
+            log.warning(
+                "%s: %s of the first %s of the text (%.2g %%) %s not in its vocabulary and left out: %s",
+                *(setting, count(dropped.total(), "character"), f"{num_seen:,}", 100 * dropped.total() / num_seen),
+                "is" if dropped.total() == 1 else "are",
+                " ".join(json.dumps(char, ensure_ascii=False) for char, _ in dropped.most_common(_SHOWN)),
+            )
+        return tokenizer
 
     def _download(self) -> Path:
         try:
@@ -85,13 +102,19 @@ class HuggingFace:
 
     def _explain_folder(self, folder: Path) -> ConfigError:
         """Return the error for a folder without a tokenizer.json, with how to make one of another vocabulary there."""
+        setting = f"tokenizer.name={self.name}"
+        if all((folder / name).is_file() for name in _BPE) and not any((folder / name).is_file() for name in _NAMING):
+            code = f"ByteLevelBPETokenizer({', '.join(repr(str(folder / name)) for name in _BPE)})"
+            code = f"from tokenizers import ByteLevelBPETokenizer; {code}.save('{folder / TOKENIZER_FILE}')"
+            reason = f"the folder has no tokenizer.json, but {' and '.join(_BPE)}, as of GPT-2"
+            return ConfigError(setting, reason, f'python -c "{code}", then the same command')
         for kind, (patterns, packages) in _OTHER_FORMATS.items():
             if found := sorted(path.name for pattern in patterns for path in folder.glob(pattern)):
                 loaded = f"AutoTokenizer.from_pretrained('{folder}')"
                 code = f"from transformers import AutoTokenizer; {loaded}.save_pretrained('{folder}-fast')"
                 reason = f"the folder has no tokenizer.json, but {found[0]}, a vocabulary of {kind}"
                 fix = f'pip install {packages}; python -c "{code}", then tokenizer.name={folder}-fast'
-                return ConfigError(f"tokenizer.name={self.name}", reason, fix)
+                return ConfigError(setting, reason, fix)
         return self._error("the folder has no tokenizer.json")
 
     def _error(self, reason: str) -> ConfigError:

@@ -4,11 +4,12 @@ import json
 import re
 import shlex
 import sys
+from types import SimpleNamespace
 
 import pytest
 from exported_models import Text, make_backend
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers, processors
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from recipes.errors import ConfigError
 from recipes.tokenizer.bytes import byte_tokenizer
@@ -256,11 +257,29 @@ def test_a_word_that_no_token_stands_for_is_named(tmp_path, model):
             encode("b y")
 
 
-def test_characters_that_a_vocabulary_leaves_out_are_logged(tmp_path, caplog):
-    Backend(models.BPE({"x": 0, "</s>": 1}, [])).save(str(tmp_path / "tokenizer.json"))
+@pytest.mark.parametrize("blank", [None, "▁"])
+def test_characters_that_a_vocabulary_leaves_out_are_counted(tmp_path, caplog, blank):
+    backend = Backend(models.BPE({"x": 0, "</s>": 1} | ({} if blank is None else {blank: 2}), []))
+    if blank is not None:
+        backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    assert HuggingFace(name=str(tmp_path)).make(None).encode("xyx") == [0, 0]
+    tokenizer = HuggingFace(name=str(tmp_path)).make(SimpleNamespace(texts=lambda _: iter(["xyx yé"])))
+    assert tokenizer.encode("xyx")[-2:] == [0, 0]
     assert "characters that its vocabulary does not have are left out of every text" in caplog.text
+    assert (
+        '3 characters of the first 6 of the text (50 %) are not in its vocabulary and left out: "y" "é"' in caplog.text
+    )
+
+
+def test_the_files_of_gpt2_become_a_tokenizer_as_typed_in_the_error(tmp_path):
+    vocab = {char: id for id, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"<|endoftext|>": 256}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    with pytest.raises(ConfigError, match="but vocab.json and merges.txt, as of GPT-2; type python -c") as caught:
+        HuggingFace(name=str(tmp_path)).make(None)
+    exec(shlex.split(caught.value.fix.partition(", then")[0])[2])
+    assert len(HuggingFace(name=str(tmp_path)).make(None).encode("a é")) == 4
 
 
 def test_a_missing_hub_library_is_an_error_that_names_the_extra(monkeypatch):
