@@ -20,15 +20,27 @@ _OF_TRAINING = (
     *("trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"),
 )
 _OF_DATA = ("data", "eval_data", "loader", "micro_batch_size", "metrics")
-# mode that loads the checkpoint of a run -> settings that it does not read
+# of a few steps without loggers, validation and checkpoints
+_OF_RUNS = ("logger", "save_every", "save_every_minutes", "eval_every", "profile_steps", "trainer.max_steps")
+# mode -> settings that it does not read
 _UNREAD = {
     "evaluate": _OF_TRAINING,
     "sample": _OF_TRAINING + _OF_DATA,
     "export": _OF_TRAINING + _OF_DATA,
+    "lr_find": _OF_RUNS,
+    "batch_find": _OF_RUNS,
+    "noise_scale": _OF_RUNS,
+    "plan": ("logger", "profile_steps"),
     "replay": tuple(key for key in _OF_TRAINING + _OF_DATA if key not in ("label_smoothing", "z_loss")),
 }
 # mode without a run of its own -> what it reads beside its own settings
-_READ = {"dashboard": ("dashboard",), "report": ("dashboard",), "diagnose": (), "convert_gguf": ()}
+_READ = {
+    "dashboard": ("dashboard",),
+    "report": ("dashboard",),
+    "diagnose": (),
+    "convert_gguf": (),
+    "prepare": ("data", "quality", "launcher", "ignore_slurm", "name"),
+}
 
 
 def list_unread(run: ResolvedRun) -> list[str]:

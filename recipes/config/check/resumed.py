@@ -81,7 +81,7 @@ def _find_differences(run: ResolvedRun) -> Iterator[ConfigError]:
         yield ConfigError(
             f"resume={config['resume']} {_name('model', now, choices)}",
             f"its weights are those of {name}",
-            "the same command without model=, or resume=null to train another model",
+            _leave_out(run, "model=", "train another model"),
         )
         return
     for key in OF_WEIGHTS:
@@ -90,16 +90,16 @@ def _find_differences(run: ResolvedRun) -> Iterator[ConfigError]:
             yield ConfigError(
                 f"resume={config['resume']} model.{key}={to_setting(now.get(key))}",
                 f"its weights were trained with model.{key}={to_setting(before.get(key))}",
-                f"the same command without model.{key}, or resume=null to train another model",
+                _leave_out(run, f"model.{key}", "train another model"),
             )
-    yield from _check_adapter(config, trained["adapter"], choices)
+    yield from _check_adapter(run, trained["adapter"])
     pretrained = now.get("pretrained")
     is_typed = "model.pretrained" not in references
     if is_typed and pretrained not in (None, before.get("pretrained")) and not _is_adapter(trained["adapter"]):
         yield ConfigError(
             f"resume={config['resume']} model.pretrained={pretrained}",
             "its weights are those of the checkpoint, and no others would be read",
-            "the same command without model.pretrained, or resume=null to start from these weights",
+            _leave_out(run, "model.pretrained", "start from these weights"),
         )
     # tokens prepared elsewhere (data=token_file) come without a tokenizer and cannot be compared
     known, chosen = trained["tokenizer"], config["tokenizer"]
@@ -109,7 +109,7 @@ def _find_differences(run: ResolvedRun) -> Iterator[ConfigError]:
         yield ConfigError(
             f"resume={config['resume']} {typed}",
             f"its weights were trained with the token ids of {_describe(known)}, not of {_describe(chosen)}",
-            f"the same command without {typed.partition('=')[0]}=, or resume=null to train with another one",
+            _leave_out(run, f"{typed.partition('=')[0]}=", "train with another one"),
         )
 
 
@@ -126,10 +126,9 @@ def _is_saved(chosen: Mapping[str, Any], known: Mapping[str, Any], run: Path, re
     return ours == theirs
 
 
-def _check_adapter(
-    config: Mapping[str, Any], before: Mapping[str, Any], choices: Mapping[str, str]
-) -> Iterator[ConfigError]:
+def _check_adapter(run: ResolvedRun, before: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Reject another adapter, or one whose settings give its weights another meaning, such as their scale."""
+    config, choices = run.config, run.choices
     resume, now = config["resume"], config.get("adapter") or {}
     if _is_adapter(before) != _is_adapter(now) or (_is_adapter(now) and before.get("_target_") != now.get("_target_")):
         kind = str(before.get("_target_")).rpartition(".")[2]
@@ -138,7 +137,7 @@ def _check_adapter(
             f"its weights are those of {kind}"
             if _is_adapter(before)
             else "its weights were trained without an adapter",
-            "the same command without adapter=, or resume=null to train another model",
+            _leave_out(run, "adapter=", "train another model"),
         )
         return
     for key in before.keys() & now.keys() - {*_NOT_OF_ADAPTER} if _is_adapter(now) else ():
@@ -146,8 +145,13 @@ def _check_adapter(
             yield ConfigError(
                 f"resume={resume} adapter.{key}={to_setting(now[key])}",
                 f"its weights were trained with adapter.{key}={to_setting(before[key])}",
-                f"the same command without adapter.{key}, or resume=null to train another model",
+                _leave_out(run, f"adapter.{key}", "train another model"),
             )
+
+
+def _leave_out(run: ResolvedRun, setting: str, purpose: str) -> str:
+    """Return what to type in place of a setting that the checkpoint contradicts; a mode that trains may start anew."""
+    return f"the same command without {setting}" + (f", or resume=null to {purpose}" if run.mode.trains else "")
 
 
 def _is_adapter(node: Mapping[str, Any]) -> bool:

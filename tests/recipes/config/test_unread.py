@@ -19,6 +19,9 @@ from recipes.config.unread import list_unread
         ("report", None, ["mode.runs=[a]", "model=gpt2", "dashboard.sections=[]", "hydra.run.dir=x"], ["model=gpt2"]),
         ("convert_gguf", None, ["seed=3", "mode.path=x"], ["seed=3"]),
         ("fit", "run", ["eval_samples=2"], []),
+        ("prepare", None, ["data.path=x", "trainer.max_steps=3", "quality=gopher", "tokenizer=bpe"], [1, 3]),
+        ("lr_find", None, ["trainer.max_steps=3", "optimizer=sgd", "logger=wandb", "mode.num_steps=5"], [0, 2]),
+        ("plan", None, ["trainer.max_steps=3", "logger=wandb", "eval_every=2"], ["logger=wandb"]),
     ],
 )
 def test_settings_that_a_mode_does_not_read_are_listed(

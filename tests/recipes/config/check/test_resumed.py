@@ -1,6 +1,7 @@
 """A resumed run has the model and the token ids that its weights were trained with."""
 
 import copy
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ CHANGED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+EVALUATE = {"_target_": "recipes.mode.evaluate.evaluate"}
+
+
 @pytest.fixture(scope="module")
 def config() -> dict[str, Any]:
     return compose_run([]).config
@@ -52,6 +56,9 @@ def test_another_model_or_tokenizer_is_rejected(resume: str, config: dict[str, A
         [mistake] = check_resumed(resolved(other, tmp_path))
         assert mistake.reason == reason
         assert mistake.setting.startswith(f"resume={named} ")
+        assert ", or resume=null to " in mistake.fix
+        [mistake] = check_resumed(resolved(other | {"mode": EVALUATE}, tmp_path))
+        assert re.fullmatch("the same command without [a-z_.]+=?", mistake.fix), "nothing is trained"
     # what leaves the meaning of the weights as it is
     regularized = resumed | {"model": config["model"] | {"dropout": 0.1}, "tokenizer": {}}
     assert not list(check_resumed(resolved(regularized, tmp_path)))
