@@ -39,7 +39,9 @@ def open_cache_dir(cache_dir: str) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"data.cache_dir={cache_dir}", f"it cannot be created ({error})", fix) from error
+        is_file = isinstance(error, FileExistsError | NotADirectoryError)
+        reason = "it is a file, or in a file, and not a folder" if is_file else f"it cannot be created ({error})"
+        raise ConfigError(f"data.cache_dir={cache_dir}", reason, fix) from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"data.cache_dir={cache_dir}", "it cannot be written to", fix)
     return path

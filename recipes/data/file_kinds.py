@@ -10,6 +10,7 @@ from recipes.data.encodings import describe_conversion, guess_encoding, guess_wi
 
 NUM_HEAD_BYTES = 4096  # enough for the header of a .npy file
 NPY, PARQUET, _ARROW, _ZIP, _PDF = b"\x93NUMPY", b"PAR1", b"ARROW1", b"PK\x03\x04", b"%PDF"
+_LZ4 = b"\x04\x22\x4d\x18"
 _ARROW_STREAM = b"\xff\xff\xff\xff"  # before the length of its schema, a multiple of 8
 _MAX_SCHEMA_BYTES = 1 << 26
 # zip archives of a document, by the suffix or the name of a member
@@ -39,7 +40,7 @@ _OTHERS = {
     b"PK\x05\x06": "an empty zip archive",
     b"7z\xbc\xaf\x27\x1c": "a 7z archive",
     b"Rar!\x1a\x07": "a RAR archive",
-    b"\x04\x22\x4d\x18": "compressed with lz4, which `unlz4` unpacks",
+    _LZ4: "compressed with lz4, which `unlz4` unpacks",
     b"GGUF": "a GGUF file, which holds the weights of a model",
     b"\x80\x02\x8a\nl\xfc\x9cF\xf9": "a checkpoint of PyTorch",
     b"\x80\x03}": "a pickle",
@@ -146,6 +147,8 @@ def _find_fix(magic: bytes, name: str, head: bytes, path: Path | str) -> FileKin
         )
     if magic == _ZIP:
         return FileKind(f"it is {name}", f"unzip '{path}' -d <new folder>, then the path of a file in it")
+    if magic == _LZ4:
+        return FileKind("it is compressed with lz4", f"unlz4 '{path}' <new file>, then the path of the new file")
     if magic == _PDF:
         return FileKind(f"it is {name}", f"pdftotext '{path}' '{new}', then data.path={new}")
     return FileKind(f"it is {name}", None)

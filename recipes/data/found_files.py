@@ -1,5 +1,6 @@
 """Find the files of a path, which is a file, a folder or a glob, and count what is skipped there."""
 
+import errno
 import glob
 import logging
 import os
@@ -190,6 +191,8 @@ def describe_missing(path: Path) -> str:
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:  # ValueError: a NUL character
+        if getattr(error, "errno", None) == errno.ELOOP:
+            return "it is a link that leads back to itself"
         if os.path.islink(path):
             return "it is a link to a file that does not exist"
         is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
@@ -204,6 +207,9 @@ def describe_missing(path: Path) -> str:
 
 def unreadable(path: Path, error: Exception, setting: str = "data.path") -> ConfigError:
     """Return the error for a file or folder of the data that cannot be read."""
+    if getattr(error, "errno", None) == errno.ELOOP:
+        reason = "it is a link that leads back to itself"
+        return ConfigError(f"{setting}={path}", reason, f"{setting}=<data that can be read>")
     is_dangling = os.path.islink(path) and not os.path.exists(path)
     said = getattr(error, "strerror", None) or str(error)
     reason = "it is a link to a file that does not exist" if is_dangling else f"it cannot be read: {said}"

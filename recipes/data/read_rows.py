@@ -32,6 +32,7 @@ TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")  # after any of them but those of tables
 _TEXT_TABLES = (".csv", ".tsv")
 _DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", _SPLITS}  # of a dataset, by `datasets`
+_WANTED = "the same rows as a JSONL, JSON, Parquet or Arrow file"
 _SHOWN_CHARACTERS = 60
 _MAX_LINE_BYTES = 1 << 30
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -191,9 +192,12 @@ class FileRows:
 
     def _holds_rows(self, document: Document) -> bool:
         """Return whether a file with the name of a text is one of rows."""
-        with reading(document.path, f"{self._setting}={self.name}", f"{self._setting}=<another copy of the file>"):
-            with open_unpacked(document.path, self._setting) as file:
-                return holds_rows(file.peek(NUM_HEAD_BYTES)[:NUM_HEAD_BYTES], self._text_field)
+        fix = f"{self._setting}=<another copy of the file>"
+        with (
+            reading(document.path, f"{self._setting}={self.name}", fix),
+            open_unpacked(document.path, self._setting) as file,
+        ):
+            return holds_rows(file.peek(NUM_HEAD_BYTES)[:NUM_HEAD_BYTES], self._text_field)
 
     def _rows_of(self, document: Document) -> Iterator[Row]:
         stem = _strip_compression(document.name.lower())
@@ -202,7 +206,7 @@ class FileRows:
             if is_table(head):
                 yield from self._table_rows(document, head)
                 return
-            reject_other_kind(document.path, head, self._setting)
+            reject_other_kind(document.path, head, self._setting, wanted=_WANTED)
             if stem.endswith(".parquet") and head.lstrip()[:1] not in (b"{", b"["):
                 reason = "it is not a Parquet file: it does not begin with PAR1"
                 raise ConfigError(f"{self._setting}={document.path}", reason, f"{self._setting}=<another copy>")
@@ -221,7 +225,7 @@ class FileRows:
     def _table_rows(self, document: Document, head: bytes) -> Iterator[Row]:
         with document.path.open("rb") as file:
             if find_compression(raw := file.read(NUM_HEAD_BYTES)) is not None:  # read at random, so it is not unpacked
-                reject_other_kind(document.path, raw, self._setting)
+                reject_other_kind(document.path, raw, self._setting, wanted=_WANTED)
         rows = read_table(document.path, head, name=document.name, setting=self._setting, fields=self._fields)
         for number, row in enumerate(rows, start=1):
             yield Row(f"{document.name} row {number}", row, from_table=True, path=document.path)

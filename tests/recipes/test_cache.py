@@ -50,10 +50,12 @@ def test_leftovers_of_dead_builders_are_removed_and_those_of_other_hosts_after_a
 
 def test_a_cache_that_cannot_be_created_is_a_config_error(tmp_path):
     (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="it is a file, or in a file, and not a folder"):
+        open_cache_dir(str(tmp_path / "file" / "folder"))
     with pytest.raises(ConfigError) as caught:
         open_cache_dir(str(tmp_path / "file"))
     assert caught.value.setting == f"data.cache_dir={tmp_path / 'file'}"
-    assert caught.value.reason.startswith("it cannot be created")
+    assert caught.value.reason == "it is a file, or in a file, and not a folder"
     assert caught.value.fix == ("RECIPES_CACHE=<folder> before the command, or data.cache_dir=<folder>")
 
 

@@ -462,12 +462,14 @@ def check_kinds(
     named = {group: f"{group}={_get_option(config, choices, group)}" for group in kinds}
     if kinds["model"] != kinds["data"]:
         typed = {override.partition("=")[0] for override in overrides}
-        if "data" in typed and "model" not in typed:  # the data was chosen: adapt the model
-            images = "model=resnet50" if "image_size" in config["data"] else "model=resnet18"
-            fix = "model=gpt2_nano" if kinds["data"] == "tokens" else images
-        else:
-            images = "data=digits" if config["model"].get("in_channels") == 1 else "data=random_images"
-            fix = "data=stdlib_text" if kinds["model"] == "tokens" else images
+        images = "model=resnet50" if "image_size" in config["data"] else "model=resnet18"
+        to_data = "model=gpt2_nano" if kinds["data"] == "tokens" else images
+        images = "data=digits" if config["model"].get("in_channels") == 1 else "data=random_images"
+        to_model = "data=stdlib_text" if kinds["model"] == "tokens" else images
+        if any(key.startswith("model.") for key in typed):
+            to_data += ", without the other settings of model"
+        both = {"data", "model"} <= typed
+        fix = f"{to_data}, or {to_model}" if both else to_data if "data" in typed else to_model
         yield ConfigError(
             f"{named['model']} {named['data']}",
             f"the model takes {kinds['model']}, the data gives {kinds['data']}",

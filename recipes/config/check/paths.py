@@ -11,6 +11,7 @@ from recipes.config.compose import cluster_job_name
 from recipes.config.local_path import find_address
 from recipes.config.resolved import ResolvedRun
 from recipes.config.traits import list_data, list_nodes
+from recipes.data.found_files import describe_missing
 from recipes.data.glob_files import expand_glob
 from recipes.errors import ConfigError, shell
 from recipes.run_folder import (
@@ -92,7 +93,7 @@ def _check_data_path(section: str, data: Mapping[str, Any]) -> Iterator[ConfigEr
                 fix = f"'{section}.{name}={folder}/{inside}*{suffix}', which reads all of that name"
                 yield ConfigError(setting, f"it takes one path, and these are {len(several)}", fix)
                 continue
-            yield ConfigError(setting, "there is no such file or folder", f"{section}.{name}=<a path that exists>")
+            yield ConfigError(setting, describe_missing(Path(expanded)), f"{section}.{name}=<a path that exists>")
 
 
 def _check_protocol(section: str, name: str, path: str, target: str) -> Iterator[ConfigError]:

@@ -97,6 +97,9 @@ class ChatTemplate:
     def _explain(self, error: Exception, *, uses_tools: bool) -> ConfigError:
         line = getattr(error, "lineno", None) if type(error).__name__ == "TemplateSyntaxError" else None
         shown = str(error).strip() if "jinja2" in type(error).__module__ else describe_error(error)
+        if "no loader for this environment" in shown:  # what jinja2 says of a template beside others
+            reason = f"the template of {self.name} includes, imports or extends another file, and is read alone"
+            return ConfigError("conversation", reason, "data.chat_template=<file.jinja that is complete by itself>")
         if line is not None:
             reason = f"the template of {self.name} is no valid Jinja: {shown}, in line {line}"
         else:

@@ -10,6 +10,7 @@ from recipes.data.documents.rows import RowCorpus
 from recipes.data.read_rows import Rows, check_split, open_rows
 from recipes.data.text.source import TextSource
 from recipes.data.text.token_corpus import TokenCorpus
+from recipes.errors import ConfigError
 
 
 class Documents(TextSource):
@@ -27,6 +28,10 @@ class Documents(TextSource):
         """
         super().__init__(**settings)
         check_split(split, {"data.path": path})
+        if not text_field:
+            raise ConfigError(
+                "data.text_field=", "it is empty, and names no field", "data.text_field=<name of a field>"
+            )
         self.text_field = text_field
         self.domain_field = domain_field
         self.path = path

@@ -282,19 +282,22 @@ def file_digest(path: Path, *, num_bytes: int = 16, skips_mark: bool = False) ->
         raise unreadable(path, error) from error
 
 
-def reject_other_kind(path: Path, data: bytes, setting: str = "data.path") -> None:
+def reject_other_kind(
+    path: Path, data: bytes, setting: str = "data.path", *, wanted: str = "file of UTF-8 text"
+) -> None:
     """Reject a file that is no UTF-8 text, though its bytes may decode as such, as those of UTF-16 and Git LFS do.
 
     Args:
         path: The file.
         data: Its first bytes, or all.
         setting: Config key of the path.
+        wanted: What is read instead.
 
     Raises:
         ConfigError: It is compressed, an archive, in another encoding, or was not downloaded.
     """
     if (kind := recognize(data[:NUM_HEAD_BYTES], path, is_text=True)) is not None:
-        raise ConfigError(f"{setting}={path}", kind.reason, kind.fix or f"{setting}=<file of UTF-8 text>")
+        raise ConfigError(f"{setting}={path}", kind.reason, kind.fix or f"{setting}=<{wanted}>")
 
 
 def not_utf8(path: Path, error: UnicodeDecodeError, *, start: int = 0, setting: str = "data.path") -> ConfigError:

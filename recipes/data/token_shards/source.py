@@ -269,7 +269,8 @@ class TokenShards:
                 LOGGER.info("%s of data.path %s of data.val_path, too, and not trained on", f"{num_held_out:,}", are)
         elif len(files) == 1:
             reason = "it is a single file, and validation reads the last one"
-            raise ConfigError(f"data.path={self.path}", reason, "data.val_path=<file of tokens>, or data=token_file")
+            whole = f", or data=token_file data.path={storage.names[0]}" if storage.is_local else ""
+            raise ConfigError(f"data.path={self.path}", reason, f"data.val_path=<file of tokens>{whole}")
         else:
             trained, val = [*files[:-1]], (storage.select(files[-1:]), layouts[-1:])
         self._check_types(found)

@@ -504,6 +504,16 @@ def test_compression_that_only_the_name_shows_is_named(suffix: str, content: byt
     assert caught.value.fix.startswith(fix)
 
 
+def test_what_is_advised_for_rows_of_another_kind_is_a_file_of_rows(tmp_path: Path) -> None:
+    for content, fix in ((b"SQLite format 3\0", "data.path=<the same rows as "), (b"\x04\x22\x4d\x18", "unlz4 '")):
+        (tmp_path / "a").write_bytes(content + bytes(40))
+        with pytest.raises(ConfigError) as caught:
+            read(tmp_path / "a")
+        assert caught.value.fix.startswith(fix)
+    with pytest.raises(ConfigError, match=r"data.text_field=: it is empty, .*; type data.text_field=<name of a field>"):
+        documents_of(tmp_path, tmp_path, text_field="")
+
+
 @pytest.mark.parametrize("byte", [b"0", b"\n", b" ", b"["])
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_a_file_that_unpacks_to_far_more_than_it_holds_is_rejected(
@@ -676,10 +686,12 @@ def test_names_of_files_may_be_any_bytes_and_their_places_are_one_line_of_text(t
 def test_what_is_no_file_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for path, reason in (
         (tmp_path / "pipe", "it is a pipe, and data is read more than once"),
         ("/dev/null", "it is a device, not a file"),
         (tmp_path / "gone.jsonl", "it is a link to a file that does not exist"),
+        (tmp_path / "loop", "it is a link that leads back to itself"),
         (tmp_path, "it is a link to a file that does not exist"),
         (tmp_path / "*.jsonl", "it is a link to a file that does not exist"),
         ("~nobody-here/x", "this machine has no user nobody-here"),

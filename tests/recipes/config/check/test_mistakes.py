@@ -114,8 +114,13 @@ MESSAGES = {
     "data=random_images": (
         "model=gpt2_nano data=random_images: the model takes tokens, the data gives images; type model=resnet50"
     ),
+    "model=gpt2_nano data=digits": (
+        "model=gpt2_nano data=digits: the model takes tokens, the data gives images;"
+        " type model=resnet18, or data=stdlib_text"
+    ),
     "model=resnet50 data=stdlib_text": (
-        "model=resnet50 data=stdlib_text: the model takes images, the data gives tokens; type data=random_images"
+        "model=resnet50 data=stdlib_text: the model takes images, the data gives tokens;"
+        " type model=gpt2_nano, or data=random_images"
     ),
     "model=resnet50 data=digits": (
         "model.in_channels=3: the number of channels of the images of data= is 1;"
@@ -125,7 +130,8 @@ MESSAGES = {
         "data.num_classes=2000: the model has model.num_classes=1000; type model.num_classes=2000"
     ),
     "model=resnet18 data=stdlib_text": (
-        "model=resnet18 data=stdlib_text: the model takes images, the data gives tokens; type data=digits"
+        "model=resnet18 data=stdlib_text: the model takes images, the data gives tokens;"
+        " type model=gpt2_nano, or data=digits"
     ),
     "task=classification": (
         "model=gpt2_nano task=classification: the model takes tokens, the task images; type task=language_modeling"

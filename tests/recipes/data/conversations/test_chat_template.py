@@ -174,6 +174,8 @@ def test_the_date_of_training_data_is_not_that_of_the_day() -> None:
 def test_a_template_that_is_no_template_is_named_with_its_line() -> None:
     with pytest.raises(ConfigError, match="the template of a test is no valid Jinja: .*, in line 2"):
         render("{{ messages }}\n{% for %}")
+    with pytest.raises(ConfigError, match="includes, imports or extends another file.*; type data.chat_template=<file"):
+        render("{% include 'other.jinja' %}")
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_files_for_validation_are_not_trained_on(folder: str, tmp_path: Path, ca
 @pytest.mark.parametrize(
     ("lengths", "settings", "reason"),
     [
-        ([20], {}, "a single file"),
+        ([20], {}, r"a single file.*, or data=token_file data.path=\S+\.npy$"),
         ([5, 5], {}, "no training file has 9 tokens"),
         ([20, 5], {}, "no validation file has 9 tokens"),
         ([20, 20], {"path": "nothing"}, "there is no such file or folder"),
