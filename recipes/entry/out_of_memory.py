@@ -80,15 +80,17 @@ def advise(resolved: ResolvedRun, *, report: str) -> list[str]:
         from recipes.plan.plan import gib
         from recipes.plan.table import describe_place
 
-        planner = Planner(_find_cluster(resolved))
+        cluster = _find_cluster(resolved)
+        planner = Planner(cluster)
         planned = planner.plan(resolved)
         moment, limit = planned.peak, planned.limit_bytes
         needed = f"{gib(moment.total):.2f} GiB ({describe_place(moment)}) of {gib(limit):.2f} GiB"
         if planned.fits:
+            less = gib(moment.total) * 0.8 + gib(cluster.device.context_bytes)
             return [
                 *_list_remedies(options),
                 f"Plan: a rank needs {needed}: it fits, so something else fills the memory. To plan with less memory:"
-                f" mode=plan plan.memory_gib={gib(moment.total) * 0.8:.2f}",
+                f" mode=plan plan.memory_gib={less:.2f}",
             ]
         changed = {option: with_overrides(resolved, option[0].split()) for option in options}
         enough = [option for option, config in changed.items() if config is not None and planner.plan(config).fits]

@@ -62,6 +62,12 @@ def plan(
     folder = None if path is None else claim_output(path, "mode.path", replaces=written)
     assumed: Assumptions = resolved.make("plan")
     cluster = _find_cluster(resolved, assumed)
+    if max_ranks is not None and max_ranks < cluster.per_node:
+        raise ConfigError(
+            f"mode.max_ranks={max_ranks}",
+            f"whole nodes are planned, and one has {cluster.per_node} ranks",
+            f"mode.max_ranks={cluster.per_node}, or mode.max_ranks=null, or trainer.devices={max_ranks} beside it",
+        )
     precision: Precision = resolved.make("precision")
     rates = _find_rates(cluster, find_peak, precision)
     own_device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -40,6 +40,11 @@ class Device:
     bandwidth: float | None
     link: str
 
+    @property
+    def context_bytes(self) -> int:
+        """Memory that no tensor can use: the CUDA context, and workspaces outside the allocator."""
+        return CONTEXT_BYTES if self.full_name is not None else 0
+
 
 def _gpu(name: str, full_name: str, *, mib: int, gb_per_second: float, link: str) -> Device:
     return Device(name=name, full_name=full_name, memory_bytes=mib * 2**20, bandwidth=gb_per_second * 1e9, link=link)
@@ -144,20 +149,20 @@ def find_cluster(
     """Return the cluster named by `plan.hardware=`.
 
     Args:
-        hardware: A device and the number of devices, `h100x8`, in nodes of 8 if there are more; `auto` and `measured`
-            are this machine.
+        hardware: A device and the number of devices, `h100x8`, in nodes of 8, or in the requested nodes, if there are
+            more; `auto` and `measured` are this machine.
         per_node: Requested ranks per node; None is all devices of a node.
         num_nodes: Requested nodes.
         interconnect: Link between devices of a node or, with several nodes, between nodes; None is the usual one.
-        memory_gib: Memory of a device; None uses the table.
+        memory_gib: Memory of a device, including what the driver and the CUDA context take; None uses the table.
 
     Raises:
-        ConfigError: There is no such device or link.
+        ConfigError: There is no such device or link, the devices do not make whole nodes, or no memory is left.
     """
     is_here = hardware in (AUTO, MEASURED)
     device, count = _this_machine() if is_here else _parse(hardware)
-    if not is_here and per_node is None and num_nodes == 1 and count > LARGEST_NODE and count % LARGEST_NODE == 0:
-        count, num_nodes = LARGEST_NODE, count // LARGEST_NODE
+    if not is_here and per_node is None and count > LARGEST_NODE:
+        count, num_nodes = _split_into_nodes(device, count, num_nodes)
     if interconnect is not None and interconnect not in LINKS:
         raise ConfigError(
             f"plan.interconnect={interconnect}",
@@ -177,15 +182,42 @@ def find_cluster(
     link, network = device.link, "ib400"
     if interconnect is not None:
         link, network = (link, interconnect) if num_nodes > 1 else (interconnect, network)
-    usable = device.memory_bytes - (CONTEXT_BYTES if device.full_name is not None else 0)
+    total = device.memory_bytes if memory_gib is None else int(memory_gib * GIB)
+    if total <= device.context_bytes:
+        raise ConfigError(
+            f"plan.memory_gib={memory_gib}",
+            f"the CUDA context alone takes {device.context_bytes / GIB:g} GiB",
+            f"plan.memory_gib=<above {device.context_bytes / GIB:g}>, or plan.memory_gib=null for all of its memory",
+        )
     return Cluster(
         device=device,
         per_node=count if per_node is None else per_node,
         num_nodes=num_nodes,
         link=link,
         network=network,
-        memory_bytes=usable if memory_gib is None else int(memory_gib * GIB),
+        memory_bytes=total - device.context_bytes,
     )
+
+
+def _split_into_nodes(device: Device, count: int, num_nodes: int) -> tuple[int, int]:
+    """Return devices per node and nodes of more devices than a node holds.
+
+    Args:
+        device: Kind of device.
+        count: Number of devices.
+        num_nodes: Requested nodes; 1 asks for nodes of 8.
+    """
+    nodes = num_nodes if num_nodes > 1 else count // LARGEST_NODE
+    per_node, rest = divmod(count, nodes)
+    if not rest and per_node <= LARGEST_NODE:
+        return per_node, nodes
+    whole = -(-count // LARGEST_NODE) * LARGEST_NODE
+    fixes = [f"plan.hardware={device.name}x{whole}" + (" trainer.num_nodes=1" if num_nodes > 1 else "")]
+    fewest = -(-count // LARGEST_NODE)
+    equal = next((nodes for nodes in range(fewest, count // 2 + 1) if count % nodes == 0), None)
+    fixes += [f"trainer.num_nodes={equal} for nodes of {count // equal}"] if equal is not None else []
+    reason = f"they are not {num_nodes} equal nodes" if num_nodes > 1 else "they are no whole number of nodes"
+    raise ConfigError(f"plan.hardware={device.name}x{count}", f"{reason} of at most 8 devices", ", or ".join(fixes))
 
 
 def _parse(hardware: str) -> tuple[Device, int]:

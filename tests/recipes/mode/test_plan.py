@@ -66,6 +66,7 @@ def test_expected_mfu_overrules_the_estimate(tmp_path: Path) -> None:
         ("plan.memory_gib=-1", "plan.memory_gib=-1"),
         ("plan.expect_mfu=40", "plan.expect_mfu=40"),
         ("global_batch_size=10", "do not divide evenly into"),
+        ("mode.max_ranks=4", "whole nodes are planned, and one has 8 ranks"),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(override: str, words: str) -> None:

@@ -31,12 +31,36 @@ def test_more_than_eight_devices_are_several_nodes_unless_the_run_says_otherwise
     assert nodes("h100x1024") == (8, 128)
     assert nodes("h100x8", num_nodes=2) == (8, 2)
     assert nodes("a100_40x16", per_node=16) == (16, 1)
-    assert nodes("h100x12") == (12, 1)
+    assert nodes("h100x12", per_node=12) == (12, 1)
+    assert nodes("h100x12", num_nodes=2) == (6, 2)
+    assert nodes("h100x16", num_nodes=2) == (8, 2)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "num_nodes", "fix"),
+    [
+        ("h100x12", 1, "plan.hardware=h100x16, or trainer.num_nodes=2 for nodes of 6"),
+        ("h100x13", 1, "plan.hardware=h100x16"),
+        ("h100x18", 4, "plan.hardware=h100x24 trainer.num_nodes=1, or trainer.num_nodes=3 for nodes of 6"),
+        ("h100x64", 4, "plan.hardware=h100x64 trainer.num_nodes=1, or trainer.num_nodes=8 for nodes of 8"),
+    ],
+)
+def test_devices_that_make_no_whole_nodes_are_rejected(hardware: str, num_nodes: int, fix: str) -> None:
+    with pytest.raises(ConfigError, match="of at most 8 devices") as error:
+        _find(hardware, num_nodes=num_nodes)
+    assert error.value.fix == fix
 
 
 def test_the_run_may_ask_for_fewer_devices_and_another_amount_of_memory() -> None:
     cluster = _find("a100_40x8", per_node=4, memory_gib=20.0)
-    assert (cluster.num_devices, cluster.memory_bytes) == (4, 20 * GIB)  # type: ignore[attr-defined]
+    assert (cluster.num_devices, cluster.memory_bytes) == (4, 20 * GIB - CONTEXT_BYTES)  # type: ignore[attr-defined]
+
+
+def test_the_memory_of_the_table_typed_by_hand_leaves_as_much_to_tensors() -> None:
+    typed = _find("h100", memory_gib=81_559 / 1024)
+    assert typed.memory_bytes == _find("h100").memory_bytes  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"the CUDA context alone takes 0\.8 GiB"):
+        _find("h100", memory_gib=0.5)
 
 
 @pytest.mark.parametrize("hardware", ["h1000", "x8", "H100x8", "8xh100", ""])
