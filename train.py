@@ -24,6 +24,7 @@ from recipes.launcher.submit import is_for_cluster, submit
 from recipes.runtime.console import accept_any_text
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.process import exit_process
+from recipes.runtime.torch_variables import find_variables_of_torch
 from recipes.runtime.world import find_wrong_variables, global_rank, settle_ranks
 from recipes.sweep.main import is_sweep, reject_settings_of_sweep, run_sweep
 
@@ -37,7 +38,7 @@ def main() -> int:
     args, mistakes = parse_flags(words)
     sys.argv[1:] = for_hydra(args, words)  # which reads them too
     forget_slurm(args.overrides)
-    if mistakes := [*mistakes, *find_wrong_variables(), *find_wrong_flags(args)]:
+    if mistakes := [*mistakes, *find_wrong_variables(), *find_variables_of_torch(), *find_wrong_flags(args)]:
         print(format_report(mistakes), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
     for line in settle_ranks():

@@ -18,6 +18,18 @@ _REFERENCE = re.compile(r"(\\*)\$\{")
 _SPECIAL = re.compile(r"[\s()\[\]{}*?$&;|<>'\"\\#~]")  # to a shell
 TYPOGRAPHIC_QUOTES = "“”„‟‘’‚‛«»"  # of text processors and chats; a shell reads them as text  # noqa: RUF001
 _SETTING = re.compile(r"(\+{0,2})([\w./@-]*[\w]+)=(.*)", re.DOTALL)  # no deletion, and no flag
+# sections and settings that determine how and where jobs run, not what they compute
+_LAUNCH_SECTIONS = ("launcher", "hydra", "ignore_slurm")
+_SWEEP_SETTINGS = (
+    "sweep.objective",
+    "sweep.direction",
+    "sweep.retry_failed",
+    "sweep.skip_invalid",
+    "sweep.compare",
+    "sweep.dashboard",
+)
+# a sweep's function, of which a parenthesis is missing
+_FUNCTION = re.compile(r"(range|interval|choice|tag|glob|sort|shuffle)\(")
 _ESCAPED = re.compile(r"((?:\\\\)*)\\\$\{")  # an odd number of backslashes before it
 
 
@@ -94,6 +106,18 @@ def _is_readable(override: str) -> bool:
 def for_shell(override: str) -> str:
     """Quote an override for a shell if necessary."""
     return shlex.quote(override) if _SPECIAL.search(override) else override
+
+
+def is_about_sweep(override: str) -> bool:
+    """Return whether an override says how or where jobs run, in which those of a sweep cannot differ."""
+    key = override.lstrip("+~").partition("=")[0].partition("@")[0]
+    section = key.partition(".")[0].partition("/")[0]
+    return section in _LAUNCH_SECTIONS or key.startswith(_SWEEP_SETTINGS)
+
+
+def count_unclosed(value: str) -> int:
+    """Return how many closing parentheses a function of a sweep lacks: 1 for `range(1,3`, 0 for any other text."""
+    return max(value.count("(") - value.count(")"), 0) if _FUNCTION.match(value) else 0
 
 
 def to_overrides(params: Mapping[str, Any] | None) -> list[str]:

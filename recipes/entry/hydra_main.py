@@ -119,7 +119,8 @@ def find_wrong_flags(args: Namespace) -> list[ConfigError]:
         mistakes.append(ConfigError("--shell-completion", reason, "--shell-completion install=bash"))
     if args.config_dir and not is_for_hydra(args):
         fix = f"'hydra.searchpath=[file://{Path(args.config_dir).absolute()}]'"
-        mistakes.append(ConfigError(f"--config-dir {args.config_dir}", "it is not read", fix))
+        reason = "a setting has its place here, which names the folders of your own options"
+        mistakes.append(ConfigError(f"--config-dir {args.config_dir}", reason, fix))
     folder, name = args.config_path, args.config_name or "config"
     if not folder and "/" in name and os.path.isfile(CONF / f"{name}.yaml"):
         group, _, option = name.rpartition("/")

@@ -175,7 +175,8 @@ def batch_find(
     )
     limit = cluster.memory_bytes * (1 - margin)
     LOGGER.info(
-        f"batch_find: {resolved.global_batch_size} samples per step on {ranks.world_size}"
+        f"batch_find: {resolved.global_batch_size} sample{'s' if resolved.global_batch_size > 1 else ''} per step"
+        f" on {ranks.world_size}"
         f" rank{'s' if ranks.world_size > 1 else ''}, {limit / GIB:.2f} GiB of memory each"
     )
     first = _estimate(trial_run, sizes, Planner(cluster), limit)

@@ -107,8 +107,9 @@ def describe_memory(plan: Plan) -> Iterator[str]:
     """Yield the lines about peak memory per rank."""
     moment = plan.peak
     accumulation = plan.accumulation
+    samples = "1 sample" if accumulation.global_batch_size == 1 else f"{accumulation.global_batch_size} samples"
     yield (
-        f"batch: {accumulation.global_batch_size} samples per step, in {accumulation.num_micro_batches} micro-batch"
+        f"batch: {samples} per step, in {accumulation.num_micro_batches} micro-batch"
         f"{'es' if accumulation.num_micro_batches > 1 else ''} of {accumulation.micro_batch_size} on each of"
         f" {plan.mesh.data_size} {_name_data_ranks(plan)}"
     )

@@ -18,16 +18,25 @@ from omegaconf.errors import OmegaConfBaseException
 
 from recipes.config import compose_and_check
 from recipes.config.cached_compose import compose_overrides as compose_nodes
-from recipes.config.check.command_line import compose_overrides
+from recipes.config.check.command_line import compose_overrides, join_words, restore_typed
 from recipes.config.check.metrics import find_unknown_metric
 from recipes.config.check.nodes import check_node_tree
 from recipes.config.check.ranges import check_ranges
 from recipes.config.check.renamed import answer_renamed, restore_sweeps
 from recipes.config.check.suggestions import list_options, suggest_option
+from recipes.config.check.text_values import decimal_point
 from recipes.config.compose import CONF, Composed
 from recipes.config.instantiate import OPTUNA, PLUGINS
 from recipes.config.local_path import find_address
-from recipes.config.overrides import for_shell, make_override, parse_or_quote, parse_override, quote
+from recipes.config.overrides import (
+    count_unclosed,
+    for_shell,
+    is_about_sweep,
+    make_override,
+    parse_or_quote,
+    parse_override,
+    quote,
+)
 from recipes.config.search_path import find_config_folders
 from recipes.config.traits import select
 from recipes.errors import ConfigError
@@ -40,16 +49,6 @@ _PARAMS = "hydra.sweeper.params"
 _FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 _MAX_JOBS = 5000  # of a grid, each of which is composed and checked in some 30 ms
 _MAX_NAME_BYTES = 255  # of file systems
-# sections and settings that determine how and where jobs run, not what they compute
-_LAUNCH_SECTIONS = ("launcher", "hydra", "ignore_slurm")
-_SWEEP_SETTINGS = (
-    "sweep.objective",
-    "sweep.direction",
-    "sweep.retry_failed",
-    "sweep.skip_invalid",
-    "sweep.compare",
-    "sweep.dashboard",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +79,10 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
         config_name: The primary config.
     """
     source: dict[str, Any] = {"config_folder": config_folder, "config_name": config_name}
-    typed = [parse_or_quote(text)[1] for text in typed]  # quote what Hydra's grammar cannot read, as for a single run
-    if mistakes := [*_reject_params(typed)]:
+    typed, mistakes = join_words(typed)
+    if mistakes := [*mistakes, *_reject_params(typed), *_reject_slips(typed)]:
         return SweepCommand(for_hydra=[*typed], keys=[], mistakes=mistakes, of_sweep=mistakes)
+    as_typed, typed = typed, [parse_or_quote(text)[1] for text in typed]  # quoted as for a single run
     swept = {text: parsed for text in typed if (parsed := _parse_sweep(text)) is not None}
     first_job = [_first_value(swept[text], typed) if text in swept else text for text in typed]
     composed, _ = compose_overrides(first_job, **source)
@@ -95,15 +95,20 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
     of_sweeper = _check_sweeper_node(composed) if composed is not None else []
     composed, mistakes = compose_and_check([*from_params, *first_job], **source)
     mistakes = restore_sweeps(mistakes, dict(zip(first_job, typed, strict=True)))
+    mistakes = [_answer_interval(mistake, swept) for mistake in mistakes]
     mistakes = _locate_params(mistakes, dict(zip(from_params, params_left, strict=True)), typed)
     added = set(composed.overrides) if composed is not None else set()
     param_keys = {param.key_or_group for param in params}
     of_space = _check_space([*params_left, *swept.values()]) if sweeper == "optuna" else []
+    settings_of_space = [mistake.setting for mistake in of_space]
     wrong_keys = {_key(mistake.setting) for mistake in of_space}  # whose first value is a consequence
+    # and so is that of a glob without options
+    wrong_keys |= {_key(text) for text, override in swept.items() if _is_empty(override, typed)}
+    wrong_keys |= {_key(mistake.setting) for mistake in _check_resume(typed)}
     mistakes = [mistake for mistake in mistakes if _key(mistake.setting) not in wrong_keys]
     of_sweep = [
-        *(mistake for mistake in mistakes if _is_about_sweep(mistake.setting.removeprefix("no "))),
-        *(mistake for mistake in _check_values(swept, typed) if _key(mistake.setting) not in wrong_keys),
+        *(mistake for mistake in mistakes if is_about_sweep(mistake.setting.removeprefix("no "))),
+        *(mistake for mistake in _check_values(swept, typed) if mistake.setting not in settings_of_space),
         *of_space,
         *_check_sweeper(swept, sweeper),
         *of_sweeper,
@@ -111,12 +116,17 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
         *(_check_objective(composed) if composed is not None else []),
         *_check_folder(typed),
         *_check_run_folder(typed),
+        *_check_resume(typed),
+        *_check_replaced(params, params_left, swept, typed),
+        *(_check_devices_per_job(composed, swept) if composed is not None else []),
     ]
+    of_jobs = [mistake for mistake in mistakes if mistake not in of_sweep]
+    shown = restore_typed([*of_jobs, *of_sweep], as_typed)
     return SweepCommand(
         for_hydra=[_to_hydra(text, first, added, param_keys) for text, first in zip(typed, first_job, strict=True)],
         keys=[override.key_or_group for override in swept.values()],
-        mistakes=[*(mistake for mistake in mistakes if mistake not in of_sweep), *of_sweep],
-        of_sweep=of_sweep,
+        mistakes=shown,
+        of_sweep=shown[len(of_jobs) :],
         skips_invalid=composed is not None and select(composed.config, "sweep.skip_invalid") is True,
     )
 
@@ -125,7 +135,7 @@ def job_overrides(overrides: Sequence[str]) -> list[str]:
     """Return the overrides that identify a job, without those about how and where the sweep runs."""
     # Hydra's grid writes a deletion as `~key=null`
     plain = [text.removesuffix("=null") if text.startswith("~") else text for text in overrides]
-    return [text for text in plain if not _is_about_sweep(text)]
+    return [text for text in plain if not is_about_sweep(text)]
 
 
 def train_command(overrides: Sequence[str]) -> str:
@@ -152,6 +162,58 @@ def _reject_params(typed: Sequence[str]) -> Iterator[ConfigError]:
             parameter = text.lstrip("+").removeprefix(f"{_PARAMS}.")
             fix = parameter if parameter != text.lstrip("+") else "<setting>=<value>,<value>"
             yield ConfigError(text, "it is for files of conf/sweep/; a command line has the sweeps themselves", fix)
+
+
+def _reject_slips(typed: Sequence[str]) -> Iterator[ConfigError]:
+    """Reject what is read as other values than those that are meant: a decimal comma, an open parenthesis."""
+    for text in typed:
+        key, _, value = text.partition("=")
+        if re.fullmatch(r"-?\d+,0\d+", value):  # nobody writes a number 001
+            yield ConfigError(text, "a comma separates the values of a sweep", decimal_point(text))
+        elif missing := count_unclosed(value):
+            yield ConfigError(text, "a parenthesis is missing", for_shell(f"{key}={value}{')' * missing}"))
+
+
+def _answer_interval(mistake: ConfigError, swept: Mapping[str, Override]) -> ConfigError:
+    """Return the error of an interval in a setting of whole numbers, which a range has; any other as it is."""
+    for text, override in swept.items():
+        sweep = override.value()
+        is_its_key = _key(text) == _key(mistake.setting)
+        if is_its_key and isinstance(sweep, IntervalSweep) and "whole number" in mistake.reason:
+            assert sweep.start is not None, "Hydra's interval has a start"
+            assert sweep.end is not None, "Hydra's interval has an end"
+            numbers = f"range({math.ceil(sweep.start)},{math.floor(sweep.end) + 1})"
+            value = f"tag(log,{numbers})" if "log" in sweep.tags else numbers
+            reason = "it takes a whole number, and an interval has any number"
+            return ConfigError(text, reason, for_shell(f"{_key(text)}={value}"))
+    return mistake
+
+
+def _check_resume(typed: Sequence[str]) -> Iterator[ConfigError]:
+    """Reject `resume=auto`: each job of a sweep resumes in its own folder."""
+    if "resume=auto" in typed:
+        reason = "the jobs of a sweep resume by themselves, in the folder of the sweep"
+        yield ConfigError("resume=auto", reason, "hydra.sweep.dir=<the folder of that sweep> instead of it")
+
+
+def _check_replaced(
+    params: Sequence[Override], left: Sequence[Override], swept: Mapping[str, Override], typed: Sequence[str]
+) -> Iterator[ConfigError]:
+    """Check that typed values leave a sweep something to try."""
+    if any(param.is_sweep_override() for param in params) and not left and not swept:
+        keys = [param.key_or_group for param in params]
+        replacing = [text for text in typed if _key(text) in keys]
+        fix = f"the same command without {' '.join(replacing)}, or {keys[0]}=<values with commas>"
+        yield ConfigError(" ".join(replacing), "a typed value replaces all those that the sweep tries", fix)
+
+
+def _check_devices_per_job(composed: Composed, swept: Mapping[str, Override]) -> Iterator[ConfigError]:
+    """Check that the devices of a job are used: `strategy=single` has one."""
+    wanted = select(composed.config, "launcher.devices_per_job")
+    is_swept = any(override.key_or_group in ("strategy", "recipe") for override in swept.values())
+    if isinstance(wanted, int) and wanted > 1 and not is_swept and composed.choices.get("strategy") == "single":
+        reason = "strategy=single uses one device"
+        yield ConfigError(f"launcher.devices_per_job={wanted}", reason, "launcher.devices_per_job=1, or strategy=ddp")
 
 
 def _parse_sweep(text: str) -> Override | None:
@@ -185,14 +247,19 @@ def _check_values(swept: dict[str, Override], typed: Sequence[str]) -> list[Conf
     mistakes = []
     for text, override in swept.items():
         group = override.key_or_group
-        if group.startswith("hydra."):
+        if is_about_sweep(group) or group == "sweep":
             quoted = f"{group}={quote(text.partition('=')[2])}"
-            fix = f'"{quoted}"' if group in _FOLDERS else f"{group}=<value>"
+            options = " | ".join(name for name in list_options(group, typed) if f"{group}={name}" != "sweep=none")
+            fix = f'"{quoted}"' if group in _FOLDERS else f"{group}=<{options or 'value'}>"
             mistakes.append(ConfigError(text, "it is a setting of the whole sweep, in which jobs cannot differ", fix))
         elif _never_ends(override):
             mistakes.append(ConfigError(text, "the range never ends", f"'{group}=range(<low>,<high>,<step>)'"))
         elif _is_empty(override, typed):
-            mistakes.append(ConfigError(text, "the sweep has no values", f"{group}=<values>"))
+            reason, fix = "the sweep has no values", f"{group}=<values>"
+            if isinstance(override.value(), Glob):
+                options = list_options(group, typed)
+                reason, fix = f"no option matches: they are {' '.join(options)}", f"{group}=<options with commas>"
+            mistakes.append(ConfigError(text, reason, fix))
         elif (CONF / group).is_dir() and isinstance(override.value(), ChoiceSweep):
             options = list_options(group, typed)
             # the check of the first job has reported its own option
@@ -231,6 +298,10 @@ def _locate_params(
             other, _, wanted = mistake.fix.partition("=")
             is_other_key = wanted == value and other != key
             fix = f"{other}: {whole.partition('=')[2]}" if is_other_key else mistake.fix
+            if mistake.reason.startswith("it takes ") and value[:1] == "[":
+                fix = f"{key}: {value[1:-1].replace(' ', '')}"
+                reason = f"{mistake.reason}, and a list is one value: commas alone separate those of a sweep"
+                mistake = ConfigError(mistake.setting, reason, fix)
             mistake = ConfigError(whole if is_other_key else mistake.setting, mistake.reason, f"{fix} (in {place})")
         located.append(mistake)
     return located
@@ -272,7 +343,8 @@ def _check_sweeper_node(composed: Composed) -> list[ConfigError]:
     if str(section.get("_target_", "")).startswith(PLUGINS):
         section["_target_"] = OPTUNA
     config = {"hydra": {"sweeper": section}}
-    mistakes = [*check_node_tree(config), *check_ranges(config)]
+    found = [*check_node_tree(config), *check_ranges(config)]
+    mistakes = [mistake for mistake in found if not mistake.setting.startswith(_PARAMS)]  # those of a job are checked
     if section["_target_"] == OPTUNA and section.get("pruner") is not None and not mistakes:
         mistakes += [*find_unknown_metric(composed.config, "hydra.sweeper.prune_on", section["prune_on"])]
     return mistakes
@@ -389,12 +461,6 @@ def _to_hydra(text: str, first: str, added: Collection[str], param_keys: Collect
     if _key(text) in param_keys:
         return text.lstrip("+")
     return next((f"{marks}{text}" for marks in ("+", "++") if f"{marks}{first}" in added), text)
-
-
-def _is_about_sweep(text: str) -> bool:
-    key = text.lstrip("+~").partition("=")[0].partition("@")[0]
-    section = key.partition(".")[0].partition("/")[0]
-    return section in _LAUNCH_SECTIONS or key.startswith(_SWEEP_SETTINGS)
 
 
 def _key(text: str) -> str:

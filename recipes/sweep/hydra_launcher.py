@@ -1,7 +1,8 @@
 """Hydra launcher that runs every job of `-m` in its own processes, several at a time."""
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing_extensions import override
 
 from recipes.config.instantiate import make
 from recipes.errors import ConfigError, ConfigErrors
-from recipes.launcher.job import Job
+from recipes.launcher.job import JOB_FILE, Job
 from recipes.runtime.console import LOGGER, open_console
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.lock import lock_run_folder
@@ -34,6 +35,7 @@ class SubprocessLauncher(Launcher):
     def __init__(self) -> None:
         self._context: HydraContext | None = None
         self._config = DictConfig({})
+        self._has_new_log = False
 
     @override
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
@@ -49,7 +51,8 @@ class SubprocessLauncher(Launcher):
             KeyboardInterrupt: On Ctrl-C, after all jobs have ended.
             SystemExit: A signal has stopped the sweep, so Hydra must not launch another batch.
         """
-        with lock_run_folder(self.create_folder(), setting="hydra.sweep.dir"):
+        folder = self.create_folder()
+        with self.discarding_if_rejected(), lock_run_folder(folder, setting="hydra.sweep.dir"):
             sweep = self.open_sweep()
             jobs = self._prepare(sweep, job_overrides, initial_job_idx)
             unique = list({job.number: job for job in jobs}.values())
@@ -68,6 +71,7 @@ class SubprocessLauncher(Launcher):
             ConfigError: It cannot be created or written to.
         """
         folder = self._folder
+        self._has_new_log = not (folder / LOG_FILE).exists()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             open_console(folder / LOG_FILE)
@@ -78,6 +82,18 @@ class SubprocessLauncher(Launcher):
                 "hydra.sweep.dir=<a folder of yours>",
             ) from error
         return folder
+
+    @contextlib.contextmanager
+    def discarding_if_rejected(self) -> Iterator[None]:
+        """Remove the log of a new sweep, and Hydra's record of it, if it is rejected before any job has a folder."""
+        try:
+            yield
+        except (ConfigError, ConfigErrors):
+            folder = self._folder
+            if self._has_new_log and not any(any(folder.glob(f"{below}/{JOB_FILE}")) for below in ("*", "*/*")):
+                for name in (LOG_FILE, "multirun.yaml"):
+                    (folder / name).unlink(missing_ok=True)
+            raise
 
     def open_sweep(self) -> Sweep:
         """Return the sweep of this config.

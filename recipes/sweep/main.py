@@ -17,7 +17,9 @@ from recipes.errors import ConfigError, format_report
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.world import global_rank, started_by
 
-_OF_SWEEPS = ("hydra.sweep.", "hydra.sweeper.", "hydra/sweeper", "hydra/launcher")
+# sections and settings that a sweep alone reads
+_OF_SWEEPS = ("hydra.sweep.", "hydra.sweeper.", "hydra/sweeper", "hydra/launcher", "sweep.")
+_OF_LAUNCHERS = ("launcher.max_jobs", "launcher.devices_per_job", "launcher.wait")
 
 
 def is_sweep(overrides: Sequence[str]) -> bool:
@@ -29,17 +31,18 @@ def is_sweep(overrides: Sequence[str]) -> bool:
 
 
 def reject_settings_of_sweep(overrides: Sequence[str]) -> list[ConfigError]:
-    """Return the errors in settings of Hydra's that a sweep alone has, typed for a single run."""
+    """Return the errors in settings that a sweep alone reads, typed for a single run."""
     if {"mode=wandb_sweep", "hydra.mode=RUN"} & set(overrides):
         return []  # it writes a sweep, or is one job of a sweep on its own
     mistakes = []
     for override in overrides:
         key, equals, value = override.lstrip("+~").partition("=")
-        if not equals or not key.startswith(_OF_SWEEPS):
+        if not equals or not (key.startswith(_OF_SWEEPS) or key in _OF_LAUNCHERS):
             continue
         fix = f"hydra.run.dir={value}" if key == "hydra.sweep.dir" else "the same command without it"
         reason = "only a sweep, which -m starts, reads it"
-        mistakes.append(ConfigError(override, reason, f"{for_shell(fix) if '=' in fix else fix}, or -m beside it"))
+        beside = "" if key == "hydra/launcher" else ", or -m beside it"  # where launcher.max_jobs says how many
+        mistakes.append(ConfigError(override, reason, f"{for_shell(fix) if '=' in fix else fix}{beside}"))
     return mistakes
 
 

@@ -114,7 +114,7 @@ class OptunaSweeper(Sweeper):
         if mistakes:
             raise ConfigErrors(mistakes, "The search space is invalid; nothing was started.")
         folder = self._hydra_launcher.create_folder()
-        with lock_run_folder(folder, setting="hydra.sweep.dir"):
+        with self._hydra_launcher.discarding_if_rejected(), lock_run_folder(folder, setting="hydra.sweep.dir"):
             write_atomically(folder / "multirun.yaml", OmegaConf.to_yaml(self._config))
             sweep = self._hydra_launcher.open_sweep()
             if not sweep.launcher.limits_concurrency:
@@ -136,8 +136,8 @@ class OptunaSweeper(Sweeper):
                 prune_sign=1 if self._prune_direction == sweep.settings.direction else -1,
             )
             LOGGER.info(
-                f"Sweep: a study of {self._num_trials} trials over {', '.join(space.parameters)}"
-                f" {sweep.launcher.describe()}, in {folder}"
+                f"Sweep: a study of {self._num_trials} trial{'s' if self._num_trials > 1 else ''}"
+                f" over {', '.join(space.parameters)} {sweep.launcher.describe()}, in {folder}"
             )
             source.log_start()
             MULTIRUN.exit_code = sweep.run(source, results=RESULTS)
@@ -162,7 +162,7 @@ class OptunaSweeper(Sweeper):
         except Exception as error:  # each storage backend raises its own: SQLAlchemy, Redis, gRPC, Optuna
             what = f"hydra.sweeper.storage={self._storage}" if self._storage else f"hydra.sweep.dir={folder}"
             fix = (
-                "hydra.sweeper.storage=<another one>"
+                f"hydra.sweeper.storage={'<another one>' if '://' in self._storage else f'sqlite:///{self._storage}'}"
                 if self._storage
                 else f"hydra.sweep.dir=<another folder>, or rm {file}"
             )

@@ -22,6 +22,8 @@ from hydra.errors import HydraException
 from recipes.config.overrides import for_shell, make_override, to_plain
 from recipes.errors import ConfigError
 
+_LINEAR = ("linear", "lin", "uniform", "normal")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -123,7 +125,11 @@ def _parameter(text: str, parsed: Override) -> Choice | Interval:
     sweep, key = parsed.value(), parsed.get_key_element()
     tags = sweep.tags if isinstance(sweep, Sweep) else set()
     if unknown := tags - {"log"}:
-        fix = for_shell(re.sub(rf"\b{re.escape(min(unknown))}\b", "log", text))
+        tag = re.escape(min(unknown))
+        if min(unknown).lower() in _LINEAR:
+            plain = re.sub(rf"=tag\(\s*{tag}\s*,\s*(.*)\)$", r"=\1", text)
+            raise ConfigError(text, "without a tag a scale is linear: the only tag is log", for_shell(plain))
+        fix = for_shell(re.sub(rf"\b{tag}\b", "log", text))
         raise ConfigError(text, f"there is no tag {min(unknown)!r}: the only one is log", fix)
     if isinstance(sweep, ChoiceSweep | Glob):
         return _choice(text, parsed, is_log=bool(tags))

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from omegaconf import OmegaConf
 
 from recipes.config.cached_compose import compose_options, select_options
@@ -24,6 +24,7 @@ from recipes.config.check.sections import COMPOSING, CONF, NODES, SETTINGS, list
 from recipes.config.check.strategy import misplaced_offload
 from recipes.config.check.suggestions import (
     get_choice,
+    includes,
     is_list_of_options,
     list_options,
     suggest_addition,
@@ -35,7 +36,14 @@ from recipes.config.check.text_values import answer_sweep, decimal_point, find_a
 from recipes.config.check.types import takes_any_key
 from recipes.config.compose import MODE_OF_SWEEPS, Composed, compose_run, quote_options
 from recipes.config.instantiate import OPTUNA, PARTIAL, PLUGINS
-from recipes.config.overrides import NAME_RULE, TYPOGRAPHIC_QUOTES, for_shell, parse_or_quote, to_ascii
+from recipes.config.overrides import (
+    NAME_RULE,
+    TYPOGRAPHIC_QUOTES,
+    for_shell,
+    is_about_sweep,
+    parse_or_quote,
+    to_ascii,
+)
 from recipes.config.resume import compose_recorded, find_deepest, read_resumed_run, select_inherited
 from recipes.config.search_path import select_search_path
 from recipes.config.signature import TargetNotFoundError, read_signature
@@ -44,6 +52,8 @@ from recipes.config.trust import find_own_folders
 from recipes.errors import ConfigError
 
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_][\w.@/-]*")
+_GRIDS = ("grid", "default", "none", "null", "grid_search", "gridsearch")
+_OPEN = re.compile(r"[+]{0,2}[A-Za-z_][\w.@/-]*=[^\s'\"(\[{]+,")  # the first of several values, with the comma
 _OF_COMMAND = re.compile(r"python[\d.]*|(\S*/)?train\.py")
 
 
@@ -58,7 +68,7 @@ def compose_overrides(
     Returns:
         The run composed without the wrong overrides, None if even that fails; and the errors.
     """
-    overrides, mistakes = _reject_deletions(quote_options(overrides))
+    typed, (overrides, mistakes) = overrides, _reject_deletions(quote_options(overrides))
     where: dict[str, Any] = {"config_folder": config_folder, "config_name": config_name}
     try:
         composed = compose_run(overrides, **where)
@@ -71,11 +81,20 @@ def compose_overrides(
             return None, [*mistakes, blamed or explain_broken_file(error, config_folder, overrides)]
         except ConfigError as mistake:
             return None, [*mistakes, mistake]
-        overrides, mistakes = good, [*mistakes, *invalid, *conflicting]
+        overrides, mistakes = good, restore_typed([*mistakes, *invalid, *conflicting], typed)
     quoted = [quote_text(override, composed.config) for override in overrides]
     if quoted != list(overrides) and not mistakes:
         composed = compose_run(quoted, **where)
     return composed, mistakes
+
+
+def restore_typed(mistakes: Sequence[ConfigError], typed: Sequence[str]) -> list[ConfigError]:
+    """Return the errors of overrides that were quoted for Hydra's grammar, with the overrides as they were typed."""
+    quoted = {text: word for word in typed if (text := parse_or_quote(word)[1]) != word}
+    return [
+        ConfigError(quoted[mistake.setting], mistake.reason, mistake.fix) if mistake.setting in quoted else mistake
+        for mistake in mistakes
+    ]
 
 
 def _find_blamed(overrides: Sequence[str], where: dict[str, Any]) -> ConfigError | None:
@@ -165,7 +184,7 @@ def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[st
     folders = [folder, *find_own_folders(search_path)]
     good = [*search_path]  # before the options in its folders
     values: list[tuple[str, str, Override]] = []
-    typed, mistakes = _join_words(typed)
+    typed, mistakes = join_words(typed)
     for text in typed:
         if text in search_path:
             continue
@@ -239,7 +258,9 @@ def _find_unknown_option(
     if renamed := answer_renamed(typed):
         return renamed
     if override.is_sweep_override():
-        return ConfigError(typed, "a single run takes one option", f"python train.py -m {for_shell(typed)}")
+        return _answer_options(override, typed, others)
+    if group == "hydra/sweeper" and unknown[0].lower() in _GRIDS:
+        return ConfigError(typed, "a grid is what -m runs without an option", "the same command without it")
     if unknown and (file := _find_misnamed(group, unknown[0], others)):
         fix = f"{typed.partition('=')[0]}={unknown[0]}, after mv {file} {Path(file).with_suffix('.yaml')}"
         return ConfigError(typed, f"there is {file}, and Hydra reads files that end in .yaml", fix)
@@ -253,14 +274,30 @@ def _find_unknown_option(
     return ConfigError(typed, f"the options are {' '.join(options)}", fix)
 
 
+def _answer_options(override: Override, typed: str, others: Sequence[str]) -> ConfigError:
+    """Return the error in several options of a group, separated by commas, for a single run."""
+    group = override.key_or_group
+    if is_about_sweep(group) or group == "sweep":
+        options = " | ".join(name for name in list_options(group, others) if f"{group}={name}" != "sweep=none")
+        return ConfigError(typed, "a command takes one option", f"{group}=<{options}>")
+    sweep = f"python train.py -m {for_shell(typed)}"
+    if is_list_of_options(group) and isinstance(override.value(), ChoiceSweep):
+        chosen = [str(option) for option in override.value().list]
+        rest = {name: ",".join(other for other in chosen if other != name) for name in chosen}
+        wanted = [name for name in chosen if not includes(group, name, rest[name], others)]
+        fix = f"'{group}=[{','.join(wanted)}]', or {sweep} to compare them"
+        return ConfigError(typed, "several options of a group are a list", fix)
+    return ConfigError(typed, "a single run takes one option", sweep)
+
+
 def _find_misnamed(group: str, option: str, typed: Sequence[str]) -> str | None:
     """Return the file of an option that ends in .yml, which Hydra does not read."""
     files = (path / group / f"{option}.yml" for path in find_own_folders(typed))
     return next((str(file) for file in files if file.is_file()), None)
 
 
-def _join_words(typed: Sequence[str]) -> tuple[list[str], list[ConfigError]]:
-    """Split off the words that spaces beside a = have made of one override, and a command that is typed twice."""
+def join_words(typed: Sequence[str]) -> tuple[list[str], list[ConfigError]]:
+    """Split off the words that spaces have made of one override, and a command that is typed twice."""
     whole: list[str] = []
     mistakes = []
     command = [word for word in typed if _OF_COMMAND.fullmatch(word)]
@@ -277,6 +314,16 @@ def _join_words(typed: Sequence[str]) -> tuple[list[str], list[ConfigError]]:
             _KEY.fullmatch(word[:-1]) and word[-1] == "=" and _is_value(rest)
         ):
             size = 2
+        elif _OPEN.fullmatch(word) and _is_value(rest):
+            size = 2 + next((place for place, text in enumerate(rest) if not text.endswith(",")), len(rest) - 1)
+            if all(_is_value([text]) for text in rest[: size - 1]):
+                parts, waiting = waiting[:size], waiting[size:]
+                fix = for_shell("".join(parts))
+                mistakes.append(ConfigError(" ".join(parts), "there is a space behind a comma", fix))
+                continue
+            whole.append(word)
+            waiting = rest
+            continue
         else:
             whole.append(word)
             waiting = rest
@@ -317,7 +364,15 @@ def _explain_word(text: str) -> ConfigError:
     key, equals, value = text.partition("=")
     if equals and not key.isascii():
         return ConfigError(text, NAME_RULE, for_shell(f"{to_ascii(key)}={value}"))
-    mixed = re.sub(r"[:/]", ".", key_typed := text.partition("=")[0])
+    key_typed = text.partition("=")[0]
+    indexed = re.sub(r"\[(\w+)\]", r".\1", key_typed)
+    if equals and indexed != key_typed and _KEY.fullmatch(indexed):
+        return ConfigError(text, "the parts of a key are joined by points", for_shell(f"{indexed}={value}"))
+    named = re.fullmatch(r"(\+{0,2}(?:metrics|callbacks|logger)\.)([\w:/]+)", key_typed)
+    if named is not None and value.startswith("{"):
+        fix = for_shell(f"{named[1]}{re.sub(r'[:/]', '_', named[2])}={value}")
+        return ConfigError(text, NAME_RULE, fix)
+    mixed = re.sub(r"[:/]", ".", key_typed)
     if "=" in text and mixed != key_typed and _KEY.fullmatch(mixed):
         fix = for_shell(f"{mixed}={text.partition('=')[2]}")
         return ConfigError(text, "the parts of a key are joined by points", fix)
@@ -379,6 +434,9 @@ def _correct(typed: str, override: Override, config: Any) -> str | ConfigError:
         return renamed
     if section == ["hydra", "sweeper"]:
         names = [name for name in names if name != "params"]  # of files
+        if missing == ["n_jobs"]:  # of Hydra's own Optuna sweeper
+            reason = "the launcher runs the jobs, for every sweeper"
+            return ConfigError(typed, reason, f"launcher.max_jobs={typed.partition('=')[2]}")
         if target != OPTUNA and missing[0] in read_signature(OPTUNA).parameters:
             reason = "it is a setting of Optuna, and this sweep is a grid"
             return ConfigError(typed, reason, f"hydra/sweeper=optuna {for_shell(typed)}")

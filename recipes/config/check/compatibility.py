@@ -1,5 +1,6 @@
 """Check settings that are valid by themselves but do not work together."""
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,7 +101,17 @@ _INSTEAD_OF_HYDRA = {
     "hydra.job.chdir": "paths of a command are relative to the folder that it is typed in, and stay so",
     "hydra.output_subdir": "config.yaml in the run folder holds the config and the command",
     "hydra.verbose": "train.log in the run folder holds all lines",
+    "hydra/job_logging": "train.log in the run folder holds all lines",
+    "hydra/hydra_logging": "Hydra writes no lines here",
 }
+# options of sbatch that say how many ranks there are -> what it is the product of
+_COUNTED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("nodes", "N"), ("nodes",)),
+    **dict.fromkeys(("ntasks", "n", "gpus", "G"), ("nodes", "ranks of a node")),
+    **dict.fromkeys(("ntasks-per-node", "tasks-per-node"), ("ranks of a node",)),
+    **dict.fromkeys(("gpus-per-task", "ntasks-per-gpu"), ()),
+}
+_COUNTS = {"nodes": "trainer.num_nodes=<nodes>", "ranks of a node": "trainer.devices=<ranks of a node>"}
 _WANDB_MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")  # dryrun and run: older names
 _MAX_TIME = re.compile(r"\d+:\d\d:\d\d:\d\d")
 _SBATCH_TIME = re.compile(r"(\d+-\d+|\d+)(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
@@ -112,6 +123,7 @@ def check_compatibility(run: ResolvedRun) -> Iterator[ConfigError]:
     yield from _trainer(config)
     yield from _check_min_steps(config["trainer"])
     yield from _check_job_time(config["launcher"])
+    yield from _check_directives(run)
     yield from _check_wandb(config["logger"]) if run.mode.trains else ()
     yield from _vocabulary(config)
     yield from check_adapter(run)
@@ -189,6 +201,50 @@ def _check_job_time(launcher: Mapping[str, Any]) -> Iterator[ConfigError]:
             "sbatch does not accept it as a time limit",
             "launcher.time=240 in minutes, or launcher.time=1-12:00:00 in days, hours, minutes and seconds",
         )
+        return
+    seconds, before = _read_seconds(limit), launcher.get("signal_seconds")
+    if seconds is not None and isinstance(before, int) and before >= seconds:
+        yield ConfigError(
+            f"launcher.time={limit} launcher.signal_seconds={before}",
+            f"the limit is {seconds} seconds: the job would be signalled and requeued at once, again and again",
+            f"launcher.signal_seconds={max(seconds // 10, 1)}, or launcher.time={before // 60 + 10}",
+        )
+
+
+def _read_seconds(limit: object) -> int | None:
+    """Return a time limit of sbatch in seconds; None if there is none."""
+    if isinstance(limit, int):
+        return limit * 60
+    if not isinstance(limit, str) or not limit[:1].isdigit():
+        return None
+    days, dash, time = limit.rpartition("-")
+    parts = [int(part) for part in time.split(":")]
+    # 30 and 30:00 are minutes, 1:30:00 begins with hours; behind days, the first part is hours
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86_400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
+
+
+def _check_directives(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Reject options of sbatch that contradict the ranks that are checked, or that it does not read."""
+    directives = run.config["launcher"].get("directives")
+    devices = run.devices if run.strategy.needs_process_group else 1
+    per_node = len(devices) if isinstance(devices, list) else devices
+    for name, value in (directives if isinstance(directives, Mapping) else {}).items():
+        shown, option = f"launcher.directives={{{name}: {value}}}", str(name).lstrip("-").replace("_", "-")
+        if str(name).startswith("-"):
+            fix = f"'launcher.directives={{{option}: {value}}}'"
+            yield ConfigError(shown, "options of sbatch are named without their dashes here", fix)
+        elif option in _COUNTED and isinstance(per_node, int):
+            factors = {"nodes": run.num_nodes, "ranks of a node": per_node}
+            expected = math.prod(factors[of] for of in _COUNTED[option])
+            if str(value) != str(expected):
+                wrong = _COUNTED[option] or ("nodes", "ranks of a node")
+                fix = f"{' '.join(_COUNTS[of] for of in wrong)}, and no {name} among the directives"
+                ranks = "1 rank" if per_node == 1 else f"{per_node} ranks"
+                reason = f"trainer.num_nodes={run.num_nodes} with {ranks} a node makes it {expected}"
+                yield ConfigError(shown, reason, fix)
+        elif option == "array":
+            yield ConfigError(shown, "a sweep is an array of its own", "-m and the values to try, and no array")
 
 
 def _optimizer(optimizer: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -393,7 +449,8 @@ def _check_reader(run: ResolvedRun, key: str, override: str) -> Iterator[ConfigE
         yield ConfigError(override, f"{reason}, and nothing else reads it", fix)
     if key.startswith("mode.answers.") and not _has_answers(config):
         yield ConfigError(override, "the data has no answers, which instructions and questions have", without)
-    if key.startswith("hydra.") and not key.removeprefix("hydra.").startswith(_OF_HYDRA):
+    is_read = override.endswith("_logging=none") or re.split(r"[./]", key, maxsplit=1)[-1].startswith(_OF_HYDRA)
+    if key.startswith(("hydra.", "hydra/")) and not is_read:
         yield ConfigError(override, _INSTEAD_OF_HYDRA.get(key, "it has no effect: Hydra starts no run here"), without)
     if key == "callbacks.throughput.peak_tflops" and select(config, "callbacks.throughput.measure_peak"):
         reason = "callbacks.throughput.measure_peak=true measures what a matmul reaches instead"

@@ -34,6 +34,8 @@ def explain_override(override: str, error: Exception, composed: Composed) -> Con
         composed: The run without it.
     """
     typed = override.removeprefix("++")
+    if r"$\{" in typed:  # as Hydra writes a reference for a job of its grid
+        typed = typed.replace(r"$\{", "${").replace(r"\}", "}")
     if isinstance(error, ConfigError) and (not error.setting.endswith("=…") or typed.startswith("resume=")):
         return error  # of a file of the resumed run, or of one of its overrides
     key, _, value = typed.lstrip("+~").partition("=")
@@ -116,14 +118,14 @@ def explain_broken_file(error: BaseException, folder: Path, typed: Sequence[str]
         if len(files) == 1:
             reason = f"every run has an option of {group} already, and this adds a second one"
             return ConfigError(str(files[0]), reason, f"- override /{group}: {option} in that file")
-    if mark := _find_mark(error):
+    if mark := find_mark(error):
         return mark
     if entry := _explain_entry(reason, folders, typed):
         return entry
     return ConfigError(where, reason, "a corrected version of that file")
 
 
-def _find_mark(error: BaseException | None) -> ConfigError | None:
+def find_mark(error: BaseException | None) -> ConfigError | None:
     """Return the error at the line of a file that the YAML reader names; None if it names none."""
     while error is not None and not isinstance(error, MarkedYAMLError):
         error = error.__cause__

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recipes.config.cached_compose import compose_overrides
+from recipes.config.check.composition_errors import find_mark
 from recipes.config.compose import CONF, register_resolvers
 from recipes.config.overrides import for_shell, to_grammar
 from recipes.config.trust import SEARCH_PATH, find_trusted_folders, parse_values, restrict_variables
@@ -51,8 +52,14 @@ def check_config_folder(folder: Path, name: str, typed: Sequence[str]) -> list[C
         own = compose_overrides(of_hydra, CONF, "config")
         bare = compose_overrides(of_hydra, CONF, None)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
+        if mark := find_mark(error):
+            return [mark]
         first_line = str(error).strip().partition("\n")[0]
         reason = f"it cannot be composed: {first_line}"
+        if "Could not load 'config'" in first_line and folder.resolve() != CONF.resolve():
+            reason = f"its defaults list has /config, which is that of {CONF}, and Hydra looks in {folder} alone"
+            fix = for_shell(f"{SEARCH_PATH}=[file://{CONF.resolve()}]")
+            return [ConfigError(f"--config-path {folder}", reason, fix)]
         return [ConfigError(f"--config-path {folder}", reason, "a corrected version of it")]
     known = [dict(_flatten(_get_hydra(config))) for config in (own, bare)]
     return [

@@ -40,9 +40,13 @@ def check_lr_scaling(
 
 
 def _find_unused(overrides: Sequence[str]) -> Iterator[ConfigError]:
+    typed = [override.lstrip("+").partition("=")[0] for override in overrides]
     for override in overrides:
         if override.lstrip("+").startswith(tuple(f"lr_scaling.{key}=" for key in _REFERENCE)):
-            yield ConfigError(override, "no rule uses it with lr_scaling=none", f"lr_scaling=sqrt {override}")
+            missing = [key for key in _REFERENCE if f"lr_scaling.{key}" not in typed]
+            others = [f"lr_scaling.{key}=<the {_REFERENCE[key]} that it was tuned for>" for key in missing]
+            fix = " ".join(["lr_scaling=sqrt", override, *others])
+            yield ConfigError(override, "no rule uses it with lr_scaling=none", fix)
 
 
 def _check_reference(section: Mapping[str, Any]) -> Iterator[ConfigError]:

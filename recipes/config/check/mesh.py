@@ -1,6 +1,7 @@
 """Check how a step is divided: ranks, global batch, mesh, pipeline stages and experts; each against the model."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,9 +22,17 @@ def check_ranks(run: ResolvedRun) -> Iterator[ConfigError]:
     if not _is_valid(devices):
         shown = str(devices).replace(" ", "")
         reason = "it takes a positive number, a list of GPUs, or auto"
+        if isinstance(devices, str) and re.fullmatch(r"-?[0-9]+|\[.*\]", shown):
+            setting, reason = f"trainer.devices='{shown}'", f"{reason}, and in quotes it is text"
+            yield ConfigError(setting, reason, f"trainer.devices={'auto' if _is_none(shown) else shown}")
+            return
         yield ConfigError(f"trainer.devices={shown}", reason, "trainer.devices=auto")
     elif run.num_nodes >= 1:  # else reported by the check of ranges
         yield from _find_mistake(lambda: run.ranks)
+
+
+def _is_none(number: str) -> bool:
+    return re.fullmatch(r"0+|-([02-9]|1[0-9]).*", number) is not None
 
 
 def _is_valid(devices: object) -> bool:
@@ -50,7 +59,7 @@ def check_batch_size(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigErr
     counts = (run.global_batch_size, run.micro_batch_size, run.accumulate_grad_batches)
     # 0 is out of range and reported by that check
     if has_ranks and all(count is None or count > 0 for count in counts):
-        wrong = [*_find_mistake(lambda: run.accumulation)]
+        wrong = [_offer_micro_batch(run, mistake) for mistake in _find_mistake(lambda: run.accumulation)]
         yield from wrong or _check_batch_norm(run)
     max_seq_len = run.config["model"].get("max_seq_len")
     data_seq_len = run.config["data"].get("seq_len")
@@ -60,6 +69,21 @@ def check_batch_size(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigErr
             f"the model accepts at most model.max_seq_len={max_seq_len} tokens",
             f"seq_len={max_seq_len}",
         )
+
+
+def _offer_micro_batch(run: ResolvedRun, mistake: ConfigError) -> ConfigError:
+    """Return the error of a global batch that its micro-batches do not divide, with a micro-batch that does."""
+    if run.micro_batch_size is None or not mistake.setting.startswith("global_batch_size="):
+        return mistake
+    sizes = range(run.micro_batch_size - 1, 0, -1)
+    fitting = next((size for size in sizes if run.global_batch_size % (size * run.num_data_ranks) == 0), None)
+    typed = [override.lstrip("+").partition("=")[0] for override in run.typed]
+    if fitting is None:
+        return mistake
+    if "micro_batch_size" in typed and "global_batch_size" not in typed:
+        setting, fix = f"micro_batch_size={run.micro_batch_size}", f"micro_batch_size={fitting}, or {mistake.fix}"
+        return ConfigError(setting, mistake.reason, fix)
+    return ConfigError(mistake.setting, mistake.reason, f"{mistake.fix}, or micro_batch_size={fitting}")
 
 
 def _check_batch_norm(run: ResolvedRun) -> Iterator[ConfigError]:

@@ -38,8 +38,8 @@ def check_metrics(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         if name == "loss":
             yield ConfigError("metrics.loss=…", "every validation computes val/loss", "another name for this metric")
         elif node is not None and not (isinstance(node, Mapping) and "_target_" in node):
-            shown = f"metrics.{name}={to_setting(node)}"
-            yield ConfigError(shown, "a metric is a section with a _target_", f"metrics.{name}=null")
+            shown, what = f"metrics.{name}={to_setting(node)}", "a metric is a section with a _target_"
+            yield ConfigError(shown, what, _suggest_metric(name, node, _count_classes(model)))
         elif node is not None:
             top_k, num_classes = node.get("top_k"), _count_classes(model)
             expected = node.get("num_classes")
@@ -53,6 +53,19 @@ def check_metrics(config: Mapping[str, Any]) -> Iterator[ConfigError]:
                 yield ConfigError(
                     f"metrics.{name}.top_k={top_k}", f"the model has {num_classes} classes", f"metrics.{name}=null"
                 )
+
+
+def _suggest_metric(name: str, node: object, num_classes: int | None) -> str:
+    """Return the override for what is meant by a metric that is no section with a `_target_`."""
+    if isinstance(node, str) and "." in node:  # the class itself, whose other arguments are not known
+        classes = f", num_classes: {num_classes}" if "Multiclass" in node and num_classes is not None else ""
+        return f"'+metrics.{name}={{_target_: {node}{classes}}}'" if classes else f"+metrics.{name}._target_={node}"
+    if isinstance(node, Mapping) and len(node) == 1:
+        [(inner, section)] = node.items()
+        if isinstance(section, Mapping) and "_target_" in section:
+            settings = ", ".join(f"{key}: {to_setting(value)}" for key, value in section.items())
+            return f"'+metrics.{name}_{inner}={{{settings}}}'"
+    return f"metrics.{name}=null"
 
 
 def check_readers(config: Mapping[str, Any]) -> Iterator[ConfigError]:

@@ -62,6 +62,7 @@ PROVIDED: dict[str, set[str]] = {
 _REPEATED = ("mode.evaluator",)
 # groups whose target may be of another package -> what each of them is given by build.py
 _OF_ANY_PACKAGE = {"optimizer": "the model", "scheduler": "the step", "logger": "the run folder"}
+_PACKAGES = ("recipes", "callbacks", "lightning", "torch", "torchmetrics", "transformers", "optuna", "deepspeed")
 _HYDRA_ONLY = ("_args_", "_convert_", "_recursive_")  # of Hydra's own instantiation, which builds no node here
 # what to type for a text, by the setting; in a data source by its last name
 _EXAMPLES = {
@@ -109,7 +110,10 @@ def _check_node(path: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
     try:
         signature = read_signature(target)
     except TargetNotFoundError as error:
-        yield ConfigError(f"{path}._target_={target}", str(error), _suggest_target(path, target))
+        root = target.partition(".")[0]
+        own = f"PYTHONPATH=<the folder with {root}> before the command, if it is code of your own"
+        is_foreign = "no package" in str(error) and not get_close_matches(root, _PACKAGES, 1)
+        yield ConfigError(f"{path}._target_={target}", str(error), own if is_foreign else _suggest_target(path, target))
         return
     provided = get_provided(path)
     untaken = sorted(provided - signature.parameters.keys())

@@ -91,6 +91,27 @@ _SETTING_ALIASES = {
     "num_workers": "loader.num_workers",
     "checkpoint_every": "save_every",
     "ckpt_path": "resume",
+    "resume_from_checkpoint": "resume",
+    "output_dir": "hydra.run.dir",
+    "out_dir": "hydra.run.dir",
+    "run_name": "name",
+    "max_length": "seq_len",
+    "max_seq_length": "seq_len",
+    "sequence_length": "seq_len",
+    "per_device_train_batch_size": "micro_batch_size",
+    "train_batch_size": "global_batch_size",
+    "max_grad_norm": "trainer.gradient_clip_val",
+    "logging_steps": "log_every",
+    "eval_steps": "eval_every",
+    "save_steps": "save_every",
+    "dataloader_num_workers": "loader.num_workers",
+    "torch_compile": "compile",
+}
+# common names of switches -> the option that they turn on
+_SWITCHES = {
+    "fp16": "precision=16-mixed",
+    "bf16": "precision=bf16-mixed",
+    "gradient_checkpointing": "activation_checkpoint=full",
 }
 # common names of a number of passes over the data, which no setting counts
 _EPOCHS = ("epochs", "max_epochs", "num_epochs", "num_train_epochs", "n_epochs")
@@ -119,9 +140,11 @@ def suggest_option(group: str, wrong: str, typed: Sequence[str] = ()) -> str:
     same = [option for option in options if option.lower() == wrong.lower()]
     alias = aliases.get(wrong.lower())
     known = [alias] if alias is not None and alias.partition(" ")[0] in options else []
-    near = same or known or get_close_matches(wrong.lower(), options, 1, cutoff=0.5)
+    near = same or known or get_close_matches(wrong.lower(), options, 1, cutoff=0.55)
     if group in _SEVERAL and group == "callbacks" and wrong.lower() in ("none", "null", "false"):
         return f"{group}=[]"
+    if not near and group == "recipe":
+        return f"'hydra.searchpath=[file://<the folder with recipe/{wrong}.yaml>]' recipe={wrong}"
     if not near:
         near = options if len(options) == 1 else [name for name in options if name == "none" and wrong == "null"]
     return f"{group}={near[0]}" if near else f"{group}=<option>"
@@ -186,6 +209,8 @@ def suggest_setting(
         return _REPLACED[override.key_or_group]
     if "/" in wrong:  # a group that does not exist
         return suggest_nested(wrong, value, config, search_path)
+    if wrong in _SWITCHES and not section:
+        return _SWITCHES[wrong] if value.lower() in ("true", "1", "yes", "on") else "the same command without it"
     if wrong in _EPOCHS and not section:
         return "trainer.max_steps=<optimizer steps>"
     if alias is not None and (not section or alias.rpartition(".")[0] in ("", ".".join(section))):
@@ -212,7 +237,7 @@ def suggest_nested(group: str, option: str, config: Any, typed: Sequence[str]) -
     """Return the override for `callbacks/hang=hang`: a group has no groups within it."""
     outer, _, inner = group.partition("/")
     if group == "hydra/launcher":
-        return "launcher=<local | slurm>"
+        return "launcher=slurm" if "submitit" in option else "launcher.max_jobs=<jobs at a time>"
     options = list_options(outer, typed)
     meant = next((name for name in (option, inner) if name in options), None)
     setting = group.replace("/", ".")

@@ -11,11 +11,12 @@ from hydra.errors import HydraException
 
 from recipes.config.check.sections import SETTINGS
 from recipes.config.check.types import annotation_from, matches_type
-from recipes.config.overrides import for_shell, parse_override, quote
+from recipes.config.overrides import for_shell, is_about_sweep, parse_override, quote
 from recipes.config.signature import find_signature
 from recipes.errors import ConfigError
 
 _NUMBERS = re.compile(r"-?[\d.]+(,-?[\d.]+)+")  # 0,1 of trainer.devices
+_TWO_NUMBERS = re.compile(r"-?\d+,\d+")
 _DECIMAL_COMMA = re.compile(r"-?\d+,0\d*")  # 0,001
 
 
@@ -71,7 +72,7 @@ def answer_sweep(typed: str, override: Override, config: Any) -> str | ConfigErr
     annotation = find_annotation(config, override.key_or_group)
     sweeper = "hydra/sweeper=optuna " if "interval(" in value else ""  # a grid needs single values
     sweep = f"python train.py -m {sweeper}{for_shell(typed)}"
-    if override.key_or_group in _FOLDERS:  # of the run, not a value that jobs could differ in
+    if override.key_or_group in _FOLDERS or is_about_sweep(key):  # of the run, not a value that jobs could differ in
         return ConfigError(typed, "a comma separates the values of a sweep", f'"{key}={quote(value)}"')
     if annotation is not None and _NUMBERS.fullmatch(value) and _is_list(value, annotation):
         return ConfigError(typed, "it takes a list", f"'{key}=[{value}]'")
@@ -83,6 +84,10 @@ def answer_sweep(typed: str, override: Override, config: Any) -> str | ConfigErr
     if annotation is not None and (matches_type(value.split(","), annotation) or _is_list(value, annotation)):
         return ConfigError(typed, "it takes a list", f"'{key}=[{value}]'")
     point = decimal_point(typed)
+    if point == typed and _TWO_NUMBERS.fullmatch(value) and annotation is not None and matches_type(0.5, annotation):
+        point = f"{key}={value.replace(',', '.')}"  # 2,50
+    if re.fullmatch(r"-?\d+,0\d+", value):  # nobody writes a number 001
+        return ConfigError(typed, "a comma separates the values of a sweep", point)
     return ConfigError(typed, "a single run takes one value", sweep if point == typed else f"{point}, or {sweep}")
 
 

@@ -189,7 +189,9 @@ def suggest(key: str, value: object, annotation: ast.expr) -> str:
         override = f"{key}={meant}"
         return f'"{override}"' if "'" in meant and not set(meant) & set('"$`\\!') else for_shell(override)
     if isinstance(value, str) and _OF_A_SWEEP.match(value):
-        return f"-m hydra/sweeper=optuna '{key}=tag(log,interval(<low>,<high>))', or -m {key}=<values with commas>"
+        span = "range(<low>,<high>)" if matches_type(1, annotation) and not matches_type(1.5, annotation) else None
+        space = span or "tag(log,interval(<low>,<high>))"
+        return f"-m hydra/sweeper=optuna '{key}={space}', or -m {key}=<values with commas>"
     if matches_type([value], annotation):  # tags=mine
         return f"'{key}=[{to_setting(value)}]'" if " " in to_setting(value) else f"{key}=[{to_setting(value)}]"
     for number in _read_numbers(value):

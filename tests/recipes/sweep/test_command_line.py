@@ -90,6 +90,22 @@ def test_what_a_sweeper_takes_is_no_mistake(typed: str) -> None:
         ("hydra/sweeper=optuna optimizer.lr=interval(1,0.1)", "'optimizer.lr=interval(0.1,1.0)'"),
         ("hydra/sweeper=optuna 'optimizer.lr=tag(lg,interval(0.1,1))'", "'optimizer.lr=tag(log,interval(0.1,1))'"),
         ("optimizer.lrr=1e-3,2e-3", "optimizer.lr=1e-3,2e-3"),
+        ("sweep=lr,lr_and_batch", "sweep=<lr | lr_and_batch | model_ladder | optuna_lr | precision_by_strategy>"),
+        (
+            "sweep=lr optimizer.lr=1e-3",
+            "the same command without optimizer.lr=1e-3, or optimizer.lr=<values with commas>",
+        ),
+        ("seed=1,2 launcher.devices_per_job=3", "launcher.devices_per_job=1, or strategy=ddp"),
+        ("seed=1,2 resume=auto", "hydra.sweep.dir=<the folder of that sweep> instead of it"),
+        ("'seed=range(1,3'", "'seed=range(1,3)'"),
+        ("seed=1, 2, 3", "seed=1,2,3"),
+        ("optimizer.lr=0,001", "optimizer.lr=0.001"),
+        ("hydra/launcher=joblib seed=1,2", "launcher.max_jobs=<jobs at a time>"),
+        ("hydra/sweeper=grid seed=1,2", "the same command without it"),
+        ("hydra/sweeper=optuna 'warmup_steps=interval(0,4)'", "'warmup_steps=range(0,5)'"),
+        ("hydra/sweeper=optuna 'optimizer.lr=tag(linear,interval(0.1,1))'", "'optimizer.lr=interval(0.1,1)'"),
+        (f"{OPTUNA} hydra.sweeper.n_jobs=2", "launcher.max_jobs=2"),
+        ("'model=glob(*_tiny)'", "model=<options with commas>"),
     ],
 )
 def test_a_mistake_of_a_sweep_is_answered_with_what_works(typed: str, fix: str) -> None:
@@ -120,7 +136,10 @@ def test_a_mistake_in_a_sweep_of_ones_own_names_its_file(text: str, fix: str, tm
 
 
 def test_a_setting_of_a_sweep_is_refused_for_a_single_run() -> None:
-    [mistake] = reject_settings_of_sweep(["seed=1", "hydra.sweep.dir=x", "launcher.max_jobs=2"])
+    mistake, *others = reject_settings_of_sweep(
+        ["seed=1", "hydra.sweep.dir=x", "launcher.max_jobs=2", "sweep.samples=8", "launcher.partition=a"]
+    )
+    assert [other.setting for other in others] == ["launcher.max_jobs=2", "sweep.samples=8"]
     assert (
         str(mistake)
         == "hydra.sweep.dir=x: only a sweep, which -m starts, reads it; type hydra.run.dir=x, or -m beside it"

@@ -92,7 +92,7 @@ MESSAGES = {
         "model.num_heads=4: rotary embeddings rotate pairs, and model.hidden_size=36 makes heads of 9; type model.hidden_size=32"
     ),
     "global_batch_size=10 micro_batch_size=4": (
-        "global_batch_size=10: 10 samples do not divide evenly into micro-batches of 4 on 1 device; type global_batch_size=12 (or 8)"
+        "global_batch_size=10: 10 samples do not divide evenly into micro-batches of 4 on 1 device; type global_batch_size=12 (or 8), or micro_batch_size=2"
     ),
     "global_batch_size=16 trainer.accumulate_grad_batches=3": (
         "global_batch_size=16: 16 samples do not divide evenly into 3 micro-batches on 1 device; type global_batch_size=18 (or 15)"
