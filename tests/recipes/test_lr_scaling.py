@@ -96,6 +96,7 @@ def test_a_learning_rate_set_in_addition_to_a_rule_is_rejected() -> None:
 def test_a_reference_point_without_a_rule_is_rejected() -> None:
     assert mistakes("lr_scaling.base_lr=3e-4") == [
         "lr_scaling.base_lr=3e-4: no rule uses it with lr_scaling=none; type lr_scaling=sqrt lr_scaling.base_lr=3e-4"
+        " lr_scaling.base_batch_size=<the batch size that it was tuned for>"
     ]
 
 

@@ -111,7 +111,7 @@ _COUNTED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("ntasks-per-node", "tasks-per-node"), ("ranks of a node",)),
     **dict.fromkeys(("gpus-per-task", "ntasks-per-gpu"), ()),
 }
-_COUNTS = {"nodes": "trainer.num_nodes=<nodes>", "ranks of a node": "trainer.devices=<ranks of a node>"}
+_COUNTS = {"nodes": "trainer.num_nodes=<whole number>", "ranks of a node": "trainer.devices=<whole number>"}
 _WANDB_MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")  # dryrun and run: older names
 _MAX_TIME = re.compile(r"\d+:\d\d:\d\d:\d\d")
 _SBATCH_TIME = re.compile(r"(\d+-\d+|\d+)(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)

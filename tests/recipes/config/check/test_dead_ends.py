@@ -37,8 +37,7 @@ TOGETHER = {
     " or data=text_files data.path=nope,y.txt",
     "name=nope,y": "name=nope,y: a single run takes one value; type \"name='nope,y'\" for one text,"
     " or python train.py -m name=nope,y",
-    "optimizer.lr=0,001": "optimizer.lr=0,001: a single run takes one value; type optimizer.lr=0.001,"
-    " or python train.py -m optimizer.lr=0,001",
+    "optimizer.lr=0,001": "optimizer.lr=0,001: a comma separates the values of a sweep; type optimizer.lr=0.001",
     "lr=0,001": "lr=0,001: there is no 'lr'; type optimizer.lr=0.001",
     "tags=a,b": "tags=a,b: it takes a list; type 'tags=[a,b]'",
     "optimizer.betas=0.9,0.95": "optimizer.betas=0.9,0.95: it takes a list; type 'optimizer.betas=[0.9,0.95]'",
@@ -78,7 +77,16 @@ TOGETHER = {
     "+callbacks/hang@callbacks=hang": (
         "+callbacks/hang@callbacks=hang: the place of a group in the config is fixed; type callbacks=[default,hang]"
     ),
-    "hydra/launcher=joblib": ("hydra/launcher=joblib: there is no 'hydra/launcher'; type launcher=<local | slurm>"),
+    "hydra/launcher=joblib": (
+        "hydra/launcher=joblib: there is no 'hydra/launcher'; type launcher.max_jobs=<jobs at a time>"
+    ),
+    "optimizer[eps]=1e-3": "optimizer[eps]=1e-3: the parts of a key are joined by points; type optimizer.eps=1e-3",
+    "fp16=true": "fp16=true: there is no 'fp16'; type precision=16-mixed",
+    "gradient_checkpointing=false": (
+        "gradient_checkpointing=false: there is no 'gradient_checkpointing'; type the same command without it"
+    ),
+    "output_dir=x": "output_dir=x: there is no 'output_dir'; type hydra.run.dir=x",
+    "max_length=16": "max_length=16: there is no 'max_length'; type seq_len=16",
     "optimizer.eps = 1e-3": "optimizer.eps = 1e-3: there is a space beside the =; type optimizer.eps=1e-3",
     "optimizer.eps:1e-3": "optimizer.eps:1e-3: a setting is typed with =, not with a colon; type optimizer.eps=1e-3",
     "model/gpt2_nano": "model/gpt2_nano: an option of a group is typed with =; type model=gpt2_nano",
@@ -110,6 +118,34 @@ TOGETHER = {
     " type scheduler=<an option of conf/scheduler/>",
 }
 ALONE = {
+    "hydra/job_logging=default": (
+        "hydra/job_logging=default: train.log in the run folder holds all lines; type the same command without it"
+    ),
+    "launcher=local,slurm": "launcher=local,slurm: a command takes one option; type launcher=<local | slurm>",
+    "trainer.devices='\"1\"'": (
+        "trainer.devices='1': it takes a positive number, a list of GPUs, or auto, and in quotes it is text;"
+        " type trainer.devices=1"
+    ),
+    "launcher=slurm launcher.time=1 launcher.signal_seconds=120": (
+        "launcher.time=1 launcher.signal_seconds=120: the limit is 60 seconds: the job would be signalled and requeued"
+        " at once, again and again; type launcher.signal_seconds=6, or launcher.time=12"
+    ),
+    "launcher=slurm launcher.time=0:01:00 launcher.signal_seconds=120": (
+        "launcher.time=0:01:00 launcher.signal_seconds=120: the limit is 60 seconds: the job would be signalled and"
+        " requeued at once, again and again; type launcher.signal_seconds=6, or launcher.time=12"
+    ),
+    "launcher=slurm strategy=ddp trainer.devices=2 'launcher.directives={ntasks: 4, gpus: 2}'": (
+        "launcher.directives={ntasks: 4}: trainer.num_nodes=1 with 2 ranks a node makes it 2; type"
+        " trainer.num_nodes=<whole number> trainer.devices=<whole number>, and no ntasks among the directives"
+    ),
+    "callbacks=default,hang": (
+        "callbacks=default,hang: several options of a group are a list; type 'callbacks=[default,hang]',"
+        " or python train.py -m callbacks=default,hang to compare them"
+    ),
+    "'+metrics.a/b={_target_: recipes.metrics.Perplexity}'": (
+        "+metrics.a/b={_target_: recipes.metrics.Perplexity}: a name in a setting has the letters a to z, digits, _"
+        " and -; type '+metrics.a_b={_target_: recipes.metrics.Perplexity}'"
+    ),
     "+model.num_layer=null": (
         "model.num_layer=null: GPT2 has no argument 'num_layer'; type the same command without it"
     ),
