@@ -239,7 +239,7 @@ def _check_directives(run: ResolvedRun) -> Iterator[ConfigError]:
             expected = math.prod(factors[of] for of in _COUNTED[option])
             if str(value) != str(expected):
                 wrong = _COUNTED[option] or ("nodes", "ranks of a node")
-                fix = f"{' '.join(_COUNTS[of] for of in wrong)}, and no {name} among the directives"
+                fix = f"{' '.join(_COUNTS[of] for of in wrong)} without {name} among the directives"
                 ranks = "1 rank" if per_node == 1 else f"{per_node} ranks"
                 reason = f"trainer.num_nodes={run.num_nodes} with {ranks} a node makes it {expected}"
                 yield ConfigError(shown, reason, fix)

@@ -136,7 +136,7 @@ ALONE = {
     ),
     "launcher=slurm strategy=ddp trainer.devices=2 'launcher.directives={ntasks: 4, gpus: 2}'": (
         "launcher.directives={ntasks: 4}: trainer.num_nodes=1 with 2 ranks a node makes it 2; type"
-        " trainer.num_nodes=<whole number> trainer.devices=<whole number>, and no ntasks among the directives"
+        " trainer.num_nodes=<whole number> trainer.devices=<whole number> without ntasks among the directives"
     ),
     "callbacks=default,hang": (
         "callbacks=default,hang: several options of a group are a list; type 'callbacks=[default,hang]',"
