@@ -249,8 +249,8 @@ def _check_values(swept: dict[str, Override], typed: Sequence[str]) -> list[Conf
         group = override.key_or_group
         if is_about_sweep(group) or group == "sweep":
             quoted = f"{group}={quote(text.partition('=')[2])}"
-            options = " | ".join(name for name in list_options(group, typed) if f"{group}={name}" != "sweep=none")
-            fix = f'"{quoted}"' if group in _FOLDERS else f"{group}=<{options or 'value'}>"
+            names = " | ".join(name for name in list_options(group, typed) if f"{group}={name}" != "sweep=none")
+            fix = f'"{quoted}"' if group in _FOLDERS else f"{group}=<{names or 'value'}>"
             mistakes.append(ConfigError(text, "it is a setting of the whole sweep, in which jobs cannot differ", fix))
         elif _never_ends(override):
             mistakes.append(ConfigError(text, "the range never ends", f"'{group}=range(<low>,<high>,<step>)'"))

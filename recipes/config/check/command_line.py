@@ -281,8 +281,9 @@ def _answer_options(override: Override, typed: str, others: Sequence[str]) -> Co
         options = " | ".join(name for name in list_options(group, others) if f"{group}={name}" != "sweep=none")
         return ConfigError(typed, "a command takes one option", f"{group}=<{options}>")
     sweep = f"python train.py -m {for_shell(typed)}"
-    if is_list_of_options(group) and isinstance(override.value(), ChoiceSweep):
-        chosen = [str(option) for option in override.value().list]
+    swept = override.value()
+    if is_list_of_options(group) and isinstance(swept, ChoiceSweep):
+        chosen = [str(option) for option in swept.list]
         rest = {name: ",".join(other for other in chosen if other != name) for name in chosen}
         wanted = [name for name in chosen if not includes(group, name, rest[name], others)]
         fix = f"'{group}=[{','.join(wanted)}]', or {sweep} to compare them"
