@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from recipes.clipping import Clipping
 from recipes.lightning_internals import state_left_on_device
-from recipes.parallel.placement import local
 from recipes.parallel.stages import is_copy
 from recipes.strategy import StepGuard, skip_step
 from recipes.strategy.mesh_ranks import MeshRanksMixin
@@ -126,7 +125,7 @@ def clip_gradients(
     if clipping is not None:
         limit = torch.minimum(limit, clipping.limit(norm))
     # local shards: torch 2.13 cannot multiply a list of DTensors on several meshes or mixed with plain tensors
-    parts = [local(grad) for grad in grads]
+    parts = [_local(grad) for grad in grads]
     if parts and (max_norm is not None or clipping is not None):
         # the formula of torch's `clip_grads_with_norm_`, which accepts no limit on the device: reading it would sync
         scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # 0-dim
@@ -151,8 +150,8 @@ def global_norm(grads: list[Tensor]) -> Tensor:
 
 def _own_squares(grads: list[Tensor]) -> Tensor:
     """Return the sum of squares of the elements for which this rank is the first holder, 0-dim float64."""
-    parts = [local(grad) for grad in grads if _holds_first(grad)]
-    device = local(grads[0]).device
+    parts = [_local(grad) for grad in grads if _holds_first(grad)]
+    device = _local(grads[0]).device
     squares = torch.zeros((), dtype=torch.float64, device=device)
     if device.type != "cpu":
         of_parts = list(torch._foreach_norm(parts, 2, dtype=torch.float32)) if parts else []
@@ -186,3 +185,7 @@ def _sum_of_squares(grad: Tensor) -> Tensor:
     chunks = torch.linalg.vector_norm(in_chunks.float(), dim=1).double()  # [N // 4096]
     squares: Tensor = chunks.square().sum() + rest.square().sum()  # 0-dim
     return squares
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad

@@ -151,7 +151,7 @@ def test_a_run_goes_on_where_a_file_that_it_can_do_without_meets_a_full_disk(
 def test_a_run_is_refused_where_a_file_that_it_needs_meets_a_full_disk(
     start: Callable[..., Ended], tmp_path: Path
 ) -> None:
-    quiet = ["~callbacks.report", "~callbacks.step_profiler", "profile=null", "logger=csv"]
+    quiet = ["~callbacks.report", "~callbacks.step_profiler", "profile_steps=null", "logger=csv"]
     for number, needed in enumerate(("probe", "config.yaml", "tokenizer/tokenizer_config.json")):
         folder = tmp_path / f"run_{number}"
         ended = start(folder, *quiet, is_full=lambda path, number, needed=needed: path == needed)

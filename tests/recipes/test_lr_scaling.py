@@ -63,7 +63,7 @@ def test_the_rule_wins_over_the_rate_of_recipe_and_optimizer() -> None:
 
 
 def test_without_a_rule_the_rate_is_that_of_the_optimizer() -> None:
-    assert lr("optimizer=adamw", "global_batch_size=1024") == 6e-4
+    assert lr("recipe=single_fp32", "optimizer=adamw", "global_batch_size=1024") == 6e-4
 
 
 def test_a_reference_that_is_missing_is_named_by_both_its_numbers() -> None:
@@ -136,15 +136,6 @@ def test_a_frozen_config_run_again_with_another_batch_says_that_the_rate_stays(
         " type optimizer.lr=0.0003, or lr_scaling.rule=none to set it yourself"
     ]
     _, found = compose_and_check(["global_batch_size=32", "lr_scaling.rule=none"], config_folder=run)
-    assert not found
-
-
-def test_a_run_from_before_there_were_rules_is_no_mistake(tmp_path: Path) -> None:
-    run = frozen_run(tmp_path / "run", "global_batch_size=16")
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    del config["lr_scaling"]
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
-    _, found = compose_and_check([], config_folder=run)
     assert not found
 
 

@@ -424,7 +424,7 @@ def _unread_data_settings(config: Mapping[str, Any], typed: Sequence[str], *, pr
             reason = f"all of {place}.val_path={val_path} is for validation, so it has no effect"
         elif name == "domain_field" and place in nodes and value not in _OFF and not prepares:
             reason = "only mode=prepare reads it"
-        elif name == "split" and not any(str(one).startswith("hf://") for one in (path, val_path)):
+        elif name == "split" and place in nodes and not any(str(one).startswith("hf://") for one in (path, val_path)):
             reason = f"{place}.path={path} is of files, and only datasets at hf:// have splits"
         if reason is not None:
             others = f", or {place}.val_path=null" if name == "val_fraction" else ""

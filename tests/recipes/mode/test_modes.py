@@ -203,15 +203,6 @@ def test_evaluate_computes_a_metric_that_the_run_did_not_have(run: Path) -> None
     (run / "evaluate_val.json").unlink()
 
 
-def test_a_run_from_before_there_were_metrics_is_evaluated_with_those_of_its_task(run: Path, tmp_path: Path) -> None:
-    old = shutil.copytree(run, tmp_path / "old", symlinks=True)
-    frozen = yaml.safe_load((old / "config.yaml").read_text())
-    del frozen["metrics"]
-    (old / "config.yaml").write_text(yaml.safe_dump(frozen, sort_keys=False))
-    config = composed_config(f"resume={old}", "mode=evaluate")
-    assert list(config["metrics"]) == ["perplexity", "token_accuracy"]
-
-
 def test_evaluate_on_other_data_keeps_the_tokenizer_of_the_run(run: Path, tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text("value_1 = 2\n" * 400)
     overrides = [

@@ -283,7 +283,7 @@ def test_an_adapter_of_a_published_model_is_not_for_ours(plain: tuple[Path, Tens
     sizes = {"vocab_size": 50, "max_seq_len": 32, "num_layers": 2, "num_heads": 4, "hidden_size": 32}
     for adapter in (
         Lora(**OURS, pretrained=str(plain[0])),
-        IA3(target_modules="all", input_modules=[], pretrained="x"),
+        IA3(target_modules="all", feedforward_modules=[], pretrained="x"),
     ):
         with pytest.raises(ConfigError, match="type model=huggingface model.name=<"):
             adapter.apply(GPT2(**sizes, dropout=0.0))
@@ -303,7 +303,7 @@ def test_the_state_dict_of_a_model_of_peft_is_read(folder: str, tmp_path: Path) 
     reference, theirs = publish(folder, tmp_path, config)
     state = {name: values.clone() for name, values in theirs.state_dict().items()}
     save_file({name: value for name, value in state.items() if ".lora_" in name}, tmp_path / peft_folder.WEIGHTS)
-    adapter = Lora(**OURS | {"dora": True}, pretrained=str(tmp_path))
+    adapter = Lora(**OURS | {"use_dora": True}, pretrained=str(tmp_path))
     torch.testing.assert_close(load(folder, adapter), reference, rtol=1e-5, atol=1e-5)
     saved = "which is no tensor of an adapter; type adapter.pretrained=<folder that save_pretrained"
     save_file(state, tmp_path / peft_folder.WEIGHTS)
@@ -311,7 +311,7 @@ def test_the_state_dict_of_a_model_of_peft_is_read(folder: str, tmp_path: Path) 
         load(folder, adapter)
     two = rewrite(tmp_path, lambda name, values: {name: values, name.replace("default", "b"): values.clone()})
     with pytest.raises(ConfigError, match=r"several adapters \(b, default\)"):
-        load(folder, Lora(**OURS | {"dora": True}, pretrained=two))
+        load(folder, Lora(**OURS | {"use_dora": True}, pretrained=two))
 
 
 PARTS: dict[str, tuple[Callable[[str, Tensor], dict[str, Tensor]], dict[str, Any], str]] = {
@@ -361,7 +361,7 @@ def test_a_part_of_an_adapter_is_refused_whatever_layers_are_typed(
 
 def test_a_scale_may_be_written_with_a_point(folder: str, plain: tuple[Path, Tensor], tmp_path: Path) -> None:
     path = copy(plain, tmp_path, lora_alpha=8.0)
-    logits = load(folder, Lora(**OURS | {"alpha": 8}, pretrained=path))
+    logits = load(folder, Lora(**OURS | {"lora_alpha": 8}, pretrained=path))
     torch.testing.assert_close(logits, plain[1], rtol=1e-5, atol=1e-5)
 
 
