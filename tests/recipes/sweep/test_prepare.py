@@ -228,8 +228,12 @@ def test_the_resume_command_is_valid_for_a_shell_and_hydra() -> None:
 @pytest.mark.parametrize(
     ("typed", "for_hydra", "error"),
     [
-        (["trainer.detect_anomaly=true,false"], ["+trainer.detect_anomaly=true,false"], ""),
-        (["sweep=lr", "++optimizer.lr=1e-3"], ["sweep=lr", "optimizer.lr=1e-3"], ""),
+        (["trainer.detect_anomaly=true,false"], ["++trainer.detect_anomaly=true,false"], ""),
+        (
+            ["sweep=lr", "++optimizer.lr=1e-3"],
+            ["sweep=lr", "optimizer.lr=1e-3"],
+            "replaces all those that the sweep tries",
+        ),
         (["scheduler=glob(w*)"], ["scheduler=glob(w*)"], ""),
         (["seed=range(3,1)"], ["seed=range(3,1)"], "the sweep has no values"),
         (["optimizer.lr=interval(1,2)"], ["optimizer.lr=interval(1,2)"], "hydra/sweeper=optuna"),

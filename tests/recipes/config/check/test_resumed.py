@@ -53,11 +53,12 @@ def test_another_model_or_tokenizer_is_rejected(resume: str, config: dict[str, A
         for key, value in changes.items():
             section, _, name = key.partition(".")
             other[section] = other[section] | {name: value} if name else value
-        [mistake] = check_resumed(resolved(other, tmp_path))
+        typed = [f"{key}=" for key in (*changes, *(f"{key}._target_" for key in ("model", "adapter", "tokenizer")))]
+        [mistake] = check_resumed(replace(resolved(other, tmp_path), typed=typed))
         assert mistake.reason == reason
         assert mistake.setting.startswith(f"resume={named} ")
         assert ", or resume=null to " in mistake.fix
-        [mistake] = check_resumed(resolved(other | {"mode": EVALUATE}, tmp_path))
+        [mistake] = check_resumed(replace(resolved(other | {"mode": EVALUATE}, tmp_path), typed=typed))
         assert re.fullmatch("the same command without [a-z_.]+=?", mistake.fix), "nothing is trained"
     # what leaves the meaning of the weights as it is
     regularized = resumed | {"model": config["model"] | {"dropout": 0.1}, "tokenizer": {}}
