@@ -58,6 +58,7 @@ _LONGEST = (
     "recipes/entry/test_torchrun_restart.py",
 )
 
+_SLOW = [line for line in (Path(__file__).parent / "slow.txt").read_text().splitlines() if not line.startswith("#")]
 _HEAVY = {line for line in (Path(__file__).parent / "heavy.txt").read_text().splitlines() if not line.startswith("#")}
 
 
@@ -72,6 +73,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("processes")
         if item.path.relative_to(tests).as_posix() in _HEAVY:
             item.add_marker("heavy")
+        listed = [line for line in _SLOW if item.nodeid.startswith(line.removeprefix("+ "))]
+        if listed and not listed[-1].startswith("+"):
+            item.add_marker("slow")
     longest = [tests / name for name in _LONGEST]
     items.sort(key=lambda item: longest.index(item.path) if item.path in longest else len(longest))
 

@@ -117,3 +117,11 @@ def test_private_modules_of_torch_are_imported_in_one_file() -> None:
         if private.search(path.read_text())
     ]
     assert found == ["recipes/torch_internals.py"]
+
+
+def test_every_slow_test_is_there() -> None:
+    """A line of slow.txt that names nothing would hide that a test has come back to `make test`."""
+    lines = [line for line in (ROOT / "tests/slow.txt").read_text().splitlines() if not line.startswith("#")]
+    for line in lines:
+        file, _, name = line.removeprefix("+ ").partition("[")[0].partition("::")
+        assert f"def {name}" in (ROOT / file).read_text(), line
