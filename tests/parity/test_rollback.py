@@ -11,26 +11,16 @@ from recipes.config.check.strategy import has_libaio
 
 AT, TO, STEPS = (21, 10, 24) if IS_LONG else (9, 4, 11)  # at least 5 steps are executed twice
 WORKER = Path(__file__).parent / "rollback_ranks.py"
-ALONE = [
-    "recipe=single_fp32",
-    "recipe=single_bf16",
-    "recipe=single_fp16",
-    "recipe=single_fp32 optimizer=sgd",
-]
+ALONE = ["recipe=single_fp32", "recipe=single_fp16"]
 ON_TWO = [
     "recipe=ddp_fp32",
-    "recipe=ddp_fp16",
     "recipe=fsdp_bf16",
     "recipe=fsdp_bf16_offload",
     "recipe=zero2_fp16",
-    "recipe=zero2_bf16_offload",
-    "recipe=zero3_bf16",
     "recipe=zero3_fp16_offload",
     "recipe=ddp_fp32 callbacks.loss_spike.snapshot_storage=disk",
     "recipe=fsdp_bf16 optimizer=muon ema_decay=0.9",
-    "recipe=fsdp_bf16 optimizer=adafactor",
     "recipe=fsdp_bf16 adapter=lora",
-    "recipe=zero3_bf16 adapter=lora",
     "recipe=fsdp_bf16 adapter=qlora model.hidden_size=64",
     "recipe=tp_bf16",
     "recipe=cp_bf16 strategy=ddp",
@@ -39,8 +29,15 @@ ON_TWO = [
 ]
 ON_FOUR = ["recipe=fsdp_tp_pp_bf16 trainer.accumulate_grad_batches=null micro_batch_size=4"]
 if IS_LONG:
-    ON_TWO += ["recipe=fsdp_fp16", "recipe=zero1_bf16", "strategy=deepspeed_stage_2 precision=bf16-true"]
-    ON_TWO += ["recipe=zero3_bf16 optimizer=lion"]
+    ALONE += ["recipe=single_bf16", "recipe=single_fp32 optimizer=sgd"]
+    ON_TWO += ["recipe=ddp_fp16", "recipe=zero2_bf16_offload", "recipe=zero3_bf16", "recipe=zero3_bf16 adapter=lora"]
+    ON_TWO += [
+        "recipe=fsdp_bf16 optimizer=adafactor",
+        "recipe=fsdp_fp16",
+        "recipe=zero1_bf16",
+        "strategy=deepspeed_stage_2 precision=bf16-true",
+        "recipe=zero3_bf16 optimizer=lion",
+    ]
     ON_TWO += ["recipe=zero3_bf16_nvme"] if has_libaio() else []
 
 

@@ -15,7 +15,7 @@ def _add(name: str, strategy: str, *more: str, precision: str = "bf16-mixed", mo
     ON_TWO[name] = made | {"overrides": [*made["overrides"], *more]}
 
 
-IN_CHUNKS = ["ddp", "fsdp", "ZeRO-2, offload", "ZeRO-3", *(["hsdp", "ZeRO-1"] if IS_LONG else [])]
+IN_CHUNKS = ["ddp", "fsdp", "ZeRO-3", *(["hsdp", "ZeRO-1", "ZeRO-2, offload"] if IS_LONG else [])]
 for _strategy in IN_CHUNKS:
     _add(f"{_strategy}, chunks", _strategy, CHUNKS)
     _add(f"{_strategy}, all logits", _strategy, "loss_chunk_tokens=null")
@@ -24,7 +24,7 @@ _add("16-mixed, all logits", "fsdp", "loss_chunk_tokens=null", precision="16-mix
 _add("32-true, chunks", "ddp", CHUNKS, precision="32-true")
 _add("32-true, all logits", "ddp", "loss_chunk_tokens=null", precision="32-true")
 _BUDGET = ["activation_checkpoint=memory_budget", "activation_checkpoint.memory_budget=0.3"]
-COMPILED = ["ddp", "fsdp", "ZeRO-3", *(["ZeRO-1", "ZeRO-2"] if IS_LONG else [])]
+COMPILED = ["fsdp", "ZeRO-3", *(["ddp", "ZeRO-1", "ZeRO-2"] if IS_LONG else [])]
 for _strategy in COMPILED:
     _add(f"{_strategy}, eager", _strategy, precision="32-true")
     _add(f"{_strategy}, compiled", _strategy, "compile=true", precision="32-true")
