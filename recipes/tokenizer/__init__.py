@@ -276,9 +276,9 @@ class Tokenizer:
         raise ConfigError(
             f"model.vocab_size={num_ids}",
             f"the tokenizer has {self.vocab_size} tokens",
-            f"with model=huggingface, model.name=<the model after resize_token_embeddings({self.vocab_size}) of"
-            " transformers>; with model.pretrained, the tokenizer of those weights; else"
-            f" model.vocab_size={self.vocab_size}",
+            f"model.vocab_size={self.vocab_size} for a model of random weights; with model.pretrained, the tokenizer of"
+            " those weights; with model=huggingface,"
+            f" model.name=<the model after resize_token_embeddings({self.vocab_size}) of transformers>",
         )
 
     def shares_vocabulary(self, folder: Path) -> bool:

@@ -77,7 +77,7 @@ def test_a_run_with_hostile_files_is_compared_with_the_others(file: str, content
     ("content", "reason"),
     [
         (b"", "is empty"),
-        (b"\xff\xfe\x00\x80" * 200, "has no column 'step' in its header"),
+        (b"\xff\xfe\x00\x80" * 200, "is not a text file"),
         (b"place,train/loss\n1,2.0\n", "has no column 'step' in its header ['place', 'train/loss']"),
         (b"step,train/loss\n1,2.0\n2," + b"9" * 200_000 + b"\n", "line 3: field larger than field limit"),
         (b"step,train/loss\n\x002,1\nx,2\n\x00\n", "3 of its 3 rows are cut or have no step"),
