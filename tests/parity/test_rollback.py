@@ -14,6 +14,7 @@ WORKER = Path(__file__).parent / "rollback_ranks.py"
 ALONE = ["recipe=single_fp32", "recipe=single_fp16"]
 ON_TWO = [
     "recipe=ddp_fp32",
+    "recipe=ddp_fp16",
     "recipe=fsdp_bf16",
     "recipe=fsdp_bf16_offload",
     "recipe=zero2_fp16",
@@ -30,7 +31,7 @@ ON_TWO = [
 ON_FOUR = ["recipe=fsdp_tp_pp_bf16 trainer.accumulate_grad_batches=null micro_batch_size=4"]
 if IS_LONG:
     ALONE += ["recipe=single_bf16", "recipe=single_fp32 optimizer=sgd"]
-    ON_TWO += ["recipe=ddp_fp16", "recipe=zero2_bf16_offload", "recipe=zero3_bf16", "recipe=zero3_bf16 adapter=lora"]
+    ON_TWO += ["recipe=zero2_bf16_offload", "recipe=zero3_bf16", "recipe=zero3_bf16 adapter=lora"]
     ON_TWO += [
         "recipe=fsdp_bf16 optimizer=adafactor",
         "recipe=fsdp_fp16",
