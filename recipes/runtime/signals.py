@@ -315,13 +315,17 @@ def _end_if_stuck(now: float) -> None:
         return
     if is_start:
         _end(NOT_STARTED.format(by), ExitCode.PREEMPTED)
-    if _REQUEST.is_stoppable and _REQUEST.stop_waiting is not None:
-        if _REQUEST.gives_up_at is None or _REQUEST.gives_up_at < wait.since:
-            _REQUEST.gives_up_at = now
-            # also interrupts a system call; the handler raises `_StopWaiting`
-            signal.pthread_kill(threading.main_thread().ident or 0, number)
-        if now - _REQUEST.gives_up_at <= _START_SECONDS:
+    gives_up_at = _REQUEST.gives_up_at
+    if gives_up_at is not None and gives_up_at >= wait.since:
+        # the main thread is on its way out of this wait: it is no longer stoppable once its handler has raised, and
+        # the signal by which it was interrupted has also woken this thread
+        if now - gives_up_at <= _START_SECONDS:
             return
+    elif _REQUEST.is_stoppable and _REQUEST.stop_waiting is not None:
+        _REQUEST.gives_up_at = now
+        # also interrupts a system call; the handler raises `_StopWaiting`
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
+        return
     _end(f"Stopped by {by} while waiting for {wait.what}, {wait.outcome}", wait.exit_code)
 
 

@@ -265,6 +265,29 @@ def test_a_signal_asks_for_a_stop_and_a_wait_is_given_up_only_after_its_limit() 
         assert len(asked) == 1
 
 
+def test_a_wait_that_is_given_up_may_take_its_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that ended it is woken by its own signal, and must not end the process while frames are left."""
+    ended: list[str] = []
+    monkeypatch.setattr(signals, "_end", lambda line, exit_code: ended.append(line))
+
+    def stop_waiting() -> None:
+        raise signals.Preempted("SIGTERM", step=3, saved=True)
+
+    def wait_and_leave_slowly() -> None:
+        try:
+            time.sleep(20)
+        finally:
+            time.sleep(0.5)
+
+    with signals.listening():
+        signals.set_handler(lambda: None, stop_waiting=stop_waiting, wait_seconds=0.2)
+        signals.mark_step()
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(signals.Preempted), signals.waiting("a batch that never comes", stops=True):
+            wait_and_leave_slowly()
+    assert ended == []
+
+
 WAITS = """
 import hashlib, os, signal, sys, threading, time
 from recipes.runtime import signals
