@@ -223,7 +223,8 @@ def test_a_bad_batch_is_described_by_file_and_line(tmp_path: Path) -> None:
         ),
         (
             {"vocab_size": 200},
-            r"vocab_size=200: the tokenizer has 257 .*; type with model=huggingface, .*\(257\) .*; else model\.vocab",
+            r"model.vocab_size=200: the tokenizer has 257 tokens; type model.vocab_size=257 .*; with model=huggingface,"
+            r" model.name=<the model after resize_token_embeddings\(257\) of transformers>",
         ),
         ({"rows": []}, "data.path=/.*/rows.jsonl: it has no rows; type data.path=<rows with answers>$"),
         (
