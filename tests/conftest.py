@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,13 @@ _LONGEST = (
     "recipes/entry/test_torchrun_restart.py",
 )
 
-_SLOW = [line for line in (Path(__file__).parent / "slow.txt").read_text().splitlines() if not line.startswith("#")]
+# [beginning of an id, every how many of those cases stays in `make test`; 0 if none does]
+_SLOW = [
+    (line.removeprefix(first).strip(), {"+": 1, "-": 0}.get(first) or int(first.partition("/")[2] or 0))
+    for line in (Path(__file__).parent / "slow.txt").read_text().splitlines()
+    if not line.startswith("#")
+    for first in line.split(" ", 1)[:1]
+]
 _HEAVY = {line for line in (Path(__file__).parent / "heavy.txt").read_text().splitlines() if not line.startswith("#")}
 
 
@@ -66,6 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that `make test-fast` excludes, and run the longest files first."""
     tests = Path(__file__).parent
     starts: dict[Path, bool] = {}
+    num_listed: Counter[int] = Counter()
     for item in items:
         if item.path not in starts:
             starts[item.path] = bool(_STARTS_PROCESSES.search(item.path.read_text()))
@@ -73,9 +81,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("processes")
         if item.path.relative_to(tests).as_posix() in _HEAVY:
             item.add_marker("heavy")
-        listed = [line for line in _SLOW if item.nodeid.startswith(line.removeprefix("+ "))]
-        if listed and not listed[-1].startswith("+"):
-            item.add_marker("slow")
+        listed = [number for number, (start, _) in enumerate(_SLOW) if item.nodeid.startswith(start)]
+        if listed:
+            every = _SLOW[listed[-1]][1]
+            if not every or num_listed[listed[-1]] % every:
+                item.add_marker("slow")
+            num_listed[listed[-1]] += 1
     longest = [tests / name for name in _LONGEST]
     items.sort(key=lambda item: longest.index(item.path) if item.path in longest else len(longest))
 

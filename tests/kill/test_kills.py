@@ -14,11 +14,11 @@ pytestmark = pytest.mark.fresh_python  # the command's ranks are found as its ch
 SEED = 1
 # kills of each case, and how many of them hit the real command
 KILLS = {
-    "single": (10, 1),
-    "single 16-mixed": (5, 0),
-    "ddp": (4, 0),
-    "fsdp": (3, 0),
-    "deepspeed_stage_2": (3, 0),
+    "single": (4, 1),
+    "single 16-mixed": (2, 0),
+    "ddp": (1, 0),
+    "fsdp": (2, 0),
+    "deepspeed_stage_2": (1, 0),
 }
 SLOW = "pp2 x tp2"  # four ranks on two cores
 
@@ -42,12 +42,8 @@ def long_killer(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Kil
     return Killer(tmp_path_factory.mktemp("long_kills"), zygote, seed=SEED + 1)
 
 
-def test_there_are_twenty_five_kills() -> None:
-    assert sum(kills for kills, _ in KILLS.values()) == 25
-
-
 @pytest.mark.parametrize("name", KILLS)
-def test_twenty_five_kills_lose_no_checkpoint_and_no_bit(name: str, killer: Killer) -> None:
+def test_ten_kills_lose_no_checkpoint_and_no_bit(name: str, killer: Killer) -> None:
     num_kills, num_by_command = KILLS[name]
     _kill(killer, name, num_kills, num_by_command=num_by_command)
 

@@ -55,6 +55,11 @@ MODELS: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 
 
+def shortened(cases: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Return the named cases, which cover every code path once; all of them in `make test-long`."""
+    return cases if IS_LONG else {name: cases[name] for name in names}
+
+
 def case(model: str, *, strategy: list[str], precision: str, accumulate: int, world_size: int) -> dict[str, Any]:
     """Return a variant of the experiment: its overrides, and the data node that replaces the composed one."""
     overrides, data = MODELS[model]

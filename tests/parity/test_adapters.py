@@ -13,16 +13,15 @@ from recipes.checkpoint.saved_tensor import open_tensors
 RESUME = Path(__file__).parent / "resume_ranks.py"
 # each way in which engines hold frozen weights; ZeRO-3 partitions them, and DoRA would have to read them
 SHORT = {
-    "lora": ("ddp", "fsdp", "ZeRO-2, offload", "ZeRO-3"),
+    "lora": ("fsdp", "ZeRO-3"),
     "dora": ("fsdp",),
-    "ia3": ("fsdp",),
-    "qlora": ("ddp", "fsdp"),
+    "qlora": ("fsdp",),
 }
 LONG = {
-    "lora": ("fsdp, cpu offload", "ZeRO-1"),
+    "lora": ("ddp", "fsdp, cpu offload", "ZeRO-1", "ZeRO-2, offload"),
     "dora": ("ddp",),
-    "ia3": ("ZeRO-3",),
-    "qlora": ("fsdp, cpu offload", "hsdp"),
+    "ia3": ("fsdp", "ZeRO-3"),
+    "qlora": ("ddp", "fsdp, cpu offload", "hsdp"),
 }
 ON_TWO = {
     f"{adapter}, {name}": (adapter, name)
@@ -32,11 +31,9 @@ ON_TWO = {
 }
 ON_ONE = {f"{adapter}, 1": (adapter, "single") for adapter in ("lora", "dora", "ia3", "qlora")}
 RESUMED = [
-    "lora, ddp",
-    "lora, fsdp",
     "lora, ZeRO-3",
     "qlora, fsdp",
-    *(["lora, ZeRO-2, offload", "dora, fsdp", "qlora, ddp"] if IS_LONG else []),
+    *(["lora, ddp", "lora, fsdp", "lora, ZeRO-2, offload", "dora, fsdp", "qlora, ddp"] if IS_LONG else []),
 ]
 # NF4 takes layers whose inputs divide into blocks of 64
 WIDER = ["model.hidden_size=64", "model.ffn_hidden_size=128"]

@@ -9,11 +9,9 @@ from ranks import run_on_ranks
 
 WORKER = Path(__file__).parent / "fault_ranks.py"
 ENGINES = [
-    "ddp",
     "fsdp",
-    "deepspeed_stage_2",
     "deepspeed_stage_3",
-    *(["deepspeed_stage_1", "deepspeed_stage_2_offload"] if IS_LONG else []),
+    *(["ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_2_offload"] if IS_LONG else []),
 ]
 # One run meets these, two steps apart; the two micro-batches of a step differ in whether the fault is in them.
 SKIPPED = {"inputs": 12, "nan_batch": 14, "inf_gradient": 16}  # counted from 0; rows and events count completed steps

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cases import memory_case
+from cases import IS_LONG, memory_case
 from held_bytes import bytes_per_parameter
 
-ENGINES = ["ddp", "fsdp", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
+ENGINES = ["fsdp", "ZeRO-1", "ZeRO-2", *(["ddp", "ZeRO-3"] if IS_LONG else [])]
 CASES = {name: memory_case(name, world_size=2, num_layers=2) for name in ENGINES}
 # bytes per parameter: DeepSpeed's communication bucket holds at most an eighth of the model
 BUCKET = 4 / 8

@@ -4,18 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import DECODER
+from cases import DECODER, IS_LONG
 from ranks import run_on_ranks
 
 WORKER = Path(__file__).parent / "host_sync_ranks.py"
 LOG_EVERY = 5
-ENGINES = ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
-COMPILED = [
-    *("ddp", "fsdp", "ddp, bf16-mixed", "fsdp, bf16-mixed"),
-    *("ddp, activation_checkpoint=selective", "fsdp, activation_checkpoint=selective"),
-    "fsdp, activation_checkpoint=full",
-    "deepspeed_stage_3",
-]
+ENGINES = ["ddp", "fsdp", "deepspeed_stage_3", *(["deepspeed_stage_1", "deepspeed_stage_2"] if IS_LONG else [])]
+COMPILED = ["ddp, bf16-mixed", "fsdp, activation_checkpoint=selective", "deepspeed_stage_3"]
+if IS_LONG:
+    COMPILED += ["ddp", "fsdp", "fsdp, bf16-mixed"]
+    COMPILED += ["ddp, activation_checkpoint=selective", "fsdp, activation_checkpoint=full"]
 # on a GPU neither runs: a fused optimizer reads the flag there, and the reader copies beside the computation
 ONLY_ON_A_CPU = {"recipes/strategy/__init__.py: skip_step", "callbacks/loss_spike/reader.py: exchange"}
 # DeepSpeed 0.19.8 checks the norm on the host before each update, and the guard decides there whether to skip it

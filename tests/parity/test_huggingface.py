@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from cases import COMMON, GLOBAL_BATCH_SIZE, IS_LONG, NUM_STEPS, STRATEGIES, TOKENS, largest_difference
+from cases import COMMON, GLOBAL_BATCH_SIZE, IS_LONG, NUM_STEPS, STRATEGIES, TOKENS, largest_difference, shortened
 from support import MaskedTokens
 
 from recipes.data.order import ShuffledOrder
@@ -69,6 +69,9 @@ ON_ONE |= {f"{kind}, eager": (kind, "single", "eager") for kind in OTHERS if IS_
 # of the others one strategy here, and the rest in `make test-long`
 _LONG_TOO = ("fsdp", "ZeRO-3") if IS_LONG else ("fsdp",)
 ON_TWO |= {f"{kind}, {name}": (kind, name, "eager") for kind in OTHERS for name in _LONG_TOO}
+ON_TWO = shortened(
+    ON_TWO, "llama, ZeRO-3", "gpt2, ddp", "gpt2, fsdp", *(f"{kind}, fsdp" for kind in ("qwen3", "gemma2", "gemma3"))
+)
 MORE = {"eager": [], "recomputed": ["activation_checkpoint=selective"], "all logits": ["loss_chunk_tokens=null"]}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import ENGINES, IS_LONG, NUM_STEPS, case, largest_difference, mixed_case, packed_case
+from cases import ENGINES, IS_LONG, NUM_STEPS, case, largest_difference, mixed_case, packed_case, shortened
 
 from recipes.model.gpt2 import GPT2
 from recipes.model.weights.huggingface import export_pretrained
@@ -34,6 +34,7 @@ SINGLE = {
     "averaged": _case("single", *AVERAGED, accumulate=1, world_size=1),
     "smoothed": _case("single", *SMOOTHED, accumulate=1, world_size=1),
 }
+SINGLE = shortened(SINGLE, "gpt2", "untied", "llama", "smoothed")
 TWO = {
     "gpt2, tp2 x1": _case("tp2", accumulate=1),
     "gpt2, tp2 x4": _case("tp2"),
@@ -51,6 +52,11 @@ TWO = {
     "averaged, pp2 x2": _case("pp2", *AVERAGED, accumulate=2),
     "deep, pp2, zero bubble x4": _case("pp2, zero bubble", DEEP),
 }
+TWO = shortened(
+    TWO,
+    *("gpt2, tp2 x4", "untied, tp2, whole sequence x2", "smoothed, tp2 x2", "gpt2, cp2, ddp x4"),
+    *("gpt2, cp2, ZeRO-3 x2", "gpt2, pp2 x4", "untied, pp2, interleaved x4", "llama, pp2, zero bubble x4"),
+)
 MORE = {
     "gpt2, pp2, zero bubble x1": _case("pp2, zero bubble", accumulate=1),
     "gpt2, pp2, zero bubble x4": _case("pp2, zero bubble"),
@@ -73,6 +79,7 @@ FOUR = {
     "gpt2, tp2, cp2 x2": _case("tp2, cp2", accumulate=2, world_size=4),  # one head a rank: keys are gathered
     "llama, pp2, tp2 x2": _case("pp2, tp2", KEY_VALUE_HEADS, model="llama", accumulate=2, world_size=4),
 }
+FOUR = shortened(FOUR, "gpt2, tp2, cp2 x2", "llama, pp2, tp2 x2")
 MORE_ON_FOUR = {
     "gpt2, tp2, two replicas x4": _case("tp2, two replicas", world_size=4),
     "gpt2, pp2 of 4 x2": _case("pp2", accumulate=2, world_size=4),
@@ -129,7 +136,7 @@ def test_rows_of_several_documents_are_learned_and_answered_as_on_one_device(
     folder = str(tmp_path_factory.mktemp("cache"))
     cases = {
         name: packed_case(name, LAYERS, world_size=2, cache_dir=folder)
-        for name in ("tp2", "cp2, fsdp", "pp2", *(("cp2, ZeRO-3", "tp2, whole sequence") if IS_LONG else ()))
+        for name in ("cp2, fsdp", "pp2", *(("tp2", "cp2, ZeRO-3", "tp2, whole sequence") if IS_LONG else ()))
     }
     alone = {"single": packed_case("single", LAYERS, world_size=1, cache_dir=folder)}
     reference = rows("mesh packed alone", alone, "single", world_size=1)
@@ -143,7 +150,8 @@ def test_losses_and_tokens_of_each_source_of_a_mixture_are_those_of_one_device(
     rows: Rows, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = str(tmp_path_factory.mktemp("cache"))
-    cases = {name: mixed_case(name, world_size=2) for name in ("tp2", "cp2, ddp", "pp2")}
+    names = ("tp2", "pp2", *(("cp2, ddp",) if IS_LONG else ()))
+    cases = {name: mixed_case(name, world_size=2) for name in names}
     alone = {"single": mixed_case("single", world_size=1)}
     for made in (*cases.values(), *alone.values()):
         made["overrides"].append(LAYERS)

@@ -53,7 +53,7 @@ else:
     PAIRS = [("schedule_free", "zero bubble", target) for target in ("zero bubble", "single")]
     PAIRS += [("muon", "zero bubble", "zero bubble")]
     PAIRS += [("adafactor", "1F1B", "1F1B"), ("keeper", "1F1B", "single")]
-PAIRS += [("keeper", "1F1B", "1F1B"), ("keeper", "fsdp", "1F1B")]
+PAIRS += [("keeper", "fsdp", "1F1B"), *([("keeper", "1F1B", "1F1B")] if IS_LONG else [])]
 PAIRS += [("keeper by shard", "fsdp", "fsdp"), ("keeper by shard", "single", "single")]
 PAIRS += [("keeper by partition", engine, engine) for engine in ("ZeRO-1", "ZeRO-3")]
 REFUSED = [("keeper by shard", "fsdp", "single"), ("keeper by partition", "ZeRO-1", "fsdp")]

@@ -19,14 +19,16 @@ OPTIMIZERS = {
 }
 ON_TWO = [(optimizer, engine) for optimizer in OPTIMIZERS for engine in ("ddp", "fsdp")]
 ON_TWO += [("lion", engine) for engine in ("ZeRO-1", "ZeRO-2, offload", "ZeRO-3")]
+if not IS_LONG:
+    ON_TWO = [(optimizer, "fsdp") for optimizer in OPTIMIZERS] + [("lion", "ZeRO-3"), ("muon", "ddp")]
 # optimizer, engine that wrote the checkpoint, engine that resumes
 RESUMED = [("muon", "ddp", "ddp"), ("adamw_8bit", "fsdp", "fsdp"), ("muon", "single", "fsdp")]
 RESUMED += [("lion", "ZeRO-3", "ZeRO-3"), ("lion", "ZeRO-3", "fsdp")]
-ON_ONE = [("adamw_8bit", "fsdp"), ("lion", "ZeRO-2, offload"), ("adafactor", "fsdp")]
+ON_ONE = [("adamw_8bit", "fsdp"), ("adafactor", "fsdp")]
 if IS_LONG:  # test_optimizer_resume.py has these from a pipeline, which has the same shards
     RESUMED += [(optimizer, "fsdp", "fsdp") for optimizer in ("adafactor", "muon", "schedule_free")]
     RESUMED += [("adafactor", "single", "fsdp")]
-    ON_ONE += [("muon", "fsdp"), ("muon", "single")]
+    ON_ONE += [("muon", "fsdp"), ("muon", "single"), ("lion", "ZeRO-2, offload")]
 
 
 def make_case(optimizer: str, engine: str, *more: str, world_size: int) -> dict[str, Any]:

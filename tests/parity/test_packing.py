@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from cases import largest_difference, mixed_case, packed_case, with_cache_dir
+from cases import largest_difference, mixed_case, packed_case, shortened, with_cache_dir
 
 ON_ONE = {
     f"{model}, {accumulate}": packed_case("single", world_size=1, accumulate=accumulate, model=model)
@@ -17,6 +17,8 @@ ON_TWO = {
 }
 MIXED_ON_TWO = {f"mixture, {name}": mixed_case(name, world_size=2) for name in ("ddp", "fsdp", "ZeRO-3")}
 ON_TWO["llama, fsdp"] = packed_case("fsdp", world_size=2, model="llama")
+ON_TWO = shortened(ON_TWO, "ddp", "llama, fsdp", "ZeRO-3")
+MIXED_ON_TWO = shortened(MIXED_ON_TWO, "mixture, fsdp")
 
 
 @pytest.fixture(scope="session")

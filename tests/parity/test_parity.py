@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cases import ENGINES, MODELS, NUM_STEPS, STRATEGIES, case, largest_difference
+from cases import ENGINES, IS_LONG, MODELS, NUM_STEPS, STRATEGIES, case, largest_difference, shortened
 
 Rows = Callable[..., list[dict[str, float]]]
 
@@ -52,22 +52,17 @@ SINGLE = {
         for accumulate in (1, 2, 4, 8, 16)
     },
 }
-ALONE = _cases(["ddp", "fsdp", "ZeRO-1", "ZeRO-2", "ZeRO-3"], world_size=1, splits=[2])
+ALONE = shortened(
+    _cases(["ddp", "fsdp", "ZeRO-1", "ZeRO-2", "ZeRO-3"], world_size=1, splits=[2]), "fsdp x2", "ZeRO-3 x2"
+)
 TWO = _cases(ON_TWO, world_size=2, splits=SPLITS)
 # the splits where accumulation differs: DDP's no_sync, FSDP2's deferred reduce, DeepSpeed's own boundary; the engines
 # built on these once or twice. What is not in it runs in `make test-long`.
 TWO_SHORT = {
     name: TWO[name]
     for name in (
-        *(f"{engine} x{split}" for engine in ("ddp", "fsdp", "ZeRO-2") for split in (1, 4)),
-        *("fsdp, gradient sync per step x4", "fsdp, cpu offload x2", "ZeRO-2, offload x2"),
-        *(
-            "ZeRO-1 x1",
-            "ZeRO-1 x4",
-            "ZeRO-3 x1",
-            "ZeRO-3 x4",
-            "ZeRO-3, offload x2",
-        ),
+        *(f"{engine} x{split}" for engine in ("ddp", "fsdp", "ZeRO-1", "ZeRO-2", "ZeRO-3") for split in (1, 4)),
+        *("fsdp, cpu offload x2", "ZeRO-2, offload x2"),
     )
 }
 # kept in another way, each compared with the plain run of its engine. Both at once: products in host memory
@@ -75,12 +70,12 @@ _RECOMPUTED = ["activation_checkpoint=full"]
 _OFFLOADED = [f"activation_checkpoint{text}" for text in ("=selective", ".offload=true", ".offload_min_mib=0")]
 KEPT = {
     f"{engine} x1, {name}": TWO[f"{engine} x1"] | {"overrides": [*TWO[f"{engine} x1"]["overrides"], *overrides]}
-    for engine in ("ddp", "fsdp", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+    for engine in ("fsdp", "ZeRO-3", *(("ddp", "ZeRO-1", "ZeRO-2") if IS_LONG else ()))
     for name, overrides in (("recomputed", _RECOMPUTED), ("selective, offloaded", _OFFLOADED))
 }
 TWO_SHORT |= KEPT
 FOUR = _cases(["hsdp"], world_size=4, splits=SPLITS)
-FOUR_SHORT = {name: FOUR[name] for name in ("hsdp x1", "hsdp x4")}
+FOUR_SHORT = {name: FOUR[name] for name in ("hsdp x4",)}
 OTHER_MODELS = {
     f"{model}, {name}": _cases([name], model=model, world_size=2, splits=[1])[f"{name} x1"]
     for model in MODELS
@@ -93,14 +88,7 @@ SGD = {
     for base in _cases([name], world_size=2, splits=[2]).values()
 }
 OTHER_MODELS |= SGD
-OTHER_SHORT = {
-    name: OTHER_MODELS[name]
-    for name in (
-        *("llama, fsdp", "llama, ZeRO-3"),
-        *("resnet18, ddp", "resnet18, fsdp"),
-        *("sgd, ZeRO-1", "sgd, ZeRO-3, offload"),
-    )
-}
+OTHER_SHORT = {name: OTHER_MODELS[name] for name in (*("llama, fsdp", "resnet18, ddp", "sgd, ZeRO-3, offload"),)}
 SINGLE["sgd"] = SINGLE["single x1"] | {
     "overrides": [*SINGLE["single x1"]["overrides"], "optimizer=sgd", "optimizer.lr=0.1"]
 }
@@ -111,11 +99,7 @@ LOW = {
 }
 LOW_SHORT = {
     name: LOW[name]
-    for name in (
-        *("bf16-mixed, fsdp", "bf16-mixed, ZeRO-3"),
-        *("16-mixed, fsdp", "16-mixed, ZeRO-2, offload"),
-        *("bf16-mixed, tp2", "16-mixed, pp2"),
-    )
+    for name in (*("bf16-mixed, fsdp", "16-mixed, ZeRO-2, offload", "bf16-mixed, tp2", "16-mixed, pp2"),)
 }
 
 

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import COMMON, DECODER, TOKENS
+from cases import COMMON, DECODER, IS_LONG, TOKENS
 from ranks import run_on_ranks
 
 WORKER = Path(__file__).parent / "growth_ranks.py"
-ENGINES = ["deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
+ENGINES = ["deepspeed_stage_2", "deepspeed_stage_3", *(["deepspeed_stage_1"] if IS_LONG else [])]
 
 
 def _case(engine: str, world_size: int, *, as_upstream: bool) -> dict[str, Any]:

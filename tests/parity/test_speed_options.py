@@ -15,16 +15,17 @@ def _add(name: str, strategy: str, *more: str, precision: str = "bf16-mixed", mo
     ON_TWO[name] = made | {"overrides": [*made["overrides"], *more]}
 
 
-IN_CHUNKS = ["ddp", "fsdp", "ZeRO-3", *(["hsdp", "ZeRO-1", "ZeRO-2, offload"] if IS_LONG else [])]
+IN_CHUNKS = ["fsdp", "ZeRO-3", *(["ddp", "hsdp", "ZeRO-1", "ZeRO-2, offload"] if IS_LONG else [])]
 for _strategy in IN_CHUNKS:
     _add(f"{_strategy}, chunks", _strategy, CHUNKS)
     _add(f"{_strategy}, all logits", _strategy, "loss_chunk_tokens=null")
+_add("ddp, all logits", "ddp", "loss_chunk_tokens=null")
 _add("16-mixed, chunks", "fsdp", CHUNKS, precision="16-mixed")
 _add("16-mixed, all logits", "fsdp", "loss_chunk_tokens=null", precision="16-mixed")
 _add("32-true, chunks", "ddp", CHUNKS, precision="32-true")
 _add("32-true, all logits", "ddp", "loss_chunk_tokens=null", precision="32-true")
 _BUDGET = ["activation_checkpoint=memory_budget", "activation_checkpoint.memory_budget=0.3"]
-COMPILED = ["fsdp", "ZeRO-3", *(["ddp", "ZeRO-1", "ZeRO-2"] if IS_LONG else [])]
+COMPILED = ["fsdp", *(["ZeRO-3", "ddp", "ZeRO-1", "ZeRO-2"] if IS_LONG else [])]
 for _strategy in COMPILED:
     _add(f"{_strategy}, eager", _strategy, precision="32-true")
     _add(f"{_strategy}, compiled", _strategy, "compile=true", precision="32-true")
@@ -39,11 +40,12 @@ for _scaling in ("tensorwise", "rowwise"):
         _add(f"{_scaling}, {_strategy}", _strategy, *FLOAT8, f"precision.scaling={_scaling}", precision="fp8-mixed")
 
 
-for _precision in ("bf16-mixed", "16-mixed"):
-    for _strategy in ("ZeRO-3", "ZeRO-3, offload"):
-        _add(f"{_precision}, {_strategy}", _strategy, precision=_precision)
-        _add(f"{_precision}, {_strategy}, float32 gathered", _strategy, precision=_precision)
-        ON_TWO[f"{_precision}, {_strategy}, float32 gathered"]["gathers_in_float32"] = True
+GATHERED = [("bf16-mixed", "ZeRO-3"), ("16-mixed", "ZeRO-3, offload")]
+GATHERED += [("bf16-mixed", "ZeRO-3, offload"), ("16-mixed", "ZeRO-3")] if IS_LONG else []
+for _precision, _strategy in GATHERED:
+    _add(f"{_precision}, {_strategy}", _strategy, precision=_precision)
+    _add(f"{_precision}, {_strategy}, float32 gathered", _strategy, precision=_precision)
+    ON_TWO[f"{_precision}, {_strategy}, float32 gathered"]["gathers_in_float32"] = True
 
 
 @pytest.fixture
@@ -88,8 +90,7 @@ def test_weights_that_stay_gathered_change_no_bit(on_two: Any) -> None:
     assert difference == {"train/loss": 0.0, "grad/norm": 0.0}
 
 
-@pytest.mark.parametrize("strategy", ["ZeRO-3", "ZeRO-3, offload"])
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize(("precision", "strategy"), GATHERED)
 def test_weights_gathered_in_the_compute_dtype_change_no_bit(precision: str, strategy: str, on_two: Any) -> None:
     rows, others = (on_two(f"{precision}, {strategy}{more}") for more in ("", ", float32 gathered"))
     assert largest_difference(rows, others) == {"train/loss": 0.0, "grad/norm": 0.0}

@@ -11,8 +11,8 @@ from ranks import run_on_ranks
 from support import ROOT, TINY, write_texts
 
 WORKER = Path(__file__).parent / "trial_ranks.py"
-QUICK = ["ddp", "fsdp", "deepspeed_stage_2"]
-LONG = ["hsdp", "deepspeed_stage_1", "deepspeed_stage_3", "deepspeed_stage_2_offload"]
+QUICK = ["fsdp", "deepspeed_stage_2"]
+LONG = ["ddp", "hsdp", "deepspeed_stage_1", "deepspeed_stage_3", "deepspeed_stage_2_offload"]
 ENGINES = [*QUICK, *(pytest.param(engine, marks=pytest.mark.slow) for engine in LONG)]
 SHOW_GRADIENTS = ("ddp", "fsdp", "hsdp")
 HIDE_GRADIENTS = [
@@ -69,7 +69,7 @@ def test_the_range_test_is_that_of_one_device(engine: str, find: Callable[[str],
     assert 1e-4 < expected["steepest"] <= expected["lowest"] < expected["diverges"]
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp", pytest.param("hsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["fsdp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ddp", "hsdp"))])
 def test_the_noise_scale_is_that_of_one_device(engine: str, find: Callable[[str], dict[str, Any]]) -> None:
     found, expected = (find(name)["noise_scale"]["windows"] for name in (engine, "single"))
     for key in ("signal", "noise"):

@@ -29,19 +29,15 @@ WORKSPACES = 0.12
 RUN = [
     "gpt2, every second block recomputed",
     "gpt2, bf16-mixed, recomputed, 2 micro-batches",
-    "gpt2, 16-mixed",
-    "gpt2, batch 1, Adafactor",
     "resnet18",
-    "ddp, bf16-mixed, 2 micro-batches",
-    "fsdp, activations offloaded",
     "fsdp, llama, bf16-mixed, tensor, recomputed",
-    "fsdp, experts divided",
-    "ZeRO-1, batch 2",
     "ZeRO-3",
 ]
 if "LONG_TESTS" in os.environ:  # set by `make test-long`
     RUN += ["gpt2, 12 layers, selective, offloaded", "gpt2, batch 1, Lion", "llama", "fsdp", "fsdp, tensor"]
-    RUN += ["fsdp, context", "ZeRO-2, 2 micro-batches"]
+    RUN += ["fsdp, context", "ZeRO-2, 2 micro-batches", "gpt2, 16-mixed", "gpt2, batch 1, Adafactor"]
+    RUN += ["ddp, bf16-mixed, 2 micro-batches", "fsdp, activations offloaded", "fsdp, experts divided"]
+    RUN += ["ZeRO-1, batch 2"]
 
 
 # products in half precision are emulated where a CPU has no instructions for them, ten times as slow as in float32
