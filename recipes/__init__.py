@@ -4,7 +4,7 @@ Layers: L3 composes, L2 are Lightning components, L1 is arithmetic and torch; a 
 
 config/                   L3  command line -> one checked, frozen config; without torch and Lightning
 entry/                    L3  checked config -> running processes and their exit codes
-build.py                  L3  the only file that instantiates: config -> task, data and Trainer
+build.py                  L3  instantiates a run: config -> task, data and Trainer
 mode/                     L3  one file per mode=, such as fit, evaluate, export, plan, preflight, lr_find
 sweep/                    L3  which jobs a sweep runs: -m, Optuna studies, W&B sweeps
 launcher/                 L3  where sweep jobs run: this machine or SLURM

@@ -239,7 +239,7 @@ def build_task(resolved: ResolvedRun, precision: Precision) -> TrainingTask:
         clipping=make(config["clipping"]),
         ema_decay=config["ema_decay"],
         label_smoothing=config["label_smoothing"],
-        z_loss=config["z_loss"],
+        z_loss=resolved.z_loss,
         seed=resolved.seed,
         metrics=_build_metrics(config),
     )

@@ -33,8 +33,8 @@ class GradNormMonitor(Callback):
     If the strategy is a `KeepsGradNorm`, its norm is logged. Otherwise the norm is computed in
     `on_before_optimizer_step`: at logged steps, and at every step if `trainer.gradient_clip_val` clips by norm. A
     module with several optimizers logs `grad/norm/optimizer_0`, `grad/norm/optimizer_1` and so on instead of
-    `grad/norm`, for those that stepped in the logged batch. Under FSDP1 and DeepSpeed, which do not expose their
-    sharded gradients, no norm is logged: the norm of one rank's shard is not the global norm.
+    `grad/norm`, for those that stepped in the logged batch. Under Lightning's own FSDP1 and DeepSpeed strategies, which
+    do not expose their sharded gradients, no norm is logged: the norm of one rank's shard is not the global norm.
 
     `grad/clipped_fraction` is the fraction of optimizer steps since the last row whose norm exceeded
     `trainer.gradient_clip_val`, counted on the device. A threshold that changes from step to step is read from the
@@ -102,6 +102,7 @@ class GradNormMonitor(Callback):
             return
         if self._hides_gradients:
             return
+        # a strategy clips after this hook: what it holds now is the norm of the step before, proof that it keeps one
         is_kept = self._keeper is not None and self._keeper.grad_norm is not None
         if is_kept and not self._per_block:
             return

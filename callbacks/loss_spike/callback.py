@@ -41,7 +41,8 @@ class LossSpikeRollback(Callback):
     clipping has replaced NaN, the step is applied.) With `action="skip"`, outliers are skipped as well. With
     `action="rollback"`, too many outliers within a window, or a loss that drifts upward, roll the run back to a
     snapshot whose quarantine has passed; a second rollback within the cooldown also lowers the learning rate
-    temporarily, and after `max_rollbacks` in a row the run stops. Logs `spike/score`, `skipped_steps`, `rollbacks`.
+    temporarily, and after `max_rollbacks` in a row the run stops. Logs `spike/score`, `spike/skipped_steps` and
+    `spike/rollbacks`.
 
     By default, finite outliers are applied with a warning, since a bad batch looks like a loss term being switched on.
     The default `min_rise` also requires them to be far above everything seen in the run, so that hard batches, warm

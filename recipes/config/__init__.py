@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from recipes.config.check import check_config
-from recipes.config.check.command_line import compose_overrides
+from recipes.config.check.command_line import compose_typed
 from recipes.config.check.origin import check_origin
 from recipes.config.check.sections import find_missing_groups, is_of_file
 from recipes.config.compose import CONF
@@ -29,7 +29,7 @@ def compose_and_check(
         The run, None if it cannot be composed; and the errors.
     """
     run = None
-    composed, mistakes = compose_overrides(overrides, config_folder=config_folder, config_name=config_name)
+    composed, mistakes = compose_typed(overrides, config_folder=config_folder, config_name=config_name)
     if composed is not None:
         if missing := find_missing_groups(composed.config):
             return None, [*mistakes, _explain_part(config_folder, config_name, missing)]

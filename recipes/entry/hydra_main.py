@@ -153,7 +153,7 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int], override
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from recipes.config.check.command_line import compose_overrides
+    from recipes.config.check.command_line import compose_typed
     from recipes.config.check.composition_errors import explain_broken_file, explain_plugin, explain_typed
     from recipes.config.compose import register_resolvers
     from recipes.config.search_path import listing_own_options, select_search_path
@@ -188,7 +188,7 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int], override
         named = find_mistake(error) or explain_typed(error, overrides) or explain_plugin(error, overrides)
         mistakes = [named] if named else []
         if overrides and not named:
-            _, mistakes = compose_overrides(overrides, config_folder=folder, config_name=name)
+            _, mistakes = compose_typed(overrides, config_folder=folder, config_name=name)
         print(format_report(mistakes or [explain_broken_file(error, folder, overrides)]), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
     except BrokenPipeError:  # `--help | head` has seen enough

@@ -11,7 +11,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 
 from recipes.config import compose_and_check
-from recipes.config.check.command_line import compose_overrides
+from recipes.config.check.command_line import compose_typed
 from recipes.config.compose import CONF, Composed
 from recipes.config.overrides import make_override, parse_override
 from recipes.config.resolved import ResolvedRun, resolve
@@ -147,7 +147,7 @@ def _check_trial(resolved: ResolvedRun, overrides: list[str]) -> tuple[Composed 
 
 
 def _compose_trial(resolved: ResolvedRun, overrides: list[str]) -> tuple[Composed | None, list[ConfigError]]:
-    return compose_overrides(overrides, config_folder=Path(resolved.config_folder), config_name=resolved.config_name)
+    return compose_typed(overrides, config_folder=Path(resolved.config_folder), config_name=resolved.config_name)
 
 
 def _head(resolved: ResolvedRun, fixed: list[str]) -> dict[str, Any]:

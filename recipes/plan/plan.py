@@ -15,7 +15,7 @@ from recipes.plan.hardware import GIB, Cluster
 from recipes.plan.measured import OperatorTimer
 from recipes.plan.memory import MASTER, Moment, find_peak, timeline, with_unsharded_gradients, with_zero
 from recipes.plan.pipeline import Pipeline
-from recipes.plan.recorded import Engine, Recorded, record_config
+from recipes.plan.recorded import Recorded, StrategyEffect, record_config
 from recipes.plan.roofline import Rates
 from recipes.plan.stages import Stages, divide_layers, stage_moments
 from recipes.plan.times import Times, estimate_times, measure_times
@@ -205,7 +205,7 @@ def _saved_share(model: nn.Module) -> float:
     return of_trained / of_all
 
 
-def _state_bytes(first: Moment, engine: Engine, *, saved_share: float) -> int:
+def _state_bytes(first: Moment, engine: StrategyEffect, *, saved_share: float) -> int:
     """Return the bytes of weights and optimizer state on a rank: what a checkpoint holds, and a snapshot."""
     weights = int(first.held.get(MASTER, first.held.get(WEIGHTS, 0)) * saved_share)
     if engine.zero is not None and engine.zero.is_half:
@@ -213,7 +213,9 @@ def _state_bytes(first: Moment, engine: Engine, *, saved_share: float) -> int:
     return weights + first.held.get(OPTIMIZER, 0)
 
 
-def _without_offloaded(moments: list[Moment], engine: Engine, *, is_gpu: bool) -> tuple[list[Moment], dict[str, int]]:
+def _without_offloaded(
+    moments: list[Moment], engine: StrategyEffect, *, is_gpu: bool
+) -> tuple[list[Moment], dict[str, int]]:
     """Move what is offloaded from the device to the host; a CPU holds both."""
     zero = engine.zero
     names: tuple[str, ...] = ()
@@ -233,7 +235,7 @@ def _without_offloaded(moments: list[Moment], engine: Engine, *, is_gpu: bool) -
     return kept, host
 
 
-def _num_sharing(engine: Engine, cluster: Cluster) -> int:
+def _num_sharing(engine: StrategyEffect, cluster: Cluster) -> int:
     """Return the number of ranks of a node that share one snapshot because they hold the same state."""
     return min(engine.num_ranks, cluster.per_node) if engine.sharding is None and engine.zero is None else 1
 

@@ -28,7 +28,7 @@ from recipes.strategy.deepspeed.partition import ALIGNMENT, BUCKET_ELEMENTS, lis
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class StrategyEffect:
     """Effect of a config's strategy on a step.
 
     Attributes:
@@ -51,9 +51,9 @@ class Engine:
         return self.mesh.world_size * self.pipeline.num_stages
 
 
-def find_engine(
+def find_strategy_effect(
     stage: ResolvedRun, pipeline: Pipeline, precision: Precision, cluster: Cluster, *, model: nn.Module
-) -> Engine:
+) -> StrategyEffect:
     """Return the effect of a run's strategy on a cluster.
 
     Args:
@@ -74,7 +74,7 @@ def find_engine(
             reshard_after_forward=traits.reshard_after_forward,
             reduce_dtype=torch.bfloat16 if traits.reduce_dtype == "bfloat16" else precision.reduce_dtype,
         )
-        return Engine(mesh=mesh, pipeline=pipeline, sharding=sharding, offloads=traits.cpu_offload)
+        return StrategyEffect(mesh=mesh, pipeline=pipeline, sharding=sharding, offloads=traits.cpu_offload)
     if traits.stage is not None:
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         cast = list_cast_weights(getattr(model, "blocks", ())) if traits.stage == 3 and precision.is_mixed else ()
@@ -89,8 +89,8 @@ def find_engine(
             is_half=not precision.is_mixed and precision.param_dtype != torch.float32,
             num_cast=sum(weight.numel() for weight in cast),
         )
-        return Engine(mesh=mesh, zero=zero, offloads=zero.offloads_optimizer)
-    return Engine(mesh=mesh)
+        return StrategyEffect(mesh=mesh, zero=zero, offloads=zero.offloads_optimizer)
+    return StrategyEffect(mesh=mesh)
 
 
 def divide_ranks(resolved: ResolvedRun, cluster: Cluster) -> tuple[Pipeline, ResolvedRun]:
@@ -123,7 +123,7 @@ def describe_step(
     resolved: ResolvedRun,
     precision: Precision,
     accumulation: Accumulation,
-    engine: Engine,
+    engine: StrategyEffect,
     shape: tuple[int, ...],
     *,
     on_gpu: bool,
@@ -200,7 +200,7 @@ class Recorded:
     """
 
     model: nn.Module
-    engine: Engine
+    engine: StrategyEffect
     accumulation: Accumulation
     shape: tuple[int, ...]
     step: Step
@@ -232,7 +232,7 @@ def record_config(
     with torch.device("meta"):
         model: nn.Module = resolved.make_model()
     pipeline, stage = divide_ranks(resolved, cluster)
-    engine, accumulation = find_engine(stage, pipeline, precision, cluster, model=model), stage.accumulation
+    engine, accumulation = find_strategy_effect(stage, pipeline, precision, cluster, model=model), stage.accumulation
     shape = find_sample_shape(resolved) if computes else ()
     step = describe_step(resolved, precision, accumulation, engine, shape, on_gpu=cluster.device.full_name is not None)
     kinds = block_kinds(model, recomputes=step.activation_checkpoint.recomputes)

@@ -37,7 +37,8 @@ class Engine(Protocol):
     Attributes:
         grad_norm: Global L2 norm before clipping at the last optimizer step, a 0-dim tensor; None before the first.
         clip_threshold: Norm limit applied at that step, a 0-dim tensor; inf without a limit.
-        guard: Skips optimizer steps; None executes every step.
+        guard: Skips optimizer steps; None executes every step. Set through the task, by the callback that watches them
+            (`callbacks/loss_spike/reader.py`).
         clipping: Adaptive norm limit in addition to the fixed one; None disables it.
         current_loss_scale: Loss scale, read from the device; None without a loss scaler.
         num_overflows: Optimizer steps that this process skipped because a gradient was not finite.

@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recipes.config import compose_and_check
-from recipes.config.cached_compose import compose_overrides as compose_nodes
-from recipes.config.check.command_line import compose_overrides, join_words, restore_typed
+from recipes.config.cached_compose import compose_overrides
+from recipes.config.check.command_line import compose_typed, join_words, restore_typed
 from recipes.config.check.metrics import find_unknown_metric
 from recipes.config.check.nodes import check_node_tree
 from recipes.config.check.ranges import check_ranges
@@ -85,7 +85,7 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
     as_typed, typed = typed, [parse_or_quote(text)[1] for text in typed]  # quoted as for a single run
     swept = {text: parsed for text in typed if (parsed := _parse_sweep(text)) is not None}
     first_job = [_first_value(swept[text], typed) if text in swept else text for text in typed]
-    composed, _ = compose_overrides(first_job, **source)
+    composed, _ = compose_typed(first_job, **source)
     params = [parse_override(text) for text in composed.sweep_overrides] if composed else []
     typed_keys = {_key(text) for text in typed}
     # typed overrides replace those of hydra.sweeper.params
@@ -335,7 +335,7 @@ def _check_sweeper(swept: dict[str, Override], sweeper: str) -> list[ConfigError
 
 def _check_sweeper_node(composed: Composed) -> list[ConfigError]:
     """Check `hydra.sweeper`, which Hydra builds before any code of this project runs, as any other section."""
-    node = compose_nodes(composed.overrides, Path(composed.config_folder), composed.config_name)
+    node = compose_overrides(composed.overrides, Path(composed.config_folder), composed.config_name)
     try:
         section: Any = OmegaConf.to_container(node.hydra.sweeper, resolve=True)
     except OmegaConfBaseException as error:

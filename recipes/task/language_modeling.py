@@ -229,10 +229,7 @@ class Routing:
 
 
 class LanguageModeling(GeneratesText, PipelineTask):
-    """Trains a language model, tokens [B, T] -> logits [B, T, V]. Arguments: see `TrainingTask`.
-
-    Experts and pipeline stages, which few runs have, are in separate files.
-    """
+    """Trains a language model, tokens [B, T] -> logits [B, T, V]. Arguments: see `TrainingTask`."""
 
     input_kind: ClassVar[str] = "tokens"
     supports: ClassVar[frozenset[str]] = frozenset({"generate", "export", "evaluate_tasks"})

@@ -57,7 +57,7 @@ _OPEN = re.compile(r"[+]{0,2}[A-Za-z_][\w.@/-]*=[^\s'\"(\[{]+,")  # the first of
 _OF_COMMAND = re.compile(r"python[\d.]*|(\S*/)?train\.py")
 
 
-def compose_overrides(
+def compose_typed(
     overrides: Sequence[str], *, config_folder: Path = CONF, config_name: str = "config"
 ) -> tuple[Composed | None, list[ConfigError]]:
     """Compose a run from all valid overrides, and report the invalid ones.

@@ -141,9 +141,8 @@ class StepGuardMixin:
         return int(self.deepspeed_engine.skipped_steps) - self._num_skipped
 
 
-# In-memory train state of a ZeRO optimizer: master weights, optimizer state and low-precision weights.
-#
-# Yields references, one sub-group at a time where state is on disk; no collectives.
+# In-memory train state of a ZeRO optimizer: master weights, optimizer state and low-precision weights. It is iterated
+# over by reference, one sub-group at a time where state is on disk, without collectives.
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from recipes.config import compose_and_check
-from recipes.config.check.command_line import _split_valid, compose_overrides, parse_or_quote
+from recipes.config.check.command_line import _split_valid, compose_typed, parse_or_quote
 from recipes.config.check.sections import CONF
 from recipes.config.check.suggestions import find_nearest
 from recipes.config.overrides import for_shell
@@ -11,7 +11,7 @@ from recipes.errors import ConfigError
 
 
 def error_fields(*overrides: str) -> list[tuple[str, str, str]]:
-    _, mistakes = compose_overrides(overrides)
+    _, mistakes = compose_typed(overrides)
     return [(mistake.setting, mistake.reason, mistake.fix) for mistake in mistakes]
 
 
@@ -20,7 +20,7 @@ def fixes(*overrides: str) -> list[str]:
 
 
 def test_a_correct_command_line_composes_without_mistakes() -> None:
-    composed, mistakes = compose_overrides(["model=llama_nano", "seed=3", "~callbacks.report"])
+    composed, mistakes = compose_typed(["model=llama_nano", "seed=3", "~callbacks.report"])
     assert composed is not None
     assert mistakes == []
     assert composed.choices["model"] == "llama_nano"
@@ -36,7 +36,7 @@ def test_valid_overrides_are_separated_from_invalid_ones_with_choices_of_groups_
 
 
 def test_the_config_is_composed_from_the_valid_overrides() -> None:
-    composed, mistakes = compose_overrides(["optimizer.lrr=1", "model=gtp2", "optimizer=sgd", "seed=3"])
+    composed, mistakes = compose_typed(["optimizer.lrr=1", "model=gtp2", "optimizer=sgd", "seed=3"])
     assert len(mistakes) == 2
     assert composed is not None
     assert composed.overrides == ["optimizer=sgd", "seed=3"]
@@ -60,7 +60,7 @@ def test_an_argument_that_the_yaml_does_not_list_is_added_with_a_plus(typed: str
 @pytest.mark.parametrize("later", ["data.fields.prompt=b", "+data.fields.prompt=b", "data.fields={prompt: b}"])
 def test_a_setting_within_a_typed_dictionary_replaces_its_value_there(later: str) -> None:
     typed = ["data=conversations", "data.path=x", "data.fields={prompt: a, completion: c}", later]
-    composed, mistakes = compose_overrides(typed)
+    composed, mistakes = compose_typed(typed)
     assert mistakes == []
     assert composed is not None
     assert composed.config["data"]["fields"] == {"prompt": "b", "completion": "c"}
@@ -218,7 +218,7 @@ def test_an_unresolved_interpolation_names_the_setting_that_contains_it() -> Non
 
 
 def test_every_error_has_a_setting_a_reason_and_a_fix() -> None:
-    _, mistakes = compose_overrides(["foo", "model=x", "lrr=1", "optimizer.zzz=1", "seed=1,2"])
+    _, mistakes = compose_typed(["foo", "model=x", "lrr=1", "optimizer.zzz=1", "seed=1,2"])
     assert len(mistakes) == 5
     for mistake in mistakes:
         assert isinstance(mistake, ConfigError)

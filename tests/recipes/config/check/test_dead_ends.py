@@ -7,7 +7,7 @@ import pytest
 from typed_remedies import find_refused
 
 from recipes.config import compose_and_check
-from recipes.config.check.command_line import compose_overrides
+from recipes.config.check.command_line import compose_typed
 from recipes.config.compose import CONF
 from recipes.sweep.command_line import SweepCommand, check_command
 
@@ -354,7 +354,7 @@ def test_an_obvious_command_line_works(typed: str) -> None:
 
 
 def test_mistakes_of_one_command_line_are_each_answered_with_what_works() -> None:
-    _, mistakes = compose_overrides([typed for typed in TOGETHER if typed not in FOUND_LATER])
+    _, mistakes = compose_typed([typed for typed in TOGETHER if typed not in FOUND_LATER])
     assert {str(mistake) for mistake in mistakes} == {TOGETHER[typed] for typed in TOGETHER if typed not in FOUND_LATER}
     _, mistakes = compose_and_check(FOUND_LATER)
     assert {str(mistake) for mistake in mistakes} == {TOGETHER[typed] for typed in FOUND_LATER}
@@ -394,8 +394,8 @@ def test_every_option_of_a_sweep_over_a_group_is_checked_before_its_folder_exist
 
 def test_what_is_typed_with_a_mistake_and_without_is_composed_the_same() -> None:
     typed = ["launcher=slurm", "launcher.directives={account: mine}", "name=2024"]
-    right, _ = compose_overrides(typed)
-    wrong, mistakes = compose_overrides([*typed, "optimizer.lrr=3"])
+    right, _ = compose_typed(typed)
+    wrong, mistakes = compose_typed([*typed, "optimizer.lrr=3"])
     assert len(mistakes) == 1
     assert right is not None
     assert wrong is not None
