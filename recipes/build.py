@@ -29,13 +29,13 @@ from recipes.checkpoint.ending import MAX_STEPS, MAX_TIME, Endings
 from recipes.checkpoint.resume import find_checkpoint, names_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
 from recipes.config.check.metrics import find_wrong_directions
-from recipes.config.check.resumed import OF_WEIGHTS
 from recipes.config.check.strategy import find_rate_of_another_optimizer
 from recipes.config.check.types import to_setting
 from recipes.config.compose import Config, freeze
 from recipes.config.instantiate import make, make_model
 from recipes.config.resolved import ResolvedRun
 from recipes.config.resume import find_tokenizer, is_other_data, list_saved_parts
+from recipes.config.traits import read_free_at_resume, read_settings_of_weights
 from recipes.data.datamodule import StreamDataModule
 from recipes.errors import ConfigError
 from recipes.lightning_internals import disable_signal_handling, skip_empty_hooks
@@ -165,7 +165,9 @@ def build(resolved: ResolvedRun) -> Run:
     trainer.strategy.num_micro_batches = num_micro_batches  # type: ignore[attr-defined]
     task = build_task(resolved, precision)
     task.awaits_checkpoint = checkpoint is not None  # every mode loads it
-    task.model_settings = {key: config["model"][key] for key in OF_WEIGHTS if key in config["model"]}
+    free = read_free_at_resume(config["model"])
+    settings = read_settings_of_weights(config["model"])
+    task.model_settings = {key: value for key, value in settings.items() if key not in free}
     if checkpoint is not None:
         task.setting_of_another_model, task.fix_of_another_model = _explain_another_model(config["model"], checkpoint)
     return Run(

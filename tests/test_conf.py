@@ -16,7 +16,9 @@ from recipes.build import build
 from recipes.config import compose_and_check
 from recipes.config import resolved as resolved_module
 from recipes.config.check import strategy as engines
+from recipes.config.check.sections import SETTINGS
 from recipes.config.instantiate import make
+from recipes.config.signature import read_signature
 from recipes.sweep.command_line import check_command
 
 ROOT = Path(__file__).parent.parent
@@ -83,6 +85,13 @@ def test_every_group_has_a_module_or_is_pure_composition() -> None:
         assert any(home.exists() for home in homes), folder.name
 
 
+def test_a_setting_of_the_config_is_checked_and_in_the_help() -> None:
+    node = yaml.safe_load((CONF / "config.yaml").read_text())
+    sections = ("defaults", "hydra", "loader", "eval_data")
+    assert {*node} - {*sections} == {*SETTINGS}
+    assert [key for key in SETTINGS if key not in str(node["hydra"]["help"])] == []
+
+
 def test_a_default_lives_in_the_yaml_or_in_the_signature_never_in_both() -> None:
     for path in OPTIONS:
         node = yaml.safe_load(path.read_text())
@@ -118,13 +127,19 @@ def test_the_command_in_an_options_comment_composes(path: Path, monkeypatch: pyt
         assert not serious, (command, serious)
 
 
+def declares(model: str, constant: str) -> bool:
+    """Whether the class of a model option has a constant, such as the styles by which ranks divide its layers."""
+    node = yaml.safe_load((CONF / "model" / f"{model}.yaml").read_text())
+    return constant in read_signature(node["_target_"]).constants
+
+
 SET_DATA = ("sft", "mixture")
 # recipes whose ranks divide a model -> their smallest number; models that cannot be divided over two
 DIVIDED = {"tp_bf16": 2, "fsdp_tp_bf16": 2, "cp_bf16": 2, "ep_bf16": 2, "pp_bf16": 2, "fsdp_tp_pp_bf16": 4}
 WITH_EXPERTS = {"mixtral_nano", "mixtral_8x7b", "deepseek_nano", "deepseek_v3"}
 BY_EXPERTS = ("ep_bf16", "pp_bf16")  # recipes that divide them
 IMAGE_MODELS = {"resnet18", "resnet50"}
-UNDIVIDED = {*IMAGE_MODELS, "huggingface", "gpt2_xl", *WITH_EXPERTS}
+UNDIVIDED = {"gpt2_xl", *WITH_EXPERTS, *(model for model in MODELS if not declares(model, "tensor_parallel"))}
 # every recipe once and every model once; all pairs in `make test-long`
 ONCE = {*zip(RECIPES, itertools.cycle(MODELS), strict=False), *zip(itertools.cycle(RECIPES), MODELS, strict=False)}
 

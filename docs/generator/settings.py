@@ -13,7 +13,15 @@ from docs.generator.comments import CONF, read_comments, read_header
 from docs.generator.table import make_table
 from recipes.config.check.sections import SETTINGS
 from recipes.config.check.types import annotation_from
-from recipes.config.signature import TargetNotFoundError, find, module_file, parse, read_signature
+from recipes.config.signature import (
+    TargetNotFoundError,
+    find,
+    find_lineage,
+    import_source,
+    module_file,
+    parse,
+    read_signature,
+)
 
 _INTRO = """# Settings
 
@@ -27,6 +35,7 @@ its type allows it. The options of `recipe=` have [a page of their own](recipes.
 _TOP = "Settings that several groups share, in `conf/config.yaml`."
 _HIDDEN = ("_target_", "_partial_", "_convert_", "defaults")
 _SKIPPED = ("recipe", "hydra")
+_OURS = ("recipes.", "callbacks.")  # the words of other projects are not repeated
 
 
 def make_settings_page() -> str:
@@ -198,15 +207,23 @@ def _documented(target: str) -> dict[str, str]:
     """Return the docstring's description of each argument of a class, its constructor or a function."""
     module, _, name = target.rpartition(".")
     try:
-        node = find(name, parse(module_file(module)).body)
+        path = module_file(module)
+        node = find(name, parse(path).body)
     except TargetNotFoundError:
         return {}
+    if isinstance(node, ast.ImportFrom):
+        source = import_source(node, name, module, path)
+        return _documented(source) if source.startswith(_OURS) else {}
     if not isinstance(node, ast.ClassDef | ast.FunctionDef):
         return {}
     inits = [
         child for child in getattr(node, "body", []) if isinstance(child, ast.FunctionDef) and child.name == "__init__"
     ]
+    bases = sorted(find_lineage(target) or {target})
     texts: dict[str, str] = {}
+    for base in bases:
+        if base != target and base.startswith(_OURS):
+            texts |= _documented(base)
     for documented in (node, *inits):
         text = ast.get_docstring(documented) or ""
         for section in griffe.parse_google(griffe.Docstring(text), warnings=False):

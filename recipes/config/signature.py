@@ -30,12 +30,17 @@ class Parameter:
     Attributes:
         written: Its annotation as it is written; None without one.
         module: The module that it is written in.
-        required: Whether it has no default.
+        value: Its default as it is written; None without one.
     """
 
     written: ast.expr | None
     module: str
-    required: bool
+    value: ast.expr | None
+
+    @property
+    def required(self) -> bool:
+        """Whether it has no default."""
+        return self.value is None
 
     @cached_property
     def annotation(self) -> ast.expr | None:
@@ -324,7 +329,7 @@ def _class_signature(node: ast.ClassDef, module: str, path: Path) -> Signature:
         )
     if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
         fields = {
-            item.target.id: Parameter(written=item.annotation, module=module, required=item.value is None)
+            item.target.id: Parameter(written=item.annotation, module=module, value=item.value)
             for item in node.body
             if isinstance(item, ast.AnnAssign)
             and isinstance(item.target, ast.Name)
@@ -359,14 +364,14 @@ def _passed_to_base(init: ast.FunctionDef, base: Signature) -> set[str]:
 def _function_signature(node: ast.FunctionDef, module: str, *, skip_first: bool) -> Signature:
     arguments = node.args
     positional = [*arguments.posonlyargs, *arguments.args]
-    num_required = len(positional) - len(arguments.defaults)
+    without = [None] * (len(positional) - len(arguments.defaults))
     parameters = {
-        argument.arg: Parameter(written=argument.annotation, module=module, required=index < num_required)
-        for index, argument in enumerate(positional)
+        argument.arg: Parameter(written=argument.annotation, module=module, value=value)
+        for index, (argument, value) in enumerate(zip(positional, [*without, *arguments.defaults], strict=True))
         if not (skip_first and index == 0)
     }
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        parameters[argument.arg] = Parameter(written=argument.annotation, module=module, required=default is None)
+        parameters[argument.arg] = Parameter(written=argument.annotation, module=module, value=default)
     return Signature(parameters=parameters, takes_any=arguments.kwarg is not None, constants=_declared(node))
 
 

@@ -1,5 +1,6 @@
 """What the chosen mode, strategy, task, adapter and optimizer declare on themselves, read without importing them."""
 
+import ast
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -118,6 +119,30 @@ def read_adapter(node: Mapping[str, Any] | None) -> str | None:
         return None
     target = str(node["_target_"])
     return target.split(".")[-2] if find_signature(target).constants.get("attaches", True) else None
+
+
+# settings of a model by which it is trained or found, and its longest input: what its weights compute is the same
+_NOT_OF_WEIGHTS = ("_target_", "_partial_", "name", "pretrained", "max_seq_len", "vocab_pad_multiple")
+_OF_TRAINING = ("router_aux_loss_coef", "router_z_loss", "balance_rate")
+
+
+def read_settings_of_weights(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a model that change what its weights compute, several of them without changing any shape.
+
+    Args:
+        node: Config node of the model. A setting that it does not have has the default of the constructor.
+    """
+    parameters = find_signature(node["_target_"]).parameters
+    defaults = {name: each.value.value for name, each in parameters.items() if isinstance(each.value, ast.Constant)}
+    left_out = (*_NOT_OF_WEIGHTS, *_OF_TRAINING)
+    values = {**node} | {name: value for name, value in defaults.items() if name not in node}
+    return {key: value for key, value in values.items() if key not in left_out and "drop" not in key}
+
+
+def read_free_at_resume(node: Mapping[str, Any]) -> frozenset[str]:
+    """Return the settings that the class of a model lets a resume change if they are typed, as `free_at_resume`."""
+    declared: Any = find_signature(node["_target_"]).constants.get("free_at_resume", ())
+    return frozenset(declared)
 
 
 def _read_declared(target: str, traits: Any) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class Llama(Decoder):
     """
 
     input_kind: ClassVar[str] = "tokens"
+    free_at_resume: ClassVar[tuple[str, ...]] = ("rope_theta", "rope_scaling_factor")  # for longer contexts
     tensor_parallel: ClassVar[dict[str, ParallelStyle]] = {
         "embedding": "vocabulary",
         "norm": "norm",

@@ -7,7 +7,7 @@ from typing import Any
 
 from recipes.config.check.types import to_setting
 from recipes.config.resolved import ResolvedRun
-from recipes.config.traits import read_adapter
+from recipes.config.traits import read_adapter, read_free_at_resume, read_settings_of_weights
 from recipes.errors import ConfigError
 from recipes.run_folder import (
     CONFIG_FILE,
@@ -17,28 +17,6 @@ from recipes.run_folder import (
     read_config,
     read_json,
 )
-
-# model settings that change the function its weights compute, several of them without changing any shape
-OF_WEIGHTS = (
-    "num_heads",
-    "num_kv_heads",
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "moe_intermediate_size",
-    "vocab_size",
-    "tie_embeddings",
-    "num_experts_per_tok",
-    "scoring_func",
-    "renormalize_weights",
-    "routed_scaling_factor",
-    "n_group",
-    "topk_group",
-    "num_classes",
-    "in_channels",
-    "small_images",
-)
-
 
 # settings of an adapter that change neither the shapes of its weights nor what they compute
 _NOT_OF_ADAPTER = ("_target_", "pretrained", "dropout", "init")
@@ -84,12 +62,16 @@ def _find_differences(run: ResolvedRun) -> Iterator[ConfigError]:
             _leave_out(run, "model=", "train another model"),
         )
         return
-    for key in OF_WEIGHTS:
-        is_garbled = isinstance(before.get(key), str) and not isinstance(now.get(key), str)  # by an edit of the file
-        if before.get(key) != now.get(key) and not is_garbled:
+    theirs, ours = read_settings_of_weights(before), read_settings_of_weights(now)
+    keys = {override.lstrip("+~").partition("=")[0] for override in run.typed}
+    free = {key for key in read_free_at_resume(now) if f"model.{key}" in keys}
+    for key, value in ours.items():
+        trained_with = theirs.get(key)
+        is_garbled = isinstance(trained_with, str) and not isinstance(value, str)  # by an edit of the file
+        if value != trained_with and key not in free and not is_garbled:
             yield ConfigError(
-                f"resume={config['resume']} model.{key}={to_setting(now.get(key))}",
-                f"its weights were trained with model.{key}={to_setting(before.get(key))}",
+                f"resume={config['resume']} model.{key}={to_setting(value)}",
+                f"its weights were trained with model.{key}={to_setting(trained_with)}",
                 _leave_out(run, f"model.{key}", "train another model"),
             )
     yield from _check_adapter(run, trained["adapter"])

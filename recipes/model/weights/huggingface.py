@@ -158,9 +158,10 @@ def _format(model: nn.Module) -> Format:
 def _language_model(model: nn.Module) -> Any:
     if not isinstance(model, GPT2 | Llama):
         raise ConfigError(
-            f"model={type(model).__name__}",
-            "no published format is known",
-            "model=gpt2, model=llama_160m or model=huggingface",
+            f"model._target_={type(model).__module__}.{type(model).__name__}",
+            "no published format is known for a model of this class",
+            "the lines of docs/guides/models.md that read a checkpoint in Python; models of gpt2, llama, mixtral,"
+            " deepseek and huggingface have a format",
         )
     return model
 

@@ -13,6 +13,11 @@ from typed_remedies import find_refused
 from recipes.config import compose_and_check
 from recipes.errors import ConfigError, format_report
 
+
+def list_options(group: str) -> str:
+    return " ".join(sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml")))
+
+
 MESSAGES = {
     "max_steps=10": "max_steps=10: there is no 'max_steps'; type trainer.max_steps=10",
     "lr=1e-3": "lr=1e-3: there is no 'lr'; type optimizer.lr=1e-3",
@@ -55,12 +60,8 @@ MESSAGES = {
         "optimizer.lr.warm=3: there is no 'optimizer.lr.warm'; type one of optimizer.lr="
         " optimizer.betas= optimizer.eps= optimizer.weight_decay="
     ),
-    "recipe=fsdp_bf61": (
-        "recipe=fsdp_bf61: the options are cp_bf16 ddp_bf16 ddp_fp16 ddp_fp32 ep_bf16 fsdp_bf16 fsdp_bf16_offload fsdp_fp16 fsdp_tp_bf16 fsdp_tp_pp_bf16 hsdp_bf16 mixture pp_bf16 quickstart sft sft_demo single_bf16 single_fp16 single_fp32 tp_bf16 zero1_bf16 zero1_fp16 zero2_bf16 zero2_bf16_offload zero2_fp16 zero2_fp16_offload zero3_bf16 zero3_bf16_nvme zero3_bf16_offload zero3_fp16 zero3_fp16_offload; type recipe=fsdp_bf16"
-    ),
-    "model=gtp2": (
-        "model=gtp2: the options are deepseek_nano deepseek_v3 gpt2 gpt2_large gpt2_medium gpt2_nano gpt2_xl huggingface llama_160m llama_1b llama_8b llama_nano mixtral_8x7b mixtral_nano resnet18 resnet50; type model=gpt2"
-    ),
+    "recipe=fsdp_bf61": (f"recipe=fsdp_bf61: the options are {list_options('recipe')}; type recipe=fsdp_bf16"),
+    "model=gtp2": (f"model=gtp2: the options are {list_options('model')}; type model=gpt2"),
     "presicion=bf16-mixed": ("presicion=bf16-mixed: there is no 'presicion'; type precision=bf16-mixed"),
     "precision=bf16": (
         "precision=bf16: the options are 16-mixed 32-true bf16-mixed bf16-true fp8-mixed tf32; type precision=bf16-mixed"

@@ -65,6 +65,33 @@ def test_another_model_or_tokenizer_is_rejected(resume: str, config: dict[str, A
     assert not list(check_resumed(resolved(regularized, tmp_path)))
 
 
+def test_every_setting_is_of_the_weights_but_those_of_training_and_those_a_model_declares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "mine.py").write_text(
+        "class Mine:\n    free_at_resume = ('scale',)\n"
+        "    def __init__(self, *, fraction, scale, dropout=0.0, norm='rms', pretrained=None): ...\n"
+    )
+    (tmp_path / "checkpoints/step_0000003.ckpt").mkdir(parents=True)
+    (tmp_path / "checkpoints/step_0000003.ckpt/manifest.json").write_text("{}")
+    began = compose_run(["model=llama_nano"]).config
+    mine = began | {"model": {"_target_": "mine.Mine", "fraction": 0.25, "scale": 1.0}}
+
+    def rejected(config: dict[str, Any], typed: list[str], **changes: Any) -> list[str]:
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+        other = config | {"resume": str(tmp_path), "model": config["model"] | changes}
+        return [each.setting.split()[1] for each in check_resumed(replace(resolved(other, tmp_path), typed=typed))]
+
+    assert rejected(mine, [], fraction=0.5) == ["model.fraction=0.5"]
+    assert rejected(mine, [], norm="layer") == ["model.norm=layer"]
+    assert rejected(mine, [], norm="rms", dropout=0.5) == []  # the default, and what is used in training only
+    assert rejected(mine, [], scale=2.0) == ["model.scale=2.0"]
+    assert rejected(mine, ["model.scale=2"], scale=2.0) == []
+    assert rejected(began, [], rope_theta=5e5, rms_eps=1e-6) == ["model.rope_theta=500000.0", "model.rms_eps=1e-06"]
+    assert rejected(began, ["model.rope_theta=5e5"], rope_theta=5e5, max_seq_len=512) == []
+
+
 def test_settings_that_resume_auto_does_not_take_from_the_run_are_one_mistake(
     config: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -74,11 +101,11 @@ def test_settings_that_resume_auto_does_not_take_from_the_run_are_one_mistake(
     model = config["model"] | {"num_heads": 2, "num_layers": 2, "hidden_size": 16}
     run = resolved(config | {"resume": "auto", "model": model}, tmp_path)
     [mistake] = check_resumed(run)
-    assert mistake.reason.endswith("model.num_heads=6, and 2 more of its settings are not typed")
+    assert mistake.reason.endswith("model.num_layers=3, and 2 more of its settings are not typed")
     assert mistake.fix.startswith(f"resume={tmp_path}, ")
-    of_others, typed = check_resumed(replace(run, typed=["model.num_heads=2"]))
+    of_others, typed = check_resumed(replace(run, typed=["model.num_layers=2"]))
     assert of_others.reason.endswith(", and 1 more of its settings is not typed")
-    assert typed.fix.startswith("the same command without model.num_heads, ")
+    assert typed.fix.startswith("the same command without model.num_layers, ")
 
 
 LORA = {"_target_": "recipes.adapter.lora.Lora", "r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "pretrained": None}
