@@ -1,14 +1,19 @@
-"""The three float32 matmuls of a linear layer with MKL and oneDNN, in turns, on one thread and on all threads."""
+"""The three float32 matmuls of a linear layer with MKL and oneDNN, in turns, on one thread and on all threads.
 
+Rows of other processors stay in the results.
+"""
+
+import json
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from measure import report
+from measure import RESULTS, report
 from torch import Tensor
 
+from recipes.numerics import linear as module
 from recipes.numerics.linear import linear, weight_gradient
 
 ROUNDS = 20
@@ -37,6 +42,9 @@ def measure(product: Callable[[], Tensor], num_rounds: int) -> list[float]:
 def main() -> None:
     rows: list[dict[str, Any]] = []
     all_threads = torch.get_num_threads()
+    processor = torch.cpu.get_capabilities()["cpu_name"]
+    used = "oneDNN" if module.ONEDNN_IS_FASTER else "MKL"
+    module.ONEDNN_IS_FASTER = True  # so that `mkldnn.flags` chooses
     for num_threads in (1, all_threads):
         torch.set_num_threads(num_threads)
         for name, (num_rows, num_inputs, num_outputs) in SHAPES.items():
@@ -47,14 +55,15 @@ def main() -> None:
                 "gradient of the input": lambda grad=grad, weight=weight: linear(grad, weight.T),
                 "of the weight": lambda grad=grad, x=x: weight_gradient(grad, x),
             }
-            row: dict[str, Any] = {"layer": name, "threads": num_threads}
+            row: dict[str, Any] = {"processor": processor, "layer": name, "threads": num_threads}
             flops = 2 * num_rows * num_inputs * num_outputs
             for kind, product in products.items():
                 mkl, onednn = measure(product, ROUNDS if num_outputs < 10_000 else 3)
                 row[f"{kind}, GFLOP/s"] = f"{flops / mkl / 1e9:.0f} -> {flops / onednn / 1e9:.0f}"
-            rows.append(row)
+            rows.append(row | {"used": used})
     torch.set_num_threads(all_threads)
-    report("linear", rows)
+    before = json.loads((RESULTS / "linear.json").read_text(encoding="utf-8"))["rows"]
+    report("linear", [*(row for row in before if row["processor"] != processor), *rows])
 
 
 if __name__ == "__main__":
