@@ -198,7 +198,8 @@ def _read_csv_table(text: str, path: Path) -> _Table:
         raise ValueError(f"{path} is not a table: {error}") from error
     typed, *rows = rows
     header, notes = _number_repeated([name.strip().removeprefix("# ") for name in typed])
-    rows, more_notes = _with_plain_numbers([header if row == typed else row for row in rows])
+    rows = [header if row == typed else row for row in rows]
+    rows, more_notes = _with_plain_numbers(rows, has_semicolons=separator == ";")
     return _Table(header, rows, notes + more_notes)
 
 
@@ -216,17 +217,23 @@ def _number_repeated(header: Sequence[str]) -> tuple[list[str], list[str]]:
     return unique, [f"columns of the same name are numbered: {shown}"] if changed else []
 
 
-def _with_plain_numbers(rows: list[list[str]]) -> tuple[list[list[str]], list[str]]:
+def _with_plain_numbers(rows: list[list[str]], *, has_semicolons: bool) -> tuple[list[list[str]], list[str]]:
     """Write numbers with a decimal point and without thousands separators; return the rows and a note if in doubt.
 
     The whole file decides: its commas are decimal unless some number has a decimal point, or all could be thousands.
+
+    Args:
+        rows: Cells.
+        has_semicolons: Whether they separate the cells, as where the comma is the decimal sign: 2,345 is then less
+            than 3, and only several commas in a number are separators of thousands.
     """
     cells = {cell.strip() for row in rows for cell in row if "," in cell or "." in cell}
     has_point = any(_DECIMAL_POINT.fullmatch(cell) and not _POINT_THOUSANDS.fullmatch(cell) for cell in cells)
     with_comma = [cell for cell in cells if "," in cell and (_DECIMAL_COMMA.fullmatch(cell) or _is_thousands(cell))]
     if not with_comma:
         return rows, []
-    if not (has_point or all(map(_is_thousands, with_comma))):
+    has_several = any(cell.count(",") > 1 for cell in with_comma)
+    if not (has_point or (all(map(_is_thousands, with_comma)) and (has_several or not has_semicolons))):
         return [[_from_decimal_comma(cell) for cell in row] for row in rows], []
     rows = [[cell.replace(",", "") if _is_thousands(cell) else cell for cell in row] for row in rows]
     return rows, [] if has_point else ["its commas are read as separators of thousands"]

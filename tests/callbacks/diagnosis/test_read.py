@@ -259,6 +259,8 @@ def test_columns_of_the_same_name_are_different_curves_and_noted(tmp_path: Path)
         ('step,loss\n1,"0,52"\n2,"0,5"\n', {1: 0.52, 2: 0.5}),
         ('step,loss\n"1,000",0.520\n"2,000",0.5\n', {1000: 0.52, 2000: 0.5}),
         ("step;loss\n1;0,520\n2;1,250\n", {1: 0.52, 2: 1.25}),  # no thousand begins with 0
+        ("step;loss\n1;2,490\n2;2,480\n", {1: 2.49, 2: 2.48}),  # as spreadsheets write where the comma is decimal
+        ("step;loss\n1;2,490\n2;1,234,567\n", {1: 2490.0, 2: 1234567.0}),
         ("step;loss\n1.000;3,5\n2.000;1.234,5\n", {1000: 3.5, 2000: 1234.5}),
         ("step;loss\n1;-3,5e-1\n2;+,5\n", {1: -0.35, 2: 0.5}),
         ("step,loss\r1,3.5\r2,2.5\r", {1: 3.5, 2: 2.5}),  # lines that end with a carriage return alone
@@ -273,7 +275,7 @@ def test_the_numbers_of_a_file_decide_whether_its_commas_are_decimal(
 
 
 def test_commas_that_could_be_either_are_noted(tmp_path: Path) -> None:
-    points, notes = read_points(write(tmp_path, "step;loss\n1;2,345\n2;1,987\n"))
+    points, notes = read_points(write(tmp_path, "step\tloss\n1\t2,345\n2\t1,987\n"))
     assert points["loss"] == [(1, 2345.0), (2, 1987.0)]
     assert notes == ["its commas are read as separators of thousands"]
 
