@@ -94,9 +94,9 @@ def _launch(resolved: ResolvedRun, *, in_sweep: bool) -> int:
         _open_log(resolved)
         LOGGER.error(result.report)
         if result.crashed:
-            LOGGER.error(f"The run crashed; run folder: {_describe_folder(resolved)}")
+            LOGGER.error(f"The run crashed{_describe_folder(resolved)}")
         elif result.exit_code != ExitCode.INVALID_CONFIG:
-            LOGGER.error(f"The run ended early; run folder: {_describe_folder(resolved)}")
+            LOGGER.error(f"The run ended early{_describe_folder(resolved)}")
     if result.exit_code == ExitCode.OUT_OF_MEMORY:
         _log_advice(resolved, result.report or "")
     return result.exit_code
@@ -185,17 +185,17 @@ def _execute(resolved: ResolvedRun) -> int:
             return execute(resolved, check_room=functools.partial(check_room, resolved))
     except KeyboardInterrupt:
         if global_rank() == 0:
-            LOGGER.error(f"Interrupted; run folder: {_describe_folder(resolved)}")
+            LOGGER.error(f"Interrupted{_describe_folder(resolved)}")
             if has_checkpoint(resolved.run_folder):
                 LOGGER.error(f"To resume: {resume_command(resolved.run_folder, resolved.overrides)}")
         return ExitCode.INTERRUPTED
     except Exception as error:
-        last_line: str | None = f"The run crashed; run folder: {_describe_folder(resolved)}"
+        last_line: str | None = f"The run crashed{_describe_folder(resolved)}"
         if is_out_of_memory(error):
             is_advised = ranks.started_by in (None, "spawn")  # once all ranks have ended
             text = describe_out_of_memory(error, resolved, lists_remedies=not is_advised)
             failure = failure_from_exception(error, exit_code=ExitCode.OUT_OF_MEMORY, report=text)
-            last_line = f"The run ended early; run folder: {_describe_folder(resolved)}"
+            last_line = f"The run ended early{_describe_folder(resolved)}"
         elif (mistake := _find_mistake(error, resolved)) is not None:
             failure = _failure_from_mistake(mistake, is_late=getattr(find_mistake(error), "is_late", False))
             last_line = None
@@ -303,8 +303,11 @@ def _find_section(config: Mapping[str, Any], target: str) -> str | None:
 
 
 def _describe_folder(resolved: ResolvedRun) -> str:
+    """Return the end of a sentence that names the run folder; empty if this mode has made none."""
     from recipes.checkpoint.resume import newest_checkpoint
 
+    if not resolved.run_folder.is_dir():
+        return ""
     checkpoint = newest_checkpoint(resolved.run_folder)
     suffix = f", last valid checkpoint: {checkpoint.name}" if checkpoint else ""
-    return f"{resolved.run_folder}{suffix}"
+    return f"; run folder: {resolved.run_folder}{suffix}"

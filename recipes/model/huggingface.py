@@ -178,17 +178,24 @@ class HuggingFace(nn.Module):
                 buffers[name].copy_(value)
 
     def flops_per_token(self, seq_len: float) -> Flops | None:
-        """Return the FLOPs per trained token, forward and backward; None for mixture-of-experts models."""
+        """Return the FLOPs per trained token, forward and backward.
+
+        None for mixture-of-experts models, and for those of which a block has no attention, such as state-space models:
+        the formula is not theirs.
+        """
         config = self.inner.config.get_text_config()
+        num_heads = getattr(config, "num_attention_heads", None)
         if any(getattr(config, key, None) for key in _HAVE_EXPERTS):
+            return None
+        if not isinstance(num_heads, int) or not all(map(_has_attention, self.blocks)):
             return None
         embedding = self.inner.get_input_embeddings()
         is_tied = self.inner.get_output_embeddings().weight is embedding.weight
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
         return decoder_flops_per_token(
             self.inner,
             embedding=None if is_tied else embedding,
-            attention_width=len(self.blocks) * config.num_attention_heads * head_dim,
+            attention_width=len(self.blocks) * num_heads * head_dim,
             seq_len=seq_len,
         )
 
@@ -282,6 +289,10 @@ class _Head(Linear):
     def forward(self, input: Tensor, reduce: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
         """Return logits [..., V] of hidden states [..., W], or the result of `reduce` for hidden states and weight."""
         return super().forward(input) if reduce is None else reduce(input, self.weight)
+
+
+def _has_attention(block: nn.Module) -> bool:
+    return any("attention" in type(module).__name__.lower() for module in block.modules())
 
 
 def _own_tensors(module: nn.Module) -> Iterator[Tensor]:

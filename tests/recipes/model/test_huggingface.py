@@ -312,6 +312,13 @@ def test_flops_are_counted_without_an_embedding_that_is_only_looked_up(published
     assert model_of(published("mixtral")[1], pretrained=None).flops_per_token(64) is None, "not all experts compute"
 
 
+def test_the_flops_of_blocks_without_attention_are_not_known(tmp_path: Path) -> None:
+    hf.MambaConfig(**_IDS, hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = HuggingFace(name=str(tmp_path), pretrained=None, max_seq_len=64, vocab_size=64)
+    assert model.flops_per_token(64) is None
+
+
 def test_tensors_of_other_names_are_converted_with_a_line_that_says_so(
     published: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
