@@ -87,6 +87,22 @@ def missing_folder(name: str, key: str) -> ConfigError | None:
     return None
 
 
+def missing_published(name: str, key: str) -> ConfigError | None:
+    """Return the error for a published model that is not in the file system under the path that names it.
+
+    Args:
+        name: As it was typed.
+        key: The setting that named it, `model.name` or `model.pretrained`.
+
+    Returns:
+        None for a folder with a config.json, and for what may be the name of a hub repository.
+    """
+    folder = os.path.expanduser(name)
+    if not (name and os.path.isdir(folder)):  # unlike Path.is_dir, False if the name is too long
+        return missing_folder(name, key)
+    return None if os.path.isfile(os.path.join(folder, "config.json")) else missing_config(name, key)
+
+
 def missing_config(folder: str | Path, key: str) -> ConfigError:
     """Return the error for a folder that should hold a published model, and has no config.json.
 
@@ -99,10 +115,16 @@ def missing_config(folder: str | Path, key: str) -> ConfigError:
         return ConfigError(setting, "you may not read this folder", f"chmod u+rx {folder}, then the same command")
     if (expanded / "adapter_config.json").is_file():
         reason = "the folder holds an adapter of peft, which is trained on top of a model"
-        return ConfigError(setting, reason, f"{key}=<model of the adapter> adapter=lora adapter.pretrained={folder}")
+        return ConfigError(
+            setting, reason, f"{key}=<model of the adapter> adapter=<lora or ia3> adapter.pretrained={folder}"
+        )
     if (expanded / "checkpoints").is_dir():
         reason = "the folder is that of a run, whose checkpoints are in another format"
         fix = f"mode=export resume={folder}, then {key}={folder}/export, or resume={folder} alone to go on with the run"
+        return ConfigError(setting, reason, fix)
+    if (expanded / "manifest.json").is_file():
+        reason = "the folder is a checkpoint of a run, which is in another format"
+        fix = f"mode=export resume={folder}, then {key}={Path(folder).parent.parent}/export"
         return ConfigError(setting, reason, fix)
     return ConfigError(
         setting, "the folder has no config.json", f"{key}=<folder with config.json and model.safetensors>"

@@ -97,9 +97,9 @@ def find_targets(model: nn.Module, wanted: Sequence[str] | str, *, setting: str)
         ConfigError: The model has no blocks, or no layer with such a name.
     """
     check_peft()
-    linear = list_targets(model)
+    linear, title = list_targets(model), getattr(model, "title", type(model).__name__)
     if not linear:
-        reason = f"{type(model).__name__} has no linear layer in its blocks, and these are adapted"
+        reason = f"{title} has no linear layer in its blocks, and these are adapted"
         raise ConfigError(setting, reason, "adapter=none")
     if not wanted:
         raise ConfigError(setting, "it names no layer", "adapter.target_modules=all, or adapter=none")
@@ -109,7 +109,7 @@ def find_targets(model: nn.Module, wanted: Sequence[str] | str, *, setting: str)
     for end in ends:
         if not any(f".{name}".endswith(f".{end}") for name in linear):
             known = sorted({name.rpartition(".")[2] for name in linear})
-            reason = f"no linear layer of {type(model).__name__} has a name that ends with {end}"
+            reason = f"no linear layer of {title} has a name that ends with {end}"
             raise ConfigError(setting, reason, f"adapter.target_modules=[{','.join(known)}], or some of them")
     return [name for name in linear if any(f".{name}".endswith(f".{end}") for end in ends)]
 

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from recipes.errors import ConfigError
-from recipes.foreign_file import describe_error, missing_config, missing_folder, reading
+from recipes.foreign_file import describe_error, missing_published, reading
 
 log = logging.getLogger("lightning_recipes")
 
@@ -39,6 +39,11 @@ _OF_MODEL = ("state_dict", "model_state_dict", "model")  # under which training 
 _OF_LIGHTNING = ("model.model.", "model.transformer.", "model.lm_head.")
 # what GPTQ, AWQ, bitsandbytes and compressed-tensors save beside or instead of a weight
 _QUANTIZED = re.compile(r"\.(qweight|qzeros|g_idx|SCB|absmax|quant_map|weight_packed|weight_scale(_inv)?)$")
+# what peft adds to a model, and save_pretrained writes unless it was merged
+_ADAPTER = re.compile(r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|ia3_l)\b")
+# heads of transformers that give a class, a span or a score
+_OF_OTHER_TASKS = re.compile(r"For(\w*Classification|QuestionAnswering|MultipleChoice|RewardModel\w*)$|RewardModel$")
+_MAX_SHOWN = 100  # characters of a name in an error
 _NUM_SHOWN = 3  # names of tensors in a line of the log
 # dtypes that hold weights as they are; all others (int8, uint8, float8 …) need scales, which no reader here knows
 _OF_WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -50,14 +55,11 @@ def locate(name_or_folder: str) -> Path:
     Raises:
         ConfigError: Neither a folder with config.json nor a repository that can be downloaded.
     """
-    folder = Path(os.path.expanduser(name_or_folder))
-    # unlike Path.is_dir, returns False if the name is too long; Path("") would be the working directory
-    if name_or_folder and os.path.isdir(folder):
-        if not os.path.isfile(folder / _CONFIG):  # unlike Path.is_file, returns False if the folder may not be read
-            raise missing_config(name_or_folder, "model.pretrained")
-        return folder
-    if (wrong := missing_folder(name_or_folder, "model.pretrained")) is not None:
+    if (wrong := missing_published(name_or_folder, "model.pretrained")) is not None:
         raise wrong
+    folder = Path(os.path.expanduser(name_or_folder))
+    if os.path.isdir(folder):  # unlike Path.is_dir, False if the name is too long
+        return folder
     try:
         from huggingface_hub import snapshot_download  # optional
     except ImportError as error:
@@ -106,6 +108,23 @@ def read_config(folder: Path) -> dict[str, Any]:
         ConfigError: It is no JSON object.
     """
     return read_settings(folder / _CONFIG, f"model.pretrained={folder}")
+
+
+def check_head(folder: Path, setting: str) -> None:
+    """Check that the weights beside a config.json were not saved from a model with the head of another task.
+
+    Args:
+        folder: Folder with config.json.
+        setting: The override that named it, `key=value`.
+
+    Raises:
+        ConfigError: They have no head that predicts the next token.
+    """
+    architectures = read_settings(folder / _CONFIG, setting).get("architectures")
+    named = architectures[0] if isinstance(architectures, list) and architectures else None
+    if isinstance(named, str) and _OF_OTHER_TASKS.search(named):
+        reason = f"it holds a {named[:_MAX_SHOWN]}, which has another head than the one that predicts the next token"
+        raise ConfigError(setting, reason, f"{_key(setting)}=<folder or hub id of a causal language model>")
 
 
 def read_settings(path: Path, setting: str) -> dict[str, Any]:
@@ -338,6 +357,10 @@ def open_weights(folder: Path) -> Iterator[PublishedWeights]:
                     f"its weights are quantized ({path.name} holds {coded[0]}), and such weights are not trained here"
                 )
                 raise ConfigError(setting, reason, f"{_key(setting)}=<the same model in float32 or bfloat16>")
+            if adapted := sorted(name for name in names if _ADAPTER.search(name)):
+                reason = f"{path.name} holds {adapted[0]}, of an adapter that was not merged into the weights"
+                fix = f"{_key(setting)}=<the model that merge_and_unload() of peft returns, saved by save_pretrained>"
+                raise ConfigError(setting, reason, fix)
             files.update(dict.fromkeys(names, opened))
         yield PublishedWeights(files)
 

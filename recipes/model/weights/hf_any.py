@@ -13,7 +13,15 @@ from torch import Tensor
 from recipes.errors import ConfigError
 from recipes.foreign_file import reading
 from recipes.model.init import fill, named_parameters
-from recipes.model.weights.files import PublishedWeights, check_tied, copy_of, locate, log_unread, open_weights
+from recipes.model.weights.files import (
+    PublishedWeights,
+    check_head,
+    check_tied,
+    copy_of,
+    locate,
+    log_unread,
+    open_weights,
+)
 from recipes.numerics.deepspeed_import import without_warning_of_deepspeed
 
 _FITTING = "model.name=<folder whose config.json describes its tensors>"
@@ -24,7 +32,7 @@ CHECKED_AFTERWARDS = {"output_loading_info": True, "ignore_mismatched_sizes": Tr
 log = logging.getLogger("lightning_recipes")
 
 
-def load_weights(inner: Any, name_or_folder: str) -> None:
+def load_weights(inner: Any, name_or_folder: str, *, key: str) -> None:
     """Fill every parameter, and every buffer present in the files, from published weights.
 
     If tensor names match those of the model, tensors are read one by one. Otherwise transformers loads and converts the
@@ -33,11 +41,13 @@ def load_weights(inner: Any, name_or_folder: str) -> None:
     Args:
         inner: `transformers` model on the device of the run, sharded or not.
         name_or_folder: Folder with config.json and weights, or a hub name.
+        key: The setting that names it, `model.name` or `model.pretrained`.
 
     Raises:
         ConfigError: The weights are missing or belong to a different model.
     """
     folder = locate(name_or_folder)
+    check_head(folder, f"{key}={name_or_folder}")
     wanted = _tensors(inner)
     prefix = f"{inner.base_model_prefix}."
     with open_weights(folder) as weights:
@@ -53,16 +63,16 @@ def load_weights(inner: Any, name_or_folder: str) -> None:
             if not _is_ignored(inner, name):  # transformers would take quantized ones and NaN for weights
                 weights.read(name, like=likes.get(name))
     missing = [name for name in wanted if name not in found]
-    log.info(
-        "%s names %d of %d tensors in another way (%s, …): transformers converts them, in host memory",
-        *(name_or_folder, len(missing), len(wanted), missing[0]),
-    )
     converted = _tensors(_load_converted(folder, name_or_folder))
     # a head that is tied to the embedding is none of its tensors, unless the file holds other values for it
     for lines, others in (("it has no", {*wanted} - {*converted}), ("it also has", {*converted} - {*wanted})):
         if others:
             reason = f"{lines} {_list(others)}"
             raise ConfigError(f"model.pretrained={name_or_folder}", reason, _FITTING)
+    log.info(
+        "%s names %d of %d tensors in another way (%s, …): transformers converted them, in host memory",
+        *(name_or_folder, len(missing), len(wanted), missing[0]),
+    )
     for name, tensor in wanted.items():
         _set(tensor, converted[name].detach(), name, name_or_folder)
 

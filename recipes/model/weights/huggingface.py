@@ -31,6 +31,7 @@ from recipes.model.transformers_models import (
 )
 from recipes.model.weights.files import (
     PublishedWeights,
+    check_head,
     check_tied,
     copy_of,
     locate,
@@ -64,13 +65,14 @@ def load_pretrained(model: nn.Module, name_or_folder: str | Path) -> None:
             nothing was loaded.
     """
     if isinstance(model, HuggingFace):
-        if str(name_or_folder) != model.name:
-            folder, name = locate(str(name_or_folder)), str(name_or_folder)
-            check_settings(model.inner.config, folder, name=model.name, pretrained=name)
-        load_weights(model.inner, str(name_or_folder))
+        name, is_other = str(name_or_folder), str(name_or_folder) != model.name
+        if is_other:
+            check_settings(model.inner.config, locate(name), name=model.name, pretrained=name)
+        load_weights(model.inner, name, key="model.pretrained" if is_other else "model.name")
         model.init_buffers()
         return
     folder = locate(str(name_or_folder))
+    check_head(folder, f"model.pretrained={name_or_folder}")
     layout = _format(getattr(model, "whole", None) or model)  # under pipeline parallelism, `model` is one stage
     _check_config(layout, config=read_config(folder), folder=folder)
     setting = f"model.pretrained={folder}"

@@ -40,7 +40,9 @@ def load_pretrained(model: ResNet, file: str | Path) -> None:
     """
     path, setting = Path(os.path.expanduser(file)), f"model.pretrained={file}"
     if not os.path.isfile(path):
-        raise ConfigError(setting, "there is no such file", "model.pretrained=null")
+        reason = "it is a folder, not a file" if os.path.isdir(path) else "there is no such file"
+        fix = "model.pretrained=<a .safetensors or .pth file of torchvision's ResNet>, or null"
+        raise ConfigError(setting, reason, fix)
     targets = model.state_dict(keep_vars=True)
     with open_file(path, setting) as opened:
         names = {our_name(name, model): name for name in opened.names()}

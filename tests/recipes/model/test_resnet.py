@@ -104,6 +104,8 @@ def test_weights_of_a_deeper_resnet_are_rejected_and_its_additional_blocks_are_l
 def test_a_file_that_is_not_there_or_damaged_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.pretrained=nowhere\.pth: there is no such file"):
         digits(pretrained="nowhere.pth")
+    with pytest.raises(ConfigError, match="it is a folder, not a file"):
+        digits(pretrained=str(tmp_path))
     for name in ("cut.pth", "cut.safetensors"):
         (tmp_path / name).write_bytes(b"PK")
         with pytest.raises(ConfigError, match=rf"model\.pretrained={tmp_path}/{name}: .* cannot be read: "):

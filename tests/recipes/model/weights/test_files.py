@@ -170,8 +170,9 @@ def test_a_name_that_no_folder_has_is_no_folder(name: str, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("holds", "reason", "fix"),
     [
-        ("adapter_config.json", "an adapter of peft", "adapter=lora adapter.pretrained={folder}"),
+        ("adapter_config.json", "an adapter of peft", "adapter=<lora or ia3> adapter.pretrained={folder}"),
         ("checkpoints/last.txt", "that of a run", "mode=export resume={folder}, then {key}={folder}/export"),
+        ("manifest.json", "a checkpoint of a run", "mode=export resume={folder}, then {key}="),
         ("readme.md", "no config.json", "{key}=<folder with config.json and model.safetensors>"),
     ],
 )
@@ -185,6 +186,23 @@ def test_a_folder_that_holds_something_else_than_a_model_is_told_what_to_type(
             read(str(tmp_path))
         assert reason in caught.value.reason
         assert fix.format(folder=tmp_path, key=key) in caught.value.fix
+
+
+def test_weights_with_the_head_of_another_task_or_an_adapter_in_them_are_none_of_a_language_model(
+    tmp_path: Path,
+) -> None:
+    typed = f"model.name={tmp_path}"
+    for named, is_other in (("LlamaForTokenClassification", True), ("OPTForCausalLM", False), ("LlamaModel", False)):
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [named]}))
+        if not is_other:
+            published_weights.check_head(tmp_path, typed)
+            continue
+        with pytest.raises(ConfigError, match=f"it holds a {named}, which has another head") as caught:
+            published_weights.check_head(tmp_path, typed)
+        assert caught.value.fix == "model.name=<folder or hub id of a causal language model>"
+    save_file({"layers.0.q_proj.lora_A.default.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"lora_A\.default\.weight, of an adapter that was not merged"):
+        open_weights(tmp_path).__enter__()
 
 
 def test_a_hash_is_of_the_tensors_and_not_of_their_files(tmp_path: Path) -> None:
