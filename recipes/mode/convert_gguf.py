@@ -28,6 +28,7 @@ from recipes.tokenizer import read_folder
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)  # those that gguf reads
 _TOKENS = "tokenizer.ggml.tokens"
+_ORDERS = ("tokenizer.ggml.merges", "tokenizer.ggml.scores")
 _ANOTHER = "mode.path=<another file>, or the published folder itself: model=huggingface model.name=<folder or hub id>"
 _EMBEDDING, _HEAD, _ROPE = "token_embd.weight", "output.weight", "rope_freqs.weight"
 _ROPE_THETA = 10_000.0  # in a file that does not say
@@ -205,12 +206,19 @@ def _check_parts(reader: Any, typed: str) -> None:
         reason = f"it is one of the {num_parts} parts of a split model"
         fix = "mode.path=<the whole file>, from llama-gguf-split --merge <the first part> <the whole file>"
         raise ConfigError(typed, reason, fix)
-    if (kind := _get(reader, "general.type", "model")) != "model":
+    kind, architecture = _get(reader, "general.type", "model"), _get(reader, "general.architecture", "")
+    if kind == "mmproj" or architecture == "clip":
+        reason = "it is the projector of a multimodal model (mmproj), which turns images or sound into its inputs"
+        raise ConfigError(typed, reason, "mode.path=<the file of its language model>")
+    if kind != "model":
         raise ConfigError(typed, f"it is a file of the kind {kind}, not a model", "mode.path=<the file of its model>")
     if not reader.tensors:
         raise ConfigError(typed, "it holds a vocabulary and no weights", "mode.path=<a file with weights>")
     if (tokens := reader.get_field(_TOKENS)) is None:
         raise ConfigError(typed, f"it has no tokenizer ({_TOKENS})", _ANOTHER)
+    if all(reader.get_field(key) is None for key in _ORDERS):
+        reason = f"its tokenizer has neither merges nor scores ({', '.join(_ORDERS)}), and is built from one of them"
+        raise ConfigError(typed, reason, _ANOTHER)
     num_rows = next((int(tensor.shape[-1]) for tensor in reader.tensors if tensor.name == _EMBEDDING), None)
     if num_rows not in (None, len(tokens.data)):
         reason = f"its tokenizer has {len(tokens.data):,} tokens, and its {_EMBEDDING} {num_rows:,} rows"

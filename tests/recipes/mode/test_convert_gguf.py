@@ -183,6 +183,8 @@ PARTIAL: dict[str, tuple[dict[str, Any], str]] = {
         "its tokenizer has 98 tokens, and its token_embd.weight 90 rows",
     ),
     "no tokenizer": ({"lacks": "ggml.tokens"}, r"it has no tokenizer \(tokenizer.ggml.tokens\)"),
+    "no merges": ({"lacks": "ggml.merges"}, r"neither merges nor scores \(tokenizer.ggml.merges, tokenizer.ggml.sc"),
+    "projector": ({"architecture": "clip", "lacks": "ggml.tokens"}, "it is the projector of a multimodal model"),
     "adapter": ({"settings": {"general.type": "adapter"}}, "it is a file of the kind adapter, not a model"),
     "no heads": ({"heads": 0}, "head_count=0, which no model can"),
     "three heads": ({"heads": 3}, "attention.head_count_kv=4, which does not divide its 3 heads"),
