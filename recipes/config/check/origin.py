@@ -15,6 +15,7 @@ import yaml
 
 from recipes.config.instantiate import PARTIAL, TARGET
 from recipes.config.overrides import to_grammar
+from recipes.config.signature import TargetNotFoundError, read_signature
 from recipes.config.trust import find_trusted_folders, parse_values, read_yaml_files
 from recipes.errors import ConfigError
 
@@ -87,7 +88,13 @@ def _check_node(
     if not is_known and not _is_typed((*place, TARGET), target, typed_values):
         group = place[0] if place else ""
         why = f"a folder may not choose the code that runs: no file in conf/{group} names it there"
-        yield _reject((*place, TARGET), target, why, origin)
+        rejected = _reject((*place, TARGET), target, why, origin)
+        try:
+            read_signature(str(target))
+        except TargetNotFoundError as error:  # typed, it would be rejected as well
+            reason = f"{rejected.reason}, and none can ({error})"
+            rejected = ConfigError(rejected.setting, reason, _FIX_OF_A_FORGERY)
+        yield rejected
     for key in special:
         if key not in (TARGET, PARTIAL):
             where = ".".join([*place, key])

@@ -170,6 +170,12 @@ def test_the_error_says_who_names_it_and_what_to_type(composed: Composed) -> Non
     )
 
 
+def test_what_no_config_can_name_is_not_to_be_typed(composed: Composed) -> None:
+    [mistake] = check_origin(change(composed.config, {"callbacks.x": COMMAND}), [], FOLDER)
+    assert mistake.reason.endswith("names it there, and none can (os: 'os' is part of Python itself)")
+    assert mistake.fix == "a folder written by a run"
+
+
 def test_an_own_run_resumes_without_a_word_and_what_it_was_started_with_is_typed_again(run: Path) -> None:
     assert rejected([f"resume={run}"]) == []
     assert rejected([], config_folder=run) == []
