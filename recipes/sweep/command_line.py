@@ -25,7 +25,7 @@ from recipes.config.check.ranges import check_ranges
 from recipes.config.check.renamed import answer_renamed, restore_sweeps
 from recipes.config.check.suggestions import list_options, suggest_option
 from recipes.config.check.text_values import decimal_point
-from recipes.config.compose import CONF, Composed
+from recipes.config.compose import CONF, MODE_OF_SWEEPS, Composed
 from recipes.config.instantiate import OPTUNA, PLUGINS
 from recipes.config.local_path import find_address
 from recipes.config.overrides import (
@@ -80,7 +80,7 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
     """
     source: dict[str, Any] = {"config_folder": config_folder, "config_name": config_name}
     typed, mistakes = join_words(typed)
-    if mistakes := [*mistakes, *_reject_params(typed), *_reject_slips(typed)]:
+    if mistakes := [*mistakes, *_reject_mode(typed), *_reject_params(typed), *_reject_slips(typed)]:
         return SweepCommand(for_hydra=[*typed], keys=[], mistakes=mistakes, of_sweep=mistakes)
     as_typed, typed = typed, [parse_or_quote(text)[1] for text in typed]  # quoted as for a single run
     swept = {text: parsed for text in typed if (parsed := _parse_sweep(text)) is not None}
@@ -153,6 +153,14 @@ def resume_command(typed: Sequence[str], folder: Path) -> str:
     """
     others = [text for text in typed if not text.startswith("hydra.sweep.dir=")]
     return f"python train.py {shlex.join([*others, make_override('hydra.sweep.dir', str(folder))])}"
+
+
+def _reject_mode(typed: Sequence[str]) -> Iterator[ConfigError]:
+    """Reject the mode that writes a sweep for W&B, whose overrides are those of that sweep."""
+    if MODE_OF_SWEEPS in typed:
+        yield ConfigError(
+            f"-m {MODE_OF_SWEEPS}", "it writes one file for the whole sweep", "the same command without -m"
+        )
 
 
 def _reject_params(typed: Sequence[str]) -> Iterator[ConfigError]:

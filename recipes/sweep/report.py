@@ -57,7 +57,7 @@ class Report:
         return swept_overrides(self._jobs, self._keys)
 
     def log_job(self, job: Job, log: Path) -> None:
-        """Log that a job has started or ended and update the files; quote the log of a failed job.
+        """Log that a job has started or ended and update the files; quote the log of one without a result.
 
         Args:
             job: The job.
@@ -74,6 +74,8 @@ class Report:
             LOGGER.info(f"job {job.number} {outcome}, {job.folder}")
             if not job.state.is_over:
                 LOGGER.error(_tail(log))
+            elif job.state is State.FINISHED and self._objective(job) is None:
+                LOGGER.info(_tail(log, 1))  # what it did instead, or why it had nothing to do
         self.write(with_page=job.exit_code is not None)
 
     def write(self, *, with_page: bool, now: bool = False) -> None:
@@ -144,8 +146,8 @@ def _plain(state: State) -> str:
     return str(state).replace("_", " ")
 
 
-def _tail(log: Path) -> str:
+def _tail(log: Path, num_lines: int = _TAIL_LINES) -> str:
     """Return the last lines of a job's log."""
     lines = log.read_text(errors="replace", encoding="utf-8").splitlines() if log.is_file() else []
     lines = [line for line in lines if line and not line.startswith(_SRUN_PREFIXES)]
-    return "\n".join(f"  {line}" for line in [*lines[-_TAIL_LINES:], f"full log: {log}"])
+    return "\n".join(f"  {line}" for line in [*lines[-num_lines:], f"full log: {log}"])

@@ -48,6 +48,7 @@ WRONG = {
     ],
     f"{OPTUNA} hydra.sweeper.prune_on=": ["hydra.sweeper.prune_on="],
     "seed=1,2 hydra.sweep.dir=gs://bucket/x": ["hydra.sweep.dir=gs://bucket/x"],
+    "mode=wandb_sweep seed=1,2": ["-m mode=wandb_sweep"],
     # a job that is skipped does not excuse what every job has
     "model.num_heads=5,2 sweep.skip_invalid=True launcher.max_jobs=0": ["launcher.max_jobs=0"],
     "hydra/sweeper=optuna optimizer.lr=tag(log,interval(0,1))": ["optimizer.lr=tag(log,interval(0,1))"],

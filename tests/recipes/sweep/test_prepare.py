@@ -183,6 +183,16 @@ def test_files_that_cannot_be_written_are_one_log_line_each_and_no_exception(
     assert caplog.text.count("sweep.csv could not be written: Is a directory. The run goes on") == 1
 
 
+def test_the_last_line_of_a_job_without_a_result_is_repeated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(number=0, folder=tmp_path / "0", overrides=[], state=State.FINISHED, exit_code=0)
+    job.save()
+    (log := tmp_path / "job.log").write_text("data: …\nNothing to do: it is at step 3, past trainer.max_steps=1\n")
+    with caplog.at_level("INFO", logger="lightning_recipes"):
+        Report(tmp_path, [job], settings=make_settings(compare=None), keys=[], typed=[]).log_job(job, log)
+    assert f"  Nothing to do: it is at step 3, past trainer.max_steps=1\n  full log: {log}" in caplog.text
+    assert "data: …" not in caplog.text
+
+
 def test_no_page_is_written_before_a_run_has_the_objective(tmp_path: Path) -> None:
     pages: list[Any] = []
     job = Job(number=0, folder=tmp_path / "0", overrides=[], state=State.FAILED, exit_code=1)
