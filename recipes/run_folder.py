@@ -56,6 +56,7 @@ _HEAD_BYTES = 1 << 10
 _MOST_BYTES = 64 << 20  # a larger file is none that a mode writes
 # a YAML file of ten lines can expand to billions of values, or contain itself
 MOST_VALUES, MOST_DEPTH = 100_000, 50
+_CONFLICT_MARKERS = ("<<<<<<< ", ">>>>>>> ")
 _MOST_DIGITS = 18  # of a step
 _MOST_CELL = 10_000  # characters in a cell of metrics.csv; the reader of the standard library stops at 131,072
 
@@ -288,13 +289,26 @@ def read_config(run_folder: Path) -> dict[str, Any]:
         try:
             config = yaml.load(text, Loader=Loader)
         except yaml.YAMLError as error:
-            raise ConfigError(str(path), f"it is not valid YAML: {' '.join(str(error).split())}", fix) from error
+            raise _explain_yaml(path, text, error, fix) from error
     if not isinstance(config, dict):
         raise ConfigError(str(path), f"it {_describe(config)}, not settings", fix)
     if not is_bounded(config):
         reason = f"it expands to more than {MOST_VALUES:,} values, or for one that contains itself"
         raise ConfigError(str(path), reason, "a folder written by a run")
     return {key: value for key, value in config.items() if key != "hydra"}
+
+
+def _explain_yaml(path: Path, text: str, error: Any, fix: str) -> ConfigError:
+    """Return the error for a text that is no YAML, with the line in which its reader stopped."""
+    lines = text.splitlines()
+    marked = next((number for number, line in enumerate(lines, 1) if line.startswith(_CONFLICT_MARKERS)), None)
+    if marked is not None:
+        reason = f"line {marked} is a conflict marker of git: {lines[marked - 1]}"
+        return ConfigError(str(path), reason, f"{path} with one side of each conflict and without the markers")
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    where = "" if mark is None else f" in line {mark.line + 1}"
+    said = " ".join(str(problem or error).split())
+    return ConfigError(str(path), f"it is not valid YAML{where}: {said}", fix)
 
 
 def is_bounded(value: object) -> bool:
