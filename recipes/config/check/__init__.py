@@ -21,7 +21,7 @@ from recipes.config.check.devices import check_devices
 from recipes.config.check.lr_scaling import check_lr_scaling
 from recipes.config.check.mesh import check_batch_size, check_mesh, check_moe, check_ranks
 from recipes.config.check.metrics import check_metrics, check_readers, check_thresholds
-from recipes.config.check.nodes import check_nodes
+from recipes.config.check.nodes import NO_DEFAULT, check_nodes
 from recipes.config.check.paths import check_paths
 from recipes.config.check.ranges import check_ranges
 from recipes.config.check.renamed import answer_renamed
@@ -49,7 +49,7 @@ from recipes.run_folder import CONFIG_FILE
 
 _NO_ARGUMENT = " has no argument "  # what the check of nodes says
 _VARIABLE = re.compile(r"\$\{oc\.env:[^{}]*\}")
-_OF_A_VALUE = ("it takes ", "it must be ", "it has no default")  # what the checks of types and ranges say
+_OF_A_VALUE = ("it takes ", "it must be ", NO_DEFAULT)  # what the checks of types and ranges say
 
 
 def check_config(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
@@ -120,7 +120,7 @@ def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
     if structure or mismatches:
         return [*mistakes, *mismatches]  # the checks below read these sections
     unreadable = [*check_published_model(config["model"])]
-    if unreadable:  # which has no size of a vocabulary
+    if unreadable or any(_get_key(m) == "model.name" for m in mistakes):  # it gives the size of the vocabulary
         mistakes = [m for m in mistakes if m.setting != "model.vocab_size=null"]
         mistakes = [*mistakes, *unreadable] if mistakes else []
     scaling = [*check_lr_scaling(config, choices, overrides)]
@@ -261,7 +261,8 @@ def locate_mistakes(mistakes: Sequence[ConfigError], overrides: Sequence[str]) -
                 reason, fix = f"{reason}, and a variable is text", f"'{key}=${{oc.decode:{text}}}'"
         is_of_section = fix.lstrip("'~+").startswith(f"{section}." if section else "")  # else it is typed, not edited
         line = None
-        if not is_typed and not is_in_added and is_of_section:
+        # what an option asks for is typed, not written into its file
+        if not is_typed and not is_in_added and is_of_section and reason != NO_DEFAULT:
             line = (run and _find_line_in_run(run, key, mistake)) or _find_line(mistake, key, overrides)
         if line:
             place, is_quoted = line

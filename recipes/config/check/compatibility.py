@@ -15,6 +15,8 @@ from recipes.config.resolved import ResolvedRun
 from recipes.config.signature import find_signature, read_signature
 from recipes.config.traits import list_data, select
 from recipes.errors import ConfigError
+from recipes.foreign_file import missing_published
+from recipes.run_folder import has_checkpoint
 
 # Trainer arguments controlled by a group or setting of this project: argument -> what to type instead
 _CONTROLLED = {
@@ -128,7 +130,7 @@ def check_compatibility(run: ResolvedRun) -> Iterator[ConfigError]:
     yield from _vocabulary(config)
     yield from check_adapter(run)
     yield from check_published_model(config["model"])
-    yield from _published_weights(config)
+    yield from _published_weights(run)
     if "tokenizer" in config["data"] and not config["data"]["tokenizer"]:
         yield ConfigError("tokenizer=none", "text needs a tokenizer", "tokenizer=bpe or tokenizer=bytes")
     yield from _optimizer(config["optimizer"])
@@ -267,12 +269,21 @@ def _check_min_steps(trainer: Mapping[str, Any]) -> Iterator[ConfigError]:
         )
 
 
-def _published_weights(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Reject published weights with a different tokenizer, whose token ids mean something else."""
-    pretrained = config["model"].get("pretrained")
-    tokenizer = str(config["tokenizer"].get("_target_"))
-    is_read = config["resume"] in (None, "auto")  # those of a checkpoint replace them
-    if is_read and pretrained is not None and find_signature(tokenizer).constants.get("own_ids"):
+def _published_weights(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Reject published weights that are missing, or have another tokenizer, whose token ids mean something else."""
+    config, model = run.config, run.config["model"]
+    pretrained, tokenizer = model.get("pretrained"), str(config["tokenizer"].get("_target_"))
+    if pretrained is None or run.resume not in (None, "auto"):  # those of a checkpoint replace them
+        return
+    is_of_tokens = find_signature(model["_target_"]).constants.get("input_kind") == "tokens"
+    missing = missing_published(pretrained, "model.pretrained") if is_of_tokens else None
+    has_own_ids = find_signature(tokenizer).constants.get("own_ids")
+    if missing is not None:
+        # a model that is built by name has a check of its own
+        if pretrained != model.get("name") and not (run.resume and has_checkpoint(run.run_folder)):
+            beside = "; beside model.pretrained, tokenizer=huggingface tokenizer.name=<the same>" if has_own_ids else ""
+            yield ConfigError(missing.setting, missing.reason, f"{missing.fix}{beside}")
+    elif has_own_ids:
         yield ConfigError(
             f"model.pretrained={pretrained} tokenizer={tokenizer.split('.')[2]}",
             "published weights need the token ids of their own tokenizer",

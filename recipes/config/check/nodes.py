@@ -59,6 +59,7 @@ PROVIDED: dict[str, set[str]] = {
     "hydra.sweeper.sampler": {"seed"},
 }
 # sections that refer to another one, `evaluator: ${evaluator}`, where mistakes are reported
+NO_DEFAULT = "it has no default"  # of a setting that an option leaves to be typed
 _REPEATED = ("mode.evaluator",)
 # groups whose target may be of another package -> what each of them is given by build.py
 _OF_ANY_PACKAGE = {"optimizer": "the model", "scheduler": "the step", "logger": "the run folder"}
@@ -199,7 +200,7 @@ def _check_value(where: str, value: object, signature: Signature, key: str) -> I
     blank = placeholder(annotation) if annotation is not None else "value"
     example = _EXAMPLES.get(key if where.partition(".")[0] in ("data", "eval_data") else where)
     if value == "???":
-        yield ConfigError(f"no {where}", "it has no default", f"{where}={example or f'<{blank}>'}")
+        yield ConfigError(f"no {where}", NO_DEFAULT, f"{where}={example or f'<{blank}>'}")
     elif annotation is not None and not _is_node(value) and not matches_type(value, annotation):
         fix = f"{where}={example}" if example and value is None else suggest(where, value, annotation)
         if isinstance(value, str) and value.startswith("{") and not value.isascii():

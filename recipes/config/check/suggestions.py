@@ -119,6 +119,10 @@ _EPOCHS = ("epochs", "max_epochs", "num_epochs", "num_train_epochs", "n_epochs")
 _REPLACED = {
     "strategy.offload": "strategy=fsdp strategy.cpu_offload=true, or strategy=deepspeed_stage_2_offload",
 }
+# what a mode and a setting that it has not are about -> what to type
+_OF_MODES = {
+    ("export", "dtype"): "the same command without it: an export has the dtype in which the run keeps its weights",
+}
 _MAX_OPTIONS = 2  # named in a suggestion
 _SEVERAL = ("callbacks", "logger")  # groups of which a list of options may be chosen
 
@@ -207,6 +211,8 @@ def suggest_setting(
     alias = _SETTING_ALIASES.get(wrong)
     if override.key_or_group in _REPLACED:
         return _REPLACED[override.key_or_group]
+    if section == ["mode"] and (fix := _OF_MODES.get((get_choice("mode", config), wrong))):
+        return fix
     if "/" in wrong:  # a group that does not exist
         return suggest_nested(wrong, value, config, search_path)
     if wrong in _SWITCHES and not section:
@@ -309,9 +315,14 @@ def _find_sections_with(name: str, config: Any) -> list[str]:
 def _find_options(
     override: Override, config: Any, section: list[str], missing: list[str], typed: Sequence[str]
 ) -> list[str]:
-    """Return the options of a group with a key that the chosen one lacks; none if the value disables it."""
+    """Return the options of a group with a key that the chosen one lacks; none if the value disables it.
+
+    None of the modes if one was typed: another one does something else.
+    """
     asks = not override.is_delete() and override.value() not in (False, None)
     if len(section) != 1 or missing[0] in config[section[0]] or not asks:
+        return []
+    if section == ["mode"] and any(text.startswith("mode=") for text in config.hydra.overrides.task):
         return []
     task = get_choice("task", config) if "task" in config.hydra.runtime.choices else None
     return _options_with(section[0], missing[0], typed, task=task)

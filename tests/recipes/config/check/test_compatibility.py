@@ -1,5 +1,7 @@
 """The settings proposed where two of a model's sizes do not fit together."""
 
+from pathlib import Path
+
 import pytest
 
 from recipes.config import compose_and_check
@@ -25,6 +27,24 @@ def test_the_nearest_divisor_of_any_number_is_found_in_twice_as_many_tries_as_it
     counted = CountedInt(number)
     assert _nearest_divisor(counted, wanted) == nearest
     assert counted.num_divisions <= 2 * wanted
+
+
+def test_a_published_model_without_a_name_is_one_mistake() -> None:
+    typed = ["model=huggingface", "data=token_file", "data.path=setup.py", "data.val_path=setup.py"]
+    assert [mistake.setting for mistake in compose_and_check(typed)[1]] == ["model.name=null"]
+
+
+def test_published_weights_are_looked_for_before_their_tokenizer(tmp_path: Path) -> None:
+    command = ["model.pretrained=/nowhere", "tokenizer=bytes"]
+    _, [mistake] = compose_and_check(command)
+    assert (mistake.setting, mistake.reason) == ("model.pretrained=/nowhere", "there is no such folder")
+    assert mistake.fix.endswith("; beside model.pretrained, tokenizer=huggingface tokenizer.name=<the same>")
+    command += ["resume=auto", f"hydra.run.dir={tmp_path}"]
+    assert "model.pretrained=/nowhere" in [mistake.setting for mistake in compose_and_check(command)[1]]
+    (tmp_path / "checkpoints" / "step_0000001.ckpt").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_0000001.ckpt" / "manifest.json").touch()
+    resumed = [mistake.setting for mistake in compose_and_check(command)[1]]
+    assert "model.pretrained=/nowhere" not in resumed, "the checkpoint replaces them"
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,11 @@ MESSAGES = {
         "model.pretrained=gpt2 tokenizer=bpe: published weights need the token ids of their own tokenizer;"
         " type tokenizer=huggingface tokenizer.name=gpt2"
     ),
+    "mode=plan mode.prompt=hi": (
+        "mode.prompt=hi: there is no 'mode.prompt';"
+        " type one of mode.path= mode.advise= mode.max_ranks= mode.find_peak= mode.write_page="
+    ),
+    "evaluator=lm_eval": "no evaluator.tasks: it has no default; type evaluator.tasks=<list of texts>",
     "trainer.accelerator=tpu": (
         "trainer.accelerator=tpu: the options are auto cpu gpu cuda; type trainer.accelerator=auto"
     ),
