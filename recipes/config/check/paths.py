@@ -9,6 +9,7 @@ from typing import Any
 from recipes.checkpoint.retention import resolve_symlink
 from recipes.config.compose import cluster_job_name
 from recipes.config.local_path import find_address
+from recipes.config.overrides import for_shell, make_override
 from recipes.config.resolved import ResolvedRun
 from recipes.config.traits import list_data, list_nodes
 from recipes.data.found_files import describe_missing
@@ -134,20 +135,14 @@ def _check_resume(run: ResolvedRun, overrides: Sequence[str]) -> Iterator[Config
     if os.path.lexists(folder):  # unlike Path's methods, false for a name that is too long
         folder = resolve_symlink(folder) or folder
     above = next((place for place in folder.parents if has_checkpoint(place)), None)
-    fix = "resume=<a run folder or a checkpoint>" if above is None else f"resume={above}"
+    of_run = None if above is None else for_shell(make_override("resume", str(above)))
+    fix = of_run or "resume=<a run folder or a checkpoint>"
     if os.path.isfile(folder):
         yield ConfigError(f"resume={resume}", "it is a file, not the folder of a run", fix)
     elif not os.path.isdir(folder):  # unlike Path.is_dir, false for a name that is too long
         yield ConfigError(f"resume={resume}", "there is no such folder", fix)
     elif not (folder / "manifest.json").is_file() and not has_checkpoint(folder):
-        fix = "resume=<a run that saved one>" if above is None else fix
-        is_within = above is not None and folder.name == CHECKPOINTS
-        reason = (
-            "it is the folder of all checkpoints, not of one or of the run"
-            if is_within
-            else "it contains no valid checkpoint"
-        )
-        yield ConfigError(f"resume={resume}", reason, fix)
+        yield _explain_no_checkpoint(resume, folder, above)
     elif find_run_folder(folder) is None and not any(map(_OF_MODEL.match, overrides)):
         place = folder if has_checkpoint(folder) else folder.parent.parent
         yield ConfigError(
@@ -156,6 +151,30 @@ def _check_resume(run: ResolvedRun, overrides: Sequence[str]) -> Iterator[Config
             f"a copy of the {CONFIG_FILE} that the run wrote, in {place}, or the same command with the model= and all"
             " other settings of that run",
         )
+
+
+def _explain_no_checkpoint(resume: str, folder: Path, above: Path | None) -> ConfigError:
+    """Return the error for a folder that is neither a run with a checkpoint nor a checkpoint.
+
+    Args:
+        resume: As it was typed.
+        folder: The folder.
+        above: The run that it is in; None if it is in none.
+    """
+    reason = "it contains no valid checkpoint"
+    fix = "resume=<a run that saved one>" if above is None else for_shell(make_override("resume", str(above)))
+    if above is not None and folder.name == CHECKPOINTS:
+        reason = "it is the folder of all checkpoints, not of one or of the run"
+    elif os.path.isfile(folder / "adapter_config.json"):
+        reason = "it holds an adapter of peft, not a checkpoint of a run"
+        if above is None:
+            fix = f"adapter=<lora or ia3> {for_shell(make_override('adapter.pretrained', resume))} with its model, and"
+            fix += " without resume"
+    elif os.path.isfile(folder / "config.json"):
+        reason = "it holds a published model, not a checkpoint of a run"
+        if above is None:
+            fix = f"model=huggingface {for_shell(make_override('model.name', resume))}, without resume"
+    return ConfigError(f"resume={resume}", reason, fix)
 
 
 def _check_run_files(run: Path) -> Iterator[ConfigError]:

@@ -11,7 +11,7 @@ from support import resolved
 
 from recipes.cache import open_cache_dir
 from recipes.config.check.compatibility import check_compatibility
-from recipes.config.check.paths import _check_data_path, check_run_folder
+from recipes.config.check.paths import _check_data_path, _check_resume, check_run_folder
 from recipes.config.check.sections import check_settings
 from recipes.config.compose import claim_folder, compose_run, parse_override, quote_options
 from recipes.config.resolved import ResolvedRun, resolve
@@ -208,6 +208,29 @@ def test_a_tilde_is_the_home_folder_and_never_a_name(tmp_path: Path, monkeypatch
     assert run.run_folder == tmp_path / "x"
     [mistake] = check_run_folder(resolve(compose_run(["hydra.run.dir='~nobody_here/x'"])))
     assert str(mistake) == "hydra.run.dir=~nobody_here/x: there is no such user; type hydra.run.dir=<a folder>"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "fix"),
+    [
+        ("config.json", "a published model", "model=huggingface model.name={folder}, without resume"),
+        ("adapter_config.json", "an adapter", "adapter=<lora or ia3> adapter.pretrained={folder} with its model"),
+    ],
+)
+def test_what_is_published_is_not_resumed(
+    name: str, reason: str, fix: str, composed: ResolvedRun, make_run: Callable[[str], Path], tmp_path: Path
+) -> None:
+    export = make_run("run") / "export"
+    for folder in (tmp_path / "alone", export):
+        folder.mkdir()
+        (folder / name).touch()
+    (export.parent / "checkpoints" / "step_0000001.ckpt" / "manifest.json").touch()
+    alone = resolved(composed.config | {"resume": str(tmp_path / "alone")})
+    [mistake] = _check_resume(alone, [])
+    assert reason in mistake.reason
+    assert mistake.fix.startswith(fix.format(folder=tmp_path / "alone"))
+    [mistake] = _check_resume(resolved(composed.config | {"resume": str(export)}), [])
+    assert mistake.fix == f"resume={tmp_path / 'run'}"
 
 
 def test_a_run_cannot_end_before_its_smallest_number_of_steps(composed: ResolvedRun) -> None:
