@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 # C0 and C1 control characters except tab and newline, and bidirectional controls: a terminal interprets them; and
 # surrogates, which no encoding has: Python puts them into the names of files that are not UTF-8
@@ -11,8 +11,14 @@ _CONTROLS |= {*range(0xD800, 0xE000)}
 # spaces that look like one, or like nothing: pasted from a page, they are the mistake that nobody sees
 _CONTROLS |= {0xA0, 0xFEFF, *range(0x2000, 0x2010), 0x2028, 0x2029, 0x202F, 0x205F, *range(0x2060, 0x2065), 0x3000}
 # a key of a data source, in an override as it was typed and in what to type; not the `data.` of a file name
-_TYPED_KEY, _KEY = re.compile(r"^data\.|(?<=\s)data\.(?=[\w.]+=)"), re.compile(r"(?<![^\s'(@])data\.(?=[a-z_])")
+_TYPED_KEY = re.compile(r"^data\.|(?<=\s)data\.(?=[\w.]+=)")
+_KEY = re.compile(r"(?<![^\s'\"(@])data\.(?=[\w.-]+=)|(?<=without )data\.(?=[a-z_])")
 _OPTION = re.compile(r"(?<![\w.@])data=(?=\w)")
+# what neither Hydra's grammar nor a shell reads otherwise, and what of it is no text
+_PLAIN = re.compile(r"[\w./-][\w./:@%+-]*", re.ASCII)
+_DIGITS = r"(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(e[+-]?[\d_]+)?"
+_OTHER_TYPE = re.compile(rf"[+-]?({_DIGITS}|inf|nan)|true|false|null", re.IGNORECASE)
+_REFERENCE = re.compile(r"(\\*)\$\{")
 _ESCAPES = {code: repr(chr(code))[1:-1] for code in sorted(_CONTROLS)}
 
 
@@ -45,6 +51,43 @@ class ConfigError(ValueError):
 def shell(command: str, *paths: object) -> str:
     """Return a command of the shell with paths, quoted where they need it."""
     return " ".join([command, *(shlex.quote(str(path)) for path in paths)])
+
+
+def python(code: str, *arguments: object) -> str:
+    """Return a command that runs Python code without double quotes, whose `sys.argv[1:]` are the arguments."""
+    return shell(f'python -c "{code}"', *arguments)
+
+
+def type_setting(key: str, value: object) -> str:
+    """Return `key=value` as it is typed in a shell so that Hydra reads the value as it is, whatever it holds.
+
+    The one way to print what a user, a file or a dataset named: a path, a field, a token, a split.
+
+    Args:
+        key: Setting.
+        value: A text or a path; a mapping of names to texts or None, as `data.fields` takes it.
+    """
+    if isinstance(value, Mapping):
+        pairs = ", ".join(f"{name}: {'null' if own is None else _write(own)}" for name, own in value.items())
+        return for_shell(f"{key}={{{pairs}}}")
+    return for_shell(f"{key}={_write(value)}")
+
+
+def _write(value: object) -> str:
+    """Return a text in Hydra's grammar: quoted if it would be read as something else."""
+    text = str(value)
+    if _PLAIN.fullmatch(text) and not _OTHER_TYPE.fullmatch(text):
+        return text
+    text = _REFERENCE.sub(r"\1\1\\${", text)  # a reference to another setting
+    # backslashes count before a quotation mark alone, also before that which ends the text
+    text = re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text)
+    return f"'{text}'"
+
+
+def for_shell(text: str) -> str:
+    """Quote a word for a shell where it needs it, with double quotes around single ones where those do nothing else."""
+    quoted = shlex.quote(text)
+    return f'"{text}"' if "'" in text and not set(text) & set('"$`\\!') else quoted
 
 
 class ConfigErrors(Exception):  # noqa: N818  a collection of ConfigError

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_setting
 from recipes.files import WriteError
 
 _NUM_HEAD_BYTES = 512
@@ -115,17 +115,17 @@ def missing_config(folder: str | Path, key: str) -> ConfigError:
         return ConfigError(setting, "you may not read this folder", f"chmod u+rx {folder}, then the same command")
     if (expanded / "adapter_config.json").is_file():
         reason = "the folder holds an adapter of peft, which is trained on top of a model"
-        return ConfigError(
-            setting, reason, f"{key}=<model of the adapter> adapter=<lora or ia3> adapter.pretrained={folder}"
-        )
+        pretrained = type_setting("adapter.pretrained", folder)
+        return ConfigError(setting, reason, f"{key}=<model of the adapter> adapter=<lora or ia3> {pretrained}")
     if (expanded / "checkpoints").is_dir():
         reason = "the folder is that of a run, whose checkpoints are in another format"
-        fix = f"mode=export resume={folder}, then {key}={folder}/export, or resume={folder} alone to go on with the run"
+        resumed, exported = type_setting("resume", folder), type_setting(key, f"{folder}/export")
+        fix = f"mode=export {resumed}, then {exported}, or {resumed} alone to go on with the run"
         return ConfigError(setting, reason, fix)
     if (expanded / "manifest.json").is_file():
         reason = "the folder is a checkpoint of a run, which is in another format"
-        fix = f"mode=export resume={folder}, then {key}={Path(folder).parent.parent}/export"
-        return ConfigError(setting, reason, fix)
+        exported = type_setting(key, Path(folder).parent.parent / "export")
+        return ConfigError(setting, reason, f"mode=export {type_setting('resume', folder)}, then {exported}")
     return ConfigError(
         setting, "the folder has no config.json", f"{key}=<folder with config.json and model.safetensors>"
     )

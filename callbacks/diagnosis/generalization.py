@@ -104,7 +104,7 @@ def find_easier_validation(run: Run) -> Finding | None:
             Cause(
                 "validation samples are among the training samples",
                 run.suggest(
-                    f"mode=evaluate resume={run.folder}",
+                    f"mode=evaluate {run.resume}",
                     "search the training data for exact and near copies of ten of them",
                 ),
             ),

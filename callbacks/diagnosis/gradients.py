@@ -179,9 +179,7 @@ def find_skipped_steps(run: Run) -> Finding | None:
         causes=(
             Cause(
                 "a batch that gives NaN, inf or an extreme loss",
-                run.suggest(
-                    f"mode=replay resume={run.folder}", "save such a batch and repeat its forward pass in float32"
-                ),
+                run.suggest(f"mode=replay {run.resume}", "save such a batch and repeat its forward pass in float32"),
             ),
             Cause(
                 "the learning rate is too high",

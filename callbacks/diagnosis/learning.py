@@ -283,7 +283,7 @@ def find_unfinished_decay(run: Run) -> Finding | None:
             ),
             Cause(
                 "the run is the first part of a longer one",
-                run.suggest(f"resume={run.folder} trainer.max_steps={int(planned)}", "resume it"),
+                run.suggest(f"{run.resume} trainer.max_steps={int(planned)}", "resume it"),
             ),
         ),
     )

@@ -2,6 +2,7 @@
 
 import fnmatch
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -104,6 +105,11 @@ class Run:
         """Return a numeric setting by its dotted name; None if it is missing or is text."""
         value = self._find(key)
         return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+    @property
+    def resume(self) -> str:
+        """Return the override that resumes this run, as it is typed in a shell."""
+        return shlex.quote(f"resume={self.folder}")
 
     def suggest(self, override: str | None, plain: str) -> str:
         """Return the override for a run of train.py, else the plain description.

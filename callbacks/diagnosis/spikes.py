@@ -87,7 +87,7 @@ def find_bad_batches(run: Run) -> Finding | None:
             Cause(
                 "wrong targets, broken files or text of another kind in these batches",
                 run.suggest(
-                    f"mode=replay resume={run.folder} mode.step={step}",
+                    f"mode=replay {run.resume} mode.step={step}",
                     f"print the samples of step {step:,} by their loss",
                 ),
             ),

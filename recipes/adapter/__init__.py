@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_setting
 from recipes.numerics.torchao_import import without_warnings_of_torchao
 
 ALL = "all"
@@ -78,9 +78,10 @@ def check_layers(model: nn.Module, pretrained: str | None) -> None:
     """
     if pretrained is None or hasattr(model, "inner"):
         return
-    name = getattr(model, "pretrained", None) or "<the model it was trained with>"
+    own = getattr(model, "pretrained", None)
+    named = type_setting("model.name", own) if own else "model.name=<the model it was trained with>"
     reason = f"an adapter of peft is for the layers of a published model, and {type(model).__name__} has others"
-    fix = f"model=huggingface model.name={name} model.max_seq_len={getattr(model, 'max_seq_len', '<number>')}"
+    fix = f"model=huggingface {named} model.max_seq_len={getattr(model, 'max_seq_len', '<number>')}"
     fix += ", without the other settings of model"
     raise ConfigError(f"adapter.pretrained={pretrained}", reason, fix)
 

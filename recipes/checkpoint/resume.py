@@ -4,7 +4,7 @@ from pathlib import Path
 
 from recipes.checkpoint.manifest import find_fault, is_of_newer_format, read_manifest
 from recipes.checkpoint.retention import BEST, LAST, get_home, resolve_symlink, steps_on_disk
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_setting
 from recipes.run_folder import CHECKPOINTS
 
 
@@ -44,7 +44,7 @@ def find_checkpoint(resume: str | None, run_folder: Path) -> Path | None:
         raise ConfigError(
             f"resume={resume}",
             f"{newer[0].name}: {find_fault(newer[0])}",
-            f"resume={found}, to go on from step {read_step(found)}",
+            f"{type_setting('resume', found)}, to go on from step {read_step(found)}",
         )
     return found
 

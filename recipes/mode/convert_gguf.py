@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from recipes.config.resolved import ResolvedRun
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_setting
 from recipes.files import filling, write_atomically
 from recipes.foreign_file import reading, recognize
 from recipes.model.rope import LLAMA3_ROPE, frequencies
@@ -78,7 +78,8 @@ def convert_gguf(
         _rewrite_text_files(unfinished)
     num_weights = sum(weight.numel() for weight in model.parameters())
     LOGGER.info(
-        f"{model.config.model_type} of {num_weights:,} weights in {dtype}: model=huggingface model.name={folder}"
+        f"{model.config.model_type} of {num_weights:,} weights in {dtype}:"
+        f" model=huggingface {type_setting('model.name', folder)}"
     )
     return 0
 
@@ -119,9 +120,11 @@ def _check(file: Path, folder: Path) -> None:
     if os.path.isdir(file):
         inside = sorted(path for path in file.glob("*.gguf") if path.is_file())
         if os.path.isfile(file / "config.json"):
-            fix = f"model=huggingface model.name={file} instead of mode=convert_gguf, as it is read without"
+            named = type_setting("model.name", file)
+            fix = f"model=huggingface {named} instead of mode=convert_gguf, as it is read without"
         if inside:
-            fix = f"mode.path={inside[0] if len(inside) == 1 else '<one of the .gguf files in it>'}"
+            is_one = len(inside) == 1
+            fix = type_setting("mode.path", inside[0]) if is_one else "mode.path=<one of the .gguf files in it>"
         raise ConfigError(typed, "it is a folder, not a file", fix)
     if not os.path.isfile(file):  # unlike Path.is_file, returns False if the name is too long
         raise ConfigError(typed, "there is no such file", fix)

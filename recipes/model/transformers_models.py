@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_setting
 from recipes.foreign_file import missing_config, missing_folder, reading
 from recipes.model import Stack
 from recipes.model.init import unsharded_shape
@@ -145,7 +145,7 @@ def check_settings(config: Any, folder: Path, *, name: str, pretrained: str) -> 
     if config.model_type != theirs.model_type:
         reason = f"the weights are of a model of type {theirs.model_type}, and model.name is one of {config.model_type}"
         fix = (
-            f"model.name={pretrained}"
+            type_setting("model.name", pretrained)
             if _is_causal(type(theirs))
             else f"model.pretrained=<weights of a {config.model_type}>"
         )
@@ -153,7 +153,7 @@ def check_settings(config: Any, folder: Path, *, name: str, pretrained: str) -> 
     if different := sorted(key for key in own.keys() | others.keys() if own.get(key) != others.get(key)):
         lines = (f"{key}={_show(others.get(key))}, not {_show(own.get(key))}" for key in different)
         reason = f"the weights are of another model: their config.json has {'; '.join(lines)}"
-        fix = f"model.name={pretrained}"
+        fix = type_setting("model.name", pretrained)
         if all(key.startswith(_ROPE) for key in different):  # as for longer contexts
             copied = f"<a copy of {pretrained} with other rope_parameters in its config.json>"
             fix += f", or model.name={copied} without model.pretrained"

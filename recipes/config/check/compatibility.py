@@ -14,7 +14,7 @@ from recipes.config.published import read_size
 from recipes.config.resolved import ResolvedRun
 from recipes.config.signature import find_signature, read_signature
 from recipes.config.traits import list_data, select
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_setting
 from recipes.foreign_file import missing_published
 from recipes.run_folder import has_checkpoint
 
@@ -287,7 +287,7 @@ def _published_weights(run: ResolvedRun) -> Iterator[ConfigError]:
         yield ConfigError(
             f"model.pretrained={pretrained} tokenizer={tokenizer.split('.')[2]}",
             "published weights need the token ids of their own tokenizer",
-            f"tokenizer=huggingface tokenizer.name={pretrained}",
+            f"tokenizer=huggingface {type_setting('tokenizer.name', pretrained)}",
         )
 
 

@@ -9,12 +9,11 @@ from typing import Any
 from recipes.checkpoint.retention import resolve_symlink
 from recipes.config.compose import cluster_job_name
 from recipes.config.local_path import find_address
-from recipes.config.overrides import for_shell, make_override
 from recipes.config.resolved import ResolvedRun
 from recipes.config.traits import list_data, list_nodes
 from recipes.data.found_files import describe_missing
 from recipes.data.glob_files import expand_glob
-from recipes.errors import ConfigError, shell
+from recipes.errors import ConfigError, shell, type_setting
 from recipes.run_folder import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -135,7 +134,7 @@ def _check_resume(run: ResolvedRun, overrides: Sequence[str]) -> Iterator[Config
     if os.path.lexists(folder):  # unlike Path's methods, false for a name that is too long
         folder = resolve_symlink(folder) or folder
     above = next((place for place in folder.parents if has_checkpoint(place)), None)
-    of_run = None if above is None else for_shell(make_override("resume", str(above)))
+    of_run = None if above is None else type_setting("resume", above)
     fix = of_run or "resume=<a run folder or a checkpoint>"
     if os.path.isfile(folder):
         yield ConfigError(f"resume={resume}", "it is a file, not the folder of a run", fix)
@@ -162,18 +161,18 @@ def _explain_no_checkpoint(resume: str, folder: Path, above: Path | None) -> Con
         above: The run that it is in; None if it is in none.
     """
     reason = "it contains no valid checkpoint"
-    fix = "resume=<a run that saved one>" if above is None else for_shell(make_override("resume", str(above)))
+    fix = "resume=<a run that saved one>" if above is None else type_setting("resume", above)
     if above is not None and folder.name == CHECKPOINTS:
         reason = "it is the folder of all checkpoints, not of one or of the run"
     elif os.path.isfile(folder / "adapter_config.json"):
         reason = "it holds an adapter of peft, not a checkpoint of a run"
         if above is None:
-            fix = f"adapter=<lora or ia3> {for_shell(make_override('adapter.pretrained', resume))} with its model, and"
+            fix = f"adapter=<lora or ia3> {type_setting('adapter.pretrained', resume)} with its model, and"
             fix += " without resume"
     elif os.path.isfile(folder / "config.json"):
         reason = "it holds a published model, not a checkpoint of a run"
         if above is None:
-            fix = f"model=huggingface {for_shell(make_override('model.name', resume))}, without resume"
+            fix = f"model=huggingface {type_setting('model.name', resume)}, without resume"
     return ConfigError(f"resume={resume}", reason, fix)
 
 
@@ -273,9 +272,9 @@ def check_run_folder(run: ResolvedRun) -> Iterator[ConfigError]:
     # a run folder, a checkpoint in it, or one whose run has no config.yaml
     resumed = None if resume is None else find_run_folder(Path(resume)) or Path(resume)
     if resumed is None or not resumed.resolve().is_relative_to(run_folder.resolve()):
-        typed, again = f"resume={resume} ", f"resume={run_folder}"
+        typed, again = f"resume={resume} ", type_setting("resume", run_folder)
         if resume is None:  # the same command again, whose settings are those of the run
-            typed, again = "", f"resume=auto hydra.run.dir={run_folder}"
+            typed, again = "", f"resume=auto {type_setting('hydra.run.dir', run_folder)}"
         yield ConfigError(
             f"{typed}hydra.run.dir={run_folder}",
             "the folder contains a run, which this one would overwrite",

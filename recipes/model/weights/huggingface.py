@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_setting
 from recipes.files import filling
 from recipes.foreign_file import reading
 from recipes.model.gpt2 import GPT2
@@ -169,7 +169,7 @@ def _language_model(model: nn.Module) -> Any:
 
 
 def _check_config(layout: Format, *, config: HFConfig, folder: Path) -> None:
-    setting, any_model = f"model.pretrained={folder}", f"model=huggingface model.name={folder}"
+    setting, any_model = f"model.pretrained={folder}", f"model=huggingface {type_setting('model.name', folder)}"
     positions = [config.get(key) for key in ("max_position_embeddings", "n_positions")]
     longest = min([layout.model.max_seq_len, *(number for number in positions if isinstance(number, int))])
     any_model += f" model.max_seq_len={longest}, without the other settings of model"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.adapter import is_adapter, is_factor, list_targets
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_setting
 from recipes.files import filling
 from recipes.foreign_file import reading
 from recipes.model.init import fill, unsharded_shape
@@ -117,7 +117,7 @@ def load_adapter(model: nn.Module, pretrained: str) -> None:
     with open_file(weights, typed) as file:
         is_known = base is not None and base != own  # else the model is already that of the adapter, or is not named
         names = _plain_names(file.names(), typed)
-        advised = f"model.name={base}" if is_known else None
+        advised = type_setting("model.name", base) if is_known else None
         _check_complete({*names}, found, model, typed, base=advised)
         read = {name: file.read(in_file) for name, in_file in names.items()}
     _fill(model, read, typed, wanted, base=advised)
@@ -137,8 +137,8 @@ def _find_weights(folder: Path, pretrained: str) -> Path:
     typed, fix = f"adapter.pretrained={pretrained}", f"adapter.pretrained=<folder with {CONFIG} and {WEIGHTS}>, or null"
     if os.path.isfile(folder):
         is_inside = os.path.isfile(folder.parent / CONFIG)
-        parent = os.path.dirname(pretrained) or "."
-        raise ConfigError(typed, "it is a file, not a folder", f"adapter.pretrained={parent}" if is_inside else fix)
+        fix = type_setting("adapter.pretrained", os.path.dirname(pretrained) or ".") if is_inside else fix
+        raise ConfigError(typed, "it is a file, not a folder", fix)
     if not os.path.isdir(folder):
         reason = "there is no such folder, and adapters are read from folders alone"
         if re.fullmatch(r"[\w.-]+/[\w.-]+", pretrained):
@@ -149,12 +149,12 @@ def _find_weights(folder: Path, pretrained: str) -> Path:
         return weights
     if os.path.isdir(folder / "checkpoints"):
         reason = "the folder is that of a run, whose checkpoints are in another format"
-        export = f"mode=export mode.adapter=separate resume={pretrained}"
-        raise ConfigError(typed, reason, f"{export}, then adapter.pretrained={pretrained}/export")
+        export = f"mode=export mode.adapter=separate {type_setting('resume', pretrained)}"
+        exported = type_setting("adapter.pretrained", f"{pretrained}/export")
+        raise ConfigError(typed, reason, f"{export}, then {exported}")
     if os.path.isfile(folder / "config.json") and weights is None:
-        raise ConfigError(
-            typed, "it holds a whole model, not an adapter", f"adapter.pretrained=null model.name={pretrained}"
-        )
+        fix = f"adapter.pretrained=null {type_setting('model.name', pretrained)}"
+        raise ConfigError(typed, "it holds a whole model, not an adapter", fix)
     missing = WEIGHTS if os.path.isfile(folder / CONFIG) else CONFIG
     raise ConfigError(typed, f"there is no {missing} in it", fix)
 

@@ -213,22 +213,23 @@ def test_a_tilde_is_the_home_folder_and_never_a_name(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("name", "reason", "fix"),
     [
-        ("config.json", "a published model", "model=huggingface model.name={folder}, without resume"),
-        ("adapter_config.json", "an adapter", "adapter=<lora or ia3> adapter.pretrained={folder} with its model"),
+        ("config.json", "a published model", "model=huggingface {typed}, without resume"),
+        ("adapter_config.json", "an adapter", "adapter=<lora or ia3> {typed} with its model"),
     ],
 )
 def test_what_is_published_is_not_resumed(
     name: str, reason: str, fix: str, composed: ResolvedRun, make_run: Callable[[str], Path], tmp_path: Path
 ) -> None:
     export = make_run("run") / "export"
-    for folder in (tmp_path / "alone", export):
+    for folder in (tmp_path / "alone (1)", export):
         folder.mkdir()
         (folder / name).touch()
     (export.parent / "checkpoints" / "step_0000001.ckpt" / "manifest.json").touch()
-    alone = resolved(composed.config | {"resume": str(tmp_path / "alone")})
+    alone = resolved(composed.config | {"resume": str(tmp_path / "alone (1)")})
     [mistake] = _check_resume(alone, [])
     assert reason in mistake.reason
-    assert mistake.fix.startswith(fix.format(folder=tmp_path / "alone"))
+    key = "model.name" if name == "config.json" else "adapter.pretrained"
+    assert mistake.fix.startswith(fix.format(typed=f"\"{key}='{tmp_path}/alone (1)'\""))
     [mistake] = _check_resume(resolved(composed.config | {"resume": str(export)}), [])
     assert mistake.fix == f"resume={tmp_path / 'run'}"
 
