@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+from support import resolved
 
 from recipes.config import compose_and_check
-from recipes.config.check.compatibility import _nearest_divisor
+from recipes.config.check.compatibility import _nearest_divisor, _published_weights
 
 
 class CountedInt(int):
@@ -35,16 +36,16 @@ def test_a_published_model_without_a_name_is_one_mistake() -> None:
 
 
 def test_published_weights_are_looked_for_before_their_tokenizer(tmp_path: Path) -> None:
-    command = ["model.pretrained=/nowhere", "tokenizer=bytes"]
-    _, [mistake] = compose_and_check(command)
+    model = {"_target_": "recipes.model.llama.Llama", "pretrained": "/nowhere"}
+    config = {"model": model, "tokenizer": {"_target_": "recipes.tokenizer.bytes.Bytes"}, "resume": None}
+    [mistake] = _published_weights(resolved(config, tmp_path))
     assert (mistake.setting, mistake.reason) == ("model.pretrained=/nowhere", "there is no such folder")
     assert mistake.fix.endswith("; beside model.pretrained, tokenizer=huggingface tokenizer.name=<the same>")
-    command += ["resume=auto", f"hydra.run.dir={tmp_path}"]
-    assert "model.pretrained=/nowhere" in [mistake.setting for mistake in compose_and_check(command)[1]]
+    resumed = resolved(config | {"resume": "auto"}, tmp_path)
+    assert len([*_published_weights(resumed)]) == 1
     (tmp_path / "checkpoints" / "step_0000001.ckpt").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_0000001.ckpt" / "manifest.json").touch()
-    resumed = [mistake.setting for mistake in compose_and_check(command)[1]]
-    assert "model.pretrained=/nowhere" not in resumed, "the checkpoint replaces them"
+    assert not [*_published_weights(resumed)], "the checkpoint replaces them"
 
 
 @pytest.mark.parametrize(
