@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from recipes.errors import ConfigError, type_setting
+from recipes.errors import ConfigError, shell, type_setting
 from recipes.files import WriteError
 
 _NUM_HEAD_BYTES = 512
@@ -76,12 +76,14 @@ def missing_folder(name: str, key: str) -> ConfigError | None:
         return ConfigError(setting, "it names neither a folder nor a repository of the hub", fix)
     if os.path.isfile(path):
         if name.lower().endswith(".gguf"):
-            fix = f"mode=convert_gguf mode.path={name} mode.output=<new folder>, then {key}=<new folder>"
-            return ConfigError(setting, "it is a file of llama.cpp, not a folder", fix)
+            convert = f"mode=convert_gguf {type_setting('mode.path', name)} mode.output=<new folder>"
+            return ConfigError(
+                setting, "it is a file of llama.cpp, not a folder", f"{convert}, then {key}=<new folder>"
+            )
         folder = os.path.dirname(name) or "."
         is_model = os.path.isfile(os.path.join(os.path.dirname(path), "config.json"))
-        fix = folder if is_model else "<folder with config.json and model.safetensors>"
-        return ConfigError(setting, "it is a file, not a folder", f"{key}={fix}")
+        fix = type_setting(key, folder) if is_model else f"{key}=<folder with config.json and model.safetensors>"
+        return ConfigError(setting, "it is a file, not a folder", fix)
     if name.startswith((".", "/", "~")):
         return ConfigError(setting, "there is no such folder", f"{key}=<folder with config.json, or hub id>")
     return None
@@ -112,7 +114,8 @@ def missing_config(folder: str | Path, key: str) -> ConfigError:
     """
     setting, expanded = f"{key}={folder}", Path(os.path.expanduser(folder))
     if not os.access(expanded, os.R_OK | os.X_OK):
-        return ConfigError(setting, "you may not read this folder", f"chmod u+rx {folder}, then the same command")
+        fix = f"{shell('chmod u+rx', expanded)}, then the same command"
+        return ConfigError(setting, "you may not read this folder", fix)
     if (expanded / "adapter_config.json").is_file():
         reason = "the folder holds an adapter of peft, which is trained on top of a model"
         pretrained = type_setting("adapter.pretrained", folder)
@@ -141,12 +144,12 @@ def recognize(path: str | Path, setting: str, fix: str) -> ConfigError | None:
     """
     head = _read_head(path)
     if isinstance(head, PermissionError):
-        return ConfigError(setting, f"you may not read {path}", f"chmod u+r {path}, then the same command")
+        return ConfigError(setting, f"you may not read {path}", f"{shell('chmod u+r', path)}, then the same command")
     if head == b"":
         return ConfigError(setting, f"{path} is empty (0 bytes)", fix)
     if head.startswith(b"version https://git-lfs"):
         reason = f"{path} is a Git LFS pointer: the file itself was not downloaded"
-        return ConfigError(setting, reason, f"git lfs pull, in {Path(path).parent}, then the same command")
+        return ConfigError(setting, reason, f"{shell('git -C', Path(path).parent)} lfs pull, then the same command")
     if head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
         return ConfigError(setting, f"{path} is a web page: its download failed", fix)
     if known := _recognize_archive(path, head, setting, fix):

@@ -1,8 +1,14 @@
 """Type what an error says to type: it is accepted, and the error is gone."""
 
+import contextlib
+import io
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
 
 from recipes.config import compose_and_check
 from recipes.errors import ConfigError
@@ -84,3 +90,26 @@ def find_refused(command: Sequence[str], mistakes: Sequence[ConfigError]) -> lis
             again = [str(other) for other in left if _key(other.setting.removeprefix("no ")) in typed]
             refused += [f"{mistake} -> {' '.join(remedy)} -> {again[0]}"] if again else []
     return refused
+
+
+def run_command(fix: str, new: Path) -> None:
+    """Run the command of a remedy that writes `<new file>`; Python code in this process, which starts none."""
+    command = fix.partition(", then")[0].partition(", and its path")[0].partition(" to add it")[0]
+    command = command.replace("<new file>", shlex.quote(str(new)))
+    words = shlex.split(command)
+    if words[:2] != ["python", "-c"]:
+        subprocess.run(["bash", "-c", command], check=True)
+        return
+    redirected = [index for index, word in enumerate(words) if word in ("<", ">")]
+    arguments = words[2 : min(redirected, default=len(words))]
+    files = {words[index]: Path(words[index + 1]) for index in redirected}
+    stdin = io.TextIOWrapper(io.BytesIO(files["<"].read_bytes() if "<" in files else b""))
+    argv = ["-c", *arguments[1:]]
+    with (
+        mock.patch.object(sys, "argv", argv),
+        mock.patch.object(sys, "stdin", stdin),
+        contextlib.redirect_stdout(io.StringIO()) as written,
+    ):
+        exec(arguments[0], {})
+    if ">" in files:
+        files[">"].write_text(written.getvalue(), encoding="utf-8")

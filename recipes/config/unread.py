@@ -33,6 +33,10 @@ _UNREAD = {
     "plan": ("logger", "profile_steps"),
     "replay": tuple(key for key in _OF_TRAINING + _OF_DATA if key not in ("label_smoothing", "z_loss")),
 }
+# of documents, beside what is read of them: their split and their tokens
+_UNREAD_WITHIN = {
+    "prepare": tuple(f"data.{name}" for name in ("val_fraction", "tokenizer", "seq_len", "vocab_size", "num_processes"))
+}
 # mode without a run of its own -> what it reads beside its own settings
 _READ = {
     "dashboard": ("dashboard",),
@@ -57,7 +61,8 @@ def list_unread(run: ResolvedRun) -> list[str]:
         return [override for override, key in keys.items() if _is_of(key, _UNREAD[mode])]
     if mode in _READ:
         read = ("mode", "hydra", *_READ[mode])
-        return [override for override, key in keys.items() if not _is_of(key, read)]
+        within = _UNREAD_WITHIN.get(mode, ())
+        return [override for override, key in keys.items() if not _is_of(key, read) or _is_of(key, within)]
     return []
 
 

@@ -4,8 +4,9 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from recipes.data.compression import convert
+
 _HALF = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")  # of a surrogate pair, as CESU-8 encodes it
-_UNPACK = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd"}
 UNKNOWN = "<encoding of the text, such as windows-1252 or gb18030>"
 _SAMPLE_BYTES = 1 << 16
 _WESTERN = frozenset("àâäçèéêëîïôöùûüßñáíóúåæøÀÂÄÇÈÉÊËÎÏÔÖÙÛÜÑÁÍÓÚÅÆØœŒ€\u2018\u2019“”\u2013—…«»°£§©®·¡ªº½\xa0")
@@ -47,24 +48,24 @@ def _guess(data: bytes, kinds: Sequence[tuple[str, Callable[[str], bool]]]) -> s
 
 def describe_conversion(path: Path | str, encoding: str | None) -> str:
     """Return what to type to convert a text file, which may be compressed, to UTF-8."""
-    return _write_new(f"iconv -f {encoding or UNKNOWN} -t utf-8", path)
+    return convert(f"iconv -f {encoding or UNKNOWN} -t utf-8", path)
 
 
 def explain_not_utf8(path: Path | str, error: UnicodeDecodeError, *, start: int = 0) -> tuple[str, str]:
     """Return why a text is not UTF-8, and what to type; `start` is the file offset of the decoded bytes."""
     place, data = start + error.start, error.object
     if is_cut(error):
-        fix = f"{_write_new(f'head -c {place}', path)}, or a complete copy"
+        fix = f"{convert(f'head -c {place}', path)}, or a complete copy"
         return f"it ends within a character, at byte {place}: it is truncated", fix
     reason = f"byte {place} is not UTF-8 text ({error.reason})"
     if _HALF.match(data, error.start):
         text = "sys.stdin.buffer.read().decode('utf-8', 'surrogatepass').encode('utf-16', 'surrogatepass')"
         code = f"import sys; sys.stdout.buffer.write({text}.decode('utf-16', 'replace').encode())"
-        return f"{reason}, but half of a surrogate pair: it is CESU-8", _write_new(f'python -c "{code}"', path)
+        return f"{reason}, but half of a surrogate pair: it is CESU-8", convert(f'python -c "{code}"', path)
     replaced = data[max(0, error.end - _SAMPLE_BYTES) :][: 2 * _SAMPLE_BYTES].decode("utf-8", "replace")
     num_bad, num_others = replaced.count("\ufffd"), sum(not letter.isascii() for letter in replaced)
     if num_others > 2 * num_bad:  # of the letters that are not ASCII, most are UTF-8
-        return reason, f"{_write_new('iconv -c -f utf-8 -t utf-8', path)}, which leaves out such bytes"
+        return reason, f"{convert('iconv -c -f utf-8 -t utf-8', path)}; it leaves out such bytes"
     encoding = guess_encoding(data)
     reason += "" if encoding is None else f"; it looks like {encoding}"
     return reason, describe_conversion(path, encoding)
@@ -73,13 +74,6 @@ def explain_not_utf8(path: Path | str, error: UnicodeDecodeError, *, start: int 
 def is_cut(error: UnicodeDecodeError) -> bool:
     """Return whether all is UTF-8 but the last character, which is not complete."""
     return error.end == len(error.object) and error.reason == "unexpected end of data"
-
-
-def _write_new(command: str, path: Path | str) -> str:
-    """Return what to type to convert a file, which may be compressed."""
-    unpack = next((command for suffix, command in _UNPACK.items() if str(path).lower().endswith(suffix)), None)
-    read = f"{command} < '{path}'" if unpack is None else f"{unpack} -c '{path}' | {command}"
-    return f"{read} > <new file>, then the path of the new file"
 
 
 def _share(letters: Sequence[str], is_one: Callable[[str], bool]) -> float:

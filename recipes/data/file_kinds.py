@@ -6,32 +6,38 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipes.data.compression import convert, find_compression, unpack
 from recipes.data.encodings import describe_conversion, guess_encoding, guess_wide_encoding
+from recipes.errors import shell, type_setting
 
 NUM_HEAD_BYTES = 4096  # enough for the header of a .npy file
 NPY, PARQUET, _ARROW, _ZIP, _PDF = b"\x93NUMPY", b"PAR1", b"ARROW1", b"PK\x03\x04", b"%PDF"
 _LZ4 = b"\x04\x22\x4d\x18"
 _ARROW_STREAM = b"\xff\xff\xff\xff"  # before the length of its schema, a multiple of 8
 _MAX_SCHEMA_BYTES = 1 << 26
-# zip archives of a document, by the suffix or the name of a member
-_OFFICE_SUFFIXES, _OFFICE_MEMBERS = (".docx", ".odt", ".epub"), (b"word/", b"mimetypeapplication/")
-
-# long enough that no raw tokens begin with them by chance
-_COMPRESSED = {
-    b"\x1f\x8b\x08": ("gzip", "gunzip"),
-    b"BZh": ("bzip2", "bunzip2"),
-    b"\xfd7zXZ\x00": ("xz", "unxz"),
-    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
+# zip archives of a document: suffixes, a part of the name of a member, and what to type
+_OFFICE = {
+    "a spreadsheet": (
+        (".xlsx", ".xlsm", ".ods"),
+        (b"xl/", b"opendocument.spreadsheet"),
+        "<its sheet as JSONL, as to_json(…, orient='records', lines=True) of pandas writes it>, with data=documents",
+    ),
+    "a document of a word processor": (
+        (".docx", ".odt", ".epub"),
+        (b"word/", b"mimetypeapplication/"),
+        "<its text as UTF-8, as pandoc -t plain writes it>",
+    ),
 }
+
 # too short to be recognized without the name
 _COMPRESSED_BY_NAME = {
-    (".lzma", b"\x5d\x00\x00"): ("lzma", "unlzma -c"),
-    (".z", b"\x1f\x9d"): ("compress (.Z)", "gunzip -c"),
+    (".lzma", b"\x5d\x00\x00"): ("lzma", "unlzma"),
+    (".z", b"\x1f\x9d"): ("compress (.Z)", "gunzip"),
 }
-_BZIP2_BLOCK = b"1AY&SY"  # after "BZh" and a digit
 _OTHERS = {
     NPY: "an array of NumPy (.npy)",
     PARQUET: "a Parquet file",
+    b"PARE": "a Parquet file that is encrypted",
     _ARROW: "an Arrow file",
     b"FEA1": "a Feather file of version 1",
     b"ORC": "an ORC file",
@@ -40,7 +46,7 @@ _OTHERS = {
     b"PK\x05\x06": "an empty zip archive",
     b"7z\xbc\xaf\x27\x1c": "a 7z archive",
     b"Rar!\x1a\x07": "a RAR archive",
-    _LZ4: "compressed with lz4, which `unlz4` unpacks",
+    _LZ4: "compressed with lz4",
     b"GGUF": "a GGUF file, which holds the weights of a model",
     b"\x80\x02\x8a\nl\xfc\x9cF\xf9": "a checkpoint of PyTorch",
     b"\x80\x03}": "a pickle",
@@ -88,40 +94,32 @@ class FileKind:
     fix: str | None
 
 
-def find_compression(head: bytes) -> str | None:
-    """Return how a file is compressed by its first bytes: "gzip", "bzip2", "xz" or "zstd"."""
-    for magic, (name, _) in _COMPRESSED.items():
-        if head.startswith(magic) and (name != "bzip2" or head[4:].startswith(_BZIP2_BLOCK)):
-            return name
-    return None
-
-
-def recognize(head: bytes, path: Path | str, *, is_text: bool) -> FileKind | None:
+def recognize(head: bytes, path: Path | str, *, is_text: bool, setting: str = "data.path") -> FileKind | None:
     """Return the kind of a file that is neither UTF-8 text nor raw tokens; None if it may be.
 
     Args:
         head: First bytes, `NUM_HEAD_BYTES` of them if there are as many.
         path: For the commands in `fix`.
         is_text: Whether text is expected. Raw tokens may look like text with two bytes per character.
+        setting: Config key of the path, for `fix`.
     """
     if head.startswith(_POINTER):
         reason = "it is a Git LFS pointer: the file itself was not downloaded"
-        return FileKind(reason, f"git lfs pull, in {Path(path).parent}, then the same command")
+        return FileKind(reason, f"{shell('git -C', Path(path).parent)} lfs pull, then the same command")
     if (name := find_compression(head)) is not None:
-        command = dict(_COMPRESSED.values())[name]
-        return FileKind(f"it is compressed with {name}", f"{command} -k '{path}', then the path of the new file")
+        return FileKind(f"it is compressed with {name}", unpack(path, name))
     for (suffix, magic), (name, command) in _COMPRESSED_BY_NAME.items():
         if str(path).lower().endswith(suffix) and head.startswith(magic):
-            return FileKind(f"it is compressed with {name}", f"{command} '{path}' > <new file>, then its path")
+            return FileKind(f"it is compressed with {name}", convert(command, path))
     if head[_TAR_OFFSET : _TAR_OFFSET + len(_TAR)] == _TAR:
-        return FileKind("it is a tar archive", f"tar xf '{path}', then the path of a file in it")
+        return FileKind("it is a tar archive", f"{setting}=<a file that is unpacked from it>")
     for magic, name in _OTHERS.items():
         if head.startswith(magic):
-            return _find_fix(magic, name, head, path) if is_text else FileKind(f"it is {name}", None)
+            return _find_fix(magic, name, head, path, setting) if is_text else FileKind(f"it is {name}", None)
     if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") <= _MAX_SAFETENSORS_HEADER:
         return FileKind("it is a safetensors file, which holds the weights of a model", None)
     if is_text and is_table(head):
-        return _find_fix(_ARROW, "an Arrow stream", head, path)
+        return _find_fix(_ARROW, "an Arrow stream", head, path, setting)
     if is_text and (encoding := _find_wide_encoding(head)) is not None:
         return FileKind(f"it is {encoding.upper()} text", describe_conversion(path, encoding))
     return None
@@ -134,24 +132,21 @@ def is_table(head: bytes) -> bool:
     return is_stream or head.startswith((PARQUET, _ARROW))
 
 
-def _find_fix(magic: bytes, name: str, head: bytes, path: Path | str) -> FileKind:
-    """Return the kind of a file with what to type: the option that reads it, or the command that converts it."""
-    new = Path(path).with_suffix(".txt")
+def _find_fix(magic: bytes, name: str, head: bytes, path: Path | str, setting: str) -> FileKind:
+    """Return the kind of a file with what to type: the option that reads it, the command that converts it, or what."""
+    fix = None
     if magic in (PARQUET, _ARROW):
-        return FileKind(f"it is {name}", f"data=documents data.path={path}, which reads its column text")
-    if magic == _ZIP and (
-        str(path).lower().endswith(_OFFICE_SUFFIXES) or any(member in head for member in _OFFICE_MEMBERS)
-    ):
-        return FileKind(
-            "it is a document of a word processor", f"pandoc -t plain -o '{new}' '{path}', then data.path={new}"
-        )
-    if magic == _ZIP:
-        return FileKind(f"it is {name}", f"unzip '{path}' -d <new folder>, then the path of a file in it")
-    if magic == _LZ4:
-        return FileKind("it is compressed with lz4", f"unlz4 '{path}' <new file>, then the path of the new file")
-    if magic == _PDF:
-        return FileKind(f"it is {name}", f"pdftotext '{path}' '{new}', then data.path={new}")
-    return FileKind(f"it is {name}", None)
+        fix = f"data=documents {type_setting(setting, path)}, which reads its column text"
+    elif magic == _LZ4:
+        fix = convert("unlz4", path)
+    elif magic == _PDF:
+        fix = f"{setting}=<its text as UTF-8, as pdftotext writes it>"
+    elif magic == _ZIP:
+        fix = f"{setting}=<a file that is unpacked from it>"
+        for kind, (suffixes, members, text) in _OFFICE.items():
+            if str(path).lower().endswith(suffixes) or any(member in head for member in members):
+                return FileKind(f"it is {kind}", f"{setting}={text}")
+    return FileKind(f"it is {name}", fix)
 
 
 def find_text_encoding(head: bytes) -> str | None:

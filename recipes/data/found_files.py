@@ -4,6 +4,7 @@ import errno
 import glob
 import logging
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -12,15 +13,18 @@ from pathlib import Path
 from typing import NoReturn
 
 from recipes.data.glob_files import expand_glob
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_setting
 from recipes.files import count
 from recipes.home import expand_home
 
 LOGGER = logging.getLogger("lightning_recipes")
 
+PREPARED, SUFFIX_OF_PREPARED = ("report.json", "documents"), ".jsonl"  # what mode=prepare writes into its folder
+_REPORT_HEAD = b'{\n "input": "'
 _SHOWN_KINDS = 8
 HIDDEN, _HIDDEN_FOLDER, _LINK, _PIPE = "hidden", "hidden folder", "link to a folder", "pipe or device"
 DESCRIPTION = "description of a dataset"
+_BRACES = re.compile(r"\{[^{}]*,[^{}]*\}")
 _PLURALS = {
     _HIDDEN_FOLDER: "hidden folders",
     _LINK: "links to a folder",
@@ -91,6 +95,10 @@ def find_files(
     if os.path.isfile(expanded):
         return FoundFiles(expanded.parent, [expanded])
     if os.path.isdir(expanded):
+        if _is_prepared(expanded):
+            reason = f"mode=prepare wrote it, and the documents are in its folder {PREPARED[1]}"
+            option = "" if SUFFIX_OF_PREPARED in suffixes else "data=documents "
+            raise ConfigError(typed, reason, f"{option}{type_setting(setting, os.path.join(path, PREPARED[1]))}")
         found = list_folder(expanded, setting=setting, suffixes=suffixes, skip=skip)
         plain = sorted(suffix for suffix in suffixes if suffix.count(".") == 1)
         reason = f"the folder has no {', '.join(plain)} file"
@@ -100,9 +108,9 @@ def find_files(
         if elsewhere and others:
             fix = elsewhere[others[0]]
         elif reads_any and any(kind not in _UNREAD for kind in found.skipped):
-            fix = f"{setting}='{path}/**/*' to read every file in it"
+            fix = f"{type_setting(setting, f'{path}/**/*')} to read every file in it"
     elif glob.has_magic(str(expanded)):
-        found, reason = _match(expanded, setting), "no file matches"
+        found, reason = _match(expanded, setting), f"no file matches{_explain_braces(expanded)}"
     else:
         raise ConfigError(typed, describe_missing(expanded), fix)
     if not found.files:
@@ -174,6 +182,20 @@ def _match(pattern: Path, setting: str) -> FoundFiles:
     return found
 
 
+def _is_prepared(folder: Path) -> bool:
+    """Return whether mode=prepare has written a folder."""
+    report, documents = (folder / name for name in PREPARED)
+    try:
+        with report.open("rb") as file:
+            return documents.is_dir() and file.read(len(_REPORT_HEAD)) == _REPORT_HEAD
+    except OSError:
+        return False
+
+
+def _explain_braces(path: Path) -> str:
+    return "; {…,…} is not expanded, a glob has *, ? and [a-z]" if _BRACES.search(str(path)) else ""
+
+
 def _is_regular(path: Path, setting: str) -> bool:
     """Return whether a path is a file whose content can be read more than once.
 
@@ -197,7 +219,7 @@ def describe_missing(path: Path) -> str:
             return "it is a link to a file that does not exist"
         is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
         said = getattr(error, "strerror", None) or str(error)
-        return "there is no such file or folder" if is_missing else f"it cannot be read: {said}"
+        return f"there is no such file or folder{_explain_braces(path)}" if is_missing else f"it cannot be read: {said}"
     if stat.S_ISFIFO(mode):
         return "it is a pipe, and data is read more than once"
     if stat.S_ISSOCK(mode):

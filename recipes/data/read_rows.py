@@ -1,5 +1,6 @@
 """Read rows of JSON, Parquet, Arrow and text files and of Hugging Face datasets, with their location for errors."""
 
+import itertools
 import json
 import logging
 import os
@@ -10,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from recipes.data.compression import NEW_FILE, convert, find_compression
 from recipes.data.encodings import explain_not_utf8, is_cut
-from recipes.data.file_kinds import NUM_HEAD_BYTES, find_compression, holds_rows, is_table
+from recipes.data.file_kinds import NUM_HEAD_BYTES, holds_rows, is_table
 from recipes.data.found_files import DESCRIPTION, FoundFiles, find_files, make_printable, skip_unfinished
 from recipes.data.table_rows import BATCH_ROWS, check_offsets, choose_columns, list_rows, read_table
 from recipes.data.text.corpus import Document, content_digests, not_utf8, reject_other_kind
 from recipes.data.unpacked import open_unpacked
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, for_shell, python, type_setting
 from recipes.files import count
 from recipes.foreign_file import reading
 from recipes.home import expand_home
@@ -32,11 +34,12 @@ TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")  # after any of them but those of tables
 _TEXT_TABLES = (".csv", ".tsv")
 _DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", _SPLITS}  # of a dataset, by `datasets`
+TO_ROWS = "to_json(sys.stdout, orient='records', lines=True)"  # of pandas
 _WANTED = "the same rows as a JSONL, JSON, Parquet or Arrow file"
 _SHOWN_CHARACTERS = 60
 _MAX_LINE_BYTES = 1 << 30
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_MARK = b"\xef\xbb\xbf"
+_MARK, _RECORD = b"\xef\xbb\xbf", b"\x1e"  # the latter begins each line of a JSON text sequence (RFC 7464)
 
 
 @dataclass(frozen=True)
@@ -212,7 +215,8 @@ class FileRows:
                 raise ConfigError(f"{self._setting}={document.path}", reason, f"{self._setting}=<another copy>")
             if stem.endswith(_TEXT_TABLES):
                 reason = "it is a table of text, and rows are read from JSONL, JSON and Parquet"
-                raise ConfigError(f"{self._setting}={document.path}", reason, _convert(document.path, self._setting))
+                fix = convert(_convert_table(document.name), document.path)
+                raise ConfigError(f"{self._setting}={document.path}", reason, fix)
             if self._may_be_text(document) and not holds_rows(head, self._text_field):
                 assert self._text_field is not None
                 yield self._text_row(document, file.read(), self._text_field)
@@ -243,11 +247,12 @@ class FileRows:
         folder = expand_home(path, self._setting)
         if os.path.isfile(folder) and _skip(folder) == DESCRIPTION and _is_saved(folder.parent):
             reason = "it describes a dataset that datasets saved, and holds no rows"
-            raise ConfigError(f"{self._setting}={path}", reason, f"{self._setting}={HUB}{Path(path).parent}")
+            raise ConfigError(
+                f"{self._setting}={path}", reason, type_setting(self._setting, f"{HUB}{Path(path).parent}")
+            )
         if any(os.path.isfile(folder / name) for name in _DESCRIPTIONS):
-            fix = f"{self._setting}={HUB}{path}, as the folder was saved by datasets"
-        inside = f"{path.rstrip('/')}/<file>"
-        elsewhere = {suffix: _convert(f"{inside}{suffix}", self._setting) for suffix in _TEXT_TABLES}
+            fix = f"{type_setting(self._setting, f'{HUB}{path}')}, as the folder was saved by datasets"
+        elsewhere = {suffix: f"{_convert_table(suffix)} < <file>{suffix} {NEW_FILE}" for suffix in _TEXT_TABLES}
         return find_files(
             path, setting=self._setting, fix=fix, suffixes=[*plain, *packed], skip=_skip, elsewhere=elsewhere
         )
@@ -300,13 +305,13 @@ class HubRows:
 
         if not os.path.isdir(expand_home(name, setting)):
             reason = "the folder was saved by datasets, and has no configurations"
-            raise ConfigError(self._typed, reason, f"{setting}={HUB}{name.rpartition(':')[0]}")
+            raise ConfigError(self._typed, reason, type_setting(setting, f"{HUB}{name.rpartition(':')[0]}"))
         if not _is_saved(folder):
             if (folder / "dataset_info.json").is_file():
                 reason = f"the folder has no {_STATE}: it was saved or copied in part"
                 raise ConfigError(self._typed, reason, self._copy)
             reason = f"{HUB} is for a dataset of the hub, or a folder saved by datasets, and this folder is neither"
-            raise ConfigError(self._typed, reason, f"{setting}={name}, which reads the files in it")
+            raise ConfigError(self._typed, reason, f"{type_setting(setting, name)}, which reads the files in it")
         with reading(folder, self._typed, self._copy):
             if not (folder / _STATE).is_file():
                 folder = self._find_split(folder, split, split_setting)
@@ -322,7 +327,7 @@ class HubRows:
             reason = f"{self.name} has {'the split' if len(names) == 1 else 'the splits'} {', '.join(names)}"
             if re.search(r"[+\[]", split):
                 reason += ", and is read by whole splits"
-            fixes = " or ".join(f"{split_setting}={name}" for name in names)
+            fixes = " or ".join(type_setting(split_setting, name) for name in names)
             raise ConfigError(f"{split_setting}={split}", reason, fixes or self._copy)
         if not _is_inside(found := folder / split, folder):
             raise ConfigError(self._typed, f"its split {split} is a folder outside of it", self._copy)
@@ -382,7 +387,7 @@ def check_split(
         reason = f"only a path that begins with {HUB} has splits, and all of {path} would be read"
     fix = f"{setting}=<the rows of that split>, without {split_setting}"
     if not path.startswith(HUB) and os.path.isfile(expand_home(path, setting) / _SPLITS):
-        fix = f"{setting}={HUB}{path} {split_setting}={split}"
+        fix = f"{type_setting(setting, f'{HUB}{path}')} {type_setting(split_setting, split)}"
     raise ConfigError(f"{setting}={path} {split_setting}={split}", reason, fix)
 
 
@@ -425,6 +430,17 @@ def _is_inside(path: Path, folder: Path) -> bool:
     return any(path.resolve().is_relative_to(root) for root in roots)
 
 
+def find_list(row: Row) -> str | None:
+    """Return the field that holds a list of rows, where a file is one object: `{"version": 1, "data": [{…}, …]}`."""
+    if row.from_table or row.path is None:
+        return None
+    with open_unpacked(row.path, "data.path") as file:
+        if len([line for line in itertools.islice(file, 3) if line.strip()]) != 1:
+            return None
+    lists = [name for name, value in row.parse().items() if isinstance(value, list) and any(map(_is_object, value))]
+    return max(lists, key=lambda name: len(row.parse()[name]), default=None)
+
+
 def name_type(value: object) -> str:
     """Return what a value of a row is, in the words of JSON: `a list`."""
     if value is None:
@@ -446,11 +462,10 @@ def _skip(path: Path) -> str | None:
     return DESCRIPTION if is_state or path.name in _DESCRIPTIONS else skip_unfinished(path)
 
 
-def _convert(path: Path | str, setting: str) -> str:
-    """Return the command that converts a table of text to JSONL."""
-    separator = r", sep='\t'" if ".tsv" in str(path).lower() else ""
-    call = f"pandas.read_csv('{path}'{separator}).to_json('rows.jsonl', orient='records', lines=True)"
-    return f'python -c "import pandas; {call}", then {setting}=rows.jsonl'
+def _convert_table(name: str) -> str:
+    """Return the command that converts a table of text, its standard input, to JSONL."""
+    separator = r", sep='\t'" if ".tsv" in name.lower() else ""
+    return python(f"import pandas, sys; pandas.read_csv(sys.stdin.buffer{separator}).{TO_ROWS}")
 
 
 def _strip_compression(name: str) -> str:
@@ -477,6 +492,7 @@ def _json_rows(document: Document, file: BinaryIO) -> Iterator[Row]:
             raise ConfigError(f"{document.name}:{number}", reason, "one JSON object per line, or several documents")
         if number == 1:
             line = line.removeprefix(_MARK)
+        line = line.removeprefix(_RECORD)
         if not line.strip():
             continue
         if is_first and line.strip() == b"{":
@@ -499,7 +515,7 @@ def _explain_lines(document: Document, text: bytes) -> ConfigError:
     except (ValueError, RecursionError):
         pass  # jq says where it is damaged
     reason = "it is JSON of several lines an object; rows are objects of a line each, or a list of them"
-    return ConfigError(document.name, reason, f"jq -c '{query}' '{document.path}' > rows.jsonl, then its path")
+    return ConfigError(document.name, reason, convert(f"jq -c {for_shell(query)}", document.path))
 
 
 def _is_object(value: object) -> bool:

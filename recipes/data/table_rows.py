@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.data.file_kinds import PARQUET
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_setting
 from recipes.foreign_file import describe_error
 
 BATCH_ROWS = 1024  # rows in memory at a time
@@ -37,7 +37,7 @@ def read_table(
     if kind == "Arrow":
         if path.with_name(_STATE).is_file():
             reason = f"it is a part of a dataset that datasets saved, whose rows are chosen and ordered by {_STATE}"
-            raise ConfigError(f"{setting}={path}", reason, f"{setting}=hf://{path.parent}")
+            raise ConfigError(f"{setting}={path}", reason, type_setting(setting, f"hf://{path.parent}"))
         for batch in _arrow_batches(path, fields, name):
             yield from list_rows(batch, name)
         return

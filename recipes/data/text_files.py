@@ -9,7 +9,7 @@ from recipes.data.file_kinds import NUM_HEAD_BYTES, holds_rows
 from recipes.data.found_files import find_files, unreadable
 from recipes.data.text.corpus import Document
 from recipes.data.text.source import FileSource
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_setting
 from recipes.files import count
 
 LOGGER = logging.getLogger("lightning_recipes")
@@ -43,7 +43,7 @@ class TextFiles(FileSource):
         Raises:
             ConfigError: There are no files, none has a known text suffix, or all are empty.
         """
-        elsewhere = dict.fromkeys(_ROWS, f"data=documents data.path={self.path}")
+        elsewhere = dict.fromkeys(_ROWS, f"data=documents {type_setting('data.path', self.path)}")
         found = find_files(
             self.path, setting="data.path", fix=_FIX, suffixes=TEXT_SUFFIXES, reads_any=True, elsewhere=elsewhere
         )

@@ -232,9 +232,11 @@ class _OpenedFile:
 
 
 def largest_token(path: Path, layout: TokenLayout, *, cache_dir: Path) -> int:
-    """Return the largest token; the file is read in full once per (path, size, modification time)."""
+    """Return the largest token; the file is read in full once per (path, size, times of change)."""
+    # the time of the last change of its content or status too: that of the content can be set
     status = path.stat()
-    state = f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {layout.dtype} {layout.byte_offset}"
+    times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
+    state = f"{path.resolve()} {status.st_size} {times} {layout.dtype} {layout.byte_offset}"
     key = hashlib.blake2b(state.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
     folder = cache_dir / "token_files" / key
 

@@ -11,9 +11,10 @@ from typing import BinaryIO
 
 import numpy as np
 
+from recipes.data.compression import NEW_FILE
 from recipes.data.encodings import describe_conversion
 from recipes.data.file_kinds import NPY, OTHER_ENCODING, find_text_encoding, holds_rows, recognize
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, python, type_setting
 from recipes.files import count
 
 LOGGER = logging.getLogger("lightning_recipes")
@@ -94,7 +95,10 @@ def read_layout(head: bytes, *, num_bytes: int, dtype: str, name: str, key: str)
 def log_overruled(layout: TokenLayout, dtype: str, *, name: str, section: str) -> None:
     """Name the dtype of a setting that is not read, because the header of a file records another one."""
     if layout.header is not None and layout.dtype != dtype:
-        LOGGER.info("%s.dtype=%s is not read: the header of %s records %s", section, dtype, name, layout.dtype)
+        LOGGER.info(
+            "%s: its tokens are %s, as its header records; %s.dtype=%s is for files without a header",
+            *(name, layout.dtype, section, dtype),
+        )
 
 
 def file_key(path: str | Path) -> int:
@@ -156,10 +160,8 @@ def reject_big_endian(data: bytes, dtype: str, *, key: str, name: str, vocab_siz
         little, big = (np.frombuffer(data[: len(data) // 8 * 8], f"{order}u{width}") for order in "<>")
         is_token = (little < vocab_size).mean() if len(little) else 1.0
         if is_token < _MIN_SHARE / 2 and (big < vocab_size).all():
-            new = f"{Path(name).stem}.npy"
-            code = f"numpy.save('{new}', numpy.fromfile('{name}', '>u{width}').astype('uint{8 * width}'))"
             reason = f"its bytes are big-endian: swapped, all of its {8 * width}-bit integers are tokens"
-            fix = f'python -c "import numpy; {code}", then {key}={new}'
+            fix = f"{_write_array(name, f'>u{width}', f'uint{8 * width}')}, then its path"
             raise ConfigError(f"{key}={name} {_section(key)}.dtype={dtype}", reason, fix)
 
 
@@ -198,10 +200,8 @@ def explain_two_types(files: Mapping[int, tuple[str, str]], dtype: str) -> Confi
     (key, name), other_key = files[max(files)], files[min(files)][0]
     other = files[min(files)][1] if other_key == key else f"{other_key}={files[min(files)][1]}"
     reason = f"it holds {max(files)}-bit integers, and {other} {min(files)}-bit ones; raw files share one dtype"
-    array = f"numpy.fromfile('{name}', '<i{max(files) // 8}').astype('uint32')"
-    new = f"{Path(name).stem}.npy"
-    convert = f"python -c \"import numpy; numpy.save('{new}', {array})\""
-    fix = f"{convert}, and the path of {new}, which records its type, in place of {name}"
+    convert = _write_array(name, f"<i{max(files) // 8}", "uint32")
+    fix = f"{convert}, and its path, as it records its type, in place of {name}"
     if min(files) == 16 and dtype != "uint16":
         fix += f"; and {_section(key)}.dtype=uint16"
     return ConfigError(f"{key}={name}", reason, fix)
@@ -216,16 +216,23 @@ def explain_large_token(key: str, name: str, largest: int, *, vocab_size: int) -
 
 
 def _explain_text(head: bytes, encoding: str, typed: str, name: str) -> ConfigError:
+    read = type_setting("data.path", name)
     if encoding != "utf-8":
         is_known = encoding != OTHER_ENCODING
         reason = f"it is text, which looks like {encoding}, not tokens" if is_known else "it is text, not tokens"
-        convert = describe_conversion(name, encoding if is_known else None).removesuffix("the path of the new file")
-        fix = f"{convert}data=text_files data.path=<new file> tokenizer=bpe"
+        convert = describe_conversion(name, encoding if is_known else None).removesuffix(NEW_FILE)
+        fix = f"{convert}> <new file>, then data=text_files data.path=<new file> tokenizer=bpe"
     elif holds_rows(head):
-        reason, fix = "it holds rows of JSON, not tokens", f"data=documents data.path={name} tokenizer=bpe"
+        reason, fix = "it holds rows of JSON, not tokens", f"data=documents {read} tokenizer=bpe"
     else:
-        reason, fix = "it is text, not tokens", f"data=text_files data.path={name} tokenizer=bpe"
+        reason, fix = "it is text, not tokens", f"data=text_files {read} tokenizer=bpe"
     return ConfigError(typed, reason, fix)
+
+
+def _write_array(name: str, dtype: str, new: str) -> str:
+    """Return the command that writes the integers of a raw file to a .npy file of another type."""
+    code = f"import numpy, sys; numpy.save(sys.argv[2], numpy.fromfile(sys.argv[1], '{dtype}').astype('{new}'))"
+    return f"{python(code, name)} <new file>.npy"
 
 
 def _describe_id(id: int) -> str:

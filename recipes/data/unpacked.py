@@ -1,13 +1,13 @@
 """Open a file that may be compressed, by its first bytes, and stop at one that unpacks to far more than it holds."""
 
 import io
-import shlex
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from typing_extensions import override
 
-from recipes.data.file_kinds import NUM_HEAD_BYTES, find_compression, is_text
+from recipes.data.compression import find_compression, unpack
+from recipes.data.file_kinds import NUM_HEAD_BYTES, is_text
 from recipes.errors import ConfigError
 
 _BUFFER_BYTES = 1 << 20
@@ -91,9 +91,8 @@ class _Unpacking(io.RawIOBase):
         except OSError as error:  # of gzip; xz and bzip2 ignore what follows
             if not self._is_gzip or not str(error).startswith("Not a gzipped file"):
                 raise
-            packed, new = shlex.quote(str(self._path)), shlex.quote(f"new_{self._path.stem}")
             reason = "other bytes follow what is compressed with gzip, which is whole"
-            fix = f"gunzip -c {packed} > {new}, which leaves them out, then the path of {new}; or another copy"
+            fix = f"{unpack(self._path, 'gzip')}; it leaves them out; or another copy"
             raise ConfigError(self._typed, reason, fix) from error
         self._num_bytes += len(data)
         if self._num_bytes > self._max_bytes:

@@ -13,8 +13,8 @@ from recipes.config.check.types import to_setting
 from recipes.config.resolved import ResolvedRun
 from recipes.config.traits import declare_mode
 from recipes.data.read_rows import Rows, check_split, open_rows
-from recipes.errors import ConfigError
-from recipes.files import count
+from recipes.errors import ConfigError, type_setting
+from recipes.files import count, format_bytes
 from recipes.home import expand_home
 from recipes.prepare.chunk import NO_DOMAIN, UNKNOWN_DOMAIN, Filters
 from recipes.prepare.contamination import EvaluationSet
@@ -27,6 +27,7 @@ from recipes.runtime.console import LOGGER
 from recipes.runtime.world import num_cores
 
 PAGE = "report.html"
+TEXT_FIELD = "text"  # of data=documents, if none is typed
 
 
 @declare_mode(prepares_data=True)
@@ -112,7 +113,7 @@ def prepare(
 
 
 def _run(pipeline: Pipeline, rows: Rows, content_hash: str, num_processes: int, write_page: Callable[..., None]) -> int:
-    LOGGER.info(f"preparing {rows.name}, {rows.num_bytes / 1e6:,.1f} MB")
+    LOGGER.info(f"preparing {rows.name}, {format_bytes(rows.num_bytes)}")
     begun = time.monotonic()
     report = pipeline.run(rows, content_hash=content_hash, num_processes=num_processes)
     write_page(pipeline.output / PAGE, report)
@@ -207,10 +208,10 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _summarize(report: Mapping[str, Any], folder: Path, *, seconds: float) -> Iterator[str]:
-    rate = report["bytes"] / 1e6 / max(seconds, 1e-3)
+    rate = report["bytes"] / max(seconds, 1e-3)
     yield (
         f"{report['kept']:,} of {count(report['documents'], 'document')} kept,"
-        f" {report['kept_bytes'] / 1e6:,.1f} of {report['bytes'] / 1e6:,.1f} MB ({rate:.1f} MB/s)"
+        f" {format_bytes(report['kept_bytes'])} of {format_bytes(report['bytes'])} ({format_bytes(rate)}/s)"
     )
     for reason, number in report["dropped"].items():
         yield f"dropped: {describe_dropped(reason, number)}"
@@ -222,4 +223,7 @@ def _summarize(report: Mapping[str, Any], folder: Path, *, seconds: float) -> It
             f"of {count(evaluation['items'], 'evaluation item')}, {evaluation['found']:,} found in documents,"
             f" {evaluation['found_in_part']:,} in part; {evaluation['too_short']:,} too short to search for"
         )
-    yield f"{folder / PAGE}; train on them: data=documents data.path={folder / DOCUMENTS}"
+    field = report["settings"]["text_field"]
+    named = "" if field == TEXT_FIELD else f" {type_setting('data.text_field', field)}"
+    path = type_setting("data.path", folder / DOCUMENTS)
+    yield f"{folder / PAGE}; train on them: data=documents {path}{named}"

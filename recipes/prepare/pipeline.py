@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from recipes.data.found_files import PREPARED
 from recipes.data.parallel import map_in_order
 from recipes.data.read_rows import Rows
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, shell
 from recipes.files import count
 from recipes.prepare.chunk import (
     CONTAMINATED,
@@ -44,8 +45,7 @@ from recipes.runtime.lock import lock_run_folder
 
 LOGGER = logging.getLogger("lightning_recipes")
 
-REPORT = "report.json"
-DOCUMENTS = "documents"
+REPORT, DOCUMENTS = PREPARED
 WORK = "unfinished"
 _STATE = "state.json"
 _VERSION = 2  # increase when the same input and settings yield different documents
@@ -133,7 +133,7 @@ class Pipeline:
         if state.is_file():
             if json.loads(state.read_text(encoding="utf-8")) != digest:
                 reason = "an unfinished preparation with a different input or settings is there"
-                raise ConfigError(typed, reason, f"{fix}, or rm -r {self.output}")
+                raise ConfigError(typed, reason, f"{fix}, or {shell('rm -r', self.output)}")
             LOGGER.info("%s: resuming", self.output)
             return None
         if self.output.is_dir() and any(self.output.iterdir()) and not self._work.is_dir():

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
 
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, python
 from recipes.files import write_atomically
 from recipes.foreign_file import reading
 
@@ -440,8 +440,9 @@ def _explain_no_end(backend: Any, folder: Path, eos_token: Any, setting: str, fi
         shown = "" if eos_token is None else f" in place of {end}"
         return ConfigError(setting, reason, f'"eos_token": "{known[0]}"{shown} in {folder / SETTINGS_FILE}, or {fix}')
     file = folder / TOKENIZER_FILE
-    code = f"t = Tokenizer.from_file('{file}'); t.add_special_tokens(['{end}']); t.save('{file}')"
-    return ConfigError(setting, reason, f'python -c "from tokenizers import Tokenizer; {code}" to add it, or {fix}')
+    code = "t = Tokenizer.from_file(sys.argv[1]); t.add_special_tokens([sys.argv[2]]); t.save(sys.argv[1])"
+    command = python(f"import sys; from tokenizers import Tokenizer; {code}", file, end)
+    return ConfigError(setting, reason, f"{command} to add it, or {fix}")
 
 
 def _check_settings(settings: dict[str, Any]) -> None:

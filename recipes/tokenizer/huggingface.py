@@ -6,7 +6,7 @@ import logging
 import os
 from pathlib import Path
 
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, python, type_setting
 from recipes.files import count
 from recipes.foreign_file import reading
 from recipes.tokenizer import (
@@ -62,7 +62,7 @@ class HuggingFace:
         with reading(folder, setting, READ_FIX):  # a name may be too long, or have a NUL
             is_folder, is_file = folder.is_dir(), folder.is_file()
         if is_file:
-            fix = f"tokenizer.name={folder.parent}" if folder.name == TOKENIZER_FILE else READ_FIX
+            fix = type_setting("tokenizer.name", folder.parent) if folder.name == TOKENIZER_FILE else READ_FIX
             raise ConfigError(setting, "it is a file, and a tokenizer is the folder that it is in", fix)
         if not is_folder and self.name.startswith((".", "/", "~")):
             raise self._error("there is no such folder")
@@ -104,16 +104,18 @@ class HuggingFace:
         """Return the error for a folder without a tokenizer.json, with how to make one of another vocabulary there."""
         setting = f"tokenizer.name={self.name}"
         if all((folder / name).is_file() for name in _BPE) and not any((folder / name).is_file() for name in _NAMING):
-            code = f"ByteLevelBPETokenizer({', '.join(repr(str(folder / name)) for name in _BPE)})"
-            code = f"from tokenizers import ByteLevelBPETokenizer; {code}.save('{folder / TOKENIZER_FILE}')"
+            made = "ByteLevelBPETokenizer(*sys.argv[1:3]).save(sys.argv[3])"
+            files = [folder / name for name in (*_BPE, TOKENIZER_FILE)]
             reason = f"the folder has no tokenizer.json, but {' and '.join(_BPE)}, as of GPT-2"
-            return ConfigError(setting, reason, f'python -c "{code}", then the same command')
+            command = python(f"import sys; from tokenizers import ByteLevelBPETokenizer; {made}", *files)
+            return ConfigError(setting, reason, f"{command}, then the same command")
         for kind, (patterns, packages) in _OTHER_FORMATS.items():
             if found := sorted(path.name for pattern in patterns for path in folder.glob(pattern)):
-                loaded = f"AutoTokenizer.from_pretrained('{folder}')"
-                code = f"from transformers import AutoTokenizer; {loaded}.save_pretrained('{folder}-fast')"
+                made = "AutoTokenizer.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])"
+                code = f"import sys; from transformers import AutoTokenizer; {made}"
                 reason = f"the folder has no tokenizer.json, but {found[0]}, a vocabulary of {kind}"
-                fix = f'pip install {packages}; python -c "{code}", then tokenizer.name={folder}-fast'
+                command = python(code, folder, f"{folder}-fast")
+                fix = f"pip install {packages}; {command}, then {type_setting('tokenizer.name', f'{folder}-fast')}"
                 return ConfigError(setting, reason, fix)
         return self._error("the folder has no tokenizer.json")
 

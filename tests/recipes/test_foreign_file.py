@@ -49,7 +49,7 @@ def test_missing_memory_and_errors_that_are_explained_pass_as_they_are(tmp_path:
     ("text", "reason", "fix"),
     [
         ("", "is empty (0 bytes)", "model.pretrained=<a folder>"),
-        (POINTER, "is a Git LFS pointer", "git lfs pull"),
+        (POINTER, "is a Git LFS pointer", "git -C /"),
         ("<!DOCTYPE html><html>sign in", "is a web page", "model.pretrained=<a folder>"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 from recipes.config.check.types import to_setting
 from recipes.config.signature import find_signature
 from recipes.config.traits import DATA_GROUPS, list_data, select
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_setting
 
 _NAME = re.compile(r"(?!_.*_$)[\w-]+")  # Hydra reads names such as _target_ itself
 
@@ -46,7 +46,7 @@ def check_data(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     for name in {*_names(sources)} & {*_names(further)}:
         reason = f"the mixture has a source of this name, and both would be val/{name}/loss"
         same: Any = select(config, f"eval_data.{name}")
-        path = f" eval_data.<another name>.path={same['path']}" if same.get("path") else ""
+        path = f" eval_data.<another name>{type_setting('.path', same['path'])}" if same.get("path") else ""
         fix = f"+data@eval_data.<another name>={_get_option(same)}{path}"
         yield ConfigError(f"eval_data.{name}=…", reason, fix)
 

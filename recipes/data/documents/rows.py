@@ -1,23 +1,27 @@
 """Text documents stored as rows of files or of a dataset, with a validation split."""
 
-import glob
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from recipes.data.compression import NEW_FILE, convert
 from recipes.data.encodings import UNKNOWN, guess_encoding
-from recipes.data.read_rows import Row, Rows, name_type
+from recipes.data.read_rows import TO_ROWS, Row, Rows, find_list, name_type
 from recipes.data.text.token_corpus import hash_text
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, for_shell, python, type_setting
 
 _PANDAS = {".parquet": "read_parquet", ".feather": "read_feather"}
-_TO_ROWS = "t.to_json('rows.jsonl', orient='records', lines=True)"
+_SHOWN_FIELDS = 4  # that hold text, in what to type
 _MAX_LOOKED_AT = 1000  # rows, once the first is no document
 # for rows that are not documents
-_DROP = "mode=prepare quality=none mode.near_copies=null mode.output=<folder> first, which leaves such rows out"
+_DROP = (
+    "mode=prepare quality=none mode.exact_copies=false mode.near_copies=null mode.output=<folder> first, which leaves"
+    " such rows out and no others"
+)
 
 
 @dataclass(frozen=True)
@@ -98,19 +102,20 @@ class RowCorpus:
 
     def _explain_bytes(self, mistake: ConfigError, row: Row, error: UnicodeDecodeError) -> ConfigError:
         """Return the error for text of a table in another encoding, with the command that decodes all rows."""
-        path = Path(self._rows.name)
-        if row.path is None or glob.has_magic(str(path)) or row.path.suffix.lower() not in _PANDAS:
+        is_typed = os.path.isfile(os.path.expanduser(self._rows.name))  # and not one file of several
+        if row.path is None or not is_typed or row.path.suffix.lower() not in _PANDAS:
             return mistake
-        read, field = _PANDAS[row.path.suffix.lower()], self._text_field
         encoding = guess_encoding(error.object)
         value = f"x.decode('{encoding or UNKNOWN}') if isinstance(x, bytes) else x"
-        code = f"t = pandas.{read}('{path}'); t['{field}'] = [{value} for x in t['{field}']]"
-        fix = f'python -c "import pandas; {code}; {_TO_ROWS}", then data.path=rows.jsonl; or {mistake.fix}'
+        changed = f"t[sys.argv[2]] = [{value} for x in t[sys.argv[2]]]"
+        fix = f"{_rewrite(row.path, changed, self._text_field)}; or {mistake.fix}"
         looks = "" if encoding is None else f"; it looks like {encoding}"
         return ConfigError(mistake.setting, f"{mistake.reason}{looks}", fix)
 
     def _explain(self, mistake: ConfigError) -> ConfigError | None:
         """Return the error of the first row as one of the whole field; None if a row that is looked at has text."""
+        if NEW_FILE in mistake.fix:  # the command that makes rows of what is there
+            return None
         fields_with_text: dict[str, None] = {}
         num_rows = 0
         for row in islice(self._open_all(), _MAX_LOOKED_AT):
@@ -122,11 +127,12 @@ class RowCorpus:
             if self._text_field not in fields or isinstance(fields[self._text_field], str | bytes):
                 return None
             fields_with_text |= {name: None for name, value in fields.items() if isinstance(value, str) and value}
-        if num_rows < 2:
-            return None
-        reason = f"{mistake.reason}; the same is true of all {num_rows:,} rows that were looked at"
-        named = f"data.text_field={' | '.join(fields_with_text)}, or " if fields_with_text else ""
-        return ConfigError(mistake.setting, reason, f"{named}data.path=<rows with text in {self._text_field}>")
+        every = (
+            f"the same is true of all {num_rows:,} rows that were looked at" if num_rows > 1 else "it is the only row"
+        )
+        named = [type_setting("data.text_field", name) for name in [*fields_with_text][:_SHOWN_FIELDS]]
+        fix = ", or ".join([*named, f"data.path=<rows with text in {self._text_field}>"])
+        return ConfigError(mistake.setting, f"{mistake.reason}; {every}", fix)
 
     def make_split(self, val_fraction: float) -> Callable[[Any], bool]:
         """Return a predicate for validation documents, by a hash of the text so that duplicates share a split."""
@@ -149,13 +155,17 @@ def read_text(row: Row, field: str) -> str:
     """
     fields = row.parse()
     texts = {name: value for name, value in fields.items() if isinstance(value, str) and name != field}
-    other = f"data.text_field={max(texts, key=lambda name: len(texts[name]))}, or " if texts else ""
+    longest = max(texts, key=lambda name: len(texts[name]), default="")
+    other = f"{type_setting('data.text_field', longest)}, or " if texts else ""
     if field not in fields:
         reason = f"it has no field {field}; its fields are {', '.join(fields) or 'none'}"
         fix = f"{other}a row with {field}"
         if isinstance(_find_inner(fields, field), str) and row.path is not None:
             reason += ", and a field within another one is not read"
-            fix = f"{_take_out(field, row.path, is_table=row.from_table)}, then data.path=rows.jsonl"
+            fix = _take_out(field, row.path, is_table=row.from_table)
+        elif (name := find_list(row)) is not None and row.path is not None:
+            reason += f", and {name} is a list of rows"
+            fix = convert(f"jq -c {for_shell(f'.[{json.dumps(name, ensure_ascii=False)}][]')}", row.path)
         raise ConfigError(row.place, reason, fix)
     value = fields[field]
     try:
@@ -163,6 +173,10 @@ def read_text(row: Row, field: str) -> str:
     except UnicodeDecodeError as error:
         reason = f"its field {field} has bytes that are not UTF-8 text ({error.reason})"
         raise ConfigError(row.place, reason, f"{other}{_DROP}") from error
+    if isinstance(value, Mapping) and row.path is not None and {*value} == {*map(str, range(len(value)))} != set():
+        reason = f"its field {field} holds the texts of all rows by number, as pandas.to_json writes them"
+        code = f"import pandas, sys; pandas.read_json(sys.stdin.buffer).{TO_ROWS}"
+        raise ConfigError(row.place, reason, convert(python(code), row.path))
     if not isinstance(value, str):
         raise ConfigError(row.place, f"its field {field} is {name_type(value)}, not text", f"{other}{_DROP}")
     return value
@@ -177,11 +191,23 @@ def _find_inner(fields: Any, name: str) -> Any:
 
 def _take_out(field: str, path: Path, *, is_table: bool) -> str:
     """Return the command that gives rows a field of their own for one within another field."""
+    parts = field.split(".")
     if is_table:
-        first, *inner = field.split(".")
-        value = f"x{''.join(f'[{name!r}]' for name in inner)}"
-        read = _PANDAS.get(path.suffix.lower(), "read_parquet")
-        code = f"t = pandas.{read}('{path}'); t['{field}'] = [{value} for x in t['{first}']]"
-        return f'python -c "import pandas; {code}; {_TO_ROWS}"'
-    names = ".".join(json.dumps(name, ensure_ascii=False) for name in field.split("."))
-    return f"jq -c '. + {{{json.dumps(field, ensure_ascii=False)}: .{names}}}' '{path}' > rows.jsonl"
+        changed = "t[sys.argv[2]] = [functools.reduce(lambda a, b: a[b], sys.argv[4:], x) for x in t[sys.argv[3]]]"
+        return _rewrite(path, changed, field, *parts)
+    names = "".join(f"[{json.dumps(name, ensure_ascii=False)}]" for name in parts)
+    query = f". + {{{json.dumps(field, ensure_ascii=False)}: .{names}}}"
+    return convert(f"jq -c {for_shell(query)}", path)
+
+
+def _rewrite(path: Path, changed: str, *names: str) -> str:
+    """Return the command that writes a table as rows of JSON, with a changed column.
+
+    Args:
+        path: The table.
+        changed: Statement on the table `t`; names are in `sys.argv[2:]`.
+        names: Fields.
+    """
+    read = _PANDAS.get(path.suffix.lower(), "read_parquet")
+    code = f"import functools, pandas, sys; t = pandas.{read}(sys.argv[1]); {changed}; t.{TO_ROWS}"
+    return f"{python(code, path, *names)} {NEW_FILE}"

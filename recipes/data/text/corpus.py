@@ -7,7 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -43,6 +43,7 @@ class Document:
     path: Path
     num_bytes: int
     mtime_ns: int
+    ctime_ns: int = field(default=0, compare=False)  # also changes with its name or rights
 
     @classmethod
     def of(cls, path: Path, *, name: str) -> "Document":
@@ -55,7 +56,7 @@ class Document:
             status = path.stat()
         except OSError as error:
             raise unreadable(path, error) from error
-        return cls(name, path, status.st_size, status.st_mtime_ns)
+        return cls(name, path, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def check_unchanged(self, setting: str = "data.path") -> None:
         """Check that the file has not changed since it was listed; `setting` is the config key of its path.
@@ -235,8 +236,8 @@ def _best_cut(window: bytes, *, is_last: bool) -> int | None:
 def content_digests(documents: Sequence[Document], *, cache_dir: Path) -> list[str]:
     """Return a hash of each file's content.
 
-    If the files total 64 MiB or more, hashes are cached by (path, size, change time); a file that changed less than two
-    seconds before it was hashed is hashed again the next time.
+    If the files total 64 MiB or more, hashes are cached by (path, size, times of change); a file that changed less than
+    two seconds before it was hashed is hashed again the next time.
     """
     if sum(document.num_bytes for document in documents) < MIN_BYTES_TO_REMEMBER:
         return [file_digest(document.path) for document in documents]
@@ -248,10 +249,10 @@ def content_digests(documents: Sequence[Document], *, cache_dir: Path) -> list[s
     digests: list[str] = []
     settled: dict[str, str] = {}
     for document in documents:
-        state = f"{document.num_bytes} {document.mtime_ns} {document.path.absolute()}"
+        state = f"{document.num_bytes} {document.mtime_ns} {document.ctime_ns} {document.path.absolute()}"
         digest = known[state] if state in known else file_digest(document.path)
         digests.append(digest)
-        if document.mtime_ns < started_ns - _SETTLED_NS:
+        if max(document.mtime_ns, document.ctime_ns) < started_ns - _SETTLED_NS:
             settled[state] = digest
     if settled != known:
         with tolerating(memory):
@@ -296,7 +297,7 @@ def reject_other_kind(
     Raises:
         ConfigError: It is compressed, an archive, in another encoding, or was not downloaded.
     """
-    if (kind := recognize(data[:NUM_HEAD_BYTES], path, is_text=True)) is not None:
+    if (kind := recognize(data[:NUM_HEAD_BYTES], path, is_text=True, setting=setting)) is not None:
         raise ConfigError(f"{setting}={path}", kind.reason, kind.fix or f"{setting}=<{wanted}>")
 
 

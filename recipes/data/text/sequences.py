@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recipes.data.full_windows import FullWindows
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, shell
 from recipes.files import count
 
 _MIN_TOKENS = 4  # an input and a target for each split
@@ -74,7 +74,7 @@ class TokenWindows(FullWindows):
             reason = (
                 f"the cached tokens are damaged: id {largest} is outside the vocabulary of {self.vocab_size} tokens"
             )
-            fix = f"rm -r '{self.path.parent}', then the same command, which tokenizes again"
+            fix = f"{shell('rm -r', self.path.parent)}, then the same command, which tokenizes again"
             raise ConfigError(str(self.path), reason, fix)
         tokens = torch.from_numpy(read.astype(np.int64))  # [B, L+1]
         return [{"inputs": row[:-1], "targets": row[1:]} for row in tokens]

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from recipes.cache import build_once
 from recipes.data.parallel import group_by_bytes, map_in_order
 from recipes.data.text.token_corpus import TextPiece, TokenCorpus
-from recipes.files import count
+from recipes.files import count, format_bytes
 from recipes.runtime.world import num_cores
 from recipes.tokenizer import Tokenizer
 
@@ -182,8 +182,8 @@ def hold_out(cache: TokenCache, num_train: NDArray[np.int64]) -> TokenCache:
     def build(temporary: Path) -> None:
         num_tokens = meta.num_train_tokens + meta.num_val_tokens
         LOGGER.info(
-            "Copying the cached %s (%.1f MB): texts of them are in another split here",
-            *(count(num_tokens, "token"), num_tokens * np.dtype(meta.dtype).itemsize / 1e6),
+            "Copying the cached %s (%s): texts of them are in another split here",
+            *(count(num_tokens, "token"), format_bytes(num_tokens * np.dtype(meta.dtype).itemsize)),
         )
         splits: tuple[Split, Split] = ("train", "val")
         tokens = {split: _map_tokens(cache.path(split), meta.dtype) for split in splits}
@@ -444,7 +444,7 @@ def _encode(task: list[TextPiece], *, tokenizer: Tokenizer, dtype: str) -> list[
 def _progress(num_bytes: int) -> Iterator[Callable[[int], Any]]:
     """Show a progress bar on a terminal, or log one line; yield a function that advances it by bytes."""
     if sys.stderr is None or not sys.stderr.isatty():  # None: closed by the shell
-        log.info("tokenizing %.1f MB of text", num_bytes / 1e6)
+        log.info("tokenizing %s of text", format_bytes(num_bytes))
         yield lambda _: None
         return
     from rich.console import Console

@@ -15,6 +15,7 @@ from typing import Any
 from recipes.data.found_files import find_files, skip_unfinished
 from recipes.data.token_layout import file_key
 from recipes.errors import ConfigError
+from recipes.files import format_bytes
 from recipes.foreign_file import describe_error
 from recipes.home import expand_home
 
@@ -116,7 +117,7 @@ class Storage:
             temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
-        log.info("copied %s, %.1f MB in %.1f s", target.name, self.sizes[index] / 1e6, time.monotonic() - began)
+        log.info("copied %s, %s in %.1f s", target.name, format_bytes(self.sizes[index]), time.monotonic() - began)
 
     def _make_room(self, num_bytes: int) -> None:
         """Delete the least recently used copies."""

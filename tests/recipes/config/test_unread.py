@@ -20,6 +20,7 @@ from recipes.config.unread import list_unread
         ("convert_gguf", None, ["seed=3", "mode.path=x"], ["seed=3"]),
         ("fit", "run", ["eval_samples=2"], []),
         ("prepare", None, ["data.path=x", "trainer.max_steps=3", "quality=gopher", "tokenizer=bpe"], [1, 3]),
+        ("prepare", None, ["data=documents", "data.text_field=x", "data.val_fraction=0.1"], [2]),
         ("lr_find", None, ["trainer.max_steps=3", "optimizer=sgd", "logger=wandb", "mode.num_steps=5"], [0, 2]),
         ("plan", None, ["trainer.max_steps=3", "logger=wandb", "eval_every=2"], ["logger=wandb"]),
     ],

@@ -5,6 +5,7 @@ import gzip
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,19 +53,31 @@ def test_random_bytes_have_no_encoding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "suffix", "reason", "expected"),
+    ("data", "pack", "reason", "expected"),
     [
-        (("a" + JAPANESE).encode("cp932"), "", r"byte 1 is not UTF-8 .*; it looks like cp932", f"a{JAPANESE}"),
-        ((FRENCH + "é").encode()[:-1], "", f"within a character, at byte {len(FRENCH.encode())}: it is trunc", FRENCH),
-        (b"a\xed\xa0\xbd\xed\xb8\x80\xed\xa0\xbd", "", "byte 1 .*half of a surrogate pair: it is CESU-8", "a😀\ufffd"),
-        (FRENCH.encode("windows-1252"), ".gz", "it looks like windows-1252", FRENCH),
-        ("ä one\nö two\n".encode() + b"\xe4 bad\n", "", "byte 14 is not UTF-8", "ä one\nö two\n bad\n"),
+        (("a" + JAPANESE).encode("cp932"), bytes, r"byte 1 is not UTF-8 .*; it looks like cp932", f"a{JAPANESE}"),
+        (
+            (FRENCH + "é").encode()[:-1],
+            bytes,
+            f"within a character, at byte {len(FRENCH.encode())}",
+            FRENCH,
+        ),
+        (
+            b"a\xed\xa0\xbd\xed\xb8\x80\xed\xa0\xbd",
+            bytes,
+            "byte 1 .*: it is CESU-8",
+            "a😀\ufffd",
+        ),
+        (FRENCH.encode("windows-1252"), gzip.compress, "it looks like windows-1252", FRENCH),
+        ("ä one\nö two\n".encode() + b"\xe4 bad\n", bytes, "byte 14 is not UTF-8", "ä one\nö two\n bad\n"),
     ],
     ids=["Japanese", "cut", "CESU-8", "compressed", "few"],
 )
-def test_what_is_typed_gives_the_text(data: bytes, suffix: str, reason: str, expected: str, tmp_path: Path) -> None:
-    path, new = tmp_path / f"a.txt{suffix}", tmp_path / "new.txt"
-    path.write_bytes(gzip.compress(data) if suffix else data)
+def test_what_is_typed_gives_the_text(
+    data: bytes, pack: Callable[[bytes], bytes], reason: str, expected: str, tmp_path: Path
+) -> None:
+    path, new = tmp_path / "it's a.txt", tmp_path / "new.txt"
+    path.write_bytes(pack(data))
     with pytest.raises(UnicodeDecodeError) as caught:
         data.decode()
     said, fix = explain_not_utf8(path, caught.value)

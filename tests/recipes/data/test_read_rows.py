@@ -10,14 +10,15 @@ import os
 import shlex
 import shutil
 import struct
-import subprocess
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typed_remedies import run_command
 
+from recipes.config.overrides import parse_override
 from recipes.data import read_rows, unpacked
 from recipes.data.documents.source import Documents
 from recipes.data.read_rows import FileRows, Row, open_rows
@@ -276,7 +277,7 @@ def test_columns_of_one_name_and_damaged_pages_are_named(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"column text cannot be read \(.*\); type another copy of the file$"):
         documents_of(file, tmp_path).prepare()
     file.with_name("b.parquet.gz").write_bytes(gzip.compress(file.read_bytes()))
-    with pytest.raises(ConfigError, match=r"b.parquet.gz: it is compressed with gzip; type gunzip -k"):
+    with pytest.raises(ConfigError, match=r"b.parquet.gz: it is compressed with gzip; type gunzip < "):
         read(tmp_path / "b.parquet.gz")
 
 
@@ -289,9 +290,9 @@ def test_columns_of_one_name_and_damaged_pages_are_named(tmp_path: Path) -> None
         ("[1, 2", "a.jsonl:1: invalid JSON"),
         ("[1, 2]", "a.jsonl item 1: a row has named fields, and this one is 1"),
         ('{"a": 1,\n', "^a.jsonl:1: invalid JSON"),
-        ('{\n "data": [{"a": 1}]\n}\n', r"""several lines an object.*type jq -c '\."data"\[\]' """),
-        ('{\n "a": 1\n}\n{\n "a": 2\n}', r"a.jsonl: it is JSON of several lines an object.*type jq -c '\.' "),
-        ('{\n "a": [1]\n}', r"type jq -c '\.' "),
+        ('{\n "data": [{"a": 1}]\n}\n', r"""several lines an object.*type jq -c '\."data"\[\]' < """),
+        ('{\n "a": 1\n}\n{\n "a": 2\n}', r"a.jsonl: it is JSON of several lines an object.*type jq -c \. < "),
+        ('{\n "a": [1]\n}', r"type jq -c \. < "),
         ('["x"]\n["y"]\n', "a.jsonl:1: it is a list, and more follows it.*one JSON object per line"),
         ('\n[{"a": 1}]\n{"a": 1}\n', "a.jsonl:2: it is a list, and more follows it"),
     ],
@@ -318,6 +319,46 @@ def test_nothing_to_read_is_named(path: str, reason: str, tmp_path: Path) -> Non
         read(tmp_path / path)
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({"version": 1, "data": [{"text": "a"}, {"text": "b"}]}, "its fields are version, data, and data is a list of"),
+        ({"text": {"0": "a", "1": "b"}, "id": {"0": 1, "1": 2}}, "its field text holds the texts of all rows by num"),
+    ],
+)
+def test_all_rows_in_one_object_become_rows_as_typed_in_the_error(content: Any, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "it's.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=reason) as caught:
+        documents_of(tmp_path / "it's.json", tmp_path).prepare()
+    if "jq" not in caught.value.fix or shutil.which("jq") is not None:
+        run_command(caught.value.fix, new := tmp_path / "new.jsonl")
+        assert [row.parse()["text"] for row in read(new)] == ["a", "b"]
+
+
+def test_the_lines_of_a_json_text_sequence_are_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(f"\x1e{json.dumps(row)}\n" for row in ROWS))
+    assert [row.parse() for row in read(tmp_path / "a.jsonl")] == ROWS
+
+
+def test_the_folder_of_a_preparation_is_answered_with_that_of_its_documents(tmp_path: Path) -> None:
+    write_lines(tmp_path / "out 1" / "documents" / "00000.jsonl")
+    (tmp_path / "out 1" / "report.json").write_text('{\n "input": "0123"\n}')
+    with pytest.raises(ConfigError, match="mode=prepare wrote it") as caught:
+        read(tmp_path / "out 1")
+    assert caught.value.fix == f"\"data.path='{tmp_path}/out 1/documents'\""
+    with pytest.raises(ConfigError, match="{…,…} is not expanded"):
+        read(tmp_path / "{a,b}.jsonl")
+
+
+def test_a_field_of_any_name_is_typed_as_the_error_says(tmp_path: Path) -> None:
+    for name in ("raw text", "a=b, {c}", "it's", "7"):
+        write_lines(tmp_path / "a.jsonl", [{name: f"text {number}"} for number in range(20)])
+        with pytest.raises(ConfigError, match="it has no field text") as caught:
+            documents_of(tmp_path / "a.jsonl", tmp_path).prepare()
+        [typed] = shlex.split(caught.value.fix.partition(", or ")[0])
+        assert parse_override(typed).value() == name
+
+
 def test_a_cut_gz_file_is_named(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", ROWS * 1000)
     packed = gzip.compress((tmp_path / "a.jsonl").read_bytes())
@@ -332,7 +373,7 @@ def test_bytes_after_what_gzip_packed_are_named_and_zeros_are_padding(tmp_path: 
     assert len(read(tmp_path / "a.jsonl.gz")) == 2 * len(ROWS)
     (tmp_path / "a.jsonl.gz").write_bytes(packed + b"garbage")
     with pytest.raises(
-        ConfigError, match="other bytes follow what is compressed with gzip.*; type gunzip -c .*a.jsonl"
+        ConfigError, match="other bytes follow what is compressed with gzip.*; type gunzip < .*a.jsonl.gz > <new file>"
     ):
         read(tmp_path / "a.jsonl.gz")
 
@@ -474,11 +515,13 @@ JSON_LINE = json.dumps({"text": "a sentence"}) + "\n"
         (JSON_LINE.encode("utf-16"), "it is UTF-16 text", "iconv -f utf-16 -t utf-8"),
         (JSON_LINE.encode("utf-16-be") * 2, "it is UTF-16BE text", "iconv -f utf-16be -t utf-8"),
         (JSON_LINE.encode("utf-32"), "it is UTF-32 text", "iconv -f utf-32 -t utf-8"),
-        (POINTER, "it is a Git LFS pointer", "git lfs pull"),
+        (POINTER, "it is a Git LFS pointer", "git -C /"),
         (b"<!DOCTYPE html><html>Sign in</html>", "it is a web page", "data.path=<another copy>"),
-        (b"PK\x03\x04" + bytes(60), "it is a zip archive", "unzip "),
-        (b"%PDF-1.7\n", "it is a PDF", "pdftotext "),
-        (write_tar(JSON_LINE.encode()), "it is a tar archive", "tar xf"),
+        (b"PK\x03\x04" + bytes(60), "it is a zip archive", "data.path=<a file that is unpacked"),
+        (b"PK\x03\x04" + bytes(26) + b"xl/workbook.xml", "it is a spreadsheet", "data.path=<its sheet as JSONL"),
+        (b"PARE" + bytes(60), "it is a Parquet file that is encrypted", "data.path=<the same rows as "),
+        (b"%PDF-1.7\n", "it is a PDF", "data.path=<its text as UTF-8"),
+        (write_tar(JSON_LINE.encode()), "it is a tar archive", "data.path=<a file that is unpacked"),
     ],
 )
 def test_a_file_of_another_kind_is_named_with_the_command_that_converts_it(
@@ -495,7 +538,7 @@ def test_a_file_of_another_kind_is_named_with_the_command_that_converts_it(
 
 @pytest.mark.parametrize(
     ("suffix", "content", "fix"),
-    [("lzma", lzma.compress(b"text", lzma.FORMAT_ALONE), "unlzma -c "), ("Z", b"\x1f\x9d\x90text", "gunzip -c ")],
+    [("lzma", lzma.compress(b"text", lzma.FORMAT_ALONE), "unlzma < "), ("Z", b"\x1f\x9d\x90text", "gunzip < ")],
 )
 def test_compression_that_only_the_name_shows_is_named(suffix: str, content: bytes, fix: str, tmp_path: Path) -> None:
     (tmp_path / f"a.jsonl.{suffix}").write_bytes(content)
@@ -505,7 +548,7 @@ def test_compression_that_only_the_name_shows_is_named(suffix: str, content: byt
 
 
 def test_what_is_advised_for_rows_of_another_kind_is_a_file_of_rows(tmp_path: Path) -> None:
-    for content, fix in ((b"SQLite format 3\0", "data.path=<the same rows as "), (b"\x04\x22\x4d\x18", "unlz4 '")):
+    for content, fix in ((b"SQLite format 3\0", "data.path=<the same rows as "), (b"\x04\x22\x4d\x18", "unlz4 < ")):
         (tmp_path / "a").write_bytes(content + bytes(40))
         with pytest.raises(ConfigError) as caught:
             read(tmp_path / "a")
@@ -593,8 +636,8 @@ def test_text_that_parquet_holds_as_bytes_is_text_and_the_advice_names_other_fie
     as_text.prepare()
     assert tokens_of(as_bytes) == tokens_of(as_text)
     for rows, reason, fix in (
-        ({"text": [b"\xff"], "body": ["a"]}, "bytes that are not UTF-8", 'python -c "import pandas; '),
-        ({"text": [None], "body": ["a"]}, "is null, not text", "mode=prepare "),
+        ({"text": [b"\xff"], "body": ["a"]}, "bytes that are not UTF-8", 'python -c "import functools, pandas, sys; '),
+        ({"text": [None], "body": ["a"]}, "is null, not text; it is the only row", "data.text_field=body, or "),
         ({"txt": ["a"], "id": [1]}, "it has no field text; its fields are txt, id", "data.text_field=txt, or "),
     ):
         parquet.write_table(pyarrow.table(rows), tmp_path / "wrong.parquet")
@@ -603,18 +646,15 @@ def test_text_that_parquet_holds_as_bytes_is_text_and_the_advice_names_other_fie
         assert caught.value.fix.startswith(fix)
 
 
-def test_bytes_of_another_encoding_are_decoded_as_typed_in_the_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_of_another_encoding_are_decoded_as_typed_in_the_error(tmp_path: Path) -> None:
     pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     pytest.importorskip("pandas")
     texts = [f"déjà vu {number}" for number in range(20)]
     parquet.write_table(pyarrow.table({"text": [text.encode("latin1") for text in texts]}), tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match="not UTF-8 text .*; it looks like windows-1252; type python -c") as caught:
         documents_of(tmp_path / "a.parquet", tmp_path).prepare()
-    monkeypatch.chdir(tmp_path)
-    exec(shlex.split(caught.value.fix)[2])
-    assert [row.parse()["text"] for row in read("rows.jsonl")] == texts
+    run_command(caught.value.fix, new := tmp_path / "new rows")
+    assert [row.parse()["text"] for row in read(new)] == texts
 
 
 def test_text_within_another_field_is_taken_out_as_typed_in_the_error(tmp_path: Path) -> None:
@@ -623,21 +663,18 @@ def test_text_within_another_field_is_taken_out_as_typed_in_the_error(tmp_path: 
     with pytest.raises(ConfigError, match="its fields are doc, and a field within another one is not read") as caught:
         documents_of(tmp_path / "a.jsonl", tmp_path, text_field="doc.ä b").prepare()
     if shutil.which("jq") is not None:
-        subprocess.run(caught.value.fix.partition(", then")[0], shell=True, check=True, cwd=tmp_path)
-        assert [row.parse()["doc.ä b"] for row in read(tmp_path / "rows.jsonl")] == texts
+        run_command(caught.value.fix, new := tmp_path / "new rows")
+        assert [row.parse()["doc.ä b"] for row in read(new)] == texts
 
 
-def test_a_field_within_another_column_is_taken_out_as_typed_in_the_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_field_within_another_column_is_taken_out_as_typed_in_the_error(tmp_path: Path) -> None:
     pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     pytest.importorskip("pandas")
     parquet.write_table(pyarrow.table({"doc": [{"text": "a"}, {"text": "b"}]}), tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match="a field within another one is not read; type python -c") as caught:
         documents_of(tmp_path / "a.parquet", tmp_path, text_field="doc.text").prepare()
-    monkeypatch.chdir(tmp_path)
-    exec(shlex.split(caught.value.fix)[2])
-    assert [row.parse()["doc.text"] for row in read("rows.jsonl")] == ["a", "b"]
+    run_command(caught.value.fix, new := tmp_path / "new rows")
+    assert [row.parse()["doc.text"] for row in read(new)] == ["a", "b"]
 
 
 def test_rows_of_json_are_read_whatever_the_name_of_their_file(tmp_path: Path) -> None:
@@ -717,17 +754,14 @@ def test_an_integer_of_more_digits_than_python_converts_is_text(tmp_path: Path) 
 
 @pytest.mark.parametrize(("suffix", "separator"), [(".csv", ","), (".tsv", "\t")])
 def test_a_table_of_text_is_named_with_a_command_that_converts_it(suffix: str, separator: str, tmp_path: Path) -> None:
-    pandas = pytest.importorskip("pandas")
-    path = tmp_path / f"a{suffix}"
+    pytest.importorskip("pandas")
+    path = tmp_path / f"it's a{suffix}"
     path.write_text(f"id{separator}text\n1{separator}ä b\n")
     with pytest.raises(ConfigError, match="it is a table of text") as caught:
         read(path).__iter__().__next__()
-    code = shlex.split(caught.value.fix.partition(", then")[0])
-    assert code[:2] == ["python", "-c"]
-    statement = code[2].replace("'rows.jsonl'", repr(str(tmp_path / "rows.jsonl"))).partition("; ")[2]
-    eval(statement, {"pandas": pandas})
-    assert [row.parse() for row in read(tmp_path / "rows.jsonl")] == [{"id": 1, "text": "ä b"}]
-    (tmp_path / "rows.jsonl").unlink()
+    run_command(caught.value.fix, new := tmp_path / "new.jsonl")
+    assert [row.parse() for row in read(new)] == [{"id": 1, "text": "ä b"}]
+    new.unlink()
     with pytest.raises(ConfigError, match=r"skipped: 1 \(1 \.[ct]sv\); type python -c"):
         read(tmp_path)
 

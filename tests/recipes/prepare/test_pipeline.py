@@ -6,6 +6,7 @@ import json
 import math
 import pydoc_data.topics
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,8 +20,10 @@ import pytest
 from support import ROOT, execute, read_metrics
 
 from recipes.config import compose_and_check
+from recipes.config.overrides import parse_override
 from recipes.entry.run import run_resolved
 from recipes.errors import ConfigError
+from recipes.mode.prepare import _summarize
 from recipes.prepare import chunk as chunk_module
 from recipes.prepare import pipeline as pipeline_module
 from recipes.prepare.minhash import shingles
@@ -402,3 +405,13 @@ def test_prepared_documents_are_trained_on(mixed: Path) -> None:
     folder = mixed / "run"
     assert execute("data=documents", f"data.path={mixed / 'out' / 'documents'}", *tiny, f"hydra.run.dir={folder}") == 0
     assert read_metrics(folder)[-1]["val/loss"] < 6.0
+
+
+def test_the_last_line_is_typed_as_it_stands() -> None:
+    counts = {"kept": 1, "documents": 2, "kept_bytes": 12, "bytes": 3400, "dropped": {}}
+    report = counts | {"near_copies": None, "evaluation": None, "settings": {"text_field": "raw text"}}
+    first, last = _summarize(report, Path("my out (1)"), seconds=1.0)
+    assert "12 bytes of 3.4 kB (3.4 kB/s)" in first
+    [_, path, field] = shlex.split(last.partition("train on them: ")[2])
+    assert parse_override(path).value() == "my out (1)/documents"
+    assert parse_override(field).value() == "raw text"

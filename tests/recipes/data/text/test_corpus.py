@@ -134,8 +134,8 @@ def test_bytes_that_are_not_utf8_are_named_with_their_offset(make_corpus, text):
         list(corpus.texts(corpus.num_bytes))
     assert str(caught.value) == (
         f"data.path={corpus.documents[0].path}: byte {len(good) + 3} is not UTF-8 text "
-        f"(invalid continuation byte); type iconv -c -f utf-8 -t utf-8 < '{corpus.documents[0].path}' > <new file>, "
-        "then the path of the new file, which leaves out such bytes"
+        f"(invalid continuation byte); type iconv -c -f utf-8 -t utf-8 < {corpus.documents[0].path} > <new file>, "
+        "then its path; it leaves out such bytes"
     )
 
 

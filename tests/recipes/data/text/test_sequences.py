@@ -122,5 +122,5 @@ def test_a_split_without_a_window_says_what_makes_both_long_enough(tokens, num_t
 def test_a_cached_token_outside_the_vocabulary_is_an_error_that_names_the_folder(tmp_path):
     path = tmp_path / "train.bin"
     np.array([1, 2, 65535, 4], dtype="<u2").tofile(path)
-    with pytest.raises(ConfigError, match=f"id 65535 is outside the vocabulary of 257 tokens; type rm -r '{tmp_path}'"):
+    with pytest.raises(ConfigError, match=f"id 65535 is outside the vocabulary of 257 tokens; type rm -r {tmp_path}"):
         TokenWindows(path, dtype="uint16", seq_len=3, start=0, stop=4, vocab_size=257)[0]
