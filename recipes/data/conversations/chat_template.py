@@ -14,7 +14,7 @@ from typing import Any
 from recipes.data.conversations.bounded_template import render
 from recipes.data.conversations.conversation import Message
 from recipes.data.found_files import describe_missing
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_setting
 from recipes.foreign_file import describe_error, reading
 from recipes.tokenizer import Tokenizer
 
@@ -137,7 +137,7 @@ def find_template(name: str, tokenizer: Tokenizer, *, day: datetime.date | None 
     if name == "auto" and named:
         if "default" not in named:
             reason = f"the tokenizer has the templates {', '.join(named)}, and none of them is the default"
-            raise ConfigError("data.chat_template=auto", reason, f"data.chat_template={next(iter(named))}")
+            raise ConfigError("data.chat_template=auto", reason, type_setting("data.chat_template", next(iter(named))))
         return ChatTemplate(named["default"], "the tokenizer", named.get(TOOL_TEMPLATE), day)
     if name in ("auto", "chatml"):
         source = (_FOLDER / "chatml.jinja").read_text(encoding="utf-8").rstrip("\n")
@@ -154,7 +154,7 @@ def _read_file(name: str, named: Sequence[str]) -> str:
         if not path.is_file() and len(named) > 1:
             reason = f"there is no such file, and the templates of the tokenizer are {', '.join(named)}"
             closest = difflib.get_close_matches(name, named, n=1, cutoff=0.0)[0]
-            raise ConfigError(setting, reason, f"data.chat_template={closest}, or {_OWN_FILE}")
+            raise ConfigError(setting, reason, f"{type_setting('data.chat_template', closest)}, or {_OWN_FILE}")
         if not path.is_file():
             raise ConfigError(setting, describe_missing(path), fix)
         num_bytes = path.stat().st_size

@@ -4,13 +4,12 @@ What a row says about itself is either used, or rejected if it would change what
 """
 
 import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from recipes.data.read_rows import name_type
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, shell, type_setting
 
 Message = dict[str, Any]
 
@@ -53,8 +52,8 @@ _ANSWERS = ("response", "answer", "completion", "output", "target", "solution", 
 _GIVEN = ("input", "context")  # what a question is about, beside it
 # of several answers to one question, beside the plurals of those above
 _SEVERAL = ("candidate", "choice", "generation", "message", "sample")
+_FIX = "'data.fields={prompt: <field of the question>, completion: <field of the answer>}', or rows with both"
 _QUOTED = ("true", "false", "0", "1", "yes", "no")  # a weight as text
-_TYPED_NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,32 +232,54 @@ class Reader:
             return kind
         wanted = "; ".join(" and ".join(names) for names in _FIELDS.values())
         reason = f"its fields are {_names(row)}, expected {wanted}"
+        formats = {name for names in _FIELDS.values() for name in names}
+        if mapped := {name: own for name, own in self._fields.items() if name in formats and own not in row}:
+            shown = " and ".join(f"{own} for {name}" for name, own in mapped.items())
+            reason = f"data.fields names {shown}, and its fields are {_names(row)}"
         if several := _find_several(row):
             reason += f"; its {_shorten(several)} is {name_type(row[several])}, and a row has one answer"
             raise ConfigError(place, reason, 'a row for each answer: {"prompt": …, "completion": …}')
-        raise ConfigError(place, reason, self._suggest_fields(row, place))
+        fix = self.suggest_fields([row])
+        lists = {name: value[0] for name, value in row.items() if isinstance(value, list) and value}
+        plain = Reader(format=None, fields={})
+        inner = [name for name, value in lists.items() if isinstance(value, Mapping) and plain.suggest_fields([value])]
+        if fix is None and inner:
+            reason += f"; its {_shorten(inner[0])} is a list of rows"
+            query = f".[{json.dumps(inner[0], ensure_ascii=False)}][]"
+            raise ConfigError(place, reason, f"{shell('jq -c', query)} < <this file> > <new file>, then its path")
+        raise ConfigError(place, reason, fix or _FIX)
 
-    def _suggest_fields(self, row: Mapping[str, Any], place: str) -> str:
-        """Return a mapping with which this row can be read."""
-        for fields in ({}, *_guess_fields(row)) if self._fields else _guess_fields(row):
-            formats = {name for names in _FIELDS.values() for name in names}
-            absent = {name for name, value in self._fields.items() if name in formats and value not in (None, *row)}
+    def has_fields(self, row: Mapping[str, Any]) -> bool:
+        """Return whether a row has the fields of a format, by the names in `data.fields`."""
+        kinds = FORMATS if self._format is None else (self._format,)
+        return any(all(self._own(name) in row for name in _FIELDS[kind]) for kind in kinds)
+
+    def suggest_fields(self, rows: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the mapping, as it is typed, with which the rows can be read; None if there is none."""
+        if self._format is not None:
+            return None
+        formats = {name for names in _FIELDS.values() for name in names}
+        mapped = {name: own for name, own in self._fields.items() if name in formats and own is not None}
+        absent = {name for name, own in mapped.items() if any(own not in row for row in rows)}
+        guesses = [guess for row in rows for guess in _guess_fields(row)]
+        for fields in ({}, *guesses) if self._fields else guesses:
             kept = {name: value for name, value in self._fields.items() if name not in {*fields} | absent}
             own = {name: value for name, value in (kept | fields).items() if name != value}
             reader = Reader(format=None, fields=own)
-            if reader._find_kind(row) is None:
-                continue
-            try:
-                found = reader.read(row, place=place)
-            except ConfigError:
-                continue  # the next guess
-            if found.answer:
+            # in one format: rows of another one beside them would have another text around the same words
+            if all(map(reader._reads_answer, rows)) and len({reader._find_kind(row) for row in rows}) == 1:
                 return _to_override(own)
-        return "'data.fields={prompt: <field of the question>, completion: <field of the answer>}', or rows with both"
+        return None
+
+    def _reads_answer(self, row: Mapping[str, Any]) -> bool:
+        try:
+            return self._find_kind(row) is not None and bool(self.read(row, place="").answer)
+        except ConfigError:
+            return False
 
     def _map(self, name: str, found: list[str]) -> str | None:
         """Return the override that maps a field to the only one found."""
-        if len(found) != 1 or not _TYPED_NAME.fullmatch(found[0]):
+        if len(found) != 1:
             return None
         return _to_override({key: own for key, own in (self._fields | {name: found[0]}).items() if key != own})
 
@@ -314,8 +335,8 @@ class Reader:
                 )
                 raise ConfigError(place, reason, f"{self._ignore(name)}, which learns it, or rows of good answers")
             if name == "system":
-                fields = f"instruction: {self._own('prompt')}, output: {self._own('completion')}"
-                fix = f"'data.fields={{{fields}}}', a conversation with a system message, or {self._ignore('system')}"
+                fields = {"instruction": self._own("prompt"), "output": self._own("completion")}
+                fix = f"{_to_override(fields)}, a conversation with a system message, or {self._ignore('system')}"
                 raise ConfigError(place, "its prompt is plain text, which has no place for its field system", fix)
             if name == _VARIABLES:
                 fix = f"{self._ignore(name)}, or {{%- set … -%}} at the top of data.chat_template=<file.jinja>"
@@ -407,7 +428,7 @@ def calls_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _guess_fields(row: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     """Yield mappings of format fields to the fields of a row, the likeliest first."""
-    names = [name for name in row if isinstance(name, str) and _TYPED_NAME.fullmatch(name)]
+    names = [name for name in row if isinstance(name, str)]
     for name in names:
         if isinstance(row[name], list) and row[name] and isinstance(row[name][0], Mapping):
             message = row[name][0]
@@ -456,8 +477,7 @@ def _to_override(fields: Mapping[str, str | None]) -> str:
     """Return the override that maps the names of a format to those of a dataset, None to null; none for no names."""
     if not fields:
         return "the same command without data.fields"
-    pairs = ", ".join(f"{name}: {own or 'null'}" for name, own in fields.items())
-    return f"'data.fields={{{pairs}}}'"
+    return type_setting("data.fields", fields)
 
 
 def _unquote(ignoring: str) -> str:
@@ -492,14 +512,14 @@ def _text(value: Any, name: str, place: str, *, owner: str | None = None) -> str
 
 
 def _content(value: Any, name: str, place: str) -> str:
-    """Return the text of a message, which may be a list of one part of type text."""
+    """Return the text of a message; parts of type text are one text, as templates write them one after another."""
     if isinstance(value, list) and all(isinstance(part, Mapping) for part in value):
         others = [part.get("type") for part in value if part.get("type") != "text"]
         if others:
             reason = f"the {name} of a message has a part of type {others[0]}, and only text is trained on"
             raise ConfigError(place, reason, f"a text as {name} there")
-        if len(value) == 1:
-            value = value[0].get("text")
+        if value:
+            return "".join(_text(part.get("text"), "text", place, owner="a part of a message") for part in value)
     return _text(value, name, place, owner="a message")
 
 

@@ -27,6 +27,7 @@ log = logging.getLogger("lightning_recipes")
 
 _SHOWN_CHARACTERS = 40
 _DEPENDS = "what it renders for an answer depends on what follows or on the prompt for it"
+_FIX_OF_TEMPLATE = "data.chat_template=<file.jinja> with {% generation %} around answers"
 _FOUND_FIELDS = ("role", "content", "tool_calls", "tool_call_id")  # checked by what they say, or only a link
 
 
@@ -66,6 +67,10 @@ class _Rendered:
         return self.text[first:last]
 
 
+class _NotFoundError(ConfigError):
+    """Answers that a template does not show at a place of their own."""
+
+
 class ExampleTokenizer:
     """Turns examples into tokens and loss masks; picklable.
 
@@ -95,8 +100,22 @@ class ExampleTokenizer:
             return Tokenized(np.array(tokens, dtype=np.uint32), carries_loss, answer, ends=True)
         try:
             return self._conversation(example)
+        except _NotFoundError as error:
+            ways = [_FIX_OF_TEMPLATE, *self._find_ways(example)]
+            raise ConfigError(f"{example.place}: {error.setting}", error.reason, ", or ".join(ways)) from error
         except ConfigError as error:
             raise ConfigError(f"{example.place}: {error.setting}", error.reason, error.fix) from error
+
+    def _find_ways(self, example: Example) -> list[str]:
+        """Return the settings with which this conversation can be learned, each of them tried."""
+        found, ways = list[str](), tuple[TrainOn, ...](("last_answer", "all"))
+        for way in ways:
+            try:
+                tried = ExampleTokenizer(self._tokenizer, self._template, train_on=way)._conversation(example)
+                found += [f"data.train_on={way}"] if len(tried.tokens) else []
+            except ConfigError as error:
+                log.debug("data.train_on=%s does not help: %s", way, error.reason)
+        return found
 
     def _text(self, prompt: str | None, answer: str) -> tuple[list[int], NDArray[np.bool_]]:
         """Return prompt, answer and end-of-text, after the tokens that the tokenizer puts before every text."""
@@ -182,10 +201,7 @@ class ExampleTokenizer:
         """
         find = self._by_blocks if self._template.marks_answers(tools) else self._by_difference
         if self._train_on != "all":
-            try:
-                return find(messages, answers, tools, whole)
-            except ConfigError as error:
-                raise self._advise(error, messages, answers, tools, whole) from error
+            return find(messages, answers, tools, whole)
         found: dict[int, list[Span]] = {}
         for index in answers:
             try:
@@ -195,21 +211,6 @@ class ExampleTokenizer:
                     raise
                 log.debug("An answer cannot be found, and need not be: %s", error.reason)
         return found
-
-    def _advise(
-        self, error: ConfigError, messages: list[Message], answers: list[int], tools: list[Any] | None, whole: _Rendered
-    ) -> ConfigError:
-        """Return an error whose remedy has been tried on this conversation."""
-        find = self._by_blocks if self._template.marks_answers(tools) else self._by_difference
-        ways = ["data.train_on=all"]
-        if len(answers) > 1:
-            try:
-                find(messages, answers[-1:], tools, whole)
-                ways.insert(0, "data.train_on=last_answer")
-            except ConfigError as other:
-                log.debug("The last answer cannot be found either: %s", other.reason)
-        fix = f"data.chat_template=<file.jinja> with {{% generation %}} around answers, or {' or '.join(ways)}"
-        return ConfigError(error.setting, error.reason, fix)
 
     def _by_blocks(
         self, messages: list[Message], answers: list[int], tools: list[Any] | None, whole: _Rendered
@@ -336,8 +337,8 @@ class ExampleTokenizer:
         return ConfigError("conversation", reason, self._template.suggest_other(uses_tools="a call" in missing))
 
     def _cannot_mask(self, reason: str) -> ConfigError:
-        fix = "data.chat_template=<file.jinja> with {% generation %} around answers, or data.train_on=all"
-        return ConfigError(f"data.chat_template of {self._template.name}", f"answers cannot be found: {reason}", fix)
+        shown = f"answers cannot be found: {reason}"
+        return _NotFoundError(f"data.chat_template of {self._template.name}", shown, _FIX_OF_TEMPLATE)
 
 
 def _forms(messages: list[Message]) -> list[list[Message]]:

@@ -28,6 +28,7 @@ LOGGER = logging.getLogger("lightning_recipes")
 _SHOWN_PLACES = 3
 _ROWS_WITHOUT = "rows without an answer to learn are"
 _SHOWN_FIELDS = 8
+_SHOWN_CHARACTERS = 200  # of the names of all fields
 
 
 class Conversations:
@@ -176,24 +177,29 @@ class Conversations:
         tokenizer.check_model(self._known_ids)
         template = find_template(self._template, tokenizer, day=TRAINING_DAY)
         made_by = (self._format, tokenizer.fingerprint, str(tokenizer.special_tokens), repr(template), self._train_on)
-        stores = {
-            name: cached_examples(
-                rows,
-                setting=f"data.{'path' if name == 'train' else 'val_path'}={rows.name}",
-                reader=self._reader,
-                tokenizer=ExampleTokenizer(tokenizer, template, train_on=self._train_on),
-                vocab_size=tokenizer.vocab_size,
-                key="\0".join((hashes[name], *made_by)),
-                cache_dir=cache_dir,
-                num_processes=self._num_processes or num_cores(),
-            )
-            for name, rows in sources.items()
-        }
+        try:
+            stores = {
+                name: cached_examples(
+                    rows,
+                    setting=f"data.{'path' if name == 'train' else 'val_path'}={rows.name}",
+                    reader=self._reader,
+                    tokenizer=ExampleTokenizer(tokenizer, template, train_on=self._train_on),
+                    vocab_size=tokenizer.vocab_size,
+                    key="\0".join((hashes[name], *made_by)),
+                    cache_dir=cache_dir,
+                    num_processes=self._num_processes or num_cores(),
+                )
+                for name, rows in sources.items()
+            }
+        except ConfigError as mistake:
+            raise self._explain_two_files(mistake, sources) or mistake from mistake
         rows = {name: self._rows(store, examples, name) for name, store, examples in self._splits(stores)}
         if any(store.meta.num_conversations for store in stores.values()):
             self._warn_of_template(template, stores)
             if template.source != tokenizer.chat_template:
                 tokenizer = tokenizer.with_chat_template(template.source)
+        elif self._template != "auto":
+            LOGGER.warning("data.chat_template=%s is not used: no row is a conversation", self._template)
         self._prepared = tokenizer, stores, rows
         self._warn(stores, rows)
 
@@ -309,6 +315,21 @@ class Conversations:
         reason = f"the {split} split is empty: {count(len(store), 'example')} with {questions}"
         raise ConfigError(f"data.path={self._path}", reason, fix)
 
+    def _explain_two_files(self, mistake: ConfigError, sources: Mapping[str, Rows]) -> ConfigError | None:
+        """Return the error for rows of other fields in `val_path`: what is typed for one file is wrong for the other.
+
+        None if the mistake is another one.
+        """
+        firsts = [next(iter(rows), None) for rows in sources.values()]
+        found = [row.parse() for row in firsts if row is not None]
+        if len(found) < 2 or all(map(self._reader.has_fields, found)) or {*found[0]} == {*found[1]}:
+            return None
+        fix = self._reader.suggest_fields(found)
+        shown = [_shorten(", ".join(row)) for row in found]
+        reason = f"its rows have the fields {shown[1]}, those of data.path {shown[0]}, and data.fields is for both"
+        typed = f"data.val_path={self._val_path}"
+        return ConfigError(typed, reason, fix or "data.val_path=<rows with the fields of data.path>")
+
     def _warn_of_template(self, template: ChatTemplate, stores: dict[str, ExampleStore]) -> None:
         """Log what the template leaves out of the examples, or adds to them."""
         if not any(store.meta.num_ending for store in stores.values()):
@@ -375,6 +396,10 @@ def _find_limit(questions: NDArray[np.uint64], val_fraction: float) -> tuple[np.
     smallest, largest = int(questions.min()), int(questions.max())
     kept = limit if smallest == largest else min(max(limit, smallest + 1), largest)
     return np.uint64(kept), kept != limit
+
+
+def _shorten(text: str) -> str:
+    return f"{text[:_SHOWN_CHARACTERS]}…" if len(text) > _SHOWN_CHARACTERS else text
 
 
 class _RowTexts:

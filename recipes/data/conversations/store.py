@@ -24,7 +24,7 @@ from recipes.data.conversations.loss_mask import ExampleTokenizer, Tokenized
 from recipes.data.parallel import group_by_bytes, map_in_order
 from recipes.data.read_rows import Row
 from recipes.data.text.token_corpus import hash_text
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_setting
 
 log = logging.getLogger("lightning_recipes")
 
@@ -237,8 +237,8 @@ def _no_examples(setting: str, *, num_rows: int, silenced: Counter[str]) -> Conf
     if silenced:
         names = ", ".join(sorted(silenced))
         reason += f", as the {f'field {names} says' if len(silenced) == 1 else f'fields {names} say'}"
-        ignored = ", ".join(f"{name}: null" for name in sorted(silenced))
-        fix = f"'data.fields={{{ignored}}}', which learns them, or {key}=<other rows>"
+        ignored = type_setting("data.fields", dict.fromkeys(sorted(silenced)))
+        fix = f"{ignored}, which learns them, or {key}=<other rows>"
     return ConfigError(setting, reason, fix)
 
 

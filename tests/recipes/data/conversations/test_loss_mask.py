@@ -382,18 +382,24 @@ _OTHER_PROMPT = CHATML.replace("{{ '<|im_start|>assistant\\n' }}{%- endif", "{{ 
     [
         # earlier answers are rendered without what the last one has, as of Qwen 3
         (CHATML.replace("m['content']", "('x' if loop.last and m['role'] == 'assistant' else '') + m['content']"),
-         "answers", "data.train_on=last_answer or data.train_on=all"),
+         "answers", "data.train_on=last_answer, or data.train_on=all"),
         # the prompt is another one than that of an answer
         (_OTHER_PROMPT, "answers", "data.train_on=all"),
+        # all but the last message, and a part of it, are not in the text
+        ("{% set m = messages[-1] %}<{{ m.role }}>{{ m.content }}{{ eos_token }}"
+         "{% if add_generation_prompt %}<assistant>{% endif %}", "answers", None),
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last else m.content[:1] }}{{ eos_token }}"
+         "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}", "answers", None),
         (_OTHER_PROMPT, "last_answer", "data.train_on=all"),
     ],
 )  # fmt: skip
-def test_what_is_advised_for_a_template_has_been_tried(template: str, train_on: Any, ways: str) -> None:
+def test_what_is_advised_for_a_template_has_been_tried(template: str, train_on: Any, ways: str | None) -> None:
     messages = messages_of(CHATS[1])
     with pytest.raises(ConfigError, match="answers cannot be found") as caught:
         mask(template, messages, train_on=train_on)
-    assert caught.value.fix == f"data.chat_template=<file.jinja> with {{% generation %}} around answers, or {ways}"
-    for way in re.findall(r"train_on=(\w+)", ways):
+    fix = "data.chat_template=<file.jinja> with {% generation %} around answers"
+    assert caught.value.fix == (fix if ways is None else f"{fix}, or {ways}")
+    for way in re.findall(r"train_on=(\w+)", caught.value.fix):
         assert mask(template, messages, train_on=way).carries_loss.any()
 
 

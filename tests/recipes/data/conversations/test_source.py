@@ -254,6 +254,28 @@ def test_what_a_tokenizer_is_trained_on_is_part_of_its_name(tmp_path: Path) -> N
     assert lengths[1] < lengths[0], "the second tokenizer has learned these words"
 
 
+def test_files_of_two_kinds_of_fields_are_answered_once_for_both(tmp_path: Path) -> None:
+    asked = [{"question": f"{i}?", "answer": "x"} for i in range(9)]
+    for val, fix in (
+        (sums(3), "data.val_path=<rows with the fields of data.path>"),
+        ([{"question": "1?", "answer": "y", "prompt": "z"}], "'data.fields={prompt: question, completion: answer}'"),
+    ):
+        val_path = write(tmp_path / "val.jsonl", val)
+        for fields in ({}, {"prompt": "question", "completion": "answer"}):
+            if fields and "prompt: question" in fix:
+                source_of(tmp_path, asked, val_path=val_path, fields=fields)
+                continue
+            with pytest.raises(ConfigError, match="and data.fields is for both") as caught:
+                source_of(tmp_path, asked, val_path=val_path, fields=fields)
+            assert (caught.value.setting, caught.value.fix) == (f"data.val_path={val_path}", fix)
+
+
+def test_a_template_that_no_row_needs_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "lightning_recipes"):
+        source_of(tmp_path, chat_template="chatml")
+    assert "data.chat_template=chatml is not used: no row is a conversation" in caplog.text
+
+
 def test_files_of_other_names_have_other_places(tmp_path: Path) -> None:
     source = source_of(tmp_path)
     assert source.describe_sample(0)["documents"][0]["name"].startswith("rows.jsonl:")
