@@ -92,7 +92,7 @@ def _locate_in_run(mistakes: Sequence[ConfigError], overrides: Sequence[str]) ->
 
 def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
     config, choices, references = run.config, run.choices, run.references
-    structure = [*check_structure(config)]
+    structure = [*check_structure(config, recipe=choices.get("recipe"))]
     if misplaced := [*_check_packages(config, choices, overrides)]:
         return misplaced  # whose settings the others lack
     found = [*structure, *check_settings(config), *check_nodes(config)]

@@ -18,7 +18,7 @@ from recipes.config.check.composition_errors import (
     is_broken_file,
 )
 from recipes.config.check.data import reject_dots
-from recipes.config.check.nodes import get_provided
+from recipes.config.check.nodes import explain_tokenizer, get_provided
 from recipes.config.check.renamed import answer_renamed
 from recipes.config.check.sections import COMPOSING, CONF, NODES, SETTINGS, list_groups, suggest_value
 from recipes.config.check.strategy import misplaced_offload
@@ -51,6 +51,7 @@ from recipes.config.traits import DATA_GROUPS, is_place_of_data
 from recipes.config.trust import find_own_folders
 from recipes.errors import ConfigError
 
+_TOKENIZER = re.compile(r"(data|eval_data)\.(.*\.)?tokenizer")  # of a data source
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_][\w.@/-]*")
 _GRIDS = ("grid", "default", "none", "null", "grid_search", "gridsearch")
 _OPEN = re.compile(r"[+]{0,2}[A-Za-z_][\w.@/-]*=[^\s'\"(\[{]+,")  # the first of several values, with the comma
@@ -404,6 +405,8 @@ def _correct(typed: str, override: Override, config: Any) -> str | ConfigError:
         return typed
     if override.is_add():
         exists = not missing and not isinstance(override.value(), dict | list)
+        if exists and _TOKENIZER.fullmatch(override.key_or_group) and isinstance(override.value(), str):
+            return explain_tokenizer(f"+{override.key_or_group}", str(override.value()))
         if exists:
             return ConfigError(typed, "it already exists", typed.lstrip("+"))
         return f"+{typed}" if len(missing) == 1 and _is_free_form(section, config) else typed

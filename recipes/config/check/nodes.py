@@ -19,6 +19,7 @@ from recipes.config.signature import (
     read_signature,
 )
 from recipes.config.traits import list_nodes
+from recipes.config.trust import CONF
 from recipes.errors import ConfigError
 
 # null means that build.py derives the value, regardless of the target's annotation
@@ -202,11 +203,21 @@ def _check_value(where: str, value: object, signature: Signature, key: str) -> I
     if value == "???":
         yield ConfigError(f"no {where}", NO_DEFAULT, f"{where}={example or f'<{blank}>'}")
     elif annotation is not None and not _is_node(value) and not matches_type(value, annotation):
+        if key == "tokenizer" and where.startswith(("data.", "eval_data.")) and isinstance(value, str):
+            yield explain_tokenizer(where, value)
+            return
         fix = f"{where}={example}" if example and value is None else suggest(where, value, annotation)
         if isinstance(value, str) and value.startswith("{") and not value.isascii():
             yield ConfigError(f"{where}={value}", NAME_RULE, for_shell(f"{where}={to_ascii(value)}"))
             return
         yield ConfigError(f"{where}={to_setting(value)}", f"it takes {describe(annotation)}", fix)
+
+
+def explain_tokenizer(where: str, value: str) -> ConfigError:
+    """Return the error for the name of a tokenizer at a data source: it is an option, of a group of its own."""
+    options = sorted(path.stem for path in (CONF / "tokenizer").glob("*.yaml"))
+    fix = f"tokenizer={value}" if value in options else f"tokenizer=<{' | '.join(options)}>"
+    return ConfigError(f"{where}={value}", "all data has one tokenizer, which is an option of its own group", fix)
 
 
 def _unknown(where: str, value: object, signature: Signature, target: str) -> ConfigError:

@@ -65,8 +65,13 @@ def find_missing_groups(config: Mapping[str, Any]) -> list[str]:
     return missing if len(missing) > 1 else []
 
 
-def check_structure(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check that every section exists, with a target and the required keys: later checks read them."""
+def check_structure(config: Mapping[str, Any], *, recipe: str | None = None) -> Iterator[ConfigError]:
+    """Check that every section exists, with a target and the required keys: later checks read them.
+
+    Args:
+        config: The config.
+        recipe: The chosen recipe, which may change settings of callbacks that are not chosen.
+    """
     for key in [*SETTINGS, *list_groups(), *NODES]:
         if key not in config:
             yield ConfigError(f"no {key}", "this setting is required", suggest_value(key))
@@ -81,14 +86,15 @@ def check_structure(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     missing = [key for key in _NEEDED_OF_TRAINER if isinstance(trainer, dict) and key not in trainer]
     for key in missing:
         yield ConfigError(f"no trainer.{key}", "this setting is required", f"trainer.{key}=<value>")
-    yield from _check_members(config)
+    yield from _check_members(config, recipe)
 
 
-def _check_members(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+def _check_members(config: Mapping[str, Any], recipe: str | None) -> Iterator[ConfigError]:
     """Check the callbacks and loggers: each is a section with a target; null switches a callback off."""
     for group, kind in (("callbacks", "callback"), ("logger", "logger")):
         members = config.get(group)
-        for name, node in members.items() if isinstance(members, dict) else ():
+        members = members if isinstance(members, dict) else {}
+        for name, node in members.items():
             if isinstance(node, dict) and isinstance(node.get("_target_"), str):
                 continue
             if name == "_target_":
@@ -100,9 +106,13 @@ def _check_members(config: Mapping[str, Any]) -> Iterator[ConfigError]:
             elif node is not None or group == "logger":
                 shown = "…" if isinstance(node, dict) else to_setting(node)
                 fix = f"{group}.{name}=null" if group == "callbacks" else f"'~{group}.{name}'"
+                reason = f"a {kind} is a section with a _target_"
                 if isinstance(node, dict) and (CONF / group / f"{name}.yaml").is_file():
-                    fix = f"`- {name}` in the defaults list of the file that sets it, or {fix}"
-                yield ConfigError(f"{group}.{name}={shown}", f"a {kind} is a section with a _target_", fix)
+                    chosen = [one for one, other in members.items() if isinstance(other, dict) and "_target_" in other]
+                    by = "settings of it are changed" if recipe is None else f"recipe={recipe} changes settings of it"
+                    reason = f"{by}, and {group}= does not choose it"
+                    fix = f"{group}=[{','.join([*chosen, str(name)])}], or {fix}" if group == "callbacks" else fix
+                yield ConfigError(f"{group}.{name}={shown}", reason, fix)
     loggers = config.get("logger")
     if isinstance(loggers, dict) and "csv" not in loggers:
         yield ConfigError("no logger.csv", "every run writes metrics.csv", "logger=none to write only metrics.csv")

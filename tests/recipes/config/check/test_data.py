@@ -76,6 +76,8 @@ def test_options_of_data_stand_in_a_mixture_and_beside_it() -> None:
             ["+data@eval_data.x=stdlib_text", "eval_data.x.tokenizer={_target_: recipes.tokenizer.bytes.Bytes}"],
             "one model reads all data, with the tokens of data",
         ),
+        (["+data@eval_data.x=stdlib_text", "+eval_data.x.tokenizer=bytes"], "of its own group; type tokenizer=bytes"),
+        ([*MIXED, "data.sources.code.tokenizer=bpe"], "all data has one tokenizer, which is an option"),
         (["+data@eval_data.ä=stdlib_text"], "digits, _ and -; type +data@eval_data.a=stdlib_text"),
         (["+data@eval_data.代码=stdlib_text"], "digits, _ and -; type '+data@eval_data.<name>=stdlib_text'"),
         (

@@ -31,6 +31,10 @@ MESSAGES = {
         "~callbacks.sampletext: there is no 'callbacks.sampletext'; type '~callbacks.sample_text'"
     ),
     "+callbacks.mine=bar": ("callbacks.mine=bar: a callback is a section with a _target_; type +callbacks.mine=null"),
+    "recipe=sft_demo callbacks=[progress]": (
+        "callbacks.generation_eval=…: recipe=sft_demo changes settings of it, and callbacks= does not choose it;"
+        " type callbacks=[progress,generation_eval], or callbacks.generation_eval=null"
+    ),
     "tokenizer=none": ("tokenizer=none: text needs a tokenizer; type tokenizer=bpe or tokenizer=bytes"),
     "name=a/b": "name=a/b: it names a folder under logs/: letters, digits, . _ and -; type name=a_b",
     "modle=gpt2": "modle=gpt2: there is no 'modle'; type model=gpt2",
