@@ -5,6 +5,8 @@ Read `build` first: it creates every component of a run. The config keys are doc
 
 import functools
 import inspect
+import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -75,7 +77,7 @@ class Run:
         published: Folder or hub name of the model that its weights or its architecture came from.
         overrides: Command-line overrides as typed.
         tags: User-defined labels.
-        other_data: Data nodes whose text is not that of the run that `checkpoint` belongs to, such as `data`.
+        other_data: Data nodes whose text is trained on nowhere, `data` or `eval_data.<name>`.
         freeze: Writes the config into the folder.
         endings: Finds out why the run ends, and whether it has ended already.
     """
@@ -129,7 +131,7 @@ def build(resolved: ResolvedRun) -> Run:
     rank_zero_only.rank = global_rank()  # type: ignore[attr-defined]
     folder = resolved.run_folder
     checkpoint = find_checkpoint(resolved.resume, folder)
-    other_data = _find_other_data(resolved.config, checkpoint)
+    other_data = _find_other_data(resolved, checkpoint)
     model = resolved.config["model"]
     published: str | None = model.get("pretrained") or model.get("name")
     if checkpoint is not None:
@@ -158,6 +160,7 @@ def build(resolved: ResolvedRun) -> Run:
         seed=resolved.seed,
         eval_samples=resolved.eval_samples if resolved.mode.takes_steps else None,
     )
+    data.hold_out(name.removeprefix("eval_data.") for name in other_data if name != "data")
     saver: CheckpointSaver = make(config["checkpoint"])
     trainer = _build_trainer(resolved, precision, accumulation, saver)
     if isinstance(trainer.accelerator, CPUAccelerator):
@@ -208,21 +211,38 @@ def _explain_another_model(model: Config, checkpoint: Path) -> tuple[str, str]:
     return f"resume={run}", f"resume={run} with the {CONFIG_FILE} and the checkpoints that this run wrote itself"
 
 
-def _find_other_data(config: Config, checkpoint: Path | None) -> list[str]:
-    """Return the nodes whose text is not that of the run that a checkpoint belongs to."""
+def _find_other_data(resolved: ResolvedRun, checkpoint: Path | None) -> list[str]:
+    """Return the data nodes that are trained on nowhere, so that all of each is validation data.
+
+    `data`, where it is not that of the run that a checkpoint belongs to; and each node of `eval_data` whose text is not
+    that of a source, unless the command says which part of it is for validation.
+    """
     folder = None if checkpoint is None else find_run_folder(checkpoint)
-    if folder is None:
-        return []
-    trained_on = read_config(folder)
-    # with resume=auto nobody has checked that file
-    eval_data = trained_on.get("eval_data")
-    own = [trained_on.get("data"), *(eval_data.values() if isinstance(eval_data, dict) else ())]
-    nodes = {"data": config["data"]} | {f"eval_data.{name}": node for name, node in config.get("eval_data", {}).items()}
-    return [
-        name
-        for name, node in nodes.items()
-        if node and all(is_other_data(node, one if isinstance(one, dict) else {}) for one in own)
-    ]
+    before = {} if folder is None else read_config(folder)
+    known = before.get("data")
+    earlier = known if isinstance(known, dict) else {}  # with resume=auto nobody has checked that file
+    other = ["data"] if folder is not None and is_other_data(resolved.config["data"], earlier) else []
+    trained_on = {_locate_text(node) for data in (resolved.config["data"], earlier) for node in _list_sources(data)}
+    for name, node in resolved.config["eval_data"].items():
+        typed = re.compile(rf"\+*eval_data\b.*\b{re.escape(name)}\b.*\bval_fraction\b")
+        is_divided = node is None or node.get("val_path") is not None or any(map(typed.match, resolved.overrides))
+        if not is_divided and _locate_text(node) not in trained_on:
+            other.append(f"eval_data.{name}")
+    return other
+
+
+def _list_sources(data: Config) -> list[Config]:
+    """Return the node of a data source, or those in it if it is a mixture."""
+    sources = data.get("sources")
+    return [node for node in (data, *(sources.values() if isinstance(sources, dict) else ())) if isinstance(node, dict)]
+
+
+def _locate_text(node: Config) -> tuple[str, str | None]:
+    """Return where the text of a data source is; its constructor, if it has no path."""
+    path = node.get("path")
+    if not isinstance(path, str):
+        return str(node.get("_target_")), None
+    return (path, node.get("split")) if "://" in path else (os.path.realpath(os.path.expanduser(path)), None)
 
 
 def build_task(resolved: ResolvedRun, precision: Precision) -> TrainingTask:

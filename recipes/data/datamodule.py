@@ -4,7 +4,7 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import lightning.pytorch as lightning
@@ -64,6 +64,14 @@ class StreamDataModule(lightning.LightningDataModule):
         self._period: int | None = None  # samples after which the stream repeats
         if overfit_batches is not None:
             self._period = overfit_batches * accumulation.global_batch_size
+
+    def hold_out(self, names: Iterable[str]) -> None:
+        """Use all of some additional validation sets, of which no part is trained on; called before they are prepared.
+
+        Without a split of their own, such as images, they are used as they are.
+        """
+        for name in names:
+            getattr(self.eval_sources[name], "hold_out_all", lambda: None)()
 
     @property
     def position(self) -> int:

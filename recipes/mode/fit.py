@@ -43,6 +43,9 @@ def fit(run: Run) -> int:
     LOGGER.info(f"{run.name}: run folder {run.folder}")
     run.data.prepare_data()
     LOGGER.info(f"data: {run.data.source.describe()}")
+    for name, source in run.data.eval_sources.items():
+        part = "all of it, as it is not trained on" if f"eval_data.{name}" in run.other_data else "its validation split"
+        LOGGER.info(f"eval_data.{name}: {source.describe()}; validated on {part}")
     run.trainer.callbacks.insert(0, RunStartCallback(run))  # type: ignore[attr-defined]
     try:
         _fit(run)

@@ -9,9 +9,10 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from support import TINY, composed_config, resolved
 
-from recipes.build import _make_member, _make_schedule, _make_trainer, build
+from recipes.build import _find_other_data, _make_member, _make_schedule, _make_trainer, build
 from recipes.config import ranks
 from recipes.config.instantiate import make
+from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
 from recipes.scheduler import warmup_cosine
 
@@ -118,3 +119,27 @@ def test_the_schedule_is_the_function_itself_with_the_settings_of_its_node() -> 
     assert schedule.func is warmup_cosine, "Hydra's wrapper would check what it may run, at every step"  # type: ignore[attr-defined]
     checked = make(node)
     assert [schedule(step) for step in range(100)] == [checked(step) for step in range(100)]
+
+
+def test_additional_validation_text_that_is_trained_on_or_divided_as_typed_keeps_its_split(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("a")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "train.txt")
+    train = {"_target_": "text_files", "path": str(tmp_path / "train.txt")}
+    stdlib, hub = {"_target_": "stdlib_text"}, {"_target_": "documents", "path": "hf://a/b", "split": "train"}
+
+    def is_whole(node: dict[str, Any], *typed: str, data: dict[str, Any] = train) -> bool:
+        config = {"data": data, "eval_data": {"mine": node, "none": None}}
+        run = ResolvedRun(config=config, choices={}, run_folder=Path(), overrides=list(typed))
+        return _find_other_data(run, None) == ["eval_data.mine"]
+
+    other = {"_target_": "text_files", "path": "other.txt"}
+    assert is_whole(other, "eval_data.mine.path=other.txt", "eval_data.others.val_fraction=0.1")
+    assert not is_whole(other, "eval_data.mine.val_fraction=0.05")
+    assert not is_whole(other, "+eval_data={mine: {val_fraction: 0.05}}")
+    assert not is_whole(other | {"val_path": "val.txt"})
+    assert not is_whole({"_target_": "documents", "path": str(tmp_path / "link.txt"), "split": "train"})
+    assert not is_whole(train, data={"_target_": "mixture", "sources": {"a": train}})
+    assert is_whole(stdlib)
+    assert not is_whole(stdlib, data=stdlib)
+    assert is_whole(hub | {"split": "test"}, data=hub)
+    assert not is_whole(hub, data=hub)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,9 @@ from support import MaskedTokens, RaggedTokens
 from recipes.data import datamodule
 from recipes.data.datamodule import StreamDataModule
 from recipes.data.text.token_cache import SPLIT_TEXT
+from recipes.data.text_files import TextFiles
 from recipes.numerics.accumulation import Accumulation
+from recipes.tokenizer.bytes import Bytes
 
 
 class Numbered(MaskedTokens):
@@ -151,6 +154,18 @@ def test_texts_of_an_additional_validation_set_that_are_trained_on_are_counted(
     data.prepare_data()
     [record] = caplog.records
     assert "2 of the 3 validation texts of eval_data.mine are also trained on" in record.getMessage()
+
+
+def test_all_of_an_additional_validation_set_that_is_not_trained_on_is_used(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ab" * 50)
+    settings: Any = {"tokenizer": Bytes(), "seq_len": 4, "val_fraction": 0.05, "cache_dir": str(tmp_path / "cache")}
+    source = TextFiles(path=str(tmp_path / "a.txt"), **settings)
+    data, _ = stream(micro_batch_size=2, accumulate=1)
+    data.eval_sources = {"mine": source, "other": Numbered(num_samples=3, seq_len=4, vocab_size=8)}  # type: ignore[dict-item]
+    data.hold_out(["mine", "other"])
+    source.prepare()
+    assert source.describe().startswith("1 document, 0 training and 101 validation tokens")
+    assert len(source.val()) == 25
 
 
 def test_five_validation_samples_are_spread_over_the_split() -> None:
