@@ -179,7 +179,8 @@ class TextSource(ABC):
         meta = self.cache.meta
         counts = f"{meta.num_train_tokens:,} training and {count(meta.num_val_tokens, 'validation token')}"
         entropy = meta.unigram_entropy_nats
-        baseline = "" if entropy is None else f"; unigram entropy {entropy:.3f} nats"
+        has_baseline = entropy is not None and meta.num_train_tokens > 0  # of nothing, all tokens are equally frequent
+        baseline = f"; unigram entropy {entropy:.3f} nats" if has_baseline else ""
         return f"{count(meta.num_documents, 'document')}, {counts}{baseline}"
 
     def describe_sample(self, sample: int) -> dict[str, Any]:
