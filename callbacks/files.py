@@ -255,6 +255,13 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
+def format_bytes(number: float) -> str:
+    """Return a size with its unit: `12 bytes`, `3.4 kB`, or `1,234.5 MB`, which is the largest."""
+    if number < 1e3:
+        return count(int(number), "byte")
+    return f"{number / 1e3:.1f} kB" if number < 1e6 else f"{number / 1e6:,.1f} MB"
+
+
 def probe(folder: Path) -> None:
     """Write a small file and remove it: a disk that is full or read-only fails now and not after an hour's work.
 

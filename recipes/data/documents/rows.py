@@ -175,7 +175,7 @@ def read_text(row: Row, field: str) -> str:
         raise ConfigError(row.place, reason, f"{other}{_DROP}") from error
     if isinstance(value, Mapping) and row.path is not None and {*value} == {*map(str, range(len(value)))} != set():
         reason = f"its field {field} holds the texts of all rows by number, as pandas.to_json writes them"
-        code = f"import pandas, sys; pandas.read_json(sys.stdin.buffer, dtype=False, convert_dates=False).{TO_ROWS}"
+        code = f"import pandas, sys; pandas.read_json(sys.stdin.buffer, dtype=False).{TO_ROWS}"
         raise ConfigError(row.place, reason, convert(python(code), row.path))
     if not isinstance(value, str):
         raise ConfigError(row.place, f"its field {field} is {name_type(value)}, not text", f"{other}{_DROP}")
