@@ -31,6 +31,8 @@ _SWEEP_SETTINGS = (
 # a sweep's function, of which a parenthesis is missing
 _FUNCTION = re.compile(r"(range|interval|choice|tag|glob|sort|shuffle)\(")
 _ESCAPED = re.compile(r"((?:\\\\)*)\\\$\{")  # an odd number of backslashes before it
+# a quoted value, of which the quote that ends it is followed by what ends a value; an apostrophe is not
+_QUOTED = re.compile(r"""(['"])(?:\\.|(?!\1).|\1(?!\s*(?:[,\]}]|$)))*\1(?=\s*(?:[,\]}]|$))""", re.DOTALL)
 
 
 def parse_override(override: str) -> Override:
@@ -48,15 +50,24 @@ def quote(text: str) -> str:
     return QuotedString(text=text, quote=Quote.single).with_quotes()
 
 
-def parse_or_quote(typed: str) -> tuple[Override | None, str]:
+def parse_or_quote(typed: str, *, sweeps: bool = False) -> tuple[Override | None, str]:
     """Parse an override; what Hydra's grammar cannot read of its value, `mode.prompt=f(x` or `tags=[é]`, is quoted.
+
+    Args:
+        typed: The override.
+        sweeps: Whether commas outside of lists separate the values of a sweep, and are not part of a text.
 
     Returns:
         The override, None if it is not `key=value`; and its text, quoted where needed.
     """
     key, equals, value = typed.partition("=")
-    is_list = value.startswith("[") and value.endswith("]")
-    texts = [typed, *([f"{key}={_quote_entries(value)}"] if is_list else []), f"{key}={quote(value)}"]
+    parts = split_values(value)
+    is_of_parts = sweeps or all(map(_has_parts, parts))
+    quoted = [f"{key}={','.join(map(_quote_unreadable, parts))}"] if is_of_parts else []
+    if sweeps and (found := _FUNCTION.match(value)) and value.endswith(")"):  # choice(é,b)
+        inner = split_values(value[found.end() : -1])
+        quoted = [f"{key}={found[0]}{','.join(map(_quote_unreadable, inner))})"]
+    texts = [typed, *quoted, f"{key}={quote(value)}"]
     for text in texts if equals else (typed,):
         try:
             parsed = parse_override(text)
@@ -89,10 +100,43 @@ def drop_replaced(words: Sequence[str]) -> list[str]:
     return [kept[place] for place in sorted(kept)]
 
 
-def _quote_entries(value: str) -> str:
-    """Quote the entries of a list that Hydra's grammar cannot read: `[~/runs,é]`."""
-    entries = (entry.strip() for entry in value[1:-1].split(","))
-    return f"[{','.join(entry if _is_readable(f'x={entry}') else quote(entry) for entry in entries)}]"
+def split_values(text: str) -> list[str]:
+    """Split text at its commas, except those in quotes, in lists and in sections; without what closes one, at all."""
+    parts, start, place, depth = [], 0, 0, 0
+    while place < len(text):
+        begins = not text[start:place].strip() or text[:place].rstrip()[-1:] in ("[", "{", ",", ":")
+        if begins and (quoted := _QUOTED.match(text, place)):
+            place = quoted.end()
+            continue
+        character = text[place]
+        if character == "\\":
+            place += 1  # what it escapes separates nothing
+        elif character in "[{" and (begins or depth):
+            depth += 1
+        elif character in "]}" and depth:
+            depth -= 1
+        elif character == "," and not depth:
+            parts.append(text[start:place].strip())
+            start = place + 1
+        place += 1
+    return [part.strip() for part in text.split(",")] if depth else [*parts, text[start:].strip()]
+
+
+def _has_parts(value: str) -> bool:
+    return (value[:1], value[-1:]) in (("[", "]"), ("{", "}"))
+
+
+def _quote_unreadable(value: str) -> str:
+    """Quote what Hydra's grammar cannot read of a value, entry by entry: `[~/runs,é]`, `{note: é}`."""
+    if _is_readable(f"x={value}"):
+        return value
+    if not _has_parts(value):
+        return quote(value)
+    entries = split_values(value[1:-1])
+    if value[0] == "[":
+        return f"[{','.join(map(_quote_unreadable, entries))}]"
+    pairs = [entry.partition(":") for entry in entries]
+    return f"{{{','.join(f'{key}:{_quote_unreadable(child.strip())}' for key, _, child in pairs)}}}"
 
 
 def _is_readable(override: str) -> bool:

@@ -82,7 +82,7 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
     typed, mistakes = join_words(typed)
     if mistakes := [*mistakes, *_reject_mode(typed), *_reject_params(typed), *_reject_slips(typed)]:
         return SweepCommand(for_hydra=[*typed], keys=[], mistakes=mistakes, of_sweep=mistakes)
-    as_typed, typed = typed, [parse_or_quote(text)[1] for text in typed]  # quoted as for a single run
+    as_typed, typed = typed, [parse_or_quote(text, sweeps=True)[1] for text in typed]
     swept = {text: parsed for text in typed if (parsed := _parse_sweep(text)) is not None}
     first_job = [_first_value(swept[text], typed) if text in swept else text for text in typed]
     composed, _ = compose_typed(first_job, **source)
@@ -121,7 +121,7 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
         *(_check_devices_per_job(composed, swept) if composed is not None else []),
     ]
     of_jobs = [mistake for mistake in mistakes if mistake not in of_sweep]
-    shown = restore_typed([*of_jobs, *of_sweep], as_typed)
+    shown = restore_typed([*of_jobs, *of_sweep], as_typed, sweeps=True)
     return SweepCommand(
         for_hydra=[_to_hydra(text, first, added, param_keys) for text, first in zip(typed, first_job, strict=True)],
         keys=[override.key_or_group for override in swept.values()],

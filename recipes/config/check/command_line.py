@@ -42,6 +42,7 @@ from recipes.config.overrides import (
     for_shell,
     is_about_sweep,
     parse_or_quote,
+    parse_override,
     to_ascii,
 )
 from recipes.config.resume import compose_recorded, find_deepest, read_resumed_run, select_inherited
@@ -89,9 +90,9 @@ def compose_typed(
     return composed, mistakes
 
 
-def restore_typed(mistakes: Sequence[ConfigError], typed: Sequence[str]) -> list[ConfigError]:
+def restore_typed(mistakes: Sequence[ConfigError], typed: Sequence[str], *, sweeps: bool = False) -> list[ConfigError]:
     """Return the errors of overrides that were quoted for Hydra's grammar, with the overrides as they were typed."""
-    quoted = {text: word for word in typed if (text := parse_or_quote(word)[1]) != word}
+    quoted = {text: word for word in typed if (text := parse_or_quote(word, sweeps=sweeps)[1]) != word}
     return [
         ConfigError(quoted[mistake.setting], mistake.reason, mistake.fix) if mistake.setting in quoted else mistake
         for mistake in mistakes
@@ -221,6 +222,8 @@ def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[st
     for text, quoted, override in values:
         if f"{override.key_or_group}.".startswith(missing):
             continue  # a setting of what is not there
+        if quoted != text and (whole := quote_text(quoted, config, text)) != quoted:  # `[é, b]` is one text here
+            quoted, override = whole, parse_override(whole)
         corrected = _correct(quoted, override, config)
         if override.is_sweep_override() and isinstance(corrected, str) and MODE_OF_SWEEPS not in typed:
             answer = answer_sweep(text, override, config)

@@ -37,12 +37,13 @@ def find_annotation(config: Any, key: str) -> ast.expr | None:
     return parameters[name].annotation if name in parameters else None
 
 
-def quote_text(override: str, config: Mapping[str, Any]) -> str:
+def quote_text(override: str, config: Any, typed: str | None = None) -> str:
     """Quote the value of an override if the setting takes text and Hydra would read something else.
 
     Args:
         override: As typed; one that cannot be parsed is returned as it is.
         config: Composed config.
+        typed: What was typed, of which `override` quotes a part for Hydra's grammar.
     """
     try:
         parsed = parse_override(override)
@@ -52,7 +53,7 @@ def quote_text(override: str, config: Mapping[str, Any]) -> str:
     if value is None or isinstance(value, str):
         return override
     annotation = find_annotation(config, parsed.key_or_group)
-    text = override.partition("=")[2]
+    text = (typed or override).partition("=")[2]
     is_text = annotation is not None and matches_type(text, annotation) and not matches_type(value, annotation)
     return f"{override.partition('=')[0]}={quote(text)}" if is_text else override
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipes.config.overrides import drop_replaced, make_override, parse_override, to_overrides
+from recipes.config.overrides import drop_replaced, make_override, parse_or_quote, parse_override, to_overrides
 from recipes.errors import ConfigError
 
 
@@ -81,3 +81,45 @@ def test_sweeper_params_given_as_text_are_taken_as_typed() -> None:
 )
 def test_the_last_value_of_a_setting_counts(typed: str, kept: str | None) -> None:
     assert drop_replaced(typed.split()) == (kept or typed).split()
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("['l, m', é]", ["l, m", "é"]),
+        ("[baseline, 'run 3', \"a,b\", naïve]", ["baseline", "run 3", "a,b", "naïve"]),
+        ("['lr 1e-3, wd 0.1', größe=3]", ["lr 1e-3, wd 0.1", "größe=3"]),
+        ("[it's, ü, b's]", ["it's", "ü", "b's"]),  # apostrophes close nothing
+        ("['tis é, 'twas]", ["'tis é", "'twas"]),
+        (r"[b\, c, ü]", ["b, c", "ü"]),
+        ("[é, [ö, 'a, ü'], 1, null]", ["é", ["ö", "a, ü"], 1, None]),
+        ("{a: é, b: 'c, d', c: [ü, 'e, f']}", {"a": "é", "b": "c, d", "c": ["ü", "e, f"]}),
+        ("Größe, und", "Größe, und"),
+        ("[é, b", "[é, b"),
+        ("[]é", "[]é"),
+    ],
+)
+def test_what_the_grammar_cannot_read_is_quoted_value_by_value(typed: str, expected: object) -> None:
+    override, text = parse_or_quote(f"x={typed}")
+    assert override is not None
+    assert override.value() == expected == read(text)
+
+
+@pytest.mark.parametrize(
+    ("typed", "values"),
+    [
+        ("'é, b',c", ["é, b", "c"]),
+        ("é,choice", ["é", "choice"]),
+        ("choice(é,1)", ["é", 1]),
+        ("[é],[b]", [["é"], ["b"]]),
+    ],
+)
+def test_commas_outside_of_quotes_and_lists_separate_the_values_of_a_sweep(typed: str, values: list[object]) -> None:
+    override, _ = parse_or_quote(f"x={typed}", sweeps=True)
+    assert override is not None
+    assert [override._convert_value(value) for value in read_sweep(override)] == values
+
+
+def read_sweep(override: Any) -> list[Any]:
+    """Values of a sweep as Hydra's grammar holds them."""
+    return list(override.value().list)

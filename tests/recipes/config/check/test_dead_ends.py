@@ -19,6 +19,7 @@ WORKS = {
     "launcher=slurm launcher.directives.account=mine": ("launcher.directives", {"account": "mine"}),
     f"{SAMPLE} mode.prompt='Once upon a time, there was'": ("mode.prompt", "Once upon a time, there was"),
     f"{SAMPLE} mode.prompt='cd \\${{HOME}}, then ls'": ("mode.prompt", "cd ${HOME}, then ls"),
+    f"{SAMPLE} mode.prompt='[é, \"b\", c]'": ("mode.prompt", '[é, "b", c]'),  # text, of which no part is quoted
     f"{SAMPLE} mode.prompt=1984": ("mode.prompt", "1984"),
     f"{SAMPLE} mode.prompt='{{a: b}}'": ("mode.prompt", "{a: b}"),
     "data=text_files data.path=x,y.txt": ("data.path", "x,y.txt"),
@@ -27,6 +28,7 @@ WORKS = {
     "optimizer={lr:1}": ("optimizer.lr", 1),
     "callbacks=[]": ("callbacks", {}),
     "tags=[é,~/x,'a b']": ("tags", ["é", "~/x", "a b"]),
+    "\"tags=['l, m', é]\"": ("tags", ["l, m", "é"]),
     "'tags=${oc.create:[a,b]}'": ("tags", ["a", "b"]),
     "~callbacks.progress callbacks.progress=null": ("seed", 1234),
     "debug=[nan,fast_dev_run]": ("trainer.max_steps", 1),
