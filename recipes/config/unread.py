@@ -19,16 +19,24 @@ _OF_TRAINING = (
     *("trainer.max_steps", "trainer.min_steps", "trainer.max_epochs", "trainer.max_time"),
     *("trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"),
 )
+# of writing checkpoints; verify_hashes is of loading one
+OF_SAVING = tuple(
+    f"checkpoint.{name}"
+    for name in ("keep_last", "keep_every", "keep_best", "monitor", "mode", "async_save", "on_save_error")
+)
 _OF_DATA = ("data", "eval_data", "loader", "micro_batch_size", "metrics")
 # of a few steps without loggers, validation and checkpoints
-_OF_RUNS = ("logger", "save_every", "save_every_minutes", "eval_every", "profile_steps", "trainer.max_steps")
+_OF_RUNS = (
+    *("logger", "save_every", "save_every_minutes", "eval_every", "eval_samples", "log_every", "profile_steps"),
+    *("trainer.max_steps", "trainer.min_steps", *OF_SAVING),
+)
 # mode -> settings that it does not read
 _UNREAD = {
     "evaluate": _OF_TRAINING,
     "sample": _OF_TRAINING + _OF_DATA,
     "export": _OF_TRAINING + _OF_DATA,
-    "lr_find": _OF_RUNS,
-    "batch_find": _OF_RUNS,
+    "lr_find": (*_OF_RUNS, "scheduler", "warmup_steps"),
+    "batch_find": (*_OF_RUNS, "micro_batch_size", "trainer.accumulate_grad_batches"),
     "noise_scale": _OF_RUNS,
     "plan": ("logger", "profile_steps"),
     "replay": tuple(key for key in _OF_TRAINING + _OF_DATA if key not in ("label_smoothing", "z_loss")),

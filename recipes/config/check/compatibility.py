@@ -14,6 +14,7 @@ from recipes.config.published import read_size
 from recipes.config.resolved import ResolvedRun
 from recipes.config.signature import find_signature, read_signature
 from recipes.config.traits import list_data, select
+from recipes.config.unread import OF_SAVING
 from recipes.errors import ConfigError, type_setting
 from recipes.foreign_file import missing_published
 from recipes.run_folder import has_checkpoint
@@ -383,6 +384,7 @@ def check_unread(run: ResolvedRun, overrides: Sequence[str]) -> Iterator[ConfigE
     prepares = run.mode.prepares_data
     lacks_sources = config["data"].get("sources") == {}
     yield from _unread_data_settings(config, typed, prepares=prepares)
+    yield from _unread_of_saving(run, typed)
     for override in typed:
         key, _, value = override.lstrip("+").partition("=")
         if not reads_text and key.partition(".")[0] == "tokenizer" and value != "none":
@@ -418,6 +420,18 @@ def check_unread(run: ResolvedRun, overrides: Sequence[str]) -> Iterator[ConfigE
         reason = f"the window of clipping.window={window} never holds that many norms"
         setting = f"clipping.window={window} clipping.warmup_steps={warmup}"
         yield ConfigError(setting, reason, f"clipping.window={warmup}")
+
+
+def _unread_of_saving(run: ResolvedRun, typed: Sequence[str]) -> Iterator[ConfigError]:
+    """Check for typed settings of checkpoints beside a typed null, without which the run would save them."""
+    switches = [text for text in typed if re.fullmatch(r"\+*save_every(_minutes)?=(null|None|none)", text)]
+    if run.saves or not switches or not run.mode.trains:
+        return
+    for override in typed:
+        if override.lstrip("+").partition("=")[0] in OF_SAVING:
+            off = " ".join(switches)
+            fix = f"the same command without it, or save_every=<optimizer steps> instead of {off}"
+            yield ConfigError(f"{override} {off}", "the run saves no checkpoint, so it has no effect", fix)
 
 
 def _unread_data_settings(config: Mapping[str, Any], typed: Sequence[str], *, prepares: bool) -> Iterator[ConfigError]:

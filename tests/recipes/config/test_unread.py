@@ -22,6 +22,8 @@ from recipes.config.unread import list_unread
         ("prepare", None, ["data.path=x", "trainer.max_steps=3", "quality=gopher", "tokenizer=bpe"], [1, 3]),
         ("prepare", None, ["data=documents", "data.text_field=x", "data.val_fraction=0.1"], [2]),
         ("lr_find", None, ["trainer.max_steps=3", "optimizer=sgd", "logger=wandb", "mode.num_steps=5"], [0, 2]),
+        ("lr_find", None, ["checkpoint.keep_every=3", "checkpoint.verify_hashes=false", "warmup_steps=0"], [0, 2]),
+        ("batch_find", None, ["micro_batch_size=2", "global_batch_size=8", "log_every=2"], [0, 2]),
         ("plan", None, ["trainer.max_steps=3", "logger=wandb", "eval_every=2"], ["logger=wandb"]),
     ],
 )

@@ -62,3 +62,17 @@ def test_invalid_choices_and_numbers_out_of_range_are_reported_together() -> Non
     typed += ["optimizer.betas=x"]
     _, mistakes = compose_and_check(typed)
     assert sorted(mistake.setting for mistake in mistakes) == sorted(typed)
+
+
+def test_a_setting_of_checkpoints_beside_a_typed_null_is_answered() -> None:
+    _, mistakes = compose_and_check(["save_every=null", "checkpoint.keep_every=10"])
+    assert [str(mistake) for mistake in mistakes] == [
+        "checkpoint.keep_every=10 save_every=null: the run saves no checkpoint, so it has no effect;"
+        " type the same command without it, or save_every=<optimizer steps> instead of save_every=null"
+    ]
+    for typed in (
+        ["save_every=null", "save_every_minutes=5", "checkpoint.keep_every=10"],
+        ["save_every=null", "checkpoint.verify_hashes=false"],
+        ["debug=overfit", "checkpoint.keep_every=10"],  # beside a whole command
+    ):
+        assert compose_and_check(typed)[1] == []
