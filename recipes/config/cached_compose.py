@@ -85,13 +85,18 @@ def compose_options(options: Sequence[str], folder: Path, name: str | None) -> D
 def _compose_cached(options: tuple[str, ...], folder: Path, name: str | None, stamp: object, cwd: Path) -> bytes:
     """Return a pickle: each caller unpickles its own copy, in a third of the time of a deep copy."""
     GlobalHydra.instance().clear()
-    Plugins.instance()  # registers Hydra's own source of files, if nobody has done that yet
-    SourcesRegistry.instance().types[_FilesParsedOnce.scheme()] = _FilesParsedOnce
+    register_source()
     with initialize_config_dir(str(folder), version_base="1.3"):
         try:
             return pickle.dumps(compose(name, list(options), return_hydra_config=True))
         except (AttributeError, TypeError, ValueError) as error:  # raised by Hydra for an option that is not text
             raise ConfigCompositionException(f"not an option: {error}") from error
+
+
+def register_source() -> None:
+    """Let Hydra read files as the compositions here do."""
+    Plugins.instance()  # registers Hydra's own source of files, if nobody has done that yet
+    SourcesRegistry.instance().types[_FilesParsedOnce.scheme()] = _FilesParsedOnce
 
 
 class _FilesParsedOnce(FileConfigSource):
@@ -107,7 +112,10 @@ class _FilesParsedOnce(FileConfigSource):
         stat = file.stat()
         key = (self.provider, str(file), stat.st_mtime_ns, stat.st_size)
         if key not in self._parsed:
-            self._parsed[key] = pickle.dumps(super().load_config(config_path))
+            read = super().load_config(config_path)
+            with file.open(encoding="utf-8-sig") as text:  # a byte order mark hides the header from Hydra (1.3.8)
+                read.header = self._get_header_dict(text.read(512))
+            self._parsed[key] = pickle.dumps(read)
         result: ConfigResult = pickle.loads(self._parsed[key])
         return result
 

@@ -23,9 +23,9 @@ from recipes.config.local_path import find_address
 from recipes.config.overrides import escape_interpolations, for_shell, parse_override, to_overrides
 from recipes.config.published import published_size
 from recipes.config.resume import apply_changes, compose_recorded, read_resumed_run, select_inherited, take_typed
-from recipes.config.search_path import select_search_path
+from recipes.config.search_path import expand_home, select_search_path
 from recipes.config.trust import CONF as CONF
-from recipes.config.trust import find_resumed_run, find_trusted_folders, restrict_variables
+from recipes.config.trust import SEARCH_PATH, find_resumed_run, find_trusted_folders, restrict_variables
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
 from recipes.lr_scaling import scaled_lr
@@ -100,6 +100,8 @@ def quote_options(overrides: Sequence[str]) -> list[str]:
 
 def _quote_option(override: str) -> str:
     group, equals, names = override.partition("=")
+    if "~" in names and SEARCH_PATH in group:
+        return expand_home(override)
     if names != names.strip() and _is_plain_text(
         f"{group}={names.strip()}"
     ):  # Hydra's grammar strips spaces around a value

@@ -4,6 +4,7 @@ A run records its search path, but only a typed one is searched, as it decides w
 """
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -21,6 +22,21 @@ def select_search_path(overrides: Sequence[str]) -> list[str]:
     """Return the overrides that set the search path."""
     candidates = [text for text in overrides if SEARCH_PATH in text]  # parsing takes 1 ms each
     return [str(each.input_line) for each in parse_values(candidates) if each.key_or_group == SEARCH_PATH]
+
+
+def expand_home(override: str) -> str:
+    """Return an override of the search path with the home folder for `~`, which Hydra leaves alone."""
+    parsed = [each.value() for each in parse_values([override]) if each.key_or_group == SEARCH_PATH]
+    places = parsed[0] if parsed else None
+    if not isinstance(places, list):
+        return override
+    expanded = [_expand(str(place)) for place in places]
+    return make_override(override.partition("=")[0], expanded) if expanded != places else override
+
+
+def _expand(place: str) -> str:
+    protocol, slashes, path = place.rpartition("://")
+    return f"{protocol}{slashes}{os.path.expanduser(path)}"
 
 
 def find_config_folders(typed: Sequence[str]) -> list[Path]:

@@ -38,7 +38,10 @@ def find_own_folders(typed: Sequence[str]) -> list[Path]:
     candidates = parse_values([text for text in typed if SEARCH_PATH in text])
     paths = [override.value() for override in candidates if override.key_or_group == SEARCH_PATH]
     texts = [str(text) for path in paths if isinstance(path, list) for text in path]
-    folders = [_find_package(text) if text.startswith(_PACKAGE) else Path(text.removeprefix(_FILE)) for text in texts]
+    folders = [
+        _find_package(text) if text.startswith(_PACKAGE) else Path(os.path.expanduser(text.removeprefix(_FILE)))
+        for text in texts
+    ]
     return [folder.resolve() for folder in folders if folder is not None]
 
 
@@ -79,7 +82,7 @@ def find_origin(config_folder: Path, typed: Sequence[str]) -> Path | None:
 def read_yaml_files(folder: Path) -> Iterator[tuple[Path, str]]:
     """Yield every YAML file below a folder with its text."""
     for file in sorted(folder.rglob("*.yaml")):
-        yield file, file.read_text(encoding="utf-8")
+        yield file, file.read_text(encoding="utf-8-sig")
 
 
 def restrict_variables(typed: Sequence[str]) -> Callable[..., str | None]:

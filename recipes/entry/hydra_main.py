@@ -153,6 +153,7 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int], override
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
+    from recipes.config.cached_compose import register_source
     from recipes.config.check.command_line import compose_typed
     from recipes.config.check.composition_errors import explain_broken_file, explain_plugin, explain_typed
     from recipes.config.compose import register_resolvers
@@ -167,6 +168,7 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int], override
         if exit_codes[-1] == ExitCode.INTERRUPTED:
             raise KeyboardInterrupt  # ends the sweep, not only this job
 
+    register_source()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raises errors instead of printing them
     is_own = folder.resolve() in find_trusted_folders(overrides)
     register_resolvers(*([] if is_own else [restrict_variables(overrides)]))

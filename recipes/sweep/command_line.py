@@ -322,7 +322,7 @@ def _find_param(key: str, typed: Sequence[str]) -> str | None:
         f"{file}, line {number}"
         for folder in find_config_folders(typed)
         for file in sorted((folder / "sweep").glob("*.yaml"))
-        for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1)
+        for number, line in enumerate(file.read_text(encoding="utf-8-sig", errors="replace").splitlines(), start=1)
         if entry.match(line) and any(text == f"sweep={file.stem}" for text in typed)
     ]
     return found[0] if len(found) == 1 else None

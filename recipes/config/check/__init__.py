@@ -22,24 +22,14 @@ from recipes.config.check.lr_scaling import check_lr_scaling
 from recipes.config.check.mesh import check_batch_size, check_mesh, check_moe, check_ranks
 from recipes.config.check.metrics import check_metrics, check_readers, check_thresholds
 from recipes.config.check.nodes import NO_DEFAULT, check_nodes
+from recipes.config.check.own_options import check_own_options
 from recipes.config.check.paths import check_paths
 from recipes.config.check.ranges import check_ranges
 from recipes.config.check.renamed import answer_renamed
 from recipes.config.check.resumed import check_resumed
-from recipes.config.check.sections import (
-    COMPOSING,
-    NO_SUCH_KEY,
-    NODES,
-    SETTINGS,
-    WITHOUT_TARGET,
-    check_settings,
-    check_structure,
-    list_groups,
-    suggest_value,
-)
+from recipes.config.check.sections import NO_SUCH_KEY, check_settings, check_structure
 from recipes.config.check.strategy import check_optimizer, check_strategy
 from recipes.config.check.suggestions import suggest_options
-from recipes.config.instantiate import TARGET
 from recipes.config.resolved import ResolvedRun
 from recipes.config.search_path import find_config_folders
 from recipes.config.traits import select
@@ -49,6 +39,7 @@ from recipes.run_folder import CONFIG_FILE
 
 _NO_ARGUMENT = " has no argument "  # what the check of nodes says
 _VARIABLE = re.compile(r"\$\{oc\.env:[^{}]*\}")
+_FLAT = ("callbacks._target_=", "logger._target_=")  # a node in place of the section of such nodes
 _OF_A_VALUE = ("it takes ", "it must be ", NO_DEFAULT)  # what the checks of types and ranges say
 
 
@@ -93,7 +84,9 @@ def _locate_in_run(mistakes: Sequence[ConfigError], overrides: Sequence[str]) ->
 def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
     config, choices, references = run.config, run.choices, run.references
     structure = [*check_structure(config, recipe=choices.get("recipe"))]
-    if misplaced := [*_check_packages(config, choices, overrides)]:
+    if flat := [mistake for mistake in structure if mistake.setting.startswith(_FLAT)]:
+        return locate_mistakes(flat, overrides)  # its arguments are among the others, and they among its arguments
+    if misplaced := [*check_own_options(run, overrides)]:
         return misplaced  # whose settings the others lack
     found = [*structure, *check_settings(config), *check_nodes(config)]
     if not structure:  # the others read its sections
@@ -154,39 +147,6 @@ def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
     out_of_range = [mistake.setting for mistake in ranges]  # what is computed from these values is a consequence
     later = [m for m in later if m.setting not in out_of_range and not any(s in m.reason for s in out_of_range)]
     return [*scaling, *ranges, *later]
-
-
-def _check_packages(
-    config: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str]
-) -> Iterator[ConfigError]:
-    """Check that the option of a group sets what that group is for, and that the file says where in the config."""
-    for group, option in choices.items():
-        name = f"{option}.yaml"
-        folders = [path for path in find_config_folders(overrides) if (path / group / name).is_file()]
-        if not folders or (folders[0] == CONF and group not in COMPOSING[:2]):
-            continue
-        file, section = folders[0] / group / name, config.get(group)
-        text, keys = file.read_text(encoding="utf-8", errors="replace"), section if isinstance(section, Mapping) else {}
-        of_config = {*SETTINGS, *list_groups(), *NODES, "hydra"} if group == "sweep" else {group}
-        if group in COMPOSING[:2] and group in config:
-            is_misplaced = True
-        else:
-            is_misplaced = "# @package" not in text and not of_config.isdisjoint(keys) and group not in COMPOSING
-        if is_misplaced:
-            reason = f"its settings stand below {group}: no comment places them in the config"
-            yield ConfigError(
-                f"{group}={option}",
-                f"{file}: {reason if text.strip() else 'it is empty'}",
-                f"# @package _global_ as the first line of {file}",
-            )
-        elif group == "sweep" and TARGET not in keys:
-            reason = f"{file}: it lacks the settings that every sweep has, which are those of `none`"
-            yield ConfigError(f"sweep={option}", reason, f"defaults: [none] at the top of {file}")
-        elif keys and TARGET not in keys and group not in (*WITHOUT_TARGET, *COMPOSING):
-            base = suggest_value(group).partition("=")[2].strip("<>").partition(" | ")[0]
-            reason = f"{file}: it names nothing to build, and extends no option that does"
-            fix = f"defaults: [<an option of {group}, such as {base}>] at the top of {file}"
-            yield ConfigError(f"{group}={option}", reason, fix)
 
 
 def _trace_all(
@@ -317,7 +277,9 @@ def _find_line(mistake: ConfigError, key: str, typed: Sequence[str]) -> tuple[st
         (f"in {path.relative_to(CONF.parent) if folder == CONF else path}, line {number}", match[1])
         for folder in find_config_folders(typed)
         for path in sorted(folder.rglob("*.yaml"))
-        if _may_set(key, text := path.read_text(encoding="utf-8", errors="replace"), path.parent.relative_to(folder))
+        if _may_set(
+            key, text := path.read_text(encoding="utf-8-sig", errors="replace"), path.parent.relative_to(folder)
+        )
         for number, line in enumerate(text.splitlines(), start=1)
         if (match := pattern.fullmatch(line))
     ]

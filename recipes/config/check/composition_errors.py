@@ -180,7 +180,7 @@ def _find_entries(folders: Iterable[Path], name: str) -> Iterator[tuple[Path, in
     entry = re.compile(rf"\s*-\s.*(?<![\w-]){name}(?![\w-]).*|\s*defaults\s*:.*{name}.*")
     for folder in folders:
         for file in sorted(folder.rglob("*.yaml")):
-            for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+            for number, line in enumerate(file.read_text(encoding="utf-8-sig").splitlines(), start=1):
                 if entry.fullmatch(line):
                     yield file, number, line.strip()
 
@@ -200,7 +200,7 @@ def _find_line(folder: Path, group: str, option: str) -> Iterator[Path]:
         rf"^\s*-\s*(?!override\s)(?:\w+\s+)?/?{re.escape(group)}\s*:\s*{re.escape(option)}\b", re.MULTILINE
     )
     for file in sorted(folder.rglob("*.yaml")):
-        if entry.search(file.read_text(encoding="utf-8")):
+        if entry.search(file.read_text(encoding="utf-8-sig")):
             yield file
 
 

@@ -1,6 +1,6 @@
 """Suggest a replacement for an unknown setting or option: the nearest name, or the option that has it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -178,6 +178,29 @@ def includes(group: str, option: str, chosen: str, typed: Sequence[str] = ()) ->
     return option in present or any(option in _included(group, name, typed) for name in present)
 
 
+def list_chosen(group: str, choices: Mapping[str, str], typed: Sequence[str]) -> list[str]:
+    """Return the chosen options of a group, wherever their sections are, and those that their files include.
+
+    Args:
+        group: Config group.
+        choices: Option of each group, as Hydra records them; it records none of a list of options.
+        typed: Overrides that the run was started with.
+    """
+    waiting = {*_split_options(find_typed_choice(group, typed) or "")}
+    waiting |= {option for place, option in choices.items() if place.partition("@")[0] == group}
+    found: set[str] = set()
+    while waiting:
+        found |= waiting
+        waiting = {name for option in waiting for name in _included(group, option, typed)} - found
+    return sorted(found)
+
+
+def find_typed_choice(group: str, typed: Sequence[str]) -> str | None:
+    """Return the choice for a group as typed, `default` or `[csv,wandb]`; None if it is not."""
+    found = [text.partition("=")[2] for text in typed if text.startswith(f"{group}=")]
+    return found[-1].replace("'", "") if found else None
+
+
 def is_list_of_options(group: str) -> bool:
     """Return whether several options of a group can be chosen at a time: each has one section, with its own name."""
     return any(set(_read_option(group, option, ())) - {"defaults"} == {option} for option in list_options(group))
@@ -296,8 +319,8 @@ def find_nearest(
 
 def get_choice(group: str, config: Any) -> str:
     """Return the choice for a group as typed, `default` or `[csv,wandb]`; Hydra does not record lists."""
-    typed = [text.partition("=")[2] for text in config.hydra.overrides.task if text.startswith(f"{group}=")]
-    return str(typed[-1] if typed else config.hydra.runtime.choices[group]).replace("'", "")
+    typed = find_typed_choice(group, config.hydra.overrides.task)
+    return typed if typed is not None else str(config.hydra.runtime.choices[group]).replace("'", "")
 
 
 def _find_sections_with(name: str, config: Any) -> list[str]:
