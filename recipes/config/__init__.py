@@ -38,6 +38,7 @@ def compose_and_check(
             return None, [*mistakes, *untrusted]  # the checks below look for the constructors
         run = resolve(replace(composed, continues=continues))
         rejected = {f"no {mistake.setting.partition('=')[0]}" for mistake in mistakes}
+        rejected |= {mistake.setting for mistake in mistakes}
         found = check_config(run, overrides)
         # a setting may be missing only because its override was rejected, or because the file of its option is wrong
         files = tuple(f"{mistake.setting.partition('=')[0]}." for mistake in found if is_of_file(mistake))

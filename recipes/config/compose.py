@@ -38,6 +38,12 @@ _NOT_TEXT = re.compile(r"\d+|nan|inf|null|true|false", re.IGNORECASE)
 _CLOCK = "%Y-%m-%d_%H-%M-%S"
 _CLOCK_NAME = r"\d{4}(-\d\d){2}_\d\d(-\d\d){2}(_\d+)?"
 _REFERENCE = re.compile(r"\$\{(?:([\w.]+)|oc\.select:\s*([\w.]+)\s*(?:,[^{}]*)?)\}")
+# what OmegaConf says -> the same without its terms
+_IN_WORDS = (
+    (re.compile(r"Interpolation key '(.*?)' not found"), r"there is no setting '\1'"),
+    (re.compile(r"Unsupported interpolation type (\S+)"), r"there is no function '\1' to compute one"),
+    (re.compile(r"Invalid type assigned: \w+ is not a subclass of"), "it is a section of settings"),
+)
 MODE_OF_SWEEPS = "mode=wandb_sweep"  # composes a single run, yet its overrides may hold sweeps
 
 
@@ -88,6 +94,12 @@ def register_resolvers(read_variable: Callable[..., str | None] = oc.env) -> Non
     OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
     OmegaConf.register_new_resolver("scaled_lr", scaled_lr, replace=True)
     OmegaConf.register_new_resolver("steps_of", steps_of, replace=True)
+
+
+def in_words(message: str) -> str:
+    """Return what OmegaConf says without its own terms, where those are known."""
+    found = next(((found, words) for pattern, words in _IN_WORDS if (found := pattern.search(message))), None)
+    return found[0].expand(found[1]) if found else message
 
 
 def quote_options(overrides: Sequence[str]) -> list[str]:
@@ -261,7 +273,7 @@ def _get_run_folder(node: DictConfig) -> Path:
             raise address
         return Path(os.path.expanduser(node.hydra.run.dir))  # a shell does not expand the ~ in key=~/x
     except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
+        reason = in_words(str(error).splitlines()[0])
         raise ConfigError("hydra.run.dir=…", reason, "hydra.run.dir=<folder>") from error
 
 
@@ -277,7 +289,7 @@ def _to_plain(node: DictConfig) -> Config:
             full_key = error.full_key or str(key)
             raise ConfigError(
                 f"{full_key}=…",
-                str(error).splitlines()[0],
+                in_words(str(error).splitlines()[0]),
                 f"{full_key}=<value> on the command line",
             ) from error
     config.setdefault("callbacks", {})  # missing after `callbacks=[]` and `~callbacks`

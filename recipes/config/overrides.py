@@ -30,6 +30,7 @@ _SWEEP_SETTINGS = (
 )
 # a sweep's function, of which a parenthesis is missing
 _FUNCTION = re.compile(r"(range|interval|choice|tag|glob|sort|shuffle)\(")
+_INVISIBLE = ("Cf", "Zs", "Cc")  # categories of Unicode: zero-width and control characters, and spaces
 _ESCAPED = re.compile(r"((?:\\\\)*)\\\$\{")  # an odd number of backslashes before it
 # a quoted value, of which the quote that ends it is followed by what ends a value; an apostrophe is not
 _QUOTED = re.compile(r"""(['"])(?:\\.|(?!\1).|\1(?!\s*(?:[,\]}]|$)))*\1(?=\s*(?:[,\]}]|$))""", re.DOTALL)
@@ -259,6 +260,8 @@ def to_ascii(names: str) -> str:
     """Return names of settings in ASCII, which Hydra parses; `<name>` in place of one that has no Latin letters."""
 
     def spell(found: re.Match[str]) -> str:
-        return unicodedata.normalize("NFKD", found[0]).encode("ascii", "ignore").decode() or "<name>"
+        visible = "".join(text for text in found[0] if unicodedata.category(text) not in _INVISIBLE)
+        latin = unicodedata.normalize("NFKD", visible).encode("ascii", "ignore").decode()
+        return latin or ("<name>" if visible else "")
 
     return re.sub(r"[^\x00-\x7f]+", spell, names)

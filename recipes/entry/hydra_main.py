@@ -57,7 +57,21 @@ def _explain_dashes(word: str, following: str) -> ConfigError:
     name, equals, value = word.lstrip("-").partition("=")
     is_value = not equals and following and "=" not in following and not following.startswith("--")
     typed, value = (f"{word} {following}", following) if is_value else (word, value if equals else "<value>")
-    return ConfigError(typed, "settings are typed without dashes", suggest_name(name.replace("-", "_"), value))
+    fix = suggest_name(name.replace("-", "_"), value)
+    return ConfigError(typed, "settings are typed without dashes", _correct(fix, value))
+
+
+def _correct(override: str, value: str) -> str:
+    """Return an override, or what to type instead of it if there is no such setting: `max_steps`."""
+    from recipes.config.check.command_line import compose_typed
+
+    key, _, typed = override.partition("=")
+    probe = f"{key}={'1' if typed == '<value>' else typed}"
+    if typed != value or "<" in typed.replace("<value>", ""):
+        return override
+    _, mistakes = compose_typed([probe])
+    meant = next((mistake.fix for mistake in mistakes if mistake.setting == probe), override)
+    return re.sub("=1$", "=<value>", meant) if typed == "<value>" else meant
 
 
 def _is_flag(word: str, known: Sequence[str]) -> bool:

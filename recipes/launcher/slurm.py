@@ -269,8 +269,10 @@ class Slurm:
 def _explain_rejection(text: str) -> ConfigError:
     """Return what sbatch says about a job, in one line; without a cluster, no option of a job is to blame."""
     lines = [line.removeprefix("sbatch: ").removeprefix("error: ").strip() for line in text.splitlines()]
-    reason = "; ".join(line for line in lines if line)
+    lines = [*dict.fromkeys(line.removeprefix("fatal: ") for line in lines if line)]
+    reason = "; ".join(lines)
     if _NO_CLUSTER.search(reason):
+        reason = lines[-1]  # the lines before it say why
         return ConfigError(
             "launcher=slurm",
             f"sbatch reaches no cluster from this machine: {reason}",

@@ -228,6 +228,10 @@ def _parse(hardware: str) -> tuple[Device, int]:
         if name in DEVICES:
             reason, fix = f"the number behind {name}x counts its devices, from 1 to 99999", f"plan.hardware={name}x8"
             raise ConfigError(f"plan.hardware={hardware}", reason, fix)
+        swapped = re.fullmatch(r"([1-9]\d{0,4})[x*](\w+)", hardware.lower())
+        if swapped and swapped[2] in DEVICES:
+            fix = f"plan.hardware={swapped[2]}x{swapped[1]}"
+            raise ConfigError(f"plan.hardware={hardware}", "the number of devices stands behind their name", fix)
         raise ConfigError(
             f"plan.hardware={hardware}",
             "no such device is known",

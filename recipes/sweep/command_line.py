@@ -23,7 +23,7 @@ from recipes.config.check.metrics import find_unknown_metric
 from recipes.config.check.nodes import check_node_tree
 from recipes.config.check.ranges import check_ranges
 from recipes.config.check.renamed import answer_renamed, restore_sweeps
-from recipes.config.check.suggestions import list_options, suggest_option
+from recipes.config.check.suggestions import list_options, read_option, suggest_option
 from recipes.config.check.text_values import decimal_point
 from recipes.config.compose import CONF, MODE_OF_SWEEPS, Composed
 from recipes.config.instantiate import OPTUNA, PLUGINS
@@ -38,6 +38,7 @@ from recipes.config.overrides import (
     quote,
 )
 from recipes.config.search_path import find_config_folders
+from recipes.config.signature import TargetNotFoundError, read_signature
 from recipes.config.traits import select
 from recipes.errors import ConfigError
 from recipes.launcher.job import JOB_FILE
@@ -351,11 +352,27 @@ def _check_sweeper_node(composed: Composed) -> list[ConfigError]:
     if str(section.get("_target_", "")).startswith(PLUGINS):
         section["_target_"] = OPTUNA
     config = {"hydra": {"sweeper": section}}
-    found = [*check_node_tree(config), *check_ranges(config)]
+    found = [_answer_plugin(mistake) for mistake in (*check_node_tree(config), *check_ranges(config))]
     mistakes = [mistake for mistake in found if not mistake.setting.startswith(_PARAMS)]  # those of a job are checked
     if section["_target_"] == OPTUNA and section.get("pruner") is not None and not mistakes:
         mistakes += [*find_unknown_metric(composed.config, "hydra.sweeper.prune_on", section["prune_on"])]
     return mistakes
+
+
+def _answer_plugin(mistake: ConfigError) -> ConfigError:
+    """Return the error in a sampler or pruner given as the name of Optuna's class, with what makes it that class."""
+    key, _, value = mistake.setting.partition("=")
+    module = {"hydra.sweeper.sampler": "optuna.samplers", "hydra.sweeper.pruner": "optuna.pruners"}.get(key)
+    target = f"{module}.{value.rpartition('.')[2]}"
+    try:
+        taken = read_signature(target).parameters if module else None
+    except TargetNotFoundError:
+        taken = None
+    if taken is None:
+        return mistake
+    section = read_option("hydra/sweeper", "optuna", ())[key.rpartition(".")[2]]
+    surplus = [f"'~{key}.{name}'" for name in section if not name.startswith("_") and name not in taken]
+    return ConfigError(mistake.setting, mistake.reason, " ".join([f"{key}._target_={target}", *surplus]))
 
 
 def _check_number(

@@ -233,6 +233,9 @@ def locate_mistakes(mistakes: Sequence[ConfigError], overrides: Sequence[str]) -
             setting = whole
         if is_added and "has no argument" in reason and (choices := suggest_options(key, whole or "", overrides)):
             fix = choices
+        deleted = next((word for word in overrides if word.startswith(f"~{key}=")), None)
+        if deleted and setting.startswith("no "):
+            fix = f"the same command without {deleted}"
         if f"~{key}" in overrides:  # typed instead of the deletion, the key is there
             fix = fix.removeprefix("+")
         elif is_added and fix.startswith(f"'~{key}'"):

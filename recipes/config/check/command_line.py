@@ -366,7 +366,12 @@ def _explain_word(text: str) -> ConfigError:
     key, colon, value = (part.strip() for part in text.partition(":"))
     if colon and not equals and re.fullmatch(r"[+~]*[\w.]+", key):
         return ConfigError(text, "a setting is typed with =, not with a colon", for_shell(f"{key}={value}"))
+    if (plain := _narrow(text)) != text and "=" not in text and _KEY.fullmatch(plain.partition("=")[0]):
+        return ConfigError(text, "it has full-width characters, such as ＝ for =", for_shell(plain))  # noqa: RUF001
     key, equals, value = text.partition("=")
+    joined = re.sub(r"\.+", ".", key).lstrip(".")
+    if equals and joined != key and _KEY.fullmatch(joined) and not joined.endswith("."):
+        return ConfigError(text, "the parts of a key are joined by one point each", for_shell(f"{joined}={value}"))
     if equals and not key.isascii():
         return ConfigError(text, NAME_RULE, for_shell(f"{to_ascii(key)}={value}"))
     key_typed = text.partition("=")[0]
@@ -387,6 +392,11 @@ def _explain_word(text: str) -> ConfigError:
     fixes = [f"{group}={text}" for group in chosen] or [f"{key}=<value>" for key in known]
     fix = ", or ".join(fixes) or "key=value, or the same command without it"
     return ConfigError(text, "it is not of the form key=value", fix)
+
+
+def _narrow(text: str) -> str:
+    """Return text with the letters and signs of a keyboard in place of their full-width forms."""
+    return re.sub("[！-～]", lambda found: chr(ord(found[0]) - 0xFEE0), text)  # noqa: RUF001
 
 
 def _answer_added_option(

@@ -188,11 +188,14 @@ def _check_wandb(logger: Mapping[str, Any], environ: Mapping[str, str] = os.envi
         near = (get_close_matches(mode, _WANDB_MODES[:3], 1) or ["offline"])[0]
         reason = f"the modes of W&B are {' '.join(_WANDB_MODES[:3])}"
         yield ConfigError(f"WANDB_MODE={mode}", reason, f"WANDB_MODE={near} before the command")
+    setting = f"logger.wandb.project={project}"
+    if project is None and (project := environ.get("WANDB_PROJECT")):
+        setting = f"WANDB_PROJECT={project}"
     if isinstance(project, str) and (found := re.search(r"[/\\#?%:]", project)):
         team, slash, name = project.rpartition("/")
         entity = f"logger.wandb.entity={team} " if slash and re.fullmatch(r"[\w-]+", team) else ""
         fix = f"{entity}logger.wandb.project={re.sub(r'[^A-Za-z0-9_.-]', '_', name)}"
-        yield ConfigError(f"logger.wandb.project={project}", f"W&B takes no {found[0]} in a name", fix)
+        yield ConfigError(setting, f"W&B takes no {found[0]} in a name", fix)
 
 
 def _check_job_time(launcher: Mapping[str, Any]) -> Iterator[ConfigError]:

@@ -14,7 +14,8 @@ from recipes.config.check.sections import list_groups
 from recipes.config.check.suggestions import list_options, suggest_option
 from recipes.config.check.text_values import find_annotation
 from recipes.config.check.types import describe, matches_type, placeholder
-from recipes.config.compose import CONF, Composed
+from recipes.config.compose import CONF, Composed, in_words
+from recipes.config.overrides import for_shell
 from recipes.config.trust import find_own_folders
 from recipes.errors import ConfigError
 
@@ -22,6 +23,8 @@ COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
 _UNSET = re.compile(r"Environment variable '(\w+)' not found")
 # what Hydra says about an entry of a defaults list
 _UNKNOWN_ENTRY = re.compile(r"Could not (?:find|load) '([\w/.-]+)'")
+# sections of Hydra that are folders to whoever types them
+_FOLDERS = {"hydra.run": "hydra.run.dir", "hydra.sweep": "hydra.sweep.dir"}
 _REFERENCE = re.compile(r"(?<!\\)\$\{")
 
 
@@ -52,6 +55,8 @@ def explain_override(override: str, error: Exception, composed: Composed) -> Con
         return ConfigError(typed, "~ removes a setting, and this one has another value", f"{key}={value}")
     if typed.startswith("~"):
         return ConfigError(typed, f"other settings refer to it: {_last_line(error)}", f"{key}=<value>")
+    if key in _FOLDERS:
+        return ConfigError(typed, _last_line(error), for_shell(f"{_FOLDERS[key]}={value}"))
     annotation = find_annotation(composed.config, key)
     if annotation is not None:
         return ConfigError(typed, f"it takes {describe(annotation)}", f"{key}=<{placeholder(annotation)}>")
@@ -218,4 +223,4 @@ def _last_line(error: Exception) -> str:
         return error.reason
     lines = [line.strip() for line in _messages(error)[-1].splitlines()]
     details = ("full_key:", "object_type=", "reference_type=")
-    return " ".join(line for line in lines if line and not line.startswith(details))
+    return in_words(" ".join(line for line in lines if line and not line.startswith(details)))

@@ -38,6 +38,7 @@ from recipes.run_folder import (
 _SOURCES = "recipes.data."
 _PROTOCOL = "://"  # of a data set or a bucket, which only its own library finds
 _OF_MODEL = re.compile(r"\+*(model|recipe|hydra\.searchpath)[=.]")  # what is typed says which model is meant
+_NEWEST = ("last", "latest", "newest", "best", "true", "yes", "continue")  # of other projects
 # settings of any section that name a folder or file of this machine
 _LOCAL = ("cache_dir", "nvme_path", "output", "task_folder")
 
@@ -52,6 +53,7 @@ def check_paths(run: ResolvedRun, overrides: Sequence[str]) -> Iterator[ConfigEr
     for section, node in list_data(run.config):
         yield from _check_data_path(section, node)
     yield from _check_addresses(run.config)
+    yield from _check_cache(run.config)
     if not find_address("resume", run.resume):
         yield from _check_resume(run, overrides)
     if run.mode.trains and has_run(run.run_folder):
@@ -70,6 +72,17 @@ def _check_addresses(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     for key, path in dict.fromkeys((key, path) for key, path in places if isinstance(path, str)):
         if address := find_address(key, path):
             yield address
+
+
+def _check_cache(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Reject an empty cache folder, which is that of an empty RECIPES_CACHE unless it was typed."""
+    empty = [section for section, node in list_nodes(config) if node.get("cache_dir") == ""]
+    if empty and os.environ.get("RECIPES_CACHE") == "":
+        fix = f"RECIPES_CACHE=<folder> before the command, or {empty[0]}.cache_dir=<folder>"
+        yield ConfigError("RECIPES_CACHE=", "it is empty, and names the folder of the caches", fix)
+    else:
+        for section in empty:
+            yield ConfigError(f"{section}.cache_dir=", "it is empty", f"{section}.cache_dir=<folder>")
 
 
 def _check_data_path(section: str, data: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -139,6 +152,8 @@ def _check_resume(run: ResolvedRun, overrides: Sequence[str]) -> Iterator[Config
     if os.path.isfile(folder):
         yield ConfigError(f"resume={resume}", "it is a file, not the folder of a run", fix)
     elif not os.path.isdir(folder):  # unlike Path.is_dir, false for a name that is too long
+        if resume.lower() in _NEWEST:
+            fix = "resume=auto" if _is_repeatable(overrides) else "resume=auto hydra.run.dir=<the folder of the run>"
         yield ConfigError(f"resume={resume}", "there is no such folder", fix)
     elif not (folder / "manifest.json").is_file() and not has_checkpoint(folder):
         yield _explain_no_checkpoint(resume, folder, above)

@@ -45,4 +45,6 @@ def _check(key: str, value: object, annotation: ast.expr | None) -> Iterator[Con
     if (found := find_out_of_range(value, annotation)) is not None:
         index, number, bounds = found
         fix = f"'{key}=[…]', each {bounds}" if index.startswith("[") else f"{key}{index}=<{bounds.removeprefix('a ')}>"
+        if key == "trainer.gradient_clip_val" and number == 0:  # as Lightning has it
+            fix = f"{fix}, or {key}=null for no clipping"
         yield ConfigError(f"{key}{index}={number}", f"it must be {bounds}", fix)

@@ -232,7 +232,8 @@ def _check_folder(path: str | None, settings: str) -> Iterator[ConfigError]:
     elif path is not None and not settings:
         yield ConfigError(typed, "nothing is offloaded to it", f"{_NVME}{path}")
     elif path is not None and not Path(path).is_dir():
-        yield ConfigError(typed, "there is no such folder", another)
+        is_file = os.path.lexists(path)
+        yield ConfigError(typed, "it is a file, not a folder" if is_file else "there is no such folder", another)
     elif path is not None and not os.access(path, os.W_OK | os.X_OK):
         yield ConfigError(typed, "the folder cannot be written to", another)
 

@@ -35,6 +35,7 @@ _STRATEGY_ALIASES = {
 _RECIPE_ALIASES = {name: f"{name}_bf16" for name in ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")}
 # common names of other options -> option, by group
 _ALIASES = {
+    "debug": {"fdr": "fast_dev_run", "dev": "fast_dev_run", "profile": "profiler"},
     "recipe": _RECIPE_ALIASES,
     "strategy": _STRATEGY_ALIASES,
     "mode": {
@@ -80,6 +81,8 @@ _SETTING_ALIASES = {
     "gpus": "trainer.devices",
     "lr": "optimizer.lr",
     "wd": "optimizer.weight_decay",
+    "task_name": "name",
+    "optimized_metric": "sweep.objective",
     "steps": "trainer.max_steps",
     "num_steps": "trainer.max_steps",
     "max_iters": "trainer.max_steps",
@@ -112,11 +115,25 @@ _SWITCHES = {
     "fp16": "precision=16-mixed",
     "bf16": "precision=bf16-mixed",
     "gradient_checkpointing": "activation_checkpoint=full",
+    **dict.fromkeys(("dry_run", "dryrun"), "debug=fast_dev_run, or --cfg job, which prints the config"),
 }
+# options of a trainer in other projects -> what to type
+_TRAINERS = {
+    "cpu": "trainer.accelerator=cpu",
+    "gpu": "recipe=single_bf16",
+    "ddp": "recipe=ddp_bf16",
+    "ddp_sim": "recipe=ddp_fp32 trainer.accelerator=cpu trainer.devices=2",
+    "fsdp": "recipe=fsdp_bf16",
+}
+# groups of other projects -> group
+_GROUP_ALIASES = {"experiment": "recipe", "hparams_search": "sweep", "datamodule": "data"}
+# of Hydra's own settings, those that are read here
+_OF_HYDRA = ("run.dir", "sweep.dir", "searchpath", "mode")
 # common names of a number of passes over the data, which no setting counts
 _EPOCHS = ("epochs", "max_epochs", "num_epochs", "num_train_epochs", "n_epochs")
 # settings that no other single setting replaces -> what to type
 _REPLACED = {
+    "callbacks.model_checkpoint.monitor": "checkpoint.monitor=<metric> checkpoint.mode=<min or max>",
     "strategy.offload": "strategy=fsdp strategy.cpu_offload=true, or strategy=deepspeed_stage_2_offload",
 }
 # what a mode and a setting that it has not are about -> what to type
@@ -147,6 +164,10 @@ def suggest_option(group: str, wrong: str, typed: Sequence[str] = ()) -> str:
     near = same or known or get_close_matches(wrong.lower(), options, 1, cutoff=0.55)
     if group in _SEVERAL and group == "callbacks" and wrong.lower() in ("none", "null", "false"):
         return f"{group}=[]"
+    if group == "recipe" and wrong.lower() in ("none", "null", "false", ""):
+        return f"'~{group}'"
+    if group == "trainer" and wrong.lower() in _TRAINERS:
+        return _TRAINERS[wrong.lower()]
     if not near and group == "recipe":
         return f"'hydra.searchpath=[file://<the folder with recipe/{wrong}.yaml>]' recipe={wrong}"
     if not near:
@@ -203,7 +224,7 @@ def find_typed_choice(group: str, typed: Sequence[str]) -> str | None:
 
 def is_list_of_options(group: str) -> bool:
     """Return whether several options of a group can be chosen at a time: each has one section, with its own name."""
-    return any(set(_read_option(group, option, ())) - {"defaults"} == {option} for option in list_options(group))
+    return any(set(read_option(group, option, ())) - {"defaults"} == {option} for option in list_options(group))
 
 
 def suggest_setting(
@@ -244,6 +265,10 @@ def suggest_setting(
         return "trainer.max_steps=<optimizer steps>"
     if alias is not None and (not section or alias.rpartition(".")[0] in ("", ".".join(section))):
         return f"{alias}={value}"
+    if not section and wrong in _GROUP_ALIASES:
+        return suggest_option(_GROUP_ALIASES[wrong], value, search_path)
+    if section == ["hydra"] and len(missing) == 1 and (near := get_close_matches(wrong, _OF_HYDRA, 1)):
+        return for_shell(f"hydra.{near[0]}={value}")
     if section == ["data"] and len(missing) == 1 and (fix := suggest_source(wrong, value, config, search_path)):
         return fix
     if wrong == "val_fraction" and "val_path" in names:  # of whole files
@@ -283,6 +308,8 @@ def suggest_name(name: str, value: str) -> str:
     """Return the override for a setting by its common name, such as `lr`, with its value."""
     if name in _EPOCHS:
         return "trainer.max_steps=<optimizer steps>"
+    if name in _SWITCHES and value.lower() not in ("false", "0", "no", "off"):
+        return _SWITCHES[name]
     return f"{_SETTING_ALIASES.get(name, name)}={value}"
 
 
@@ -313,6 +340,9 @@ def find_nearest(
         return f"{'.'.join([*section, near[0], *below])}={value}"
     if not section:
         return "python train.py --help for the list of settings"
+    if below and names and section in (["callbacks"], ["metrics"], ["logger"]):
+        key = f"{'.'.join([*section, '<name>', *below])}"
+        return f"{key}={value}, where <name> is one of {' '.join(names)}"
     offered = " ".join(f"{'.'.join([*section, name])}=" for name in names)
     return f"one of {offered}" if offered else f"the same command without {'.'.join([*section, *missing])}"
 
@@ -353,7 +383,7 @@ def _find_options(
 
 def _options_with(group: str, key: str, typed: Sequence[str], *, task: str | None = None) -> list[str]:
     """Return the options of a group whose files set a key, the shortest name first."""
-    options = [option for option in list_options(group, typed) if key in _read_option(group, option, typed)]
+    options = [option for option in list_options(group, typed) if key in read_option(group, option, typed)]
     if group == "metrics":  # those of another task are computed from what it predicts
         options = [option for option in options if option == task or option not in list_options("task", typed)]
     return sorted(options, key=lambda option: (option != key, len(option), option))[:_MAX_OPTIONS]
@@ -402,7 +432,7 @@ def _split_options(chosen: str) -> list[str]:
 
 def _included(group: str, option: str, typed: Sequence[str]) -> set[str]:
     """Return the options that the file of another one includes."""
-    return {str(name) for name in _read_option(group, option, typed).get("defaults", ())}
+    return {str(name) for name in read_option(group, option, typed).get("defaults", ())}
 
 
 @cache
@@ -411,7 +441,7 @@ def _read(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _read_option(group: str, option: str, typed: Sequence[str]) -> dict[str, Any]:
+def read_option(group: str, option: str, typed: Sequence[str]) -> dict[str, Any]:
     """Return the content of an option's file; empty for a recipe or an unreadable file."""
     paths = [folder / group / f"{option}.yaml" for folder in find_config_folders(typed)]
     path = next((path for path in paths if path.is_file()), paths[0])  # Hydra also takes the first

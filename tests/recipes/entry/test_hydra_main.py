@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import train
+from recipes.entry.hydra_main import parse_flags
 from recipes.runtime.exit_codes import ExitCode
 
 
@@ -107,3 +108,17 @@ def test_a_variable_of_ranks_that_cannot_be_one_is_named(
     monkeypatch.setattr("sys.argv", ["train.py"])
     assert train.main() == ExitCode.INVALID_CONFIG
     assert "type: unset WORLD_SIZE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("--dry-run", "debug=fast_dev_run, or --cfg job, which prints the config"),
+        ("--max-steps 10", "trainer.max_steps=10"),
+        ("--max-steps", "trainer.max_steps=<value>"),
+        ("--optimizer.lr=1e-3", "optimizer.lr=1e-3"),
+    ],
+)
+def test_what_a_flag_is_answered_with_is_a_setting_there_is(words: str, fix: str) -> None:
+    _, [mistake] = parse_flags(words.split())
+    assert mistake.fix == fix

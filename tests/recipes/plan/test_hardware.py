@@ -63,11 +63,16 @@ def test_the_memory_of_the_table_typed_by_hand_leaves_as_much_to_tensors() -> No
         _find("h100", memory_gib=0.5)
 
 
-@pytest.mark.parametrize("hardware", ["h1000", "x8", "H100x8", "8xh100", ""])
+@pytest.mark.parametrize("hardware", ["h1000", "x8", "H100x8", "8xh1000", ""])
 def test_an_unknown_device_is_rejected_with_those_that_are_known(hardware: str) -> None:
     with pytest.raises(ConfigError, match=r"plan\.hardware=") as error:
         _find(hardware)
     assert "rtx4090" in error.value.fix
+
+
+def test_a_number_before_the_device_is_put_behind_it() -> None:
+    with pytest.raises(ConfigError, match=r"stands behind their name; type plan\.hardware=h100x8$"):
+        _find("8xh100")
 
 
 @pytest.mark.parametrize("hardware", ["h100x", "h100x0", "h100x-1"])

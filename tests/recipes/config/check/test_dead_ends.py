@@ -8,8 +8,10 @@ from typed_remedies import find_refused
 
 from recipes.config import compose_and_check
 from recipes.config.check.command_line import compose_typed
+from recipes.config.check.suggestions import list_options
 from recipes.config.compose import CONF
-from recipes.sweep.command_line import SweepCommand, check_command
+from recipes.errors import ConfigError
+from recipes.sweep.command_line import SweepCommand, _answer_plugin, check_command
 
 SAMPLE = "mode=sample resume=auto hydra.run.dir=x"
 # command line -> dotted key, and the value that it must have
@@ -45,6 +47,32 @@ TOGETHER = {
     "optimizer.betas=0.9,0.95": "optimizer.betas=0.9,0.95: it takes a list; type 'optimizer.betas=[0.9,0.95]'",
     "logger.wandb.project=x": (
         "logger.wandb.project=x: there is no 'logger.wandb.project'; type logger=wandb logger.wandb.project=x"
+    ),
+    "hydra.rundir=x": "hydra.rundir=x: there is no 'hydra.rundir'; type hydra.run.dir=x",
+    "hydra.run=x": "hydra.run=x: it is a section of settings; type hydra.run.dir=x",
+    "dry_run=true": (
+        "dry_run=true: there is no 'dry_run'; type debug=fast_dev_run, or --cfg job, which prints the config"
+    ),
+    "recipe=none": f"recipe=none: the options are {' '.join(list_options('recipe'))}; type '~recipe'",
+    "experiment=single_fp32": "experiment=single_fp32: there is no 'experiment'; type recipe=single_fp32",
+    "trainer=gpu": "trainer=gpu: the options are default; type recipe=single_bf16",
+    "optim\u200bizer.lr=1e-3": (
+        "optim\u200bizer.lr=1e-3: a name in a setting has the letters a to z, digits, _ and -; type optimizer.lr=1e-3"
+    ),
+    "model..num_layers=1": (
+        "model..num_layers=1: the parts of a key are joined by one point each; type model.num_layers=1"
+    ),
+    "model＝llama_nano": (  # noqa: RUF001
+        "model＝llama_nano: it has full-width characters, such as ＝ for =; type model=llama_nano"  # noqa: RUF001
+    ),
+    "~optimizer.eps=1e-8": "no optimizer.eps: adamw needs it; type the same command without ~optimizer.eps=1e-8",
+    "trainer.gradient_clip_val=0": (
+        "trainer.gradient_clip_val=0: it must be above 0;"
+        " type trainer.gradient_clip_val=<above 0>, or trainer.gradient_clip_val=null for no clipping"
+    ),
+    "seed=${mul:2}": (
+        "seed=${mul:2}: `${` begins a reference to another setting: there is no function 'mul' to compute one;"
+        " type seed=<value>, or \\${ instead of ${ where it is text"
     ),
     "+logger=wandb": (
         "+logger=wandb: logger=csv is already chosen, and + adds a setting, not an option; type logger=wandb"
@@ -120,6 +148,8 @@ TOGETHER = {
     " type scheduler=<an option of conf/scheduler/>",
 }
 ALONE = {
+    "data=text_files data.path=. data.cache_dir=": "data.cache_dir=: it is empty; type data.cache_dir=<folder>",
+    "resume=last": "resume=last: there is no such folder; type resume=auto hydra.run.dir=<the folder of the run>",
     "hydra/job_logging=default": (
         "hydra/job_logging=default: train.log in the run folder holds all lines; type the same command without it"
     ),
@@ -165,7 +195,7 @@ ALONE = {
         "hydra.run.dir=null: field 'hydra.run.dir' is not Optional; type hydra.run.dir=<another value>"
     ),
     "hydra.run.dir='${nope}'": (
-        "hydra.run.dir=${nope}: `${` begins a reference to another setting: Interpolation key 'nope' not found;"
+        "hydra.run.dir=${nope}: `${` begins a reference to another setting: there is no setting 'nope';"
         " type hydra.run.dir=<value>, or \\${ instead of ${ where it is text"
     ),
     "mode._target_=null": (
@@ -329,6 +359,7 @@ ALONE = {
 }
 # of composed values, reported if nothing else is wrong
 FOUND_LATER = ["micro_batch_size=0", "optimizer.lr=inf", "scheduler._target_=x"]
+FOUND_LATER += ["~optimizer.eps=1e-8", "trainer.gradient_clip_val=0"]
 # without their exact words
 READABLE = ("name=${", "callbacks=[null]", "model=[]", "model={a:1}", f"resume={'a' * 300}", "data._target_=3")
 
@@ -340,6 +371,7 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SEED_OF_A_TEST", "7")
     monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("RECIPES_CACHE", raising=False)
 
 
 @pytest.mark.parametrize("typed", WORKS)
@@ -394,6 +426,22 @@ def test_every_option_of_a_sweep_over_a_group_is_checked_before_its_folder_exist
     assert [mistake.setting for mistake in sweep("model=gpt2_nano,nope,llama_nano").mistakes] == ["model=nope"]
 
 
+@pytest.mark.parametrize(
+    ("setting", "fix"),
+    [
+        (
+            "sampler=RandomSampler",
+            "sampler._target_=optuna.samplers.RandomSampler '~hydra.sweeper.sampler.n_startup_trials'",
+        ),
+        ("sampler=Nope", None),
+        ("n_trials=x", None),
+    ],
+)
+def test_a_sampler_given_by_name_is_answered_with_its_class(setting: str, fix: str | None) -> None:
+    answer = _answer_plugin(ConfigError(f"hydra.sweeper.{setting}", "", "as before"))
+    assert answer.fix == ("as before" if fix is None else f"hydra.sweeper.{fix}")
+
+
 def test_what_is_typed_with_a_mistake_and_without_is_composed_the_same() -> None:
     typed = ["launcher=slurm", "launcher.directives={account: mine}", "name=2024"]
     right, _ = compose_typed(typed)
@@ -445,3 +493,8 @@ def test_the_mode_of_wandb_is_checked_where_its_logger_is_chosen(monkeypatch: py
         "WANDB_MODE=offlne: the modes of W&B are online offline disabled; type WANDB_MODE=offline before the command"
     ]
     assert compose_and_check([])[1] == []
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_PROJECT", "team/x")
+    assert [str(mistake) for mistake in compose_and_check(["logger=wandb"])[1]] == [
+        "WANDB_PROJECT=team/x: W&B takes no / in a name; type logger.wandb.entity=team logger.wandb.project=x"
+    ]
