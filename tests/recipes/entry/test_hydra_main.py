@@ -116,7 +116,6 @@ def test_a_variable_of_ranks_that_cannot_be_one_is_named(
         ("--dry-run", "debug=fast_dev_run, or --cfg job, which prints the config"),
         ("--max-steps 10", "trainer.max_steps=10"),
         ("--max-steps", "trainer.max_steps=<value>"),
-        ("--optimizer.lr=1e-3", "optimizer.lr=1e-3"),
     ],
 )
 def test_what_a_flag_is_answered_with_is_a_setting_there_is(words: str, fix: str) -> None:
