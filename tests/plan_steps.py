@@ -7,7 +7,7 @@ import torch
 from plan_cases import COMMON, cpu_cluster
 from support import composed_config, resolved
 
-from recipes.plan.recorded import describe_step, divide_ranks, find_engine
+from recipes.plan.recorded import describe_step, divide_ranks, find_strategy_effect
 from recipes.plan.step import Step
 
 
@@ -23,6 +23,6 @@ def step_of(overrides: Sequence[str], num_ranks: int) -> Step:
     with torch.device("meta"):
         model = run.make("model")
     pipeline, stage = divide_ranks(run, cluster)
-    engine = find_engine(stage, pipeline, precision, cluster, model=model)
+    engine = find_strategy_effect(stage, pipeline, precision, cluster, model=model)
     assert run.seq_len is not None, "a case of text"
     return describe_step(run, precision, stage.accumulation, engine, (run.seq_len,), on_gpu=False)

@@ -14,12 +14,11 @@ RESUME = Path(__file__).parent / "resume_ranks.py"
 # each way in which engines hold frozen weights; ZeRO-3 partitions them, and DoRA would have to read them
 SHORT = {
     "lora": ("fsdp", "ZeRO-3"),
-    "dora": ("fsdp",),
     "qlora": ("fsdp",),
 }
 LONG = {
     "lora": ("ddp", "fsdp, cpu offload", "ZeRO-1", "ZeRO-2, offload"),
-    "dora": ("ddp",),
+    "dora": ("ddp", "fsdp"),
     "ia3": ("fsdp", "ZeRO-3"),
     "qlora": ("ddp", "fsdp, cpu offload", "hsdp"),
 }

@@ -35,10 +35,10 @@ if not IS_LONG:
     MESHES.pop("tp2 of 4")
     EXPERTS.pop("experts, ep2 of 4")
     PAIRS = [
-        *(("pp2 x tp2", "pp2 x tp2"), ("cp2", "cp2"), ("ZeRO-3", "pp2"), ("tp2", "pp2"), ("pp2", "cp2")),
-        *(("pp2 x tp2", "single"), ("fsdp", "pp2 x tp2"), ("pp2", "ZeRO-3"), ("tp2", "fsdp")),
-        *(("experts, pp2 x ep2", target) for target in ("experts, pp2 x ep2", "experts, single")),
-        *(("experts, ZeRO-3", "experts, ep2"), ("experts, ep2", "experts, pp2 x ep2")),
+        *(("pp2 x tp2", "pp2 x tp2"), ("cp2", "cp2"), ("ZeRO-3", "pp2"), ("pp2", "cp2")),
+        *(("pp2 x tp2", "single"), ("fsdp", "pp2 x tp2"), ("pp2", "ZeRO-3")),
+        *(("experts, ep2", target) for target in ("experts, ep2", "experts, single")),
+        *(("experts, ZeRO-3", "experts, ep2"),),
     ]
 MESHES |= EXPERTS
 

@@ -51,7 +51,6 @@ if IS_LONG:
     ]
 else:
     PAIRS = [("schedule_free", "zero bubble", target) for target in ("zero bubble", "single")]
-    PAIRS += [("muon", "zero bubble", "zero bubble")]
     PAIRS += [("adafactor", "1F1B", "1F1B"), ("keeper", "1F1B", "single")]
 PAIRS += [("keeper", "fsdp", "1F1B"), *([("keeper", "1F1B", "1F1B")] if IS_LONG else [])]
 PAIRS += [("keeper by shard", "fsdp", "fsdp"), ("keeper by shard", "single", "single")]

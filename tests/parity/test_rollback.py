@@ -15,7 +15,6 @@ ALONE = ["recipe=single_fp32", "recipe=single_fp16"]
 ON_TWO = [
     "recipe=ddp_fp32",
     "recipe=ddp_fp16",
-    "recipe=zero2_fp16",
     "recipe=zero3_fp16_offload",
     "recipe=ddp_fp32 callbacks.loss_spike.snapshot_storage=disk",
     "recipe=fsdp_bf16 optimizer=muon ema_decay=0.9",
@@ -25,7 +24,13 @@ ON_TWO = [
 ON_FOUR = ["recipe=fsdp_tp_pp_bf16 trainer.accumulate_grad_batches=null micro_batch_size=4"]
 if IS_LONG:
     ALONE += ["recipe=single_bf16", "recipe=single_fp32 optimizer=sgd"]
-    ON_TWO += ["recipe=fsdp_bf16", "recipe=fsdp_bf16_offload", "recipe=fsdp_bf16 adapter=lora", "recipe=tp_bf16"]
+    ON_TWO += [
+        "recipe=zero2_fp16",
+        "recipe=fsdp_bf16",
+        "recipe=fsdp_bf16_offload",
+        "recipe=fsdp_bf16 adapter=lora",
+        "recipe=tp_bf16",
+    ]
     ON_TWO += ["recipe=cp_bf16 strategy=ddp", "recipe=pp_bf16 trainer.accumulate_grad_batches=null"]
     ON_TWO += ["recipe=zero2_bf16_offload", "recipe=zero3_bf16", "recipe=zero3_bf16 adapter=lora"]
     ON_TWO += [

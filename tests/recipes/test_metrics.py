@@ -192,7 +192,7 @@ def test_an_argument_that_a_metric_rejects_is_a_config_error(tmp_path: Path) -> 
 
 def test_one_more_metric_is_one_override(text_folder: str, tmp_path: Path) -> None:
     top = "{_target_: torchmetrics.classification.MulticlassAccuracy, num_classes: 257, top_k: 3, average: micro}"
-    overrides = [*TINY, f"data.path={text_folder}", "trainer.max_steps=2", "save_every=null", f"+metrics.top3={top}"]
+    overrides = [*TINY, f"data.path={text_folder}", "trainer.max_steps=2", "save_every=2", f"+metrics.top3={top}"]
     run = build(resolved(composed_config(*overrides, "checkpoint.monitor=val/top3"), tmp_path))
     run.trainer.fit(run.task, datamodule=run.data)
     last = read_metrics(tmp_path)[-1]

@@ -128,7 +128,7 @@ def run_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Callable[..., O
             folder=tmp_path,
             task=SimpleNamespace(),  # type: ignore[arg-type]
             data=SimpleNamespace(  # type: ignore[arg-type]
-                prepare_data=lambda: None, source=SimpleNamespace(describe=lambda: "no data")
+                prepare_data=lambda: None, source=SimpleNamespace(describe=lambda: "no data"), eval_sources={}
             ),
             trainer=trainer,  # type: ignore[arg-type]
             precision=None,  # type: ignore[arg-type]

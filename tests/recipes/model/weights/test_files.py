@@ -97,7 +97,7 @@ def test_damaged_and_foreign_files_are_one_error(damage: str, tmp_path: Path) ->
     (folder / name).write_bytes(content)
     with pytest.raises(ConfigError, match=rf"^model\.pretrained={folder}: ") as error:
         read_all(folder)
-    pulls = f"git lfs pull, in {folder}, then the same command"
+    pulls = f"git -C {folder} lfs pull, then the same command"
     assert error.value.fix == pulls if content == POINTER else error.value.fix.startswith("model.pretrained=<")
     assert "Error: " in error.value.reason or name in error.value.reason
     assert "weights_only" not in error.value.reason
