@@ -47,8 +47,10 @@ def make_case(entry: tuple[str, str], *more: str, world_size: int) -> dict[str, 
     adapter, name = entry
     made = case("llama", strategy=STRATEGIES[name], precision="32-true", accumulate=2, world_size=world_size)
     learning_rate = "optimizer.lr=3e-2"  # few weights
+    # at this rate rounding grows tenfold a step from the tenth on, also between two splits on one device: 2e-6 to 2e-3
+    steps = ("trainer.max_steps=8", "eval_every=8")
     wider = WIDER if adapter == "qlora" else []
-    return made | {"overrides": [*made["overrides"], f"adapter={adapter}", learning_rate, *wider, *more]}
+    return made | {"overrides": [*made["overrides"], *steps, f"adapter={adapter}", learning_rate, *wider, *more]}
 
 
 @pytest.fixture
