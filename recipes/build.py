@@ -4,6 +4,7 @@ Read `build` first: it creates every component of a run. The config keys are doc
 """
 
 import functools
+import glob
 import inspect
 import os
 import re
@@ -222,11 +223,15 @@ def _find_other_data(resolved: ResolvedRun, checkpoint: Path | None) -> list[str
     known = before.get("data")
     earlier = known if isinstance(known, dict) else {}  # with resume=auto nobody has checked that file
     other = ["data"] if folder is not None and is_other_data(resolved.config["data"], earlier) else []
-    trained_on = {_locate_text(node) for data in (resolved.config["data"], earlier) for node in _list_sources(data)}
+    trained_on = {
+        text for data in (resolved.config["data"], earlier) for node in _list_sources(data) for text in _locate(node)
+    }
     for name, node in resolved.config["eval_data"].items():
         typed = re.compile(rf"\+*eval_data\b.*\b{re.escape(name)}\b.*\bval_fraction\b")
         is_divided = node is None or node.get("val_path") is not None or any(map(typed.match, resolved.overrides))
-        if not is_divided and _locate_text(node) not in trained_on:
+        if not is_divided and not any(
+            _overlap(text, other_text) for text in _locate(node) for other_text in trained_on
+        ):
             other.append(f"eval_data.{name}")
     return other
 
@@ -237,12 +242,20 @@ def _list_sources(data: Config) -> list[Config]:
     return [node for node in (data, *(sources.values() if isinstance(sources, dict) else ())) if isinstance(node, dict)]
 
 
-def _locate_text(node: Config) -> tuple[str, str | None]:
-    """Return where the text of a data source is; its constructor, if it has no path."""
+def _locate(node: Config) -> list[str]:
+    """Return where the texts of a data source are; its constructor, if it has no path."""
     path = node.get("path")
     if not isinstance(path, str):
-        return str(node.get("_target_")), None
-    return (path, node.get("split")) if "://" in path else (os.path.realpath(os.path.expanduser(path)), None)
+        return [str(node.get("_target_"))]
+    if "://" in path:
+        return [f"{path} {node.get('split')}"]
+    path = os.path.expanduser(path)
+    return [os.path.realpath(found) for found in glob.glob(path, recursive=True) or [path]]
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Return whether two texts are the same, or one is in the folder of the other."""
+    return one == other or one.startswith(other + os.sep) or other.startswith(one + os.sep)
 
 
 def build_task(resolved: ResolvedRun, precision: Precision) -> TrainingTask:

@@ -139,6 +139,12 @@ def test_additional_validation_text_that_is_trained_on_or_divided_as_typed_keeps
     assert not is_whole(other | {"val_path": "val.txt"})
     assert not is_whole({"_target_": "documents", "path": str(tmp_path / "link.txt"), "split": "train"})
     assert not is_whole(train, data={"_target_": "mixture", "sources": {"a": train}})
+    folder = train | {"path": str(tmp_path)}
+    assert not is_whole(train, data=folder)
+    assert not is_whole(folder)
+    assert not is_whole(train, data=train | {"path": f"{tmp_path}/t*.txt"})
+    assert is_whole(train | {"path": f"{tmp_path}/val.txt"}, data=train | {"path": f"{tmp_path}/t*.txt"})
+    assert is_whole(train | {"path": f"{tmp_path}2"}, data=folder)
     assert is_whole(stdlib)
     assert not is_whole(stdlib, data=stdlib)
     assert is_whole(hub | {"split": "test"}, data=hub)
