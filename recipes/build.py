@@ -44,6 +44,7 @@ from recipes.errors import ConfigError
 from recipes.lightning_internals import disable_signal_handling, skip_empty_hooks
 from recipes.logger.csv import RowWriter
 from recipes.logger.summary import SummaryWriter
+from recipes.loss import Loss
 from recipes.metrics import check_metric
 from recipes.model.decoder import choose_attention_kernel
 from recipes.model.documents import choose_document_kernel
@@ -150,6 +151,7 @@ def build(resolved: ResolvedRun) -> Run:
     num_micro_batches = accumulation.num_micro_batches
     if resolved.mesh.pipeline > 1:  # the pipeline schedule takes all micro-batches of a step at once
         accumulation = accumulation.in_one()
+    loss: Loss = make(config["loss"])
     data: StreamDataModule = make(config["loader"])(
         source=make(config["data"], data_section="data"),
         eval_sources={
@@ -157,6 +159,7 @@ def build(resolved: ResolvedRun) -> Run:
             for name, node in config["eval_data"].items()
             if node is not None
         },
+        loss=loss,
         accumulation=accumulation,
         seed=resolved.seed,
         eval_samples=resolved.eval_samples if resolved.mode.takes_steps else None,
@@ -167,7 +170,8 @@ def build(resolved: ResolvedRun) -> Run:
     if isinstance(trainer.accelerator, CPUAccelerator):
         keep_freed_memory()
     trainer.strategy.num_micro_batches = num_micro_batches  # type: ignore[attr-defined]
-    task = build_task(resolved, precision)
+    task = build_task(resolved, precision, loss)
+    data.looks_ahead = task.looks_ahead
     task.awaits_checkpoint = checkpoint is not None  # every mode loads it
     free = read_free_at_resume(config["model"])
     settings = read_settings_of_weights(config["model"])
@@ -258,7 +262,7 @@ def _overlap(one: str, other: str) -> bool:
     return one == other or one.startswith(other + os.sep) or other.startswith(one + os.sep)
 
 
-def build_task(resolved: ResolvedRun, precision: Precision) -> TrainingTask:
+def build_task(resolved: ResolvedRun, precision: Precision, loss: Loss) -> TrainingTask:
     """Return the task of a run, without its model."""
     config = resolved.config
     task: TrainingTask = make(config["task"])(
@@ -269,14 +273,12 @@ def build_task(resolved: ResolvedRun, precision: Precision) -> TrainingTask:
         convert_model=precision.convert,
         activation_checkpoint=make(config["activation_checkpoint"]),
         compile_mode=resolved.compile_mode,
-        loss_chunk_tokens=config["loss_chunk_tokens"],
+        loss=loss,
         scales_loss=precision.scales_loss,
         clipping=make(config["clipping"]),
         ema_decay=config["ema_decay"],
-        label_smoothing=config["label_smoothing"],
-        z_loss=resolved.z_loss,
         seed=resolved.seed,
-        metrics=_build_metrics(config),
+        metrics=_build_metrics(resolved, loss),
     )
     return task
 
@@ -292,21 +294,22 @@ def _make_schedule(node: Config) -> Callable[[int], float]:
     return functools.partial(constructor.func, *constructor.args, **constructor.keywords | checked.keywords)
 
 
-def _build_metrics(config: Config) -> dict[str, Metric]:
-    """Return the validation metrics by name, each tested with the model's number of classes.
+def _build_metrics(resolved: ResolvedRun, loss: Loss) -> dict[str, Metric]:
+    """Return the validation metrics by name, each tried on what the loss offers it, with the model's outputs.
 
     Raises:
         ConfigError: A metric cannot be built, or rejects the inputs that validation passes to it.
     """
+    config = resolved.config
     model = config["model"]
-    num_classes = model.get("vocab_size", model.get("num_classes"))
+    num_outputs = model.get("vocab_size", model.get("num_classes"))
     metrics: dict[str, Metric] = {}
     for name, node in config["metrics"].items():
         if node is None:  # disabled by `metrics.f1=null`, as for a callback
             continue
         metric = _make_member(f"metrics.{name}", node)
-        if num_classes is not None:
-            check_metric(name, metric, num_classes=num_classes)
+        if num_outputs is not None:
+            check_metric(name, metric, loss=loss, num_outputs=num_outputs, target_kind=resolved.target_kind)
         metrics[name] = metric
     return metrics
 

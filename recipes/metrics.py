@@ -15,7 +15,8 @@ from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
 from recipes.errors import ConfigError
-from recipes.numerics.loss import IGNORE_INDEX, sum_by_source
+from recipes.loss import Batch, Loss, Term, logged_by_count
+from recipes.numerics.loss import sum_by_source
 
 _PREFIX = "val/"
 _MAX_LOSS = 700.0  # e^710 overflows a float64; a loss that large means a broken model
@@ -45,7 +46,7 @@ class MeanLoss(Metric):
 
     @override
     def compute(self) -> Tensor:
-        """Return the mean over all targets, 0-dim float64, in nats."""
+        """Return the mean over all targets, 0-dim float64, in nats for a cross-entropy."""
         return self.loss_sum / self.num_targets
 
 
@@ -61,30 +62,45 @@ class Perplexity(MeanLoss):
         return super().compute().clamp(max=_MAX_LOSS).exp()
 
 
-class SourceLosses(MeanLoss):
-    """Mean loss over the targets of each source of a mixture, [K] float64; NaN for a source without targets.
+class Means(MeanLoss):
+    """Means [K] float64, each a sum divided by its own count; NaN where nothing was counted.
 
     Args:
-        num_sources: Number of sources, K.
+        num_counts: K.
     """
 
-    def __init__(self, num_sources: int) -> None:
+    def __init__(self, num_counts: int) -> None:
         super().__init__()
         for name in ("loss_sum", "num_targets"):
-            self.add_state(name, torch.zeros(num_sources, dtype=torch.float64), dist_reduce_fx="sum")
+            self.add_state(name, torch.zeros(num_counts, dtype=torch.float64), dist_reduce_fx="sum")
+
+
+class SumOfMeans(Means):
+    """Loss of several denominators: a sum of means, [] float64."""
+
+    @override
+    def update(self, loss_sums: Tensor, counts: Tensor) -> None:
+        """Add the sums [K] of a batch, and the counts [K] that divide them."""
+        super().update(loss_sums, counts)
+
+    @override
+    def compute(self) -> Tensor:
+        """Return the sum of the means over the whole split, 0-dim float64."""
+        return super().compute().sum()
 
 
 class ValidationMetrics:
-    """Computes `val/loss` and named metrics over a validation split, reduced over all ranks.
+    """Computes `val/loss`, the measures of the loss and named metrics over a validation split, reduced over all ranks.
 
-    Each metric receives the arguments in the signature of its `update`: `preds`, logits [N, V], and `target`, classes
-    [N], or `loss_sum` and `num_targets`. Ignored targets, including those of padding samples, are dropped: N differs
-    between ranks, and no metric needs an `ignore_index`.
+    Each metric receives the arguments in the signature of its `update`: `preds` and `target`, [N, …], both from the
+    loss's `to_metrics`, or `loss_sum` and `num_targets`, those of the loss's first count. Targets without loss,
+    including those of padding samples, are dropped: N differs between ranks, and no metric needs an `ignore_index`.
 
     Deliberately not a submodule of the task: engines would cast its sums to their precision, and wrap and save it.
 
     Args:
         metrics: Name without `val/` -> metric; logged in this order after the loss.
+        loss: What is validated: its counts, measures and predictions.
         split: Name of an additional validation set, logged as `val/<split>/…`; None: the validation split.
         sources: Names of the sources of a mixture, each logged as `val/<name>/loss`.
         group: Process group of ranks with different tokens, over which sums are reduced; None: all ranks.
@@ -94,16 +110,21 @@ class ValidationMetrics:
         self,
         metrics: Mapping[str, Metric],
         *,
+        loss: Loss,
         split: str | None = None,
         sources: Sequence[str] = (),
         group: Any = None,
     ) -> None:
         prefix = _PREFIX if split is None else f"{_PREFIX}{split}/"
-        every = {prefix + name: metric for name, metric in {"loss": MeanLoss(), **metrics}.items()}
+        own = {"loss": MeanLoss() if len(loss.count_names) == 1 else SumOfMeans(len(loss.count_names))}
+        every = {prefix + name: metric for name, metric in {**own, **metrics}.items()}
+        self._loss = loss
         self._sources = sources
-        self._by_source = SourceLosses(len(sources))
+        self._by_source = Means(len(sources))
+        self._measured = Means(len(loss.measures))
+        self._prefix = prefix
         self._names = list(every)
-        self._reads_logits = any("preds" in inspect.signature(metric.update).parameters for metric in every.values())
+        self._reads_outputs = any("preds" in inspect.signature(metric.update).parameters for metric in every.values())
         # compute groups share one state between metrics whose states are equal after the first batch: if that batch is
         # all correct, top-1 and top-5 accuracy would be equal from then on (torchmetrics 1.9)
         self._metrics = MetricCollection(dict(every), compute_groups=False)
@@ -112,32 +133,52 @@ class ValidationMetrics:
 
     def reset(self) -> None:
         """Reset all metrics before a validation."""
-        self._metrics.reset()
-        self._by_source.reset()
+        for metric in self._every():
+            metric.reset()
+
+    def _every(self) -> list[Metric]:
+        return [*self._metrics.values(), self._by_source, self._measured]
 
     @torch.no_grad()
-    def update(self, *, loss_sum: Tensor, logits: Tensor, targets: Tensor) -> None:
-        """Add a batch. Synchronizes with the device if any metric needs logits.
+    def update(self, terms: Sequence[Term], *, outputs: Any, batch: Batch) -> None:
+        """Add a batch. Synchronizes with the device if any metric needs predictions.
 
         Args:
-            loss_sum: Loss summed over the targets, 0-dim.
-            logits: [..., V] in any float dtype, without vocabulary padding.
-            targets: [...] classes or tokens; `IGNORE_INDEX` has no loss.
+            terms: What the loss returned for the batch.
+            outputs: What the model returned, [..., V] in any float dtype, without padding columns.
+            batch: The batch.
         """
-        if logits.device != self._device:
-            self._metrics.to(logits.device)
-            self._by_source.to(logits.device)
-            self._device = logits.device
-        carries_loss = targets.flatten() != IGNORE_INDEX  # [all]
-        offered = {"loss_sum": loss_sum, "num_targets": carries_loss.sum()}
-        if self._reads_logits:
-            preds, target = logits.flatten(0, -2), targets.flatten()  # [all, V], [all]
-            if not carries_loss.all():  # avoid a copy otherwise
-                preds, target = preds[carries_loss], target[carries_loss]  # [N, V], [N]
+        device = terms[0].sum.device
+        if device != self._device:
+            self._metrics.to(device)
+            self._by_source.to(device)
+            self._measured.to(device)
+            self._device = device
+        counts, sums = self._loss.counts(batch), logged_by_count(terms)
+        names = self._loss.count_names
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        offered = {"loss_sum": sums.get(names[0], zero), "num_targets": counts[names[0]]}
+        if len(names) > 1:  # float64, because counts are whole numbers
+            offered |= {
+                "loss_sums": torch.stack([sums.get(name, zero).double() for name in names]),  # [K]
+                "counts": torch.stack([counts[name].double() for name in names]),  # [K]
+            }
+        if self._loss.measures:
+            self._add_measures(terms, counts)
+        if self._reads_outputs:
+            preds, target = self._loss.to_metrics(outputs, batch)  # [N, …] each
             if not len(target):
                 return  # some metrics reject an empty batch
-            offered |= {"preds": _recognizable(preds), "target": target}
+            offered |= {"preds": preds, "target": target}
         self._metrics.update(**offered)
+
+    def _add_measures(self, terms: Sequence[Term], counts: Mapping[str, Tensor]) -> None:
+        of_name = {term.logged_as: term.sum.detach() for term in terms if term.logged_as is not None}
+        zero = torch.zeros((), device=self._device)
+        measures = self._loss.measures
+        sums = torch.stack([of_name.get(name, zero).double() for name in measures])  # [K]
+        divisors = torch.stack([counts[measure.per].double() for measure in measures.values()])  # [K]
+        self._measured.update(sums, divisors.to(sums.device))
 
     def update_sources(self, losses: Tensor, targets: Tensor, sources: Tensor) -> None:
         """Add the loss of each target [B, T], by the source of its sample [B]."""
@@ -145,7 +186,7 @@ class ValidationMetrics:
 
     def compute(self) -> dict[str, float]:
         """Return `val/loss` and the metrics over all batches and ranks; collective, call on every rank."""
-        for metric in (*self._metrics.values(), self._by_source):
+        for metric in self._every():
             metric.process_group = self._group  # not set earlier: a metric with a process group cannot be copied
         with warnings.catch_warnings():
             if self._group is not None:  # pipeline ranks without the last stage never call `update`
@@ -153,34 +194,29 @@ class ValidationMetrics:
             values = self._metrics.compute()
             # reshaped: torchmetrics 1.9 squeezes the values [K] of a single source to 0-dim
             by_source = self._by_source.compute().reshape(-1).tolist() if self._sources else []
+            measured = self._measured.compute().reshape(-1).tolist() if self._loss.measures else []
         found = {name: float(values[name]) for name in self._names}
+        found |= {self._prefix + name: value for name, value in zip(self._loss.measures, measured, strict=True)}
         if self._sources:
             losses = zip(self._sources, by_source, strict=True)
             found |= {f"val/{name}/loss": loss for name, loss in losses if not math.isnan(loss)}
-        for metric in (*self._metrics.values(), self._by_source):
+        for metric in self._every():
             metric.process_group = None
         return found
 
 
-def _recognizable(logits: Tensor) -> Tensor:
-    """Shift logits [N, V] that all lie in [0, 1], which torchmetrics would treat as probabilities.
-
-    A zero-initialized head produces such logits. A constant shift changes neither softmax nor ranking.
-    """
-    first = logits[0]  # [V]; a single value outside [0, 1] suffices
-    return logits.float() - 2.0 if ((first >= 0) & (first <= 1)).all() else logits
-
-
-def check_metric(name: str, metric: object, *, num_classes: int) -> None:
+def check_metric(name: str, metric: object, *, loss: Loss, num_outputs: int, target_kind: str) -> None:
     """Try a metric on two samples, so that an unsuitable one fails before the first step.
 
     Args:
         name: Key in the config section `metrics`.
         metric: Object instantiated from the node.
-        num_classes: V.
+        loss: Loss whose predictions it gets.
+        num_outputs: V.
+        target_kind: Kind of the targets of the data.
 
     Raises:
-        ConfigError: `metric` is not a `torchmetrics.Metric`, rejects logits and classes, or returns several values.
+        ConfigError: `metric` is not a `torchmetrics.Metric`, rejects the predictions, or returns several values.
     """
     kind = type(metric).__name__
     if not isinstance(metric, Metric):
@@ -192,20 +228,17 @@ def check_metric(name: str, metric: object, *, num_classes: int) -> None:
     tried = metric.clone()
     tried.distributed_available_fn = lambda: False  # no collectives: this test is local to the rank
     collection = MetricCollection({name: tried}, compute_groups=False)
-    offered = {
-        "preds": torch.eye(2, num_classes),  # [2, V]
-        "target": torch.tensor([0, num_classes - 1]),  # [2]
-        "loss_sum": torch.tensor(1.0),
-        "num_targets": torch.tensor(2),
-    }
+    example = loss.example(num_outputs, target_kind)
+    preds, target = loss.to_metrics(example.outputs, {"targets": example.targets})
+    offered = {"preds": preds, "target": target, "loss_sum": torch.tensor(1.0), "num_targets": torch.tensor(2)}
     try:
         collection.update(**offered)
         value = tried.compute()
     except Exception as error:  # metrics raise many types for unsuitable input
         raise ConfigError(
             f"metrics.{name}._target_={kind}",
-            f"it rejects logits [N, {num_classes}] and classes [N]: {str(error).partition(chr(10))[0]}",
-            f"metrics.{name}._target_=<a Multiclass… of torchmetrics.classification>, or '~metrics.{name}'",
+            f"it rejects {example.offered}: {str(error).partition(chr(10))[0]}",
+            f"metrics.{name}._target_=<{example.fitting}>, or '~metrics.{name}'",
         ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise ConfigError(

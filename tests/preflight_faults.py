@@ -169,7 +169,9 @@ class UndividedAccumulation(LanguageModeling):
 
 class SmoothsOverPadding(LanguageModeling):
     input_kind: ClassVar[str] = "tokens"
-    _head_loss = None  # all logits at once, where `_without_padding` is used
+    _head_loss = None  # all logits at once
 
-    def _without_padding(self, logits: Tensor) -> Tensor:
-        return logits.clamp(min=-100)
+    def outputs(self, batch: Any) -> Tensor:
+        self.loss.num_outputs = None  # padding columns are classes like the others
+        logits: Tensor = super().outputs(batch).clamp(min=-100)
+        return logits

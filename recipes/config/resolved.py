@@ -24,6 +24,7 @@ from recipes.config.traits import (
     read_mode,
     read_optimizer,
     read_strategy,
+    read_target_kind,
     read_task,
     select,
 )
@@ -358,14 +359,9 @@ class ResolvedRun(Composed):
         return decay
 
     @property
-    def label_smoothing(self) -> float:
-        """Probability spread over all classes."""
-        return float(self.config["label_smoothing"])
-
-    @property
-    def z_loss(self) -> float:
-        """Weight of the squared log of the softmax's denominator."""
-        return float(self.config["z_loss"])
+    def target_kind(self) -> str:
+        """Kind of the targets of the data, such as `classes`."""
+        return read_target_kind(self.config["data"])
 
     @property
     def num_workers(self) -> int | None:

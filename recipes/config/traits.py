@@ -107,6 +107,18 @@ def read_task(node: Mapping[str, Any]) -> TaskTraits:
     return TaskTraits(**_read_declared(str(node["_target_"]), TaskTraits))
 
 
+def read_target_kinds(node: Mapping[str, Any]) -> tuple[str, ...]:
+    """Read the kinds of targets that a loss reads; empty: any."""
+    declared: Any = find_signature(str(node["_target_"])).constants.get("target_kinds", ())
+    return tuple(declared)
+
+
+def read_target_kind(node: Mapping[str, Any]) -> str:
+    """Read the kind of a data source's targets; a declared `{setting}` stands for the value of that setting."""
+    declared = find_signature(str(node["_target_"])).constants.get("target_kind", "classes")
+    return str(declared).format(**node)
+
+
 def read_optimizer(node: Mapping[str, Any]) -> OptimizerTraits:
     """Read the traits of an optimizer's config node."""
     target = str(node["_target_"])

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from recipes.config.resolved import ResolvedRun
 
 _OF_TRAINING = (
-    *("optimizer", "scheduler", "lr_scaling", "warmup_steps", "clipping", "ema_decay", "label_smoothing", "z_loss"),
+    *("optimizer", "scheduler", "lr_scaling", "warmup_steps", "clipping", "ema_decay"),
+    *("label_smoothing", "z_loss", "loss.label_smoothing", "loss.z_loss"),
     *(
         "eval_every",
         "eval_samples",
@@ -33,13 +34,13 @@ _OF_RUNS = (
 # mode -> settings that it does not read
 _UNREAD = {
     "evaluate": _OF_TRAINING,
-    "sample": _OF_TRAINING + _OF_DATA,
-    "export": _OF_TRAINING + _OF_DATA,
+    "sample": (*_OF_TRAINING, *_OF_DATA, "loss"),
+    "export": (*_OF_TRAINING, *_OF_DATA, "loss"),
     "lr_find": (*_OF_RUNS, "scheduler", "warmup_steps"),
     "batch_find": (*_OF_RUNS, "micro_batch_size", "trainer.accumulate_grad_batches"),
     "noise_scale": _OF_RUNS,
     "plan": ("logger", "profile_steps"),
-    "replay": tuple(key for key in _OF_TRAINING + _OF_DATA if key not in ("label_smoothing", "z_loss")),
+    "replay": tuple(key for key in _OF_TRAINING + _OF_DATA if not key.endswith(("label_smoothing", "z_loss"))),
 }
 # of documents, beside what is read of them: their split and their tokens
 _UNREAD_WITHIN = {

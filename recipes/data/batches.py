@@ -4,7 +4,7 @@ Shapes: M micro-batches, B samples per micro-batch.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Sampler
 
 from recipes.data.order import Order, Positions
 from recipes.numerics.accumulation import Accumulation
-from recipes.numerics.loss import IGNORE_INDEX, count_targets
+from recipes.numerics.loss import IGNORE_INDEX
 
 Batch = dict[str, Any]
 _BLOCK = 8192  # positions whose samples are looked up at a time
@@ -87,15 +87,19 @@ class TrainingStream:
         accumulation: Global batch and micro-batches.
         order: Position in the stream -> sample.
         make_loader: Batch sampler -> loader of its micro-batches.
-        targets_per_sample: Targets with a loss in every sample; None if the number varies.
+        count: Micro-batch -> its counts by name, 0-dim tensors on the host, which divide sums of the loss.
+        counts_of_sample: Counts of every sample by name; None if they vary.
         count_inputs: Sample indices -> inputs of each sample, without padding; None if no sample is padded.
         rank: Index of this process, from 0.
         world_size: Number of ranks that share the stream.
         sum_over_ranks: Adds a tensor over all ranks.
         position: Samples already consumed over all ranks.
+        looks_ahead: Whether to read a window before its first micro-batch is yielded, and to leave counting to the
+            task, which may change the micro-batches.
 
     Attributes:
         position: As above; advances by a global batch when the last micro-batch of a window is yielded.
+        window: Micro-batches of the current window, on the host; empty without `looks_ahead`.
     """
 
     def __init__(
@@ -104,19 +108,24 @@ class TrainingStream:
         accumulation: Accumulation,
         order: Order,
         make_loader: Callable[[PositionSampler], Iterable[Batch]],
-        targets_per_sample: int | None,
+        count: Callable[[Batch], Mapping[str, Tensor]],
+        counts_of_sample: Mapping[str, int] | None,
         count_inputs: Callable[[Positions], Positions] | None = None,
         rank: int,
         world_size: int,
         sum_over_ranks: Callable[[Tensor], Tensor],
         position: int,
+        looks_ahead: bool = False,
     ) -> None:
         self.position = position
+        self.window: list[Batch] = []
+        self._looks_ahead = looks_ahead
         self._has_moved = False
         self._accumulation = accumulation
         self._order = order
         self._make_loader = make_loader
-        self._targets_per_sample = targets_per_sample
+        self._count = count
+        self._counts_of_sample = counts_of_sample
         self._count_inputs = count_inputs
         self._rank = rank
         self._world_size = world_size
@@ -164,7 +173,7 @@ class TrainingStream:
         return {"num_tokens": int(lengths.sum()), "num_token_pairs": int((lengths * lengths).sum())}
 
     def _from_position(self) -> Iterator[Batch]:
-        accumulation, targets = self._accumulation, self._targets_per_sample
+        accumulation, of_sample = self._accumulation, self._counts_of_sample
         sampler = PositionSampler(
             self._order,
             start_position=self.position,
@@ -172,47 +181,74 @@ class TrainingStream:
             rank=self._rank,
             world_size=self._world_size,
         )
-        return with_num_targets(
+        if self._looks_ahead:
+            return self._keep_windows(self._make_loader(sampler))
+        of_window = {name: count * accumulation.global_batch_size for name, count in (of_sample or {}).items()}
+        return with_counts(
             self._make_loader(sampler),
             num_micro_batches=accumulation.num_micro_batches,
-            targets_per_window=None if targets is None else targets * accumulation.global_batch_size,
+            count=self._count,
+            counts_of_window=of_window or None,
             sum_over_ranks=self._sum_over_ranks,
         )
 
+    def _keep_windows(self, micro_batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield micro-batches of an endless loader, each window after all of it has been read."""
+        stream = iter(micro_batches)
+        while window := list(islice(stream, self._accumulation.num_micro_batches)):
+            self.window = window
+            yield from window
 
-def with_num_targets(
+
+def with_counts(
     micro_batches: Iterable[Batch],
     *,
     num_micro_batches: int,
-    targets_per_window: int | None,
+    count: Callable[[Batch], Mapping[str, Tensor]],
+    counts_of_window: Mapping[str, int] | None,
     sum_over_ranks: Callable[[Tensor], Tensor],
 ) -> Iterator[Batch]:
-    """Add `num_targets`, the number of targets in the global batch, to each of its micro-batches.
+    """Add the counts of the global batch, such as `num_targets`, to each of its micro-batches.
 
-    Dividing the summed loss by it gives the exact gradient of one large batch under every engine, including those that
-    do not expose gradients before reduction. If every sample has the same number of targets, nothing is read ahead;
+    Dividing a sum of the loss by its count gives the exact gradient of one large batch under every engine, including
+    those that do not expose gradients before reduction. If every sample has the same counts, nothing is read ahead;
     otherwise one window of micro-batches is read ahead, on the host.
 
     Args:
         micro_batches: This rank's micro-batches, in order.
         num_micro_batches: Micro-batches per window, that is, per optimizer step.
-        targets_per_window: Targets in a global batch; None if the number varies.
-        sum_over_ranks: Adds a 0-dim tensor over all ranks; called once per window if the number varies.
+        count: Micro-batch -> its counts by name, 0-dim.
+        counts_of_window: Counts of a global batch; None if they vary.
+        sum_over_ranks: Adds a tensor over all ranks; called once per window if the counts vary.
 
     Yields:
-        The micro-batches; those of a final partial window are dropped if the number varies.
+        The micro-batches; those of a final partial window are dropped if the counts vary.
     """
     stream = iter(micro_batches)
-    if targets_per_window is not None:
+    if counts_of_window is not None:
         for batch in stream:
-            yield batch | {"num_targets": targets_per_window}
+            yield {**batch, **counts_of_window}
         return
     while len(window := list(islice(stream, num_micro_batches))) == num_micro_batches:
-        counts = [count_targets(batch["targets"]) for batch in window]
-        # clamp: a global batch without targets has loss 0 and gradient 0, not 0 / 0
-        num_targets = sum_over_ranks(sum(counts[1:], start=counts[0])).clamp(min=1)  # []
+        totals = sum_counts([count(batch) for batch in window], sum_over_ranks)
         for batch in window:
-            yield batch | {"num_targets": num_targets}
+            yield batch | totals
+
+
+def sum_counts(counts: Sequence[Mapping[str, Tensor]], sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Return the counts of a global batch by name, 0-dim.
+
+    Args:
+        counts: Counts of each micro-batch of this rank.
+        sum_over_ranks: Adds a tensor over all ranks; called once.
+    """
+    names = list(counts[0])
+    of_rank = [sum((of_batch[name] for of_batch in counts[1:]), start=counts[0][name]) for name in names]
+    # float64 represents whole numbers up to 2^53 exactly, where other counts are not whole
+    dtype = torch.float64 if any(total.is_floating_point() for total in of_rank) else torch.int64
+    totals = sum_over_ranks(torch.stack([total.to(dtype) for total in of_rank]))  # [K]
+    # a global batch without targets has loss 0 and gradient 0, not 0 / 0
+    return dict(zip(names, torch.where(totals == 0, 1, totals).unbind(), strict=True))
 
 
 class RankShare(Dataset[dict[str, Tensor]]):
@@ -241,7 +277,8 @@ class RankShare(Dataset[dict[str, Tensor]]):
             sample: dict[str, Tensor] = self._dataset[position]
             return sample
         padding: dict[str, Tensor] = self._dataset[0]
-        empty = {"targets": torch.full_like(torch.as_tensor(padding["targets"]), IGNORE_INDEX)}
+        targets = torch.as_tensor(padding["targets"])
+        empty = {"targets": torch.full_like(targets, torch.nan if targets.is_floating_point() else IGNORE_INDEX)}
         if "num_inputs" in padding:
             empty["num_inputs"] = torch.zeros_like(torch.as_tensor(padding["num_inputs"]))
         return padding | empty

@@ -18,6 +18,7 @@ from recipes.data.batches import Batch, RankShare, TrainingStream
 from recipes.data.loader_process import SignalProofLoader
 from recipes.data.order import Order, RepeatedOrder, ShuffledOrder
 from recipes.files import count
+from recipes.loss import Loss
 from recipes.numerics.accumulation import Accumulation
 from recipes.runtime.world import num_cores
 
@@ -32,12 +33,16 @@ class StreamDataModule(lightning.LightningDataModule):
     Args:
         source: Data source.
         eval_sources: Sources of additional validation sets by name; their validation splits are used.
+        loss: Loss whose counts over the global batch every micro-batch holds.
         accumulation: Global batch and micro-batches.
         seed: Seed of the order of training samples.
         eval_samples: Validation samples per evaluation, spread evenly over the split; None: all.
         num_workers: Loader processes per device; None: up to 4 for a GPU, none for a CPU.
         overfit_batches: Repeat the first N global batches of the stream and validate on the same samples: if the
             training loss reaches zero but the validation loss does not, there is a bug. None: use all data.
+
+    Attributes:
+        looks_ahead: Whether the task reads all micro-batches of a step before the first; set before training.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class StreamDataModule(lightning.LightningDataModule):
         *,
         source: DataSource,
         eval_sources: Mapping[str, DataSource] | None = None,
+        loss: Loss,
         accumulation: Accumulation,
         seed: int,
         eval_samples: int | None,
@@ -56,10 +62,12 @@ class StreamDataModule(lightning.LightningDataModule):
         self.eval_sources = dict(eval_sources or {})
         self._stream: TrainingStream | None = None
         self._start_position = 0
+        self._loss = loss
         self._accumulation = accumulation
         self._seed = seed
         self._eval_samples = eval_samples
         self._num_workers = num_workers
+        self.looks_ahead = False
         self._has_warned = False
         self._period: int | None = None  # samples after which the stream repeats
         if overfit_batches is not None:
@@ -72,6 +80,11 @@ class StreamDataModule(lightning.LightningDataModule):
         """
         for name in names:
             getattr(self.eval_sources[name], "hold_out_all", lambda: None)()
+
+    @property
+    def window(self) -> list[Batch]:
+        """Micro-batches of this rank in the current optimizer step, on the host, of a task that looks ahead."""
+        return [] if self._stream is None else self._stream.window
 
     @property
     def position(self) -> int:
@@ -108,12 +121,14 @@ class StreamDataModule(lightning.LightningDataModule):
             accumulation=self._accumulation,
             order=self._order(dataset),
             make_loader=lambda sampler: self._loader(dataset, self.source, batch_sampler=sampler),
-            targets_per_sample=dataset.targets_per_sample,
+            count=self._loss.counts,
+            counts_of_sample=self._loss.counts_of_sample(dataset.targets_per_sample),
             count_inputs=getattr(dataset, "count_inputs", None),
             rank=trainer.strategy.data_rank,  # type: ignore[attr-defined]
             world_size=trainer.strategy.data_size,  # type: ignore[attr-defined]
             sum_over_ranks=trainer.strategy.sum_over_data_ranks,  # type: ignore[attr-defined]
             position=self.position,
+            looks_ahead=self.looks_ahead,
         )
         return self._stream
 

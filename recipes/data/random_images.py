@@ -4,7 +4,7 @@ Shapes: C channels, S x S pixels.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -18,8 +18,11 @@ from recipes.tokenizer import Tokenizer
 _NUM_STARTS = 2**16  # distinct images: windows of one buffer of noise, because drawing each takes 100 times as long
 
 
+TargetKind = Literal["classes", "labels", "probabilities", "values"]
+
+
 class NoiseImages(Dataset[dict[str, Tensor]]):
-    """Sample i is a window of one buffer of normal noise; its position and its class depend only on (seed, i).
+    """Sample i is a window of one buffer of normal noise; its position and its targets depend only on (seed, i).
 
     There are 65,536 distinct windows, so images repeat in a longer epoch.
 
@@ -28,13 +31,24 @@ class NoiseImages(Dataset[dict[str, Tensor]]):
         num_classes: Classes are in [0, num_classes).
         in_channels: C.
         image_size: S.
-        seed: Seed of the noise, and of positions and classes.
+        seed: Seed of the noise, and of positions and targets.
+        targets: A class; or `num_classes` labels of 0 or 1, probabilities that add up to 1, or normal numbers.
     """
 
-    targets_per_sample: int | None = 1
     tokens_per_sample: int = 0
 
-    def __init__(self, *, num_samples: int, num_classes: int, in_channels: int, image_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_samples: int,
+        num_classes: int,
+        in_channels: int,
+        image_size: int,
+        seed: int,
+        targets: TargetKind = "classes",
+    ) -> None:
+        self.targets = targets
+        self.targets_per_sample: int | None = 1 if targets in ("classes", "probabilities") else num_classes
         self.num_samples = num_samples
         self.num_classes = num_classes
         self.shape = (in_channels, image_size, image_size)
@@ -48,7 +62,7 @@ class NoiseImages(Dataset[dict[str, Tensor]]):
         return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return one sample: inputs [C, S, S] float with mean 0 and variance 1, targets a class, 0-dim int64.
+        """Return one sample: inputs [C, S, S] float with mean 0 and variance 1, targets [] int64 or [V] float32.
 
         The inputs are a view of the noise: do not change them in place.
         """
@@ -59,26 +73,37 @@ class NoiseImages(Dataset[dict[str, Tensor]]):
         [bits] = mix64(mix64(sample) ^ key).tolist()
         start, label = bits % _NUM_STARTS, (bits >> 16) % self.num_classes
         image = self._noise[start : len(self._noise) - _NUM_STARTS + start].view(self.shape)  # [C, S, S]
-        return {"inputs": image, "targets": torch.tensor(label)}
+        return {"inputs": image, "targets": self._draw_targets(bits, label)}
+
+    def _draw_targets(self, bits: int, label: int) -> Tensor:
+        if self.targets == "classes":
+            return torch.tensor(label)
+        numbers = np.random.default_rng(bits).standard_normal(self.num_classes, np.float32)  # [V]
+        values = torch.from_numpy(numbers)
+        if self.targets == "labels":
+            return (values > 0).float()
+        return values.softmax(dim=0) if self.targets == "probabilities" else values
 
 
 @dataclass(kw_only=True)
 class RandomImages:
-    """Normal noise with random classes; by construction, the validation loss cannot fall below log(num_classes).
+    """Normal noise with random targets, which cannot be predicted: with classes, val/loss stays above log(num_classes).
 
     Args:
-        num_classes: Classes are in [0, num_classes).
+        num_classes: Classes are in [0, num_classes); of the other targets, as many numbers per sample.
         in_channels: Channels of an image.
         image_size: Height and width in pixels.
         num_samples: Training samples in one epoch.
         num_val_samples: Validation samples, from noise of another seed.
-        seed: Seed of images and classes; the order of samples depends on the seed of the run.
+        seed: Seed of images and targets; the order of samples depends on the seed of the run.
+        targets: `classes`; or, per sample, `num_classes` `labels` of 0 or 1, `probabilities`, or normal `values`.
 
     Raises:
         ConfigError: A setting is not positive.
     """
 
     sample_kind: ClassVar[str] = "images"
+    target_kind: ClassVar[str] = "{targets}"
     tokenizer: ClassVar[Tokenizer | None] = None  # the samples are not text
 
     num_classes: Annotated[int, ">= 1"]
@@ -87,6 +112,7 @@ class RandomImages:
     num_samples: Annotated[int, ">= 1"]
     num_val_samples: Annotated[int, ">= 1"] = 64
     seed: Annotated[int, ">= 0"] = 0
+    targets: TargetKind = "classes"
 
     def __post_init__(self) -> None:
         for name in ("num_classes", "in_channels", "image_size", "num_samples", "num_val_samples"):
@@ -99,8 +125,9 @@ class RandomImages:
 
     @property
     def fingerprint(self) -> str:
-        """All settings that the images and classes depend on."""
-        return f"noise_images/{self.num_classes}/{self.in_channels}/{self.image_size}/{self.seed}"
+        """All settings that the images and targets depend on."""
+        kind = "" if self.targets == "classes" else f"/{self.targets}"
+        return f"noise_images/{self.num_classes}/{self.in_channels}/{self.image_size}/{self.seed}{kind}"
 
     def describe(self) -> str:
         """Return the number of samples."""
@@ -122,4 +149,5 @@ class RandomImages:
             in_channels=self.in_channels,
             image_size=self.image_size,
             seed=seed,
+            targets=self.targets,
         )

@@ -83,14 +83,14 @@ class Checklist:
 
     Attributes:
         shown: Samples as text.
-        images: Samples as images [C, H, W] with their class; empty for text.
+        images: Samples as images [C, H, W] with their class or numbers; empty for text.
     """
 
     def __init__(self, resolved: ResolvedRun, *, overfit_steps: int) -> None:
         self._resolved = resolved
         self._overfit_steps = overfit_steps
         self.shown: list[str] = []
-        self.images: list[tuple[Any, int]] = []
+        self.images: list[tuple[Any, str]] = []
 
     def run(self) -> Iterator[Result]:
         """Yield the results. Collective: every rank runs all checks."""
@@ -100,7 +100,8 @@ class Checklist:
         for result in self._check_data(data):
             in_data.append(result)
             yield result
-        if any(result.check == data_checks.RANGE and result.status == "fail" for result in in_data):
+        unusable = (data_checks.RANGE, data_checks.NUMBERS)
+        if any(result.check in unusable and result.status == "fail" for result in in_data):
             return  # a loss over such targets kills the process, on a GPU without a message
         gradients, probe = GradientProbe(), _FirstBatch(self._expected())
         # three steps: a residual branch whose last factor starts at 0 gets its first gradient in the second step
@@ -127,8 +128,6 @@ class Checklist:
         return Expected(
             num_classes=resolved.model.num_classes,
             starts_trained=resolved.model.pretrained is not None,
-            label_smoothing=resolved.label_smoothing,
-            z_loss=resolved.z_loss,
             in_float8=resolved.precision == "fp8-mixed",
         )
 
@@ -139,13 +138,21 @@ class Checklist:
         tokenizer = source.tokenizer
         self.shown = data_checks.show_samples(samples[:2], None if tokenizer is None else tokenizer.decode)
         if not is_text:
-            self.images = [(sample["inputs"], int(sample["targets"])) for sample in samples[:16]]
+            self.images = [
+                (sample["inputs"], data_checks.describe_targets(sample["targets"]).removeprefix("class "))
+                for sample in samples[:16]
+            ]
         for line in self.shown:
             yield Result(check="what the model reads", status="look", found=line)
         if is_text:
             yield data_checks.check_shift(samples[:64])
-        yield data_checks.check_range(samples, self._expected().num_classes)
-        yield data_checks.check_dependence(samples, is_text=is_text)
+        num_outputs, kind = self._expected().num_classes, self._resolved.target_kind
+        if kind == "classes":
+            yield data_checks.check_range(samples, num_outputs)
+            yield data_checks.check_dependence(samples, is_text=is_text)
+        else:
+            yield data_checks.check_numbers(samples, num_outputs, are_labels=kind != "values")
+            yield data_checks.check_similarity(samples)
         seen, held_out = data_checks.spread(train, 8 * _SAMPLES), data_checks.spread(val, _SAMPLES)
         is_complete = len(seen) == len(train) and len(held_out) == len(val)
         yield data_checks.check_splits(seen, held_out, is_complete=is_complete)

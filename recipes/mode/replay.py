@@ -17,6 +17,7 @@ from recipes.config.traits import declare_mode
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
 from recipes.foreign_file import FormatError, reading
+from recipes.loss import divide, logged_by_count, sum_by_count
 from recipes.mode.load import load_task, restoring
 from recipes.run_folder import SPIKES_FOLDER, claim_output, read_json, read_json_lines
 from recipes.runtime.console import LOGGER
@@ -164,10 +165,9 @@ def _recompute(
                 torch.cuda.set_rng_state(random_state["cuda"])
             batch = {key: _move(value, device) for key, value in batch.items()}
             with run.trainer.precision_plugin.forward_context():
-                objective_sum, loss_sum = task.objective_sum(batch)
-            objective = objective_sum / batch["num_targets"]
-            objective.backward()
-            total += float(loss_sum.detach() / batch["num_targets"])
+                terms = task.terms(batch)
+            divide(sum_by_count(terms), batch).backward()
+            total += float(divide(logged_by_count(terms), batch))
     grads = {name: parameter.grad for name, parameter in task.named_parameters() if parameter.grad is not None}
     grads_by_block: dict[str, list[Tensor]] = {}
     for name, grad in grads.items():

@@ -10,6 +10,11 @@ from torch import Tensor
 IGNORE_INDEX = -100  # target without a loss; the default of F.cross_entropy
 
 
+def widen(values: Tensor) -> Tensor:
+    """Return float32, in which a sum of many terms keeps its digits; float64 stays."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy summed over all targets that are not ignored.
 
@@ -18,11 +23,11 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
         targets: [...] class or token indices; `IGNORE_INDEX` carries no loss.
 
     Returns:
-        A 0-dim float32 tensor, in nats.
+        A 0-dim float32 tensor, float64 for logits of that dtype, in nats.
     """
     # convert to float32 first: a bfloat16 sum of ones stops growing at 256
     return F.cross_entropy(
-        logits.float().flatten(0, -2),  # [N, V]
+        widen(logits).flatten(0, -2),  # [N, V]
         targets.flatten(),  # [N]
         ignore_index=IGNORE_INDEX,
         reduction="sum",
@@ -43,11 +48,11 @@ def regularizer_sum(logits: Tensor, targets: Tensor, *, label_smoothing: float, 
         z_loss: Weight of the square; 1e-4 in PaLM.
 
     Returns:
-        A 0-dim float32 tensor, in nats.
+        A 0-dim float32 tensor, float64 for logits of that dtype, in nats.
     """
-    flat_logits, flat_targets = logits.float().flatten(0, -2), targets.flatten()  # [N, V], [N]
+    flat_logits, flat_targets = widen(logits).flatten(0, -2), targets.flatten()  # [N, V], [N]
     carries_loss = flat_targets != IGNORE_INDEX  # [N]
-    terms = torch.zeros_like(flat_targets, dtype=torch.float32)  # [N]
+    terms = torch.zeros_like(flat_targets, dtype=flat_logits.dtype)  # [N]
     if label_smoothing:
         # clamped, because IGNORE_INDEX is not a valid index; those terms are dropped below
         target_logits = flat_logits.gather(1, flat_targets.clamp(min=0)[:, None]).squeeze(1)  # [N]
@@ -60,7 +65,7 @@ def regularizer_sum(logits: Tensor, targets: Tensor, *, label_smoothing: float, 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy of each target, [...] float32, 0 if ignored; arguments as for `cross_entropy_sum`."""
     losses = F.cross_entropy(
-        logits.float().flatten(0, -2),
+        widen(logits).flatten(0, -2),
         targets.flatten(),
         ignore_index=IGNORE_INDEX,
         reduction="none",

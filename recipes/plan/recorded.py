@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from recipes.build import build_task
 from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
+from recipes.loss import Loss, divide, sum_by_count
 from recipes.mesh import Mesh
 from recipes.numerics.accumulation import Accumulation
 from recipes.plan.activations import keep_budget
@@ -138,20 +139,19 @@ def describe_step(
         shape: Shape of one sample.
         on_gpu: Whether to record GPU operators.
     """
-    task = build_task(resolved.with_settings({"metrics": {}, "compile": False}), precision)
+    loss: Loss = resolved.make("loss")
+    task = build_task(resolved.with_settings({"metrics": {}, "compile": False}), precision, loss)
     task.scales_loss = False  # the loss scale is a scalar of the run's strategy
 
     def objective(model: nn.Module, batch: Batch) -> Tensor:
         vars(task).pop("_head_loss", None)  # it caches the ranks of the first model
         task.model = model
-        objective_sum, _ = task.objective_sum(batch)
-        loss: Tensor = objective_sum * (1.0 / batch["num_targets"])
-        return loss
+        return divide(sum_by_count(task.terms(batch)), batch)
 
     return Step(
         make_model=resolved.make_model,
         objective=objective,
-        make_batch=partial(_make_batch, task.input_kind, accumulation.micro_batch_size, shape, precision),
+        make_batch=partial(_make_batch, resolved, loss.count_names, accumulation.micro_batch_size, shape, precision),
         make_optimizer=resolved.make("optimizer"),
         precision=precision,
         activation_checkpoint=resolved.make("activation_checkpoint"),
@@ -176,12 +176,18 @@ def find_sample_shape(resolved: ResolvedRun) -> tuple[int, ...]:
     return tuple(source.train()[0]["inputs"].shape)
 
 
-def _make_batch(kind: str, size: int, shape: tuple[int, ...], precision: Precision) -> Batch:
-    if kind == "tokens":
-        tokens = torch.zeros(size, *shape, dtype=torch.int64)  # [B, T]
-        return {"inputs": tokens, "targets": torch.zeros_like(tokens), "num_targets": size * shape[0]}
-    images = torch.zeros(size, *shape, dtype=precision.param_dtype)  # [B, C, H, W]
-    return {"inputs": images, "targets": torch.zeros(size, dtype=torch.int64), "num_targets": size}
+def _make_batch(
+    resolved: ResolvedRun, count_names: Sequence[str], size: int, shape: tuple[int, ...], precision: Precision
+) -> Batch:
+    if resolved.task.input_kind == "tokens":
+        inputs = torch.zeros(size, *shape, dtype=torch.int64)  # [B, T]
+        targets = torch.zeros_like(inputs)
+    else:
+        inputs = torch.zeros(size, *shape, dtype=precision.param_dtype)  # [B, C, H, W]
+        targets = torch.zeros(size, dtype=torch.int64)  # [B]
+        if resolved.target_kind != "classes":
+            targets = torch.zeros(size, resolved.model.num_classes or 1)  # [B, V]
+    return {"inputs": inputs, "targets": targets, **dict.fromkeys(count_names, targets.numel())}
 
 
 @dataclass(frozen=True, kw_only=True)

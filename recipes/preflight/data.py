@@ -20,6 +20,7 @@ from recipes.preflight.result import Result, judge
 Sample = Mapping[str, Tensor]
 
 RANGE = "targets are classes of the model"
+NUMBERS = "targets are numbers of the model"
 
 _MAX_TOKENS = 200_000  # to count pairs in: enough to see structure in any vocabulary, a second of counting
 _MAX_IMAGES = 1024
@@ -97,6 +98,40 @@ def check_range(samples: Sequence[Sample], num_classes: int) -> Result:
     return Result(check=RANGE, status="pass", found=found)
 
 
+def check_numbers(samples: Sequence[Sample], num_outputs: int, *, are_labels: bool) -> Result:
+    """Check that targets are as many finite numbers as the model has outputs, that they vary, and labels are 0 to 1."""
+    targets = torch.stack([sample["targets"].float().reshape(-1) for sample in samples])  # [N, V]
+    known = ~targets.isnan()
+    values = targets[known]
+    spread_out = float(values.std()) if len(values) > 1 else 0.0
+    low, high = (float(values.min()), float(values.max())) if len(values) else (math.nan, math.nan)
+    found = (
+        f"{targets.shape[1]} per sample for {num_outputs} outputs, from {low:.3g} to {high:.3g}, standard deviation"
+        f" {spread_out:.3g}; {float(known.double().mean()):.0%} are known"
+    )
+    if targets.shape[1] != num_outputs:
+        remedy = "set model.num_classes to the number of targets of a sample"
+        return Result(check=NUMBERS, status="fail", found=found, remedy=remedy)
+    if not math.isfinite(high - low) or spread_out == 0.0:
+        return Result(check=NUMBERS, status="fail", found=found, remedy="look at the targets of the data")
+    if are_labels and not (low >= 0 and high <= 1):
+        return Result(check=NUMBERS, status="fail", found=found, remedy="labels are 0 or 1, NaN where one is unknown")
+    return Result(check=NUMBERS, status="pass", found=found)
+
+
+def check_similarity(samples: Sequence[Sample]) -> Result:
+    """Check, without a model, that similar inputs have similar numbers as targets."""
+    targets = torch.stack([sample["targets"].double().reshape(-1) for sample in samples[:_MAX_IMAGES]])  # [N, V]
+    targets = targets.nan_to_num()
+    nearest = _find_nearest(samples)  # [N]
+    errors = (targets - targets[nearest]).square().sum(dim=1)  # [N]
+    chance = 2 * float(targets.var(dim=0).sum())  # of two samples drawn at random
+    found = f"squared distance {float(errors.mean()):.3g} to the nearest other image's, by chance {chance:.3g}"
+    passes = float(errors.mean()) < chance - 4 * float(errors.std()) / math.sqrt(len(errors))
+    remedy = "inputs and targets do not match: check where the data source pairs, shuffles or sorts them"
+    return judge("inputs are predictive of targets", found, passes=passes, fails=False, remedy=remedy)
+
+
 def check_dependence(samples: Sequence[Sample], *, is_text: bool) -> Result:
     """Check, without a model, that inputs are informative about targets: otherwise no model can learn."""
     name = "inputs are predictive of targets"
@@ -143,18 +178,23 @@ def _pairs(samples: Iterable[Sample]) -> list[tuple[int, int]]:
 
 def _nearest_neighbour(samples: Sequence[Sample]) -> tuple[float, float, float]:
     """Return the accuracy of the nearest other image's class, the chance level, and its standard error."""
-    images = torch.stack([sample["inputs"].float() for sample in samples[:_MAX_IMAGES]])  # [N, C, H, W]
     labels = torch.stack([sample["targets"] for sample in samples[:_MAX_IMAGES]])  # [N]
+    accuracy = float((labels[_find_nearest(samples)] == labels).double().mean())
+    shares = torch.bincount(labels).double() / len(labels)
+    chance = float(shares.square().sum())
+    return accuracy, chance, math.sqrt(chance * (1 - chance) / len(labels))
+
+
+def _find_nearest(samples: Sequence[Sample]) -> Tensor:
+    """Return the index of the most similar other image of each image, [N] int64."""
+    images = torch.stack([sample["inputs"].float() for sample in samples[:_MAX_IMAGES]])  # [N, C, H, W]
     side = max(int(math.sqrt(_MAX_PIXELS / images.shape[1])), 1)
     if images.shape[-1] > side:
         images = F.adaptive_avg_pool2d(images, side)
     flat = images.flatten(1)  # [N, pixels]
     distances = torch.cdist(flat, flat)  # [N, N]
     distances.fill_diagonal_(math.inf)
-    accuracy = float((labels[distances.argmin(dim=1)] == labels).double().mean())
-    shares = torch.bincount(labels).double() / len(labels)
-    chance = float(shares.square().sum())
-    return accuracy, chance, math.sqrt(chance * (1 - chance) / len(labels))
+    return distances.argmin(dim=1)
 
 
 def check_splits(train: Sequence[Sample], val: Sequence[Sample], *, is_complete: bool) -> Result:
@@ -189,6 +229,14 @@ def check_repeats(digests: Sequence[bytes], num_samples: int) -> Result:
     return judge("the stream brings new samples", found, passes=passes, fails=fails, remedy=remedy)
 
 
+def describe_targets(targets: Tensor) -> str:
+    """Describe the targets of one image: its class, or its first numbers."""
+    if not targets.is_floating_point():
+        return f"class {int(targets)}"
+    values = ", ".join(f"{value:.3g}" for value in targets.reshape(-1)[:4].tolist())
+    return f"targets {values}{', …' if targets.numel() > 4 else ''}"
+
+
 def show_samples(samples: Sequence[Sample], decode: Any) -> list[str]:
     """Format inputs and targets of samples for visual inspection.
 
@@ -202,7 +250,7 @@ def show_samples(samples: Sequence[Sample], decode: Any) -> list[str]:
         if inputs.ndim > 1:
             shape = " x ".join(map(str, inputs.shape))
             low, mean, high = float(inputs.min()), float(inputs.float().mean()), float(inputs.max())
-            shown.append(f"class {int(targets)}: {shape} values from {low:.3g} to {high:.3g}, mean {mean:.3g}")
+            shown.append(f"{describe_targets(targets)}: {shape} values from {low:.3g} to {high:.3g}, mean {mean:.3g}")
             continue
         for part, values in (("input", inputs), ("target", targets)):
             tokens = [int(value) for value in values[:24] if int(value) != IGNORE_INDEX]

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recipes.loss import get_mean, logged_by_count, sum_by_count
+from recipes.loss.cross_entropy import CrossEntropy
 from recipes.numerics.loss import IGNORE_INDEX
 from recipes.preflight.result import Result, judge
 from recipes.task.base import Batch, TrainingTask
@@ -31,15 +33,11 @@ class Expected:
     Attributes:
         num_classes: V without padding.
         starts_trained: Whether it starts from pretrained weights.
-        label_smoothing: Label smoothing of the objective.
-        z_loss: Weight of the z-loss in the objective.
         in_float8: Whether its matmuls use float8 with tensor-wise scales.
     """
 
     num_classes: int
     starts_trained: bool
-    label_smoothing: float
-    z_loss: float
     in_float8: bool
 
 
@@ -58,15 +56,21 @@ def check_model(
 
     def forward(part: Batch) -> tuple[Tensor, Tensor]:
         with torch.no_grad(), context():
-            loss_sum, logits = task.loss_sum(part)
-        num_targets = (part["targets"] != IGNORE_INDEX).sum().clamp(min=1)
-        return (loss_sum / num_targets).float(), logits.float()
+            outputs = task.outputs(part)
+            return get_mean(task.loss, outputs, part).float(), outputs.float()
 
     task.model.eval()
-    yield _check_first_loss(mean_over_ranks(float(forward(batch)[0])), expected)
-    yield _check_loss(*forward(batch), batch, expected)
-    if expected.label_smoothing or expected.z_loss:
-        yield _check_objective(task, batch, forward, context, expected)
+    predicts_classes = isinstance(task.loss, CrossEntropy)
+    first = mean_over_ranks(float(forward(batch)[0]))
+    if predicts_classes:
+        yield _check_first_loss(first, expected)
+        yield _check_loss(*forward(batch), batch, expected)
+    else:
+        remedy = "the first forward pass already overflows, or targets are not finite"
+        name = "loss before the first step"
+        yield judge(name, f"{first:.3f}", passes=math.isfinite(first), fails=not math.isfinite(first), remedy=remedy)
+    if isinstance(task.loss, CrossEntropy) and (task.loss.label_smoothing or task.loss.z_loss):
+        yield _check_objective(task, task.loss, batch, forward, context, expected)
     whole = _cut_padding(batch)
     if task.input_kind == "tokens":
         yield _check_future(whole, forward, expected)
@@ -116,22 +120,23 @@ def _check_loss(loss: Tensor, logits: Tensor, batch: Batch, expected: Expected) 
 
 
 def _check_objective(
-    task: TrainingTask, batch: Batch, forward: Forward, context: Context, expected: Expected
+    task: TrainingTask, loss: CrossEntropy, batch: Batch, forward: Forward, context: Context, expected: Expected
 ) -> Result:
     """Compare what training minimizes with the formulas of label smoothing and z-loss over the real classes."""
     with torch.no_grad(), context():
-        objective, loss_sum = (float(value) for value in task.objective_sum(batch))
+        terms = task.terms(batch)
+    [objective], [loss_sum] = (list(sums.values()) for sums in (sum_by_count(terms), logged_by_count(terms)))
     _, logits = forward(batch)
     real = logits[..., : expected.num_classes].flatten(0, -2).double()  # [B * T, V]
     carries = batch["targets"].flatten() != IGNORE_INDEX
     log_probabilities = real.log_softmax(dim=-1)
     target = log_probabilities.gather(1, batch["targets"].flatten().clamp(min=0)[:, None]).squeeze(1)
-    smoothing = expected.label_smoothing
+    smoothing = loss.label_smoothing
     each = -(1 - smoothing) * target - smoothing * log_probabilities.mean(dim=-1)
-    each = each + expected.z_loss * real.logsumexp(dim=-1).square()
+    each = each + loss.z_loss * real.logsumexp(dim=-1).square()
     own = float(each[carries].sum())
     found = f"objective {objective:.4f}, by the formulas over {expected.num_classes} classes {own:.4f}"
-    passes = math.isclose(objective, own, rel_tol=2e-3)
+    passes = math.isclose(float(objective), own, rel_tol=2e-3)
     if passes:
         found += f" (loss {loss_sum:.4f})"
     remedy = "label smoothing or z-loss counts the columns that pad the vocabulary: cut the logits at model.vocab_size"

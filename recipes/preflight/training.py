@@ -18,6 +18,7 @@ from recipes.build import Run
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.writer import CheckpointWriter
 from recipes.config.resolved import ResolvedRun
+from recipes.loss import get_mean
 from recipes.numerics.collectives import gather_objects
 from recipes.preflight.data import digest
 from recipes.preflight.result import Result, judge
@@ -230,9 +231,9 @@ class LossAfterStep(Callback):
         batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in self.batch.items()}
         pl_module.model.eval()
         with torch.no_grad(), trainer.precision_plugin.forward_context():
-            loss_sum, _ = pl_module.loss_sum(batch)
+            loss = get_mean(pl_module.loss, pl_module.outputs(batch), batch)
         pl_module.model.train()
-        self.loss = float(loss_sum)
+        self.loss = float(loss)
 
 
 def _get_writer(trainer: lightning.Trainer) -> CheckpointWriter:

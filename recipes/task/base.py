@@ -18,13 +18,15 @@ from recipes.activation_checkpoint import ActivationCheckpoint
 from recipes.clipping import Clipping
 from recipes.clipping.none import NoClipping
 from recipes.compile import CompilationCounter, compile_blocks, is_compiled
+from recipes.data.batches import sum_counts
 from recipes.errors import ConfigError
+from recipes.loss import Loss, Term, divide, get_count, logged_by_count, sum_by_count
 from recipes.metrics import ValidationMetrics
 from recipes.model.flops import CountsFlops
 from recipes.model.weights import await_checkpoint, initialize
 from recipes.numerics.collectives import average_over_ranks
 from recipes.numerics.ema import average_weights
-from recipes.numerics.loss import cross_entropy_sum, regularizer_sum, sum_by_source, token_losses
+from recipes.numerics.loss import sum_by_source, token_losses
 from recipes.optimizer import hold_averages
 from recipes.parallel.groups import Groups
 from recipes.strategy import StepGuard
@@ -39,18 +41,21 @@ class Validated(lightning.LightningModule):
     """A task that computes metrics over one or more validation sets, reduced over all ranks.
 
     Args:
-        metrics: Validation metrics in addition to `val/loss`, by name without `val/`.
+        loss: What is trained on and validated, as sums and counts.
+        metrics: Validation metrics in addition to those of the loss, by name without `val/`.
         **settings: Arguments of the next base class.
 
     Attributes:
+        loss: As above.
         val_metrics: Metrics of the validation split; those of additional sets are in `eval_metrics`.
         source_names: Sources of a mixture, whose losses are logged separately; set before the first step.
     """
 
     model: nn.Module
 
-    def __init__(self, *, metrics: Mapping[str, Metric], **settings: Any) -> None:
+    def __init__(self, *, loss: Loss, metrics: Mapping[str, Metric], **settings: Any) -> None:
         super().__init__(**settings)
+        self.loss = loss
         self._metrics = metrics
         self.name_data(sources=(), further=())
 
@@ -63,9 +68,11 @@ class Validated(lightning.LightningModule):
             group: Process group of ranks with different tokens; None: all ranks.
         """
         self.source_names = sources
-        self.val_metrics = ValidationMetrics(self._metrics, sources=sources, group=group)
+        self.val_metrics = ValidationMetrics(self._metrics, loss=self.loss, sources=sources, group=group)
         self.eval_metrics = [
-            ValidationMetrics({key: metric.clone() for key, metric in self._metrics.items()}, split=name, group=group)
+            ValidationMetrics(
+                {key: metric.clone() for key, metric in self._metrics.items()}, loss=self.loss, split=name, group=group
+            )
             for name in further
         ]
 
@@ -79,12 +86,12 @@ class Validated(lightning.LightningModule):
             self.name_data(sources=sources, further=further, group=groups.tokens)
 
     @abstractmethod
-    def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the loss of a micro-batch summed over targets, 0-dim float32, and the logits [..., V]."""
+    def outputs(self, batch: Batch) -> Any:
+        """Return what the loss reads of the model's answer to a batch: outputs [B, …, V] in compute dtype."""
 
-    def _without_padding(self, logits: Tensor) -> Tensor:
-        """Return a view of logits [..., V] without vocabulary padding."""
-        return logits[..., : getattr(self.model, "vocab_size", None)]
+    def _without_padding(self, outputs: Tensor) -> Tensor:
+        """Return a view of outputs [..., V] without padding columns."""
+        return outputs[..., : self.loss.num_outputs]
 
     @override
     def on_validation_epoch_start(self) -> None:
@@ -103,11 +110,11 @@ class Validated(lightning.LightningModule):
     @override
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         metrics = self._metrics_of(dataloader_idx)
-        loss_sum, logits = self.loss_sum(batch)
-        logits = self._without_padding(logits)
-        metrics.update(loss_sum=loss_sum, logits=logits, targets=batch["targets"])
+        outputs = self.outputs(batch)
+        metrics.update(self.loss(outputs, batch), outputs=self._without_padding(outputs), batch=batch)
         if "source" in batch and metrics is self.val_metrics:
-            metrics.update_sources(token_losses(logits, batch["targets"]), batch["targets"], batch["source"])
+            losses = token_losses(self._without_padding(outputs), batch["targets"])
+            metrics.update_sources(losses, batch["targets"], batch["source"])
 
     def _metrics_of(self, dataloader_idx: int) -> ValidationMetrics:
         return self.eval_metrics[dataloader_idx - 1] if dataloader_idx else self.val_metrics
@@ -132,12 +139,10 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         convert_model: (model on the meta device, shards_weights=bool); prepares the model for the run's precision.
         activation_checkpoint: Which blocks are recomputed in the backward pass.
         compile_mode: `mode` of `torch.compile` for blocks and loss, the largest elementwise operation; None: eager.
-        loss_chunk_tokens: Language models: tokens per chunk of logits; None: all tokens of a micro-batch at once.
+        loss: What is trained on, as sums and the counts that divide them.
         scales_loss: Whether the run uses a loss scaler.
         clipping: Adaptive limit of the gradient norm, in addition to the fixed one.
         ema_decay: Decay of the EMA of the weights, kept in the optimizer state; None disables it.
-        label_smoothing: Label smoothing of the training objective, see `regularizer_sum`; not in logged losses.
-        z_loss: Weight of the z-loss in the training objective; not in logged losses.
         seed: Seed of the initial weights and of each rank's RNG state.
         metrics: Validation metrics in addition to `val/loss`, by name without `val/`.
 
@@ -159,52 +164,45 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         convert_model: Callable[..., None],
         activation_checkpoint: ActivationCheckpoint,
         compile_mode: str | None,
-        loss_chunk_tokens: int | None,
+        loss: Loss,
         scales_loss: bool,
         clipping: Clipping,
         ema_decay: float | None,
-        label_smoothing: float,
-        z_loss: float,
         seed: int,
         metrics: Mapping[str, Metric],
     ) -> None:
-        super().__init__(metrics=metrics, seed=seed, clipping=clipping, keeps_average=ema_decay is not None)
+        super().__init__(loss=loss, metrics=metrics, seed=seed, clipping=clipping, keeps_average=ema_decay is not None)
         self._ema_decay = ema_decay
-        self._regularizer = {"label_smoothing": label_smoothing, "z_loss": z_loss}
         self._make_model = make_model
         self._make_optimizer = make_optimizer
         self._schedule = schedule
         self._convert_model = convert_model
         self._activation_checkpoint = activation_checkpoint
         self._compile_mode = compile_mode
-        self._loss_chunk_tokens = loss_chunk_tokens
-        self.cross_entropy_sum: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
         self.scales_loss = scales_loss
         self.check_room: Callable[[nn.Module], None] = lambda model: None
         self.recipes_row: dict[str, float | Tensor] = {}
         self._micro_batches_in_window = self._window_samples = self._window_tokens = 0
+        self._window_batches: list[Batch] = []  # of a task that looks ahead
         self._window_loss: Tensor | None = None
         self._unlogged_loss: Tensor | None = None  # of the last step, if its number does not make it a logged one
+        self._window_measures: dict[str, Tensor] = {}  # name -> [], what the loss logs beside itself
         self._window_sources: Tensor | None = None  # [2, K], summed loss and targets of each source of a mixture
 
-    def objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the training objective and the loss without regularizers, both 0-dim, summed over targets."""
-        loss_sum, logits = self.loss_sum(batch)
+    def terms(self, batch: Batch) -> list[Term]:
+        """Return the terms of the training objective of a micro-batch."""
+        outputs = self.outputs(batch)
         if "source" in batch:
-            self.add_sources(batch, token_losses(self._without_padding(logits).detach(), batch["targets"]))
-        if not any(self._regularizer.values()):
-            return loss_sum, loss_sum
-        # padding columns are -inf, and label smoothing averages over all columns
-        added = regularizer_sum(self._without_padding(logits), batch["targets"], **self._regularizer)
-        return loss_sum + added, loss_sum
+            self.add_sources(batch, token_losses(self._without_padding(outputs).detach(), batch["targets"]))
+        return self.loss(outputs, batch)
 
     def recipes_generate_text(self, *prompt: Any, **options: Any) -> str | None:
         """Return None: a task generates no text unless it says so, and the sampling callback need not warn of that."""
         return None
 
-    @abstractmethod
     def recipes_sample_losses(self, batch: Batch) -> Tensor:
         """Return the mean loss of each sample over its targets, [B] float32."""
+        return self.loss.per_sample(self.outputs(batch), batch)
 
     def add_sources(self, batch: Batch, losses: Tensor, *, counts: bool = True) -> None:
         """Add the losses of a micro-batch to the per-source sums of the step.
@@ -229,7 +227,8 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         if self._compile_mode is not None and hasattr(model, "blocks"):
             leaves_out_hooks = getattr(self.trainer.strategy, "gathers_by_hooks", False)
             compile_blocks(model.blocks, mode=self._compile_mode, leaves_out_hooks=leaves_out_hooks)  # type: ignore[arg-type]
-            self.cross_entropy_sum = torch.compile(cross_entropy_sum)
+            self.loss.compile()
+        self.loss.num_outputs = getattr(model, "vocab_size", None)
         self.model_name = getattr(model, "title", type(model).__name__)  # before an engine may change its class
         first_weights = await_checkpoint if self.awaits_checkpoint else initialize
         self.check_room(model)
@@ -266,8 +265,45 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         self.trainer.strategy.clipping = adaptive  # type: ignore[attr-defined]
         self.resume_optimizer(self._schedule)
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether it reads all micro-batches of a step before the first; the data stream then keeps them."""
+        return type(self).before_window is not TrainingTask.before_window
+
+    def before_window(self, micro_batches: list[Batch]) -> list[Batch]:
+        """Look at all micro-batches of this rank before the first forward pass of an optimizer step.
+
+        Override it for what depends on the whole global batch, such as features that every sample is compared with or a
+        statistic over all samples: forward passes without gradients, collectives and generation are allowed, and every
+        rank calls it. It runs in the precision of the run, in training mode. A task that does not override it reads
+        nothing ahead. Values are the same for every split only if they are those of the global batch.
+
+        Args:
+            micro_batches: On the device; under pipeline parallelism one, with the samples of all micro-batches.
+
+        Returns:
+            The micro-batches to train on, with what was computed added to each: tensors with one row per sample, or
+            values for the whole batch. The loss counts these.
+        """
+        return micro_batches
+
+    def _begin_window(self) -> None:
+        """Call `before_window`, and count what it returns."""
+        trainer, window = self.trainer, self.trainer.datamodule.window  # type: ignore[attr-defined]
+        plugin = trainer.precision_plugin
+        moved = [trainer.strategy.batch_to_device(plugin.convert_input(batch)) for batch in window]
+        with plugin.train_step_context():
+            micro_batches = self.before_window(moved)
+        counts = [self.loss.counts(batch) for batch in micro_batches]
+        totals = sum_counts(counts, trainer.strategy.sum_over_data_ranks)  # type: ignore[attr-defined]
+        self._window_batches = [{**batch, **totals} for batch in micro_batches]
+
     @override
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        if self.looks_ahead:
+            if self._micro_batches_in_window == 0:
+                self._begin_window()
+            batch |= self._window_batches[self._micro_batches_in_window]  # in place: Lightning passes it on
         if self._compile_mode == "reduce-overhead":  # CUDA graphs may now overwrite outputs of the last micro-batch
             torch.compiler.cudagraph_mark_step_begin()
 
@@ -275,19 +311,34 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the loss of one micro-batch, scaled so that accumulated gradients equal those of the global batch.
 
-        The loss of a step is the sum over targets divided by the number of targets in the global batch, which every
-        micro-batch holds as `num_targets`. A mean of micro-batch means would weight targets unequally.
+        Each sum of the loss is divided by its count in the global batch, which every micro-batch holds under the name
+        of the count. A mean of micro-batch means would weight targets unequally.
         """
-        objective_sum, loss_sum = self.objective_sum(batch)
+        terms = self.terms(batch)
         self._count(batch)
-        self._add_loss(loss_sum, batch)
-        scaled: Tensor = objective_sum * (self._undo_division() / batch["num_targets"])
+        self._add_loss(terms, batch)
+        return self.scale(terms, batch)
+
+    def scale(self, terms: Sequence[Term], batch: Batch) -> Tensor:
+        """Return the objective of a micro-batch, divided by the counts of the global batch, 0-dim.
+
+        Engines and Lightning average over ranks and micro-batches; the factor undoes that.
+        """
+        parts = [
+            sums * (self._undo_division() / get_count(batch, per, sums)) for per, sums in sum_by_count(terms).items()
+        ]
+        scaled: Tensor = functools.reduce(torch.add, parts)
         return scaled
 
-    def _add_loss(self, loss_sum: Tensor, batch: Batch) -> None:
-        """Add the summed loss of a micro-batch to the loss of the step; log the step after its last micro-batch."""
-        loss = loss_sum.detach() / batch["num_targets"]  # [], contribution of this micro-batch to the loss of the step
+    def _add_loss(self, terms: Sequence[Term], batch: Batch) -> None:
+        """Add the loss of a micro-batch to that of the step; log the step after its last micro-batch."""
+        loss = divide(logged_by_count(terms), batch)  # [], contribution of this micro-batch to the loss of the step
         self._window_loss = loss if self._window_loss is None else self._window_loss + loss
+        for term in terms:
+            if term.logged_as is not None:
+                part = term.sum.detach() / get_count(batch, term.per, term.sum)
+                earlier = self._window_measures.get(term.logged_as)
+                self._window_measures[term.logged_as] = part if earlier is None else earlier + part
         if self._micro_batches_in_window == self.trainer.accumulate_grad_batches:
             # before the backward pass: the guard needs the loss of the step when gradients are clipped
             self._end_window()
@@ -355,6 +406,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         self.num_tokens += self._window_tokens
         self._window_samples = self._window_tokens = self._micro_batches_in_window = 0
         self._window_loss = self._window_sources = None
+        measures, self._window_measures = self._window_measures, {}
         step = trainer.global_step + 1
         if step == trainer.max_steps:
             trainer.should_stop = True  # makes Lightning log and validate the last step regardless of the intervals
@@ -369,6 +421,8 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         if not is_logged:
             return
         self._log_step(loss)
+        if self.loss.measures:
+            self._log_measures(measures)
         if sources is not None:
             self._log_sources(self._sum_over_token_ranks(sources))
 
@@ -386,6 +440,14 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         if self.num_tokens:
             self.log_row({"train/tokens": self.num_tokens})
         self.log_row(dict(self._learning_rates()))
+
+    def _log_measures(self, of_rank: Mapping[str, Tensor]) -> None:
+        """Log what the loss measures beside itself, summed over ranks in one collective, which every rank joins."""
+        names = list(self.loss.measures)
+        zero = torch.zeros((), device=self.device)
+        sums = torch.stack([of_rank.get(name, zero).float() for name in names])  # [K]
+        values = self._sum_over_token_ranks(sums).unbind()
+        self.log_row({f"train/{name}": value for name, value in zip(names, values, strict=True)})
 
     def _log_sources(self, totals: Tensor) -> None:
         """Log loss and consumed tokens of each source of a mixture; no loss for a source without targets in this step.

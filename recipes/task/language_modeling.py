@@ -3,7 +3,7 @@
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from recipes.errors import ConfigError
 from recipes.lightning_internals import is_accumulating, skip_backward
+from recipes.loss import Term, add_up, detach, divide, logged_by_count
 from recipes.metrics import ValidationMetrics
 from recipes.model import LanguageModel
 from recipes.model.moe.router import describe_loads
@@ -42,15 +43,14 @@ class PipelineTask(TrainingTask, ABC):
         """Return a batch with this rank's shard of every sequence; `positions` still cover all tokens."""
 
     @abstractmethod
-    def own_objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return objective and loss of a batch from `own_tokens`, summed over targets, without auxiliary losses."""
+    def own_terms(self, batch: Batch) -> list[Term]:
+        """Return the terms of a batch from `own_tokens`, without the auxiliary losses of the model's layers."""
 
     @abstractmethod
-    def add_terms(self, objective: Tensor, *, stage: nn.Module, targets: Tensor) -> Tensor:
-        """Return the objective of a micro-batch plus the auxiliary losses of a stage's layers.
+    def layer_terms(self, *, stage: nn.Module, targets: Tensor) -> list[Term]:
+        """Return the auxiliary losses of the micro-batch that a stage's layers have just computed.
 
         Args:
-            objective: Summed over targets, 0-dim.
             stage: Stage that computed the micro-batch; the whole model without pipeline parallelism.
             targets: [B, T].
         """
@@ -58,46 +58,49 @@ class PipelineTask(TrainingTask, ABC):
     def run_pipeline(self, batch: Batch, pipeline: PipelineSchedule) -> Tensor:
         """Compute the gradients of a whole step and return its loss; 0 on ranks without the last stage."""
         self.trainer.optimizers[0].zero_grad()
-        num_targets = batch["num_targets"]
         own = self.own_tokens(batch)
-        losses: list[Tensor] = []
+        num_samples = len(own["inputs"])
+        rows = {
+            name: value
+            for name, value in own.items()
+            if name != "inputs" and isinstance(value, Tensor) and value.ndim and len(value) == num_samples
+        }
+        whole = {name: value for name, value in own.items() if name not in rows and name != "inputs"}
+        logged: list[Term] = []
         # explicitly float32: bf16-true changes the default dtype
         zero = torch.zeros((), dtype=torch.float32, device=own["inputs"].device)
 
-        def scale(objective_sum: Tensor) -> Tensor:
-            scaled = objective_sum * (self._undo_division() / num_targets)
-            return self.trainer.strategy.scale_loss(scaled)  # type: ignore[attr-defined, no-any-return]
+        def scale(terms: Sequence[Term]) -> Tensor:
+            return self.trainer.strategy.scale_loss(self.scale(terms, whole))  # type: ignore[attr-defined, no-any-return]
 
         def compute(forward: Callable[..., Any], hidden: Tensor, rest: Mapping[str, Tensor]) -> Tensor:
             self.stage_forward = forward
             try:
-                micro_batch = {**rest, "inputs": hidden, "num_targets": num_targets}
-                objective_sum, loss_sum = self.own_objective_sum(micro_batch)
+                terms = self.own_terms({**rest, **whole, "inputs": hidden})
             finally:
                 self.stage_forward = None
-            losses.append(loss_sum.detach())
+            logged.extend(detach(term) for term in terms)
             last = list_stages(self.model)[-1]
-            objective_sum = self.add_terms(objective_sum, stage=last, targets=rest["targets"])
-            return torch.stack([scale(objective_sum)])  # not a view, which FSDP2 warns about
+            terms = terms + self.layer_terms(stage=last, targets=rest["targets"])
+            return torch.stack([scale(terms)])  # not a view, which FSDP2 warns about
 
         def leave(stage: nn.Module, hidden: Tensor, rest: Mapping[str, Tensor]) -> Tensor:
-            terms = self.add_terms(zero, stage=stage, targets=rest["targets"])
-            if terms.requires_grad:
+            terms = self.layer_terms(stage=stage, targets=rest["targets"])
+            if any(term.sum.requires_grad for term in terms):
                 hidden = _Differentiate.apply(hidden, scale(terms))  # type: ignore[no-untyped-call]
             return hidden
 
         # on every rank: a loss scaler has no scale before its first call, and ranks without the loss unscale too
-        scale(zero)
-        names = [name for name in ("targets", "positions", "num_inputs", "source") if name in own]
-        pipeline.step(own["inputs"], {name: own[name] for name in names}, compute, leave)
+        nothing = Term(zero, per=self.loss.count_names[0])
+        scale([nothing])
+        pipeline.step(own["inputs"], rows, compute, leave)
         self._count(batch)
         # zero on ranks without the last stage, because losses are summed over pipeline ranks too
-        loss_sum = torch.stack([zero, *losses]).sum()
+        terms = add_up(logged, zero) or [nothing]
         if "source" in own and not pipeline.has_last:
             self.add_sources(own, torch.zeros_like(own["targets"], dtype=torch.float32), counts=False)
-        self._add_loss(loss_sum, batch)
-        step_loss: Tensor = loss_sum / num_targets
-        return step_loss
+        self._add_loss(terms, batch)
+        return divide(logged_by_count(terms), batch)
 
 
 class _Differentiate(torch.autograd.Function):
@@ -141,24 +144,23 @@ class Routing:
         """Discard statistics left by other callers of the objective."""
         self._routed = []
 
-    def add_terms(self, objective: Tensor, *, stage: nn.Module, targets: Tensor) -> Tensor:
-        """Return the objective of a micro-batch plus the auxiliary losses, summed over targets.
+    def terms(self, *, stage: nn.Module, targets: Tensor) -> list[Term]:
+        """Return the weighted auxiliary losses of a micro-batch, summed over targets.
 
         Args:
-            objective: Summed over targets, 0-dim.
             stage: Stage that computed the micro-batch; the whole model without pipeline parallelism.
             targets: [B, T].
         """
         model: Any = stage
         routed = model.take_routed()
         if routed is None or not torch.is_grad_enabled():
-            return objective
+            return []
         num_targets = (targets != IGNORE_INDEX).sum(dim=1)  # [B]
         weights = torch.stack([num_targets, num_targets, routed.num_tokens])  # [3, B]
         sums = (routed.terms * weights).sum(dim=-1)  # [L, 3]
         self._routed.append((routed.first_layer, routed.loads, sums.detach()))
         has_terms = model.router_aux_loss_coef or model.router_z_loss
-        return objective + model.weigh_terms(sums) if has_terms else objective
+        return [Term(model.weigh_terms(sums), in_loss=False)] if has_terms else []
 
     def end_training_step(self, num_targets: Tensor | int, device: torch.device) -> None:
         """Add the routing statistics of the training step to those of the current optimizer step.
@@ -261,27 +263,25 @@ class LanguageModeling(GeneratesText, PipelineTask):
         forward = self.stage_forward or self.model
         return forward(batch["inputs"], **options)
 
-    def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        logits = self._run(batch)  # [B, T, V], compute dtype
-        return self.cross_entropy_sum(logits, batch["targets"]), logits
+    @override
+    def outputs(self, batch: Batch) -> Any:
+        return self._run(batch)  # [B, T, V], compute dtype
 
     @functools.cached_property
     def _head_loss(self) -> HeadLoss | None:
         """Loss computed from chunks of the logits; None: disabled, or not supported by the model."""
         takes_reduce = "reduce" in inspect.signature(self.model.forward).parameters
-        if self._loss_chunk_tokens is None or not takes_reduce:
-            return None
-        if not getattr(self.model, "computes_loss_in_chunks", True):
+        if not takes_reduce or not getattr(self.model, "computes_loss_in_chunks", True):
             return None
         ranks: TensorRanks | None = getattr(getattr(self.model, "head", None), "ranks", None)
         stages: PipelineRanks | None = getattr(self.model, "pipeline", None)
-        head_loss = HeadLoss(
-            vocab_size=cast(LanguageModel, self.model).vocab_size,
-            chunk_tokens=self._loss_chunk_tokens,
-            **self._regularizer,
+        head_loss = self.loss.in_chunks(
+            cast(LanguageModel, self.model).vocab_size,
             vocabulary_group=None if ranks is None else ranks.group,
             retains_graph=stages is not None and stages.plan.schedule == "ZBVZeroBubble",
         )
+        if head_loss is None:
+            return None
         if self._compile_mode is not None:
             head_loss.compile()
         return head_loss
@@ -324,10 +324,9 @@ class LanguageModeling(GeneratesText, PipelineTask):
         self._routing.end_optimizer_step(has_overflowed=strategy.num_overflows != num_overflows)
 
     @override
-    def objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def terms(self, batch: Batch) -> list[Term]:
         own = self.own_tokens(batch)
-        objective, loss = self.own_objective_sum(own)
-        return self.add_terms(objective, stage=self.model, targets=own["targets"]), loss
+        return self.own_terms(own) + self.layer_terms(stage=self.model, targets=own["targets"])
 
     @override
     def own_tokens(self, batch: Batch) -> Batch:
@@ -337,13 +336,13 @@ class LanguageModeling(GeneratesText, PipelineTask):
         return batch | {name: ranks.own_tokens(batch[name], dim=1) for name in ("inputs", "targets")}  # [B, t]
 
     @override
-    def add_terms(self, objective: Tensor, *, stage: nn.Module, targets: Tensor) -> Tensor:
-        return objective if self._routing is None else self._routing.add_terms(objective, stage=stage, targets=targets)
+    def layer_terms(self, *, stage: nn.Module, targets: Tensor) -> list[Term]:
+        return [] if self._routing is None else self._routing.terms(stage=stage, targets=targets)
 
     @override
-    def own_objective_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def own_terms(self, batch: Batch) -> list[Term]:
         if self._head_loss is None:
-            return super().objective_sum(batch)
+            return super().terms(batch)
         scale = None
         if self.scales_loss and torch.is_grad_enabled():
             unscaled = torch.ones((), device=batch["inputs"].device) * (self._undo_division() / batch["num_targets"])
@@ -352,7 +351,7 @@ class LanguageModeling(GeneratesText, PipelineTask):
         objective, loss, by_token = self._run(batch, reduce=reduce)
         if "source" in batch:
             self.add_sources(batch, by_token)
-        return objective, loss
+        return [Term(objective, in_loss=loss)]
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -387,9 +386,10 @@ class LanguageModeling(GeneratesText, PipelineTask):
         for part in split(len(flat), head_loss.chunk_tokens):
             logits = head_loss.logits(flat[part], weight)  # [n, V], compute dtype
             losses.append(token_losses(logits, flat_targets[part]))  # [n]
-            metrics.update(loss_sum=losses[-1].sum(), logits=logits, targets=flat_targets[part])
+            metrics.update([Term(losses[-1].sum())], outputs=logits, batch={"targets": flat_targets[part]})
         return torch.cat(losses).view_as(targets)
 
+    @override
     def recipes_sample_losses(self, batch: Batch) -> Tensor:
         batch = self.own_tokens(batch)
         if self._head_loss is None:

@@ -15,12 +15,12 @@ from torch import Tensor
 sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 
 from run_cases import run_all  # noqa: E402
-from support import composed_config  # noqa: E402
+from support import composed_config, resolved  # noqa: E402
 
 from recipes.build import _build_metrics  # noqa: E402
 from recipes.data.batches import RankShare  # noqa: E402
+from recipes.loss.cross_entropy import CrossEntropy  # noqa: E402
 from recipes.metrics import ValidationMetrics  # noqa: E402
-from recipes.numerics.loss import cross_entropy_sum  # noqa: E402
 
 
 class Predicted:
@@ -46,12 +46,12 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         dist.init_process_group("gloo")
     share = RankShare(Predicted(case["num_samples"]), rank=rank, world_size=world_size)
     config = composed_config("model=resnet18", "strategy=ddp", f"trainer.devices={world_size}")
-    validation = ValidationMetrics(_build_metrics(config))
+    loss = CrossEntropy()
+    validation = ValidationMetrics(_build_metrics(resolved(config, folder), loss), loss=loss)
     validation.reset()
     batches: Any = torch.utils.data.DataLoader(share, batch_size=case["micro_batch_size"])  # type: ignore[arg-type]
     for batch in batches:
-        logits, targets = batch["inputs"], batch["targets"]
-        validation.update(loss_sum=cross_entropy_sum(logits, targets), logits=logits, targets=targets)
+        validation.update(loss(batch["inputs"], batch), outputs=batch["inputs"], batch=batch)
     values: dict[str, Any] = validation.compute()
     return values
 

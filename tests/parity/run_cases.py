@@ -1,7 +1,7 @@
 """Run many cases in one process group, as one rank: python run_cases.py <cases.json> <results.json>.
 
-A case is a list of overrides and a data node that replaces the composed one; its result is the rows of metrics.csv
-and, if `count` is set, the bytes held by this rank. `overflow` selects a step and a rank.
+A case is a list of overrides and nodes of data, loss and task that replace the composed ones; its result is the rows of
+metrics.csv and, if `count` is set, the bytes held by this rank. `overflow` selects a step and a rank.
 """
 
 import gc
@@ -29,6 +29,7 @@ from recipes.strategy.deepspeed.partition import gather_in_compute_dtype  # noqa
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Train; return the metric rows."""
     config = composed_config(*case["overrides"]) | {"data": case["data"]}
+    config |= {name: case[name] for name in ("loss", "task") if name in case}
     run = build(resolved(config, folder))
     if "gathers_in_float32" in case:
         strategy.gather_in_compute_dtype = lambda *_: None

@@ -20,6 +20,7 @@ from support import composed_config, read_metrics, resolved  # noqa: E402
 
 from callbacks.throughput.callback import SpeedMonitor  # noqa: E402
 from recipes.build import build  # noqa: E402
+from recipes.numerics.loss import cross_entropy_sum  # noqa: E402
 
 
 class IndependentMeasurement(Callback):
@@ -33,7 +34,7 @@ class IndependentMeasurement(Callback):
     def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 0:
             with torch.no_grad(), trainer.precision_plugin.forward_context():
-                loss_sum, _ = pl_module.loss_sum(batch)
+                loss_sum = cross_entropy_sum(pl_module.outputs(batch), batch["targets"])
             num_targets = (batch["targets"] != -100).sum()
             self.sums += torch.stack([loss_sum.double(), num_targets.double()])
         if trainer.global_rank == trainer.world_size - 1:

@@ -21,6 +21,8 @@ from torchmetrics.text import BLEUScore
 
 from recipes.build import build
 from recipes.errors import ConfigError
+from recipes.loss import Term
+from recipes.loss.cross_entropy import CrossEntropy
 from recipes.metrics import MeanLoss, Perplexity, ValidationMetrics, check_metric
 from recipes.numerics.loss import IGNORE_INDEX, cross_entropy_sum
 
@@ -42,11 +44,16 @@ def make_batch(num_samples: int, *, seed: int) -> tuple[Tensor, Tensor]:
     return logits, torch.randint(CLASSES, (num_samples,), generator=generator)
 
 
+def update(validation: ValidationMetrics, logits: Tensor, targets: Tensor) -> None:
+    batch = {"targets": targets}
+    validation.update(CrossEntropy()(logits, batch), outputs=logits, batch=batch)
+
+
 def evaluate(metrics: dict[str, Metric], batches: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    validation = ValidationMetrics(metrics)
+    validation = ValidationMetrics(metrics, loss=CrossEntropy())
     validation.reset()
     for logits, targets in batches:
-        validation.update(loss_sum=cross_entropy_sum(logits, targets), logits=logits, targets=targets)
+        update(validation, logits, targets)
     return validation.compute()
 
 
@@ -66,12 +73,12 @@ def test_targets_without_loss_count_in_no_metric() -> None:
 
 
 def test_a_second_validation_begins_from_nothing() -> None:
-    validation = ValidationMetrics(make_metrics())
+    validation = ValidationMetrics(make_metrics(), loss=CrossEntropy())
     results = []
     for _ in range(2):
         validation.reset()
         logits, targets = make_batch(8, seed=0)
-        validation.update(loss_sum=cross_entropy_sum(logits, targets), logits=logits, targets=targets)
+        update(validation, logits, targets)
         results.append(validation.compute())
     assert results[0] == results[1]
 
@@ -149,7 +156,7 @@ def test_a_metric_is_no_part_of_the_task_that_engines_wrap_cast_and_save(tmp_pat
     run.task.to(torch.bfloat16)
     validation = run.task.val_metrics
     logits, targets = make_batch(8, seed=0)
-    validation.update(loss_sum=cross_entropy_sum(logits, targets), logits=logits, targets=targets)
+    update(validation, logits, targets)
     assert validation._metrics["val/loss"].loss_sum.dtype == torch.float64
     assert validation.compute()["val/loss"] == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-6)
 
@@ -167,7 +174,7 @@ def test_a_metric_is_no_part_of_the_task_that_engines_wrap_cast_and_save(tmp_pat
 )
 def test_a_metric_that_does_not_fit_is_found_before_the_run(metric: Any, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_metric("mine", metric, num_classes=CLASSES)
+        check_metric("mine", metric, loss=CrossEntropy(), num_outputs=CLASSES, target_kind="classes")
     assert caught.value.setting == f"metrics.mine._target_={type(metric).__name__}"
     assert caught.value.reason.startswith(reason)
     assert "metrics.mine" in caught.value.fix
@@ -175,7 +182,7 @@ def test_a_metric_that_does_not_fit_is_found_before_the_run(metric: Any, reason:
 
 def test_metrics_that_fit_leave_no_trace_of_the_trial() -> None:
     for name, metric in {**make_metrics(), "perplexity": Perplexity(), "loss": MeanLoss()}.items():
-        check_metric(name, metric, num_classes=CLASSES)
+        check_metric(name, metric, loss=CrossEntropy(), num_outputs=CLASSES, target_kind="classes")
         assert not metric.update_called, name
 
 
@@ -208,10 +215,10 @@ def test_one_more_metric_is_one_override(text_folder: str, tmp_path: Path) -> No
 
 def test_a_mixture_of_one_source_has_its_loss_by_source() -> None:
     for sources in (["only"], ["one", "two"]):
-        metrics = ValidationMetrics({}, sources=sources)
+        metrics = ValidationMetrics({}, loss=CrossEntropy(), sources=sources)
         losses = torch.tensor([[1.0, 3.0], [2.0, 6.0]])  # [B, T]
         targets = torch.zeros(2, 2, dtype=torch.int64)  # [B, T]
-        metrics.update(loss_sum=losses.sum(), logits=torch.zeros(2, 2, 3), targets=targets)
+        metrics.update([Term(losses.sum())], outputs=torch.zeros(2, 2, 3), batch={"targets": targets})
         metrics.update_sources(losses, targets, torch.tensor([0, len(sources) - 1]))
         found = metrics.compute()
         assert found["val/loss"] == 3.0

@@ -13,7 +13,7 @@ from recipes.config.compose import CONF
 from recipes.config.published import read_size
 from recipes.config.resolved import ResolvedRun
 from recipes.config.signature import find_signature, read_signature
-from recipes.config.traits import list_data, select
+from recipes.config.traits import list_data, read_target_kind, read_target_kinds, select
 from recipes.config.unread import OF_SAVING
 from recipes.errors import ConfigError, type_setting
 from recipes.foreign_file import missing_published
@@ -63,6 +63,12 @@ _OPTIONS: dict[str, tuple[str | bool | None, ...]] = {
 }
 _READERS_OF_TEXT = ("sample_text", "generation_eval")  # callbacks that are silent without a tokenizer
 _OF_ANSWERS = (".Conversations", ".SyntheticTasks")  # data with questions and their answers
+# what the options of task for images predict -> kinds of targets of the data
+_KINDS_OF_TASKS = {
+    "classification": ("classes", "probabilities"),
+    "multilabel": ("labels",),
+    "regression": ("values",),
+}
 _OFF = ("null", "false", "[]")
 _THRESHOLDS = ("stopping_threshold", "divergence_threshold")
 # settings that other settings alone make effective -> which ones, of which one must differ from these values; why
@@ -97,7 +103,13 @@ _READ_WITH: dict[str, tuple[tuple[str, ...], tuple[object, ...], str, str]] = {
     },
 }
 # settings that nobody reads but the settings that refer to them -> the setting below which it is otherwise
-_READ_BY_REFERENCE = {"warmup_steps": "scheduler.warmup_steps", "profile_steps": "callbacks.step_profiler.steps"}
+_READ_BY_REFERENCE = {
+    "warmup_steps": "scheduler.warmup_steps",
+    "profile_steps": "callbacks.step_profiler.steps",
+    "label_smoothing": "loss.label_smoothing",
+    "z_loss": "loss.z_loss",
+    "loss_chunk_tokens": "loss.chunk_tokens",
+}
 # of Hydra's own settings, those that have an effect here
 _OF_HYDRA = ("run.", "sweep.", "sweeper", "launcher", "searchpath", "mode", "help.", "hydra_help.", "job.name")
 _INSTEAD_OF_HYDRA = {
@@ -567,7 +579,21 @@ def check_kinds(
             f"the model takes {kinds['model']}, the task {kinds['task']}",
             fix,
         )
+    yield from _loss_of_other_targets(config, choices)
     yield from _metrics_of_another_task(choices)
+
+
+def _loss_of_other_targets(config: Mapping[str, Any], choices: Mapping[str, str]) -> Iterator[ConfigError]:
+    """Check that the loss reads the kind of targets that the data has."""
+    read, kind = read_target_kinds(config["loss"]), read_target_kind(config["data"])
+    if not read or kind in read:
+        return
+    task = next((name for name, kinds in _KINDS_OF_TASKS.items() if kind in kinds), None)
+    takes_images = find_signature(config["task"]["_target_"]).constants.get("input_kind") == "images"
+    fix = f"task={task}" if takes_images and task is not None else f"loss=<one that reads {kind}>"
+    loss, data = _get_option(config, choices, "loss"), _get_option(config, choices, "data")
+    reason = f"the loss reads {' or '.join(read)}, the targets of the data are {kind}"
+    yield ConfigError(f"loss={loss} data={data}", reason, fix)
 
 
 def _metrics_of_another_task(choices: Mapping[str, str]) -> Iterator[ConfigError]:

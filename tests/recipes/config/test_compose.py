@@ -35,7 +35,7 @@ def test_the_command_line_beats_the_recipe_and_the_recipe_beats_the_defaults() -
 
 def test_a_model_of_another_kind_brings_its_task_and_data() -> None:
     config = composed_config("model=resnet18")
-    assert config["task"]["_target_"] == "recipes.task.classification.Classification"
+    assert config["task"]["_target_"] == "recipes.task.supervised.Supervised"
     assert config["data"]["_target_"] == "recipes.data.digits.Digits"
     assert config["tokenizer"] == {}
 

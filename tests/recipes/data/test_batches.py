@@ -5,7 +5,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from recipes.data.batches import Batch, with_num_targets
+from recipes.data.batches import Batch, with_counts
+from recipes.loss.cross_entropy import CrossEntropy
+
+COUNT = CrossEntropy().counts
 
 
 def batches(counts: list[int]) -> Iterator[Batch]:
@@ -22,19 +25,31 @@ def doubled(value: Tensor) -> Tensor:
 
 
 def test_counts_are_summed_over_the_window_and_the_ranks() -> None:
-    stream = with_num_targets(
-        batches([1, 2, 3, 4]), num_micro_batches=2, targets_per_window=None, sum_over_ranks=doubled
+    stream = with_counts(
+        batches([1, 2, 3, 4]),
+        num_micro_batches=2,
+        count=CrossEntropy().counts,
+        counts_of_window=None,
+        sum_over_ranks=doubled,
     )
     assert [int(batch["num_targets"]) for batch in stream] == [6, 6, 14, 14]
 
 
 def test_a_partial_window_at_the_end_is_dropped() -> None:
-    stream = with_num_targets(batches([1, 2, 3]), num_micro_batches=2, targets_per_window=None, sum_over_ranks=doubled)
+    stream = with_counts(
+        batches([1, 2, 3]),
+        num_micro_batches=2,
+        count=CrossEntropy().counts,
+        counts_of_window=None,
+        sum_over_ranks=doubled,
+    )
     assert len(list(stream)) == 2
 
 
 def test_a_window_without_targets_counts_as_one_so_that_its_gradient_is_zero() -> None:
-    stream = with_num_targets(batches([0, 0]), num_micro_batches=2, targets_per_window=None, sum_over_ranks=doubled)
+    stream = with_counts(
+        batches([0, 0]), num_micro_batches=2, count=COUNT, counts_of_window=None, sum_over_ranks=doubled
+    )
     assert [int(batch["num_targets"]) for batch in stream] == [1, 1]
 
 
@@ -47,6 +62,12 @@ def test_a_constant_number_is_not_counted_and_nothing_is_read_ahead() -> None:
             read += 1
             yield batch
 
-    stream = with_num_targets(counted(), num_micro_batches=4, targets_per_window=40, sum_over_ranks=doubled)
+    stream = with_counts(
+        counted(),
+        num_micro_batches=4,
+        count=CrossEntropy().counts,
+        counts_of_window={"num_targets": 40},
+        sum_over_ranks=doubled,
+    )
     assert next(stream)["num_targets"] == 40
     assert read == 1

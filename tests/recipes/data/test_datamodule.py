@@ -15,6 +15,7 @@ from recipes.data import datamodule
 from recipes.data.datamodule import StreamDataModule
 from recipes.data.text.token_cache import SPLIT_TEXT
 from recipes.data.text_files import TextFiles
+from recipes.loss.cross_entropy import CrossEntropy
 from recipes.numerics.accumulation import Accumulation
 from recipes.tokenizer.bytes import Bytes
 
@@ -42,6 +43,7 @@ def stream(
     """Return the data module of one rank and its micro-batches."""
     data = StreamDataModule(
         source=Numbered(num_samples=37, seq_len=4, vocab_size=8),
+        loss=CrossEntropy(),
         accumulation=Accumulation(
             global_batch_size=micro_batch_size * accumulate * world_size,
             micro_batch_size=micro_batch_size,

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from recipes.clipping.none import NoClipping
 from recipes.errors import ConfigError
+from recipes.loss import sum_by_count
+from recipes.loss.cross_entropy import CrossEntropy
 from recipes.mesh import Mesh
 from recipes.metrics import Perplexity
 from recipes.model.decoder import hide_padding
@@ -62,8 +64,9 @@ def make_strategy(*, num_ranks: int = 1, **more: Any) -> SimpleNamespace:
 
 
 def make_task(trainer: SimpleNamespace, **more: Any) -> LanguageModeling:
-    arguments: dict[str, Any] = {"label_smoothing": 0.0, "z_loss": 0.0, "ema_decay": None, "metrics": {}} | more
+    arguments: dict[str, Any] = {"loss": CrossEntropy(), "ema_decay": None, "metrics": {}} | more
     model = arguments.pop("model", None) or Bigram()
+    arguments["loss"].num_outputs = VOCAB
     task = LanguageModeling(
         make_model=lambda: model,
         make_optimizer=torch.optim.SGD,
@@ -71,7 +74,6 @@ def make_task(trainer: SimpleNamespace, **more: Any) -> LanguageModeling:
         convert_model=lambda model, shards_weights: None,
         activation_checkpoint=None,  # type: ignore[arg-type]
         compile_mode=None,
-        loss_chunk_tokens=None,
         scales_loss=False,
         clipping=NoClipping(),
         seed=0,
@@ -140,8 +142,8 @@ def test_label_smoothing_leaves_out_the_columns_that_pad_the_vocabulary() -> Non
         model = Bigram(num_columns=num_columns)
         with torch.no_grad():
             model.table.weight[:, :VOCAB] = Bigram().table.weight
-        task = make_task(make_trainer(), model=model, label_smoothing=0.1, z_loss=1e-3)
-        objective, _ = task.objective_sum(batch)
+        task = make_task(make_trainer(), model=model, loss=CrossEntropy(label_smoothing=0.1, z_loss=1e-3))
+        [objective] = sum_by_count(task.terms(batch)).values()
         objective.backward()
         objectives.append(objective.item())
         gradients.append(model.table.weight.grad)
@@ -155,7 +157,7 @@ def test_label_smoothing_leaves_out_the_columns_that_pad_the_vocabulary() -> Non
 
 def test_the_logged_loss_is_without_regularizers() -> None:
     [batch] = window([6, 4])
-    plain, smoothed = make_task(make_trainer()), make_task(make_trainer(), label_smoothing=0.2)
+    plain, smoothed = make_task(make_trainer()), make_task(make_trainer(), loss=CrossEntropy(label_smoothing=0.2))
     losses = [float(task.training_step(batch, 0)) for task in (plain, smoothed)]
     assert losses[0] != losses[1]
     assert float(plain.recipes_row["train/loss"]) == float(smoothed.recipes_row["train/loss"])

@@ -1,0 +1,27 @@
+"""Supervised learning on images: classes, labels or numbers, one loss per target."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from recipes.task.base import Batch, TrainingTask
+
+
+class Supervised(TrainingTask):
+    """Trains an image model, [B, C, H, W] -> outputs [B, V], which the loss compares with the targets.
+
+    Classes, several labels or numbers: what the targets are is between data and loss. Arguments: see `TrainingTask`.
+    """
+
+    input_kind: ClassVar[str] = "images"
+
+    @override
+    def outputs(self, batch: Batch) -> Any:
+        return self.model(_last(batch["inputs"]))  # [B, V], compute dtype
+
+
+def _last(images: Tensor) -> Tensor:
+    """Return images [B, C, H, W] in channels-last memory format, which is fastest for convolutions."""
+    return images.contiguous(memory_format=torch.channels_last)

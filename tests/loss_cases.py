@@ -1,0 +1,126 @@
+"""A loss of two denominators, image data with every kind of targets, and a small image model without batch norm."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from support import MaskedImages
+from torch import Tensor, nn
+
+from recipes.loss import Batch, Measure, Term
+from recipes.loss.cross_entropy import CrossEntropy
+from recipes.model.flops import Flops
+from recipes.model.init import named_parameters, normal_
+from recipes.numerics.loss import IGNORE_INDEX
+from recipes.task.language_modeling import LanguageModeling
+
+NUM_OUTPUTS = 5
+
+
+class TwoCounts(CrossEntropy):
+    """Cross-entropy per target, plus a squared log-sum-exp per target that is an even token.
+
+    That square is logged without weight as `even_square`.
+    """
+
+    measures: Mapping[str, Measure] = {"even_square": Measure(per="num_even")}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count_names = ("num_targets", "num_even")
+
+    def counts(self, batch: Batch) -> dict[str, Tensor]:
+        return super().counts(batch) | {"num_even": is_even(batch["targets"]).sum()}
+
+    def counts_of_sample(self, num_targets: int | None) -> None:
+        return None
+
+    def __call__(self, outputs: Any, batch: Batch) -> list[Term]:
+        squares = outputs[..., : self.num_outputs].float().logsumexp(dim=-1).square()  # [B, T]
+        even = (squares * is_even(batch["targets"])).sum()
+        measured = Term(even.detach(), per="num_even", weight=0.0, logged_as="even_square")
+        return [*super().__call__(outputs, batch), Term(even, per="num_even", weight=0.05), measured]
+
+
+class Centered(CrossEntropy):
+    """Cross-entropy plus the square by which each log-sum-exp differs from its mean over the global batch."""
+
+    def __call__(self, outputs: Any, batch: Batch) -> list[Term]:
+        terms = super().__call__(outputs, batch)
+        if "center" not in batch:  # validation has no optimizer steps
+            return terms
+        norms = outputs[..., : self.num_outputs].float().logsumexp(dim=-1)  # [B, T]
+        squares = (norms - batch["center"]).square() * (batch["targets"] != IGNORE_INDEX)
+        return [*terms, Term(squares.sum(), weight=0.5)]
+
+
+class Centering(LanguageModeling):
+    """Computes the center of the global batch before each optimizer step."""
+
+    def before_window(self, micro_batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        sums = torch.zeros(2, dtype=torch.float64)
+        with torch.no_grad():
+            for batch in micro_batches:
+                own = self.own_tokens(batch)
+                outputs = self.outputs(own)
+                if self._pipeline is None or self._pipeline.has_last:
+                    carries = own["targets"] != IGNORE_INDEX  # [B, T]
+                    norms = self._without_padding(outputs).double().logsumexp(dim=-1)  # [B, T]
+                    sums += torch.stack([(norms * carries).sum(), carries.double().sum()])
+        total, number = self.trainer.strategy.sum_over_token_ranks(sums).unbind()
+        return [batch | {"center": (total / number).float()} for batch in micro_batches]
+
+
+def is_even(targets: Tensor) -> Tensor:
+    """Return which targets are even tokens, few of them in some samples and none in others."""
+    return (targets != IGNORE_INDEX) & (targets % 2 == 0)
+
+
+class MaskedNumbers(MaskedImages):
+    """Random images with 5 labels, probabilities or values each, of which an uneven part is unknown."""
+
+    def __init__(self, *, num_samples: int, targets: str) -> None:
+        super().__init__(num_samples=num_samples)
+        self.fingerprint = targets
+        generator = torch.Generator().manual_seed(1)
+        values = torch.randn(num_samples, NUM_OUTPUTS, generator=generator)  # [N, V]
+        drawn = torch.rand(num_samples, NUM_OUTPUTS, generator=generator)
+        if targets == "probabilities":
+            self.numbers = values.softmax(dim=1)
+            self.numbers[::3] = torch.nan
+        else:
+            self.numbers = (values > 0).float() if targets == "labels" else values
+            self.numbers[drawn < torch.linspace(0, 0.8, num_samples)[:, None]] = torch.nan
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"inputs": self.images[index], "targets": self.numbers[index]}
+
+
+class Pixels(nn.Module):
+    """Images [B, C, 8, 8] -> [B, V] by two blocks, in which samples do not depend on each other."""
+
+    input_kind: ClassVar[str] = "images"
+    pretrained = None
+
+    def __init__(self, *, num_classes: int, in_channels: int = 1) -> None:
+        super().__init__()
+        self.stem = nn.Linear(64 * in_channels, 32)
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.head = nn.Linear(32, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.stem(images.flatten(1))  # [B, W]
+        for block in self.blocks:
+            hidden = hidden + block(hidden.relu())
+        outputs: Tensor = self.head(hidden)  # [B, V]
+        return outputs
+
+    def flops_per_sample(self, image_size: int) -> Flops:
+        num_weights = sum(parameter.numel() for parameter in self.parameters() if parameter.ndim == 2)
+        return Flops(palm=6.0 * num_weights, causal=6.0 * num_weights)
+
+    def init_weights(self, seed: int) -> None:
+        for name, parameter in named_parameters(self):
+            normal_(parameter, name=name, seed=seed, std=0.1)
+
+    def init_buffers(self) -> None: ...

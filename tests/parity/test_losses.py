@@ -1,0 +1,115 @@
+"""Every loss has one curve, whatever the engine and the split: with gaps in the targets, and with two denominators."""
+
+from typing import Any
+
+import pytest
+from cases import COMMON, ENGINES, NUM_STEPS, case, largest_difference, shortened
+from loss_cases import NUM_OUTPUTS
+from ranks import run_on_ranks
+
+TARGETS = {"bce": "labels", "mse": "values", "mae": "values", "huber": "values", "cross_entropy": "probabilities"}
+ON_TWO = ["ddp", "fsdp", "fsdp, gradient sync per step", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, offload"]
+MESHES = ["tp2", "cp2, fsdp", "pp2", "pp2, zero bubble"]
+SPLITS = (1, 2, 4)
+
+
+def of_images(loss: str, strategy: str, *, accumulate: int, world_size: int, weighted: bool = False) -> dict[str, Any]:
+    """Return the experiment with a loss of labels, numbers, probabilities or weighted classes."""
+    task = {"labels": "multilabel", "values": "regression"}.get(TARGETS[loss], "classification")
+    data = {"_target_": "loss_cases.MaskedNumbers", "num_samples": 50, "targets": TARGETS[loss]}
+    more = ["metrics=none"]
+    if weighted:
+        more += ["loss.class_weights=[0.2,1,3,0.5,2,1,1,0.1,4,1]", "model.num_classes=10", "label_smoothing=0.1"]
+        data = {"_target_": "support.MaskedImages", "num_samples": 50}
+    return {
+        "overrides": [
+            *("model=resnet18", "model._target_=loss_cases.Pixels", "~model.small_images"),
+            *("data=random_images", f"data.targets={'classes' if weighted else TARGETS[loss]}"),
+            *(f"model.num_classes={NUM_OUTPUTS}", f"task={task}", f"loss={loss}", "optimizer.lr=1e-3"),
+            *COMMON,
+            *more,
+            *ENGINES[strategy],
+            f"micro_batch_size={16 // accumulate // world_size}",
+            f"trainer.devices={world_size}",
+        ],
+        "data": data,
+    }
+
+
+def with_center(strategy: str, *, accumulate: int, world_size: int) -> dict[str, Any]:
+    """Return the experiment with a loss that depends on a mean over the global batch, found before the step."""
+    made = of_tokens(strategy, accumulate=accumulate, world_size=world_size)
+    task = {"_target_": "loss_cases.Centering", "_partial_": True}
+    return made | {"loss": {"_target_": "loss_cases.Centered"}, "task": task}
+
+
+def of_tokens(strategy: str, *, accumulate: int, world_size: int, model: str = "gpt2") -> dict[str, Any]:
+    """Return the experiment of the parity tests with a loss of two denominators."""
+    made = case(model, strategy=ENGINES[strategy], precision="32-true", accumulate=accumulate, world_size=world_size)
+    return made | {"loss": {"_target_": "loss_cases.TwoCounts"}}
+
+
+def cases(strategies: list[str], *, splits: tuple[int, ...], world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for strategy in strategies:
+        for accumulate in splits:
+            split = {"accumulate": accumulate, "world_size": world_size}
+            found |= {f"{loss}, {strategy} x{accumulate}": of_images(loss, strategy, **split) for loss in TARGETS}
+            weighted = of_images("cross_entropy", strategy, **split, weighted=True)
+            found[f"weighted, {strategy} x{accumulate}"] = weighted
+            found[f"two counts, {strategy} x{accumulate}"] = of_tokens(strategy, **split)
+            found[f"centered, {strategy} x{accumulate}"] = with_center(strategy, **split)
+    return found
+
+
+REFERENCES = cases(["single"], splits=(1,), world_size=1)
+ON_ONE = shortened(
+    cases(["single"], splits=(2, 4), world_size=1),
+    *(f"{loss}, single x4" for loss in ("bce", "mse", "cross_entropy", "weighted", "two counts", "centered")),
+)
+# an image model has no sequence, and is given whole to each pipeline stage
+STAGED = {
+    f"{loss}, {name} x{accumulate}": make(name, accumulate=accumulate, world_size=2)
+    for loss, make in (("two counts", of_tokens), ("centered", with_center))
+    for name in MESHES
+    for accumulate in SPLITS
+    if not (name.startswith("pp2") and accumulate == 1)  # a schedule needs as many micro-batches as stages
+}
+RANKS = shortened(
+    cases(ON_TWO, splits=SPLITS, world_size=2) | STAGED,
+    *("bce, ddp x2", "mse, fsdp x2", "weighted, ZeRO-2 x2", "cross_entropy, ZeRO-3 x1"),
+    *("two counts, ddp x2", "two counts, ZeRO-3 x2", "two counts, cp2, fsdp x1", "two counts, pp2 x2"),
+    *("centered, ddp x2", "centered, fsdp x2", "centered, ZeRO-3 x2", "centered, pp2 x2"),
+)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for made, world_size in ((REFERENCES | ON_ONE, 1), (RANKS, 2)):
+        found |= run_on_ranks(made, world_size=world_size, folder=tmp_path_factory.mktemp("losses"))
+    return found
+
+
+@pytest.mark.parametrize("name", [*ON_ONE, *RANKS])
+def test_the_curve_is_that_of_one_large_batch_on_one_device(name: str, results: dict[str, Any]) -> None:
+    reference = f"{name.partition(',')[0]}, single x1"
+    for one in (name, reference):
+        assert "error" not in results[one], results[one]["error"]
+    rows, expected = results[name]["rows"], results[reference]["rows"]
+    assert len(rows) == NUM_STEPS
+    differences = largest_difference(rows, expected)
+    # float32 sums in another order; the norm of a gradient of few samples keeps fewer digits than the loss
+    assert differences["train/loss"] < 1e-5, differences
+    assert differences["grad/norm"] < 1e-4, differences
+    for key, value in expected[-1].items():
+        if key.startswith("val/"):
+            assert rows[-1][key] == pytest.approx(value, rel=1e-5), key
+
+
+def test_a_second_quantity_is_logged_beside_the_loss_in_training_and_validation(results: dict[str, Any]) -> None:
+    rows = results["two counts, single x1"]["rows"]
+    for row in rows:
+        assert 0 < row["train/even_square"] < 100
+        assert row["train/even_square"] * 0.05 < row["train/loss"], "its weighted mean is a part of the loss"
+    assert 0 < rows[-1]["val/even_square"] * 0.05 < rows[-1]["val/loss"]
