@@ -131,6 +131,13 @@ class ValidationMetrics:
         self._device = torch.device("cpu")
         self._group = group
 
+    @property
+    def directions(self) -> dict[str, bool | None]:
+        """What validation logs -> whether a higher value is better; None: that is not known."""
+        of_metrics = {name: self._metrics[name].higher_is_better for name in self._names}
+        of_loss = {self._prefix + name: name in self._loss.higher_is_better for name in self._loss.measures}
+        return of_metrics | of_loss | {f"{_PREFIX}{name}/loss": False for name in self._sources}
+
     def reset(self) -> None:
         """Reset all metrics before a validation."""
         for metric in self._every():
@@ -177,7 +184,7 @@ class ValidationMetrics:
         zero = torch.zeros((), device=self._device)
         measures = self._loss.measures
         sums = torch.stack([of_name.get(name, zero).double() for name in measures])  # [K]
-        divisors = torch.stack([counts[measure.per].double() for measure in measures.values()])  # [K]
+        divisors = torch.stack([counts[per].double() for per in measures.values()])  # [K]
         self._measured.update(sums, divisors.to(sums.device))
 
     def update_sources(self, losses: Tensor, targets: Tensor, sources: Tensor) -> None:

@@ -7,7 +7,7 @@ import torch
 from support import MaskedImages
 from torch import Tensor, nn
 
-from recipes.loss import Batch, Measure, Term
+from recipes.loss import Batch, Term
 from recipes.loss.cross_entropy import CrossEntropy
 from recipes.model.flops import Flops
 from recipes.model.init import named_parameters, normal_
@@ -23,7 +23,7 @@ class TwoCounts(CrossEntropy):
     That square is logged without weight as `even_square`.
     """
 
-    measures: Mapping[str, Measure] = {"even_square": Measure(per="num_even")}
+    measures: ClassVar[Mapping[str, str]] = {"even_square": "num_even"}
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,6 +15,7 @@ from ..progress.text import TRAIN_LOSS, VAL_LOSS, clock_text
 from .charts.figures import column_spans, padded_range, steps_figure
 from .charts.png import write_png
 from .charts.series import Group, Mark, get_groups, get_marks, is_marked, metrics_not_drawn
+from .compare.values import get_directions
 from .config import config_lines
 from .dashboard import get_sections, sections_for
 from .html import anchor_id, flatten, measure_text, render, time_text, value_text, write_page
@@ -135,7 +136,7 @@ def _tiles(run: RunRecord) -> Iterable[tuple[str, str, str]]:
     figures = {
         "train loss": ("train_loss", _last(run, TRAIN_LOSS)),
         "val loss": ("val_loss", _last(run, VAL_LOSS)),
-        "val accuracy": ("", run.last("val/accuracy")),
+        **_measured(run),
         "tokens/s": ("tokens_per_second", _last(run, ("throughput/tokens_per_second",))),
         "MFU": ("mfu", None),
         "steps": ("steps", run.last_step),
@@ -156,6 +157,13 @@ def _tiles(run: RunRecord) -> Iterable[tuple[str, str, str]]:
             value = last
         if value is not None:
             yield name, _tile_value(name, value) if is_finite(value) else "not finite", notes.get(name, "")
+
+
+def _measured(run: RunRecord) -> dict[str, tuple[str, float | None]]:
+    """Return the last value of the first metric of which the run declares that a higher value is better."""
+    declared = get_directions([run]) or {"val/accuracy": True}
+    name = next((name for name, is_high in declared.items() if is_high and run.last(name) is not None), None)
+    return {} if name is None else {name.replace("/", " ").replace("_", " "): ("", run.last(name))}
 
 
 def _last(run: RunRecord, metrics: Iterable[str]) -> float | None:

@@ -317,9 +317,9 @@ def _class_signature(node: ast.ClassDef, module: str, path: Path) -> Signature:
     init = find("__init__", node.body)
     if isinstance(init, ast.FunctionDef):
         own = _function_signature(init, module, skip_first=True)
-        if not own.takes_any:
-            return Signature(parameters=own.parameters, constants=constants)
         base = _base_signature(node, module, path)
+        if not own.takes_any:
+            return Signature(parameters=own.parameters, constants=base.constants | constants)
         passed = _passed_to_base(init, base)
         inherited = {name: parameter for name, parameter in base.parameters.items() if name not in passed}
         return Signature(

@@ -105,6 +105,7 @@ class SummaryWriter(Callback):
             "train_loss": _get_metric(trainer, "train/loss"),
             "val_loss": _get_metric(trainer, "val/loss"),
             "best_val_loss": self._best_val_loss,
+            "measures": pl_module.list_measures(),
             "seconds": round(self._get_seconds(), 3),
             **collect_summary_fields(trainer.callbacks),  # type: ignore[attr-defined]
             "num_parameters": sum(unsharded_shape(p).numel() for p in pl_module.parameters()),

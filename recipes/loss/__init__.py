@@ -44,18 +44,6 @@ class Term(NamedTuple):
     logged_as: str | None = None
 
 
-class Measure(NamedTuple):
-    """A quantity that a loss logs beside the loss itself, in training and in validation.
-
-    Attributes:
-        per: Name of the count that divides it.
-        higher_is_better: Direction, for the choice of the best checkpoint.
-    """
-
-    per: str = NUM_TARGETS
-    higher_is_better: bool = False
-
-
 MULTICLASS = "a Multiclass… of torchmetrics.classification"
 
 
@@ -86,14 +74,17 @@ class Loss(ABC):
         target_kinds: Kinds of targets that it reads: `classes`, `labels`, `values`, or any other word that a data
             option has as its `target_kind`; a plain literal, which the config check reads from the source. Empty: any.
         count_names: Names of the counts, all of which `counts` returns.
-        measures: What terms with `logged_as` are called, and what divides each.
+        measures: What the loss logs beside itself: names of terms with `logged_as` -> the count that divides each; a
+            plain literal, so that `checkpoint.monitor=val/<name>` is checked before the run starts.
+        higher_is_better: Those of the measures of which a higher value is better; a plain literal.
         num_outputs: V without padding; outputs beyond it are padding. Set by the task once it has a model; None: no
             output is padding.
     """
 
     target_kinds: ClassVar[tuple[str, ...]] = ()
     count_names: Sequence[str] = (NUM_TARGETS,)
-    measures: Mapping[str, Measure] = {}
+    measures: ClassVar[Mapping[str, str]] = {}
+    higher_is_better: ClassVar[tuple[str, ...]] = ()
     num_outputs: int | None = None
 
     @abstractmethod

@@ -85,6 +85,13 @@ class Validated(lightning.LightningModule):
             sources = getattr(data.source, "source_names", ())
             self.name_data(sources=sources, further=further, group=groups.tokens)
 
+    def list_measures(self) -> dict[str, bool | None]:
+        """Return the names of what validation logs, each with whether a higher value is better; None: not known."""
+        found: dict[str, bool | None] = {}
+        for metrics in (self.val_metrics, *self.eval_metrics):
+            found |= metrics.directions
+        return found
+
     @abstractmethod
     def outputs(self, batch: Batch) -> Any:
         """Return what the loss reads of the model's answer to a batch: outputs [B, …, V] in compute dtype."""

@@ -13,8 +13,10 @@ from ..dashboard import Panel, Section
 from ..run_record import Point, RunRecord, get_status, metric_names, read_run
 from .values import (
     METRICS_BY_MEASURE,
+    Directions,
     differing_parameters,
     find_best,
+    get_directions,
     get_evaluations,
     get_value,
     is_higher_better,
@@ -33,6 +35,7 @@ class ComparedRun:
         best: The best value of each metric in a bar panel.
         curves: Thinned points by metric.
         parameters: Config values that differ between the runs; None if this run has none.
+        declared: Directions of metrics, as all runs together declare them.
     """
 
     name: str
@@ -43,6 +46,7 @@ class ComparedRun:
     best: dict[str, float | None]
     curves: dict[str, list[Point]]
     parameters: dict[str, Any] = field(default_factory=dict)
+    declared: Directions = field(default_factory=dict)
 
 
 def read_runs(folders: Sequence[Path], sections: Sequence[Section], *, sort: str) -> list[ComparedRun]:
@@ -64,7 +68,8 @@ def read_runs(folders: Sequence[Path], sections: Sequence[Section], *, sort: str
     if sort not in known and known - {"steps"}:
         raise LookupError(f"no run has it; they have {', '.join(sorted(known))}")
     parameters = differing_parameters(runs, named)
-    order = sorted(range(len(runs)), key=lambda i: sort_key(values[i][sort], sort))
+    declared = get_directions(runs)
+    order = sorted(range(len(runs)), key=lambda i: sort_key(values[i][sort], sort, declared))
     names = run_names(folders)
     return [
         ComparedRun(
@@ -74,9 +79,10 @@ def read_runs(folders: Sequence[Path], sections: Sequence[Section], *, sort: str
             status=get_status(runs[i]) or ("unknown" if runs[i].series else "did not start"),
             color=get_color(rank, values[i][sort], len(order)),
             values=values[i],
-            best=_find_best_of_bars(runs[i], panels),
+            best=_find_best_of_bars(runs[i], panels, declared),
             curves=runs[i].series,
             parameters={name: by_run[i] for name, by_run in parameters.items()},
+            declared=declared,
         )
         for rank, i in enumerate(order)
     ]
@@ -110,20 +116,20 @@ def _read_thin(folder: Path, metrics: dict[str, tuple[list[Path], int]], buckets
     return replace(record, series=thinned)
 
 
-def _find_best_of_bars(run: RunRecord, panels: Sequence[Panel]) -> dict[str, float | None]:
+def _find_best_of_bars(run: RunRecord, panels: Sequence[Panel], declared: Directions) -> dict[str, float | None]:
     return {
-        name: find_best([value for _, value in run.series[name]], name)
+        name: find_best([value for _, value in run.series[name]], name, declared)
         for panel in panels
         if panel.kind == "bar"
         for name in panel.metrics_among(run.series)
     }
 
 
-def sort_key(value: float | None, measure: str) -> tuple[bool, float]:
+def sort_key(value: float | None, measure: str, declared: Directions) -> tuple[bool, float]:
     """Return a key that sorts the best value first and unknown values last."""
     if value is None:
         return True, 0.0
-    return False, -value if is_higher_better(measure) else value
+    return False, -value if is_higher_better(measure, declared) else value
 
 
 def get_color(rank: int, value: float | None, num_runs: int) -> Color:

@@ -11,6 +11,7 @@ from ..run_record import status_class
 from .runs import ComparedRun, sort_key
 from .values import (
     METRICS_BY_MEASURE,
+    Directions,
     find_best,
     has_best,
     is_higher_better,
@@ -72,14 +73,15 @@ def get_table(runs: Sequence[ComparedRun], page: Path, *, sort: str) -> tuple[li
     measures = get_measures(runs, sort)
     parameters = list(runs[0].parameters)[:MAX_PARAMETER_COLUMNS]
     short = short_names(parameters)
-    best = {m: _best([v for r in runs if (v := r.values[m]) is not None], m) for m in measures}
+    declared = runs[0].declared
+    best = {m: _best([v for r in runs if (v := r.values[m]) is not None], m, declared) for m in measures}
     first, rest = measures[:1], measures[1:]  # parameters go next to the sorted column
     heads = [
         Head("run", "asc"),
         Head("status", "asc"),
-        *(_measure_head(m, sort) for m in first),
+        *(_measure_head(m, sort, declared) for m in first),
         *(Head(short[name], "asc") for name in parameters),
-        *(_measure_head(m, sort) for m in rest),
+        *(_measure_head(m, sort, declared) for m in rest),
     ]
     rows = [
         RunRow(
@@ -108,15 +110,15 @@ def get_title(measure: str) -> str:
     return _TITLES.get(measure, measure)
 
 
-def _measure_head(measure: str, sort: str) -> Head:
-    order = "desc" if is_higher_better(measure) else "asc"
+def _measure_head(measure: str, sort: str, declared: Directions) -> Head:
+    order = "desc" if is_higher_better(measure, declared) else "asc"
     is_sorted = {"asc": "ascending", "desc": "descending"}[order] if measure == sort else ""
     return Head(get_title(measure), order, is_sorted)
 
 
-def _best(values: list[float], measure: str) -> float | None:
+def _best(values: list[float], measure: str, declared: Directions) -> float | None:
     """Return the value to highlight; None if more than half of the runs have it, or no value counts as better."""
-    best = find_best(values, measure)
+    best = find_best(values, measure, declared)
     is_common = best is not None and 2 * values.count(best) > len(values)
     return None if is_common or not has_best(measure) else best
 
@@ -164,7 +166,7 @@ def get_bars(title: str, metric: str, runs: Sequence[ComparedRun]) -> Bars | Non
     reached = [(value, i) for i, run in enumerate(runs) if (value := run.best.get(metric)) is not None]
     if not reached:
         return None
-    reached.sort(key=lambda pair: sort_key(pair[0], metric))
+    reached.sort(key=lambda pair: sort_key(pair[0], metric, runs[0].declared))
     sizes = [abs(value) for value, _ in reached]
     longest, start = max(sizes) or 1.0, 0.0
     if _CLOSE * longest <= min(sizes) < longest:

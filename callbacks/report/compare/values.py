@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from ...progress.text import TRAIN_LOSS, VAL_LOSS
@@ -46,6 +47,10 @@ _NEITHER_IS_BETTER = ("steps", "tokens", "samples", "lr")
 _NOT_PARAMETERS = ("name", "tags", "resume", "loader", "callbacks", "logger")
 
 
+# name of a metric -> whether a higher value is better
+Directions = Mapping[str, bool]
+
+
 def get_value(run: RunRecord, measure: str) -> float | None:
     """Return a value from the summary, else from the last row; None if unknown.
 
@@ -62,7 +67,7 @@ def get_value(run: RunRecord, measure: str) -> float | None:
     names = METRICS_BY_MEASURE.get(measure, (measure, measure.replace("_", "/", 1)))
     points = next((run.series[name] for name in names if name in run.series), [])
     if measure.startswith("best_"):
-        return find_best([value for _, value in points], measure)
+        return find_best([value for _, value in points], measure, get_directions([run]))
     return points[-1][1] if points and math.isfinite(points[-1][1]) else None
 
 
@@ -77,14 +82,26 @@ def get_evaluations(run: RunRecord) -> dict[str, float]:
     return found
 
 
-def find_best(values: Sequence[float], measure: str) -> float | None:
+def get_directions(runs: Sequence[RunRecord]) -> Directions:
+    """Return what the runs declare in summary.json: name of a metric -> whether a higher value is better."""
+    found: dict[str, bool] = {}
+    for run in runs:
+        measures = run.summary.get("measures")
+        if isinstance(measures, dict):
+            found |= {name: is_high for name, is_high in measures.items() if isinstance(is_high, bool)}
+    return found
+
+
+def find_best(values: Sequence[float], measure: str, declared: Directions = MappingProxyType({})) -> float | None:
     """Return the best finite value: the lowest for a loss, the highest for an accuracy; None if none is finite."""
     finite = [value for value in values if math.isfinite(value)]
-    return (max if is_higher_better(measure) else min)(finite) if finite else None
+    return (max if is_higher_better(measure, declared) else min)(finite) if finite else None
 
 
-def is_higher_better(measure: str) -> bool:
-    """Return whether a higher value is better, judging by the name; unknown names are treated as losses."""
+def is_higher_better(measure: str, declared: Directions = MappingProxyType({})) -> bool:
+    """Return whether a higher value is better, as declared, else by the name; other names are treated as losses."""
+    if measure in declared:
+        return declared[measure]
     return any(part in measure for part in _HIGHER_IS_BETTER)
 
 

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from recipes.config.check.types import to_setting
+from recipes.config.signature import find_signature
 from recipes.config.traits import list_data, select
 from recipes.errors import ConfigError
 
@@ -109,10 +110,13 @@ def find_unknown_metric(config: Mapping[str, Any], setting: str, name: object) -
 
 
 def find_wrong_directions(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Yield the settings by which the worst would count as the best; only a warning, as names are all that is known."""
+    """Yield the settings by which the worst would count as the best; only a warning, as many have only a name."""
     for setting, direction in _DIRECTIONS.items():
         name, wanted = select(config, setting), select(config, direction)
-        if _is_used(config, setting) and (mistake := find_wrong_direction(setting, name, direction, wanted)):
+        if not _is_used(config, setting):
+            continue
+        declared = _read_measures(config).get(str(name).removeprefix(_PREFIX))
+        if mistake := find_wrong_direction(setting, name, direction, wanted, is_high=declared):
             yield mistake
 
 
@@ -121,7 +125,9 @@ def _is_used(config: Mapping[str, Any], setting: str) -> bool:
     return any(value is not None if name.endswith("_threshold") else value for name, value in values.items())
 
 
-def find_wrong_direction(setting: str, name: object, direction: str, wanted: object) -> ConfigError | None:
+def find_wrong_direction(
+    setting: str, name: object, direction: str, wanted: object, *, is_high: bool | None = None
+) -> ConfigError | None:
     """Return what is wrong with the direction of a metric; None if nothing is, or its direction is not known.
 
     Args:
@@ -129,9 +135,12 @@ def find_wrong_direction(setting: str, name: object, direction: str, wanted: obj
         name: The metric.
         direction: The setting of its direction: `min` or `minimize`, `max` or `maximize`.
         wanted: Its value.
+        is_high: Whether a higher value is better, as declared; None: the name says it, if anything does.
     """
     last = str(name).rpartition("/")[2]
-    is_high, is_low = _HIGHER_IS_BETTER.search(last) is not None, _LOWER_IS_BETTER.search(last) is not None
+    is_low = not is_high
+    if is_high is None:
+        is_high, is_low = _HIGHER_IS_BETTER.search(last) is not None, _LOWER_IS_BETTER.search(last) is not None
     other = {"min": "max", "max": "min", "minimize": "maximize", "maximize": "minimize"}.get(str(wanted))
     if is_high == is_low or other is None or str(wanted).startswith("max" if is_high else "min"):
         return None
@@ -141,7 +150,8 @@ def find_wrong_direction(setting: str, name: object, direction: str, wanted: obj
 
 def _list_computed(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the validation metrics: of the split, of each source of a mixture, of each additional validation."""
-    names = ["loss", *(name for name, node in config.get("metrics", {}).items() if node is not None)]
+    names = ["loss", *_read_measures(config)]
+    names += [name for name, node in config.get("metrics", {}).items() if node is not None]
     yield from (_PREFIX + name for name in names)
     for section, _ in list_data(config):
         group, _, member = section.rpartition(".")
@@ -149,6 +159,13 @@ def _list_computed(config: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{_PREFIX}{member}/{name}" for name in names)
         elif group:
             yield f"{_PREFIX}{member}/loss"
+
+
+def _read_measures(config: Mapping[str, Any]) -> dict[str, bool]:
+    """Return what the loss logs beside itself, each with whether a higher value is better."""
+    constants: dict[str, Any] = find_signature(str(select(config, "loss._target_"))).constants
+    higher = constants.get("higher_is_better", ())
+    return {name: name in higher for name in constants.get("measures", {})}
 
 
 def _count_classes(model: object) -> int | None:

@@ -1,7 +1,7 @@
 """Each loss against torch's own function, and the sums and counts that make it exact for any split of a batch."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipes.data.batches import sum_counts
-from recipes.loss import Loss, Measure, Term, add_up, detach, divide, get_mean, logged_by_count, sum_by_count
+from recipes.loss import Loss, Term, add_up, detach, divide, get_mean, logged_by_count, sum_by_count
 from recipes.loss.bce import BCE
 from recipes.loss.cross_entropy import CrossEntropy
 from recipes.loss.regression import MAE, MSE, Huber
@@ -196,7 +196,7 @@ class TwoCounts(Loss):
     """The loss of targets, and a measured square of what the outputs of marked samples are."""
 
     count_names = ("num_targets", "num_marked")
-    measures = {"marked": Measure(per="num_marked", higher_is_better=True)}
+    measures: ClassVar[dict[str, str]] = {"marked": "num_marked"}
 
     def counts(self, batch: Any) -> dict[str, Tensor]:
         return {"num_targets": (batch["targets"] != -100).sum(), "num_marked": batch["marked"].sum()}

@@ -49,7 +49,10 @@ MESSAGES = {
         " type callbacks.early_stop.monitor=val/token_accuracy, or +metrics.…"
     ),
 }
+# a loss that logs a quantity beside itself, in the place of that of the default
+TWO_COUNTS = "loss._target_=loss_cases.TwoCounts ~loss.label_smoothing ~loss.z_loss ~loss.chunk_tokens"
 VALID = [
+    f"{TWO_COUNTS} checkpoint.monitor=val/even_square",
     "model=resnet18 data=random_images metrics.accuracy_top5=null model.num_classes=2",
     "model=resnet18 data=random_images ~metrics.accuracy_top5 model.num_classes=2",
     "model=resnet18 metrics=none",
@@ -87,6 +90,11 @@ def test_a_choice_of_metrics_that_fits_is_valid(typed: str) -> None:
             ["a higher exact_match is better; type callbacks.early_stop.mode=max"],
         ),
         ("callbacks.early_stop.monitor=val/accuracy", []),  # off
+        (f"{TWO_COUNTS} checkpoint.monitor=val/even_square", []),
+        (
+            f"{TWO_COUNTS} checkpoint.monitor=val/even_square checkpoint.mode=max",
+            ["checkpoint.mode=max takes the worst for the best: a lower even_square is better"],
+        ),
         ("checkpoint.monitor=val/calibration checkpoint.mode=max", []),  # not known
     ],
 )
