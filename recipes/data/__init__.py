@@ -14,6 +14,7 @@ from recipes.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from numpy.random import Generator
     from torch import Tensor
 
     from recipes.tokenizer import Tokenizer
@@ -27,7 +28,8 @@ class SampleDataset(Protocol):
     that pads adds it, [B]. The dataset then has `count_inputs(samples)`, else none or None, which returns this number
     for an array of sample indices without reading the samples: every rank counts the tokens of the global batch with
     it. Other optional methods: `make_order(seed)` for a custom sample order; `spread(num_samples)` to choose a subset
-    for validation other than evenly spaced samples.
+    for validation other than evenly spaced samples; `padding()`, a sample without a loss, with which a rank fills up
+    its part of a validation that does not divide evenly: needed without `targets`, of which -100 and NaN have no loss.
 
     Attributes:
         targets_per_sample: Targets with a loss in one sample; None if the number varies.
@@ -42,13 +44,31 @@ class SampleDataset(Protocol):
     def __getitem__(self, index: int, /) -> dict[str, Tensor]: ...
 
 
+class RandomSampleDataset(SampleDataset, Protocol):
+    """Training samples that are random: augmented, masked, truncated, paired.
+
+    The training stream calls `sample` in place of `__getitem__`, with a generator that depends on the seed of the run
+    and the position in the stream alone: `recipes.data.draws.rng_at`. Every epoch then draws other numbers, and any
+    number of ranks, loader processes and micro-batches, a resume and a dump of a bad step draw the same. Draw from
+    nothing else, and keep nothing from one sample to the next. `__getitem__` gives the sample without a draw, to
+    validations, `mode=evaluate` of the training split and plans; a validation that cannot do without, as of masked
+    tokens, draws there from `rng_at(0, index)`. What `count_inputs` and `targets_per_sample` say holds for every draw.
+    A dataset that draws only with some settings has `sample = None` otherwise, and loses nothing.
+    """
+
+    def sample(self, index: int, rng: Generator, /) -> dict[str, Tensor]: ...
+
+
 class DataSource(Protocol):
     """One option of conf/data.
 
-    Optional members: `collate`, which batches samples of different lengths; `questions`, which returns questions and
-    answers as tokens; `hold_out_all`, which makes all data validation data; `val_fingerprint`, like `fingerprint` for
-    the validation samples alone; for text sources `corpus`, in which case `prepare` accepts a tokenizer to use instead
-    of the source's own; and `split_texts` with `hold_out`, by which sources of equal texts agree on one split.
+    Optional members: `collate`, which makes a batch, a dict of tensors, of a list of samples; without it they have
+    equal shapes and are stacked. `questions`, which returns questions and answers as tokens; `hold_out_all`, which
+    makes all data validation data; `val_fingerprint`, like `fingerprint` for the validation samples alone; for text
+    sources `corpus`, in which case `prepare` accepts a tokenizer to use instead of the source's own; and `split_texts`
+    with `hold_out`, by which sources of equal texts agree on one split.
+
+    A batch of training also has `num_samples`, the samples that it was made of, whatever the rows of its tensors are.
 
     Attributes:
         sample_kind: "tokens" or "images"; a plain literal, because the config check reads it from source.

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from recipes.data.order import Order, Positions
+from recipes.errors import ConfigError
 from recipes.numerics.accumulation import Accumulation
 from recipes.numerics.loss import IGNORE_INDEX
 
@@ -21,7 +22,7 @@ Batch = dict[str, Any]
 _BLOCK = 8192  # positions whose samples are looked up at a time
 
 
-class PositionSampler(Sampler[list[int]]):
+class PositionSampler(Sampler[list[Any]]):
     """Micro-batches of one rank, as lists of sample indices, from one stream shared by all ranks.
 
     Micro-batch m covers B * world_size consecutive positions, of which this rank has B. The stream itself does not
@@ -34,6 +35,7 @@ class PositionSampler(Sampler[list[int]]):
         rank: Index of this process, from 0.
         world_size: Number of ranks that share the stream.
         num_micro_batches: Micro-batches to yield; None: endless, without a length.
+        draws: Yield [index, position] in place of each index, for samples that are drawn.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class PositionSampler(Sampler[list[int]]):
         rank: int,
         world_size: int,
         num_micro_batches: int | None = None,
+        draws: bool = False,
     ) -> None:
         assert start_position >= 0, start_position
         assert micro_batch_size > 0, micro_batch_size
@@ -55,9 +58,10 @@ class PositionSampler(Sampler[list[int]]):
         self.rank = rank
         self.world_size = world_size
         self.num_micro_batches = num_micro_batches
+        self._draws = draws
 
-    def __iter__(self) -> Iterator[list[int]]:
-        """Yield lists of B sample indices, from `start_position` on."""
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Yield lists of B sample indices, or B pairs of index and position, from `start_position` on."""
         stride = self.micro_batch_size * self.world_size
         begin = self.start_position + self.rank * self.micro_batch_size
         within = begin + np.arange(self.micro_batch_size, dtype=np.int64)  # [B]
@@ -66,7 +70,9 @@ class PositionSampler(Sampler[list[int]]):
         while self.num_micro_batches is None or done < self.num_micro_batches:
             left = per_block if self.num_micro_batches is None else self.num_micro_batches - done
             numbers = done + np.arange(min(per_block, left), dtype=np.int64)  # [M]
-            yield from self.order.indices(numbers[:, None] * stride + within).tolist()  # [M, B]
+            positions = numbers[:, None] * stride + within  # [M, B]
+            found = self.order.places(positions) if self._draws else self.order.indices(positions)  # [M, B, 2], [M, B]
+            yield from found.tolist()
             done += len(numbers)
 
     def __len__(self) -> int:
@@ -96,6 +102,7 @@ class TrainingStream:
         position: Samples already consumed over all ranks.
         looks_ahead: Whether to read a window before its first micro-batch is yielded, and to leave counting to the
             task, which may change the micro-batches.
+        draws: Whether the loader takes pairs of index and position, as `PositionSampler` yields them.
 
     Attributes:
         position: As above; advances by a global batch when the last micro-batch of a window is yielded.
@@ -116,10 +123,12 @@ class TrainingStream:
         sum_over_ranks: Callable[[Tensor], Tensor],
         position: int,
         looks_ahead: bool = False,
+        draws: bool = False,
     ) -> None:
         self.position = position
         self.window: list[Batch] = []
         self._looks_ahead = looks_ahead
+        self._draws = draws
         self._has_moved = False
         self._accumulation = accumulation
         self._order = order
@@ -138,7 +147,7 @@ class TrainingStream:
             for number, batch in enumerate(self._from_position()):
                 if (number + 1) % self._accumulation.num_micro_batches == 0:
                     self.position += self._accumulation.global_batch_size
-                yield batch | self._count_tokens(begin, number)
+                yield batch | self._count_samples(begin, number)
                 # the consumer may have moved the stream between two steps, for example in a rollback
                 if self._has_moved:
                     break
@@ -152,40 +161,48 @@ class TrainingStream:
         self.position = position
         self._has_moved = True
 
-    def _count_tokens(self, begin: int, number: int) -> Batch:
-        """Return the tokens of a micro-batch over all ranks, as host integers; nothing if no sample is padded.
+    def make_sampler(self) -> PositionSampler:
+        """Return what this rank reads from the current position on."""
+        return PositionSampler(
+            self._order,
+            start_position=self.position,
+            micro_batch_size=self._accumulation.micro_batch_size,
+            rank=self._rank,
+            world_size=self._world_size,
+            draws=self._draws,
+        )
 
-        Computed from positions rather than counted and summed: ranks then neither communicate nor wait for a device.
+    def _count_samples(self, begin: int, number: int) -> Batch:
+        """Return what a micro-batch has, as host integers: its samples and, if samples are padded, its tokens.
+
+        Tokens are those of all ranks, computed from positions rather than counted and summed: ranks then neither
+        communicate nor wait for a device.
 
         Args:
             begin: Position of the first micro-batch.
             number: Micro-batches since then.
 
         Returns:
-            `num_tokens`, the inputs that are tokens, and `num_token_pairs`, the sum over samples of the squared number
-            of inputs, to which the FLOPs of attention are proportional.
+            `num_samples`, B, whatever a sample is: its tensors may have other numbers of rows. `num_tokens`, the inputs
+            that are tokens, and `num_token_pairs`, the sum over samples of the squared number of inputs, to which the
+            FLOPs of attention are proportional.
         """
+        counts = {"num_samples": self._accumulation.micro_batch_size}
         if self._count_inputs is None:
-            return {}
+            return counts
         stride = self._accumulation.micro_batch_size * self._world_size
         positions = begin + number * stride + np.arange(stride, dtype=np.int64)
         lengths = self._count_inputs(self._order.indices(positions))  # [stride]
-        return {"num_tokens": int(lengths.sum()), "num_token_pairs": int((lengths * lengths).sum())}
+        return counts | {"num_tokens": int(lengths.sum()), "num_token_pairs": int((lengths * lengths).sum())}
 
     def _from_position(self) -> Iterator[Batch]:
         accumulation, of_sample = self._accumulation, self._counts_of_sample
-        sampler = PositionSampler(
-            self._order,
-            start_position=self.position,
-            micro_batch_size=accumulation.micro_batch_size,
-            rank=self._rank,
-            world_size=self._world_size,
-        )
+        micro_batches = self._make_loader(self.make_sampler())
         if self._looks_ahead:
-            return self._keep_windows(self._make_loader(sampler))
+            return self._keep_windows(micro_batches)
         of_window = {name: count * accumulation.global_batch_size for name, count in (of_sample or {}).items()}
         return with_counts(
-            self._make_loader(sampler),
+            micro_batches,
             num_micro_batches=accumulation.num_micro_batches,
             count=self._count,
             counts_of_window=of_window or None,
@@ -252,7 +269,7 @@ def sum_counts(counts: Sequence[Mapping[str, Tensor]], sum_over_ranks: Callable[
 
 
 class RankShare(Dataset[dict[str, Tensor]]):
-    """Samples rank, rank + N, rank + 2 N … of N ranks.
+    """Samples rank, rank + N, rank + 2N … of N ranks.
 
     If the samples do not divide evenly, the last ranks get one padding sample without a loss: forward passes of
     sharded models are collective, so every rank must run the same number of them.
@@ -261,12 +278,14 @@ class RankShare(Dataset[dict[str, Tensor]]):
         dataset: The whole split.
         rank: Index of this process, from 0.
         world_size: N.
+        of: Dataset of which these are some samples, and which makes the padding; None: `dataset`.
     """
 
-    def __init__(self, dataset: Any, *, rank: int, world_size: int) -> None:
+    def __init__(self, dataset: Any, *, rank: int, world_size: int, of: Any = None) -> None:
         self._dataset = dataset
         self._rank = rank
         self._world_size = world_size
+        self._of = dataset if of is None else of
 
     def __len__(self) -> int:
         return -(-len(self._dataset) // self._world_size)
@@ -276,9 +295,27 @@ class RankShare(Dataset[dict[str, Tensor]]):
         if position < len(self._dataset):
             sample: dict[str, Tensor] = self._dataset[position]
             return sample
-        padding: dict[str, Tensor] = self._dataset[0]
-        targets = torch.as_tensor(padding["targets"])
-        empty = {"targets": torch.full_like(targets, torch.nan if targets.is_floating_point() else IGNORE_INDEX)}
-        if "num_inputs" in padding:
-            empty["num_inputs"] = torch.zeros_like(torch.as_tensor(padding["num_inputs"]))
-        return padding | empty
+        return make_padding(self._of)
+
+
+def make_padding(dataset: Any) -> dict[str, Tensor]:
+    """Return a sample without a loss: the dataset's own, or its first one without targets and tokens.
+
+    Raises:
+        ConfigError: It has no `padding()`, and its samples have no `targets`.
+    """
+    if hasattr(dataset, "padding"):
+        own: dict[str, Tensor] = dataset.padding()
+        return own
+    sample: dict[str, Tensor] = dataset[0]
+    if "targets" not in sample:
+        raise ConfigError(
+            "data=…",
+            "samples do not divide evenly over the ranks, and what pads them is unknown: they have no `targets`",
+            "trainer.devices=1, or give the dataset a method `padding()`, which returns a sample without a loss",
+        )
+    targets = torch.as_tensor(sample["targets"])
+    empty = {"targets": torch.full_like(targets, torch.nan if targets.is_floating_point() else IGNORE_INDEX)}
+    if "num_inputs" in sample:
+        empty["num_inputs"] = torch.zeros_like(torch.as_tensor(sample["num_inputs"]))
+    return sample | empty

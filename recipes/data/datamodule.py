@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from recipes.data import DataSource, SampleDataset, get_val_fingerprint, in_section, prepare_with
 from recipes.data.batches import Batch, RankShare, TrainingStream
+from recipes.data.draws import DrawnSamples, has_draws
 from recipes.data.loader_process import SignalProofLoader
 from recipes.data.order import Order, RepeatedOrder, ShuffledOrder
 from recipes.files import count
@@ -38,8 +39,9 @@ class StreamDataModule(lightning.LightningDataModule):
         seed: Seed of the order of training samples.
         eval_samples: Validation samples per evaluation, spread evenly over the split; None: all.
         num_workers: Loader processes per device; None: up to 4 for a GPU, none for a CPU.
-        overfit_batches: Repeat the first N global batches of the stream and validate on the same samples: if the
-            training loss reaches zero but the validation loss does not, there is a bug. None: use all data.
+        overfit_batches: Repeat the first N global batches of the stream, as they are drawn there, and validate on the
+            same samples: if the training loss reaches zero but the validation loss does not, there is a bug. None: use
+            all data.
 
     Attributes:
         looks_ahead: Whether the task reads all micro-batches of a step before the first; set before training.
@@ -120,7 +122,7 @@ class StreamDataModule(lightning.LightningDataModule):
         self._stream = TrainingStream(
             accumulation=self._accumulation,
             order=self._order(dataset),
-            make_loader=lambda sampler: self._loader(dataset, self.source, batch_sampler=sampler),
+            make_loader=lambda sampler: self._loader(self._drawn(dataset), self.source, batch_sampler=sampler),
             count=self._loss.counts,
             counts_of_sample=self._loss.counts_of_sample(dataset.targets_per_sample),
             count_inputs=getattr(dataset, "count_inputs", None),
@@ -129,6 +131,7 @@ class StreamDataModule(lightning.LightningDataModule):
             sum_over_ranks=trainer.strategy.sum_over_data_ranks,  # type: ignore[attr-defined]
             position=self.position,
             looks_ahead=self.looks_ahead,
+            draws=has_draws(dataset),
         )
         return self._stream
 
@@ -137,12 +140,15 @@ class StreamDataModule(lightning.LightningDataModule):
         """Return the loader of the validation split, or a list that also has those of additional validation sets."""
         if self._period is not None:
             dataset = self.source.train()
-            first = self._order(dataset).indices(np.arange(self._period))  # [period]
-            return self._loader(self._rank_share(Subset(dataset, first.tolist())), self.source)  # type: ignore[arg-type]
-        loaders = [
-            self._loader(self._rank_share(_spread_evenly(source.val(), self._eval_samples)), source)
-            for source in (self.source, *self.eval_sources.values())
-        ]
+            order, positions = self._order(dataset), np.arange(self._period)
+            first = order.places(positions) if has_draws(dataset) else order.indices(positions)  # [period, 2], [period]
+            repeated: Any = Subset(self._drawn(dataset), first.tolist())
+            return self._loader(self._rank_share(repeated, of=dataset), self.source)
+        loaders = []
+        for source in (self.source, *self.eval_sources.values()):
+            dataset = source.val()
+            share = self._rank_share(_spread_evenly(dataset, self._eval_samples), of=dataset)
+            loaders.append(self._loader(share, source))
         return loaders if self.eval_sources else loaders[0]
 
     @property
@@ -151,11 +157,14 @@ class StreamDataModule(lightning.LightningDataModule):
         return [] if self._period is not None else list(self.eval_sources)
 
     def split_dataloaders(self, split: str) -> list[DataLoader[Batch]]:
-        """Return loaders of complete splits, for `mode=evaluate`; for "val", including additional validation sets."""
-        if split == "train":
-            return [self._loader(self._rank_share(self.source.train()), self.source)]
-        sources = (self.source, *self.eval_sources.values())
-        return [self._loader(self._rank_share(source.val()), source) for source in sources]
+        """Return loaders of complete splits, for `mode=evaluate`; for "val", including additional validation sets.
+
+        Nothing is drawn: training samples are as they are by index.
+        """
+        sources = (self.source,) if split == "train" else (self.source, *self.eval_sources.values())
+        splits: list[Any] = [source.train() if split == "train" else source.val() for source in sources]
+        shares = [self._rank_share(dataset, of=dataset) for dataset in splits]
+        return [self._loader(share, source) for share, source in zip(shares, sources, strict=True)]
 
     def count_source_tokens(self) -> dict[str, int]:
         """Return the tokens consumed so far from each source of a mixture; empty for other data."""
@@ -205,12 +214,15 @@ class StreamDataModule(lightning.LightningDataModule):
     def samples_of_step(self, position: int) -> list[dict[str, Any]]:
         """Return the samples of one optimizer step, with their index in the step, the stream and the data.
 
+        A random sample has `draw`, the arguments of `rng_at`, with which the dataset draws it again.
+
         Args:
             position: Samples consumed at the end of the step.
         """
-        accumulation = self._accumulation
-        order = self._order(self.source.train())
+        accumulation, dataset = self._accumulation, self.source.train()
+        order = self._order(dataset)
         first = position - accumulation.global_batch_size
+        found = order.places(np.arange(first, position)).tolist()
         places = itertools.product(
             range(accumulation.num_micro_batches),
             range(self._trainer().strategy.data_size),  # type: ignore[attr-defined]
@@ -219,8 +231,10 @@ class StreamDataModule(lightning.LightningDataModule):
         describe: Any = getattr(self.source, "describe_sample", lambda _: {})
         samples = []
         for offset, (micro_batch, rank, row) in enumerate(places):
-            sample = order(first + offset)
-            place = {"rank": rank, "micro_batch": micro_batch, "row": row}
+            sample, drawn_at = found[offset]
+            place: dict[str, Any] = {"rank": rank, "micro_batch": micro_batch, "row": row}
+            if has_draws(dataset):
+                place["draw"] = {"seed": self._seed, "position": drawn_at}
             samples.append({"position": first + offset, "sample": sample} | place | describe(sample))
         return samples
 
@@ -274,9 +288,14 @@ class StreamDataModule(lightning.LightningDataModule):
         order = order or ShuffledOrder(len(dataset), self._seed)
         return order if self._period is None else RepeatedOrder(order, period=self._period)
 
-    def _rank_share(self, dataset: Any) -> RankShare:
+    def _drawn(self, dataset: Any) -> Any:
+        """Return the samples of the stream, by index or, if they are random, by (index, position)."""
+        return DrawnSamples(dataset, self._seed) if has_draws(dataset) else dataset
+
+    def _rank_share(self, samples: Any, *, of: Any) -> RankShare:
+        """Return this rank's part of some samples of a dataset."""
         strategy: Any = self._trainer().strategy
-        return RankShare(dataset, rank=strategy.data_rank, world_size=strategy.data_size)
+        return RankShare(samples, rank=strategy.data_rank, world_size=strategy.data_size, of=of)
 
     def _loader(self, dataset: Any, source: DataSource, **order: Any) -> DataLoader[Batch]:
         on_gpu = self._trainer().strategy.root_device.type == "cuda"

@@ -3,13 +3,16 @@
 Shapes: N images, 1 channel, 8 rows, 8 columns.
 """
 
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from recipes.data import SampleDataset
+from recipes.data.augmentation import Augmentation
 from recipes.data.order import mix64
 from recipes.errors import ConfigError
 from recipes.tokenizer import Tokenizer
@@ -38,19 +41,44 @@ class LabeledImages(Dataset[dict[str, Tensor]]):
         return {"inputs": self.images[index], "targets": self.labels[index]}
 
 
+@dataclass(kw_only=True)
 class Digits:
-    """Ten classes with about 180 images each; the split is fixed and does not depend on the seed."""
+    """Ten classes with about 180 images each; the split is fixed and does not depend on the seed.
+
+    Args:
+        random_crop_padding: Train on windows of 8 x 8 pixels, cropped from the image with a border of this many.
+        random_horizontal_flip: Train on the mirror image in one case of two.
+
+    Raises:
+        ConfigError: A crop could miss the image.
+    """
 
     sample_kind: ClassVar[str] = "images"
     num_channels: ClassVar[int] = 1
     num_classes: ClassVar[int] = 10
     image_size: ClassVar[int] = 8
-    fingerprint: str = "digits"
-    tokenizer: Tokenizer | None = None  # the samples are not text
+    val_fingerprint: ClassVar[str] = "digits"
+    tokenizer: ClassVar[Tokenizer | None] = None  # the samples are not text
+
+    random_crop_padding: Annotated[int, ">= 0"]
+    random_horizontal_flip: bool
+
+    def __post_init__(self) -> None:
+        self._augmentation = Augmentation(
+            random_crop_padding=self.random_crop_padding,
+            random_horizontal_flip=self.random_horizontal_flip,
+            image_size=self.image_size,
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """String that is equal for equal training samples."""
+        return "/".join(filter(None, ("digits", self._augmentation.describe())))
 
     def describe(self) -> str:
-        """Return the number of images."""
-        return f"{len(self.train()):,} training and {len(self.val()):,} validation images of 8 x 8"
+        """Return the number of images, and what is drawn for those of training."""
+        counts = f"{len(self.train()):,} training and {len(self.val()):,} validation images of 8 x 8"
+        return "; training draws ".join(filter(None, (counts, self._augmentation.describe())))
 
     def prepare(self) -> None:
         """Load the images.
@@ -72,9 +100,9 @@ class Digits:
         hashes = mix64(np.arange(len(labels), dtype=np.uint64)) % np.uint64(_VAL_EVERY)  # [N]
         self._is_val = torch.from_numpy(hashes == 0)  # [N] bool
 
-    def train(self) -> LabeledImages:
+    def train(self) -> SampleDataset:
         """Return four images in five."""
-        return LabeledImages(self._images[~self._is_val], self._labels[~self._is_val])
+        return self._augmentation.of(LabeledImages(self._images[~self._is_val], self._labels[~self._is_val]))
 
     def val(self) -> LabeledImages:
         """Return one image in five."""

@@ -38,6 +38,14 @@ class Order(ABC):
     def indices(self, positions: Positions) -> Positions:
         """Return the samples at an array of positions, in the same shape."""
 
+    def draws(self, positions: Positions) -> Positions:
+        """Return the positions whose random numbers the samples at these positions draw, in the same shape."""
+        return positions
+
+    def places(self, positions: Positions) -> Positions:
+        """Return (index, position that it is drawn at) of the samples at an array of positions, [..., 2]."""
+        return np.stack([self.indices(positions), self.draws(positions)], axis=-1)
+
 
 class ShuffledOrder(Order):
     """A different permutation of all samples in every epoch.
@@ -86,7 +94,7 @@ class ShuffledOrder(Order):
 
 
 class RepeatedOrder(Order):
-    """The beginning of a stream, repeated: position -> the sample at position modulo `period`.
+    """The beginning of a stream, repeated: position -> the sample at position modulo `period`, drawn as it was there.
 
     Args:
         order: Order of the stream.
@@ -101,3 +109,7 @@ class RepeatedOrder(Order):
     @override
     def indices(self, positions: Positions) -> Positions:
         return self._order.indices(positions % self._period)
+
+    @override
+    def draws(self, positions: Positions) -> Positions:
+        return self._order.draws(positions % self._period)

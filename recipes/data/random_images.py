@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from recipes.data import SampleDataset
+from recipes.data.augmentation import Augmentation
 from recipes.data.order import mix64
 from recipes.errors import ConfigError
 from recipes.tokenizer import Tokenizer
@@ -94,12 +96,14 @@ class RandomImages:
         in_channels: Channels of an image.
         image_size: Height and width in pixels.
         num_samples: Training samples in one epoch.
+        random_crop_padding: Train on windows of `image_size`, cropped from the image with a border of this many pixels.
+        random_horizontal_flip: Train on the mirror image in one case of two.
         num_val_samples: Validation samples, from noise of another seed.
-        seed: Seed of images and targets; the order of samples depends on the seed of the run.
+        seed: Seed of images and targets; order and augmentation depend on the seed of the run.
         targets: `classes`; or, per sample, `num_classes` `labels` of 0 or 1, `probabilities`, or normal `values`.
 
     Raises:
-        ConfigError: A setting is not positive.
+        ConfigError: A setting is not positive, or a crop could miss the image.
     """
 
     sample_kind: ClassVar[str] = "images"
@@ -110,6 +114,8 @@ class RandomImages:
     in_channels: Annotated[int, ">= 1"]
     image_size: Annotated[int, ">= 1"]
     num_samples: Annotated[int, ">= 1"]
+    random_crop_padding: Annotated[int, ">= 0"]
+    random_horizontal_flip: bool
     num_val_samples: Annotated[int, ">= 1"] = 64
     seed: Annotated[int, ">= 0"] = 0
     targets: TargetKind = "classes"
@@ -119,13 +125,23 @@ class RandomImages:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"data.{name}={value}", "random images need at least 1", f"data.{name}=1")
+        self._augmentation = Augmentation(
+            random_crop_padding=self.random_crop_padding,
+            random_horizontal_flip=self.random_horizontal_flip,
+            image_size=self.image_size,
+        )
 
     def prepare(self) -> None:
         """Do nothing: there are no files."""
 
     @property
     def fingerprint(self) -> str:
-        """All settings that the images and targets depend on."""
+        """All settings that the training images and targets depend on."""
+        return "/".join(filter(None, (self.val_fingerprint, self._augmentation.describe())))
+
+    @property
+    def val_fingerprint(self) -> str:
+        """All settings that the validation images and targets depend on."""
         kind = "" if self.targets == "classes" else f"/{self.targets}"
         return f"noise_images/{self.num_classes}/{self.in_channels}/{self.image_size}/{self.seed}{kind}"
 
@@ -134,9 +150,9 @@ class RandomImages:
         size = f"{self.image_size} x {self.image_size}"
         return f"{self.num_samples:,} random images of {size}, for measurements of speed only"
 
-    def train(self) -> NoiseImages:
+    def train(self) -> SampleDataset:
         """Return the training samples."""
-        return self._images(num_samples=self.num_samples, seed=self.seed)
+        return self._augmentation.of(self._images(num_samples=self.num_samples, seed=self.seed))
 
     def val(self) -> NoiseImages:
         """Return the validation samples."""

@@ -15,6 +15,7 @@ from typing_extensions import override
 from recipes.config.resolved import ResolvedRun
 from recipes.config.traits import declare_mode
 from recipes.data import DataSource
+from recipes.data.draws import has_draws
 from recipes.files import write_atomically
 from recipes.mode.about import describe_command
 from recipes.preflight import data as data_checks
@@ -36,6 +37,7 @@ from recipes.runtime.world import global_rank
 from recipes.trial.steps import reject_resume, take_steps
 
 _SAMPLES = 512  # inspected by the data checks
+_SHOWN = 16
 _DRAWN = 32  # micro-batches per rank
 
 
@@ -134,16 +136,20 @@ class Checklist:
     def _check_data(self, source: DataSource) -> Iterator[Result]:
         train, val = source.train(), source.val()
         is_text = source.sample_kind == "tokens"
-        samples = data_checks.spread(train, _SAMPLES if is_text else 2 * _SAMPLES)
+        indices = data_checks.spread_indices(train, _SAMPLES if is_text else 2 * _SAMPLES)
+        samples = [train[index] for index in indices]
         tokenizer = source.tokenizer
-        self.shown = data_checks.show_samples(samples[:2], None if tokenizer is None else tokenizer.decode)
+        read = data_checks.draw_each(train, indices[:_SHOWN], seed=self._resolved.seed)
+        self.shown = data_checks.show_samples(read[:2], None if tokenizer is None else tokenizer.decode)
         if not is_text:
             self.images = [
                 (sample["inputs"], data_checks.describe_targets(sample["targets"]).removeprefix("class "))
-                for sample in samples[:16]
+                for sample in read
             ]
         for line in self.shown:
             yield Result(check="what the model reads", status="look", found=line)
+        if has_draws(train):
+            yield data_checks.check_draws(train, seed=self._resolved.seed)
         if is_text:
             yield data_checks.check_shift(samples[:64])
         num_outputs, kind = self._expected().num_classes, self._resolved.target_kind

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipes.data import SampleDataset
+from recipes.data.draws import has_draws, rng_at
 from recipes.numerics.loss import IGNORE_INDEX
 from recipes.preflight.result import Result, judge
 
@@ -24,6 +25,7 @@ NUMBERS = "targets are numbers of the model"
 
 _MAX_TOKENS = 200_000  # to count pairs in: enough to see structure in any vocabulary, a second of counting
 _MAX_IMAGES = 1024
+_MAX_DRAWN = 64
 _MAX_PIXELS = 1024  # sampled when two images are compared
 _PRIOR = 5.0  # pseudo-counts of the frequencies of single tokens, in the frequencies of pairs
 _MIN_GAIN = 0.02  # nats per token; shuffled targets gain less than nothing
@@ -31,9 +33,21 @@ _MIN_GAIN = 0.02  # nats per token; shuffled targets gain less than nothing
 
 def spread(dataset: SampleDataset, num_samples: int) -> list[Sample]:
     """Return samples spread evenly over a dataset, all of them if it has no more."""
+    return [dataset[index] for index in spread_indices(dataset, num_samples)]
+
+
+def spread_indices(dataset: SampleDataset, num_samples: int) -> list[int]:
+    """Return indices spread evenly over a dataset, all of them if it has no more."""
     total = len(dataset)
     count = min(num_samples, total)
-    return [dataset[i * total // count] for i in range(count)]
+    return [i * total // count for i in range(count)]
+
+
+def draw_each(dataset: Any, indices: Sequence[int], *, seed: int, position: int = 0) -> list[Sample]:
+    """Return samples, drawn at consecutive positions if they are random."""
+    if not has_draws(dataset):
+        return [dataset[index] for index in indices]
+    return [dataset.sample(index, rng_at(seed, position + number)) for number, index in enumerate(indices)]
 
 
 def digest(inputs: Tensor, num_inputs: Any = None) -> bytes:
@@ -195,6 +209,26 @@ def _find_nearest(samples: Sequence[Sample]) -> Tensor:
     distances = torch.cdist(flat, flat)  # [N, N]
     distances.fill_diagonal_(math.inf)
     return distances.argmin(dim=1)
+
+
+def check_draws(dataset: SampleDataset, *, seed: int) -> Result:
+    """Check that a random sample is the same when it is drawn again at its position, and another one elsewhere."""
+    indices = spread_indices(dataset, _MAX_DRAWN)
+    first, again, elsewhere = (draw_each(dataset, indices, seed=seed, position=at) for at in (0, 0, _MAX_DRAWN))
+    changed = sum(not _are_equal(*pair) for pair in zip(first, again, strict=True))
+    same = sum(_are_equal(*pair) for pair in zip(first, elsewhere, strict=True))
+    found = f"{changed} of {len(first)} differ when drawn again at the same position, {same} are the same at another"
+    remedy = "`sample` must draw from the generator that it gets alone: a resumed run would train on other samples"
+    if not changed:
+        remedy = "it draws nothing, or rarely: without `sample`, the dataset is read by index"
+    passes = changed == 0 and same < len(first)
+    return judge("a position draws its sample", found, passes=passes, fails=changed > 0, remedy=remedy)
+
+
+def _are_equal(one: Sample, other: Sample) -> bool:
+    pairs = [(one[name], other[name]) for name in one]
+    # not `torch.equal`: a target of NaN has no loss
+    return all(a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in pairs)
 
 
 def check_splits(train: Sequence[Sample], val: Sequence[Sample], *, is_complete: bool) -> Result:

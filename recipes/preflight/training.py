@@ -18,6 +18,7 @@ from recipes.build import Run
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.writer import CheckpointWriter
 from recipes.config.resolved import ResolvedRun
+from recipes.data.draws import has_draws
 from recipes.loss import get_mean
 from recipes.numerics.collectives import gather_objects
 from recipes.preflight.data import digest
@@ -148,15 +149,19 @@ def draw(run: Run, *, num_batches: int) -> tuple[float, list[bytes]]:
     """Read the next micro-batches of the training stream, as training would. Collective.
 
     Returns:
-        Seconds per micro-batch of a rank, the slowest rank's median; digests of the inputs of its samples, over all
-        ranks.
+        Seconds per micro-batch of a rank, the slowest rank's median; digests of the inputs of its samples, without what
+        is drawn for them, over all ranks.
     """
-    stream = iter(run.data.train_dataloader())
+    loader, dataset = run.data.train_dataloader(), run.data.source.train()
+    stream, places = iter(loader), iter(loader.make_sampler())
     seconds, own = [], []
     for _ in range(num_batches):
         began = time.perf_counter()
         batch = next(stream)
         seconds.append(time.perf_counter() - began)
+        if has_draws(dataset):  # equal samples are drawn differently
+            own += [digest(dataset[index]["inputs"]) for index, _ in next(places)]
+            continue
         lengths = batch.get("num_inputs", [None] * len(batch["inputs"]))
         own += [digest(inputs, length) for inputs, length in zip(batch["inputs"], lengths, strict=True)]
     own_part = (sorted(seconds)[num_batches // 2], run.trainer.strategy.data_rank, own)  # type: ignore[attr-defined]

@@ -394,7 +394,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         return self.trainer.strategy.data_size  # type: ignore[attr-defined, no-any-return]
 
     def _count(self, batch: Batch) -> None:
-        num_samples = len(batch["targets"]) * self.data_size
+        num_samples = batch["num_samples"] * self.data_size
         self._window_samples += num_samples
         # rows with padding: counted by the data stream, because rows on other ranks have other lengths
         self._window_tokens += batch.get("num_tokens", num_samples * self._tokens_per_sample(batch))

@@ -9,12 +9,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import Generator
 from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
 from recipes.data import SampleDataset
+from recipes.data.batches import make_padding
 from recipes.data.conversations.rows import pad_rows
+from recipes.data.draws import has_draws
 from recipes.data.mixture.stages import Stages
 from recipes.data.order import Order, Positions, ShuffledOrder
 
@@ -75,6 +78,9 @@ class MixedSamples(Dataset[dict[str, Tensor]]):
         # samples -> number of inputs of each, without padding; None if no sample is padded
         self.count_inputs: Callable[[Positions], Positions] | None = self._count_own_inputs if is_padded else None
         self._counted: dict[str, tuple[int, int]] = {}  # source -> samples and tokens of the last count
+        self._draws = [has_draws(part) for part in self._by_number]
+        # (index, rng) -> random sample; None if no source draws
+        self.sample: Callable[[int, Generator], dict[str, Tensor]] | None = self._draw if any(self._draws) else None
 
     def __len__(self) -> int:
         return int(self._lasts[-1])
@@ -83,6 +89,17 @@ class MixedSamples(Dataset[dict[str, Tensor]]):
         """Return a sample of its source, with `source`, [] int64."""
         source, own = self.locate(index)
         return self._by_number[source][own] | {"source": torch.tensor(source)}
+
+    def _draw(self, index: int, rng: Generator) -> dict[str, Tensor]:
+        """Return a sample of its source, drawn if the source draws."""
+        source, own = self.locate(index)
+        part: Any = self._by_number[source]
+        sample: dict[str, Tensor] = part.sample(own, rng) if self._draws[source] else part[own]
+        return sample | {"source": torch.tensor(source)}
+
+    def padding(self) -> dict[str, Tensor]:
+        """Return a sample without a loss, of the first source."""
+        return make_padding(self._by_number[0]) | {"source": torch.tensor(0)}
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return the source of a sample and its index in that source."""
@@ -188,6 +205,10 @@ class MixedValidation(Dataset[dict[str, Tensor]]):
         """Return a sample of its source, with `source`, [] int64."""
         source = int(self._sources[index])
         return self._by_number[source][int(self._own[index])] | {"source": torch.tensor(source)}
+
+    def padding(self) -> dict[str, Tensor]:
+        """Return a sample without a loss, of the first source."""
+        return make_padding(self._by_number[0]) | {"source": torch.tensor(0)}
 
     def spread(self, num_samples: int) -> "MixedValidation":
         """Return fewer samples with the same weights, evenly spaced in each source."""

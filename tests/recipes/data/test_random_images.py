@@ -12,6 +12,7 @@ from recipes.errors import ConfigError
 
 def source(**changes: Any) -> RandomImages:
     settings = {"num_classes": 10, "in_channels": 3, "image_size": 8, "num_samples": 2000}
+    settings |= {"random_crop_padding": 0, "random_horizontal_flip": False}
     return RandomImages(**(settings | changes))
 
 

@@ -97,7 +97,10 @@ def make_batch(num_targets: list[int], *, seed: int = 0) -> dict[str, Any]:
 def window(*micro_batches: list[int]) -> list[dict[str, Any]]:
     """Return the micro-batches of one optimizer step, each with the targets of the global batch."""
     total = sum(sum(counts) for counts in micro_batches)
-    return [make_batch(counts, seed=seed) | {"num_targets": total} for seed, counts in enumerate(micro_batches)]
+    return [
+        make_batch(counts, seed=seed) | {"num_targets": total, "num_samples": len(counts)}
+        for seed, counts in enumerate(micro_batches)
+    ]
 
 
 def mean_over_targets(model: nn.Module, batches: list[dict[str, Any]]) -> Tensor:
@@ -119,7 +122,7 @@ def test_loss_and_gradient_are_those_of_one_large_batch_however_it_is_split(worl
         if world_size == accumulate == 1:
             micro_batches = [
                 {key: torch.cat([batch[key] for batch in batches]) for key in ("inputs", "targets")}
-                | {"num_targets": batches[0]["num_targets"]}
+                | {name: batches[0][name] for name in ("num_targets", "num_samples")}
             ]
         for batch in micro_batches:
             # Lightning divides by the accumulation
