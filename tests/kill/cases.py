@@ -68,6 +68,26 @@ _MIXTURE = (
 )
 
 
+# random crops and flips of images: the first epoch ends at step 45
+IMAGES = (
+    "model=resnet18",
+    "model._target_=small_models.SmallClassifier",
+    "data.random_crop_padding=2",
+    "data.random_horizontal_flip=true",
+    "~callbacks.report",
+    "~callbacks.sample_text",
+    "trainer.accelerator=cpu",
+    "strategy=single",
+    "global_batch_size=32",
+    "micro_batch_size=16",
+    "trainer.max_steps=100",  # 2.2 epochs
+    "save_every=10",
+    "eval_every=50",
+    "log_every=1",
+    "resume=auto",
+)
+
+
 def get_overrides(name: str, folder: Path, texts: Path) -> list[str]:
     """Return the overrides of a case: the same for every start."""
     common = [*COMMON, *CASES[name], f"trainer.max_steps={STEPS[name]}", f"hydra.run.dir={folder}"]

@@ -1,12 +1,15 @@
 """A run killed at any moment and resumed with the same command equals, bit for bit, a run that was never killed."""
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kill.cases import CASES, compose, get_overrides
+from kill.cases import CASES, IMAGES, compose, get_overrides
+from kill.disk import differences
 from kill.killer import Killer
-from kill.lives import Zygote
+from kill.lives import ForkedLife, Zygote
+from kill.victim import Moment, Victim
 from support import write_texts
 
 pytestmark = pytest.mark.fresh_python  # the command's ranks are found as its children
@@ -25,7 +28,8 @@ SLOW = "pp2 x tp2"  # four ranks on two cores
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     folder: Path = tmp_path_factory.mktemp("compose")
     texts = write_texts(folder / "texts")
-    zygote = Zygote([compose(get_overrides(name, folder, texts)) for name in CASES])
+    runs = [compose(get_overrides(name, folder, texts)) for name in CASES]
+    zygote = Zygote([*runs, compose([*IMAGES, f"hydra.run.dir={folder}"])])
     yield zygote
     zygote.close()
 
@@ -56,6 +60,34 @@ def test_two_kills_of_ranks_that_divide_layers_and_matrices_lose_no_bit(killer: 
 @pytest.mark.parametrize("name", [name for name in CASES if name != SLOW])
 def test_two_hundred_kills_lose_no_checkpoint_and_no_bit(name: str, long_killer: Killer) -> None:
     _kill(long_killer, name, 40, num_by_command=3)
+
+
+def test_random_crops_killed_with_0_1_and_3_loader_processes_are_those_of_a_run_never_killed(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    _kill_twice(zygote, tmp_path, num_workers=(0, 1, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_random_crops_killed_twice_lose_no_bit(num_workers: int, zygote: Zygote, tmp_path: Path) -> None:
+    _kill_twice(zygote, tmp_path, num_workers=(num_workers,) * 3)
+
+
+def _kill_twice(zygote: Zygote, folder: Path, *, num_workers: tuple[int, int, int]) -> None:
+    """Kill a run at two moments of its steps, each life with a number of loader processes, and compare the last."""
+    rng = random.Random(SEED)
+    victim, reference = (Victim(folder=folder / name, rng=rng) for name in ("victim", "reference"))
+    moments: list[Moment | None] = [Moment(after="save", seconds=0.01, saves_before=number) for number in (2, 3)]
+    for one, lives in ((reference, [(0, None)]), (victim, zip(num_workers, [*moments, None], strict=True))):
+        one.folder.mkdir()
+        for workers, moment in lives:
+            run = compose([*IMAGES, f"loader.num_workers={workers}", f"hydra.run.dir={one.folder}"])
+            ended = one.live(lambda log, run=run: ForkedLife(zygote, run, log, world_size=1), moment)
+            assert ended == (moment is None)
+    assert not victim.lost
+    assert [death.row < 100 for death in victim.deaths] == [True, True]
+    assert list(differences(victim.folder, reference.folder)) == []
 
 
 def _kill(killer: Killer, name: str, num_kills: int, *, num_by_command: int) -> None:
