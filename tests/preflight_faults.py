@@ -3,6 +3,7 @@
 import time
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -74,6 +75,14 @@ class ShuffledLabels(Digits):
     def train(self) -> Any:
         dataset = super().train()
         dataset.labels = dataset.labels[torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))]
+        return dataset
+
+
+class DrawsByItself(Digits):
+    def train(self) -> Any:
+        dataset: Any = super().train()
+        drawn = dataset.sample
+        dataset.sample = lambda index, rng: drawn(index, np.random.default_rng())
         return dataset
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from faults import FaultAt
-from support import TINY, resolved, run_train, write_texts
+from support import TINY, execute, resolved, run_train, write_texts
 
 from recipes.build import build
 from recipes.config import compose_and_check
 from recipes.config.compose import freeze
+from recipes.data.draws import rng_at
 from recipes.errors import ConfigError
 from recipes.mode.fit import fit
 from recipes.mode.replay import replay
@@ -182,3 +183,36 @@ def test_evaluating_an_average_that_was_not_trained_is_an_error(run_folder: Path
     ended = run_train(["mode=evaluate", f"resume={run_folder}", "mode.weights=ema"])
     assert ended.returncode == 2
     assert "ema_decay" in ended.stdout + ended.stderr
+
+
+def test_random_samples_of_a_spike_are_dumped_as_drawn_can_be_drawn_again_and_are_replayed(tmp_path: Path) -> None:
+    overrides = [
+        "model=resnet18",
+        "model._target_=small_models.SmallClassifier",
+        "data.random_crop_padding=2",
+        "data.random_horizontal_flip=true",
+        "callbacks=[grad_norm,loss_spike]",
+        "trainer.accelerator=cpu",
+        "global_batch_size=16",
+        "micro_batch_size=8",
+        "trainer.max_steps=100",  # an epoch has 90
+        "eval_every=100",
+        f"hydra.run.dir={tmp_path}",
+    ]
+    composed, mistakes = compose_and_check(overrides)
+    assert composed is not None, [str(mistake) for mistake in mistakes]
+    run = build(resolved(composed.config, tmp_path))
+    run.trainer.callbacks.insert(0, FaultAt(kind="inf_gradient", step=95))  # type: ignore[attr-defined]
+    assert fit(run) == 0
+    freeze(composed)
+    dump = tmp_path / "spikes/step_0000096"
+    batches = torch.load(dump / "rank_00000.pt", weights_only=True)["batches"]
+    train = run.data.source.train()
+    for entry in map(json.loads, (dump / "samples.jsonl").read_text().splitlines()):
+        assert entry["draw"] == {"seed": composed.config["seed"], "position": entry["position"]}
+        drawn = train.sample(entry["sample"], rng_at(**entry["draw"]))
+        assert torch.equal(batches[entry["micro_batch"]]["inputs"][entry["row"]], drawn["inputs"])
+        assert batches[entry["micro_batch"]]["targets"][entry["row"]] == drawn["targets"]
+    assert execute(*overrides, "mode=replay", f"resume={tmp_path}") == 0
+    recorded, replayed = (json.loads((dump / f"{name}.json").read_text())["loss"] for name in ("spike", "replay"))
+    assert replayed == pytest.approx(recorded, rel=1e-6)  # float32: two micro-batches are summed in another order

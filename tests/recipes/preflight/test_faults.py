@@ -15,6 +15,13 @@ from recipes.runtime.exit_codes import ExitCode
 
 FAULTS = preflight_faults.__name__
 TEXT = ("trainer.accelerator=cpu", "scheduler=constant", "warmup_steps=0", "optimizer.lr=3e-3")
+SMALL_AND_RANDOM = (
+    "model._target_=small_models.SmallClassifier",
+    "data.random_crop_padding=1",
+    "optimizer.lr=1e-2",
+    "scheduler=constant",
+    "warmup_steps=0",
+)
 IMAGES = ("model=resnet18", "trainer.accelerator=cpu", "global_batch_size=8")
 
 
@@ -47,10 +54,18 @@ def test_a_sound_recipe_of_text_passes(tmp_path: Path, text_folder: str) -> None
     assert len(found) == 22
 
 
-def test_a_sound_recipe_of_images_passes(tmp_path: Path) -> None:
-    code, found = run_preflight(tmp_path, *IMAGES, steps=12)
+@pytest.mark.parametrize("more", [(), SMALL_AND_RANDOM], ids=["as they are", "random crops"])
+def test_a_sound_recipe_of_images_passes(more: tuple[str, ...], tmp_path: Path) -> None:
+    code, found = run_preflight(tmp_path, *IMAGES, *more, steps=30 if more else 12)
     assert [check for check, status in found.items() if status in ("warn", "fail")] == []
     assert code == ExitCode.FINISHED
+    assert ("a position draws its sample" in found) == bool(more)
+
+
+def test_images_that_draw_from_a_generator_of_their_own_are_found_by_their_own_line(tmp_path: Path) -> None:
+    code, found = run_preflight(tmp_path, *IMAGES, *SMALL_AND_RANDOM, data="DrawsByItself", steps=12)
+    assert found["a position draws its sample"] == "fail"
+    assert code == ExitCode.CHECK_FAILED
 
 
 @pytest.mark.parametrize(
