@@ -59,7 +59,7 @@ class OptimizerMonitor(Callback):
         # a line search calls this again, with other weights
         new = {id(p): p.detach().clone() for p in parameters if id(p) not in self._before}  # of each parameter's shape
         self._before |= new
-        self._stepped += [optimizer] if new else []
+        self._stepped += [optimizer] if optimizer not in self._stepped else []
 
     @override
     def on_train_batch_end(
@@ -67,13 +67,18 @@ class OptimizerMonitor(Callback):
     ) -> None:
         before, self._before = self._before, {}
         stepped, self._stepped = self._stepped, []
-        if not self._steps.stepped(trainer) or not before or not is_logged_step(trainer):
+        if not self._steps.stepped(trainer) or not stepped or not is_logged_step(trainer):
+            return
+        # a rank whose pipeline stage is frozen steps nothing, and joins the sums of the others
+        joins = any(hasattr(parameter, "to_local") for parameter in pl_module.parameters())
+        if not (before or joins):
             return
         named = [(name, p.detach()) for name, p in pl_module.named_parameters() if id(p) in before]
         changes = [(name, p.detach() - before[id(p)]) for name, p in pl_module.named_parameters() if id(p) in before]
-        row: dict[str, float | Tensor] = {"optimizer/update_ratio": _ratio(changes, named, lambda name: _TOTAL)[_TOTAL]}
+        total = _ratio(changes, named, lambda name: _TOTAL, joins=joins)[_TOTAL]
+        row: dict[str, float | Tensor] = {"optimizer/update_ratio": total}
         if self._per_block:
-            ratios = _ratio(changes, named, get_block)
+            ratios = _ratio(changes, named, get_block, joins=joins)
             row |= {f"optimizer/update_ratio/{block}": ratio for block, ratio in ratios.items()}
         moments = [
             (key, value)
@@ -82,13 +87,13 @@ class OptimizerMonitor(Callback):
             for key, value in state.items()
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim
         ]
-        norms = sum_squares_by(moments, lambda key: key) if moments else {}
+        norms = sum_squares_by(moments, lambda key: key, joins=joins)
         row |= {f"optimizer/norm/{key}": square.sqrt() for key, square in norms.items()}
         log_row(pl_module, row)
 
 
 @torch.no_grad()
-def _ratio(changes: Any, weights: Any, get_group: Any) -> dict[str, Tensor]:
+def _ratio(changes: Any, weights: Any, get_group: Any, *, joins: bool) -> dict[str, Tensor]:
     """Return the norm of the changes over that of the weights, 0-dim float64 by group."""
-    squares, of_changes = sum_squares_by(weights, get_group), sum_squares_by(changes, get_group)
+    squares, of_changes = (sum_squares_by(named, get_group, joins=joins) for named in (weights, changes))
     return {group: (of_changes[group] / squares[group]).sqrt() for group in of_changes}

@@ -35,7 +35,7 @@ from recipes.config.check.metrics import find_wrong_directions
 from recipes.config.check.strategy import find_rate_of_another_optimizer
 from recipes.config.check.types import to_setting
 from recipes.config.compose import Config, freeze
-from recipes.config.instantiate import make, make_model
+from recipes.config.instantiate import make, make_model, make_optimizer
 from recipes.config.resolved import ResolvedRun
 from recipes.config.resume import find_tokenizer, is_other_data, list_saved_parts
 from recipes.config.traits import read_free_at_resume, read_settings_of_weights
@@ -268,7 +268,7 @@ def build_task(resolved: ResolvedRun, precision: Precision, loss: Loss) -> Train
     task: TrainingTask = make(config["task"])(
         # a function, not a model: the task calls it on the meta device once the Trainer has set up the ranks
         make_model=functools.partial(make_model, config),
-        make_optimizer=make(config["optimizer"]),
+        make_optimizer=make_optimizer(config),
         schedule=_make_schedule(config["scheduler"]),
         convert_model=precision.convert,
         activation_checkpoint=make(config["activation_checkpoint"]),

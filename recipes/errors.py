@@ -65,12 +65,21 @@ def type_setting(key: str, value: object) -> str:
 
     Args:
         key: Setting.
-        value: A text or a path; a mapping of names to texts or None, as `data.fields` takes it.
+        value: A text or a path; a mapping of names to texts, numbers or None, as `data.fields` takes it; a list of
+            these.
     """
+    return for_shell(f"{key}={_write_nested(value) if isinstance(value, Mapping | list) else _write(value)}")
+
+
+def _write_nested(value: object) -> str:
+    """Return a value inside of a list or a mapping in Hydra's grammar; only there is a number a number."""
     if isinstance(value, Mapping):
-        pairs = ", ".join(f"{name}: {'null' if own is None else _write(own)}" for name, own in value.items())
-        return for_shell(f"{key}={{{pairs}}}")
-    return for_shell(f"{key}={_write(value)}")
+        return f"{{{', '.join(f'{name}: {_write_nested(own)}' for name, own in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_write_nested, value))}]"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return str(value) if isinstance(value, int | float) else _write(value)
 
 
 def _write(value: object) -> str:

@@ -17,7 +17,6 @@ from recipes.config import compose_and_check
 from recipes.config import resolved as resolved_module
 from recipes.config.check import strategy as engines
 from recipes.config.check.sections import SETTINGS
-from recipes.config.instantiate import make
 from recipes.config.signature import read_signature
 from recipes.sweep.command_line import check_command
 
@@ -166,7 +165,7 @@ def test_every_recipe_composes_checks_and_builds_every_model_on_the_meta_device(
     with torch.device("meta"):
         made = run.task._make_model()
     with FakeTensorMode():  # fused kernels accept it, and nothing on the meta device
-        optimizer = make(config["optimizer"])(run.task._make_model())
+        optimizer = run.task._make_optimizer(run.task._make_model())
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(made.parameters()))
     assert 0.0 < run.task._schedule(0) <= 1.0
     assert all(parameter.is_meta for parameter in made.parameters())

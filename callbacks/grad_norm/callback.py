@@ -107,12 +107,13 @@ class GradNormMonitor(Callback):
         if is_kept and not self._per_block:
             return
         scale = _get_scale_left(trainer, optimizer)
+        joins = any(hasattr(parameter, "to_local") for parameter in pl_module.parameters())
         if self._per_block and is_logged:
             own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             named = [(name, p.grad) for name, p in pl_module.named_parameters() if id(p) in own]
-            by_block = sum_by_block((name, grad) for name, grad in named if grad is not None)
+            by_block = sum_by_block(((name, grad) for name, grad in named if grad is not None), joins=joins)
             self._by_block |= {block: None if norm is None else norm / scale for block, norm in by_block.items()}
-        if not is_kept and (norm := global_norm(optimizer)) is not None:
+        if not is_kept and (norm := global_norm(optimizer, joins=joins)) is not None:
             self._norms[_get_index(trainer, optimizer)] = norm / scale
 
     @override
@@ -203,14 +204,23 @@ def _get_max_norm(trainer: Trainer) -> float | None:
     return float(max_norm)
 
 
-def global_norm(optimizer: Optimizer, norm_type: float = 2.0) -> Tensor | None:
-    """Return the 0-dim norm over all gradients of the optimizer's parameters; None if there are no gradients."""
+def global_norm(optimizer: Optimizer, norm_type: float = 2.0, *, joins: bool = False) -> Tensor | None:
+    """Return the 0-dim norm over all gradients of the optimizer's parameters; None if there are no gradients.
+
+    Args:
+        optimizer: Optimizer after a backward pass.
+        norm_type: Order of the norm.
+        joins: Whether a rank without gradients joins the sum of the others, as one whose pipeline stage is frozen must.
+    """
     grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
     present = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads if grad is not None]
-    if not present:
+    if not (present or joins):
         return None
-    if norm_type == 2.0 and any(hasattr(grad, "to_local") for grad in present):
-        return sum_squares((str(number), grad) for number, grad in enumerate(present)).sqrt().float()
+    if norm_type == 2.0 and (not present or any(hasattr(grad, "to_local") for grad in present)):
+        squares = sum_squares_by(
+            ((str(number), grad) for number, grad in enumerate(present)), lambda _: "", joins=joins
+        )
+        return squares[""].sqrt().float() if squares else None
     norm = torch.nn.utils.get_total_norm(present, norm_type)  # [], dtype of the gradients
     # If gradients are DTensors, the norm is a partial result on each rank until it is gathered.
     full_tensor = getattr(norm, "full_tensor", None)
@@ -290,16 +300,17 @@ def norms_by_block(module: nn.Module) -> dict[str, float | None]:
 
 
 @torch.no_grad()
-def sum_by_block(named: Iterable[tuple[str, Tensor]]) -> dict[str, float | None]:
+def sum_by_block(named: Iterable[tuple[str, Tensor]], *, joins: bool = False) -> dict[str, float | None]:
     """Return the L2 norm of each block's tensors; a collective if they are sharded.
 
     Args:
         named: Pairs of parameter name and tensor, DTensor or ZeRO-3 parameter placeholder.
+        joins: Whether a rank with none of them joins the collective of the others.
 
     Returns:
         Norm by block; None if it is not finite.
     """
-    squares = sum_squares_by(named, get_block)
+    squares = sum_squares_by(named, get_block, joins=joins)
     return {block: float(value.sqrt()) if bool(value.isfinite()) else None for block, value in squares.items()}
 
 
@@ -308,7 +319,9 @@ def sum_squares(named: Iterable[tuple[str, Tensor]]) -> Tensor:
     return sum_squares_by(named, lambda name: "")[""]
 
 
-def sum_squares_by(named: Iterable[tuple[str, Tensor]], get_group: Callable[[str], str]) -> dict[str, Tensor]:
+def sum_squares_by(
+    named: Iterable[tuple[str, Tensor]], get_group: Callable[[str], str], *, joins: bool = False
+) -> dict[str, Tensor]:
     """Return the sum of squares of each group, 0-dim float64; `get_group` maps a parameter name to its group."""
     whole: dict[str, Tensor] = {}
     addends: dict[str, Tensor] = {}  # this rank's contributions
@@ -316,7 +329,7 @@ def sum_squares_by(named: Iterable[tuple[str, Tensor]], get_group: Callable[[str
         square, is_addend = _sum_of_squares(tensor)
         sums, group = addends if is_addend else whole, get_group(name)
         sums[group] = sums[group] + square if group in sums else square
-    totals = _sum_over_ranks(addends)
+    totals = _sum_over_ranks(addends, joins=joins)
     for group, square in whole.items():
         totals[group] = totals[group] + square.to(totals[group].device) if group in totals else square
     return {group: totals[group] for group in dict.fromkeys([*whole, *totals])}
@@ -337,13 +350,15 @@ def _sum_of_squares(tensor: Any) -> tuple[Tensor, bool]:
     return to_local().double().square().sum() * is_first, True
 
 
-def _sum_over_ranks(addends: dict[str, Tensor]) -> dict[str, Tensor]:
+def _sum_over_ranks(addends: dict[str, Tensor], *, joins: bool) -> dict[str, Tensor]:
     """Sum over all ranks, whose names may differ, with one all-reduce; skip it if no rank has a name."""
-    if not addends or dist.get_world_size() == 1:
+    if not (addends or joins) or dist.get_world_size() == 1:
         return addends
     # pipeline-parallel ranks hold different blocks
     names = list(dict.fromkeys(name for of_rank in gather_objects(list(addends)) for name in of_rank))
-    zero = torch.zeros_like(next(iter(addends.values())))
+    if not names:
+        return {}
+    zero = torch.zeros_like(next(iter(addends.values()), torch.zeros((), dtype=torch.float64)))
     stacked = torch.stack([addends.get(name, zero) for name in names])  # [blocks]
     stacked = stacked.cuda() if dist.get_backend() == "nccl" else stacked
     dist.all_reduce(stacked)

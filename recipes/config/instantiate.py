@@ -8,6 +8,9 @@ from recipes.errors import ConfigError
 
 TARGET, PARTIAL = "_target_", "_partial_"
 PLUGINS = "hydra_plugins."  # a package that exists only while Hydra runs
+# settings in the section of the optimizer that are no arguments of it -> their value without rules
+RULES: dict[str, Any] = {"groups": [], "layer_decay": None}
+_APPLY_RULES, _MAKE_OPTIMIZER = (f"recipes.optimizer.rules.{name}" for name in ("apply_rules", "make_optimizer"))
 OPTUNA = "recipes.sweep.optuna_sweeper.OptunaSweeper"  # the one that it has, under its own name
 
 
@@ -56,7 +59,16 @@ def _make_within(value: Any, data_section: str | None) -> Any:
 
 
 def make_model(config: Mapping[str, Any]) -> Any:
-    """Return the model of a config, with its adapter."""
+    """Return the model of a config, with its adapter, frozen where its rules say so."""
     model = make(config["model"])
     make(config["adapter"]).apply(model)
+    rules = {key: config["optimizer"].get(key, default) for key, default in RULES.items()}
+    # none in the config of an older run
+    make({TARGET: _APPLY_RULES, PARTIAL: True, "freeze": config.get("freeze", [])} | rules)(model)
     return model
+
+
+def make_optimizer(config: Mapping[str, Any]) -> Any:
+    """Return the function that makes the optimizer of a model, with the groups that the rules divide it into."""
+    construct = {key: value for key, value in config["optimizer"].items() if key not in RULES}
+    return make({TARGET: _MAKE_OPTIMIZER, PARTIAL: True, "construct": construct})

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from recipes.config.compose import Composed, Config
-from recipes.config.instantiate import make, make_model
+from recipes.config.instantiate import make, make_model, make_optimizer
 from recipes.config.ranks import MODEL_SIZES, count_data_ranks, find_ranks, make_mesh, requested_devices
 from recipes.config.signature import find_signature
 from recipes.config.traits import (
@@ -93,8 +93,12 @@ class ResolvedRun(Composed):
         return make(node, data_section=key if is_data else None)
 
     def make_model(self) -> Any:
-        """Instantiate the model, with its adapter."""
+        """Instantiate the model, with its adapter and what of it is frozen."""
         return make_model(self.config)
+
+    def make_optimizer(self) -> Any:
+        """Return the function that makes the optimizer of a model."""
+        return make_optimizer(self.config)
 
     def list_targets(self) -> list[str]:
         """Return the dotted path of everything that the config instantiates."""

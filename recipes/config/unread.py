@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from recipes.config.resolved import ResolvedRun
 
 _OF_TRAINING = (
-    *("optimizer", "scheduler", "lr_scaling", "warmup_steps", "clipping", "ema_decay"),
+    *("freeze", "optimizer", "scheduler", "lr_scaling", "warmup_steps", "clipping", "ema_decay"),
     *("label_smoothing", "z_loss", "loss.label_smoothing", "loss.z_loss"),
     *(
         "eval_every",

@@ -18,6 +18,7 @@ from recipes.files import describe, write_atomically
 from recipes.logger.csv import CsvLogger
 from recipes.mesh import Mesh
 from recipes.model.init import unsharded_shape
+from recipes.optimizer.rules import format_rows
 from recipes.parallel.schedule import PipelineSchedule
 from recipes.run_folder import (
     CHECKPOINTS,
@@ -174,6 +175,8 @@ def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
     base = describe_base(run.task)
     if base is not None:
         yield f"base: {base}"
+    if run.task.group_rows:
+        yield from format_rows(run.task.group_rows)
     num_samples = trainer.max_steps * plan.global_batch_size
     steps, samples = _count(trainer.max_steps, "step"), _count(num_samples, "sample")
     num = max(plan.num_micro_batches, trainer.strategy.num_micro_batches)  # type: ignore[attr-defined]

@@ -113,7 +113,7 @@ class Muon(GroupwiseOptimizer):
 
     @override
     def step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-        if group is not self.param_groups[0]:
+        if "momentum" not in group:  # rules may have divided either kind of group
             # loading a state dict replaces these objects
             self._adamw.param_groups, self._adamw.state = [group], self.state
             self._adamw.step()

@@ -24,18 +24,30 @@ def decay_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any
 
     Returns:
         Two groups with `params`, `weight_decay` and `group_name` (`decay`, `no_decay`). One of them may be empty, as
-        that of the matrices of a pipeline stage may be, but every rank has the same groups: schedules and checkpoints
-        go by their number. Without any trainable parameter no group.
+        that of the matrices of a pipeline stage may be, and both are empty where a stage is frozen; but every rank has
+        the same groups: schedules and checkpoints go by their number.
     """
     trainable = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    # decaying the scaling factors of an adapter toward zero would switch off the activations they multiply
-    matrices = [p for p, name in trainable.items() if len(unsharded_shape(p)) >= 2 and not is_factor(name)]
-    vectors = [p for p, name in trainable.items() if len(unsharded_shape(p)) < 2 or is_factor(name)]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay, "group_name": "decay"},
-        {"params": vectors, "weight_decay": 0.0, "group_name": "no_decay"},
+    return [
+        {
+            "params": [p for p, name in trainable.items() if is_decayed(p, name)],
+            "weight_decay": weight_decay,
+            "group_name": "decay",
+        },
+        {
+            "params": [p for p, name in trainable.items() if not is_decayed(p, name)],
+            "weight_decay": 0.0,
+            "group_name": "no_decay",
+        },
     ]
-    return groups if trainable else []
+
+
+def is_decayed(parameter: nn.Parameter, name: str) -> bool:
+    """Return whether a parameter is a matrix, a table or a kernel, which weight decay acts on.
+
+    Decaying the scaling factors of an adapter toward zero would switch off the activations that they multiply.
+    """
+    return len(unsharded_shape(parameter)) >= 2 and not is_factor(name)
 
 
 def drop_unused_groups(optimizer: torch.optim.Optimizer, *, used: Sequence[bool]) -> None:

@@ -124,7 +124,7 @@ class PipelineSchedule:
 
 
 def _local_grad(layer: nn.Module | None) -> Tensor | None:
-    if layer is None:
+    if layer is None or not layer.weight.requires_grad:  # frozen, and so is its copy
         return None
     grad = layer.weight.grad
     assert isinstance(grad, DTensor), "every stage is sharded, if over one rank"

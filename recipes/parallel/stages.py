@@ -141,7 +141,11 @@ class StageForward(nn.Module):
         run: Callable[..., Any] = super().forward
         if self.compute is None or not targets:
             out = run(x, cache=cache, reduce=reduce, positions=positions, num_inputs=num_inputs)
-            return out if self.leave is None or not targets else self.leave(self, out, targets)
+            if not targets:
+                return out
+            out = out if self.leave is None else self.leave(self, out, targets)
+            # the next stage sends a gradient whether or not this one, or what of it comes before, is frozen
+            return out.requires_grad_() if torch.is_grad_enabled() and not out.requires_grad else out
         rest = {"positions": positions, "num_inputs": num_inputs}
         given = {name: tensor for name, tensor in rest.items() if tensor is not None}
         return self.compute(run, x, targets | given)
@@ -177,7 +181,8 @@ def cut_stage(model: nn.Module, plan: StagePlan, stage: int, *, whole: nn.Module
 def _untie(part: Any) -> None:
     """Give the head a copy of the tied embedding of another stage; their gradients are summed."""
     part.head = copy.copy(part.head)
-    part.head._parameters = {"weight": nn.Parameter(part.head.weight.detach().clone())}
+    weight = part.head.weight
+    part.head._parameters = {"weight": nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)}
     part.head.copies = {"weight": "embedding.weight"}
 
 

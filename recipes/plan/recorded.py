@@ -152,7 +152,7 @@ def describe_step(
         make_model=resolved.make_model,
         objective=objective,
         make_batch=partial(_make_batch, resolved, loss.count_names, accumulation.micro_batch_size, shape, precision),
-        make_optimizer=resolved.make("optimizer"),
+        make_optimizer=resolved.make_optimizer(),
         precision=precision,
         activation_checkpoint=resolved.make("activation_checkpoint"),
         accumulates=accumulation.num_micro_batches > 1,

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from recipes.adapter import is_adapter
+from recipes.optimizer.rules import get_rules
 from recipes.parallel.placement import local
 from recipes.preflight.result import Result, judge
 
@@ -39,6 +40,13 @@ class GradientProbe(Callback):
         parameters = dict(pl_module.named_parameters())
         if any(map(is_adapter, parameters)):  # then everything else is frozen on purpose
             parameters = {name: parameter for name, parameter in parameters.items() if is_adapter(name)}
+        rules = get_rules(pl_module.model)
+        if rules is not None:  # so is what they freeze
+            parameters = {
+                name: parameter
+                for name, parameter in parameters.items()
+                if name.removeprefix("model.") not in rules.frozen_names
+            }
         self.names = list(parameters)
         self.frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
         # DeepSpeed consumes gradients as they arrive; FSDP2 computes them for another tensor, see below

@@ -43,6 +43,9 @@ class CountingScaler(torch.amp.GradScaler):
         # torch 2.13 copies both to the gradients' device asynchronously. Offloaded gradients are on the host, where
         # the kernel would read the copies before they arrive
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not parameters:  # a frozen pipeline stage, which steps or not as the others do
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX)
+            return {found_inf.device: found_inf}
         device = get_local_device(parameters)
         inv_scale, found_inf = inv_scale.to(device), found_inf.to(device)
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -3,7 +3,7 @@
 The norm costs one read of the gradients, and one all-reduce where they are sharded; it stays on the device.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -117,10 +117,12 @@ def clip_gradients(
         The global L2 norm before clipping over all shards, a 0-dim tensor, inf if a gradient is NaN or inf (as
         DeepSpeed reports it); and the norm limit, a 0-dim tensor, inf if there was none.
     """
+    parameters = list(parameters)
     with_grad = [parameter for parameter in parameters if parameter.grad is not None]
     grads = [parameter.grad for parameter in with_grad if parameter.grad is not None]
     # a copy of another stage's parameter has the same gradient, which must count once
-    norm = global_norm([grad for grad, p in zip(grads, with_grad, strict=True) if not is_copy(p)])  # 0-dim, float32
+    own_grads = [grad for grad, p in zip(grads, with_grad, strict=True) if not is_copy(p)]
+    norm = global_norm(own_grads, parameters=parameters)  # 0-dim, float32
     limit = torch.full_like(norm, torch.inf if max_norm is None else max_norm)  # 0-dim
     if clipping is not None:
         limit = torch.minimum(limit, clipping.limit(norm))
@@ -136,12 +138,19 @@ def clip_gradients(
     return torch.where(norm.isfinite(), norm, torch.inf), limit
 
 
-def global_norm(grads: list[Tensor]) -> Tensor:
-    """Return the L2 norm over all elements of all gradients and all shards, a 0-dim float32 tensor."""
-    if not grads:
+def global_norm(grads: list[Tensor], *, parameters: Sequence[Tensor] = ()) -> Tensor:
+    """Return the L2 norm over all elements of all gradients and all shards, a 0-dim float32 tensor.
+
+    Args:
+        grads: Gradients of this rank.
+        parameters: Parameters of this rank, also those without a gradient: a rank whose pipeline stage is frozen has no
+            gradient, and joins the sum of the others.
+    """
+    meshes = {tensor.device_mesh for tensor in (*grads, *parameters) if isinstance(tensor, DTensor)}
+    if not (grads or meshes):
         return torch.zeros(())
-    squares = _own_squares(grads)  # 0-dim float64
-    if meshes := {grad.device_mesh for grad in grads if isinstance(grad, DTensor)}:
+    squares = _own_squares(grads) if grads else torch.zeros((), dtype=torch.float64)  # 0-dim float64
+    if meshes:
         # over all ranks, whatever mesh a gradient is on: each element is counted once
         squares = squares.to(next(iter(meshes)).device_type)  # offloaded gradients are in host memory
         dist.all_reduce(squares)

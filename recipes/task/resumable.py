@@ -3,7 +3,7 @@
 import copy
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
+from recipes.adapter import is_adapter
 from recipes.checkpoint.layout import are_equal, read_values, shard_name
 from recipes.checkpoint.rng_state import GeneratorStates, read_states, restore, rng_state
 from recipes.checkpoint.saved_tensor import SavedTensor
@@ -30,6 +31,8 @@ from recipes.numerics.collectives import gather_objects
 from recipes.numerics.ema import NAME as AVERAGE
 from recipes.numerics.nf4 import list_nf4
 from recipes.optimizer.param_groups import drop_unused_groups
+from recipes.optimizer.rules import GroupRow, get_rules, list_rows
+from recipes.parallel.stages import is_copy
 
 _NOT_KEPT = ("params", "lr", "initial_lr")  # of an optimizer's groups: the config decides them
 
@@ -46,6 +49,7 @@ class Resumable(lightning.LightningModule):
         seed: Seed of the initial weights and of each rank's RNG state.
         optimized_parameters: Names of the parameters in the optimizer's groups, in that order; a parameter in two
             groups appears twice.
+        group_rows: Table of the optimizer's groups and of what is frozen; empty without rules on parameters.
         num_samples: Samples consumed so far over all ranks; a host integer.
         num_tokens: Tokens consumed so far over all ranks; a host integer.
         awaits_checkpoint: Whether weights will be loaded from a checkpoint, so that initialization is skipped.
@@ -75,6 +79,8 @@ class Resumable(lightning.LightningModule):
         self._hyperparameters: list[dict[str, Any]] = []
         self._resumed_group_values: list[dict[str, Any]] = []
         self._resumed_optimizer: str | None = None
+        self._resumed_parameters: list[str] | None = None
+        self.group_rows: list[GroupRow] = []
         self._resumed_rng: GeneratorStates | None = None
         self._rng_is_restored = False
         self._base_of_adapter: Base | None = None
@@ -94,17 +100,26 @@ class Resumable(lightning.LightningModule):
         self._optimizer = getattr(optimizer, "state_of", type(optimizer).__name__)
         self.has_known_state = type(optimizer).__module__.startswith(("torch.optim.", "recipes."))
         check_optimizer(self._optimizer, self._resumed_optimizer)
-        used = [[bool(group["params"]) for group in optimizer.param_groups]]
+        counts = [[(len(group["params"]), _count_own(group["params"])) for group in optimizer.param_groups]]
         pipeline = self.trainer.strategy.groups.pipeline  # type: ignore[attr-defined]
         if pipeline is not None:
-            used = gather_objects(used[0], pipeline)
-        drop_unused_groups(optimizer, used=[any(of_group) for of_group in zip(*used, strict=True)])
+            counts = gather_objects(counts[0], pipeline)
+        of_groups = [
+            (sum(tensors), sum(own))
+            for tensors, own in (zip(*group, strict=True) for group in zip(*counts, strict=True))
+        ]
+        drop_unused_groups(optimizer, used=[num_tensors > 0 for num_tensors, _ in of_groups])
+        rules = get_rules(self.model)  # type: ignore[arg-type]
+        if rules is not None:
+            num_elements = [number for num_tensors, number in of_groups if num_tensors]
+            self.group_rows = list_rows(optimizer.param_groups, num_elements, rules)
         names = {id(parameter): name for name, parameter in self.named_parameters()}
         self.optimized_parameters = [
             names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]
         ]
         tied = self._tied
         self._every_parameter = self._gather_names([name for name in self.optimized_parameters if name not in tied])
+        check_trained(self._every_parameter, self._resumed_parameters)
 
     def _gather_names(self, own: list[str]) -> list[str]:
         """Return the names from all pipeline ranks without duplicates, first layers first."""
@@ -215,8 +230,10 @@ class Resumable(lightning.LightningModule):
             if hasattr(logger, "on_load_checkpoint"):
                 logger.on_load_checkpoint(self.trainer, self, checkpoint)
         self._resumed_optimizer = checkpoint["optimizer"]
+        self._resumed_parameters = checkpoint["parameters"]
         if self._optimizer is not None:  # some engines load after the optimizer is built
             check_optimizer(self._optimizer, self._resumed_optimizer)
+            check_trained(self._every_parameter, self._resumed_parameters)
         # RNG states belong to a rank's place in the mesh, whichever ranks shard the weights
         is_same_place = _get_model_sizes(checkpoint["mesh"]) == _get_model_sizes(self._mesh_sizes)
         states = checkpoint["rng"] if is_same_place else []
@@ -226,6 +243,9 @@ class Resumable(lightning.LightningModule):
             of_rank = read_values(checkpoint, self.trainer.global_rank)
             checkpoint["callbacks"] = of_rank.get("callbacks", checkpoint.get("callbacks", {}))
         self.recipes_restore_scalars(checkpoint["clipping"])
+        # the functions of the schedule are those of the config, for as many groups as its rules make
+        for schedule in checkpoint.get("lr_schedulers", []):
+            schedule["lr_lambdas"] = []
         if not self._keeps_average:
             for state in checkpoint["optimizer_states"][0]["state"].values():
                 state.pop(AVERAGE, None)
@@ -274,11 +294,14 @@ class Resumable(lightning.LightningModule):
         }
 
     def frozen_names(self) -> frozenset[str]:
-        """Return the names of parameters excluded from a checkpoint: with an adapter, all frozen ones."""
+        """Return the names of parameters excluded from a checkpoint: with an adapter, the frozen weights beside it.
+
+        Weights that are frozen by a rule are in it: a run would otherwise not be whole, nor could it be exported.
+        """
         if not has_adapter(self.model):  # type: ignore[arg-type]
             return frozenset()
         every = self.named_parameters(remove_duplicate=False)
-        return frozenset(name for name, parameter in every if not parameter.requires_grad)
+        return frozenset(name for name, parameter in every if not (parameter.requires_grad or is_adapter(name)))
 
     def remember_base(self) -> None:
         """Record which frozen weights were loaded beside an adapter; a collective, if they were read from files."""
@@ -540,6 +563,38 @@ def check_optimizer(name: str, saved_name: str | None) -> None:
             f"the checkpoint holds the state of {saved_name}",
             "the same command without optimizer=, or resume=null to train with another one",
         )
+
+
+def check_trained(own: Sequence[str], saved: Sequence[str] | None) -> None:
+    """Check that the trained parameters are those of the checkpoint, which has optimizer state for them alone.
+
+    Other rates and decays are taken from the config, as all hyperparameters are.
+
+    Args:
+        own: Names of the trained parameters of this run.
+        saved: Those in the checkpoint; None without a checkpoint.
+
+    Raises:
+        ConfigError: A parameter is trained in one of them only.
+    """
+    if saved is None or {*own} == {*saved}:
+        return
+    frozen, thawed = ([name for name in one if name not in {*other}] for one, other in ((saved, own), (own, saved)))
+    name, how = (
+        (frozen[0], "trained before and is frozen now") if frozen else (thawed[0], "frozen before and is trained now")
+    )
+    num_more = len(frozen) + len(thawed) - 1
+    others = f", as {num_more} more are that differ" if num_more else ""
+    raise ConfigError(
+        "resume=… with other frozen parameters",
+        f"{name.removeprefix('model.')} was {how}{others}: the optimizer would begin anew in the middle of a run",
+        "the same command without freeze and optimizer.groups, or resume=null to train others from the start",
+    )
+
+
+def _count_own(parameters: Sequence[nn.Parameter]) -> int:
+    """Return the number of elements of unsharded parameters, without those that are copies of another stage's."""
+    return sum(unsharded_shape(parameter).numel() for parameter in parameters if not is_copy(parameter))
 
 
 def recount_micro_batches(checkpoint: dict[str, Any], num_micro_batches: int) -> None:

@@ -23,6 +23,7 @@ from recipes.config.check.mesh import check_batch_size, check_mesh, check_moe, c
 from recipes.config.check.metrics import check_metrics, check_readers, check_thresholds
 from recipes.config.check.nodes import NO_DEFAULT, check_nodes
 from recipes.config.check.own_options import check_own_options
+from recipes.config.check.parameter_rules import check_parameter_rules
 from recipes.config.check.paths import check_paths
 from recipes.config.check.ranges import check_ranges
 from recipes.config.check.renamed import answer_renamed
@@ -88,7 +89,7 @@ def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
         return locate_mistakes(flat, overrides)  # its arguments are among the others, and they among its arguments
     if misplaced := [*check_own_options(run, overrides)]:
         return misplaced  # whose settings the others lack
-    found = [*structure, *check_settings(config), *check_nodes(config)]
+    found = [*structure, *check_settings(config), *check_nodes(config), *check_parameter_rules(config)]
     if not structure:  # the others read its sections
         wrong_classes = [*check_callbacks(config)]
         sections = tuple(mistake.setting.partition("_target_=")[0] for mistake in wrong_classes)

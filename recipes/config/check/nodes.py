@@ -8,7 +8,7 @@ from typing import Any
 from recipes.config.check.sections import NODES, list_groups
 from recipes.config.check.strategy import misplaced_offload
 from recipes.config.check.types import describe, matches_type, placeholder, suggest, to_setting
-from recipes.config.instantiate import PARTIAL, TARGET
+from recipes.config.instantiate import PARTIAL, RULES, TARGET
 from recipes.config.overrides import NAME_RULE, for_shell, to_ascii
 from recipes.config.signature import (
     Parameter,
@@ -121,7 +121,7 @@ def _check_node(path: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
         yield _cannot_be_called(path, target, untaken[0])
         return
     for key, value in node.items():
-        if key in (TARGET, PARTIAL):
+        if key in (TARGET, PARTIAL) or (path == "optimizer" and key in RULES):
             continue
         if key in _HYDRA_ONLY:
             where = f"{path}.{key}"

@@ -11,8 +11,9 @@ from recipes.config.signature import find_signature
 from recipes.config.traits import list_nodes, select
 from recipes.errors import ConfigError
 
-# arguments of Lightning's Trainer, and of Hydra's and Optuna's sweepers, which declare no ranges
+# arguments of Lightning's Trainer, and of Hydra's and Optuna's sweepers, which declare no ranges; and a short form
 _OF_OTHERS = {
+    "optimizer.layer_decay": "Annotated[float, '> 0, <= 1'] | None",
     "hydra.sweeper.max_batch_size": "Annotated[int, '>= 1'] | None",
     "hydra.sweeper.sampler.n_startup_trials": "Annotated[int, '>= 0']",
     "hydra.sweeper.sampler.n_ei_candidates": "Annotated[int, '>= 1']",

@@ -14,6 +14,7 @@ from recipes.errors import ConfigError
 SETTINGS: dict[str, str] = {
     "name": "str",
     "seed": "Annotated[int, '>= 0, <= 4294967295']",
+    "freeze": "list[str]",
     "warmup_steps": "Annotated[int, '>= 0']",
     "tags": "list[str]",
     "resume": "str | None",

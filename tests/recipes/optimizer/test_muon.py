@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import _muon
 
 from recipes.adapter.lora import Lora
-from recipes.config.instantiate import make as instantiate
+from recipes.config.instantiate import make_optimizer
 from recipes.errors import ConfigError
 from recipes.model import Stack
 from recipes.model.gpt2 import GPT2
@@ -185,10 +185,10 @@ def test_a_loaded_state_continues_where_it_was_saved() -> None:
 
 def test_kernels_of_a_convolution_are_matrices() -> None:
     model = ResNet18(num_classes=10, in_channels=1, small_images=True)
-    node = composed_config("model=resnet18", "optimizer=muon")["optimizer"]
-    hidden = instantiate(node)(model).param_groups[0]
+    config = composed_config("model=resnet18", "optimizer=muon")
+    hidden = make_optimizer(config)(model).param_groups[0]
     assert len(hidden["params"]) == 19  # 16 convolutions in 8 blocks, 3 shortcuts
-    assert hidden["momentum"] == node["momentum"]
+    assert hidden["momentum"] == config["optimizer"]["momentum"]
 
 
 def test_a_model_without_matrices_in_blocks_is_rejected() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import composed_config
 
-from recipes.config.instantiate import make
+from recipes.config.instantiate import make_optimizer
 from recipes.model.gpt2 import GPT2
 from recipes.model.weights import initialize
 from recipes.optimizer.param_groups import decay_groups, drop_unused_groups
@@ -63,11 +63,11 @@ def test_every_rank_has_the_same_groups_whichever_of_them_are_empty() -> None:
 )
 def test_an_optimizer_instantiated_from_its_config_takes_a_step(option: str) -> None:
     model = small()
-    node = composed_config(f"optimizer={option}")["optimizer"]
-    optimizer = make(node)(model)
+    config = composed_config(f"optimizer={option}")
+    optimizer = make_optimizer(config)(model)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     model(torch.arange(8)[None]).logsumexp(-1).sum().backward()
     optimizer.step()
-    assert optimizer.param_groups[0]["lr"] == node["lr"]
+    assert optimizer.param_groups[0]["lr"] == config["optimizer"]["lr"]
     moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
     assert any(moved)

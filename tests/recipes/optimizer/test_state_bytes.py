@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import recipes.plan.fake_rank  # noqa: F401  # a kernel of SGD that allocates nothing
-from recipes.config.instantiate import make
+from recipes.config.instantiate import make, make_optimizer
 
 PAGE = ROOT / "docs/guides/optimizers.md"
 MODELS = ("gpt2", "llama_1b")
@@ -32,11 +32,11 @@ def _make_model(option: str) -> nn.Module:
 
 @pytest.mark.parametrize("option", ["adamw", "adam", "adamw_8bit", "schedule_free", "muon", "lion", "sgd", "adafactor"])
 def test_the_table_names_the_bytes_of_a_step(option: str) -> None:
-    found, node = [], composed_config(f"optimizer={option}")["optimizer"]
+    found, construct = [], make_optimizer(composed_config(f"optimizer={option}"))
     for name in MODELS:
         with FakeTensorMode():  # no storage
             model = _make_model(name)
-            optimizer = make(node)(model)
+            optimizer = construct(model)
             optimizer.step()
         kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
         num_bytes = sum(value.numel() * value.element_size() for value in kept)
