@@ -9,8 +9,9 @@ is counted once, as the head. Small parameters stay in N as in the paper (norms,
 Causal convention: 6 N + 6 L H Q T, because a causal mask leaves half of the scores to compute (llm.c, Megatron-LM).
 """
 
+import re
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,16 +63,55 @@ def decoder_flops_per_token(
         attention_width: L H Q, query heads times head size, summed over layers; H Q is hidden_size in most models.
         seq_len: T, tokens per sample; the mean over tokens where samples differ.
     """
-    products = flops_of_products(model)
+    per_weight = flops_per_weight(model)
+    products = sum(flops * weight.numel() for weight, flops in per_weight.items())
     if embedding is not None:
-        products -= flops_of_products(embedding)
-    attention = 6.0 * attention_width * seq_len
+        products -= sum(per_weight[weight] * weight.numel() for weight in embedding.parameters())
+    attention = 6.0 * attention_width * seq_len * _backward_share(model, per_weight)
     return Flops(palm=products + 2.0 * attention, causal=products + attention)
 
 
-def flops_of_products(model: nn.Module) -> float:
-    """Return the FLOPs per token of all weights: 6 each, or 4 if frozen, because they have no weight gradient."""
-    return sum((6.0 if parameter.requires_grad else 4.0) * parameter.numel() for parameter in model.parameters())
+def flops_per_weight(model: nn.Module) -> dict[nn.Parameter, float]:
+    """Return the FLOPs of a token for each weight: 6; 4 if frozen, as it has no weight gradient.
+
+    A frozen block before everything that is trained has no backward pass: 2. A head that alone is trained needs no
+    gradient of its inputs: 4.
+    """
+    uses = {weight: name for name, weight in model.named_parameters(remove_duplicate=False)}  # a tied weight: as head
+    places = {weight: place for place, (_, weight) in enumerate(model.named_parameters(remove_duplicate=False))}
+    first = min((weight for weight in uses if weight.requires_grad), key=places.__getitem__, default=None)
+    if first is None:
+        return dict.fromkeys(uses, 2.0)
+    start, start_block = places[first], _find_block(uses[first])
+    per_weight = {}
+    num_before = 0  # weights of blocks without a backward pass
+    for weight, name in uses.items():
+        block = _find_block(name)
+        has_backward = weight.requires_grad or block is None or block == start_block or places[weight] > start
+        num_before += not has_backward
+        per_weight[weight] = 6.0 if weight.requires_grad else 4.0 if has_backward else 2.0
+    if num_before and start_block is None:
+        own = uses[first].rpartition(".")[0]
+        per_weight |= {
+            weight: 4.0 for weight, name in uses.items() if weight.requires_grad and name.rpartition(".")[0] == own
+        }
+    return per_weight
+
+
+def _backward_share(model: nn.Module, per_weight: Mapping[nn.Parameter, float]) -> float:
+    """Return the FLOPs of attention over those with a backward pass in every block: a third of them is forward."""
+    blocks: dict[str, bool] = {}  # whether it has a backward pass
+    for name, weight in model.named_parameters():
+        block = _find_block(name)
+        if block is not None:
+            blocks[block] = blocks.get(block, False) or per_weight[weight] > 2.0
+    return sum(1.0 if has_backward else 1 / 3 for has_backward in blocks.values()) / max(len(blocks), 1)
+
+
+def _find_block(name: str) -> str | None:
+    """Return the block that a parameter is in, `blocks.3` of `blocks.3.mlp.up.weight`; None if it is in none."""
+    numbered = re.match(r"(.*?\.\d+)\.", name)
+    return None if numbered is None else numbered[1]
 
 
 class CountsFlops:

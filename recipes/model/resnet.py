@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipes.model.flops import Flops
+from recipes.model.flops import Flops, flops_per_weight
 from recipes.model.init import constant_, named_parameters, normal_
 
 STAGE_CHANNELS = (64, 128, 256, 512)  # every stage but the first halves the resolution
@@ -165,12 +165,13 @@ class ResNet(nn.Module):
                 module.reset_running_stats()
 
     def flops_per_sample(self, image_size: int) -> Flops:
-        """Return the FLOPs per trained image of `image_size` squared pixels: six per multiply-add of the forward pass.
+        """Return the FLOPs per trained image of `image_size` squared pixels: six per multiply-add if all is trained.
 
         Counts convolutions and head only; without attention, both conventions agree.
         """
         size = image_size if self.small_images else -(-image_size // 2)
-        num_multiply_adds = self.stem_conv.weight.numel() * size**2
+        per_weight = flops_per_weight(self)
+        flops = per_weight[self.stem_conv.weight] * self.stem_conv.weight.numel() * size**2
         size = size if self.small_images else -(-size // 2)  # max-pool
         for block in self.blocks:
             assert isinstance(block, ResidualBlock | Bottleneck)
@@ -180,10 +181,11 @@ class ResNet(nn.Module):
                     if isinstance(module, nn.Conv2d):
                         # a bottleneck's first convolution comes before its stride
                         is_before = name == "conv1" and module.stride == (1, 1)
-                        num_multiply_adds += module.weight.numel() * (size if is_before else out_size) ** 2
+                        num_uses = module.weight.numel() * (size if is_before else out_size) ** 2
+                        flops += per_weight[module.weight] * num_uses
             size = out_size
-        num_multiply_adds += self.head.weight.numel()
-        return Flops(palm=6.0 * num_multiply_adds, causal=6.0 * num_multiply_adds)
+        flops += per_weight[self.head.weight] * self.head.weight.numel()
+        return Flops(palm=flops, causal=flops)
 
     @classmethod
     def find_block(cls, stage: int, index: int) -> int:

@@ -200,7 +200,14 @@ def cost_of_collective(op: Op, cluster: Cluster, *, num_ranks: int, stride: int)
 
 
 def of_partitions(
-    zero: Zero, step: StepSeconds, cluster: Cluster, *, num_parameters: int, num_micro_batches: int, gathers_once: bool
+    zero: Zero,
+    step: StepSeconds,
+    cluster: Cluster,
+    *,
+    num_parameters: int,
+    num_trained: int,
+    num_micro_batches: int,
+    gathers_once: bool,
 ) -> Traffic:
     """Return ZeRO's traffic: reduce gradients to their owners, then gather weights.
 
@@ -209,16 +216,17 @@ def of_partitions(
         step: Seconds of the sections.
         cluster: The devices.
         num_parameters: Parameters of the unsharded model.
+        num_trained: Those that are trained.
         num_micro_batches: Micro-batches per optimizer step.
         gathers_once: At stage 3, whether gathered weights are kept until the backward pass.
     """
     if zero.num_ranks == 1:
         return Traffic(dimension="shard")
-    size = num_parameters * (2 if zero.is_half else _FLOAT32) * (zero.num_ranks - 1) / zero.num_ranks
+    size = num_trained * (2 if zero.is_half else _FLOAT32) * (zero.num_ranks - 1) / zero.num_ranks  # of gradients
     bandwidth, latency = cluster.bandwidth_between(zero.num_ranks), cluster.latency_between(zero.num_ranks)
     forward, backward = step.of("forward/").total, step.of("backward/").total
     if zero.stage == 3:
-        weights = size * (1 - zero.num_cast / (2 * num_parameters))
+        weights = size * num_parameters / num_trained * (1 - zero.num_cast / (2 * num_parameters))
         gathered_again = 0.0 if gathers_once else weights
         sent = (weights + gathered_again + size) * num_micro_batches
         exposed = max(weights / bandwidth - forward, 0.0)

@@ -67,7 +67,9 @@ def timeline(ops: Iterable[Op]) -> Iterator[Moment]:
         held.subtract(op.freed)
 
 
-def with_zero(moments: Iterable[Moment], zero: Zero, *, num_parameters: int, accumulates: bool) -> Iterator[Moment]:
+def with_zero(
+    moments: Iterable[Moment], zero: Zero, *, num_parameters: int, num_trained: int, accumulates: bool
+) -> Iterator[Moment]:
     """Yield the memory timeline of a step under ZeRO, given the timeline of one device without an optimizer step.
 
     DeepSpeed 0.19.8's allocations were taken from profiles of its steps; see benchmarks/plan_accuracy.py.
@@ -76,9 +78,10 @@ def with_zero(moments: Iterable[Moment], zero: Zero, *, num_parameters: int, acc
         moments: Timeline of one device; for stages 2 and 3, of one that drops each gradient as soon as it is complete.
         zero: Stage and ranks.
         num_parameters: Parameters of the unsharded model.
+        num_trained: Those that are trained, and have a master copy, gradients and optimizer state.
         accumulates: Whether gradients of earlier micro-batches already exist.
     """
-    share = -(-num_parameters // zero.num_ranks)
+    share, trained_share = (-(-number // zero.num_ranks) for number in (num_parameters, num_trained))
     weight_bytes = 2 if zero.is_half else _FLOAT32
     bucket = zero.bucket * weight_bytes * zero.num_buckets
     gathered, gathered_ahead = min(num_parameters, _MAX_LIVE), min(num_parameters, _PREFETCH)
@@ -90,9 +93,9 @@ def with_zero(moments: Iterable[Moment], zero: Zero, *, num_parameters: int, acc
         if not static:
             optimizer = -(-held.get(OPTIMIZER, 0) // zero.num_ranks)
             buffers = max(held.get(WEIGHTS, 0) - num_parameters * weight_bytes, 0)  # everything that is not a parameter
-            static = {WEIGHTS: held.get(WEIGHTS, 0), OPTIMIZER: optimizer, MASTER: share * _FLOAT32}
+            static = {WEIGHTS: held.get(WEIGHTS, 0), OPTIMIZER: optimizer, MASTER: trained_share * _FLOAT32}
             if zero.stage == 3:
-                static |= {WEIGHTS: share * weight_bytes + buffers, GRADIENTS: share * weight_bytes}
+                static |= {WEIGHTS: share * weight_bytes + buffers, GRADIENTS: trained_share * weight_bytes}
         is_forward = moment.section.startswith("forward")
         # gradients of earlier micro-batches do not need a bucket
         has_gradient = has_gradient or (not is_forward and held.get(GRADIENTS, 0) > 0)
@@ -100,7 +103,7 @@ def with_zero(moments: Iterable[Moment], zero: Zero, *, num_parameters: int, acc
         communication = bucket if has_gradient or zero.stage == 3 else 0
         if zero.stage == 2:
             # a buffer for the gradients of this micro-batch, in addition to the accumulated ones
-            held[GRADIENTS] += share * weight_bytes * (has_gradient + accumulates)
+            held[GRADIENTS] += trained_share * weight_bytes * (has_gradient + accumulates)
         if zero.stage == 3:
             # prefetched weights share one buffer until each has been copied out of it
             is_fetching = (is_forward and "head" not in moment.section) or num_parameters > _MAX_LIVE
@@ -111,7 +114,7 @@ def with_zero(moments: Iterable[Moment], zero: Zero, *, num_parameters: int, acc
         yield Moment(section=moment.section, op=moment.op, held=held)
     if zero.stage == 1:
         # the step flattens this rank's share of the gradients while all gradients are still alive
-        flattened = {GRADIENTS: num_parameters * weight_bytes + share * _FLOAT32, GATHERED: bucket}
+        flattened = {GRADIENTS: num_trained * weight_bytes + trained_share * _FLOAT32, GATHERED: bucket}
         yield Moment(section="optimizer", op="flatten", held=static | flattened)
 
 

@@ -98,7 +98,12 @@ def make_plan(resolved: ResolvedRun, cluster: Cluster, *, rates: Rates | Operato
     num_parameters, num_ranks, model = recorded.num_parameters, engine.num_ranks, recorded.model
     stages = _find_stages(recorded)
     moments = _find_moments(recorded, stages)
-    state_bytes = _state_bytes(moments[0], engine, saved_share=_saved_share(model))
+    trained_share = _find_trained_share(model)
+    # a checkpoint of an adapter has no other weights, and nothing else changes in a step
+    state_bytes, snapshot_bytes = (
+        _state_bytes(moments[0], engine, trained_share=trained_share, keeps_frozen=keeps)
+        for keeps in (not has_adapter(model), False)
+    )
     moments, offloaded = _without_offloaded(moments, engine, is_gpu=step.on_gpu)
     is_sharded = engine.zero is not None or engine.sharding is not None
     checkpoint_bytes = state_bytes * (num_ranks if is_sharded else 1)
@@ -116,7 +121,7 @@ def make_plan(resolved: ResolvedRun, cluster: Cluster, *, rates: Rates | Operato
         peak=find_peak(moments),
         optimizer_bytes=ops[0].allocated.get(OPTIMIZER, 0)
         * (mesh.world_size // mesh.replicate if engine.sharding else 1),
-        host=offloaded | _host_copies(resolved, state_bytes, num_sharing=_num_sharing(engine, cluster)),
+        host=offloaded | _host_copies(resolved, state_bytes, snapshot_bytes, num_sharing=_num_sharing(engine, cluster)),
         checkpoint_bytes=checkpoint_bytes,
         disk_bytes=checkpoint_bytes * resolved.num_checkpoints,
         flops=flops_per_sample(model, recorded.shape),
@@ -171,7 +176,15 @@ def _find_moments(recorded: Recorded, stages: Stages | None) -> list[Moment]:
     ops, engine, step, num_parameters = recorded.ops, recorded.engine, recorded.step, recorded.num_parameters
     moments = list(timeline(ops))
     if engine.zero is not None:
-        return list(with_zero(moments, engine.zero, num_parameters=num_parameters, accumulates=step.accumulates))
+        return list(
+            with_zero(
+                moments,
+                engine.zero,
+                num_parameters=num_parameters,
+                num_trained=recorded.num_trained,
+                accumulates=step.accumulates,
+            )
+        )
     if engine.sharding is None:
         return moments
     precision = step.precision
@@ -189,14 +202,14 @@ def _find_moments(recorded: Recorded, stages: Stages | None) -> list[Moment]:
             held_share=own_parameters / num_parameters,
         )
     if step.accumulates and not engine.sharding.syncs_each_micro_batch:
-        unsharded = own_parameters * precision.param_dtype.itemsize
+        unsharded = own_parameters * recorded.num_trained // num_parameters * precision.param_dtype.itemsize
         return list(with_unsharded_gradients(moments, num_bytes=unsharded))
     return moments
 
 
-def _saved_share(model: nn.Module) -> float:
-    """Return the fraction of weight bytes that checkpoints hold: for an adapter run, only the adapter."""
-    if not has_adapter(model):
+def _find_trained_share(model: nn.Module) -> float:
+    """Return the fraction of weight bytes that is trained: what a snapshot holds, and a checkpoint of an adapter."""
+    if all(parameter.requires_grad for parameter in model.parameters()):
         return 1.0
     of_all, of_trained = (
         sum(part.nbytes for parameter in parameters for part in get_parts(parameter))
@@ -205,11 +218,20 @@ def _saved_share(model: nn.Module) -> float:
     return of_trained / of_all
 
 
-def _state_bytes(first: Moment, engine: StrategyEffect, *, saved_share: float) -> int:
-    """Return the bytes of weights and optimizer state on a rank: what a checkpoint holds, and a snapshot."""
-    weights = int(first.held.get(MASTER, first.held.get(WEIGHTS, 0)) * saved_share)
-    if engine.zero is not None and engine.zero.is_half:
-        weights += int(first.held.get(WEIGHTS, 0) * saved_share)
+def _state_bytes(first: Moment, engine: StrategyEffect, *, trained_share: float, keeps_frozen: bool) -> int:
+    """Return the bytes of weights and optimizer state on a rank: what a checkpoint holds, and a snapshot.
+
+    Args:
+        first: Memory before the step.
+        engine: Effect of the strategy; ZeRO has a master copy of what is trained.
+        trained_share: Fraction of the weights that is trained.
+        keeps_frozen: Whether frozen weights are among them.
+    """
+    share = 1.0 if keeps_frozen else trained_share
+    weights = int(first.held.get(WEIGHTS, 0) * share)
+    if MASTER in first.held:
+        of_masters = int(first.held[MASTER] * share / trained_share)
+        weights = of_masters + (weights if engine.zero is not None and engine.zero.is_half else 0)
     return weights + first.held.get(OPTIMIZER, 0)
 
 
@@ -240,13 +262,13 @@ def _num_sharing(engine: StrategyEffect, cluster: Cluster) -> int:
     return min(engine.num_ranks, cluster.per_node) if engine.sharding is None and engine.zero is None else 1
 
 
-def _host_copies(resolved: ResolvedRun, state_bytes: int, *, num_sharing: int) -> dict[str, int]:
+def _host_copies(resolved: ResolvedRun, state_bytes: int, snapshot_bytes: int, *, num_sharing: int) -> dict[str, int]:
     """Return what callbacks and checkpoints copy to host memory, per rank."""
     copies: dict[str, int] = {}
     if resolved.saves:
         copies["checkpoint being written"] = state_bytes
     if resolved.num_host_snapshots:
-        copies["snapshots for a rollback"] = state_bytes * resolved.num_host_snapshots // num_sharing
+        copies["snapshots for a rollback"] = snapshot_bytes * resolved.num_host_snapshots // num_sharing
     return copies
 
 

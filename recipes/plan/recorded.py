@@ -219,6 +219,11 @@ class Recorded:
         """Number of parameters of the unsharded model."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
+    @property
+    def num_trained(self) -> int:
+        """Number of those that are trained."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
 
 def record_config(
     resolved: ResolvedRun, cluster: Cluster, *, keep_calls: bool = False, computes: bool = True

@@ -127,6 +127,7 @@ def _list_traffic(recorded: Recorded, step: StepSeconds, cluster: Cluster) -> li
             step,
             cluster,
             num_parameters=num_parameters,
+            num_trained=recorded.num_trained,
             num_micro_batches=num_micro_batches,
             gathers_once=num_parameters <= 1_000_000_000,
         )
@@ -143,7 +144,7 @@ def _list_traffic(recorded: Recorded, step: StepSeconds, cluster: Cluster) -> li
 
 def _optimizer_seconds(recorded: Recorded, step: StepSeconds, rates: Rates) -> float:
     engine = recorded.engine
-    share = 4.0 * recorded.num_parameters / engine.num_ranks
+    share = 4.0 * recorded.num_trained / engine.num_ranks
     if engine.offloads:  # gradients to the host, weights back, and 7 reads or writes of the state between
         return 2 * share / PCIE_BYTES_PER_SECOND + 7 * share / _HOST_ADAM_BYTES_PER_SECOND
     if engine.zero is not None:

@@ -65,7 +65,7 @@ def find_period(kinds: Sequence[object]) -> int | None:
 
 
 def block_kinds(model: nn.Module, *, recomputes: Callable[[int], bool]) -> list[object]:
-    """Return the kind of each block: its modules, parameter shapes and whether it is recomputed.
+    """Return the kind of each block: its modules, the shapes and training of its parameters, and if it is recomputed.
 
     Args:
         model: Model on any device.
@@ -74,7 +74,7 @@ def block_kinds(model: nn.Module, *, recomputes: Callable[[int], bool]) -> list[
     kinds: list[object] = []
     for index, block in enumerate(getattr(model, "blocks", [])):
         modules = tuple((type(module), module.extra_repr()) for module in block.modules())
-        shapes = tuple(tuple(parameter.shape) for parameter in block.parameters())
+        shapes = tuple((tuple(parameter.shape), parameter.requires_grad) for parameter in block.parameters())
         kinds.append((modules, shapes, recomputes(index)))
     return kinds
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from recipes.model.documents import Documents
-from recipes.model.flops import Flops, flops_of_products
+from recipes.model.flops import Flops, flops_per_weight
 from recipes.model.kv_cache import KeyValueCache, LayerCache
 from recipes.model.llama import Llama
 from recipes.model.llama_block import Block, Mlp
@@ -317,5 +317,8 @@ class MoeLlama(Llama):
         every = super().flops_per_token(seq_len)
         idle_fraction = 1 - self.num_experts_per_tok / self.num_experts
         experts = (module for module in self.modules() if isinstance(module, Experts))
-        idle = idle_fraction * sum(flops_of_products(module) for module in experts)
+        per_weight = flops_per_weight(self)
+        idle = idle_fraction * sum(
+            per_weight[weight] * weight.numel() for part in experts for weight in part.parameters()
+        )
         return Flops(palm=every.palm - idle, causal=every.causal - idle)

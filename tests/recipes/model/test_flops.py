@@ -8,7 +8,7 @@ from support import ROOT, composed_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from recipes.model.flops import CountsFlops, Flops, flops_per_sample
+from recipes.model.flops import CountsFlops, Flops, flops_per_sample, flops_per_weight
 from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
 from recipes.model.resnet import ResNet, ResNet18, ResNet50
@@ -163,3 +163,27 @@ def test_padding_takes_no_flops_and_rows_of_other_ranks_count_at_their_own_lengt
     assert found.palm * 2 == pytest.approx(sum(row.palm for row in rows if row), rel=1e-12)
     assert found.causal * 2 == pytest.approx(sum(row.causal for row in rows if row), rel=1e-12)
     assert task.recipes_flops_key(batch) != task.recipes_flops_key(batch | {"num_tokens": 133})
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        (),
+        ("embedding", "position", "blocks.0.", "blocks.1."),
+        ("embedding", "position", "blocks", "norm"),  # all but the head
+        ("blocks.3.",),
+    ],
+)
+def test_frozen_weights_have_the_flops_that_torch_counts(frozen: tuple[str, ...]) -> None:
+    with torch.device("meta"):
+        size = {"vocab_size": 64, "max_seq_len": 32, "num_layers": 4, "num_heads": 2, "hidden_size": 16}
+        model = GPT2(**size, dropout=0.0, tie_embeddings=False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, 32, dtype=torch.int64, device="meta")).sum().backward()
+    # vectors and the positional table are in N, as in the paper, and in no product
+    per_weight = flops_per_weight(model)
+    others = [p for name, p in model.named_parameters() if p.ndim < 2 or name.startswith("position")]
+    products = model.flops_per_token(32).palm - sum(per_weight[p] * p.numel() for p in others)
+    assert counter.get_total_flops() == pytest.approx(products * 32)

@@ -63,7 +63,9 @@ def test_zero_sends_gradients_to_their_owners_and_weights_back(stage: int, times
         is_half=False,
     )
     step = StepSeconds(sections={"forward/a": Seconds(matmul=1.0), "backward/a": Seconds(matmul=2.0)})
-    sent = of_partitions(zero, step, _cluster(), num_parameters=10**9, num_micro_batches=4, gathers_once=True)
+    sent = of_partitions(
+        zero, step, _cluster(), num_parameters=10**9, num_trained=10**9, num_micro_batches=4, gathers_once=True
+    )
     assert sent.num_bytes == pytest.approx(times * 4e9 * 7 / 8)
 
 
