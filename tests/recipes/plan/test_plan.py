@@ -120,6 +120,23 @@ def test_checkpoints_and_snapshots_of_an_adapter_hold_it_alone(adapter: str, rec
     assert plan.host["checkpoint being written"] <= plan.checkpoint_bytes
 
 
+@pytest.mark.parametrize("recipe", ["single_bf16", "fsdp_bf16", "zero2_bf16", "zero3_bf16"])
+def test_what_is_frozen_has_no_gradient_and_no_optimizer_state(recipe: str) -> None:
+    typed = [f"recipe={recipe}", "model=gpt2", "global_batch_size=64", "micro_batch_size=2"]
+    every = _gpu_plan(*typed)
+    half = _gpu_plan(*typed, "freeze=['^blocks[.][0-5][.]']")
+    num_frozen = 6 * 7_087_872  # 12 x 768^2 and 13 x 768 in a block
+    share = 1 - num_frozen / every.num_parameters
+    assert half.num_parameters == every.num_parameters
+    assert half.optimizer_bytes == pytest.approx(share * every.optimizer_bytes, rel=1e-3)
+    for name in ("optimizer", "master weights"):
+        assert _most(half, name) == pytest.approx(share * _most(every, name), rel=1e-3)
+    assert _most(half, "weights") == _most(every, "weights")
+    assert _most(half, "gradients") < 0.8 * _most(every, "gradients")
+    assert half.checkpoint_bytes == pytest.approx(every.checkpoint_bytes - 8 * num_frozen, rel=1e-3)
+    assert half.host["snapshots for a rollback"] < share * every.host["snapshots for a rollback"] * 1.01
+
+
 def test_activations_grow_with_the_micro_batch_and_nothing_else_does() -> None:
     small = _gpu_plan("recipe=ddp_bf16", "model=gpt2", "global_batch_size=64", "micro_batch_size=2")
     large = _gpu_plan("recipe=ddp_bf16", "model=gpt2", "global_batch_size=64", "micro_batch_size=4")

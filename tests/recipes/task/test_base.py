@@ -18,6 +18,7 @@ from recipes.metrics import Perplexity
 from recipes.model.decoder import hide_padding
 from recipes.parallel.groups import Groups
 from recipes.task.language_modeling import LanguageModeling
+from recipes.task.resumable import check_trained
 
 VOCAB, SEQ_LEN = 11, 6
 
@@ -281,6 +282,19 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_rejected() -> None:
     resumed.on_load_checkpoint(checkpoint)
     with pytest.raises(ConfigError, match="the checkpoint holds the state of SGD"):
         resumed.remember_optimizer(torch.optim.AdamW(resumed.parameters(), lr=0.1))
+
+
+def test_a_checkpoint_with_other_frozen_parameters_is_rejected_and_with_other_groups_is_not() -> None:
+    task = make_task(make_trainer())
+    names = [name for name, _ in task.named_parameters()]
+    task.remember_optimizer(torch.optim.SGD(task.parameters(), lr=0.1))
+    checkpoint = checkpoint_of(task, step=1, accumulate=1)
+    with pytest.raises(ConfigError, match=rf"{names[0].removeprefix('model.')} was trained before and is frozen now"):
+        check_trained([name for name in names if name != names[0]], checkpoint["parameters"])
+    with pytest.raises(ConfigError, match="was frozen before and is trained now, as 1 more are that differ"):
+        check_trained([*names, "model.a", "model.b"], names)
+    check_trained([*reversed(names)], checkpoint["parameters"])  # in other groups
+    check_trained(names, None)
 
 
 def test_a_model_that_takes_no_positions_trains_on_no_packed_examples() -> None:
