@@ -120,8 +120,9 @@ def test_checkpoints_and_snapshots_of_an_adapter_hold_it_alone(adapter: str, rec
     assert plan.host["checkpoint being written"] <= plan.checkpoint_bytes
 
 
-@pytest.mark.parametrize("recipe", ["single_bf16", "fsdp_bf16", "zero2_bf16", "zero3_bf16"])
-def test_what_is_frozen_has_no_gradient_and_no_optimizer_state(recipe: str) -> None:
+# of a gradient: float32 on one device; an eighth of it in ZeRO-2's partition, accumulated and of this micro-batch
+@pytest.mark.parametrize(("recipe", "gradient_bytes"), [("single_bf16", 4), ("zero2_bf16", 1)])
+def test_what_is_frozen_has_no_gradient_and_no_optimizer_state(recipe: str, gradient_bytes: int) -> None:
     typed = [f"recipe={recipe}", "model=gpt2", "global_batch_size=64", "micro_batch_size=2"]
     every = _gpu_plan(*typed)
     half = _gpu_plan(*typed, "freeze=['^blocks[.][0-5][.]']")
@@ -132,7 +133,7 @@ def test_what_is_frozen_has_no_gradient_and_no_optimizer_state(recipe: str) -> N
     for name in ("optimizer", "master weights"):
         assert _most(half, name) == pytest.approx(share * _most(every, name), rel=1e-3)
     assert _most(half, "weights") == _most(every, "weights")
-    assert _most(half, "gradients") < 0.8 * _most(every, "gradients")
+    assert _most(half, "gradients") == _most(every, "gradients") - gradient_bytes * num_frozen
     assert half.checkpoint_bytes == pytest.approx(every.checkpoint_bytes - 8 * num_frozen, rel=1e-3)
     assert half.host["snapshots for a rollback"] < share * every.host["snapshots for a rollback"] * 1.01
 
