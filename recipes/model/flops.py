@@ -71,7 +71,7 @@ def decoder_flops_per_token(
     return Flops(palm=products + 2.0 * attention, causal=products + attention)
 
 
-def flops_per_weight(model: nn.Module) -> dict[nn.Parameter, float]:
+def flops_per_weight(model: nn.Module) -> dict[Tensor, float]:
     """Return the FLOPs of a token for each weight: 6; 4 if frozen, as it has no weight gradient.
 
     A frozen block before everything that is trained has no backward pass: 2. A head that alone is trained needs no
@@ -81,9 +81,9 @@ def flops_per_weight(model: nn.Module) -> dict[nn.Parameter, float]:
     places = {weight: place for place, (_, weight) in enumerate(model.named_parameters(remove_duplicate=False))}
     first = min((weight for weight in uses if weight.requires_grad), key=places.__getitem__, default=None)
     if first is None:
-        return dict.fromkeys(uses, 2.0)
+        return dict[Tensor, float].fromkeys(uses, 2.0)
     start, start_block = places[first], _find_block(uses[first])
-    per_weight = {}
+    per_weight: dict[Tensor, float] = {}
     num_before = 0  # weights of blocks without a backward pass
     for weight, name in uses.items():
         block = _find_block(name)
@@ -98,7 +98,7 @@ def flops_per_weight(model: nn.Module) -> dict[nn.Parameter, float]:
     return per_weight
 
 
-def _backward_share(model: nn.Module, per_weight: Mapping[nn.Parameter, float]) -> float:
+def _backward_share(model: nn.Module, per_weight: Mapping[Tensor, float]) -> float:
     """Return the FLOPs of attention over those with a backward pass in every block: a third of them is forward."""
     blocks: dict[str, bool] = {}  # whether it has a backward pass
     for name, weight in model.named_parameters():
