@@ -175,7 +175,8 @@ def test_an_unknown_option_gets_its_alias_or_the_closest_name_suggested(typed: s
         ("qqqq=1", "python train.py --help for the list of settings"),
         (
             "optimizer.zzz=1",
-            "one of optimizer.lr= optimizer.betas= optimizer.eps= optimizer.weight_decay=",
+            "one of optimizer.layer_decay= optimizer.groups= optimizer.lr= optimizer.betas= optimizer.eps="
+            " optimizer.weight_decay=",
         ),
     ],
 )

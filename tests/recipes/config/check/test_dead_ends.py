@@ -135,7 +135,8 @@ TOGETHER = {
         " noise_scale plan preflight prepare replay report sample wandb_sweep; type mode=fit"
     ),
     "optimizer.block_size=0": (
-        "optimizer.block_size=0: there is no 'optimizer.block_size'; type one of optimizer.lr= optimizer.betas="
+        "optimizer.block_size=0: there is no 'optimizer.block_size'; type one of"
+        " optimizer.layer_decay= optimizer.groups= optimizer.lr= optimizer.betas="
         " optimizer.eps= optimizer.weight_decay="
     ),
     # the nearest name, warmup_steps, takes no text
