@@ -118,7 +118,7 @@ class RandomImages:
     random_horizontal_flip: bool
     num_val_samples: Annotated[int, ">= 1"] = 64
     seed: Annotated[int, ">= 0"] = 0
-    targets: TargetKind = "classes"
+    targets: TargetKind
 
     def __post_init__(self) -> None:
         for name in ("num_classes", "in_channels", "image_size", "num_samples", "num_val_samples"):

@@ -4,7 +4,7 @@ Shapes: B samples, V classes, N samples that carry loss.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,9 @@ class BCE(TargetLoss):
 
     target_kinds: ClassVar[tuple[str, ...]] = ("labels", "classes")
 
-    def __init__(self, *, pos_weight: float | Sequence[float] | None = None) -> None:
+    def __init__(
+        self, *, pos_weight: Annotated[float, "> 0"] | Sequence[Annotated[float, "> 0"]] | None = None
+    ) -> None:
         self._pos_weight = None if pos_weight is None else torch.tensor(pos_weight, dtype=torch.float64)  # [] or [V]
 
     @override

@@ -47,7 +47,7 @@ class CrossEntropy(TargetLoss):
         label_smoothing: Annotated[float, ">= 0, <= 0.999"] = 0.0,
         z_loss: Annotated[float, ">= 0"] = 0.0,
         chunk_tokens: Annotated[int, ">= 1"] | None = None,
-        class_weights: Sequence[float] | None = None,
+        class_weights: Sequence[Annotated[float, ">= 0"]] | None = None,
     ) -> None:
         self.label_smoothing = label_smoothing
         self.z_loss = z_loss

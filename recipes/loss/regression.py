@@ -85,7 +85,7 @@ class Huber(_Regression):
         delta: Difference from which on the loss is linear, in the unit of the targets.
     """
 
-    def __init__(self, *, delta: Annotated[float, "> 0"] = 1.0) -> None:
+    def __init__(self, *, delta: Annotated[float, "> 0"]) -> None:
         self._delta = delta
 
     @override

@@ -92,7 +92,7 @@ class ResNet(nn.Module):
     """Residual convolutional classifier; loads torchvision's published weights.
 
     Args:
-        num_classes: V.
+        num_classes: V, classes, labels or numbers.
         in_channels: C; 1: gray, 3: color.
         small_images: 3 x 3 stem without pooling, for images of 8 to 64 pixels; False: 7 x 7, stride 2, max-pool.
         pretrained: A .safetensors or .pth file with torchvision's names; None: `init_weights`.
@@ -106,7 +106,7 @@ class ResNet(nn.Module):
     def __init__(
         self,
         *,
-        num_classes: Annotated[int, ">= 2"],
+        num_classes: Annotated[int, ">= 1"],
         in_channels: Annotated[int, ">= 1"],
         small_images: bool,
         pretrained: str | None = None,

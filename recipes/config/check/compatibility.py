@@ -586,6 +586,8 @@ def check_kinds(
 def _loss_of_other_targets(config: Mapping[str, Any], choices: Mapping[str, str]) -> Iterator[ConfigError]:
     """Check that the loss reads the kind of targets that the data has."""
     read, kind = read_target_kinds(config["loss"]), read_target_kind(config["data"])
+    if kind in ("classes", "probabilities") and config["model"].get("num_classes") == 1:
+        yield ConfigError("model.num_classes=1", "with one class there is nothing to learn", "model.num_classes=2")
     if not read or kind in read:
         return
     task = next((name for name, kinds in _KINDS_OF_TASKS.items() if kind in kinds), None)

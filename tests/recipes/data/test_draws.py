@@ -31,6 +31,7 @@ IMAGES = RandomImages(
     num_samples=NUM_IMAGES,
     random_crop_padding=2,
     random_horizontal_flip=True,
+    targets="classes",
 )
 
 

@@ -12,7 +12,7 @@ from recipes.errors import ConfigError
 
 def source(**changes: Any) -> RandomImages:
     settings = {"num_classes": 10, "in_channels": 3, "image_size": 8, "num_samples": 2000}
-    settings |= {"random_crop_padding": 0, "random_horizontal_flip": False}
+    settings |= {"random_crop_padding": 0, "random_horizontal_flip": False, "targets": "classes"}
     return RandomImages(**(settings | changes))
 
 
