@@ -3,8 +3,8 @@
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
-from typing import Annotated
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -14,7 +14,7 @@ from .files import LineFile
 from .lightning_packages import Callback
 from .logged_step import completed_steps, run_folder
 from .profiler_hooks import get_profiler
-from .protocols import SupportsAnswers
+from .protocols import SupportsAnswers, SupportsQuestionRows
 from .ranks import all_ranks, data_rank, data_size, gather_by_samples, gather_objects, num_ranks
 
 log = logging.getLogger("lightning_recipes")
@@ -31,8 +31,8 @@ class GenerationEval(Callback):
     With `answer_fn`, every rank answers every one of `questions` (a sharded model needs all ranks), and the answers of
     rank 0 count. Otherwise calls `recipes_answer_questions` on every rank if the module is a `SupportsAnswers`, with
     the questions split across ranks; one line says so if there is neither. A module that returns None is not checked.
-    Rank 0 appends `{"step", "question", "expected", "given", "score"}` to `answers.jsonl` in the run folder, and logs
-    one wrong answer.
+    Rank 0 appends `{"step", "question", "expected", "given", "score"}` to `answers.jsonl` in the run folder, with the
+    scores of `rewards` by name, and logs one wrong answer.
 
     Args:
         num_samples: Number of questions to answer, evenly spaced; the same ones each time.
@@ -42,6 +42,9 @@ class GenerationEval(Callback):
             complete answers with surrounding whitespace stripped.
         reward: Called as `reward(given=…, expected=…)` with the text that `answer_regex` extracts; returns 0 to 1. None
             scores 1 if both are equal, else 0.
+        rewards: Called on rank 0 as `rewards(prompts=…, completions=…, references=…, rows=…)` with a list each; returns
+            lists of scores by name, whose means are logged as `val/<name>`. An unfinished answer ends with an ellipsis.
+            Rows are those of a `SupportsQuestionRows`, else empty.
         questions: Questions with their expected answers, for `answer_fn`.
         answer_fn: Called as `answer_fn(module, question)` in eval mode, without gradients; returns the complete answer.
             With a model of transformers, it decodes what `module.model.generate` returns.
@@ -56,6 +59,8 @@ class GenerationEval(Callback):
         1.0
     """
 
+    validation_metrics: ClassVar[tuple[str, ...]] = ("exact_match",)
+
     def __init__(
         self,
         *,
@@ -63,6 +68,7 @@ class GenerationEval(Callback):
         max_new_tokens: Annotated[int, ">= 1"] | None = None,
         answer_regex: str | None = None,
         reward: Callable[..., float] | None = None,
+        rewards: Callable[..., Mapping[str, Sequence[float]]] | None = None,
         questions: Sequence[tuple[str, str]] | None = None,
         answer_fn: Callable[[LightningModule, str], str] | None = None,
     ) -> None:
@@ -84,6 +90,7 @@ class GenerationEval(Callback):
         self.num_samples = num_samples
         self.max_new_tokens = max_new_tokens
         self._reward = reward
+        self._rewards = rewards
         self._questions = [] if questions is None else _spread(questions, num_samples)
         self._answer_fn = answer_fn
         self._file: LineFile | None = None
@@ -105,10 +112,12 @@ class GenerationEval(Callback):
         if not answers:
             return
         scores = [self.judge(given, expected) for _, expected, given in answers]
-        pl_module.log("val/exact_match", sum(scores) / len(scores), rank_zero_only=False, sync_dist=False)
+        rewards = self._get_rewards(trainer, pl_module, answers)
+        for name, values in ({"exact_match": scores} | rewards).items():
+            pl_module.log(f"val/{name}", sum(values) / len(values), rank_zero_only=False, sync_dist=False)
         if trainer.is_global_zero:
             _log_answers(trainer, answers, scores)
-            self._write(trainer, answers, scores)
+            self._write(trainer, answers, {"score": scores} | rewards)
 
     def _get_answers(self, trainer: Trainer, pl_module: LightningModule) -> list[tuple[str, str, str]]:
         """Return (question, expected answer, given answer), the same on every rank."""
@@ -126,12 +135,34 @@ class GenerationEval(Callback):
         )
         return [answer for answers in gather_by_samples(of_rank, trainer) for answer in answers or ()]
 
+    def _get_rewards(
+        self, trainer: Trainer, pl_module: LightningModule, answers: Sequence[tuple[str, str, str]]
+    ) -> dict[str, list[float]]:
+        """Return the scores of the answers by name, of rank 0: a function need not return the same twice."""
+        if self._rewards is None:
+            return {}
+        own: dict[str, list[float]] = {}
+        if trainer.is_global_zero:
+            known: Mapping[str, Mapping[str, object]] = {}
+            if isinstance(pl_module, SupportsQuestionRows):
+                known = pl_module.recipes_question_rows(self.num_samples)
+            found = self._rewards(
+                prompts=[question for question, _, _ in answers],
+                completions=[given for _, _, given in answers],
+                references=[expected for _, expected, _ in answers],
+                rows=[known.get(question, {}) for question, _, _ in answers],
+            )
+            own = {name: list(values) for name, values in found.items()}
+        return gather_objects(own)[0]
+
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._file is not None:
             self._file.finish()
 
-    def _write(self, trainer: Trainer, answers: list[tuple[str, str, str]], scores: list[float]) -> None:
+    def _write(
+        self, trainer: Trainer, answers: list[tuple[str, str, str]], scores: Mapping[str, Sequence[float]]
+    ) -> None:
         folder = run_folder(trainer)
         if folder is None:
             return
@@ -140,8 +171,8 @@ class GenerationEval(Callback):
             self._file = LineFile(path)
         rows = [
             {"step": completed_steps(trainer), "question": question, "expected": expected, "given": given}
-            | {"score": score}
-            for (question, expected, given), score in zip(answers, scores, strict=True)
+            | {name: values[index] for name, values in scores.items()}
+            for index, (question, expected, given) in enumerate(answers)
         ]
         self._file.append([json.dumps(row) for row in rows])
 

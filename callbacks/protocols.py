@@ -4,7 +4,7 @@ Every name looked up on a module begins with `recipes_`, so that it cannot clash
 from a protocol, or just define its members.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -79,6 +79,14 @@ class SupportsAnswers(Protocol):
         If the module's forward pass is a collective, call `all_ended` after each token with whether all answers of
         this rank have ended, and stop generating once it returns True.
         """
+
+
+@runtime_checkable
+class SupportsQuestionRows(Protocol):
+    """A module that knows the rows of data that its questions come from, for the rewards of `GenerationEval`."""
+
+    def recipes_question_rows(self, num_samples: int) -> Mapping[str, Mapping[str, Any]]:
+        """Return the fields of the row of each question by the question; called on rank 0 alone."""
 
 
 @runtime_checkable

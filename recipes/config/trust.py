@@ -16,6 +16,14 @@ from recipes.run_folder import CONFIG_FILE, find_run_folder
 
 CONF = Path(__file__).parents[2] / "conf"
 SEARCH_PATH = "hydra.searchpath"
+# sections that refer to another one, `evaluator: ${evaluator}` -> that one, where their settings are typed
+COPIES = {
+    ("mode", "evaluator"): ("evaluator",),
+    ("mode", "answers", "rewards", "functions"): ("reward",),
+    ("callbacks", "generation_eval", "rewards", "functions"): ("reward",),
+}
+# classes that execute a Python file -> the argument that names it
+RUNS_FILE = {"recipes.reward.mine.OwnFunction": "path"}
 _FILE, _PACKAGE = "file://", "pkg://"
 _VARIABLE = re.compile(r"oc\.env:\s*(\w+)")
 

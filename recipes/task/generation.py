@@ -2,7 +2,7 @@
 
 import itertools
 from abc import ABC
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from recipes.data.conversations.chat_template import find_stop_ids
@@ -126,3 +126,14 @@ class GeneratesText(TrainingTask, ABC):
                 expected_text = self.tokenizer.decode_continuation(prompt, until_end)
                 found.append((self.tokenizer.decode(prompt), expected_text, given_text))
         return found
+
+    def recipes_question_rows(self, num_samples: int) -> dict[str, Mapping[str, Any]]:
+        """Return the row of data of each of these validation questions, by its text; none where the data has no rows.
+
+        Args:
+            num_samples: Number of questions, as for `recipes_answer_questions`.
+        """
+        if self.tokenizer is None or not hasattr(self.source, "question_rows"):
+            return {}
+        prompts = [self.tokenizer.decode(prompt) for prompt, _ in self.source.questions(num_samples)]
+        return dict(zip(prompts, self.source.question_rows(num_samples), strict=True))

@@ -85,6 +85,28 @@ def test_a_function_of_ones_own_scores_what_the_pattern_finds() -> None:
     assert GenerationEval(answer_regex=r"\d+", reward=share).judge("is 1234", "1224") == 0.75
 
 
+def test_rewards_are_metrics_and_see_the_row_of_each_question(plain_module, make_trainer, tmp_path) -> None:
+    seen: list[Any] = []
+
+    def rewards(**given: Any) -> dict[str, list[float]]:
+        seen.append(given)
+        return {"reward": [float(len(text)) for text in given["completions"]], "reward/own": [1.0, 0.0, 0.0, 0.0]}
+
+    module = make_student(plain_module)
+    module.recipes_question_rows = lambda num_samples: {"2+2=": {"level": num_samples}}
+    trainer = fit(make_trainer, module, GenerationEval(num_samples=4, rewards=rewards))
+    metrics = {name: float(trainer.callback_metrics[f"val/{name}"]) for name in ("reward", "reward/own", "exact_match")}
+    assert metrics == {"reward": 5 / 4, "reward/own": 0.25, "exact_match": 0.5}
+    assert seen[-1] == {
+        "prompts": ["1+1=", "2+2=", "3+3=", "4+4="],
+        "references": ["2", "4", "6", "8"],
+        "completions": ["2", " 4\n", "7", ""],
+        "rows": [{}, {"level": 4}, {}, {}],
+    }
+    last = [json.loads(line) for line in (tmp_path / "run" / "answers.jsonl").open()][-3]
+    assert (last["score"], last["reward"], last["reward/own"]) == (1.0, 3.0, 0.0)
+
+
 @pytest.mark.parametrize("answers", [None, []])
 def test_a_module_without_questions_is_left_alone(answers: Any, plain_module, make_trainer, tmp_path, caplog) -> None:
     trainer = fit(make_trainer, make_student(plain_module, answers), GenerationEval())

@@ -30,6 +30,7 @@ _HIGHER_IS_BETTER = (
     "accuracy",
     "acc",
     "exact_match",
+    "reward",
     "chrf",
     "rouge",
     "mcc",

@@ -28,6 +28,7 @@ from recipes.config.check.paths import check_paths
 from recipes.config.check.ranges import check_ranges
 from recipes.config.check.renamed import answer_renamed
 from recipes.config.check.resumed import check_resumed
+from recipes.config.check.reward import check_rewards
 from recipes.config.check.sections import NO_SUCH_KEY, check_settings, check_structure
 from recipes.config.check.strategy import check_optimizer, check_strategy
 from recipes.config.check.suggestions import suggest_options
@@ -142,6 +143,7 @@ def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
         *check_thresholds(config),
         *check_evaluator(run),
         *check_unread(run, overrides),
+        *check_rewards(run, overrides),
         *check_resumed(run),
         *check_paths(run, overrides),
     ]

@@ -27,7 +27,7 @@ _DIRECTIONS = {
 }
 # the last part of a name says which direction is better; of any other name it is not known
 _HIGHER_IS_BETTER = re.compile(
-    r"accuracy|exact_match|auroc|f1|recall|precision|bleu|rouge|(^|_)acc($|_)|per_second|mfu"
+    r"accuracy|exact_match|auroc|f1|recall|precision|bleu|rouge|reward|(^|_)acc($|_)|per_second|mfu"
 )
 _LOWER_IS_BETTER = re.compile(r"loss|perplexity|error")
 
@@ -153,6 +153,8 @@ def _list_computed(config: Mapping[str, Any]) -> Iterator[str]:
     names = ["loss", *_read_measures(config)]
     names += [name for name, node in config.get("metrics", {}).items() if node is not None]
     yield from (_PREFIX + name for name in names)
+    for node in (config.get("callbacks") or {}).values():
+        yield from (_PREFIX + name for name in _list_of_callback(node or {}))
     for section, _ in list_data(config):
         group, _, member = section.rpartition(".")
         if group == "eval_data":
@@ -166,6 +168,15 @@ def _read_measures(config: Mapping[str, Any]) -> dict[str, bool]:
     constants: dict[str, Any] = find_signature(str(select(config, "loss._target_"))).constants
     higher = constants.get("higher_is_better", ())
     return {name: name in higher for name in constants.get("measures", {})}
+
+
+def _list_of_callback(node: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the validation metrics that the class of a callback declares, and those of its rewards."""
+    declared: Any = find_signature(str(node.get("_target_"))).constants.get("validation_metrics", ())
+    yield from declared
+    functions = select(node, "rewards.functions")
+    names = [name for name, each in functions.items() if each is not None] if isinstance(functions, Mapping) else []
+    yield from ["reward", *(f"reward/{name}" for name in names)] if names else []
 
 
 def _count_classes(model: object) -> int | None:

@@ -19,7 +19,7 @@ from recipes.config.signature import (
     read_signature,
 )
 from recipes.config.traits import list_nodes
-from recipes.config.trust import CONF
+from recipes.config.trust import CONF, COPIES
 from recipes.errors import ConfigError
 
 # null means that build.py derives the value, regardless of the target's annotation
@@ -59,7 +59,7 @@ PROVIDED: dict[str, set[str]] = {
 }
 # sections that refer to another one, `evaluator: ${evaluator}`, where mistakes are reported
 NO_DEFAULT = "it has no default"  # of a setting that an option leaves to be typed
-_REPEATED = ("mode.evaluator",)
+_REPEATED = tuple(".".join(place) for place in COPIES)
 # groups whose target may be of another package -> what each of them is given by build.py
 _OF_ANY_PACKAGE = {"optimizer": "the model", "scheduler": "the step", "logger": "the run folder"}
 _PACKAGES = ("recipes", "callbacks", "lightning", "torch", "torchmetrics", "transformers", "optuna", "deepspeed")
@@ -72,6 +72,8 @@ _EXAMPLES = {
     "model.name": "<folder or hub id>",
     "tokenizer.name": "<folder or hub id>",
     "mode.output": "<new folder>",
+    "reward.mine.path": "<file.py>:<function>",
+    "reward.regex.pattern": "<regular expression>",
 }
 
 

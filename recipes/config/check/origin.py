@@ -16,7 +16,7 @@ import yaml
 from recipes.config.instantiate import PARTIAL, TARGET
 from recipes.config.overrides import to_grammar
 from recipes.config.signature import TargetNotFoundError, read_signature
-from recipes.config.trust import find_trusted_folders, parse_values, read_yaml_files
+from recipes.config.trust import COPIES, RUNS_FILE, find_trusted_folders, parse_values, read_yaml_files
 from recipes.errors import ConfigError
 
 Place = tuple[str, ...]  # keys from the root of the config to a node
@@ -57,16 +57,22 @@ def check_origin(config: Mapping[str, Any], typed: Sequence[str], origin: Path) 
         reason = f"it expands to more than {_MAX_VALUES:,} values, or for one that contains itself"
         yield ConfigError(str(origin), reason, _FIX_OF_A_FORGERY)
         return
+    rejected = _check_values(found, typed, origin)
+    yield from {str(mistake): mistake for mistake in rejected}.values()  # once, of a section that others refer to
+
+
+def _check_values(found: Sequence[tuple[Place, Any]], typed: Sequence[str], origin: Path) -> Iterator[ConfigError]:
     admitted = _read_admitted(find_trusted_folders(typed))
     typed_values = dict(_list_typed(typed))
     for place, value in found:
         if isinstance(value, Mapping):
             yield from _check_node(place, value, admitted, typed_values, origin)
+            yield from _check_file(place, value, admitted, typed_values, origin)
         is_known = (place, value) in admitted.texts if isinstance(value, str) else False
         if _is_written_elsewhere(place, value) and not is_known and not _is_typed(place, value, typed_values):
             why = "a folder may not choose the files and shell commands that are written outside of it"
             yield _reject(place, value, why, origin)
-        if _names_tasks(place, value) and not _is_typed(_without_mode(place), value, typed_values):
+        if _names_tasks(place, value) and not _is_typed(_to_original(place), value, typed_values):
             yield _reject(place, value, "a folder may not choose tasks: their YAML files may run code", origin)
 
 
@@ -82,6 +88,7 @@ def _check_node(
         return
     target = node[TARGET] if TARGET in node else None
     is_partial = bool(node[PARTIAL]) if PARTIAL in node else False
+    place = _to_original(place)
     places = [place, _as_option(place)]
     places += [(*place[:1], _ANY, *place[2:])] if len(place) > 1 else []
     is_known = isinstance(target, str) and any((known, target, is_partial) in admitted.nodes for known in places)
@@ -101,6 +108,23 @@ def _check_node(
             yield ConfigError(f"{where}=…", f"{origin} sets it, but the config has no such key", _FIX_OF_A_FORGERY)
 
 
+def _check_file(
+    place: Place,
+    node: Mapping[str, Any],
+    admitted: _Admitted,
+    typed_values: Mapping[Place, tuple[object, ...]],
+    origin: Path,
+) -> Iterator[ConfigError]:
+    """Check that a Python file that a node executes is named by a trusted file or the command line."""
+    argument = RUNS_FILE.get(str(node.get(TARGET)))
+    if argument is None or node.get(argument) is None:
+        return
+    where, value = (*_to_original(place), argument), node[argument]
+    is_known = (where, value) in admitted.texts or ((where[0], _ANY, *where[2:]), value) in admitted.texts
+    if not is_known and not _is_typed(where, value, typed_values):
+        yield _reject(where, value, "a folder may not choose the code that runs", origin)
+
+
 def _as_option(place: Place) -> Place:
     """Map a place within a mixture source or an `eval_data` entry to the corresponding place in conf/data."""
     for named in (("data", "sources"), ("eval_data",)):
@@ -116,7 +140,7 @@ def _reject(place: Place, value: object, reason: str, origin: Path) -> ConfigErr
 
 def _is_written_elsewhere(place: Place, value: object) -> bool:
     """Return whether a value is written into a shell script, or names a file outside the run folder."""
-    if place[:1] == ("mode",):
+    if _to_original(place)[:1] == ("mode",):
         return place[-1] in ("path", "output") and value is not None
     if len(place) != 2 or place[0] != "launcher" or place[1] == TARGET:
         return False
@@ -125,14 +149,17 @@ def _is_written_elsewhere(place: Place, value: object) -> bool:
 
 def _names_tasks(place: Place, value: object) -> bool:
     """Return whether a value names an evaluation task or a folder of tasks."""
-    section, *rest = _without_mode(place) or ("",)
+    section, *rest = _to_original(place) or ("",)
     is_task = "tasks" in rest and not isinstance(value, list) and value != "???"
     return section == "evaluator" and (is_task or (rest[-1:] == ["task_folder"] and value is not None))
 
 
-def _without_mode(place: Place) -> Place:
-    """Map a place in `mode.evaluator` to `evaluator`, which it refers to and where it is set on the command line."""
-    return place[1:] if place[:2] == ("mode", "evaluator") else place
+def _to_original(place: Place) -> Place:
+    """Map a place in a section that refers to another one to that one, where it is set on the command line."""
+    for copy, original in COPIES.items():
+        if place[: len(copy)] == copy:
+            return (*original, *place[len(copy) :])
+    return place
 
 
 def _is_typed(place: Place, value: object, typed_values: Mapping[Place, tuple[object, ...]]) -> bool:

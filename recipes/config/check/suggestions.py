@@ -141,7 +141,7 @@ _OF_MODES = {
     ("export", "dtype"): "the same command without it: an export has the dtype in which the run keeps its weights",
 }
 _MAX_OPTIONS = 2  # named in a suggestion
-_SEVERAL = ("callbacks", "logger")  # groups of which a list of options may be chosen
+_SEVERAL = ("callbacks", "logger", "reward")  # groups of which a list of options may be chosen
 
 
 def list_options(group: str, typed: Sequence[str] = ()) -> list[str]:
@@ -189,7 +189,7 @@ def suggest_addition(group: str, option: str, chosen: str, typed: Sequence[str] 
     present = _split_options(chosen)
     if includes(group, option, chosen, typed):
         return f"the same command without it: {group}={','.join(present)} includes it"
-    others = [name for name in present if name not in _included(group, option, typed)]
+    others = [name for name in present if name not in _included(group, option, typed) and name != "none"]
     return f"{group}=[{','.join([*others, option])}]" if others else f"{group}={option}"
 
 

@@ -270,12 +270,29 @@ class Conversations:
 
         The end of a turn is part of an answer. Examples that exceed the model's window are skipped.
         """
+        return [(prompt, answer) for _, prompt, answer in self._find_questions(num_samples)]
+
+    def question_rows(self, num_samples: int) -> list[Mapping[str, Any]]:
+        """Return the fields of the row of each of `questions`; reads the file once up to the last of them."""
+        name = "path" if self._val_path is None else "val_path"
+        store = self._ready()[1]["train" if self._val_path is None else "val"]
+        places = [store.place(example) for example, _, _ in self._find_questions(num_samples)]
+        waiting, found = set(places), dict[str, Mapping[str, Any]]()
+        for row in self._open(name, self._path if self._val_path is None else self._val_path):
+            if not waiting:
+                break
+            if row.place in waiting:
+                waiting.remove(row.place)
+                found[row.place] = row.parse()
+        return [found.get(place, {}) for place in places]
+
+    def _find_questions(self, num_samples: int) -> Iterator[tuple[int, list[int], list[int]]]:
+        """Yield the number of an example, its prompt and its last answer."""
         _, stores, rows = self._ready()
         store = stores["val" if "val" in stores else "train"]
         examples = rows["val"].examples
         whole = examples[store.lengths[examples] <= self.seq_len]
         chosen = whole[np.unique(np.arange(num_samples) * len(whole) // num_samples)] if len(whole) else whole
-        found = []
         for example in chosen.tolist():
             is_answer = store.is_answer(example)
             if not is_answer.any():
@@ -284,8 +301,7 @@ class Conversations:
             before = np.flatnonzero(~is_answer[: last + 1])
             if len(before):
                 first, tokens = int(before[-1]) + 1, store.tokens(example).tolist()
-                found.append((tokens[:first], tokens[first : last + 1]))
-        return found
+                yield example, tokens[:first], tokens[first : last + 1]
 
     def _splits(self, stores: dict[str, ExampleStore]) -> Iterator[tuple[str, ExampleStore, NDArray[np.int64]]]:
         train = stores["train"]

@@ -205,10 +205,23 @@ class Mixture:
 
     def questions(self, num_samples: int) -> list[tuple[list[int], list[int]]]:
         """Return equally many questions from each source that has some."""
-        asked: list[Any] = [source for source in self.sources.values() if hasattr(source, "questions")]
-        each = -(-num_samples // max(len(asked), 1))
-        found = [question for source in asked for question in source.questions(each)]
+        found: list[tuple[list[int], list[int]]] = []
+        for source, each in self._share(num_samples):
+            found += source.questions(each)
         return found[:num_samples]
+
+    def question_rows(self, num_samples: int) -> list[Mapping[str, Any]]:
+        """Return the fields of the row of each of `questions`."""
+        found: list[Mapping[str, Any]] = []
+        for source, each in self._share(num_samples):
+            is_known = hasattr(source, "question_rows")  # not by a source of another package
+            found += source.question_rows(each) if is_known else [{} for _ in source.questions(each)]
+        return found[:num_samples]
+
+    def _share(self, num_samples: int) -> list[tuple[Any, int]]:
+        """Return the sources that have questions, each with how many to take of it."""
+        asked: list[Any] = [source for source in self.sources.values() if hasattr(source, "questions")]
+        return [(source, -(-num_samples // len(asked))) for source in asked]
 
     def _corpus(self, name: str) -> TextCorpus:
         source: Any = self.sources[name]

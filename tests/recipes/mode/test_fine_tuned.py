@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import transformers as hf
-from support import execute
+from support import execute, read_metrics
 
 SMALL = [
     *("recipe=sft", "tokenizer=bytes", "model.vocab_size=257", "model.num_layers=1", "model.hidden_size=32"),
@@ -32,7 +32,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     assert execute(*typed, f"hydra.run.dir={made['chats']}") == 0
     made["adapter"] = folder / "adapter"
     assert execute(*typed, "adapter=lora", f"hydra.run.dir={made['adapter']}") == 0
-    assert execute(f"data.path={folder / 'plain.jsonl'}", *SMALL, f"hydra.run.dir={made['plain']}") == 0
+    plain = [f"data.path={folder / 'plain.jsonl'}", "reward=[length,mine]", f"reward.mine.path={folder}/mine.py:level"]
+    (folder / "mine.py").write_text(
+        "def level(prompts, completions, references, rows):\n"
+        "    return [float(row['prompt'] == asked) for asked, row in zip(prompts, rows)]\n"
+    )
+    assert execute(*plain, *SMALL, "reward.mine.weight=0.5", f"hydra.run.dir={made['plain']}") == 0
     return made
 
 
@@ -53,13 +58,24 @@ def test_evaluate_answers_questions_as_the_run_did(name: str, runs: dict[str, Pa
     assert "exact_match" not in json.loads((runs[name] / "evaluate_val.json").read_text())
 
 
+def test_rewards_score_the_answers_in_training_and_in_an_evaluation(runs: dict[str, Path]) -> None:
+    """The function of the user's sees the row of each question: it gives 1 where its prompt is that of the row."""
+    last = read_metrics(runs["plain"])[-1]
+    assert (last["val/reward/length"], last["val/reward/mine"], last["val/reward"]) == (1.0, 1.0, 1.5)
+    typed = ["mode=evaluate", f"resume={runs['plain']}", f"reward.mine.path={runs['plain'].parent}/mine.py:level"]
+    assert execute(*typed, "mode.answers.num_samples=3", "reward.length=null") == 0
+    found = json.loads((runs["plain"] / "evaluate_val.json").read_text())
+    assert (found["reward"], found["reward/mine"], "reward/length" in found) == (0.5, 1.0, False)
+
+
 def test_a_message_is_answered_by_the_template_of_the_run(
     runs: dict[str, Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     typed = ["mode=sample", "mode.prompt=7?", "mode.apply_chat_template=true", "mode.max_new_tokens=4"]
     assert execute(*typed, f"resume={runs['chats']}") == 0
     assert "7?\n" in "".join(capfd.readouterr())
-    assert execute(*typed, f"resume={runs['plain']}") == 2
+    own = f"reward.mine.path={runs['plain'].parent}/mine.py:level"
+    assert execute(*typed, own, f"resume={runs['plain']}") == 2
     assert "the run was not trained on conversations" in "".join(capfd.readouterr())
 
 

@@ -1,0 +1,71 @@
+"""Check rewards: that something scores with them, and that a function of the user's is there. Executes nothing."""
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+
+from recipes.config.check.suggestions import find_typed_choice, suggest_addition
+from recipes.config.resolved import ResolvedRun
+from recipes.config.traits import select
+from recipes.config.trust import RUNS_FILE
+from recipes.errors import ConfigError, type_setting
+from recipes.reward.mine import split_path
+
+_READERS = ("callbacks.generation_eval.rewards", "mode.answers.rewards")
+_FUNCTIONS = (ast.FunctionDef, ast.ClassDef)
+
+
+def check_rewards(run: ResolvedRun, overrides: Sequence[str]) -> Iterator[ConfigError]:
+    """Check the rewards of a run.
+
+    Args:
+        run: The run.
+        overrides: Overrides typed on this command line.
+    """
+    functions = {name: node for name, node in run.config["reward"].items() if isinstance(node, Mapping)}
+    for name, node in functions.items():
+        argument = RUNS_FILE.get(str(node.get("_target_")))
+        if argument is not None and isinstance(node.get(argument), str):
+            yield from _check_function(f"reward.{name}.{argument}", node[argument])
+    typed = [text for text in overrides if text.lstrip("+").startswith(("reward=", "reward."))]
+    if functions and typed and not _is_read(run):
+        chosen = find_typed_choice("callbacks", run.overrides) or run.choices.get("callbacks", "default")
+        fix = suggest_addition("callbacks", "generation_eval", chosen, overrides)
+        yield ConfigError(typed[0], "nothing generates answers that it could score", f"{fix} {' '.join(typed)}")
+
+
+def _is_read(run: ResolvedRun) -> bool:
+    """Return whether something scores answers; a mode that neither trains nor evaluates leaves them alone."""
+    if not run.mode.trains and not isinstance(select(run.config, "mode.answers"), Mapping):
+        return True
+    return any(isinstance(select(run.config, reader), Mapping) for reader in _READERS)
+
+
+def _check_function(key: str, path: str) -> Iterator[ConfigError]:
+    """Check that a file defines the function that `file.py:function` names."""
+    file, name = split_path(path)
+    setting = f"{key}={path}"
+    if not file.is_file():
+        yield ConfigError(setting, f"there is no file {file}", f"{key}=<file.py>:{name or '<function>'}")
+        return
+    try:
+        module = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        yield ConfigError(setting, f"{file} is no Python code: {error}", "the same command once it is corrected")
+        return
+    defined = [*_list_names(module)]
+    if name not in defined and "*" not in defined:
+        near = [node.name for node in module.body if isinstance(node, _FUNCTIONS)]
+        fix = type_setting(key, f"{file}:{near[0]}") if near else f"{key}=<file.py>:<function>"
+        reason = f"{file} has no function {name!r}" if name else "it names no function in that file"
+        yield ConfigError(setting, reason, fix)
+
+
+def _list_names(module: ast.Module) -> Iterator[str]:
+    """Yield the names that a module has at its top level; `*` for those of another module."""
+    for node in ast.walk(module):
+        if isinstance(node, _FUNCTIONS):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id

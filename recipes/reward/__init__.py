@@ -1,0 +1,168 @@
+"""Rewards: functions that score generated text. Standard library only; nothing that a model writes is executed.
+
+A reward is called with four lists, an entry each for every completion, and returns a number for each:
+
+    def brevity(prompts, completions, references, rows):
+        return [1.0 / (1 + len(completion)) for completion in completions]
+"""
+
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from recipes.errors import ConfigError
+
+LOGGER = logging.getLogger("lightning_recipes")
+TOTAL = "reward"
+
+
+class Reward(Protocol):
+    """One option of conf/reward.
+
+    Attributes:
+        weight: Factor of its scores in the sum of all rewards.
+    """
+
+    weight: float
+
+    def __call__(
+        self,
+        *,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        references: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+    ) -> Sequence[float]:
+        """Return the score of each completion.
+
+        Args:
+            prompts: What each completion continues.
+            completions: Generated texts.
+            references: Expected texts; empty where the data has none.
+            rows: Fields of the row of data that each prompt comes from; empty where they are not known.
+        """
+
+
+class Rewards:
+    """Several rewards, and their weighted sum.
+
+    A function that raises for some completions gives these 0, with one line in the log; one that raises for all of its
+    first call is a mistake.
+
+    Args:
+        functions: Rewards by name; None is left out.
+    """
+
+    def __init__(self, *, functions: Mapping[str, Reward | None]) -> None:
+        self._functions = {name: function for name, function in functions.items() if function is not None}
+        self._has_worked: set[str] = set()
+        self._has_warned: set[str] = set()
+
+    def __call__(
+        self,
+        *,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        references: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+    ) -> dict[str, list[float]]:
+        """Return a score of each completion: under `reward` the weighted sum, under `reward/<name>` that of a function.
+
+        Empty without functions.
+
+        Raises:
+            ConfigError: A function works for no completion, or returns something else than a finite number for each.
+        """
+        given = {"prompts": prompts, "completions": completions, "references": references, "rows": rows}
+        scores = {name: self._score(name, given) for name in self._functions}
+        if not scores:
+            return {}
+        weighted = [[self._functions[name].weight * value for value in values] for name, values in scores.items()]
+        totals = [math.fsum(of_completion) for of_completion in zip(*weighted, strict=True)]
+        return {TOTAL: totals} | {f"{TOTAL}/{name}": values for name, values in scores.items()}
+
+    def _score(self, name: str, given: Mapping[str, Sequence[Any]]) -> list[float]:
+        count = len(given["completions"])
+        try:
+            found = self._functions[name](**given)
+        except ConfigError:
+            raise
+        except Exception as error:  # of a function of the user's
+            return self._score_one_by_one(name, given, error)
+        self._has_worked.add(name)
+        return _check_scores(name, found, count)
+
+    def _score_one_by_one(self, name: str, given: Mapping[str, Sequence[Any]], error: Exception) -> list[float]:
+        """Score each completion alone, so that one that a function cannot handle costs the others nothing."""
+        scores: list[float] = []
+        num_failed = 0
+        for index in range(len(given["completions"])):
+            try:
+                found = self._functions[name](**{key: values[index : index + 1] for key, values in given.items()})
+            except Exception as of_one:
+                num_failed += 1
+                error = of_one
+                scores.append(0.0)
+            else:
+                scores += _check_scores(name, found, 1)
+        what = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if num_failed == len(scores) and name not in self._has_worked:
+            reason = f"it raises {what} for every completion"
+            raise ConfigError(f"reward.{name}", reason, f"reward.{name}=null, or the same command once it is corrected")
+        self._has_worked.add(name)
+        if num_failed and name not in self._has_warned:
+            self._has_warned.add(name)
+            LOGGER.warning(
+                "reward.%s raised %s for %d of %d completions, which count as 0; later ones are not logged",
+                *(name, what, num_failed, len(scores)),
+            )
+        return scores
+
+
+def _check_scores(name: str, found: object, count: int) -> list[float]:
+    """Return the scores as floats.
+
+    Raises:
+        ConfigError: They are not one finite number for each completion.
+    """
+    values = list(found) if isinstance(found, Sequence) and not isinstance(found, str) else None
+    fix = f"a list with a finite number for each completion as its result, or reward.{name}=null"
+    if values is None or len(values) != count:
+        kind = type(found).__name__ if values is None else f"{len(values)} scores"
+        raise ConfigError(f"reward.{name}", f"it returned {kind} for {count} completions", fix)
+    for value in values:
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(f"reward.{name}", f"it returned {value!r} for a completion", fix)
+    return [float(value) for value in values]
+
+
+def compile_pattern(name: str, pattern: str | None, *, instead: str = "None") -> re.Pattern[str] | None:
+    """Return a compiled regular expression; None for None.
+
+    Args:
+        name: Argument that it is the value of.
+        pattern: Regular expression, in which `.` matches line breaks too.
+        instead: What to set if it is not a valid one.
+
+    Raises:
+        ValueError: It is not a valid one.
+    """
+    try:
+        return None if pattern is None else re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        why = f"it is not a valid regular expression: {error}"
+        raise ValueError(f"{name} is {pattern!r}; {why}; set {instead}") from error
+
+
+def find_part(pattern: re.Pattern[str] | None, text: str) -> str | None:
+    """Return the text to score: the first group of the last match, or the whole match if the pattern has no group.
+
+    None if there is no match. Without a pattern, the text without surrounding whitespace.
+    """
+    if pattern is None:
+        return text.strip()
+    matches = list(pattern.finditer(text))
+    found = matches[-1].group(1 if pattern.groups else 0) if matches else None
+    return None if found is None else str(found)
