@@ -8,12 +8,13 @@ import glob
 import inspect
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as lightning
+import torch
 from hydra.errors import InstantiationException
 from lightning.fabric.plugins.environments import (  # type: ignore[attr-defined]
     ClusterEnvironment,
@@ -28,9 +29,11 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from torchmetrics import Metric
 
+from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.ending import MAX_STEPS, MAX_TIME, Endings
-from recipes.checkpoint.resume import find_checkpoint, names_checkpoint
+from recipes.checkpoint.resume import find_checkpoint, get_fallbacks, names_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
+from recipes.checkpoint.start_from import FrozenBase, SourceRun, read_base
 from recipes.config.check.metrics import find_wrong_directions
 from recipes.config.check.strategy import find_rate_of_another_optimizer
 from recipes.config.check.types import to_setting
@@ -38,6 +41,7 @@ from recipes.config.compose import Config, freeze
 from recipes.config.instantiate import make, make_model, make_optimizer
 from recipes.config.resolved import ResolvedRun
 from recipes.config.resume import find_tokenizer, is_other_data, list_saved_parts
+from recipes.config.start_from import read_source_adapter
 from recipes.config.traits import read_free_at_resume, read_settings_of_weights
 from recipes.data.datamodule import StreamDataModule
 from recipes.errors import ConfigError
@@ -136,6 +140,9 @@ def build(resolved: ResolvedRun) -> Run:
     other_data = _find_other_data(resolved, checkpoint)
     model = resolved.config["model"]
     published: str | None = model.get("pretrained") or model.get("name")
+    starts_from = None if checkpoint is not None else resolved.start_from
+    if starts_from is not None and model.get("pretrained") is not None:
+        resolved = resolved.with_settings({"model.pretrained": None})  # a reference to the name; the config is typed
     if checkpoint is not None:
         resolved = resolved.with_settings(list_saved_parts(resolved.config, checkpoint))
     config = resolved.config
@@ -176,6 +183,10 @@ def build(resolved: ResolvedRun) -> Run:
     free = read_free_at_resume(config["model"])
     settings = read_settings_of_weights(config["model"])
     task.model_settings = {key: value for key, value in settings.items() if key not in free}
+    if starts_from is not None:
+        task.first_weights = _find_source(resolved, starts_from, saver.checkpoint_io, task.model_settings)
+    elif checkpoint is not None and resolved.adapter is not None:
+        task.first_weights = _find_base(config, checkpoint, saver.checkpoint_io)
     if checkpoint is not None:
         task.setting_of_another_model, task.fix_of_another_model = _explain_another_model(config["model"], checkpoint)
     return Run(
@@ -194,6 +205,53 @@ def build(resolved: ResolvedRun) -> Run:
         other_data=other_data,
         endings=saver.endings,
     )
+
+
+def _find_source(
+    resolved: ResolvedRun, starts_from: str, reader: FolderCheckpointIO, model_settings: Mapping[str, Any]
+) -> SourceRun:
+    """Return the run that a new one takes its first weights from."""
+    named = find_checkpoint(starts_from, resolved.run_folder, setting="start_from")
+    assert named is not None, "a path names one, or is an error"
+    folder = find_run_folder(named)
+    adapter = None if folder is None else read_source_adapter(folder)
+    is_merged = adapter is not None and resolved.adapter is None
+    return SourceRun(
+        named,
+        weights=resolved.config["start_from_weights"],
+        falls_back=not names_checkpoint(starts_from),
+        open_checkpoint=functools.partial(_open_checkpoint, reader),
+        make_model=functools.partial(_make_without_storage, resolved.config),
+        make_adapted=functools.partial(_make_without_storage, resolved.config | {"adapter": adapter})
+        if is_merged
+        else None,
+        model_settings=model_settings,
+    )
+
+
+def _find_base(config: Config, checkpoint: Path, reader: FolderCheckpointIO) -> FrozenBase | None:
+    """Return the weights beside the adapter of a run that started from another one; None of any other run."""
+    record = read_base([checkpoint, *get_fallbacks(checkpoint)])
+    if record is None:
+        return None
+    return FrozenBase(
+        record,
+        setting=f"resume={checkpoint}",
+        open_checkpoint=functools.partial(_open_checkpoint, reader),
+        make_model=functools.partial(_make_without_storage, config),
+    )
+
+
+def _open_checkpoint(reader: FolderCheckpointIO, path: Path, *, falls_back: bool) -> tuple[dict[str, Any], Path]:
+    of_source = reader.for_source(falls_back=falls_back)
+    state = of_source.load_checkpoint(path)
+    assert of_source.loaded is not None, "it has just been loaded"
+    return state, of_source.loaded
+
+
+def _make_without_storage(config: Config) -> Any:
+    with torch.device("meta"):
+        return make_model(config)
 
 
 def _explain_another_model(model: Config, checkpoint: Path) -> tuple[str, str]:

@@ -39,6 +39,7 @@ class FolderCheckpointIO(CheckpointIO):
     Args:
         writer: Background writer.
         verify_hashes: Whether to hash every file before it is loaded; sizes are always compared.
+        setting: Key of what names the checkpoints that it reads, for errors.
 
     Attributes:
         falls_back: Whether to skip a damaged checkpoint for the newest valid one; False makes it an error.
@@ -48,14 +49,21 @@ class FolderCheckpointIO(CheckpointIO):
         ended: Why the run ends with the next checkpoint; None if it goes on.
     """
 
-    def __init__(self, *, writer: CheckpointWriter, verify_hashes: bool) -> None:
+    def __init__(self, *, writer: CheckpointWriter, verify_hashes: bool, setting: str = "resume") -> None:
         self.writer = writer
+        self._setting = setting
         self.falls_back = False
         self.loaded: Path | None = None
         self.rejected: list[Rejection] = []
         self.metrics: Mapping[str, float] = {}
         self.ended: Mapping[str, Any] | None = None
         self._verify_hashes = verify_hashes
+
+    def for_source(self, *, falls_back: bool) -> "FolderCheckpointIO":
+        """Return a reader of the checkpoints of a run to start from, with the same verification."""
+        reader = FolderCheckpointIO(writer=self.writer, verify_hashes=self._verify_hashes, setting="start_from")
+        reader.falls_back = falls_back
+        return reader
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
@@ -85,7 +93,7 @@ class FolderCheckpointIO(CheckpointIO):
         folder = self.find_valid(Path(path))
         manifest = read_manifest(folder)
         assert manifest is not None, "it has just been verified"
-        setting = f"resume={folder}"
+        setting = f"{self._setting}={folder}"
         with reading(folder / RUN_FILE, setting, FIX_OF_A_FORGERY):
             if RUN_FILE not in manifest.files:
                 raise FormatError("its manifest does not list it")
@@ -119,11 +127,13 @@ class FolderCheckpointIO(CheckpointIO):
                 self.rejected.append(rejection)
                 LOGGER.info("Rejected %s: %s", folder, reason)  # only rank 0's lines reach the console
         raise ConfigError(
-            f"resume={named}",
+            f"{self._setting}={named}",
             f"{self.rejected[-1].why}; {'no other one is valid' if self.falls_back else 'it was named'}",
-            "resume=<the run's folder>, which loads its newest valid checkpoint"
+            f"{self._setting}=<the run's folder>, which loads its newest valid checkpoint"
             if not self.falls_back
-            else "resume=null hydra.run.dir=<another folder> to start from step 0",
+            else "resume=null hydra.run.dir=<another folder> to start from step 0"
+            if self._setting == "resume"
+            else f"{self._setting}=<a run with a valid checkpoint>",
         )
 
     def _find_fault(self, folder: Path) -> str | None:

@@ -17,6 +17,8 @@ from recipes.checkpoint.saved_tensor import SavedTensor
 from recipes.checkpoint.shard_file import DTYPES, Part
 from recipes.errors import ConfigError
 from recipes.foreign_file import FormatError
+from recipes.numerics.ema import NAME as AVERAGE
+from recipes.numerics.ema import OPTIMIZER_AVERAGE
 
 RUN_FILE = "run.pt"
 FLATS = "flats"  # key of what ZeRO's flat partitions of a rank keep beside per-element state
@@ -235,6 +237,37 @@ def merge_state(plain: State, tensors: Mapping[str, SavedTensor]) -> State:
         _RNG: [rng[rank] for rank in sorted(rng)],
         _VALUES: dict(sorted(values.items())),
     }
+
+
+def select_weights(state: State, weights: str, *, setting: str, fix: str) -> State:
+    """Return the model's state dict: the weights as trained, or averaged where there is an average.
+
+    Buffers and frozen weights have no average.
+
+    Args:
+        state: Checkpoint from `merge_state`.
+        weights: `trained`, or `ema` for their moving average.
+        setting: What was set, for the error.
+        fix: What to type without an average.
+
+    Raises:
+        ConfigError: There is no average.
+    """
+    state_dict: State = state["state_dict"]
+    if weights == "trained":
+        return state_dict
+    optimizer_state = state["optimizer_states"][0]["state"]
+    average = {
+        name: optimizer_state[index][key]
+        for index, name in enumerate(state["parameters"])
+        for key in (OPTIMIZER_AVERAGE, AVERAGE)  # the last one wins: the average of ema_decay
+        if key in optimizer_state.get(index, {})
+    }
+    if not average:
+        reason = "the checkpoint holds no average of the weights: its run was trained without ema_decay"
+        raise ConfigError(setting, reason, fix)
+    tied = {name: average[other] for name, other in state["tied"].items() if other in average}
+    return state_dict | average | tied
 
 
 # --- plain data -> bytes ---

@@ -8,12 +8,13 @@ from recipes.errors import ConfigError, type_setting
 from recipes.run_folder import CHECKPOINTS
 
 
-def find_checkpoint(resume: str | None, run_folder: Path) -> Path | None:
+def find_checkpoint(resume: str | None, run_folder: Path, *, setting: str = "resume") -> Path | None:
     """Find the checkpoint that `resume=` selects, by names and sizes; its content is verified on loading.
 
     Args:
         resume: None, `auto` (this run folder, if it holds a checkpoint), a run folder, or a checkpoint folder.
         run_folder: The folder of this run.
+        setting: Key of `resume`, for errors; `start_from` names the checkpoint of another run in the same way.
 
     Returns:
         A checkpoint, or None to start from the beginning.
@@ -26,7 +27,7 @@ def find_checkpoint(resume: str | None, run_folder: Path) -> Path | None:
         return None
     folder = run_folder if resume == "auto" else Path(resume)
     if resume != "auto" and not (folder / CHECKPOINTS).is_dir():
-        return _find_named(folder)
+        return _find_named(folder, setting)
     found = newest_checkpoint(folder)
     damaged = steps_on_disk(folder / CHECKPOINTS)
     if found is None and (damaged or resume != "auto"):
@@ -36,15 +37,17 @@ def find_checkpoint(resume: str | None, run_folder: Path) -> Path | None:
             which = "its only checkpoint is not" if len(damaged) == 1 else f"none of its {len(damaged)} checkpoints is"
             reason = f"{which} valid: {newest.name}: {find_fault(newest)}"
         raise ConfigError(
-            f"resume={resume}",
+            f"{setting}={resume}",
             reason,
-            "resume=<a run that saved one>, or resume=null hydra.run.dir=<another folder> to start from step 0",
+            "resume=<a run that saved one>, or resume=null hydra.run.dir=<another folder> to start from step 0"
+            if setting == "resume"
+            else f"{setting}=<a run that saved one>",
         )
     if found is not None and (newer := [path for path in get_passed_over(found) if is_of_newer_format(path)]):
         raise ConfigError(
-            f"resume={resume}",
+            f"{setting}={resume}",
             f"{newer[0].name}: {find_fault(newer[0])}",
-            f"{type_setting('resume', found)}, to go on from step {read_step(found)}",
+            f"{type_setting(setting, found)}, to go on from step {read_step(found)}",
         )
     return found
 
@@ -54,14 +57,14 @@ def names_checkpoint(resume: str | None) -> bool:
     return resume not in (None, "auto") and not (Path(str(resume)) / CHECKPOINTS).is_dir()
 
 
-def _find_named(checkpoint: Path) -> Path:
+def _find_named(checkpoint: Path, setting: str) -> Path:
     folder = resolve_symlink(checkpoint) or checkpoint  # `last` is a link, or was one
     reason = find_fault(folder)
     if reason is not None:
         raise ConfigError(
-            f"resume={checkpoint}",
+            f"{setting}={checkpoint}",
             f"it is not a valid checkpoint: {reason}",
-            "resume=<the run's folder>, which loads its newest valid checkpoint",
+            f"{setting}=<the run's folder>, which loads its newest valid checkpoint",
         )
     return folder.resolve()
 

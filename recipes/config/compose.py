@@ -24,6 +24,7 @@ from recipes.config.overrides import escape_interpolations, for_shell, parse_ove
 from recipes.config.published import published_size
 from recipes.config.resume import apply_changes, compose_recorded, read_resumed_run, select_inherited, take_typed
 from recipes.config.search_path import expand_home, select_search_path
+from recipes.config.start_from import take_tokenizer
 from recipes.config.trust import CONF as CONF
 from recipes.config.trust import SEARCH_PATH, find_resumed_run, find_trusted_folders, restrict_variables
 from recipes.errors import ConfigError
@@ -201,6 +202,10 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
     config = _to_plain(node)
     if isinstance(config.get("resume"), str):
         config["resume"] = os.path.expanduser(config["resume"])
+    if isinstance(config.get("start_from"), str):
+        config["start_from"] = os.path.expanduser(config["start_from"])
+    if resumed is None:
+        config = take_tokenizer(config, _get_run_folder(node), overrides)
     if resumed and recorded is not None:
         before = _to_plain(recorded)
         frozen = resumed.config | {key: config[key] for key in ("mode", "resume", "evaluator") if key in config}

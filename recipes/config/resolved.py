@@ -265,6 +265,11 @@ class ResolvedRun(Composed):
         return None if self.config["resume"] is None else str(self.config["resume"])
 
     @property
+    def start_from(self) -> str | None:
+        """Run folder or checkpoint whose weights a new run begins with; None: its own."""
+        return None if self.config["start_from"] is None else str(self.config["start_from"])
+
+    @property
     def global_batch_size(self) -> int:
         """Samples per optimizer step over all devices."""
         return int(self.config["global_batch_size"])

@@ -19,6 +19,7 @@ _OF_TRAINING = (
     ),
     *("trainer.max_steps", "trainer.min_steps", "trainer.max_epochs", "trainer.max_time"),
     *("trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"),
+    *("start_from", "start_from_weights"),
 )
 # of writing checkpoints; verify_hashes is of loading one
 OF_SAVING = tuple(
@@ -39,7 +40,7 @@ _UNREAD = {
     "lr_find": (*_OF_RUNS, "scheduler", "warmup_steps"),
     "batch_find": (*_OF_RUNS, "micro_batch_size", "trainer.accumulate_grad_batches"),
     "noise_scale": _OF_RUNS,
-    "plan": ("logger", "profile_steps"),
+    "plan": ("logger", "profile_steps", "start_from", "start_from_weights"),
     "replay": tuple(key for key in _OF_TRAINING + _OF_DATA if not key.endswith(("label_smoothing", "z_loss"))),
 }
 # of documents, beside what is read of them: their split and their tokens

@@ -4,16 +4,16 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from recipes.build import Run
 from recipes.checkpoint.checkpoint_io import FIX_OF_A_FORGERY
+from recipes.checkpoint.layout import select_weights
 from recipes.checkpoint.shards import load_module
 from recipes.errors import ConfigError
 from recipes.foreign_file import reading
 from recipes.mode.start import get_checkpoint_io
 from recipes.model.weights.text_side import load_exported_tokenizer
-from recipes.numerics.ema import NAME as EMA_KEY
 from recipes.numerics.ema import OPTIMIZER_AVERAGE
 from recipes.runtime.console import LOGGER
 from recipes.runtime.failure import is_out_of_memory, is_peer_failure
@@ -46,7 +46,7 @@ def load_task(run: Run, weights: Literal["trained", "ema"]) -> tuple[TrainingTas
         optimizer_state = state["optimizer_states"][0]["state"]
         if weights == "trained" and any(OPTIMIZER_AVERAGE in of_parameter for of_parameter in optimizer_state.values()):
             LOGGER.info("This run's optimizer averages the weights; to use that average, set mode.weights=ema")
-        state_dict = state["state_dict"] if weights == "trained" else _averaged_state_dict(state)
+        state_dict = select_weights(state, weights, setting="mode.weights=ema", fix="mode.weights=trained")
         task.on_load_checkpoint(state)
         load_module(task, state_dict)
     loaded_path = get_checkpoint_io(run).loaded  # may be an older one: damaged checkpoints are skipped
@@ -83,26 +83,6 @@ def restoring(
         assert read is not None, "something is restored"
         with reading(read, setting or f"resume={read}", fix):
             raise
-
-
-def _averaged_state_dict(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the model's state dict with averaged weights; buffers and frozen weights have no average."""
-    optimizer_state = state["optimizer_states"][0]["state"]
-    average = {
-        name: optimizer_state[index][key]
-        for index, name in enumerate(state["parameters"])
-        for key in (OPTIMIZER_AVERAGE, EMA_KEY)  # the last one wins: the average of ema_decay
-        if key in optimizer_state.get(index, {})
-    }
-    if not average:
-        raise ConfigError(
-            "mode.weights=ema",
-            "the checkpoint holds no average of the weights: its run was trained without ema_decay",
-            "mode.weights=trained",
-        )
-    tied = {name: average[other] for name, other in state["tied"].items() if other in average}
-    state_dict: dict[str, Any] = state["state_dict"] | average | tied
-    return state_dict
 
 
 def load_tokenizer(run: Run, typed: str) -> Tokenizer:

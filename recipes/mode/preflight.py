@@ -129,7 +129,7 @@ class Checklist:
         assert resolved.model.num_classes is not None, "the checks of the data have it"
         return Expected(
             num_classes=resolved.model.num_classes,
-            starts_trained=resolved.model.pretrained is not None,
+            starts_trained=resolved.model.pretrained is not None or resolved.start_from is not None,
             in_float8=resolved.precision == "fp8-mixed",
         )
 

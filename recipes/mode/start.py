@@ -82,7 +82,8 @@ class RunStartCallback(Callback):
         if step := trainer.global_step:
             self._log_resume(step)
         else:
-            log_event(self._run, "start", step)
+            source = next(iter(self._run.task.started_from), None)
+            log_event(self._run, "start", step, **({} if source is None else {"started_from": source["path"]}))
         for line in header(self._run, resumed_from=get_checkpoint_io(self._run).loaded):
             LOGGER.info(line)
 
@@ -96,6 +97,7 @@ class RunStartCallback(Callback):
         record = describe_environment(run.overrides) | {
             "tags": run.tags,
             "num_ranks": trainer.world_size,
+            "started_from": [dict(each) for each in run.task.started_from],
         }
         write_atomically(run.folder / ENVIRONMENT_FILE, json.dumps(record, indent=2) + "\n", fsync=True)
         tokenizer = run.data.source.tokenizer
@@ -172,6 +174,8 @@ def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
     num_idle = getattr(run.task.model, "num_idle_parameters", 0)
     active = f", {num_parameters - num_idle:,} active per token," if num_idle else ""
     yield f"model: {run.task.model_name}, {num_parameters:,} parameters{active}{trained} on {setup}"
+    if resumed_from is None and run.task.first_weights is not None:
+        yield from run.task.first_weights.describe()
     base = describe_base(run.task)
     if base is not None:
         yield f"base: {base}"

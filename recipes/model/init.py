@@ -32,16 +32,17 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     # a list: filling a parameter may replace it in the model
     for name, parameter in list(model.named_parameters()):
         if not is_adapter(name):
-            yield getattr(parameter, "copy_of", _without_wrappers(name)), parameter
+            yield getattr(parameter, "copy_of", without_wrappers(name)), parameter
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield `model.named_buffers()` with names as without wrappers."""
     for name, buffer in model.named_buffers():
-        yield _without_wrappers(name), buffer
+        yield without_wrappers(name), buffer
 
 
-def _without_wrappers(name: str) -> str:
+def without_wrappers(name: str) -> str:
+    """Return the name of a parameter or buffer as in a model without wrappers."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name

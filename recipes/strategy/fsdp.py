@@ -112,7 +112,8 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
             return model
         plan = plan_stages(model, num_ranks=self.mesh.pipeline, schedule=self.mesh.pipeline_schedule)
         ranks = PipelineRanks(self.groups.pipeline, plan, self.root_device)
-        whole = copy.deepcopy(model) if getattr(model, "pretrained", None) is not None else None  # without storage
+        is_read = any(getattr(model, name, None) is not None for name in ("pretrained", "first_weights"))
+        whole = copy.deepcopy(model) if is_read else None  # without storage
         parts = {stage: cut_stage(model, plan, stage, whole=whole) for stage in ranks.own_stages}
         for part in parts.values():
             self._materialize_part(part, initialize)

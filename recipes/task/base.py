@@ -228,6 +228,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         if hasattr(self, "model"):  # Lightning calls this hook for every fit, validate and test
             return
         model = self.meta_model()
+        self.prepare_first_weights(model)
         self._convert_model(model, shards_weights=getattr(self.trainer.strategy, "shards_weights", False))
         if self._activation_checkpoint.changes_blocks:  # not every model has blocks
             self._activation_checkpoint.apply(model.blocks)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from recipes.checkpoint.layout import are_equal, read_values, shard_name
 from recipes.checkpoint.rng_state import GeneratorStates, read_states, restore, rng_state
 from recipes.checkpoint.saved_tensor import SavedTensor
 from recipes.checkpoint.shard_file import write_shard
+from recipes.checkpoint.start_from import FrozenBase, Ranks, SourceRun
 from recipes.clipping import Clipping
 from recipes.errors import ConfigError
 from recipes.lightning_internals import skip_validation_once
@@ -58,6 +59,8 @@ class Resumable(lightning.LightningModule):
         model_settings: Settings of the model that change what its weights compute, for the checkpoint.
         setting_of_another_model: What was set if the checkpoint is of another model.
         fix_of_another_model: What to type if the checkpoint is of another model.
+        first_weights: Weights of another run that this one starts from, or that are frozen beside its adapter.
+        started_from: The runs that this one started from, newest first: path, step, weights and hash of each.
     """
 
     awaits_checkpoint = False
@@ -65,6 +68,8 @@ class Resumable(lightning.LightningModule):
     model_settings: Mapping[str, Any] = MappingProxyType({})
     setting_of_another_model = "resume=…"
     fix_of_another_model = "resume=<a run of this model>"
+    first_weights: SourceRun | FrozenBase | None = None
+    started_from: Sequence[Mapping[str, Any]] = ()
 
     def __init__(self, *, seed: int, clipping: Clipping, keeps_average: bool) -> None:
         super().__init__()
@@ -201,6 +206,7 @@ class Resumable(lightning.LightningModule):
         checkpoint["group_values"] = self._get_group_values()
         checkpoint["base"] = None if self._base_of_adapter is None else self._base_of_adapter.state()
         checkpoint["published_config"] = self._published_config
+        checkpoint["started_from"] = [dict(each) for each in self.started_from]
         checkpoint["model_settings"] = dict(self.model_settings)
         frozen = self.frozen_names()
         for name in frozen:
@@ -224,6 +230,7 @@ class Resumable(lightning.LightningModule):
         check_published_config(self._published_config, published, str(getattr(self.model, "name", "")))
         check_base(self._base_of_adapter, checkpoint["base"])
         self.awaits_checkpoint = False
+        self.started_from = checkpoint.get("started_from", [])  # none from earlier versions
         self.num_samples = checkpoint["consumed"]["samples"]
         self.num_tokens = checkpoint["consumed"]["tokens"]
         for logger in self.trainer.loggers:
@@ -303,17 +310,39 @@ class Resumable(lightning.LightningModule):
         every = self.named_parameters(remove_duplicate=False)
         return frozenset(name for name, parameter in every if not (parameter.requires_grad or is_adapter(name)))
 
+    def prepare_first_weights(self, model: nn.Module) -> None:
+        """Check the weights of another run against the model, which takes them instead of its own. Collective.
+
+        Args:
+            model: The whole model on the meta device.
+
+        Raises:
+            ConfigError: They do not fit.
+        """
+        if self.first_weights is None:
+            return
+        ranks = Ranks(is_first=self.trainer.is_global_zero, broadcast=self.trainer.strategy.broadcast)
+        self.first_weights.prepare(model, ranks)
+        model.first_weights = self.first_weights  # type: ignore[assignment]
+        if not self.awaits_checkpoint:
+            self.started_from = self.first_weights.steps
+
     def remember_base(self) -> None:
         """Record which frozen weights were loaded beside an adapter; a collective, if they were read from files."""
         model: Any = self.model
         pretrained: str | None = getattr(model, "pretrained", None)
         if not has_adapter(model):
             return
+        in_nf4 = any(list_nf4(model))
+        if self.first_weights is not None:
+            record = self.first_weights.record
+            self._base_of_adapter = Base(record.name, record.hash, in_nf4=in_nf4, weights=record.weights)
+            return
         digest = None
         if pretrained is not None:
             own = hash_weights(pretrained) if self.trainer.is_global_zero else None
             digest = self.trainer.strategy.broadcast(own)
-        self._base_of_adapter = Base(pretrained or str(self.seed), digest, in_nf4=any(list_nf4(model)))
+        self._base_of_adapter = Base(pretrained or str(self.seed), digest, in_nf4=in_nf4)
 
     @property
     def _published_config(self) -> dict[str, Any]:
@@ -381,11 +410,13 @@ class Base:
         name: Folder or hub name of the published model; else the seed they were drawn from.
         hash: Hash of the published tensors; None for weights from a seed.
         in_nf4: Whether they are held in 4 bits.
+        weights: Which weights of a run's checkpoint, `name`; None: it is no run.
     """
 
     name: str
     hash: str | None
     in_nf4: bool
+    weights: str | None = None
 
     @property
     def is_published(self) -> bool:

@@ -30,6 +30,7 @@ from recipes.config.check.renamed import answer_renamed
 from recipes.config.check.resumed import check_resumed
 from recipes.config.check.reward import check_rewards
 from recipes.config.check.sections import NO_SUCH_KEY, check_settings, check_structure
+from recipes.config.check.start_from import check_start_from
 from recipes.config.check.strategy import check_optimizer, check_strategy
 from recipes.config.check.suggestions import suggest_options
 from recipes.config.resolved import ResolvedRun
@@ -145,6 +146,7 @@ def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
         *check_unread(run, overrides),
         *check_rewards(run, overrides),
         *check_resumed(run),
+        *check_start_from(run),
         *check_paths(run, overrides),
     ]
     out_of_range = [mistake.setting for mistake in ranges]  # what is computed from these values is a consequence

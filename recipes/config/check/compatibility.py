@@ -289,8 +289,8 @@ def _published_weights(run: ResolvedRun) -> Iterator[ConfigError]:
     """Reject published weights that are missing, or have another tokenizer, whose token ids mean something else."""
     config, model = run.config, run.config["model"]
     pretrained, tokenizer = model.get("pretrained"), str(config["tokenizer"].get("_target_"))
-    if pretrained is None or run.resume not in (None, "auto"):  # those of a checkpoint replace them
-        return
+    if pretrained is None or run.resume not in (None, "auto") or run.start_from is not None:
+        return  # the weights of a checkpoint replace them
     is_of_tokens = find_signature(model["_target_"]).constants.get("input_kind") == "tokens"
     missing = missing_published(pretrained, "model.pretrained") if is_of_tokens else None
     has_own_ids = find_signature(tokenizer).constants.get("own_ids")

@@ -18,6 +18,8 @@ SETTINGS: dict[str, str] = {
     "warmup_steps": "Annotated[int, '>= 0']",
     "tags": "list[str]",
     "resume": "str | None",
+    "start_from": "str | None",
+    "start_from_weights": "Literal['trained', 'ema']",
     "global_batch_size": "Annotated[int, '>= 1']",
     "micro_batch_size": "Annotated[int, '>= 1'] | None",
     "seq_len": "Annotated[int, '>= 1'] | None",

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from recipes.adapter.nf4_base import unquantize
 from recipes.errors import ConfigError
@@ -16,7 +17,7 @@ from recipes.numerics.nf4 import dequantize
 
 @torch.no_grad()
 def initialize(model: Model, seed: int) -> None:
-    """Set the initial weights of `model`: `model.pretrained` if it is set, else `init_weights(seed)`.
+    """Set the initial weights: those of another run, of `model.pretrained` if it is set, else `init_weights(seed)`.
 
     Call after `to_empty`, on the device of the run, sharded or not. No collectives: every rank loads or initializes one
     unsharded parameter at a time and keeps its own shard.
@@ -37,16 +38,31 @@ def initialize(model: Model, seed: int) -> None:
             "def init_buffers(self): in that class, empty if there are no such buffers",
         )
     _initialize_base(model, seed)
-    if has_adapter(model):  # type: ignore[arg-type]
+    first_weights: FirstWeights | None = getattr(model, "first_weights", None)
+    if has_adapter(model) and not (first_weights is not None and first_weights.load_adapter(model)):  # type: ignore[arg-type]
         initialize_adapter(model, seed)  # type: ignore[arg-type]
 
 
+class FirstWeights(Protocol):
+    """Weights of another run, which a model may have as its attribute `first_weights`."""
+
+    def load_base(self, model: nn.Module, seed: int) -> None:
+        """Fill every parameter that is not an adapter's, and every buffer."""
+
+    def load_adapter(self, model: nn.Module) -> bool:
+        """Fill the adapter; return whether there was one to fill it from."""
+
+
 def _initialize_base(model: Model, seed: int) -> None:
+    first_weights: FirstWeights | None = getattr(model, "first_weights", None)
+    if first_weights is not None:
+        first_weights.load_base(model, seed)  # type: ignore[arg-type]
+        return
     pretrained: str | None = getattr(model, "pretrained", None)
     if pretrained is None:
         model.init_weights(seed)
     else:
-        _load_published(model, pretrained)
+        load_published(model, pretrained)
 
 
 @torch.no_grad()
@@ -72,7 +88,8 @@ def restore_precision(model: Model, seed: int) -> float | None:
     return math.sqrt(squares[0] / squares[1])
 
 
-def _load_published(model: Model, pretrained: str) -> None:
+def load_published(model: Model, pretrained: str) -> None:
+    """Fill every parameter and buffer from published weights."""
     # lazy: only runs that load published weights pay for importing safetensors
     from recipes.model.weights import huggingface, torchvision
 
