@@ -232,3 +232,20 @@ def test_a_damaged_source_is_passed_over_unless_it_was_named(start: Run, full: P
         ConfigError, match=r"start_from=.*hash mismatch; it was named; type start_from=<the run's folder>"
     ):
         named.trainer.fit(named.task, datamodule=named.data)
+
+
+def test_statistics_and_balances_come_along(tmp_path: Path) -> None:
+    """Buffers that training changes are weights, too: before the first step they are those of the source."""
+    short = ["trainer.max_steps=1", "eval_every=1", "save_every=1", "eval_samples=4", "global_batch_size=4"]
+    model = ["model=resnet18", "data=digits", "optimizer=sgd", "~callbacks.report", *short]
+    assert execute(*model, f"hydra.run.dir={tmp_path}/source") == 0
+    resolved, mistakes = compose_and_check([*model, f"start_from={tmp_path}/source", f"hydra.run.dir={tmp_path}/run"])
+    assert not mistakes, list(map(str, mistakes))
+    assert resolved is not None
+    run = build(resolved)
+    run.task.trainer = run.trainer
+    run.task.configure_model()
+    found, saved = run.task.state_dict(), weights(tmp_path / "source")
+    assert any("running_mean" in name for name in saved)
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
