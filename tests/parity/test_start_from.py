@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import COMMON, IS_LONG, MODELS, TOKENS
 from ranks import run_on_ranks
+from start_ranks import run_case
 
 from recipes.checkpoint.layout import is_shard
 from recipes.checkpoint.saved_tensor import open_tensors
@@ -52,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Any]:
     sources = {f"source {model}": _case(model, ["strategy=single"], "seed=7") for model in sorted(_list_models())}
-    found = run_on_ranks(_placed(sources, folder), world_size=1, folder=folder / "one", worker=WORKER)
+    found = {name: run_case(case, folder) for name, case in _placed(sources, folder).items()}
     cases: dict[str, Any] = {}
     of_one = place(folder, "source gpt2")
     for name, (model, engine) in ENGINES.items():
