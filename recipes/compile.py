@@ -4,6 +4,7 @@ A size that changes between calls, such as the length of padded rows, becomes dy
 more compilation serves every other value, too.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,12 +14,12 @@ from recipes.torch_internals import CallbackTrigger, callback_handler, counters,
 
 
 def compile_blocks(
-    blocks: nn.ModuleList, *, mode: str, leaves_out_hooks: bool = False, backend: str | None = None
+    blocks: Collection[nn.Module], *, mode: str, leaves_out_hooks: bool = False, backend: str | None = None
 ) -> None:
     """Compile each block in place.
 
     Args:
-        blocks: Modules of the same class.
+        blocks: Modules of the same class, or of one class per tower.
         mode: `mode` of `torch.compile`.
         leaves_out_hooks: Whether the engine's hooks of a block cannot be traced, and are to run around its graph.
         backend: Backend of `torch.compile` instead of inductor; it has no modes.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from recipes.activation_checkpoint import ActivationCheckpoint
-from recipes.model.gpt2 import GPT2
-from recipes.model.init import named_parameters, normal_
+from recipes.model.gpt2 import GPT2, Block
+from recipes.model.init import init_decoder, named_parameters, normal_
 from recipes.model.llama import Llama
 from recipes.model.moe import MoeLlama
 from recipes.model.resnet import ResidualBlock
@@ -54,6 +54,56 @@ class SmallClassifier(nn.Module):
             normal_(parameter, name=name, seed=seed, std=0.1)
 
     def init_buffers(self) -> None: ...
+
+
+class _Tower(nn.Module):
+    """Blocks of one width."""
+
+    def __init__(self, *, num_blocks: int, hidden_size: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(hidden_size=hidden_size, num_heads=2, dropout=0.0) for _ in range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, W] -> [B, T, W]"""
+        for block in self.blocks:
+            x = block(x, None, None)
+        return x
+
+
+class TwoTowers(nn.Module):
+    """Reads tokens in a narrow tower of blocks, projects them, and predicts the next in a wide one."""
+
+    input_kind: ClassVar[str] = "tokens"
+    pretrained = None
+
+    def __init__(
+        self, *, vocab_size: int = 64, hidden_size: int = 32, num_layers: int = 2, max_seq_len: int = 16, **_: Any
+    ) -> None:
+        super().__init__()
+        self.vocab_size, self.max_seq_len = vocab_size, max_seq_len
+        self.embedding = nn.Embedding(vocab_size, hidden_size // 2)
+        self.narrow = _Tower(num_blocks=num_layers, hidden_size=hidden_size // 2)
+        self.project = nn.Linear(hidden_size // 2, hidden_size)
+        self.wide = _Tower(num_blocks=num_layers + 1, hidden_size=hidden_size)
+        self.norm = nn.LayerNorm(hidden_size)
+        self.head = nn.Linear(hidden_size, vocab_size)
+
+    def named_blocks(self) -> dict[str, nn.ModuleList]:
+        """Return both towers."""
+        return {"narrow.blocks": self.narrow.blocks, "wide.blocks": self.wide.blocks}
+
+    def init_weights(self, seed: int) -> None:
+        """Initialize as a decoder."""
+        init_decoder(self, seed=seed, num_layers=len(self.wide.blocks), vocab_size=self.vocab_size)
+
+    def init_buffers(self) -> None:
+        """Do nothing: there are no buffers."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, T] -> [B, T, V]"""
+        hidden = self.wide(self.project(self.narrow(self.embedding(tokens))))  # [B, T, W]
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
 
 
 class RaggedExperts(nn.Module):

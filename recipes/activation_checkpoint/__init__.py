@@ -7,7 +7,7 @@ them; `host_offload` saves them in host memory.
 
 import contextlib
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -52,8 +52,8 @@ class ActivationCheckpoint:
         """Return whether the block at this index is recomputed."""
         return self.every_nth_block > 0 and index % self.every_nth_block == 0
 
-    def apply(self, blocks: nn.ModuleList) -> None:
-        """Modify the blocks in place, before they are compiled and sharded.
+    def apply(self, blocks: Collection[nn.Module]) -> None:
+        """Modify the blocks in place, in the order in which they run, before they are compiled and sharded.
 
         Wraps methods instead of modules, so that parameter names, and thus checkpoints, stay the same.
         """

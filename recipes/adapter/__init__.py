@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
+from recipes.blocks import list_blocks
 from recipes.errors import ConfigError, type_setting
 from recipes.numerics.torchao_import import without_warnings_of_torchao
 
@@ -90,7 +91,7 @@ def find_targets(model: nn.Module, wanted: Sequence[str] | str, *, setting: str)
     """Return the full names of the linear layers to adapt.
 
     Args:
-        model: Model with `blocks`.
+        model: Model with blocks.
         wanted: Name suffixes within a block, such as `q_proj` or `attention.qkv`; `all`: every linear layer in blocks.
         setting: Config key, for errors.
 
@@ -117,8 +118,7 @@ def find_targets(model: nn.Module, wanted: Sequence[str] | str, *, setting: str)
 
 def list_targets(model: nn.Module) -> list[str]:
     """Return the names of the linear layers in the blocks, with or without an adapter; empty without blocks."""
-    blocks = getattr(model, "blocks", None)
-    inside = {id(module) for module in blocks.modules()} if isinstance(blocks, nn.ModuleList) else set()
+    inside = {id(module) for block in list_blocks(model) for module in block.modules()}
     return [
         name.removesuffix(".base_layer")
         for name, module in model.named_modules()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from recipes.blocks import list_blocks
 from recipes.errors import ConfigError
 from recipes.numerics.linear import Linear
 from recipes.numerics.nf4 import BLOCK, NF4Linear, dequantize, list_nf4, num_bytes
@@ -25,7 +26,7 @@ def hold_in_nf4(model: nn.Module) -> None:
     """
     if importlib.util.find_spec("torchao") is None:
         raise ConfigError("adapter.quantization=nf4", "torchao is not installed", "pip install -e '.[fp8]'")
-    layers = list(_find_layers(model.blocks))  # type: ignore[arg-type]
+    layers = [layer for block in list_blocks(model) for layer in _find_layers(block)]
     if not layers:
         reason = f"{type(model).__name__} has no linear layer whose inputs divide into blocks of {BLOCK}"
         raise ConfigError("adapter.quantization=nf4", reason, "adapter=lora")
@@ -33,9 +34,9 @@ def hold_in_nf4(model: nn.Module) -> None:
         NF4Linear.convert(layer)
 
 
-def _find_layers(blocks: nn.Module) -> Iterator[nn.Linear]:
+def _find_layers(block: nn.Module) -> Iterator[nn.Linear]:
     """Yield frozen linear layers of torch and of this project, excluding adapter matrices."""
-    for module in blocks.modules():
+    for module in block.modules():
         if isinstance(module, nn.Linear) and type(module) in (nn.Linear, Linear):
             is_trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
             if not is_trained and module.in_features % BLOCK == 0:

@@ -236,11 +236,11 @@ class ResolvedRun(Composed):
 
     @cached_property
     def tries_convolutions(self) -> bool:
-        """Whether to enable cuDNN benchmarking: as set, else for images (fixed size), unless deterministic."""
+        """Whether to enable cuDNN benchmarking: as set, else for batches of one shape, unless deterministic."""
         typed: bool | None = self.config["trainer"].get("benchmark")
         if typed is not None:
             return typed
-        return self.task.input_kind == "images" and not self.config["trainer"].get("deterministic")
+        return self.task.has_fixed_shapes and not self.config["trainer"].get("deterministic")
 
     # settings with a type
 

@@ -57,12 +57,14 @@ class TaskTraits:
     """What a task declares on its class.
 
     Attributes:
-        input_kind: Kind of its samples, `tokens` or `images`; None: it declares none.
-        supports: What modes may ask of it: `generate`, `export`, `evaluate_tasks`.
+        input_kind: Kind of its samples, such as `tokens` or `images`; None: it declares none.
+        supports: What modes and settings may ask of it: `generate`, `export`, `evaluate_tasks`, `pipeline`.
+        has_fixed_shapes: Whether all its batches have one shape, so that trying algorithms for it pays.
     """
 
     input_kind: str | None = None
     supports: frozenset[str] = frozenset()
+    has_fixed_shapes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

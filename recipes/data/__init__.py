@@ -71,7 +71,9 @@ class DataSource(Protocol):
     A batch of training also has `num_samples`, the samples that it was made of, whatever the rows of its tensors are.
 
     Attributes:
-        sample_kind: "tokens" or "images"; a plain literal, because the config check reads it from source.
+        sample_kind: Kind of its samples, such as "tokens" or "images": that of the model and the task. A plain literal,
+            because the config check reads it from source.
+        has_answers: Optional plain literal: True if it holds questions and their answers.
         pads_samples: Optional plain literal: True if samples end with padding, so that a plan cannot count tokens.
         tokenizer: Tokenizer of the text; None if the samples are not text or the tokenizer is unknown.
     """

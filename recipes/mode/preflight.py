@@ -141,7 +141,7 @@ class Checklist:
         tokenizer = source.tokenizer
         read = data_checks.draw_each(train, indices[:_SHOWN], seed=self._resolved.seed)
         self.shown = data_checks.show_samples(read[:2], None if tokenizer is None else tokenizer.decode)
-        if not is_text:
+        if source.sample_kind == "images":
             self.images = [
                 (sample["inputs"], data_checks.describe_targets(sample["targets"]).removeprefix("class "))
                 for sample in read

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +27,7 @@ from recipes.task.base import TrainingTask
 
 SHOWN_SAMPLES = 5
 _ANOTHER_RUN = "resume=<a run that had a spike>"
+_BLOCK = re.compile(r"^(.*?\d+)\.")  # up to the first number
 _VALUES_FILE, _SAMPLES_FILE = "spike.json", "samples.jsonl"
 
 
@@ -177,9 +179,10 @@ def _recompute(
 
 
 def _block_name(parameter: str) -> str:
-    """Map `model.blocks.3.mlp.weight` to `blocks.3`."""
-    parts = parameter.removeprefix("model.").split(".")
-    return ".".join(parts[:2]) if len(parts) > 1 and parts[1].isdigit() else ".".join(parts[:-1])
+    """Map `model.blocks.3.mlp.weight` to `blocks.3`, and `model.vision.blocks.3.…` to `vision.blocks.3`."""
+    name = parameter.removeprefix("model.")
+    numbered = _BLOCK.match(name)
+    return numbered[1] if numbered else name.rpartition(".")[0]
 
 
 def _print(

@@ -99,6 +99,7 @@ class ResNet(nn.Module):
     """
 
     input_kind: ClassVar[str] = "images"
+    published_format: ClassVar[str] = "torchvision"
     batch_norm_stride: ClassVar[int] = 8  # pixels per value of the last norm, with small_images; otherwise 32
     BLOCK: ClassVar[type[ResidualBlock | Bottleneck]]
     STAGE_BLOCKS: ClassVar[tuple[int, ...]]  # blocks in each stage

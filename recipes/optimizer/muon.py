@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from recipes.adapter import is_factor
+from recipes.blocks import list_blocks
 from recipes.errors import ConfigError
 from recipes.model import Stack
 from recipes.model.init import unsharded_shape
@@ -53,7 +54,7 @@ class NamesStacks(Protocol):
 
 
 class Muon(GroupwiseOptimizer):
-    """Muon for the matrices inside `model.blocks`, AdamW for embeddings, head, norms and biases.
+    """Muon for the matrices inside the blocks of a model, AdamW for embeddings, head, norms and biases.
 
     A convolution kernel counts as a matrix with one row per output channel. What is taken as a matrix is logged.
 
@@ -73,7 +74,7 @@ class Muon(GroupwiseOptimizer):
         product_dtype: Dtype of the matmuls; None: bfloat16 on a GPU, float32 elsewhere.
 
     Raises:
-        ConfigError: There is no matrix in `model.blocks`, or it is not known which matrices a weight stacks.
+        ConfigError: There is no matrix in the blocks, or it is not known which matrices a weight stacks.
     """
 
     accepts_flat_partitions: ClassVar[bool] = False
@@ -199,18 +200,19 @@ def _hidden_matrices(model: nn.Module) -> dict[nn.Parameter, None]:
 
     Without embeddings, whose rows are looked up one by one.
     """
-    blocks = getattr(model, "blocks", None)
-    named = [] if blocks is None else blocks.named_parameters()
+    blocks = list_blocks(model)
     rows = {
         parameter
-        for module in ([] if blocks is None else blocks.modules())
+        for block in blocks
+        for module in block.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag)
         for parameter in module.parameters(recurse=False)
     }
+    named = (each for block in blocks for each in block.named_parameters())
     trained = [parameter for name, parameter in named if parameter.requires_grad and not is_factor(name)]
     hidden = {p: None for p in trained if len(unsharded_shape(p)) >= 2 and p not in rows}
     if not hidden:
-        what = "`blocks`" if blocks is None else "trained matrix in its `blocks`"
+        what = "trained matrix in its `blocks`" if blocks else "`blocks`"
         raise ConfigError(
             "optimizer=muon",
             f"it orthogonalizes the matrices of a model's blocks, and {type(model).__name__} has no {what}",
@@ -263,14 +265,13 @@ def _find_fused_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, S
 
 def _log_matrices(model: nn.Module, hidden: Collection[nn.Parameter], stacks: Mapping[nn.Parameter, Stack]) -> None:
     """Log which parameters are taken as matrices, those of all blocks together."""
-    blocks: Any = model.blocks
     counts: Counter[str] = Counter()
-    for name, parameter in blocks.named_parameters():
+    for name, parameter in (named for block in list_blocks(model) for named in block.named_parameters()):
         if parameter in hidden:
             shape, stack = unsharded_shape(parameter), stacks.get(parameter)
             rows, columns = shape[0], math.prod(shape[1:])
             how = "" if stack is None else f" as {len(stack.sizes)} matrices"
-            counts[f"{name.partition('.')[2]} [{rows}, {columns}]{how}"] += 1
+            counts[f"{name} [{rows}, {columns}]{how}"] += 1
     described = ", ".join(f"{count} x {name}" for name, count in counts.items())
     LOGGER.info("Muon orthogonalizes %s; AdamW updates everything else", described)
 

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from recipes.blocks import list_blocks, named_blocks
+from recipes.errors import ConfigError
 from recipes.mesh import STAGES_PER_RANK
 from recipes.numerics.grouped_linear import GroupedLinear
 
@@ -60,10 +62,20 @@ def plan_stages(model: nn.Module, *, num_ranks: int, schedule: str) -> StagePlan
         model: Whole model, on any device.
         num_ranks: Pipeline ranks.
         schedule: Name of the schedule in torch.
+
+    Raises:
+        ConfigError: The model has several towers of blocks.
     """
     num_stages = num_ranks * STAGES_PER_RANK.get(schedule, 1)
-    blocks: Any = model.blocks
-    work = [_count(block, model) for block in blocks]
+    towers = named_blocks(model)
+    if len(towers) != 1:
+        raise ConfigError(
+            f"pipeline_parallel_size={num_ranks}",
+            f"it splits one tower of blocks into stages, and {type(model).__name__} has {' and '.join(towers)}",
+            "pipeline_parallel_size=1",
+        )
+    [blocks] = towers.values()
+    work = [_count(block, model) for block in blocks.children()]
     last = sum(_count(model.get_submodule(name), model) for name in list_ends(model)[1])
     counts = divide_evenly(work, num_stages, last=last)
     firsts = [sum(counts[:stage]) for stage in range(num_stages)]
@@ -166,7 +178,7 @@ def cut_stage(model: nn.Module, plan: StagePlan, stage: int, *, whole: nn.Module
         if isinstance(value, (dict, set)):  # modules, parameters, buffers and hooks are per stage
             object.__setattr__(part, name, copy.copy(value))
     first, count = plan.layers[stage]
-    blocks: Any = model.blocks
+    blocks = list_blocks(model)
     part.blocks = nn.ModuleDict({str(index): blocks[index] for index in range(first, first + count)})
     at_first, at_last = list_ends(model)
     dropped = (at_first if stage > 0 else ()) + (at_last if stage < plan.num_stages - 1 else ())

@@ -10,6 +10,7 @@ from itertools import accumulate
 
 from torch import nn
 
+from recipes.blocks import list_blocks, list_units, named_blocks
 from recipes.mesh import Mesh
 from recipes.plan.communication import WAITED_FOR, cost_of_collective
 from recipes.plan.hardware import Cluster
@@ -88,7 +89,7 @@ def describe_places(ops: Sequence[Op], model: nn.Module) -> Places:
         ops: Operators of the full model.
         model: Unsharded, on any device.
     """
-    num_blocks = max(len(getattr(model, "blocks", ())), 1)
+    num_blocks = max(len(list_blocks(model)), 1)
     before, within, after = count_parameters(model)
     parameters = {"first": before, "block": within / num_blocks, "last": after}
     extra, kept = _extra_bytes(ops), sum_kept(ops)
@@ -123,16 +124,21 @@ def with_seconds(places: Places, step: StepSeconds) -> Places:
 
 
 def count_parameters(model: nn.Module) -> tuple[float, float, float]:
-    """Return the parameters before, in and after the blocks; a tied weight counts in each place that uses it."""
-    sums = [0.0, 0.0, 0.0]
-    position = 0
-    blocks = getattr(model, "blocks", None)
-    for child in model.children():
-        if child is blocks:
-            sums[1], position = _count(child), 2
+    """Return the parameters before, in and after the blocks; a tied weight counts in each place that uses it.
+
+    What is between two towers of blocks counts as before them.
+    """
+    before = within = after = 0.0
+    num_ahead = len(named_blocks(model))
+    for unit, is_tower in list_units(model):
+        if is_tower:
+            within += _count(unit)
+            num_ahead -= 1
+        elif num_ahead:
+            before += _count(unit)
         else:
-            sums[position] += _count(child)
-    return sums[0], sums[1], sums[2]
+            after += _count(unit)
+    return before, within, after
 
 
 def sum_kept(ops: Sequence[Op]) -> dict[str, Counter[str]]:

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from recipes.blocks import list_blocks
 from recipes.build import build_task
 from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
@@ -78,7 +79,7 @@ def find_strategy_effect(
         return StrategyEffect(mesh=mesh, pipeline=pipeline, sharding=sharding, offloads=traits.cpu_offload)
     if traits.stage is not None:
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        cast = list_cast_weights(getattr(model, "blocks", ())) if traits.stage == 3 and precision.is_mixed else ()
+        cast = list_cast_weights(list_blocks(model)) if traits.stage == 3 and precision.is_mixed else ()
         bucket = max(min(BUCKET_ELEMENTS, num_parameters // 8) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
         zero = Zero(
             stage=traits.stage,

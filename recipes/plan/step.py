@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from recipes.activation_checkpoint import ActivationCheckpoint
+from recipes.blocks import keep_blocks, list_blocks
 from recipes.mesh import Mesh
 from recipes.numerics.ema import average_weights
 from recipes.numerics.nf4 import get_parts
@@ -207,9 +208,9 @@ def build_model(step: Step, blocks: Sequence[int] | None, groups: MeshGroups) ->
     with default_dtype(step.precision.param_dtype):
         model = step.make_model()
     if step.activation_checkpoint.changes_blocks:
-        step.activation_checkpoint.apply(model.blocks)  # type: ignore[arg-type]
+        step.activation_checkpoint.apply(list_blocks(model))
     if blocks is not None:
-        model.blocks = nn.ModuleList([model.blocks[index] for index in blocks])  # type: ignore[index, misc]
+        keep_blocks(model, blocks)
     mesh = groups.device_mesh
     if step.mesh.tensor > 1:
         assert mesh is not None
@@ -233,7 +234,7 @@ def build_model(step: Step, blocks: Sequence[int] | None, groups: MeshGroups) ->
 
 def _mark_blocks(model: nn.Module, tracer: StepTracer) -> None:
     """Set the tracer's section to the running block, forward and backward."""
-    blocks = list(getattr(model, "blocks", []))
+    blocks = list_blocks(model)
 
     def enter(name: str) -> None:
         direction = tracer.section.partition("/")[0]

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from recipes.blocks import list_blocks
 from recipes.plan.trace import Op
 
 _ATTEMPTS = 2  # the garbage collector may free a storage within one block of one copy only
@@ -72,7 +73,7 @@ def block_kinds(model: nn.Module, *, recomputes: Callable[[int], bool]) -> list[
         recomputes: Whether the block at an index is recomputed.
     """
     kinds: list[object] = []
-    for index, block in enumerate(getattr(model, "blocks", [])):
+    for index, block in enumerate(list_blocks(model)):
         modules = tuple((type(module), module.extra_repr()) for module in block.modules())
         shapes = tuple((tuple(parameter.shape), parameter.requires_grad) for parameter in block.parameters())
         kinds.append((modules, shapes, recomputes(index)))

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from recipes.blocks import named_blocks
 from recipes.errors import ConfigError
 from recipes.precision import Precision
 
@@ -36,7 +37,7 @@ class Float8Precision(Precision):
         """Convert the linear layers of all blocks to float8 matmuls in place, keeping names and values.
 
         Args:
-            model: Model on the meta device; unchanged if it has no `blocks`.
+            model: Model on the meta device; unchanged if it has no blocks.
             shards_weights: Whether FSDP2 gathers the weights: with tensorwise scaling they are then gathered in float8,
                 which sends half as much as bfloat16, and rounds once, as on one device.
 
@@ -56,9 +57,8 @@ class Float8Precision(Precision):
             emulate=self.emulate,
             enable_fsdp_float8_all_gather=shards_weights and self.scaling == "tensorwise",
         )
-        blocks = getattr(model, "blocks", None)
-        if blocks is not None:
-            convert_to_float8_training(blocks, config=config, module_filter_fn=_fits)
+        for tower in named_blocks(model).values():
+            convert_to_float8_training(tower, config=config, module_filter_fn=_fits)
 
 
 def _fits(module: nn.Module, name: str) -> bool:

@@ -72,7 +72,7 @@ def check_model(
     if isinstance(task.loss, CrossEntropy) and (task.loss.label_smoothing or task.loss.z_loss):
         yield _check_objective(task, task.loss, batch, forward, context, expected)
     whole = _cut_padding(batch)
-    if task.input_kind == "tokens":
+    if task.is_causal:
         yield _check_future(whole, forward, expected)
     yield _check_neighbours(batch, forward)
     yield _check_repeatable(batch, forward)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from recipes.blocks import list_blocks, named_blocks
 from recipes.clipping import Clipping
 from recipes.errors import ConfigError
 from recipes.lightning_internals import unwrap_optimizer
@@ -105,8 +106,8 @@ class Engine(Protocol):
         """Return the sum of a per-token quantity, such as a loss, over the ranks with different tokens."""
 
 
-def get_blocks(model: nn.Module, option: str) -> Iterable[nn.Module]:
-    """Return the blocks of a model, which a strategy shards one by one.
+def get_blocks(model: nn.Module, option: str) -> list[nn.Module]:
+    """Return the blocks of a model, in order, which a strategy shards one by one.
 
     Args:
         model: Any model.
@@ -115,14 +116,13 @@ def get_blocks(model: nn.Module, option: str) -> Iterable[nn.Module]:
     Raises:
         ConfigError: The model has no `blocks`: sharded as one unit, every rank would gather all of it at once.
     """
-    blocks = getattr(model, "blocks", None)
-    if blocks is None:
+    if not named_blocks(model):
         raise ConfigError(
             f"strategy={option}",
             f"it shards block by block, and {type(model).__name__} has no `blocks`",
             "strategy=ddp",
         )
-    return list(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)
+    return list_blocks(model)
 
 
 def skip_step(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], skips: Tensor) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from recipes.blocks import list_units, named_blocks
 from recipes.errors import ConfigError
 from recipes.numerics.grouped_linear import GroupedLinear
 from recipes.numerics.nf4 import list_nf4
@@ -87,16 +88,19 @@ def shard_model(
         experts: Sharding of expert weights; None without expert parallelism.
 
     Raises:
-        ConfigError: The model has no `blocks`, or the rows of a weight in NF4 do not divide over the ranks.
+        ConfigError: The model has no blocks, or the rows of a weight in NF4 do not divide over the ranks.
     """
     _check_rows_in_nf4(model, num_shards=mesh.size(mesh.ndim - 1))
-    blocks = list(get_blocks(model, option))
-    alone = set(_large_children(model, num_elements=_count(blocks[0])))
+    blocks = get_blocks(model, option)
+    alone = set(_large_children(model, num_elements=min(map(_count, _list_first_blocks(model)))))
     units: list[FSDPModule] = []  # in the order of the forward pass
-    for child in _list_units(model, model.blocks):  # type: ignore[arg-type]
-        if child is model.blocks:
+    for child, is_tower in list_units(model):
+        if is_tower:
             # the backward pass starts with the last block: if freed, it would be gathered again at once
-            units += [_shard_unit(b, mesh, policy, reshard=b is not blocks[-1], experts=experts) for b in blocks]
+            units += [
+                _shard_unit(block, mesh, policy, reshard=block is not blocks[-1], experts=experts)
+                for block in child.children()
+            ]
         elif child in alone and isinstance(child, nn.Embedding):
             units.append(_shard_unit(child, mesh, policy, reshard=True))
             units[-1].set_unshard_in_backward(False)  # its gradient needs only the tokens
@@ -123,15 +127,6 @@ def _check_rows_in_nf4(model: nn.Module, *, num_shards: int) -> None:
                 f"{name} has {len(weight)} rows, which are not divisible by {num_shards}",
                 "strategy=ddp, adapter=lora, or another number of devices",
             )
-
-
-def _list_units(model: nn.Module, blocks: nn.Module) -> Iterable[nn.Module]:
-    """Yield the block list and its siblings, in the model and in the modules that contain the list."""
-    for child in model.children():
-        if child is not blocks and any(part is blocks for part in child.modules()):
-            yield from _list_units(child, blocks)
-        else:
-            yield child
 
 
 def _shard_unit(
@@ -228,13 +223,18 @@ def _split_by_precision(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.
     return [p for p in everything if p in low], [p for p in everything if p not in low]
 
 
+def _list_first_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the first block of each tower, with which all of it are alike."""
+    return [next(tower.children()) for tower in named_blocks(model).values()]
+
+
 def _large_children(model: nn.Module, *, num_elements: int) -> Iterable[nn.Module]:
-    """Return the children with at least as many elements as a block whose weights no other module shares."""
+    """Return the children with at least as many elements as a small block whose weights no other module shares."""
     uses: dict[nn.Parameter, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             uses[parameter] = uses.get(parameter, 0) + 1
-    units = _list_units(model, model.blocks)  # type: ignore[arg-type]
+    units = (child for child, _ in list_units(model))
     unshared = (child for child in units if all(uses[parameter] == 1 for parameter in child.parameters()))
     return [child for child in unshared if _count(child) >= num_elements]
 

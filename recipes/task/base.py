@@ -15,6 +15,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from recipes.activation_checkpoint import ActivationCheckpoint
+from recipes.blocks import list_blocks, named_blocks
 from recipes.clipping import Clipping
 from recipes.clipping.none import NoClipping
 from recipes.compile import CompilationCounter, compile_blocks, is_compiled
@@ -154,11 +155,17 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         metrics: Validation metrics in addition to `val/loss`, by name without `val/`.
 
     Attributes:
+        input_kind: Kind of its samples, that of the model and the data.
+        has_fixed_shapes: Whether all its batches have one shape, so that trying algorithms for it pays.
+        is_causal: Whether what it predicts at a position depends on the inputs up to there only.
+        supports: What modes and settings may ask of it, see `recipes.config.traits.TaskTraits`.
         check_room: Raises if a model without storage cannot fit; called before it is allocated.
         recipes_row: Metrics of the current step, including those that callbacks add; logged at the end of the step.
     """
 
     input_kind: ClassVar[str]
+    has_fixed_shapes: ClassVar[bool] = False
+    is_causal: ClassVar[bool] = False
     supports: ClassVar[frozenset[str]] = frozenset()
     model: nn.Module
 
@@ -231,10 +238,10 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         self.prepare_first_weights(model)
         self._convert_model(model, shards_weights=getattr(self.trainer.strategy, "shards_weights", False))
         if self._activation_checkpoint.changes_blocks:  # not every model has blocks
-            self._activation_checkpoint.apply(model.blocks)  # type: ignore[arg-type]
-        if self._compile_mode is not None and hasattr(model, "blocks"):
+            self._activation_checkpoint.apply(list_blocks(model))
+        if self._compile_mode is not None and named_blocks(model):
             leaves_out_hooks = getattr(self.trainer.strategy, "gathers_by_hooks", False)
-            compile_blocks(model.blocks, mode=self._compile_mode, leaves_out_hooks=leaves_out_hooks)  # type: ignore[arg-type]
+            compile_blocks(list_blocks(model), mode=self._compile_mode, leaves_out_hooks=leaves_out_hooks)
             self.loss.compile()
         self.loss.num_outputs = getattr(model, "vocab_size", None)
         self.model_name = getattr(model, "title", type(model).__name__)  # before an engine may change its class

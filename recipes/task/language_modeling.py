@@ -234,7 +234,8 @@ class LanguageModeling(GeneratesText, PipelineTask):
     """Trains a language model, tokens [B, T] -> logits [B, T, V]. Arguments: see `TrainingTask`."""
 
     input_kind: ClassVar[str] = "tokens"
-    supports: ClassVar[frozenset[str]] = frozenset({"generate", "export", "evaluate_tasks"})
+    is_causal: ClassVar[bool] = True
+    supports: ClassVar[frozenset[str]] = frozenset({"generate", "export", "evaluate_tasks", "pipeline"})
 
     @override
     def setup(self, stage: str) -> None:

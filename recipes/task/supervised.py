@@ -16,6 +16,7 @@ class Supervised(TrainingTask):
     """
 
     input_kind: ClassVar[str] = "images"
+    has_fixed_shapes: ClassVar[bool] = True
 
     @override
     def outputs(self, batch: Batch) -> Any:

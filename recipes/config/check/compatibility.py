@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from recipes.config.check.strategy import check_adapter
+from recipes.config.check.suggestions import list_options, read_option
 from recipes.config.check.types import to_setting
 from recipes.config.compose import CONF
 from recipes.config.published import read_size
@@ -62,7 +63,6 @@ _OPTIONS: dict[str, tuple[str | bool | None, ...]] = {
     "profiler": (None, "simple", "advanced", "pytorch", "xla"),
 }
 _READERS_OF_TEXT = ("sample_text", "generation_eval")  # callbacks that are silent without a tokenizer
-_OF_ANSWERS = (".Conversations", ".SyntheticTasks")  # data with questions and their answers
 # what the options of task for images predict -> kinds of targets of the data
 _KINDS_OF_TASKS = {
     "classification": ("classes", "probabilities"),
@@ -514,9 +514,12 @@ def check_plan_settings(run: ResolvedRun, overrides: Sequence[str]) -> Iterator[
 
 
 def _has_answers(config: Mapping[str, Any]) -> bool:
-    """Return whether some data holds questions with answers, as far as its class is of this project."""
+    """Return whether some data holds questions with answers, or is of another package and may."""
     targets = [str(node.get("_target_")) for _, node in list_data(config)]
-    return any(not target.startswith("recipes.data.") or target.endswith(_OF_ANSWERS) for target in targets)
+    return any(
+        not target.startswith("recipes.data.") or find_signature(target).constants.get("has_answers", False)
+        for target in targets
+    )
 
 
 def check_evaluator(run: ResolvedRun) -> Iterator[ConfigError]:
@@ -547,7 +550,7 @@ def _nearest_divisor(number: int, wanted: int) -> int:
 def check_kinds(
     config: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str]
 ) -> Iterator[ConfigError]:
-    """Check that model, data, task and metrics agree on tokens or images."""
+    """Check that model, data, task and metrics agree on the kind of a sample: tokens, images, or another one."""
     if not all(isinstance(config.get(group), dict) for group in ("task", "model", "data")):
         return
     kinds = {
@@ -559,10 +562,10 @@ def check_kinds(
     named = {group: f"{group}={_get_option(config, choices, group)}" for group in kinds}
     if kinds["model"] != kinds["data"]:
         typed = {override.partition("=")[0] for override in overrides}
-        images = "model=resnet50" if "image_size" in config["data"] else "model=resnet18"
-        to_data = "model=gpt2_nano" if kinds["data"] == "tokens" else images
-        images = "data=digits" if config["model"].get("in_channels") == 1 else "data=random_images"
-        to_model = "data=stdlib_text" if kinds["model"] == "tokens" else images
+        usual = ("gpt2_nano", "resnet50" if "image_size" in config["data"] else "resnet18")
+        to_data = _find_option("model", "input_kind", kinds["data"], usual, overrides)
+        usual = ("stdlib_text", "digits" if config["model"].get("in_channels") == 1 else "random_images")
+        to_model = _find_option("data", "sample_kind", kinds["model"], usual, overrides)
         if any(key.startswith("model.") for key in typed):
             to_data += ", without the other settings of model"
         both = {"data", "model"} <= typed
@@ -573,7 +576,8 @@ def check_kinds(
             fix,
         )
     if kinds["model"] != kinds["task"]:
-        fix = "task=language_modeling" if kinds["model"] == "tokens" else "task=classification"
+        usual = ("language_modeling", "classification")
+        fix = _find_option("task", "input_kind", kinds["model"], usual, overrides)
         yield ConfigError(
             f"{named['model']} {named['task']}",
             f"the model takes {kinds['model']}, the task {kinds['task']}",
@@ -596,6 +600,22 @@ def _loss_of_other_targets(config: Mapping[str, Any], choices: Mapping[str, str]
     loss, data = _get_option(config, choices, "loss"), _get_option(config, choices, "data")
     reason = f"the loss reads {' or '.join(read)}, the targets of the data are {kind}"
     yield ConfigError(f"loss={loss} data={data}", reason, fix)
+
+
+def _find_option(group: str, attribute: str, kind: object, usual: Sequence[str], typed: Sequence[str]) -> str:
+    """Return the override that chooses an option for samples of a kind, one of the usual ones if some is.
+
+    Args:
+        group: Config group.
+        attribute: Class attribute that names the kind.
+        kind: The kind.
+        usual: Options to try first.
+        typed: Overrides of this command line.
+    """
+    for option in (*usual, *list_options(group, typed)):
+        if find_signature(read_option(group, option, typed).get("_target_")).constants.get(attribute) == kind:
+            return f"{group}={option}"
+    return f"{group}=<an option for {kind}>"
 
 
 def _metrics_of_another_task(choices: Mapping[str, str]) -> Iterator[ConfigError]:

@@ -39,6 +39,7 @@ class Conversations:
     """
 
     sample_kind: ClassVar[str] = "tokens"
+    has_answers: ClassVar[bool] = True
     pads_samples: ClassVar[bool] = True  # also a packed row, after its last example
 
     def __init__(

@@ -94,10 +94,10 @@ def load_published(model: Model, pretrained: str) -> None:
     from recipes.model.weights import huggingface, torchvision
 
     load: dict[str, Callable[[Any, str], None]] = {
-        "tokens": huggingface.load_pretrained,
-        "images": torchvision.load_pretrained,
+        "huggingface": huggingface.load_pretrained,
+        "torchvision": torchvision.load_pretrained,
     }
-    load[model.input_kind](model, pretrained)
+    load[getattr(model, "published_format", "huggingface")](model, pretrained)
 
 
 @torch.no_grad()
