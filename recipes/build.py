@@ -61,6 +61,7 @@ from recipes.runtime.devices import get_devices
 from recipes.runtime.meeting import meet
 from recipes.runtime.world import Ranks, global_rank
 from recipes.task.base import CompilationLog, TrainingTask
+from recipes.task.frozen import FrozenModel
 
 SINGLE_DEVICE = {"_target_": "recipes.strategy.single.SingleDevice", "_partial_": True}
 _SHARE_OF_GRACE = 0.75  # of the time until the run is killed, to wait for data; the rest is for the last save
@@ -337,8 +338,14 @@ def build_task(resolved: ResolvedRun, precision: Precision, loss: Loss) -> Train
         ema_decay=config["ema_decay"],
         seed=resolved.seed,
         metrics=_build_metrics(resolved, loss),
+        frozen_models={name: _describe_frozen(config[name]) for name in resolved.task.frozen_sections},
     )
     return task
+
+
+def _describe_frozen(node: Config) -> FrozenModel:
+    """Return the model of a section such as `teacher`, without an adapter of the trained one."""
+    return FrozenModel(make=functools.partial(make, node), settings=read_settings_of_weights(node))
 
 
 def _make_schedule(node: Config) -> Callable[[int], float]:

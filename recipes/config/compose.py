@@ -246,7 +246,9 @@ def freeze(composed: Composed) -> None:
 def _find_references(node: DictConfig) -> dict[str, str]:
     """Return the key of every value that is nothing but `${other}`, and the other key, which may not exist."""
     keys = _list_keys(OmegaConf.to_container(node))
-    return {key: match[1] or match[2] for key, value in keys if (match := _REFERENCE.fullmatch(str(value)))}
+    found = {key: match[1] or match[2] for key, value in keys if (match := _REFERENCE.fullmatch(str(value)))}
+    # `${.name}` refers to a key of the same section
+    return {key: f"{key.rpartition('.')[0]}{other}" if other.startswith(".") else other for key, other in found.items()}
 
 
 def _list_keys(section: Any, path: str = "") -> Iterator[tuple[str, object]]:

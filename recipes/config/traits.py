@@ -59,11 +59,13 @@ class TaskTraits:
     Attributes:
         input_kind: Kind of its samples, such as `tokens` or `images`; None: it declares none.
         supports: What modes and settings may ask of it: `generate`, `export`, `evaluate_tasks`, `pipeline`.
+        frozen_sections: Sections of the config with the frozen models that it asks, such as `teacher`.
         has_fixed_shapes: Whether all its batches have one shape, so that trying algorithms for it pays.
     """
 
     input_kind: str | None = None
     supports: frozenset[str] = frozenset()
+    frozen_sections: tuple[str, ...] = ()
     has_fixed_shapes: bool = False
 
 
@@ -236,6 +238,11 @@ def is_place_of_data(place: str) -> bool:
     """Return whether an option of data may stand at a dotted place: `data.sources.mine`, `eval_data.mine`."""
     group, _, name = place.rpartition(".")
     return group in DATA_GROUPS and bool(name)
+
+
+def is_place_of_model(place: str | None) -> bool:
+    """Return whether a frozen model of some task may stand at a dotted place: `teacher`, but not `model` itself."""
+    return place is not None and place.isidentifier() and place != "model"
 
 
 def list_data(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

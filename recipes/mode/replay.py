@@ -158,6 +158,7 @@ def _recompute(
 ) -> tuple[float, dict[str, float | None], float]:
     """Return loss, gradient norm by block and global norm, from the micro-batches of all ranks in turn."""
     device = run.trainer.strategy.root_device
+    task.hold_frozen_models()
     task.train()
     total = 0.0
     for state in rank_states:

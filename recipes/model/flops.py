@@ -11,7 +11,7 @@ Causal convention: 6 N + 6 L H Q T, because a causal mask leaves half of the sco
 
 import re
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +31,27 @@ class Flops:
     causal: float
 
 
-def flops_per_sample(model: nn.Module, shape: Sequence[int]) -> Flops | None:
+def flops_per_sample(model: nn.Module, shape: Sequence[int], *, frozen: Sequence[nn.Module] = ()) -> Flops | None:
     """Return the FLOPs per trained sample as counted by the model; None if it does not count them.
 
     Args:
         model: Unsharded model on any device, including meta.
         shape: Shape of one sample: [T] tokens, or [C, H, W] of a square image.
+        frozen: Models whose forward pass alone is run on the sample, before they are frozen.
     """
+    return _add_frozen(_flops_of_sample(model, shape), (_flops_of_sample(each, shape) for each in frozen))
+
+
+def _add_frozen(trained: Flops | None, frozen: Iterable[Flops | None]) -> Flops | None:
+    """Return the FLOPs of a trained model and of the forward passes of others, a third of what training them takes."""
+    for each in frozen:
+        if trained is None or each is None:
+            return None
+        trained = Flops(palm=trained.palm + each.palm / 3, causal=trained.causal + each.causal / 3)
+    return trained
+
+
+def _flops_of_sample(model: nn.Module, shape: Sequence[int]) -> Flops | None:
     if hasattr(model, "flops_per_token"):
         return _flops_of_tokens(model, shape[0], row_length=shape[0])
     if hasattr(model, "flops_per_sample") and shape[1] == shape[2]:
@@ -131,6 +145,10 @@ class CountsFlops:
     def meta_model(self) -> nn.Module:
         """Return an unsharded model without storage."""
 
+    def meta_frozen_models(self) -> list[nn.Module]:
+        """Return unsharded copies of the frozen models that the task asks in a step, without storage."""
+        return []
+
     def recipes_flops_key(self, batch: dict[str, Any]) -> Hashable:
         """Return what the FLOPs of a micro-batch depend on: its shape, and its tokens where rows are padded."""
         return tuple(batch["inputs"].shape), batch.get("num_tokens"), batch.get("num_token_pairs")
@@ -144,11 +162,15 @@ class CountsFlops:
         if batch.get("num_tokens"):
             num_tokens = batch["num_tokens"]
             if not self._copy:
-                self._copy = (self.meta_model(),)  # nearly every micro-batch has another number
+                # nearly every micro-batch has another number
+                self._copy = (self.meta_model(), *self.meta_frozen_models())
             row_length = batch["num_token_pairs"] / num_tokens
-            return _flops_of_tokens(self._copy[0], num_tokens / self.data_size, row_length=row_length)
+            trained, *frozen = (
+                _flops_of_tokens(model, num_tokens / self.data_size, row_length=row_length) for model in self._copy
+            )
+            return _add_frozen(trained, frozen)
         num_samples, *shape = batch["inputs"].shape
-        per_sample = flops_per_sample(self.meta_model(), shape)
+        per_sample = flops_per_sample(self.meta_model(), shape, frozen=self.meta_frozen_models())
         if per_sample is None:
             return None
         return Flops(palm=num_samples * per_sample.palm, causal=num_samples * per_sample.causal)
@@ -157,9 +179,11 @@ class CountsFlops:
         """Return the outputs of a micro-batch on the meta device, for a FLOP counter that intercepts operators.
 
         Raises:
-            ValueError: Rows are padded.
+            ValueError: Rows are padded, or the task asks frozen models, too.
         """
         if "num_tokens" in batch:
             raise ValueError("operator counts would include the padding")
+        if self.meta_frozen_models():
+            raise ValueError("operator counts would be those of the trained model alone")
         outputs: Tensor = self.meta_model()(batch["inputs"])
         return outputs

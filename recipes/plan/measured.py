@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recipes.plan.fake_rank import MeshGroups, autocast
 from recipes.plan.roofline import Seconds, StepSeconds
-from recipes.plan.step import Step, build_model, clip, record_step
+from recipes.plan.step import Step, build_model, clip, hold_frozen_models, record_step
 from recipes.plan.trace import Op, cost_of
 from recipes.plan.unroll import find_period
 from recipes.runtime.console import LOGGER
@@ -125,6 +125,8 @@ def time_real_steps(step: Step, *, blocks: Sequence[int] | None, device: torch.d
     with torch.device(device):
         model = build_model(step, blocks, MeshGroups())
         model.init_weights(0)  # type: ignore[operator]
+        for frozen in hold_frozen_models(step, MeshGroups()):
+            frozen.init_weights(0)  # type: ignore[operator]
         optimizer = step.make_optimizer(model)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for _ in range(num_steps + 1):

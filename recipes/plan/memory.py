@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from recipes.plan.trace import GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS, Op
+from recipes.plan.trace import FROZEN, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS, Op
 
 MASTER = "master weights"
 # DeepSpeed's defaults, in elements (0.19.8): weights that stage 3 keeps gathered, and weights prefetched at once
@@ -94,6 +94,8 @@ def with_zero(
             optimizer = -(-held.get(OPTIMIZER, 0) // zero.num_ranks)
             buffers = max(held.get(WEIGHTS, 0) - num_parameters * weight_bytes, 0)  # everything that is not a parameter
             static = {WEIGHTS: held.get(WEIGHTS, 0), OPTIMIZER: optimizer, MASTER: trained_share * _FLOAT32}
+            if FROZEN in held:  # of models that no engine partitions
+                static[FROZEN] = held[FROZEN]
             if zero.stage == 3:
                 static |= {WEIGHTS: share * weight_bytes + buffers, GRADIENTS: trained_share * weight_bytes}
         is_forward = moment.section.startswith("forward")

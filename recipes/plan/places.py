@@ -16,9 +16,9 @@ from recipes.plan.communication import WAITED_FOR, cost_of_collective
 from recipes.plan.hardware import Cluster
 from recipes.plan.memory import timeline
 from recipes.plan.roofline import Seconds, StepSeconds
-from recipes.plan.trace import GATHERED, GRADIENTS, KEPT, OPTIMIZER, WEIGHTS, Op
+from recipes.plan.trace import FROZEN, GATHERED, GRADIENTS, KEPT, OPTIMIZER, WEIGHTS, Op
 
-_STATE = (WEIGHTS, GRADIENTS, OPTIMIZER, GATHERED)
+_STATE = (WEIGHTS, FROZEN, GRADIENTS, OPTIMIZER, GATHERED)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from recipes.plan.recorded import Recorded, StrategyEffect, record_config
 from recipes.plan.roofline import Rates
 from recipes.plan.stages import Stages, divide_layers, stage_moments
 from recipes.plan.times import Times, estimate_times, measure_times
-from recipes.plan.trace import GRADIENTS, OFFLOADED, OPTIMIZER, WEIGHTS
+from recipes.plan.trace import FROZEN, GRADIENTS, OFFLOADED, OPTIMIZER, WEIGHTS
 
 # kept free for what the allocator cannot use: blocks of other sizes than those asked for
 FRAGMENTATION = 0.05
@@ -124,7 +124,7 @@ def make_plan(resolved: ResolvedRun, cluster: Cluster, *, rates: Rates | Operato
         host=offloaded | _host_copies(resolved, state_bytes, snapshot_bytes, num_sharing=_num_sharing(engine, cluster)),
         checkpoint_bytes=checkpoint_bytes,
         disk_bytes=checkpoint_bytes * resolved.num_checkpoints,
-        flops=flops_per_sample(model, recorded.shape),
+        flops=flops_per_sample(model, recorded.shape, frozen=recorded.frozen),
         not_recorded=recorded.reason,
         memory_budget=step.activation_checkpoint.memory_budget,
     )
@@ -153,7 +153,7 @@ def plan_state(resolved: ResolvedRun, cluster: Cluster) -> int | None:
     moments, _ = _without_offloaded(
         _find_moments(recorded, None), recorded.engine, is_gpu=cluster.device.full_name is not None
     )
-    kinds = (WEIGHTS, MASTER, GRADIENTS, OPTIMIZER)
+    kinds = (WEIGHTS, FROZEN, MASTER, GRADIENTS, OPTIMIZER)
     return max(sum(moment.held.get(kind, 0) for kind in kinds) for moment in moments)
 
 
@@ -243,7 +243,7 @@ def _without_offloaded(
     names: tuple[str, ...] = ()
     copied = max(moment.held.get(OFFLOADED, 0) for moment in moments)
     if engine.sharding is not None and engine.offloads:
-        names = (WEIGHTS, GRADIENTS, OPTIMIZER)
+        names = (WEIGHTS, FROZEN, GRADIENTS, OPTIMIZER)
     elif zero is not None and engine.offloads:
         names = (MASTER, OPTIMIZER, *((GRADIENTS,) if zero.stage > 1 else ()))
         names += (WEIGHTS,) if zero.offloads_weights else ()

@@ -165,6 +165,8 @@ def describe_step(
         sharding=engine.sharding,
         num_replicas=engine.mesh.world_size if engine.sharding is None and engine.zero is None else 1,
         on_gpu=on_gpu,
+        frozen_models=task.make_frozen_models,
+        hold_frozen=task.frozen_models.update,
     )
 
 
@@ -197,6 +199,7 @@ class Recorded:
 
     Attributes:
         model: Unsharded, on the meta device.
+        frozen: The frozen models beside it, likewise.
         engine: Behavior of the strategy.
         accumulation: Global batch and micro-batches.
         shape: Shape of one sample.
@@ -207,6 +210,7 @@ class Recorded:
     """
 
     model: nn.Module
+    frozen: Sequence[nn.Module]
     engine: StrategyEffect
     accumulation: Accumulation
     shape: tuple[int, ...]
@@ -247,10 +251,13 @@ def record_config(
     engine, accumulation = find_strategy_effect(stage, pipeline, precision, cluster, model=model), stage.accumulation
     shape = find_sample_shape(resolved) if computes else ()
     step = describe_step(resolved, precision, accumulation, engine, shape, on_gpu=cluster.device.full_name is not None)
+    with torch.device("meta"):
+        frozen = [make() for make in step.frozen_models.values()]
     kinds = block_kinds(model, recomputes=step.activation_checkpoint.recomputes)
     ops, reason = _record(step, kinds, keep_calls=keep_calls, computes=computes)
     return Recorded(
         model=model,
+        frozen=frozen,
         engine=engine,
         accumulation=accumulation,
         shape=shape,

@@ -6,7 +6,7 @@ collectives do nothing. Other engines run as a single device here: `recipes.plan
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ from recipes.plan.fake_rank import (
     make_groups,
     real_meshes,
 )
-from recipes.plan.trace import GRADIENTS, OPTIMIZER, WEIGHTS, Op, StepTracer
+from recipes.plan.trace import FROZEN, GRADIENTS, OPTIMIZER, WEIGHTS, Op, StepTracer
 from recipes.precision import Precision
 from recipes.strategy.sharding import ExpertSharding, ShardPolicy, get_data_axes, shard_model
 from recipes.torch_internals import FakeTensorMode, tree_leaves
@@ -81,6 +81,8 @@ class Step:
         sharding: FSDP2 sharding; None: each rank holds the full state.
         num_replicas: Ranks that hold the same weights and gradients, without FSDP2.
         on_gpu: Record a GPU's operators where they differ from a CPU's.
+        frozen_models: Return the frozen models that the objective asks, by name, on the default device.
+        hold_frozen: Called with these models before the objective.
     """
 
     make_model: Callable[[], nn.Module]
@@ -98,6 +100,8 @@ class Step:
     sharding: Sharding | None = None
     num_replicas: int = 1
     on_gpu: bool = False
+    frozen_models: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
+    hold_frozen: Callable[[dict[str, nn.Module]], None] = lambda models: None
 
 
 def record_step(
@@ -119,6 +123,7 @@ def record_step(
         fakes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         with real_meshes():
             model = build_model(step, blocks, groups)
+            frozen = hold_frozen_models(step, groups)
         optimizer = step.make_optimizer(model)
         if isinstance(optimizer, DividesWork):
             optimizer.replicas = dist.group.WORLD if step.num_replicas > 1 else None
@@ -136,6 +141,8 @@ def record_step(
             for tensor in [*model.parameters(), *model.buffers()]:
                 for part in get_parts(tensor):
                     tracer.add(part, category=WEIGHTS)
+            for tensor in (tensor for each in frozen for tensor in (*each.parameters(), *each.buffers())):
+                tracer.add(tensor, category=FROZEN)
             _mark(tracer, parameters, optimizer)
             _mark_blocks(model, tracer)
             if step.drops_gradients:
@@ -197,6 +204,23 @@ def _drop_gradient(tracer: StepTracer, parameter: Tensor) -> None:
     parameter.grad = None
 
 
+def hold_frozen_models(step: Step, groups: MeshGroups) -> list[nn.Module]:
+    """Build the frozen models as the strategy does, and give them to the objective.
+
+    Args:
+        step: Step to build for.
+        groups: Process groups that shard them.
+    """
+    models: dict[str, nn.Module] = {}
+    for name, make in step.frozen_models.items():
+        with default_dtype(step.precision.param_dtype):
+            model = make().requires_grad_(False)
+        _distribute(step, model, groups, is_trained=False)
+        models[name] = model.eval()
+    step.hold_frozen(models)
+    return [*models.values()]
+
+
 def build_model(step: Step, blocks: Sequence[int] | None, groups: MeshGroups) -> nn.Module:
     """Build the model as the strategy does, e.g. `FSDP2Strategy.materialize`.
 
@@ -211,6 +235,12 @@ def build_model(step: Step, blocks: Sequence[int] | None, groups: MeshGroups) ->
         step.activation_checkpoint.apply(list_blocks(model))
     if blocks is not None:
         keep_blocks(model, blocks)
+    _distribute(step, model, groups)
+    return model.train()
+
+
+def _distribute(step: Step, model: nn.Module, groups: MeshGroups, *, is_trained: bool = True) -> None:
+    """Shard a model in place over the ranks of a step."""
     mesh = groups.device_mesh
     if step.mesh.tensor > 1:
         assert mesh is not None
@@ -228,8 +258,14 @@ def build_model(step: Step, blocks: Sequence[int] | None, groups: MeshGroups) ->
         if groups.expert_mesh is not None:
             apply_expert_parallel(model, groups.expert_mesh["expert"])
             experts = ExpertSharding(mesh=get_data_axes(groups.expert_mesh), num_averaged=step.mesh.averaged_size)
-        shard_model(model, mesh=get_data_axes(mesh), policy=policy, option="fsdp", experts=experts)
-    return model.train()
+        shard_model(
+            model,
+            mesh=get_data_axes(mesh),
+            policy=policy,
+            option="fsdp",
+            experts=experts,
+            is_trained=is_trained,
+        )
 
 
 def _mark_blocks(model: nn.Module, tracer: StepTracer) -> None:

@@ -133,8 +133,9 @@ _BYTES: dict[str, Callable[[Sequence[Tensor], Sequence[Tensor]], float]] = {
 }
 
 
-WEIGHTS, GRADIENTS, OPTIMIZER, CASTS, ACTIVATIONS, OFFLOADED, LOSS, GATHERED, TEMPORARY = CATEGORIES = (
+WEIGHTS, FROZEN, GRADIENTS, OPTIMIZER, CASTS, ACTIVATIONS, OFFLOADED, LOSS, GATHERED, TEMPORARY = CATEGORIES = (
     "weights",
+    "frozen models",
     "gradients",
     "optimizer",
     "autocast copies",
@@ -294,7 +295,7 @@ class StepTracer(TorchDispatchMode):
 
     def _is_weight(self, tensor: Tensor) -> bool:
         known = self._refs.get(tensor.untyped_storage()._cdata)
-        return known is not None and (known[1].category == WEIGHTS or known[1].by_collective)
+        return known is not None and (known[1].category in (WEIGHTS, FROZEN) or known[1].by_collective)
 
     def _free(self, key: int) -> None:
         _, block = self._refs.pop(key)

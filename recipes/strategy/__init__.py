@@ -75,7 +75,9 @@ class Engine(Protocol):
     @property
     def num_overflows(self) -> int: ...
 
-    def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> nn.Module:
+    def materialize(
+        self, model: nn.Module, initialize: Callable[[nn.Module], None], *, is_trained: bool = True
+    ) -> nn.Module:
         """Distribute a model from the meta device, and give it storage and initial weights.
 
         Returns the model, or this rank's pipeline stage: the same names, fewer layers.
@@ -83,6 +85,7 @@ class Engine(Protocol):
         Args:
             model: On the meta device.
             initialize: Sets every parameter and buffer of a model that has storage; no collectives.
+            is_trained: False for a frozen model beside the trained one, whose forward pass alone is run.
         """
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

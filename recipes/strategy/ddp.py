@@ -66,10 +66,12 @@ class DDP(TorchNativeMixin, ShardSavingMixin, DDPStrategy):
         self.connect_ranks()
 
     @override
-    def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> nn.Module:
+    def materialize(
+        self, model: nn.Module, initialize: Callable[[nn.Module], None], *, is_trained: bool = True
+    ) -> nn.Module:
         if self.groups.context is not None:
             apply_context_parallel(model, self.groups.context)
-        return super().materialize(model, initialize)
+        return super().materialize(model, initialize, is_trained=is_trained)
 
     @override
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -104,12 +104,15 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         set_up_mesh(self, self.connect_ranks, self.mesh_shape)
         self._expert_mesh = make_expert_mesh(self.mesh, self.root_device.type)
 
-    def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> nn.Module:
+    def materialize(
+        self, model: nn.Module, initialize: Callable[[nn.Module], None], *, is_trained: bool = True
+    ) -> nn.Module:
         """Shard block by block, then allocate and initialize each shard: no rank ever holds the full model."""
         get_blocks(model, self.option)  # reject a model without blocks before the mesh is needed
         if self.groups.pipeline is None:
-            self._materialize_part(model, initialize)
+            self._materialize_part(model, initialize, is_trained=is_trained)
             return model
+        assert is_trained, "the config check rejects a pipeline beside a frozen model"
         plan = plan_stages(model, num_ranks=self.mesh.pipeline, schedule=self.mesh.pipeline_schedule)
         ranks = PipelineRanks(self.groups.pipeline, plan, self.root_device)
         is_read = any(getattr(model, name, None) is not None for name in ("pretrained", "first_weights"))
@@ -123,7 +126,9 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         )
         return staged
 
-    def _materialize_part(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
+    def _materialize_part(
+        self, model: nn.Module, initialize: Callable[[nn.Module], None], *, is_trained: bool = True
+    ) -> None:
         """Materialize a whole model, or one pipeline stage."""
         if self.mesh.tensor > 1:
             apply_tensor_parallel(model, self.device_mesh["tensor"], sequence_parallel=self.mesh.sequence_parallel)
@@ -134,7 +139,12 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
             apply_expert_parallel(model, self._expert_mesh["expert"])
             experts = ExpertSharding(mesh=get_data_axes(self._expert_mesh), num_averaged=self.averaged_size)
         shard_model(
-            model, mesh=get_data_axes(self.device_mesh), policy=self._get_policy(), option=self.option, experts=experts
+            model,
+            mesh=get_data_axes(self.device_mesh),
+            policy=self._get_policy(),
+            option=self.option,
+            experts=experts,
+            is_trained=is_trained,
         )
         offloaded = isinstance(self._policy.offload, CPUOffloadPolicy)
         model.to_empty(device="cpu" if offloaded else self.root_device)
@@ -147,7 +157,8 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         mark_copies(model)
         initialize(model)
         assert isinstance(model, FSDPModule)
-        self._root = model
+        if is_trained:
+            self._root = model
 
     def _get_policy(self) -> ShardPolicy:
         """Return the sharding policy; pipeline stages stay gathered for a whole step.

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -74,7 +74,13 @@ def get_data_axes(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def shard_model(
-    model: nn.Module, *, mesh: DeviceMesh, policy: ShardPolicy, option: str, experts: ExpertSharding | None = None
+    model: nn.Module,
+    *,
+    mesh: DeviceMesh,
+    policy: ShardPolicy,
+    option: str,
+    experts: ExpertSharding | None = None,
+    is_trained: bool = True,
 ) -> None:
     """Shard a model in units that are gathered and reduced one by one.
 
@@ -86,26 +92,29 @@ def shard_model(
         policy: Dtypes, offload and resharding.
         option: Name of the strategy's option, for error messages.
         experts: Sharding of expert weights; None without expert parallelism.
+        is_trained: False for a model without a backward pass: every unit is freed after its forward pass.
 
     Raises:
         ConfigError: The model has no blocks, or the rows of a weight in NF4 do not divide over the ranks.
     """
     _check_rows_in_nf4(model, num_shards=mesh.size(mesh.ndim - 1))
     blocks = get_blocks(model, option)
+    if not is_trained:
+        policy = replace(policy, reshard_after_forward=True)
     alone = set(_large_children(model, num_elements=min(map(_count, _list_first_blocks(model)))))
     units: list[FSDPModule] = []  # in the order of the forward pass
     for child, is_tower in list_units(model):
         if is_tower:
             # the backward pass starts with the last block: if freed, it would be gathered again at once
             units += [
-                _shard_unit(block, mesh, policy, reshard=block is not blocks[-1], experts=experts)
+                _shard_unit(block, mesh, policy, reshard=not is_trained or block is not blocks[-1], experts=experts)
                 for block in child.children()
             ]
         elif child in alone and isinstance(child, nn.Embedding):
             units.append(_shard_unit(child, mesh, policy, reshard=True))
             units[-1].set_unshard_in_backward(False)  # its gradient needs only the tokens
         elif child in alone and isinstance(child, _LOW_PRECISION):
-            units.append(_shard_unit(child, mesh, policy, reshard=False))
+            units.append(_shard_unit(child, mesh, policy, reshard=not is_trained))
     for unit, ahead in itertools.pairwise(units):
         unit.set_modules_to_forward_prefetch([ahead])
     # last: FSDP2 assigns to a module what no submodule has claimed, here norm, positions and tied embeddings
@@ -114,7 +123,7 @@ def shard_model(
         mesh=mesh,
         mp_policy=policy.mixed_precision(low=False),
         offload_policy=policy.offload,
-        reshard_after_forward=False,
+        reshard_after_forward=not is_trained,
     )
 
 

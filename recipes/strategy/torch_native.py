@@ -42,7 +42,9 @@ class TorchNativeMixin(MeshRanksMixin):
     frees_gradients = True
     precision_plugin: Plugin
 
-    def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> nn.Module:
+    def materialize(
+        self, model: nn.Module, initialize: Callable[[nn.Module], None], *, is_trained: bool = True
+    ) -> nn.Module:
         """Put the full model on the device; weights depend only on seed and name, so all ranks have the same."""
         model.to_empty(device=self._strategy.root_device)
         initialize(model)

@@ -4,6 +4,7 @@ import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import lightning.pytorch as lightning
@@ -31,6 +32,7 @@ from recipes.numerics.loss import sum_by_source, token_losses
 from recipes.optimizer import hold_averages
 from recipes.parallel.groups import Groups
 from recipes.strategy import StepGuard
+from recipes.task.frozen import FrozenModel
 from recipes.task.resumable import Resumable
 
 Batch = dict[str, Any]
@@ -153,12 +155,16 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         ema_decay: Decay of the EMA of the weights, kept in the optimizer state; None disables it.
         seed: Seed of the initial weights and of each rank's RNG state.
         metrics: Validation metrics in addition to `val/loss`, by name without `val/`.
+        frozen_models: Models beside the trained one, by their section of the config.
 
     Attributes:
         input_kind: Kind of its samples, that of the model and the data.
         has_fixed_shapes: Whether all its batches have one shape, so that trying algorithms for it pays.
         is_causal: Whether what it predicts at a position depends on the inputs up to there only.
         supports: What modes and settings may ask of it, see `recipes.config.traits.TaskTraits`.
+        frozen_sections: Sections of the config with the models that it asks and never trains.
+        frozen_models: These models while the run trains, in eval mode. They are no modules of the task, so that nothing
+            that reads its parameters has them: optimizer, gradient norm, checkpoints, snapshots and averages.
         check_room: Raises if a model without storage cannot fit; called before it is allocated.
         recipes_row: Metrics of the current step, including those that callbacks add; logged at the end of the step.
     """
@@ -167,6 +173,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
     has_fixed_shapes: ClassVar[bool] = False
     is_causal: ClassVar[bool] = False
     supports: ClassVar[frozenset[str]] = frozenset()
+    frozen_sections: ClassVar[tuple[str, ...]] = ()
     model: nn.Module
 
     def __init__(
@@ -184,8 +191,11 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         ema_decay: float | None,
         seed: int,
         metrics: Mapping[str, Metric],
+        frozen_models: Mapping[str, FrozenModel] = MappingProxyType({}),
     ) -> None:
         super().__init__(loss=loss, metrics=metrics, seed=seed, clipping=clipping, keeps_average=ema_decay is not None)
+        self.frozen_models: dict[str, nn.Module] = {}
+        self._frozen = frozen_models
         self._ema_decay = ema_decay
         self._make_model = make_model
         self._make_optimizer = make_optimizer
@@ -239,17 +249,52 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         self._convert_model(model, shards_weights=getattr(self.trainer.strategy, "shards_weights", False))
         if self._activation_checkpoint.changes_blocks:  # not every model has blocks
             self._activation_checkpoint.apply(list_blocks(model))
-        if self._compile_mode is not None and named_blocks(model):
-            leaves_out_hooks = getattr(self.trainer.strategy, "gathers_by_hooks", False)
-            compile_blocks(list_blocks(model), mode=self._compile_mode, leaves_out_hooks=leaves_out_hooks)
+        if self._compile_blocks(model):
             self.loss.compile()
         self.loss.num_outputs = getattr(model, "vocab_size", None)
         self.model_name = getattr(model, "title", type(model).__name__)  # before an engine may change its class
         first_weights = await_checkpoint if self.awaits_checkpoint else initialize
-        self.check_room(model)
+        frozen = [each.on_meta() for each in self._frozen.values()] if self.trainer.training else []
+        self.check_room(nn.ModuleList([model, *frozen]) if frozen else model)
         initialize_part = functools.partial(first_weights, seed=self.seed)
         self.model = self.trainer.strategy.materialize(model, initialize_part)  # type: ignore[attr-defined]
         self.remember_base()
+        if self.trainer.training:
+            self.hold_frozen_models()
+
+    def hold_frozen_models(self) -> None:
+        """Give the frozen models beside the trained one storage and weights, for whoever computes the objective."""
+        for name, frozen in self._frozen.items():
+            model = self._materialize_frozen(frozen)
+            self.frozen_models[name] = model
+            self.remember_frozen_model(name, model, frozen.settings)
+
+    @property
+    def make_frozen_models(self) -> dict[str, Callable[[], nn.Module]]:
+        """Constructors of the frozen models beside the trained one, by name."""
+        return {name: frozen.make for name, frozen in self._frozen.items()}
+
+    @override
+    def meta_frozen_models(self) -> list[nn.Module]:
+        return [frozen.on_meta() for frozen in self._frozen.values()]
+
+    def _compile_blocks(self, model: nn.Module) -> bool:
+        """Compile the blocks of a model if the run compiles; return whether it did."""
+        if self._compile_mode is None or not named_blocks(model):
+            return False
+        leaves_out_hooks = getattr(self.trainer.strategy, "gathers_by_hooks", False)
+        compile_blocks(list_blocks(model), mode=self._compile_mode, leaves_out_hooks=leaves_out_hooks)
+        return True
+
+    def _materialize_frozen(self, frozen: FrozenModel) -> nn.Module:
+        """Return a frozen model as the engine holds it, with its weights, whatever a checkpoint holds."""
+        model = frozen.on_meta()
+        self._convert_model(model, shards_weights=getattr(self.trainer.strategy, "shards_weights", False))
+        self._compile_blocks(model)
+        model.requires_grad_(False)
+        engine: Any = self.trainer.strategy
+        placed: nn.Module = engine.materialize(model, functools.partial(initialize, seed=self.seed), is_trained=False)
+        return placed.requires_grad_(False).eval()
 
     def meta_model(self) -> nn.Module:
         """Return an unsharded model without storage."""

@@ -4,7 +4,7 @@ import copy
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -34,6 +34,7 @@ from recipes.numerics.nf4 import list_nf4
 from recipes.optimizer.param_groups import drop_unused_groups
 from recipes.optimizer.rules import GroupRow, get_rules, list_rows
 from recipes.parallel.stages import is_copy
+from recipes.task.frozen import Base, check_base, check_frozen_model
 
 _NOT_KEPT = ("params", "lr", "initial_lr")  # of an optimizer's groups: the config decides them
 
@@ -89,6 +90,7 @@ class Resumable(lightning.LightningModule):
         self._resumed_rng: GeneratorStates | None = None
         self._rng_is_restored = False
         self._base_of_adapter: Base | None = None
+        self._bases_of_models: dict[str, Base] = {}  # of the frozen models beside the trained one
 
     def recipes_consumed(self) -> tuple[int, int]:
         """Return the samples and tokens consumed so far over all ranks, for callbacks."""
@@ -205,6 +207,7 @@ class Resumable(lightning.LightningModule):
         checkpoint["every_parameter"] = self._every_parameter
         checkpoint["group_values"] = self._get_group_values()
         checkpoint["base"] = None if self._base_of_adapter is None else self._base_of_adapter.state()
+        checkpoint["frozen_models"] = {name: base.state() for name, base in self._bases_of_models.items()}
         checkpoint["published_config"] = self._published_config
         checkpoint["started_from"] = [dict(each) for each in self.started_from]
         checkpoint["model_settings"] = dict(self.model_settings)
@@ -229,6 +232,8 @@ class Resumable(lightning.LightningModule):
         published = checkpoint["published_config"]
         check_published_config(self._published_config, published, str(getattr(self.model, "name", "")))
         check_base(self._base_of_adapter, checkpoint["base"])
+        for name, base in self._bases_of_models.items():
+            check_frozen_model(name, base, checkpoint.get("frozen_models", {}).get(name))
         self.awaits_checkpoint = False
         self.started_from = checkpoint.get("started_from", [])  # none from earlier versions
         self.num_samples = checkpoint["consumed"]["samples"]
@@ -330,25 +335,38 @@ class Resumable(lightning.LightningModule):
     def remember_base(self) -> None:
         """Record which frozen weights were loaded beside an adapter; a collective, if they were read from files."""
         model: Any = self.model
-        pretrained: str | None = getattr(model, "pretrained", None)
         if not has_adapter(model):
             return
-        in_nf4 = any(list_nf4(model))
         if self.first_weights is not None:
             record = self.first_weights.record
+            in_nf4 = any(list_nf4(model))
             self._base_of_adapter = Base(record.name, record.hash, in_nf4=in_nf4, weights=record.weights)
             return
+        self._base_of_adapter = self._identify(model)
+
+    def remember_frozen_model(self, name: str, model: nn.Module, settings: Mapping[str, Any]) -> None:
+        """Record which frozen model the run is trained beside; a collective, if its weights were read from files.
+
+        Args:
+            name: Its section of the config.
+            model: With its weights.
+            settings: Those that change what its weights compute.
+        """
+        self._bases_of_models[name] = self._identify(model, {**settings, **_get_published_config(model)})
+
+    def _identify(self, model: nn.Module, settings: Mapping[str, Any] = MappingProxyType({})) -> Base:
+        """Return the identity of a model's frozen weights."""
+        pretrained: str | None = getattr(model, "pretrained", None)
         digest = None
         if pretrained is not None:
             own = hash_weights(pretrained) if self.trainer.is_global_zero else None
             digest = self.trainer.strategy.broadcast(own)
-        self._base_of_adapter = Base(pretrained or str(self.seed), digest, in_nf4=in_nf4)
+        return Base(pretrained or str(self.seed), digest, in_nf4=any(list_nf4(model)), settings=dict(settings))
 
     @property
     def _published_config(self) -> dict[str, Any]:
         """Settings of the model that its published config.json decides; empty for a model whose settings are typed."""
-        config = getattr(self.model, "published_config", None)
-        return {} if config is None else config()
+        return _get_published_config(self.model)
 
     # Rollbacks.
 
@@ -381,6 +399,11 @@ class Resumable(lightning.LightningModule):
             trainer.should_stop = False  # the run was about to end, but now has steps to repeat
 
 
+def _get_published_config(model: Any) -> dict[str, Any]:
+    config = getattr(model, "published_config", None)
+    return {} if config is None else config()
+
+
 def _get_model_sizes(sizes: dict[str, Any]) -> dict[str, int]:
     """Return the sizes of the mesh dimensions along which ranks work on the same samples."""
     return {name: size for name, size in sizes.items() if name not in ("replicate", "shard", "schedule")}
@@ -400,32 +423,6 @@ _NEEDED = (
     "model_settings",
     "published_config",
 )
-
-
-@dataclass(frozen=True)
-class Base:
-    """Frozen weights beside an adapter, which no checkpoint holds.
-
-    Attributes:
-        name: Folder or hub name of the published model; else the seed they were drawn from.
-        hash: Hash of the published tensors; None for weights from a seed.
-        in_nf4: Whether they are held in 4 bits.
-        weights: Which weights of a run's checkpoint, `name`; None: it is no run.
-    """
-
-    name: str
-    hash: str | None
-    in_nf4: bool
-    weights: str | None = None
-
-    @property
-    def is_published(self) -> bool:
-        """Whether they were read from files."""
-        return self.hash is not None
-
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of them."""
-        return asdict(self)
 
 
 def check_keys(checkpoint: Mapping[str, Any], data: object) -> None:
@@ -514,39 +511,6 @@ def check_model(own: Mapping[str, torch.Size], saved: Mapping[str, SavedTensor],
             )
 
 
-def check_base(own: Base | None, saved: Mapping[str, Any] | None) -> None:
-    """Check that an adapter's base weights are those it was trained on, in whichever folder they are now.
-
-    Args:
-        own: Frozen weights of this run; None without an adapter.
-        saved: Those of the checkpoint, as `Base.state` returned them.
-
-    Raises:
-        ConfigError: The base weights differ.
-    """
-    before = None if saved is None else Base(**saved)
-    if own is None or before is None or own.is_published != before.is_published or own.in_nf4 != before.in_nf4:
-        if own == before:
-            return
-        raise ConfigError(
-            "resume=… model.… adapter.…",
-            f"the checkpoint is of {_describe_base(before)}, and this run of {_describe_base(own)}",
-            "resume=… without settings of the model, its weights, the adapter and the seed",
-        )
-    if own.is_published and own.hash != before.hash:
-        raise ConfigError(
-            f"resume=… with the weights of {own.name}",
-            f"they have other values than when the adapter was trained beside {before.name}",
-            "resume=… model.pretrained=<folder with the weights as they were>",
-        )
-    if not own.is_published and own.name != before.name:
-        raise ConfigError(
-            f"resume=… seed={own.name}",
-            f"the weights beside the adapter were drawn from seed={before.name}",
-            f"resume=… seed={before.name}",
-        )
-
-
 def check_published_config(own: Mapping[str, Any], saved: Mapping[str, Any], name: str) -> None:
     """Check that the config.json of a published model describes the model that the weights were trained in.
 
@@ -565,13 +529,6 @@ def check_published_config(own: Mapping[str, Any], saved: Mapping[str, Any], nam
                 f"it has {key}={own[key]}, and the weights were trained with {key}={saved[key]}",
                 "resume=… model.name=<folder with config.json and weights as they were>",
             )
-
-
-def _describe_base(base: Base | None) -> str:
-    if base is None:
-        return "a model without an adapter"
-    weights = f"the weights of {base.name}" if base.is_published else f"weights drawn from seed={base.name}"
-    return f"an adapter beside {weights}{' in NF4' if base.in_nf4 else ''}"
 
 
 def _show(shape: tuple[int, ...] | None) -> str:

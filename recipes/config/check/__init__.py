@@ -18,6 +18,7 @@ from recipes.config.check.compatibility import (
 from recipes.config.check.dashboard import PLACES, check_dashboards
 from recipes.config.check.data import check_data
 from recipes.config.check.devices import check_devices
+from recipes.config.check.frozen_models import check_frozen_models
 from recipes.config.check.lr_scaling import check_lr_scaling
 from recipes.config.check.mesh import check_batch_size, check_mesh, check_moe, check_ranks
 from recipes.config.check.metrics import check_metrics, check_readers, check_thresholds
@@ -91,7 +92,8 @@ def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
         return locate_mistakes(flat, overrides)  # its arguments are among the others, and they among its arguments
     if misplaced := [*check_own_options(run, overrides)]:
         return misplaced  # whose settings the others lack
-    found = [*structure, *check_settings(config), *check_nodes(config), *check_parameter_rules(config)]
+    frozen = () if any(mistake.setting.startswith("task") for mistake in structure) else run.task.frozen_sections
+    found = [*structure, *check_settings(config, models=frozen), *check_nodes(config), *check_parameter_rules(config)]
     if not structure:  # the others read its sections
         wrong_classes = [*check_callbacks(config)]
         sections = tuple(mistake.setting.partition("_target_=")[0] for mistake in wrong_classes)
@@ -142,6 +144,7 @@ def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
         *check_loss_spike(run, world_size=run.ranks.world_size if has_ranks else 1),
         *check_readers(config),
         *check_thresholds(config),
+        *check_frozen_models(run),
         *check_evaluator(run),
         *check_unread(run, overrides),
         *check_rewards(run, overrides),

@@ -27,6 +27,7 @@ from recipes.config.check.suggestions import (
     includes,
     is_list_of_options,
     list_options,
+    read_option,
     suggest_addition,
     suggest_nested,
     suggest_option,
@@ -47,8 +48,8 @@ from recipes.config.overrides import (
 )
 from recipes.config.resume import compose_recorded, find_deepest, read_resumed_run, select_inherited
 from recipes.config.search_path import select_search_path
-from recipes.config.signature import TargetNotFoundError, read_signature
-from recipes.config.traits import DATA_GROUPS, is_place_of_data
+from recipes.config.signature import TargetNotFoundError, find_signature, read_signature
+from recipes.config.traits import DATA_GROUPS, is_place_of_data, is_place_of_model
 from recipes.config.trust import find_own_folders
 from recipes.errors import ConfigError
 
@@ -186,6 +187,7 @@ def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[st
     folders = [folder, *find_own_folders(search_path)]
     good = [*search_path]  # before the options in its folders
     values: list[tuple[str, str, Override]] = []
+    places: list[tuple[str, str, Override]] = []
     typed, mistakes = join_words(typed)
     for text in typed:
         if text in search_path:
@@ -193,6 +195,9 @@ def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[st
         override, quoted = parse_or_quote(text)
         if override is None:
             mistakes.append(_explain_word(text))
+            continue
+        if override.key_or_group == "model" and is_place_of_model(override.package):
+            places.append((text, quoted, override))
             continue
         if override.package is not None and folder == CONF and not is_place_of_data(override.package):
             group, option = override.key_or_group, str(override.value())
@@ -216,6 +221,10 @@ def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[st
             values.append((text, quoted, override))
     # the keys that may be set: those of the chosen options, including those of the resumed run
     inherited = _inherit_options([*search_path, *(quoted for _, quoted, _ in values)], good, folder, name)
+    for text, quoted, override in places:  # after the option of the task, which says whether it asks a model there
+        mistake = _find_wrong_place(text, override, compose_options([*inherited, *good], folder, name), typed)
+        mistakes += [mistake] if mistake else []
+        good += [] if mistake else [quoted]
     config = compose_options([*inherited, *good], folder, name)
     sources = [mistake.setting for mistake in mistakes if mistake.setting.startswith("+data@")]
     missing = tuple(f"{setting.removeprefix('+data@').partition('=')[0]}." for setting in sources)
@@ -234,6 +243,22 @@ def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[st
         else:
             good.append(corrected)
     return good, mistakes
+
+
+def _find_wrong_place(text: str, override: Override, config: Any, typed: Sequence[str]) -> ConfigError | None:
+    """Return the mistake in the choice of a frozen model, such as `model@teacher=gpt2`; None: there is none."""
+    place, option = str(override.package), str(override.value())
+    if option not in list_options("model", typed):
+        fix = suggest_option("model", option, typed).replace("model=", f"model@{place}=", 1)
+        return ConfigError(text, f"there is no option {option!r} of model", fix)
+    if place in config:
+        return None
+    targets = {task: read_option("task", task, typed).get("_target_") for task in list_options("task", typed)}
+    tasks = [
+        task for task, target in targets.items() if place in find_signature(target).constants.get("frozen_sections", ())
+    ]
+    fix = f"task={tasks[0]} {text}" if tasks else f"model={option}"
+    return ConfigError(text, f"the task of this run asks no {place}", fix)
 
 
 def _inherit_options(values: Sequence[str], options: Sequence[str], folder: Path, name: str) -> list[str]:

@@ -584,7 +584,7 @@ def check_kinds(
             fix,
         )
     yield from _loss_of_other_targets(config, choices)
-    yield from _metrics_of_another_task(choices)
+    yield from _metrics_of_another_task(choices, overrides)
 
 
 def _loss_of_other_targets(config: Mapping[str, Any], choices: Mapping[str, str]) -> Iterator[ConfigError]:
@@ -618,10 +618,14 @@ def _find_option(group: str, attribute: str, kind: object, usual: Sequence[str],
     return f"{group}=<an option for {kind}>"
 
 
-def _metrics_of_another_task(choices: Mapping[str, str]) -> Iterator[ConfigError]:
-    """Reject metrics named after a task other than the chosen one."""
+def _metrics_of_another_task(choices: Mapping[str, str], typed: Sequence[str]) -> Iterator[ConfigError]:
+    """Reject metrics named after a task other than the chosen one, unless its file chooses them."""
     task, metrics = choices.get("task"), choices.get("metrics")
-    if None not in (task, metrics) and metrics != task and (CONF / "task" / f"{metrics}.yaml").is_file():
+    if task is None or metrics is None:
+        return
+    chosen = [entry for entry in read_option("task", task, typed).get("defaults", ()) if isinstance(entry, dict)]
+    is_own = metrics == task or any(metrics in entry.values() for entry in chosen)
+    if not is_own and (CONF / "task" / f"{metrics}.yaml").is_file():
         fits = (CONF / "metrics" / f"{task}.yaml").is_file()
         yield ConfigError(
             f"metrics={metrics} task={task}",

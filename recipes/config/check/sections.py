@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -124,9 +124,14 @@ def _check_members(config: Mapping[str, Any], recipe: str | None) -> Iterator[Co
 NO_SUCH_KEY = "there is no such setting or section"
 
 
-def check_settings(config: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Check for unknown sections, and for settings of the wrong type."""
-    sections = [*list_groups(), *NODES]
+def check_settings(config: Mapping[str, Any], *, models: Sequence[str] = ()) -> Iterator[ConfigError]:
+    """Check for unknown sections, and for settings of the wrong type.
+
+    Args:
+        config: The config.
+        models: Sections of the frozen models that the task asks.
+    """
+    sections = [*list_groups(), *NODES, *models]
     for key, value in config.items():
         if key in SETTINGS:
             annotation = annotation_from(SETTINGS[key])

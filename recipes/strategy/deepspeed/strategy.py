@@ -357,7 +357,9 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
         """Do not partition yet: the model is still on the meta device, and `materialize` partitions it."""
         yield
 
-    def materialize(self, model: nn.Module, initialize: Callable[[nn.Module], None]) -> nn.Module:
+    def materialize(
+        self, model: nn.Module, initialize: Callable[[nn.Module], None], *, is_trained: bool = True
+    ) -> nn.Module:
         """Allocate and initialize the model; at stage 3 one parameter at a time, so that no rank holds it unsharded."""
         if self.groups.context is not None:
             apply_context_parallel(model, self.groups.context)
@@ -366,11 +368,13 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
 
             load_op(AsyncIOBuilder())  # before DeepSpeed itself would load it
         assert isinstance(self.config, dict)
-        fit_buckets(self.config["zero_optimization"], model)
+        if is_trained:
+            fit_buckets(self.config["zero_optimization"], model)
         if self.config["zero_optimization"]["stage"] < 3:
             model.to_empty(device=self._communication_device)
             initialize(model)
         else:
+            assert is_trained, "the config check rejects ZeRO-3 beside a frozen model"
             gather_whole(get_blocks(model, "deepspeed_stage_3"))
             # `zero.Init` reads the batch size and precision, which Lightning fills in later
             complete_deepspeed_config(self)

@@ -3,7 +3,8 @@
 import pytest
 
 from recipes.errors import ConfigError
-from recipes.task.resumable import Base, check_base, check_published_config
+from recipes.task.frozen import Base, check_base
+from recipes.task.resumable import check_published_config
 
 PUBLISHED = Base("m", "0a", in_nf4=False)
 

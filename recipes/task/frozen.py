@@ -1,0 +1,134 @@
+"""Frozen weights that no checkpoint holds: of a model beside the trained one, and those beside an adapter.
+
+A checkpoint has their identity instead, and a resume beside other weights is rejected.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from recipes.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenModel:
+    """A model that a task asks and never trains, such as a teacher.
+
+    Attributes:
+        make: Constructs it; called under the meta device.
+        settings: Those of its settings that change what its weights compute.
+    """
+
+    make: Callable[[], nn.Module]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def on_meta(self) -> nn.Module:
+        """Return it unsharded and without storage."""
+        with torch.device("meta"):
+            return self.make()
+
+
+@dataclass(frozen=True)
+class Base:
+    """Identity of frozen weights.
+
+    Attributes:
+        name: Folder or hub name of the published model; else the seed they were drawn from.
+        hash: Hash of the published tensors; None for weights from a seed.
+        in_nf4: Whether they are held in 4 bits.
+        weights: Which weights of a run's checkpoint, `name`; None: it is no run.
+        settings: Settings of the model that they belong to; empty beside an adapter, whose model the checkpoint names.
+    """
+
+    name: str
+    hash: str | None
+    in_nf4: bool = False
+    weights: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_published(self) -> bool:
+        """Whether they were read from files."""
+        return self.hash is not None
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of them."""
+        return asdict(self)
+
+
+def check_base(own: Base | None, saved: Mapping[str, Any] | None) -> None:
+    """Check that an adapter's base weights are those it was trained on, in whichever folder they are now.
+
+    Args:
+        own: Frozen weights of this run; None without an adapter.
+        saved: Those of the checkpoint, as `Base.state` returned them.
+
+    Raises:
+        ConfigError: The base weights differ.
+    """
+    before = None if saved is None else Base(**saved)
+    if own is None or before is None or own.is_published != before.is_published or own.in_nf4 != before.in_nf4:
+        if own == before:
+            return
+        raise ConfigError(
+            "resume=… model.… adapter.…",
+            f"the checkpoint is of {_describe_base(before)}, and this run of {_describe_base(own)}",
+            "resume=… without settings of the model, its weights, the adapter and the seed",
+        )
+    _check_weights(own, before, section="model", trained="the adapter was trained", beside="the adapter")
+
+
+def check_frozen_model(section: str, own: Base, saved: Mapping[str, Any] | None) -> None:
+    """Check that a frozen model is the one that a run was trained beside, in whichever folder it is now.
+
+    Args:
+        section: Its section of the config, such as `teacher`.
+        own: The model of this run.
+        saved: That of the checkpoint, as `Base.state` returned it; None: it was trained beside none, and goes on
+            beside this one.
+
+    Raises:
+        ConfigError: The weights or the settings differ.
+    """
+    if saved is None:
+        return
+    before = Base(**saved)
+    changed = [key for key, value in before.settings.items() if own.settings.get(key) != value]
+    if changed or own.is_published != before.is_published:
+        named = [f"{section}.{key}={own.settings.get(key)}" for key in changed]
+        was = [f"{section}.{key}={before.settings[key]}" for key in changed]
+        raise ConfigError(
+            f"resume=… with {' '.join(named) or _describe_weights(own)}",
+            f"the run was trained beside {' '.join(was) or _describe_weights(before)}",
+            f"resume=… without settings of {section}",
+        )
+    _check_weights(own, before, section=section, trained="the run was trained", beside=f"the {section}")
+
+
+def _check_weights(own: Base, before: Base, *, section: str, trained: str, beside: str) -> None:
+    """Reject published weights with other values, and weights from another seed."""
+    if own.is_published and own.hash != before.hash:
+        raise ConfigError(
+            f"resume=… with the weights of {own.name}",
+            f"they have other values than when {trained} beside {before.name}",
+            f"resume=… {section}.pretrained=<folder with the weights as they were>",
+        )
+    if not own.is_published and own.name != before.name:
+        raise ConfigError(
+            f"resume=… seed={own.name}",
+            f"the weights {'beside' if section == 'model' else 'of'} {beside} were drawn from seed={before.name}",
+            f"resume=… seed={before.name}",
+        )
+
+
+def _describe_base(base: Base | None) -> str:
+    if base is None:
+        return "a model without an adapter"
+    return f"an adapter beside {_describe_weights(base)}{' in NF4' if base.in_nf4 else ''}"
+
+
+def _describe_weights(base: Base) -> str:
+    return f"the weights of {base.name}" if base.is_published else f"weights drawn from seed={base.name}"
