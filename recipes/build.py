@@ -338,14 +338,14 @@ def build_task(resolved: ResolvedRun, precision: Precision, loss: Loss) -> Train
         ema_decay=config["ema_decay"],
         seed=resolved.seed,
         metrics=_build_metrics(resolved, loss),
-        frozen_models={name: _describe_frozen(config[name]) for name in resolved.task.frozen_sections},
+        frozen_models={name: _describe_frozen(name, config[name]) for name in resolved.task.frozen_sections},
     )
     return task
 
 
-def _describe_frozen(node: Config) -> FrozenModel:
+def _describe_frozen(section: str, node: Config) -> FrozenModel:
     """Return the model of a section such as `teacher`, without an adapter of the trained one."""
-    return FrozenModel(make=functools.partial(make, node), settings=read_settings_of_weights(node))
+    return FrozenModel(section=section, make=functools.partial(make, node), settings=read_settings_of_weights(node))
 
 
 def _make_schedule(node: Config) -> Callable[[int], float]:

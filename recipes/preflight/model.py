@@ -69,8 +69,8 @@ def check_model(
         remedy = "the first forward pass already overflows, or targets are not finite"
         name = "loss before the first step"
         yield judge(name, f"{first:.3f}", passes=math.isfinite(first), fails=not math.isfinite(first), remedy=remedy)
-    has_regularizer = isinstance(task.loss, CrossEntropy) and (task.loss.label_smoothing or task.loss.z_loss)
-    if has_regularizer and not task.frozen_models:  # whose terms have no formula here
+    is_plain = not task.frozen_models  # whose terms have no formula here
+    if is_plain and isinstance(task.loss, CrossEntropy) and (task.loss.label_smoothing or task.loss.z_loss):
         yield _check_objective(task, task.loss, batch, forward, context, expected)
     whole = _cut_padding(batch)
     if task.is_causal:

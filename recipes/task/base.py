@@ -293,7 +293,9 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         self._compile_blocks(model)
         model.requires_grad_(False)
         engine: Any = self.trainer.strategy
-        placed: nn.Module = engine.materialize(model, functools.partial(initialize, seed=self.seed), is_trained=False)
+        with frozen.named_in_errors():
+            initialize_part = functools.partial(initialize, seed=self.seed)
+            placed: nn.Module = engine.materialize(model, initialize_part, is_trained=False)
         return placed.requires_grad_(False).eval()
 
     def meta_model(self) -> nn.Module:

@@ -70,9 +70,8 @@ class Distillation(LanguageModeling):
 
 
 def _scale(term: Term, factor: float) -> Term:
-    """Return a term with another weight in the objective, and the same in the logged loss."""
-    logged = term.sum * term.weight if term.in_loss is True else term.in_loss
-    return term._replace(weight=term.weight * factor, in_loss=logged)
+    """Return a term with another share of the objective, and the same in the logged loss."""
+    return term._replace(sum=term.sum * factor, in_loss=term.sum if term.in_loss is True else term.in_loss)
 
 
 def divergence_sum(logits: Tensor, wanted: Tensor, targets: Tensor, *, temperature: float) -> Tensor:

@@ -3,7 +3,9 @@
 A checkpoint has their identity instead, and a resume beside other weights is rejected.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,23 +14,40 @@ from torch import nn
 
 from recipes.errors import ConfigError
 
+_KEY = re.compile(r"(?<![\w./-])model\.(?=\w)")  # a setting, and no part of a path
+_OPTION = re.compile(r"(?<![\w./-])model=")
+
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenModel:
     """A model that a task asks and never trains, such as a teacher.
 
     Attributes:
+        section: Its section of the config.
         make: Constructs it; called under the meta device.
         settings: Those of its settings that change what its weights compute.
     """
 
+    section: str
     make: Callable[[], nn.Module]
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def on_meta(self) -> nn.Module:
         """Return it unsharded and without storage."""
-        with torch.device("meta"):
+        with torch.device("meta"), self.named_in_errors():
             return self.make()
+
+    @contextmanager
+    def named_in_errors(self) -> Iterator[None]:
+        """Let errors about the model, whose code speaks of `model.…`, name its section."""
+        try:
+            yield
+        except ConfigError as error:
+            setting, reason, fix = (
+                _OPTION.sub(f"model@{self.section}=", _KEY.sub(f"{self.section}.", text))
+                for text in (error.setting, error.reason, error.fix)
+            )
+            raise ConfigError(setting, reason, fix) from error
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ MODELS: dict[str, tuple[list[str], dict[str, Any]]] = {
         ],
         TOKENS,
     ),
+    "two towers": ([*DECODER, "model=gpt2_nano", "model._target_=small_models.TwoTowers"], TOKENS),
     "resnet18": (["model=resnet18", "data=digits", "optimizer.lr=1e-3"], IMAGES),
 }
 

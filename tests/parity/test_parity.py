@@ -39,6 +39,7 @@ def _cases(
 SINGLE = {
     **_cases(["single"], world_size=1, splits=(1, 2, 4, 8, 16)),
     "llama": _cases(["single"], model="llama", world_size=1, splits=[1])["single x1"],
+    "two towers": _cases(["single"], model="two towers", world_size=1, splits=[1])["single x1"],
     "resnet18": _cases(["single"], model="resnet18", world_size=1, splits=[2])["single x2"],
     **{
         f"{precision} x{accumulate}": case(
@@ -88,7 +89,9 @@ SGD = {
     for base in _cases([name], world_size=2, splits=[2]).values()
 }
 OTHER_MODELS |= SGD
-OTHER_SHORT = {name: OTHER_MODELS[name] for name in (*("llama, fsdp", "resnet18, ddp", "sgd, ZeRO-3, offload"),)}
+OTHER_SHORT = {
+    name: OTHER_MODELS[name] for name in ("llama, fsdp", "two towers, fsdp", "resnet18, ddp", "sgd, ZeRO-3, offload")
+}
 SINGLE["sgd"] = SINGLE["single x1"] | {
     "overrides": [*SINGLE["single x1"]["overrides"], "optimizer=sgd", "optimizer.lr=0.1"]
 }

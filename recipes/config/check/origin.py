@@ -16,7 +16,8 @@ import yaml
 from recipes.config.instantiate import PARTIAL, TARGET
 from recipes.config.overrides import to_grammar
 from recipes.config.signature import TargetNotFoundError, read_signature
-from recipes.config.trust import COPIES, RUNS_FILE, find_trusted_folders, parse_values, read_yaml_files
+from recipes.config.traits import is_place_of_model
+from recipes.config.trust import CONF, COPIES, RUNS_FILE, find_trusted_folders, parse_values, read_yaml_files
 from recipes.errors import ConfigError
 
 Place = tuple[str, ...]  # keys from the root of the config to a node
@@ -126,11 +127,12 @@ def _check_file(
 
 
 def _as_option(place: Place) -> Place:
-    """Map a place within a mixture source or an `eval_data` entry to the corresponding place in conf/data."""
+    """Map a place within a mixture source, an `eval_data` entry or a frozen model to one in conf/data or conf/model."""
     for named in (("data", "sources"), ("eval_data",)):
         if place[: len(named)] == named and len(place) > len(named):
             return ("data", *place[len(named) + 1 :])
-    return place
+    is_model = bool(place) and is_place_of_model(place[0]) and not (CONF / place[0]).is_dir()
+    return ("model", *place[1:]) if is_model else place
 
 
 def _reject(place: Place, value: object, reason: str, origin: Path) -> ConfigError:
