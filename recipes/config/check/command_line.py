@@ -253,10 +253,10 @@ def _find_wrong_place(text: str, override: Override, config: Any, typed: Sequenc
         return ConfigError(text, f"there is no option {option!r} of model", fix)
     if place in config:
         return None
-    targets = {task: read_option("task", task, typed).get("_target_") for task in list_options("task", typed)}
-    tasks = [
-        task for task, target in targets.items() if place in find_signature(target).constants.get("frozen_sections", ())
-    ]
+    tasks = []
+    for task in list_options("task", typed):
+        sections: Any = find_signature(read_option("task", task, typed).get("_target_")).constants
+        tasks += [task] if place in sections.get("frozen_sections", ()) else []
     fix = f"task={tasks[0]} {text}" if tasks else f"model={option}"
     return ConfigError(text, f"the task of this run asks no {place}", fix)
 
