@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from recipes.adapter import is_adapter
+from recipes.blocks import list_units, named_blocks
 from recipes.errors import ConfigError, type_setting
 from recipes.optimizer.param_groups import is_decayed
 
@@ -178,12 +179,14 @@ def _decay_by_layer(model: nn.Module, layer_decay: float | None) -> Iterator[Rul
     """
     if layer_decay is None:
         return
-    blocks = getattr(model, "blocks", None)
+    towers = [*named_blocks(model).values()]
+    blocks = towers[0] if len(towers) == 1 else None
     if not isinstance(blocks, nn.ModuleList) or not len(blocks):
         name = getattr(model, "title", type(model).__name__)
-        reason = f"it counts the blocks of a model, and {name} has none"
+        what = f"{len(towers)} towers of them" if len(towers) > 1 else "none"
+        reason = f"it counts the blocks of a model, and {name} has {what}"
         raise ConfigError(f"optimizer.layer_decay={layer_decay}", reason, "optimizer.layer_decay=null")
-    units = [unit for unit in _list_units(model, blocks) if any(True for _ in unit.parameters())]
+    units = [unit for unit, _ in list_units(model) if any(True for _ in unit.parameters())]
     at_blocks = next(index for index, unit in enumerate(units) if unit is blocks)
     last = len(blocks) + 1
     layers = {parameter: 0 for unit in units[:at_blocks] for parameter in unit.parameters()}
@@ -198,15 +201,6 @@ def _decay_by_layer(model: nn.Module, layer_decay: float | None) -> Iterator[Rul
     for number, own in sorted(names.items()):
         match = f"^({'|'.join(map(re.escape, own))})$"
         yield Rule(match=match, lr_scale=layer_decay ** (last - number), label=f"layer_{number}")
-
-
-def _list_units(model: nn.Module, blocks: nn.Module) -> Iterator[nn.Module]:
-    """Yield the list of blocks and its siblings, in the model and in the modules that contain the list."""
-    for child in model.children():
-        if child is not blocks and any(part is blocks for part in child.modules()):
-            yield from _list_units(child, blocks)
-        else:
-            yield child
 
 
 def _find_matches(rule: Rule, names: Mapping[nn.Parameter, Sequence[str]]) -> set[nn.Parameter]:

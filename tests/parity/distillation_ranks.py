@@ -1,4 +1,4 @@
-"""Distil a teacher, case by case, as one rank, and look after it: python distillation_ranks.py <cases.json> <results.json>.
+"""Distil a teacher case by case, as one rank, and look after it: python distillation_ranks.py <cases> <results>.
 
 A case is a list of overrides and a data node that replaces the composed one.
 """

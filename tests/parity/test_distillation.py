@@ -155,8 +155,8 @@ def test_the_teacher_takes_the_memory_that_was_planned(
     recorded = record_config(run, cluster, computes=False)
     moments = [*timeline(recorded.ops)]
     if recorded.engine.zero is not None:
-        zero, num_parameters = recorded.engine.zero, recorded.num_parameters
-        moments = [*with_zero(moments, zero, num_parameters=num_parameters, accumulates=True)]
+        zero, count = recorded.engine.zero, recorded.num_parameters
+        moments = [*with_zero(moments, zero, num_parameters=count, num_trained=count, accumulates=True)]
     assert {moment.held[FROZEN] for moment in moments} == {found[name]["seen"][0]["held_bytes"]}
 
 
