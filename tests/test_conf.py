@@ -88,7 +88,7 @@ def test_every_group_has_a_module_or_is_pure_composition() -> None:
 
 def test_a_setting_of_the_config_is_checked_and_in_the_help() -> None:
     node = yaml.safe_load((CONF / "config.yaml").read_text())
-    sections = ("defaults", "hydra", "loader", "eval_data")
+    sections = ("defaults", "hydra", "loader", "eval_data", "optimizer")
     assert {*node} - {*sections} == {*SETTINGS}
     assert [key for key in SETTINGS if key not in str(node["hydra"]["help"])] == []
 

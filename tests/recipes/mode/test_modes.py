@@ -34,6 +34,7 @@ SUMMARY_KEYS = [
     "best_val_loss",
     "ended_by",
     "excluded_seconds",
+    "measures",
     "mfu",
     "num_parameters",
     "peak_memory_gib",
