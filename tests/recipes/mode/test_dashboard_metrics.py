@@ -7,6 +7,9 @@ import re
 import yaml
 from support import ROOT
 
+from callbacks.generation_eval import GenerationEval
+from recipes.reward import TOTAL
+
 SPEC = yaml.safe_load((ROOT / "conf" / "dashboard" / "default.yaml").read_text())["sections"]
 ON_PANELS = [name for section in SPEC for panel in section["panels"] for name in panel["metrics"]]
 # metrics without a panel, each with the reason
@@ -41,7 +44,9 @@ def validated_names() -> set[str]:
     """Return the metrics of a validation: the loss, and those of every option of conf/metrics."""
     options = [yaml.safe_load(path.read_text()) for path in (ROOT / "conf" / "metrics").glob("*.yaml")]
     names = {"loss"} | {name for option in options for name in option}
-    return {f"val/{place}{name}" for name in names for place in ("", "*/")}  # of the split, and of further data
+    generated = {*GenerationEval.validation_metrics, TOTAL, f"{TOTAL}/*"}  # of answers, whatever the validation
+    of_splits = {f"val/{place}{name}" for name in names for place in ("", "*/")}  # of the split, and of further data
+    return of_splits | {f"val/{name}" for name in generated}
 
 
 def _name(node: ast.expr | None) -> str | None:
