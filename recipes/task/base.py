@@ -166,6 +166,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         frozen_models: These models while the run trains, in eval mode. They are no modules of the task, so that nothing
             that reads its parameters has them: optimizer, gradient norm, checkpoints, snapshots and averages.
         check_room: Raises if a model without storage cannot fit; called before it is allocated.
+        training_measures: What terms that the task adds to those of the loss are logged as -> their counts.
         recipes_row: Metrics of the current step, including those that callbacks add; logged at the end of the step.
     """
 
@@ -174,6 +175,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
     is_causal: ClassVar[bool] = False
     supports: ClassVar[frozenset[str]] = frozenset()
     frozen_sections: ClassVar[tuple[str, ...]] = ()
+    training_measures: ClassVar[Mapping[str, str]] = {}
     model: nn.Module
 
     def __init__(
@@ -483,7 +485,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         if not is_logged:
             return
         self._log_step(loss)
-        if self.loss.measures:
+        if self.loss.measures or self.training_measures:
             self._log_measures(measures)
         if sources is not None:
             self._log_sources(self._sum_over_token_ranks(sources))
@@ -504,8 +506,8 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         self.log_row(dict(self._learning_rates()))
 
     def _log_measures(self, of_rank: Mapping[str, Tensor]) -> None:
-        """Log what the loss measures beside itself, summed over ranks in one collective, which every rank joins."""
-        names = list(self.loss.measures)
+        """Log what loss and task measure beside the loss, summed over ranks in one collective for all of them."""
+        names = [*self.loss.measures, *self.training_measures]
         zero = torch.zeros((), device=self.device)
         sums = torch.stack([of_rank.get(name, zero).float() for name in names])  # [K]
         values = self._sum_over_token_ranks(sums).unbind()

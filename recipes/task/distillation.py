@@ -1,6 +1,6 @@
 """Knowledge distillation (Hinton et al. 2015, arXiv 1503.02531): learn the next token from text and from a teacher."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -19,7 +19,7 @@ class Distillation(LanguageModeling):
     The objective of a target is (1 - w) CE + w T^2 KL(teacher || student), where both distributions are softened by
     the temperature T; its square keeps the gradient of the second term from shrinking with T. As everywhere it is
     summed over targets and divided by the targets of the global batch. `train/loss` is the cross-entropy alone, and
-    comparable with that of a run without a teacher.
+    comparable with that of a run without a teacher; `train/divergence` is T^2 KL alone.
 
     Args:
         teacher_weight: w; 0 is cross-entropy alone, 1 the teacher alone.
@@ -29,6 +29,7 @@ class Distillation(LanguageModeling):
 
     supports: ClassVar[frozenset[str]] = frozenset({"generate", "export", "evaluate_tasks"})
     frozen_sections: ClassVar[tuple[str, ...]] = ("teacher",)
+    training_measures: ClassVar[Mapping[str, str]] = {"divergence": "num_targets"}
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Distillation(LanguageModeling):
             self.add_sources(batch, token_losses(self._without_padding(logits).detach(), targets))
         hard = [_scale(term, 1 - self._teacher_weight) for term in self.loss(logits, batch)]
         soft = self._divergence_sum(self._without_padding(logits), wanted, targets, temperature=self._temperature)
-        return [*hard, Term(soft, weight=self._teacher_weight, in_loss=False)]
+        return [*hard, Term(soft, weight=self._teacher_weight, in_loss=False, logged_as="divergence")]
 
     @torch.no_grad()
     def _teach(self, batch: Batch) -> Tensor:

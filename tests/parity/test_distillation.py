@@ -122,7 +122,8 @@ def plain(teachers: tuple[Path, Path]) -> list[dict[str, float]]:
         ((1 - WEIGHT) * loss + WEIGHT * TEMPERATURE**2 * divergence).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-        rows.append({"train/loss": loss.item(), "grad/norm": norm.item()})
+        squared = TEMPERATURE**2 * divergence.item()
+        rows.append({"train/loss": loss.item(), "grad/norm": norm.item(), "train/divergence": squared})
     return rows
 
 
@@ -132,6 +133,8 @@ def test_the_curve_is_that_of_a_plain_loop(name: str, found: dict[str, Any], pla
     # float32: other orders of the same sums
     assert difference["train/loss"] < 1e-5
     assert difference["grad/norm"] < 1e-4
+    for row, other in zip(found[name]["rows"], plain, strict=True):
+        assert row["train/divergence"] == pytest.approx(other["train/divergence"], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", [*ON_ONE, *ON_TWO])

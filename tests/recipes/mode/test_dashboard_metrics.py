@@ -9,6 +9,7 @@ from support import ROOT
 
 from callbacks.generation_eval import GenerationEval
 from recipes.reward import TOTAL
+from recipes.task.distillation import Distillation
 
 SPEC = yaml.safe_load((ROOT / "conf" / "dashboard" / "default.yaml").read_text())["sections"]
 ON_PANELS = [name for section in SPEC for panel in section["panels"] for name in panel["metrics"]]
@@ -46,7 +47,8 @@ def validated_names() -> set[str]:
     names = {"loss"} | {name for option in options for name in option}
     generated = {*GenerationEval.validation_metrics, TOTAL, f"{TOTAL}/*"}  # of answers, whatever the validation
     of_splits = {f"val/{place}{name}" for name in names for place in ("", "*/")}  # of the split, and of further data
-    return of_splits | {f"val/{name}" for name in generated}
+    of_tasks = {f"train/{name}" for name in Distillation.training_measures}
+    return of_splits | of_tasks | {f"val/{name}" for name in generated}
 
 
 def _name(node: ast.expr | None) -> str | None:
