@@ -18,6 +18,7 @@ _SETTINGS = (
     "reduce_dtype",
     "offload_optimizer",
     "offload_parameters",
+    "gather_for_generation",
 )
 
 
@@ -188,6 +189,7 @@ class StrategyTraits:
         reduce_dtype: Data type in which FSDP2 reduces gradients; None: that of the precision.
         offload_optimizer: Where DeepSpeed keeps the optimizer state: `cpu` or `nvme`; None: on the device.
         offload_parameters: Where DeepSpeed keeps the weights.
+        gather_for_generation: When sharded weights are gathered for text: `auto`, `per_call` or `per_token`.
         frees_gradients: Whether gradients are freed after a step.
     """
 
@@ -207,6 +209,7 @@ class StrategyTraits:
     reduce_dtype: str | None = None
     offload_optimizer: str | None = None
     offload_parameters: str | None = None
+    gather_for_generation: str = "auto"
     frees_gradients: bool = True
 
     @property

@@ -6,6 +6,7 @@ from recipes.build import Run
 from recipes.config.traits import declare_mode
 from recipes.data.conversations.chat_template import prompt_for_answer
 from recipes.errors import ConfigError
+from recipes.generation import Sampling
 from recipes.mode.load import load_task, load_tokenizer
 from recipes.runtime.console import LOGGER
 from recipes.task.language_modeling import LanguageModeling
@@ -23,6 +24,8 @@ def sample(
     temperature: Annotated[float, ">= 0, <= 1000"],
     top_k: Annotated[int, ">= 1"] | None,
     top_p: Annotated[float, ">= 0.001, <= 1"] | None,
+    min_p: Annotated[float, ">= 0, <= 1"] | None,
+    stop: list[str],
     seed: Annotated[int, ">= 0"],
     weights: Literal["trained", "ema"],
 ) -> int:
@@ -38,6 +41,8 @@ def sample(
         temperature: 0 always picks the most likely token; 1 samples from the model's distribution.
         top_k: Sample only from the k most likely tokens; None samples from all.
         top_p: Sample from the smallest set of tokens with at least this total probability; None samples from all.
+        min_p: Sample only from tokens with at least this fraction of the largest probability; None samples from all.
+        stop: Texts that end a sample, which are not part of it.
         seed: Sampling seed.
         weights: `trained`, or `ema` for their moving average.
 
@@ -51,15 +56,10 @@ def sample(
     assert isinstance(task, LanguageModeling), "the config check admits only language models"
     task.tokenizer = tokenizer = load_tokenizer(run, "mode=sample")
     given = _ask(prompt, tokenizer) if apply_chat_template else prompt
-    for number in range(num_samples):
-        text = task.generate_text(
-            given,
-            max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed + number,
-        )
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    seeds = range(seed, seed + num_samples)
+    texts = task.generate_texts(given, max_new_tokens, sampling=sampling, seeds=seeds, stop=stop)
+    for number, text in enumerate(texts or ()):
         if num_samples > 1:
             LOGGER.info(f"--- {number + 1} of {num_samples}, seed {seed + number}")
         LOGGER.info(f"{prompt}\n{text}" if apply_chat_template else f"{prompt}{text}")

@@ -4,7 +4,7 @@ Shapes: B sequences, T new tokens, W hidden size, V vocabulary.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
@@ -251,6 +251,23 @@ class TransformersCache:
         self.length = 0
         self._cache = DynamicCache(config=self._config)
         self._mask: Tensor | None = None  # [B, cached tokens]
+
+    @property
+    def selects_rows(self) -> bool:
+        """Whether `keep` is supported: not where a layer holds the state of a recurrence."""
+        from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+
+        kept, others = DynamicLayer, LinearAttentionCacheLayerMixin
+        layers = self._cache.layers
+        return bool(layers) and all(isinstance(x, kept) and not isinstance(x, others) for x in layers)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Make sequence i that of rows[i], which may be fewer, or several of the same."""
+        assert self._mask is not None, "a prompt has been read"
+        index = torch.tensor(rows, device=self._mask.device)
+        self._cache.batch_select_indices(index)
+        self._mask = self._mask[index]
+        self.padding = None if self.padding is None else self.padding[index]
 
     def run(self, inner: Any, tokens: Tensor) -> Tensor:
         """Run `inner` and return hidden states [B, 1, W] or logits [B, 1, V] of the last token of each sequence."""

@@ -3,8 +3,52 @@
 Shapes: B sequences, G key-value heads, T new tokens, L tokens in the cache including them, Q head size.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+
+class Slots:
+    """Where new tokens of each sequence are in the cache; shared by its layers, which ask for the same each.
+
+    Args:
+        padding: As for `KeyValueCache`.
+    """
+
+    def __init__(self, padding: Tensor | None) -> None:
+        self.padding = padding
+        self._asked: tuple[int, int] | None = None
+        self._positions: Tensor | None = None
+        self._mask: Tensor | None = None
+
+    def positions(self, held: int, num_new: int, *, device: torch.device) -> Tensor:
+        """Return the positions of T tokens after `held`: [T], or [B, T] if some of those were padding."""
+        self._ask(held, num_new, device)
+        assert self._positions is not None, "computed above"
+        return self._positions
+
+    def mask(self, held: int, num_new: int, *, device: torch.device) -> Tensor | None:
+        """Return where T tokens after `held` may attend: bool [T, L] or [B, 1, T, L]; None: everywhere."""
+        self._ask(held, num_new, device)
+        return self._mask
+
+    def keep(self, padding: Tensor | None) -> None:
+        """Change the padding."""
+        self.padding, self._asked = padding, None
+
+    def _ask(self, held: int, num_new: int, device: torch.device) -> None:
+        if self._asked == (held, num_new):
+            return
+        self._asked = held, num_new
+        positions = torch.arange(held, held + num_new, device=device)  # [T]
+        if self.padding is not None and held:
+            positions = positions - self.padding[:, None]  # [B, T]
+        self._positions, self._mask = positions, None
+        if held == 0 or (positions.ndim == 1 and num_new == 1):
+            return
+        reaches = torch.arange(held + num_new, device=device) <= positions[..., None]  # [T, L] or [B, T, L]
+        self._mask = reaches if reaches.ndim == 2 else reaches[:, None]
 
 
 class LayerCache:
@@ -12,16 +56,16 @@ class LayerCache:
 
     Args:
         capacity: Maximum number of tokens.
-        padding: As for `KeyValueCache`.
+        slots: Those of the cache; None: without padding.
 
     Attributes:
         length: Tokens in the cache, including padding.
     """
 
-    def __init__(self, *, capacity: int, padding: Tensor | None = None) -> None:
+    def __init__(self, *, capacity: int, slots: Slots | None = None) -> None:
         self.capacity = capacity
         self.length = 0
-        self._padding = padding
+        self._slots = Slots(None) if slots is None else slots
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
@@ -31,33 +75,46 @@ class LayerCache:
         if self._keys is None or self._values is None:
             # zeros, not empty: unfilled slots are masked, but 0 times NaN would be NaN
             self._keys = keys.new_zeros(batch, heads, self.capacity, size)  # [B, G, capacity, Q]
-            self._values = values.new_zeros(batch, heads, self.capacity, size)
+            self._values = values.new_zeros(batch, heads, self.capacity, values.shape[-1])
         end = self.length + num_new
         assert end <= self.capacity, f"{self.length} + {num_new} tokens > capacity {self.capacity}"
-        slots = new_positions(self.length, num_new, padding=self._padding, device=keys.device)
+        # the first rows are in use: those that ended have left
+        all_keys, all_values = self._keys[:batch], self._values[:batch]
+        slots = self._slots.positions(self.length, num_new, device=keys.device)
         if slots.ndim == 1:
-            self._keys[:, :, self.length : end] = keys
-            self._values[:, :, self.length : end] = values
+            all_keys[:, :, self.length : end] = keys
+            all_values[:, :, self.length : end] = values
         else:
             rows = torch.arange(batch, device=keys.device)[:, None]  # [B, 1]
-            self._keys[rows, :, slots] = keys.transpose(1, 2)  # [B, T, G, Q] by the rules of advanced indexing
-            self._values[rows, :, slots] = values.transpose(1, 2)
+            all_keys[rows, :, slots] = keys.transpose(1, 2)  # [B, T, G, Q] by the rules of advanced indexing
+            all_values[rows, :, slots] = values.transpose(1, 2)
         self.length = end
-        return self._keys[:, :, :end], self._values[:, :, :end]
+        return all_keys[:, :, :end], all_values[:, :, :end]
 
     def mask(self, num_new: int, *, device: torch.device) -> Tensor | None:
         """Return where the last T tokens may attend: bool [T, L] or [B, 1, T, L]; None: everywhere.
 
         Also None for the first tokens of a cache, whose attention is causal.
         """
-        start = self.length - num_new
-        if start == 0:
-            return None
-        positions = new_positions(start, num_new, padding=self._padding, device=device)  # [T] or [B, T]
-        if positions.ndim == 1 and num_new == 1:
-            return None
-        reaches = torch.arange(self.length, device=device) <= positions[..., None]  # [T, L] or [B, T, L]
-        return reaches if reaches.ndim == 2 else reaches[:, None]
+        return self._slots.mask(self.length - num_new, num_new, device=device)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Make sequence i that of rows[i]; copies only those that move, if they come from behind the ones that stay."""
+        if self._keys is None or self._values is None:  # of another pipeline stage
+            return
+        moves = [(to, row) for to, row in enumerate(rows) if to != row]
+        if all(row >= len(rows) for _, row in moves):
+            for to, row in moves:
+                for held in (self._keys, self._values):
+                    held[to, :, : self.length] = held[row, :, : self.length]
+            return
+        index = torch.tensor(rows, device=self._keys.device)
+        self._keys, self._values = (self._spread(held, index) for held in (self._keys, self._values))
+
+    def _spread(self, held: Tensor, index: Tensor) -> Tensor:
+        chosen = held.new_zeros(len(index), *held.shape[1:])
+        chosen[:, :, : self.length] = held[index, :, : self.length]
+        return chosen
 
 
 class KeyValueCache:
@@ -70,12 +127,19 @@ class KeyValueCache:
             forward pass, which later tokens overwrite. None: no padding.
 
     Attributes:
-        padding: May be increased by 1 before a forward pass for a finished sequence: its last token is replaced.
+        selects_rows: Whether `keep` is supported.
     """
 
+    selects_rows = True
+
     def __init__(self, *, num_layers: int, capacity: int, padding: Tensor | None = None) -> None:
-        self.layers = [LayerCache(capacity=capacity, padding=padding) for _ in range(num_layers)]
-        self.padding = padding
+        self._slots = Slots(padding)
+        self.layers = [LayerCache(capacity=capacity, slots=self._slots) for _ in range(num_layers)]
+
+    @property
+    def padding(self) -> Tensor | None:
+        """Number of slots of each sequence that are behind its newest token, [B]; None: none."""
+        return self._slots.padding
 
     @property
     def length(self) -> int:
@@ -88,7 +152,7 @@ class KeyValueCache:
 
     def positions(self, num_new: int, *, device: torch.device) -> Tensor:
         """Return the positions of the next T tokens: [T], or [B, T] if they differ between sequences."""
-        return new_positions(self.length, num_new, padding=self.padding, device=device)
+        return self._slots.positions(self.length, num_new, device=device)
 
     def last(self, hidden: Tensor) -> Tensor:
         """Return the hidden state [B, 1, W] of the last token of each sequence, given those of new tokens [B, T, W]."""
@@ -98,13 +162,20 @@ class KeyValueCache:
         index = num_new - 1 - self.padding  # [B]
         return hidden[torch.arange(len(hidden), device=hidden.device), index][:, None]
 
+    def keep(self, rows: Sequence[int]) -> None:
+        """Make sequence i that of rows[i], which may be fewer, or several of the same."""
+        for layer in self.layers:
+            layer.keep(rows)
+        padding = self.padding
+        if padding is None:
+            return
+        padding = padding[torch.tensor(rows, device=padding.device)]
+        unused, largest = int(padding.min()), int(padding.max())  # the longest sequence may have left
+        for layer in self.layers:
+            layer.length = max(0, layer.length - unused)
+        self._slots.keep(padding - unused if largest > unused else None)
+
     def clear(self) -> None:
         """Remove all tokens but keep the memory."""
         for layer in self.layers:
             layer.length = 0
-
-
-def new_positions(held: int, num_new: int, *, padding: Tensor | None, device: torch.device) -> Tensor:
-    """Return the positions of T tokens after `held` tokens: [T], or [B, T] if some of those were padding."""
-    positions = torch.arange(held, held + num_new, device=device)  # [T]
-    return positions if padding is None or held == 0 else positions - padding[:, None]

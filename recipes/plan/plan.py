@@ -46,6 +46,7 @@ class Plan:
         not_recorded: Why the forward pass, and so activations, could not be recorded; None if it was.
         memory_budget: Activation memory budget; None leaves it to torch.
         times: Time breakdown of a step; None without known rates.
+        generation: Memory for text generation where weights are sharded; None: nothing is gathered for it.
     """
 
     cluster: Cluster
@@ -64,6 +65,7 @@ class Plan:
     not_recorded: str | None = None
     memory_budget: float | None = None
     times: Times | None = None
+    generation: "GenerationMemory | None" = None
 
     @property
     def limit_bytes(self) -> int:
@@ -74,6 +76,45 @@ class Plan:
     def fits(self) -> bool:
         """Whether the fullest moment fits on the device."""
         return self.peak.total <= self.limit_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationMemory:
+    """Memory of a rank whose sharded weights are gathered to generate text.
+
+    Attributes:
+        gathered_bytes: Weights of the unsharded model, as they are gathered.
+        held_bytes: Weights and optimizer state that the rank holds anyway.
+        gathers_once: Whether they are gathered once per call, rather than for each token.
+    """
+
+    gathered_bytes: int
+    held_bytes: int
+    gathers_once: bool
+
+
+def _plan_generation(resolved: ResolvedRun, recorded: Recorded, plan: "Plan") -> GenerationMemory | None:
+    """Return the memory for text generation; None: the run generates none, or does not shard weights."""
+    engine, precision = recorded.engine, recorded.step.precision
+    is_sharded = engine.sharding is not None or (engine.zero is not None and engine.zero.stage == 3)
+    if not is_sharded or "generate" not in resolved.task.supports or engine.pipeline.num_stages > 1:
+        return None
+    gathered = recorded.num_parameters * precision.param_dtype.itemsize
+    if engine.sharding is not None:  # in the dtype that they are multiplied in; DeepSpeed casts them back
+        matrices = (part for part in recorded.model.modules() if isinstance(part, nn.Linear | GroupedLinear))
+        cast = {parameter for part in matrices for parameter in part.parameters(recurse=False)}
+        tables = {part.weight for part in recorded.model.modules() if isinstance(part, nn.Embedding)}
+        num_cast = sum(parameter.numel() for parameter in cast - tables)  # a tied head is gathered as the table it is
+        gathered -= num_cast * (precision.param_dtype.itemsize - precision.compute_dtype.itemsize)
+    gathered //= engine.mesh.tensor
+    held = sum(plan.moments[0].held.get(kind, 0) for kind in (WEIGHTS, MASTER, OPTIMIZER))
+    setting = resolved.strategy.gather_for_generation
+    fits = held + gathered <= plan.limit_bytes
+    return GenerationMemory(
+        gathered_bytes=gathered,
+        held_bytes=held,
+        gathers_once=fits if setting == "auto" else setting == "per_call",
+    )
 
 
 def get_limit(cluster: Cluster) -> int:
@@ -128,6 +169,7 @@ def make_plan(resolved: ResolvedRun, cluster: Cluster, *, rates: Rates | Operato
         not_recorded=recorded.reason,
         memory_budget=step.activation_checkpoint.memory_budget,
     )
+    plan = replace(plan, generation=_plan_generation(resolved, recorded, plan))
     if rates is None or recorded.reason is not None:
         return plan
     if isinstance(rates, OperatorTimer):

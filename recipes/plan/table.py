@@ -9,7 +9,7 @@ from recipes.model.flops import Flops
 from recipes.plan.activations import PCIE_BYTES_PER_SECOND
 from recipes.plan.communication import Communication
 from recipes.plan.memory import Moment
-from recipes.plan.plan import Plan, gib, size_unit
+from recipes.plan.plan import GenerationMemory, Plan, gib, size_unit
 from recipes.plan.roofline import Rates
 from recipes.plan.times import Times
 from recipes.plan.trace import CATEGORIES
@@ -132,6 +132,8 @@ def describe_memory(plan: Plan) -> Iterator[str]:
             f"  assumed: each block keeps {plan.memory_budget:.0%} of the activations that it keeps in eager mode, and"
             " recomputes the rest in proportion; torch's partitioner, which a plan does not run, recomputes less"
         )
+    if plan.generation is not None:
+        yield _describe_generation(plan.generation, plan.limit_bytes)
     if plan.host:
         unit, unit_bytes = size_unit(min(plan.host.values()))
         parts = ", ".join(f"{name} {num_bytes / unit_bytes:,.2f}" for name, num_bytes in plan.host.items())
@@ -142,6 +144,16 @@ def describe_memory(plan: Plan) -> Iterator[str]:
             f"disk: {plan.checkpoint_bytes / unit_bytes:,.2f} {unit} per checkpoint,"
             f" {plan.disk_bytes / unit_bytes:,.2f} {unit} for all retained checkpoints"
         )
+
+
+def _describe_generation(memory: GenerationMemory, limit_bytes: int) -> str:
+    unit, unit_bytes = size_unit(memory.gathered_bytes)
+    size = f"{memory.gathered_bytes / unit_bytes:,.2f} {unit}"
+    beside = f"beside {memory.held_bytes / unit_bytes:,.2f} of weights and optimizer state"
+    if not memory.gathers_once:
+        return f"text generation: gathers each block for every token; the whole weights are {size}, {beside}"
+    fits = "" if memory.gathered_bytes + memory.held_bytes <= limit_bytes else ": DOES NOT FIT"
+    return f"text generation: gathers the weights once per call, {size} on each rank {beside}{fits}"
 
 
 def _name_data_ranks(plan: Plan) -> str:
@@ -291,6 +303,7 @@ def as_json(plan: Plan, length: RunLength, flops: Flops | None) -> dict[str, Any
         "dollars": length.dollars,
         "num_parameters": plan.num_parameters,
         "num_ranks": plan.num_ranks,
+        "generation_gib": None if plan.generation is None else round(gib(plan.generation.gathered_bytes), 4),
         "checkpoint_gib": round(gib(plan.checkpoint_bytes), 4),
         "disk_gib": round(gib(plan.disk_bytes), 4),
         "flops_per_sample": None if flops is None else flops.palm,

@@ -1,6 +1,7 @@
 """Strategies: small subclasses of Lightning's strategies that implement `Engine`."""
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -107,6 +108,12 @@ class Engine(Protocol):
 
     def sum_over_token_ranks(self, value: Tensor) -> Tensor:
         """Return the sum of a per-token quantity, such as a loss, over the ranks with different tokens."""
+
+    def gather_for_generation(self) -> AbstractContextManager[bool]:
+        """Prepare the weights for text generation; yield whether a forward pass then needs no other rank."""
+
+    def share_first(self, value: Tensor) -> Tensor:
+        """Return the first rank's value of a tensor on every rank."""
 
 
 def get_blocks(model: nn.Module, option: str) -> list[nn.Module]:

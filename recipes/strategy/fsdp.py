@@ -1,7 +1,7 @@
 """FSDP2: each rank holds 1/N of weights, gradients and optimizer state; blocks are gathered only while in use."""
 
 import copy
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import ClassVar, Literal
@@ -25,7 +25,14 @@ from recipes.parallel.tensor import apply_tensor_parallel, mark_row_orders
 from recipes.precision import Precision
 from recipes.strategy import get_blocks
 from recipes.strategy.precision_plugin import to_lightning_plugin
-from recipes.strategy.sharding import ExpertSharding, ShardPolicy, get_data_axes, shard_model
+from recipes.strategy.sharding import (
+    ExpertSharding,
+    ShardPolicy,
+    count_gathered_bytes,
+    get_data_axes,
+    keep_gathered,
+    shard_model,
+)
 from recipes.strategy.torch_native import TorchNativeMixin
 
 
@@ -49,6 +56,9 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
             stages are gathered once per step in either case.
         reduce_dtype: Dtype in which gradients are summed over ranks; `bfloat16` halves the traffic under mixed
             precision but rounds each rank's gradients before the sum, unlike one device. bf16-true always uses it.
+        gather_for_generation: `per_call` gathers the weights once for a batch of texts; each rank then holds the full
+            model, in the compute dtype. `per_token` gathers each block for every token. `auto` is `per_call` where that
+            fits into the free memory of all devices.
     """
 
     option: ClassVar[str] = "fsdp"
@@ -69,6 +79,7 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         gradient_sync: Literal["per_micro_batch", "per_step"],
         reshard_after_forward: bool,
         reduce_dtype: Literal["float32", "bfloat16"],
+        gather_for_generation: Literal["auto", "per_call", "per_token"] = "auto",
     ) -> None:
         self._configured_mesh = mesh
         on_gpu = devices[0].type == "cuda"
@@ -87,6 +98,7 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
             reduce_dtype=torch.bfloat16 if reduce_dtype == "bfloat16" else precision.reduce_dtype,
         )
         self._gradient_sync = gradient_sync
+        self._gather_for_generation: Literal["auto", "per_call", "per_token"] = gather_for_generation
 
     def mesh_shape(self) -> dict[str, int]:
         """Return the size of each device mesh axis: pipeline stages, replicas, shards, tensor parallelism.
@@ -167,6 +179,18 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         through the module's parameters: it would find shards, and silently omit their gradients.
         """
         return self._policy if self.groups.pipeline is None else replace(self._policy, reshard_after_forward=False)
+
+    @override
+    @contextmanager
+    def _hold_whole_weights(self) -> Iterator[bool]:
+        # pipeline stages stay gathered, and need the other stages anyway
+        if self.groups.pipeline is not None or not self._gathers_once(
+            self._gather_for_generation, num_bytes=count_gathered_bytes(self._root)
+        ):
+            yield False
+            return
+        with keep_gathered(self._root):
+            yield True
 
     @override
     def model_to_device(self) -> None:

@@ -1,14 +1,21 @@
 """Mesh and process groups of a strategy: which samples each rank has, and sums over subsets of ranks."""
 
-from typing import Any
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from recipes.mesh import Mesh
 from recipes.numerics.collectives import sum_over_ranks
 from recipes.parallel.groups import Groups, make_groups
 from recipes.parallel.schedule import PipelineSchedule
+
+log = logging.getLogger("lightning_recipes")
+_USABLE_SHARE = 0.8  # of the free memory; the rest is for keys, values and logits
 
 
 class MeshRanksMixin:
@@ -65,6 +72,47 @@ class MeshRanksMixin:
     def sum_over_token_ranks(self, value: Tensor) -> Tensor:
         """Return the sum of a per-token quantity, such as a loss, over the ranks with different tokens."""
         return sum_over_ranks(value, self._communication_device, self.groups.tokens)
+
+    @contextmanager
+    def gather_for_generation(self) -> Iterator[bool]:
+        """Prepare the weights for text generation; yield whether a forward pass then needs no other rank.
+
+        Layers on other ranks, or parts of them, need those ranks. A collective.
+        """
+        with self._hold_whole_weights() as holds_whole:
+            yield holds_whole and self.mesh.tensor == self.mesh.pipeline == self.mesh.expert == 1
+
+    def _gathers_once(self, setting: Literal["auto", "per_call", "per_token"], *, num_bytes: int) -> bool:
+        """Return whether to gather the weights once for a text rather than for each of its tokens. A collective.
+
+        Args:
+            setting: `auto` decides by the free memory of the devices; a CPU's is not known, and taken to be enough.
+            num_bytes: Size of the gathered weights.
+        """
+        device = self._communication_device
+        if setting != "auto" or device.type != "cuda":
+            return setting != "per_token"
+        free = torch.cuda.mem_get_info(device)[0]
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        lacks_room = torch.tensor(float(num_bytes > _USABLE_SHARE * free), device=device)
+        is_short = bool(self.sum_over_ranks(lacks_room) > 0)
+        if is_short:
+            needed = f"{num_bytes / 2**30:.1f} GiB"
+            log.info(f"Weights are gathered for each token of a text: whole, {needed}, they do not fit on each device")
+        return not is_short
+
+    @contextmanager
+    def _hold_whole_weights(self) -> Iterator[bool]:
+        """Hold the weights that an engine shards whole, where memory allows; yield whether they are."""
+        yield True
+
+    def share_first(self, value: Tensor) -> Tensor:
+        """Return the first rank's value of a tensor on every rank."""
+        if self._strategy.world_size > 1:
+            on_ranks = value.to(self._communication_device)
+            dist.broadcast(on_ranks, src=0)
+            value = on_ranks.to(value.device)
+        return value
 
     @property
     def _communication_device(self) -> torch.device:

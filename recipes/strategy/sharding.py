@@ -2,7 +2,8 @@
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -125,6 +126,46 @@ def shard_model(
         offload_policy=policy.offload,
         reshard_after_forward=not is_trained,
     )
+
+
+@contextmanager
+def keep_gathered(root: FSDPModule) -> Iterator[None]:
+    """Gather all weights now and free them at the end, whatever forward passes run in between. A collective."""
+    groups = _list_groups(root)
+    freed_after_forward = [group.post_forward_mesh_info for group in groups]
+    units = [module for module in _as_module(root).modules() if isinstance(module, FSDPModule)]
+    root._get_fsdp_state()._lazy_init()  # as a forward pass would, which must find the same streams
+    try:
+        for group in groups:
+            group.post_forward_mesh_info = None
+        for unit in units:
+            unit.unshard()
+        yield
+    finally:
+        for group, mesh_info in zip(groups, freed_after_forward, strict=True):
+            group.post_forward_mesh_info = mesh_info
+        for unit in units:
+            unit.reshard()
+
+
+def count_gathered_bytes(root: FSDPModule) -> int:
+    """Return the size of the gathered weights."""
+    sizes = (
+        (parameter._orig_size.numel(), (group.mp_policy.param_dtype or parameter.orig_dtype).itemsize)
+        for group in _list_groups(root)
+        for parameter in group.fsdp_params
+    )
+    return sum(num_elements * itemsize for num_elements, itemsize in sizes)
+
+
+def _list_groups(root: FSDPModule) -> list[FSDPParamGroup]:
+    units = (module for module in _as_module(root).modules() if isinstance(module, FSDPModule))
+    return [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+
+
+def _as_module(root: FSDPModule) -> nn.Module:
+    assert isinstance(root, nn.Module), "`fully_shard` adds the class to the one of the module"
+    return root
 
 
 def _check_rows_in_nf4(model: nn.Module, *, num_shards: int) -> None:

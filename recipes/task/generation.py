@@ -2,16 +2,16 @@
 
 import itertools
 from abc import ABC
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 from recipes.data.conversations.chat_template import find_stop_ids
+from recipes.generation import Completion, Sampling, StopStrings, generate
 from recipes.model import LanguageModel
-from recipes.model.generate import generate, generate_batch
 from recipes.task.base import TrainingTask
 from recipes.tokenizer import Tokenizer
 
-_QUESTIONS_AT_A_TIME = 32  # per rank
+_ROWS_AT_A_TIME = 32  # per rank
 _NOT_ENDED = " …"
 _MORE_TOKENS = 8  # beyond the longest expected answer: a longer answer is wrong anyway
 
@@ -27,6 +27,54 @@ class GeneratesText(TrainingTask, ABC):
     tokenizer: Tokenizer | None = None
     source: Any = None
 
+    def generate_texts(
+        self,
+        prompt: str | list[int],
+        max_new_tokens: int,
+        *,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        stop: Sequence[str] = (),
+    ) -> list[str] | None:
+        """Return continuations of a prompt, without the prompt; None without a tokenizer. Call on every rank.
+
+        Args:
+            prompt: Text, in which special tokens are recognized, or tokens; an empty prompt starts a new document.
+            max_new_tokens: Maximum number of tokens to generate.
+            sampling: How tokens are drawn.
+            seeds: Sampling seed of each continuation.
+            stop: Texts that end a continuation, which are not part of it.
+        """
+        if self.tokenizer is None:
+            return None
+        if isinstance(prompt, str):
+            prompt = self.tokenizer.encode_start(prompt, reads_special_tokens=True)
+        prompt_tokens = prompt or [self.tokenizer.end_of_text]
+        ending = StopStrings(stop, self.tokenizer) if stop else None
+        texts = []
+        strategy: Any = self.trainer.strategy
+        with self.trainer.precision_plugin.forward_context(), strategy.gather_for_generation() as is_independent:
+            for start in range(0, len(seeds), _ROWS_AT_A_TIME):
+                of_batch = seeds[start : start + _ROWS_AT_A_TIME]
+                completions = generate(
+                    cast(LanguageModel, self.model),
+                    [prompt_tokens],
+                    max_new_tokens,
+                    sampling=sampling,
+                    seeds=of_batch,
+                    num_samples=len(of_batch),
+                    ends=find_stop_ids(self.tokenizer),
+                    is_complete=None if ending is None else ending.is_reached,
+                    slides=True,
+                    agree=None if is_independent else strategy.share_first,
+                )
+                for completion in completions:
+                    if ending is None:
+                        texts.append(self.tokenizer.decode_continuation(prompt_tokens, completion.tokens))
+                    else:
+                        texts.append(ending.cut(completion.tokens, prompt=prompt_tokens))
+        return texts
+
     def generate_text(
         self,
         prompt: str | list[int],
@@ -37,34 +85,10 @@ class GeneratesText(TrainingTask, ABC):
         top_p: float | None,
         seed: int,
     ) -> str | None:
-        """Return the continuation of a prompt, without the prompt; None without a tokenizer. Call on every rank.
-
-        Args:
-            prompt: Text, in which special tokens are recognized, or tokens; an empty prompt starts a new document.
-            max_new_tokens: Maximum number of tokens to generate.
-            temperature: 0: greedy; below 1: sharper; above 1: flatter.
-            top_k: Sample from the k most likely tokens; None: all.
-            top_p: Sample from the smallest set of tokens with this total probability; None: all.
-            seed: Sampling seed.
-        """
-        if self.tokenizer is None:
-            return None
-        if isinstance(prompt, str):
-            prompt = self.tokenizer.encode_start(prompt, reads_special_tokens=True)
-        prompt_tokens = prompt or [self.tokenizer.end_of_text]
-        with self.trainer.precision_plugin.forward_context():
-            tokens = generate(
-                cast(LanguageModel, self.model),
-                prompt_tokens,
-                max_new_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                seed=seed,
-                ends=find_stop_ids(self.tokenizer),
-                agree=self.trainer.strategy.broadcast,
-            )
-        return self.tokenizer.decode_continuation(prompt_tokens, tokens)
+        """Return one continuation of a prompt; arguments as for `generate_texts` and `Sampling`."""
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        texts = self.generate_texts(prompt, max_new_tokens, sampling=sampling, seeds=[seed])
+        return None if texts is None else texts[0]
 
     recipes_generate_text = generate_text  # for the sampling callback
 
@@ -99,33 +123,41 @@ class GeneratesText(TrainingTask, ABC):
         if max_new_tokens is None:
             max_new_tokens = max((len(answer) for _, answer in questions), default=0) + _MORE_TOKENS
         found: list[tuple[str, str, str]] = []
-        # the same number of batches on every rank: where weights are sharded, each forward pass is a collective
-        for start in range(0, len(questions), num_ranks * _QUESTIONS_AT_A_TIME):
-            batch = questions[start : start + num_ranks * _QUESTIONS_AT_A_TIME]
-            mine = batch[rank::num_ranks]
-            with self.trainer.precision_plugin.forward_context():
-                given = generate_batch(
+        strategy: Any = self.trainer.strategy
+        with self.trainer.precision_plugin.forward_context(), strategy.gather_for_generation() as is_independent:
+            # the same number of batches on every rank: each forward pass may be a collective
+            for start in range(0, len(questions), num_ranks * _ROWS_AT_A_TIME):
+                batch = questions[start : start + num_ranks * _ROWS_AT_A_TIME]
+                mine = batch[rank::num_ranks]
+                given = generate(
                     cast(LanguageModel, self.model),
                     [prompt for prompt, _ in mine] or [batch[0][0]],
                     max_new_tokens,
-                    temperature=0.0,
-                    top_k=None,
-                    top_p=None,
+                    sampling=Sampling(temperature=0.0),
                     seeds=range(max(1, len(mine))),
                     ends=ends,
-                    all_ended=all_ended,
+                    all_ended=None if is_independent else all_ended,
                 )
-            for (prompt, expected), answer in zip(mine, given, strict=False):
-                until_end = list(itertools.takewhile(lambda token: token not in ends, expected))
-                # if the expected answer has no stop token, compare answers of the same length
-                has_end = len(until_end) < len(expected)
-                tokens = answer.tokens if has_end else answer.tokens[: len(expected)]
-                given_text = self.tokenizer.decode_continuation(prompt, tokens)
-                if has_end and not answer.has_ended:
-                    given_text += _NOT_ENDED
-                expected_text = self.tokenizer.decode_continuation(prompt, until_end)
-                found.append((self.tokenizer.decode(prompt), expected_text, given_text))
+                found += [
+                    self._compare(prompt, expected, answer, ends)
+                    for (prompt, expected), answer in zip(mine, given, strict=False)
+                ]
         return found
+
+    def _compare(
+        self, prompt: list[int], expected: list[int], answer: Completion, ends: Collection[int]
+    ) -> tuple[str, str, str]:
+        """Return the texts of a question, its expected answer and the generated one."""
+        assert self.tokenizer is not None, "without one nothing is generated"
+        until_end = list(itertools.takewhile(lambda token: token not in ends, expected))
+        # if the expected answer has no stop token, compare answers of the same length
+        has_end = len(until_end) < len(expected)
+        tokens = answer.tokens if has_end else answer.tokens[: len(expected)]
+        given_text = self.tokenizer.decode_continuation(prompt, tokens)
+        if has_end and not answer.has_ended:
+            given_text += _NOT_ENDED
+        expected_text = self.tokenizer.decode_continuation(prompt, until_end)
+        return self.tokenizer.decode(prompt), expected_text, given_text
 
     def recipes_question_rows(self, num_samples: int) -> dict[str, Mapping[str, Any]]:
         """Return the row of data of each of these validation questions, by its text; none where the data has no rows.

@@ -1,7 +1,8 @@
 """ZeRO-3 partitioning of a model from the meta device, with one unsharded parameter in memory at a time."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ BUCKET_ELEMENTS = 200_000_000  # Lightning's default: 0.8 GB in float32, twice t
 # page-locked buffers of this size, 1.6 GB in float32. DeepSpeed closes a group with the parameter that fills it.
 DISK_SUB_GROUP = 100_000_000
 DISK_THREADS = 4  # per disk read or write; a single thread leaves an NVMe disk idle
+_GENERATION = -1  # in the place of the number of a module, which begin at 0
 Slots = list[tuple[nn.Module, str]]  # modules and attribute names under which one parameter is used
 
 
@@ -95,6 +97,26 @@ def gather_in_compute_dtype(blocks: Iterable[nn.Module], optimizer: Any, dtype: 
     for parameter in list_cast_weights(blocks):
         parameter.comm_dtype = dtype  # type: ignore[attr-defined]
     optimizer.get_param_comm_dtype = lambda parameter: torch.float32
+
+
+@contextmanager
+def keep_gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Gather all weights now and free them at the end, whatever forward passes run in between. A collective.
+
+    DeepSpeed 0.19.8's hooks free a weight after a layer unless another layer uses it; here one more use is noted.
+    """
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    shards: list[Any] = [p for p in parameters if getattr(p, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE]
+    with deepspeed.zero.GatheredParameters(shards, modifier_rank=None):
+        try:
+            for shard in shards:
+                shard.ds_active_sub_modules.add(_GENERATION)
+            yield
+        finally:
+            for shard in shards:
+                shard.ds_active_sub_modules.discard(_GENERATION)
 
 
 def list_cast_weights(blocks: Iterable[nn.Module]) -> list[nn.Parameter]:

@@ -38,6 +38,7 @@ from recipes.strategy.deepspeed.partition import (
     fit_buckets,
     gather_in_compute_dtype,
     gather_whole,
+    keep_gathered,
     partition,
 )
 from recipes.strategy.mesh_ranks import MeshRanksMixin
@@ -256,6 +257,9 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
             the device.
         offload_parameters: Storage for weights between uses, at stage 3; None keeps them on the device.
         nvme_path: Folder for offloading to `nvme`.
+        gather_for_generation: At stage 3, `per_call` gathers the weights once for a batch of texts; each rank then
+            holds the full model. `per_token` gathers them for every token. `auto` is `per_call` where that fits into
+            the free memory of all devices.
     """
 
     option: ClassVar[str] = "deepspeed_stage_{stage}"
@@ -276,6 +280,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
         offload_optimizer: Literal["cpu", "nvme"] | None,
         offload_parameters: Literal["cpu", "nvme"] | None,
         nvme_path: str | None,
+        gather_for_generation: Literal["auto", "per_call", "per_token"] = "auto",
     ) -> None:
         self._configured_mesh = mesh
         on_gpu = devices[0].type == "cuda"
@@ -308,6 +313,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
         # Lightning's `thread_count` sets a name that DeepSpeed 0.19.8 does not read
         self.config["aio"]["intra_op_parallelism"] = DISK_THREADS
         self._offload_optimizer = offload_optimizer
+        self._gather_for_generation: Literal["auto", "per_call", "per_token"] = gather_for_generation
         self._uses_disk = "nvme" in (offload_optimizer, offload_parameters)
         self._precision = precision
         self._state = ZeroState()
@@ -380,6 +386,21 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
             complete_deepspeed_config(self)
             partition(model, initialize, config=self.config, device=self._communication_device)
         return model
+
+    @override
+    @contextmanager
+    def _hold_whole_weights(self) -> Iterator[bool]:
+        if not self.gathers_by_hooks:
+            yield True
+            return
+        assert self.lightning_module is not None
+        parameters: list[Any] = list(self.lightning_module.model.parameters())
+        num_bytes = sum(parameter.ds_numel * parameter.element_size() for parameter in parameters)
+        if not self._gathers_once(self._gather_for_generation, num_bytes=num_bytes):
+            yield False
+            return
+        with keep_gathered(parameters):
+            yield True
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Replace an offloaded Adam or AdamW with DeepSpeedCPUAdam, which is compiled on first use."""

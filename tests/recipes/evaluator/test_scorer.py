@@ -9,7 +9,8 @@ from exported_models import Text, make_backend
 from scorer_cases import GENERATE_REQUESTS, ROLLING_TEXTS, SCORE_REQUESTS, WINDOW, Case, make_case
 
 from recipes.errors import ConfigError
-from recipes.evaluator.scorer import Generation, PromptTokens, StopStrings
+from recipes.evaluator.scorer import Generation, PromptTokens
+from recipes.generation import Sampling, StopStrings
 from recipes.tokenizer import Tokenizer
 
 REFERENCE = json.loads(Path(__file__).with_name("lm_eval_results.json").read_text(encoding="utf-8"))["models"]
@@ -126,20 +127,26 @@ def test_a_rolling_window_scores_each_token_once(num_tokens: int) -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"until": "\n"}, Generation(until=("\n",), num_tokens=256, temperature=0.0, top_k=None, top_p=None)),
+        (
+            {"until": "\n"},
+            Generation(until=("\n",), num_tokens=256, sampling=Sampling(temperature=0.0)),
+        ),
         (
             {"until": None, "max_new_tokens": "7", "max_gen_toks": 5},
-            Generation(until=(), num_tokens=5, temperature=0.0, top_k=None, top_p=None),
+            Generation(until=(), num_tokens=5, sampling=Sampling(temperature=0.0)),
         ),
         (
             {"do_sample": False, "temperature": 1.0},
-            Generation(until=(), num_tokens=256, temperature=0.0, top_k=None, top_p=None),
+            Generation(until=(), num_tokens=256, sampling=Sampling(temperature=0.0)),
         ),
         (
             {"do_sample": True, "top_k": 0, "top_p": 1},
-            Generation(until=(), num_tokens=256, temperature=1.0, top_k=None, top_p=1.0),
+            Generation(until=(), num_tokens=256, sampling=Sampling(temperature=1.0, top_p=1.0)),
         ),
-        ({"temperature": 0.5, "top_k": 3}, Generation(until=(), num_tokens=256, temperature=0.5, top_k=3, top_p=None)),
+        (
+            {"temperature": 0.5, "top_k": 3},
+            Generation(until=(), num_tokens=256, sampling=Sampling(temperature=0.5, top_k=3)),
+        ),
     ],
 )
 def test_settings_of_a_generation_are_read_as_lm_eval_does(given: dict[str, Any], expected: Generation) -> None:

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from one_text import generate
 from torch import Tensor
 
 from recipes.model.decoder import attend, choose_attention_kernel
-from recipes.model.generate import generate
 from recipes.model.gpt2 import GPT2
 
 CUDA = torch.backends.cuda

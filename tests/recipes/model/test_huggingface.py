@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from one_text import generate, generate_rows
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from recipes.errors import ConfigError
+from recipes.generation import Sampling
 from recipes.model.flops import flops_per_sample
-from recipes.model.generate import generate, generate_batch
 from recipes.model.huggingface import HuggingFace
 from recipes.model.transformers_models import COMPARED
 from recipes.model.weights import await_checkpoint, initialize
@@ -234,12 +235,9 @@ def test_text_is_the_same_with_and_without_a_cache_alone_and_in_a_batch(kind: st
     _, folder = published(kind)
     model = model_of(folder, pretrained=folder)
     greedy: dict[str, Any] = {"temperature": 0.0, "top_k": None, "top_p": None}
-    alone = [generate(model, prompt, 8, **greedy, seed=0) for prompt in PROMPTS]  # type: ignore[arg-type]
-    assert alone == [
-        generate(model, prompt, 8, **greedy, seed=0, use_cache=False)  # type: ignore[arg-type]
-        for prompt in PROMPTS
-    ]
-    together = generate_batch(model, PROMPTS, 8, **greedy, seeds=range(3), ends=[])  # type: ignore[arg-type]
+    alone = [generate(model, prompt, 8, **greedy, seed=0) for prompt in PROMPTS]
+    assert alone == [generate(model, prompt, 8, **greedy, seed=0, use_cache=False) for prompt in PROMPTS]
+    together = generate_rows(model, PROMPTS, 8, sampling=Sampling(temperature=0.0), seeds=range(3))
     assert alone == [answer.tokens for answer in together]
 
 
@@ -390,7 +388,7 @@ def test_longrope_is_packed_as_long_as_its_frequencies_do_not_change(tmp_path: P
     with pytest.raises(ConfigError, match=r"\(LongRoPE\) change for a whole batch.*type model\.max_seq_len=24$"):
         HuggingFace(**options, max_seq_len=25)
     model = HuggingFace(**options, max_seq_len=24)
-    initialize(model, seed=0)  # type: ignore[arg-type]
+    initialize(model, seed=0)
     positions = torch.cat([torch.arange(length) for row in LENGTHS for length in row]).view(2, 24)
     together = model.eval()(tokens(), positions=positions)
     for row, lengths in enumerate(LENGTHS):

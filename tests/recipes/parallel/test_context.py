@@ -14,6 +14,7 @@ from mesh_models import (
     make_model,
     run_backward,
 )
+from one_text import generate
 from thread_ranks import run_on_threads
 from torch import Tensor, nn
 
@@ -21,7 +22,6 @@ from recipes.errors import ConfigError
 from recipes.mesh import Mesh
 from recipes.model.decoder import attend
 from recipes.model.documents import Documents
-from recipes.model.generate import generate
 from recipes.model.kv_cache import KeyValueCache
 from recipes.parallel.context import ContextRanks, apply_context_parallel
 

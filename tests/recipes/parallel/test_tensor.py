@@ -16,6 +16,7 @@ from mesh_models import (
     make_model,
     run_backward,
 )
+from one_text import generate
 from thread_ranks import run_on_threads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +24,6 @@ from torch.distributed.tensor import DTensor
 
 from recipes.errors import ConfigError
 from recipes.mesh import Mesh
-from recipes.model.generate import generate
 from recipes.parallel.placement import cut_box, find_box, find_row_orders
 from recipes.parallel.tensor import apply_tensor_parallel
 

@@ -226,3 +226,25 @@ def test_one_rank_is_planned_under_every_strategy(recipe: str) -> None:
     plan = _gpu_plan(f"recipe={recipe}", "model=gpt2_nano", "global_batch_size=8", hardware="l4")
     assert plan.fits
     assert plan.num_ranks == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["strategy=fsdp"], "once per call, 6.69 MiB on each rank beside 10.03"),
+        (["strategy=fsdp", "precision=bf16-mixed"], "once per call, 4.15 MiB on each rank beside 10.03"),
+        (["strategy=fsdp", "strategy.gather_for_generation=per_token"], "each block for every token"),
+        (["strategy=deepspeed_stage_3"], "once per call, 6.69 MiB on each rank beside 13.37"),
+        (["strategy=ddp"], None),
+        (["strategy=deepspeed_stage_2"], None),
+    ],
+)
+def test_gathered_weights_of_text_generation_are_in_the_plan(overrides: list[str], says: str | None) -> None:
+    typed = ["model=gpt2_nano", "data=random_tokens", "precision=32-true", "trainer.devices=2", *overrides]
+    plan = make_plan(resolved(composed_config(*typed, "trainer.accelerator=cpu")), cpu_cluster(2), rates=None)
+    lines = [line for line in describe_memory(plan) if line.startswith("text generation")]
+    if says is None:
+        assert (lines, plan.generation) == ([], None)
+        return
+    assert says in lines[0]
+    assert plan.generation is not None

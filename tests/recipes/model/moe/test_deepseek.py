@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from one_text import generate
 from support import ROOT
 
 from recipes.errors import ConfigError
-from recipes.model.generate import generate
 from recipes.model.moe import DeepSeekV3
 from recipes.parallel.stages import plan_stages
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from one_text import generate
 from support import ROOT
 from torch import Tensor
 
 from recipes.activation_checkpoint import ActivationCheckpoint
 from recipes.errors import ConfigError
-from recipes.model.generate import generate
 from recipes.model.moe.llama import MoeLlama, MoeMlp
 
 torch.set_num_threads(1)

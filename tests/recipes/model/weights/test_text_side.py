@@ -11,13 +11,13 @@ import pytest
 import torch
 import transformers as hf
 from exported_models import ADAPTERS, OWN, PUBLISHED, Kind, Text, make_model, publish_text
+from one_text import generate
 from tokenizers import pre_tokenizers
 
 from recipes.adapter.nf4_base import dequantize_base
 from recipes.data.conversations.chat_template import find_stop_ids, prompt_for_answer
 from recipes.errors import ConfigError
 from recipes.files import filling
-from recipes.model.generate import generate
 from recipes.model.gpt2 import GPT2
 from recipes.model.huggingface import HuggingFace
 from recipes.model.weights import text_side

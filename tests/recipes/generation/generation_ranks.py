@@ -6,21 +6,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[3])]
+sys.path[:0] = [str(Path(__file__).parents[3]), str(Path(__file__).parents[2])]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from one_text import generate  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
-from recipes.model.generate import generate  # noqa: E402
 from recipes.model.gpt2 import GPT2  # noqa: E402
 
 
-def broadcast(token: int) -> int:
-    """Return rank 0's token, as the strategies do."""
-    message = [token]
-    dist.broadcast_object_list(message)
-    return message[0]
+def share_first(value: torch.Tensor) -> torch.Tensor:
+    """Return rank 0's tensor, as the strategies do."""
+    dist.broadcast(value, src=0)
+    return value
 
 
 def main() -> None:
@@ -41,7 +40,7 @@ def main() -> None:
         top_p=None,
         seed=dist.get_rank(),
         ends=[7],
-        agree=broadcast,
+        agree=share_first,
     )
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, tokens)

@@ -3,13 +3,15 @@
 import contextlib
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from one_text import generate, generate_rows
 from torch import nn
 
 from recipes.errors import ConfigError
-from recipes.model.generate import Answer, generate, generate_batch, sampling_probabilities
+from recipes.generation import Completion, Sampling
 from recipes.model.gpt2 import GPT2
 from recipes.model.kv_cache import KeyValueCache, LayerCache
 from recipes.model.llama import Llama
@@ -151,8 +153,8 @@ LOGITS = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
 
 
 def probabilities(**changes: float | None) -> list[float]:
-    options: dict[str, float | None] = {"temperature": 1.0, "top_k": None, "top_p": None}
-    result = sampling_probabilities(LOGITS, **(options | changes))  # type: ignore[arg-type]
+    options: Any = {"temperature": 1.0, "top_k": None, "top_p": None}
+    result = Sampling(**(options | changes)).probabilities(LOGITS)
     return [round(value, 6) for value in result.tolist()]
 
 
@@ -183,7 +185,7 @@ def test_top_p_counts_what_top_k_leaves() -> None:
 
 def test_padded_tokens_are_never_sampled() -> None:
     logits = torch.tensor([0.0, 0.0, -math.inf, -math.inf])
-    result = sampling_probabilities(logits, temperature=2.0, top_k=3, top_p=1.0)
+    result = Sampling(temperature=2.0, top_k=3, top_p=1.0).probabilities(logits)
     assert result.tolist() == [0.5, 0.5, 0.0, 0.0]
 
 
@@ -208,34 +210,29 @@ def test_the_mask_of_two_new_tokens_after_three_held() -> None:
     assert mask.tolist() == [[True] * 4 + [False], [True] * 5]
 
 
-def test_a_task_samples_the_tokens_of_rank_0() -> None:
-    sent: list[int] = []
+@pytest.mark.parametrize("is_independent", [False, True])
+def test_a_task_takes_the_tokens_of_rank_0_where_ranks_generate_together(is_independent: bool) -> None:
+    sent: list[torch.Tensor] = []
 
     class Strategy:
         """Rank 0 has sampled the token 5 each time."""
 
-        def broadcast(self, token: int) -> int:
-            sent.append(token)
-            return 5
+        def gather_for_generation(self) -> contextlib.AbstractContextManager[bool]:
+            return contextlib.nullcontext(is_independent)
 
-    task = SimpleNamespace(
+        def share_first(self, value: torch.Tensor) -> torch.Tensor:
+            sent.append(value)
+            return torch.tensor([[5.0], [-1.0]], dtype=torch.float64)
+
+    task: Any = SimpleNamespace(
         tokenizer=byte_tokenizer(),
         model=model_of("gpt2"),
         trainer=SimpleNamespace(
             strategy=Strategy(), precision_plugin=SimpleNamespace(forward_context=contextlib.nullcontext)
         ),
     )
-    text = LanguageModeling.generate_text(
-        task,  # type: ignore[arg-type]
-        [1, 2],
-        3,
-        temperature=1.0,
-        top_k=None,
-        top_p=None,
-        seed=0,
-    )
-    assert text == "\x05\x05\x05"
-    assert len(sent) == 3
+    texts = LanguageModeling.generate_texts(task, [1, 2], 3, sampling=Sampling(), seeds=[0])
+    assert (texts == ["\x05\x05\x05"], len(sent)) == ((False, 0) if is_independent else (True, 3))
 
 
 def test_a_diverged_model_generates_nothing_instead_of_ending_the_run() -> None:
@@ -247,11 +244,11 @@ def test_a_diverged_model_generates_nothing_instead_of_ending_the_run() -> None:
 
 def test_a_temperature_that_float32_cannot_divide_by_is_greedy() -> None:
     logits = torch.tensor([1.0, 3.0, 2.0])
-    probabilities = sampling_probabilities(logits, temperature=1e-300, top_k=None, top_p=None)
+    probabilities = Sampling(temperature=1e-300).probabilities(logits)
     assert probabilities.tolist() == [0.0, 1.0, 0.0]
 
 
-def tokens_of(answers: list[Answer]) -> list[list[int]]:
+def tokens_of(answers: list[Completion]) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
@@ -262,8 +259,8 @@ PROMPTS = [[1, 2, 3], [7], [4, 5, 6, 7, 8, 9, 10], [3, 3]]
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_prompts_of_different_lengths_are_continued_together_as_alone(architecture: str, temperature: float) -> None:
     model = model_of(architecture)
-    settings = {"temperature": temperature, "top_k": None, "top_p": 0.9}
-    together = tokens_of(generate_batch(model, PROMPTS, 9, **settings, seeds=[0, 1, 2, 3], ends=[]))
+    settings: Any = {"temperature": temperature, "top_k": None, "top_p": 0.9}
+    together = tokens_of(generate_rows(model, PROMPTS, 9, sampling=Sampling(**settings), seeds=[0, 1, 2, 3], ends=[]))
     for index, prompt in enumerate(PROMPTS):
         assert together[index] == generate(model, prompt, 9, **settings, seed=index)
     assert len({tuple(tokens) for tokens in together}) == 4
@@ -271,10 +268,10 @@ def test_prompts_of_different_lengths_are_continued_together_as_alone(architectu
 
 def test_an_answer_ends_at_its_own_end_and_the_others_go_on() -> None:
     model = model_of("llama")
-    settings = {"temperature": 0.0, "top_k": None, "top_p": None}
-    whole = tokens_of(generate_batch(model, PROMPTS, 9, **settings, seeds=range(4), ends=[]))
+    settings: Any = {"temperature": 0.0, "top_k": None, "top_p": None}
+    whole = tokens_of(generate_rows(model, PROMPTS, 9, sampling=Sampling(**settings), seeds=range(4), ends=[]))
     end = whole[0][3]
-    answers = generate_batch(model, PROMPTS, 9, **settings, seeds=range(4), ends=[end])
+    answers = generate_rows(model, PROMPTS, 9, sampling=Sampling(**settings), seeds=range(4), ends=[end])
     assert [answer.has_ended for answer in answers] == [end in full for full in whole]
     cut = tokens_of(answers)
     for answer, full in zip(cut, whole, strict=True):
@@ -286,9 +283,9 @@ def test_an_answer_ends_at_its_own_end_and_the_others_go_on() -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_an_answer_ends_where_the_window_does_whatever_the_others_do(architecture: str) -> None:
     model = model_of(architecture)
-    settings = {"temperature": 0.0, "top_k": None, "top_p": None}
+    settings: Any = {"temperature": 0.0, "top_k": None, "top_p": None}
     prompts = [[5] * 14, [1], [5] * MAX_SEQ_LEN]
-    answers = tokens_of(generate_batch(model, prompts, 20, **settings, seeds=range(3), ends=[]))
+    answers = tokens_of(generate_rows(model, prompts, 20, sampling=Sampling(**settings), seeds=range(3), ends=[]))
     assert [len(answer) for answer in answers] == [2, 15, 0]
     assert answers[1] == generate(model, [1], 15, **settings, seed=0)
     assert answers[0] == generate(model, [5] * 14, 2, **settings, seed=0)
@@ -302,19 +299,19 @@ def test_ranks_go_on_until_all_have_ended() -> None:
         return len(asked) == 5
 
     first = generate(model, [1, 2, 3], 1, temperature=0.0, top_k=None, top_p=None, seed=0)
-    settings = {"temperature": 0.0, "top_k": None, "top_p": None}
-    [answer] = generate_batch(model, [[1, 2, 3]], 9, **settings, seeds=[0], ends=first, all_ended=all_ended)
+    sampling = Sampling(temperature=0.0)
+    [answer] = generate_rows(model, [[1, 2, 3]], 9, sampling=sampling, seeds=[0], ends=first, all_ended=all_ended)
     assert (answer.tokens, answer.has_ended) == ([], True)
     assert asked == [True] * 5
 
 
 def test_a_rank_whose_windows_are_full_does_not_leave_the_others_waiting() -> None:
-    settings = {"temperature": 0.0, "top_k": None, "top_p": None}
     calls = []
     for prompt in ([1] * (MAX_SEQ_LEN - 1), [1, 2]):
         asked: list[bool] = []
-        generate_batch(
-            model_of("gpt2"), [prompt], 6, **settings, seeds=[0], ends=[], all_ended=lambda e, a=asked: a.append(e)
+        sampling = Sampling(temperature=0.0)
+        generate_rows(
+            model_of("gpt2"), [prompt], 6, sampling=sampling, seeds=[0], all_ended=lambda e, a=asked: a.append(e)
         )
         calls.append(len(asked))
     assert calls == [6, 6]
@@ -322,12 +319,10 @@ def test_a_rank_whose_windows_are_full_does_not_leave_the_others_waiting() -> No
 
 def test_an_answer_ends_after_the_token_that_completes_it_and_the_others_go_on() -> None:
     model = model_of("llama")
-    settings = {"temperature": 0.0, "top_k": None, "top_p": None}
-    whole = tokens_of(generate_batch(model, PROMPTS, 9, **settings, seeds=range(4), ends=[]))
+    settings: Any = {"sampling": Sampling(temperature=0.0), "seeds": range(4)}
+    whole = tokens_of(generate_rows(model, PROMPTS, 9, **settings))
     last = whole[0][3:5]
-    answers = generate_batch(
-        model, PROMPTS, 9, **settings, seeds=range(4), ends=[], is_complete=lambda tokens: tokens[-2:] == last
-    )
+    answers = generate_rows(model, PROMPTS, 9, **settings, is_complete=lambda tokens: tokens[-2:] == last)
     assert (answers[0].tokens, answers[0].has_ended) == (whole[0][:5], True)
     assert [answer.tokens for answer in answers[1:] if not answer.has_ended] == [
         full for answer, full in zip(answers[1:], whole[1:], strict=True) if not answer.has_ended
@@ -337,4 +332,79 @@ def test_an_answer_ends_after_the_token_that_completes_it_and_the_others_go_on()
 
 def test_a_prompt_beyond_the_window_is_rejected() -> None:
     with pytest.raises(ConfigError, match="a prompt of 17 tokens: the model reads 16"):
-        generate_batch(model_of("gpt2"), [[1] * 17], 2, temperature=0.0, top_k=None, top_p=None, seeds=[0], ends=[])
+        generate_rows(model_of("gpt2"), [[1] * 17], 2, sampling=Sampling(temperature=0.0), seeds=[0])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 12}, {"top_p": 0.8}, {"min_p": 0.1}])
+def test_a_row_has_the_tokens_of_multinomial_with_a_generator_of_its_seed(
+    architecture: str, settings: dict[str, Any]
+) -> None:
+    model, sampling = model_of(architecture).eval(), Sampling(**settings)
+    completions = generate_rows(model, PROMPTS, 8, sampling=sampling, seeds=range(40, 48), num_samples=2)
+    for row, completion in enumerate(completions):
+        generator = torch.Generator().manual_seed(40 + row)
+        tokens = list(PROMPTS[row // 2])
+        for log_probability in completion.log_probabilities:
+            probabilities = sampling.probabilities(model(torch.tensor([tokens]))[0, -1].detach())
+            tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+            # one row and position in the same sums: float32 rounding
+            assert log_probability == pytest.approx(math.log(probabilities[tokens[-1]]), abs=1e-5)
+        assert tokens == [*PROMPTS[row // 2], *completion.tokens]
+        assert len(completion.log_probabilities) == 8
+
+
+def test_log_probabilities_of_greedy_tokens_are_the_models_own() -> None:
+    model = model_of("llama").eval()
+    [completion] = generate_rows(model, [[1, 2, 3]], 9, sampling=Sampling(temperature=0.0), seeds=[0])
+    tokens = torch.tensor([[1, 2, 3, *completion.tokens]])
+    expected = model(tokens)[0, 2:-1].log_softmax(-1).gather(-1, tokens[0, 3:, None])[:, 0].tolist()
+    assert completion.log_probabilities == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_log_probability_of_a_stop_token_is_the_last_one() -> None:
+    model = model_of("llama")
+    [whole] = generate_rows(model, [[1, 2, 3]], 9, sampling=Sampling(), seeds=[1])
+    end = whole.tokens[4]
+    first = whole.tokens.index(end)
+    [cut] = generate_rows(model, [[1, 2, 3]], 9, sampling=Sampling(), seeds=[1], ends=[end])
+    assert (cut.stop_token, cut.has_ended, cut.tokens) == (end, True, whole.tokens[:first])
+    assert cut.log_probabilities == whole.log_probabilities[: first + 1]
+
+
+def test_samples_share_the_prefill_and_rows_that_have_ended_leave_the_batch() -> None:
+    model = model_of("llama")
+    settings: Any = {"sampling": Sampling(), "seeds": range(8), "num_samples": 4}
+    whole = generate_rows(model, PROMPTS[:2], 9, **settings)
+    ends = [whole[5].tokens[2]]
+    seen: list[tuple[int, ...]] = []
+    handle = model.embedding.register_forward_pre_hook(lambda module, inputs: seen.append(tuple(inputs[0].shape)))
+    completions = generate_rows(model, PROMPTS[:2], 9, **settings, ends=ends)
+    handle.remove()
+    drawn = [len(completion.log_probabilities) for completion in completions]
+    assert seen == [(2, 3), *[(sum(number > step for number in drawn), 1) for step in range(1, max(drawn))]]
+    assert min(drawn) <= 3
+    for completion, full in zip(completions, tokens_of(whole), strict=True):
+        assert completion.tokens == (full[: full.index(ends[0])] if ends[0] in full else full)
+
+
+def test_windows_of_different_lengths_slide_each_at_its_own_time() -> None:
+    model, sampling = model_of("gpt2"), Sampling(temperature=0.8)
+    together = tokens_of(generate_rows(model, PROMPTS, 40, sampling=sampling, seeds=range(4), slides=True))
+    for index, prompt in enumerate(PROMPTS):
+        assert together[index] == generate(model, prompt, 40, temperature=0.8, top_k=None, top_p=None, seed=index)
+    without = generate_rows(model, PROMPTS, 40, sampling=sampling, seeds=range(4), slides=True, use_cache=False)
+    assert together == tokens_of(without)
+
+
+def test_memory_is_allocated_by_the_first_tokens_alone() -> None:
+    model = model_of("gpt2").eval()
+    cache = KeyValueCache(num_layers=2, capacity=8, padding=torch.tensor([0, 2]))
+    with torch.no_grad():
+        model(torch.ones(2, 4, dtype=torch.int64), cache=cache)
+        places = {id(layer._keys) for layer in cache.layers}
+        model(torch.ones(2, 1, dtype=torch.int64), cache=cache)
+        cache.keep([1])  # of the shorter one, 3 tokens
+        model(torch.ones(1, 1, dtype=torch.int64), cache=cache)
+    assert places == {id(layer._keys) for layer in cache.layers}
+    assert (cache.length, cache.padding) == (4, None)
