@@ -108,15 +108,17 @@ def keep_gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-    shards: list[Any] = [p for p in parameters if getattr(p, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE]
-    with deepspeed.zero.GatheredParameters(shards, modifier_rank=None):
+    weights: list[Any] = list(parameters)
+    # small ones stay gathered between steps, and would be freed after a forward pass outside of the trace of a step
+    shards = [weight for weight in weights if weight.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+    with deepspeed.zero.GatheredParameters(shards, modifier_rank=None, enabled=bool(shards)):
         try:
-            for shard in shards:
-                shard.ds_active_sub_modules.add(_GENERATION)
+            for weight in weights:
+                weight.ds_active_sub_modules.add(_GENERATION)
             yield
         finally:
-            for shard in shards:
-                shard.ds_active_sub_modules.discard(_GENERATION)
+            for weight in weights:
+                weight.ds_active_sub_modules.discard(_GENERATION)
 
 
 def list_cast_weights(blocks: Iterable[nn.Module]) -> list[nn.Parameter]:
