@@ -79,7 +79,7 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         gradient_sync: Literal["per_micro_batch", "per_step"],
         reshard_after_forward: bool,
         reduce_dtype: Literal["float32", "bfloat16"],
-        gather_for_generation: Literal["auto", "per_call", "per_token"] = "auto",
+        gather_for_generation: Literal["auto", "per_call", "per_token"],
     ) -> None:
         self._configured_mesh = mesh
         on_gpu = devices[0].type == "cuda"
@@ -98,7 +98,7 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
             reduce_dtype=torch.bfloat16 if reduce_dtype == "bfloat16" else precision.reduce_dtype,
         )
         self._gradient_sync = gradient_sync
-        self._gather_for_generation: Literal["auto", "per_call", "per_token"] = gather_for_generation
+        self._gather_for_generation = gather_for_generation
 
     def mesh_shape(self) -> dict[str, int]:
         """Return the size of each device mesh axis: pipeline stages, replicas, shards, tensor parallelism.

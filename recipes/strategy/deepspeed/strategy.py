@@ -259,7 +259,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
         nvme_path: Folder for offloading to `nvme`.
         gather_for_generation: At stage 3, `per_call` gathers the weights once for a batch of texts; each rank then
             holds the full model. `per_token` gathers them for every token. `auto` is `per_call` where that fits into
-            the free memory of all devices.
+            the free memory of all devices, as is None, for the stages that gather nothing.
     """
 
     option: ClassVar[str] = "deepspeed_stage_{stage}"
@@ -280,7 +280,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
         offload_optimizer: Literal["cpu", "nvme"] | None,
         offload_parameters: Literal["cpu", "nvme"] | None,
         nvme_path: str | None,
-        gather_for_generation: Literal["auto", "per_call", "per_token"] = "auto",
+        gather_for_generation: Literal["auto", "per_call", "per_token"] | None = None,
     ) -> None:
         self._configured_mesh = mesh
         on_gpu = devices[0].type == "cuda"
@@ -313,7 +313,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
         # Lightning's `thread_count` sets a name that DeepSpeed 0.19.8 does not read
         self.config["aio"]["intra_op_parallelism"] = DISK_THREADS
         self._offload_optimizer = offload_optimizer
-        self._gather_for_generation: Literal["auto", "per_call", "per_token"] = gather_for_generation
+        self._gather_for_generation: Literal["auto", "per_call", "per_token"] = gather_for_generation or "auto"
         self._uses_disk = "nvme" in (offload_optimizer, offload_parameters)
         self._precision = precision
         self._state = ZeroState()

@@ -60,6 +60,7 @@ def test_fsdp_names_the_strategy_that_needs_no_blocks(option: str, strategy: typ
         gradient_sync="per_step",
         reshard_after_forward=True,
         reduce_dtype="float32",
+        gather_for_generation="auto",
     )
     with pytest.raises(ConfigError) as raised:
         engine.materialize(WithoutBlocks(), lambda model: None)

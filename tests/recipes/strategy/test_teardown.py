@@ -40,7 +40,12 @@ def make(name: str) -> Strategy:
         return DDP(**common)  # type: ignore[arg-type]
     if name == "fsdp":
         return FSDP2Strategy(
-            **common, cpu_offload=False, gradient_sync="per_step", reshard_after_forward=True, reduce_dtype="float32"
+            **common,
+            cpu_offload=False,
+            gradient_sync="per_step",
+            reshard_after_forward=True,
+            reduce_dtype="float32",
+            gather_for_generation="auto",
         )  # type: ignore[arg-type]
     pytest.importorskip("deepspeed")
     return DeepSpeedZero(
