@@ -69,6 +69,7 @@ class ThreadStrategy(FSDP2Strategy):
             gradient_sync="per_micro_batch",
             reshard_after_forward=True,
             reduce_dtype="float32",
+            gather_for_generation="auto",
         )
         self.mesh, self.groups = mesh, make_groups(mesh)
         self.data_size, self.averaged_size = mesh.data_size, mesh.averaged_size
