@@ -256,7 +256,7 @@ def _attend_once(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | N
     """
     grouped = queries.reshape(len(queries), keys.shape[1], -1, queries.shape[-1])  # [B, G, H / G, Q]
     if queries.device.type == "cpu" and queries.dtype == torch.float32 and not dropout:
-        scores = grouped @ keys.transpose(-1, -2) * queries.shape[-1] ** -0.5  # [B, G, H / G, L]
+        scores = (grouped * queries.shape[-1] ** -0.5) @ keys.transpose(-1, -2)  # [B, G, H / G, L]
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         mixed: Tensor = scores.softmax(dim=-1) @ values

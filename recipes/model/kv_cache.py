@@ -71,11 +71,10 @@ class LayerCache:
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values of T new tokens, [B, G, T, Q]; return views of all L tokens, [B, G, L, Q]."""
-        batch, heads, num_new, size = keys.shape
+        batch, _, num_new, _ = keys.shape
         if self._keys is None or self._values is None:
-            # zeros, not empty: unfilled slots are masked, but 0 times NaN would be NaN
-            self._keys = keys.new_zeros(batch, heads, self.capacity, size)  # [B, G, capacity, Q]
-            self._values = values.new_zeros(batch, heads, self.capacity, values.shape[-1])
+            self._keys = self._allocate(keys, batch)  # [B, G, capacity, Q]
+            self._values = self._allocate(values, batch)
         end = self.length + num_new
         assert end <= self.capacity, f"{self.length} + {num_new} tokens > capacity {self.capacity}"
         # the first rows are in use: those that ended have left
@@ -111,8 +110,13 @@ class LayerCache:
         index = torch.tensor(rows, device=self._keys.device)
         self._keys, self._values = (self._spread(held, index) for held in (self._keys, self._values))
 
+    def _allocate(self, like: Tensor, batch: int) -> Tensor:
+        shape = batch, like.shape[1], self.capacity, like.shape[3]
+        # unfilled slots are read if sequences have different lengths: they are masked, but 0 times NaN would be NaN
+        return like.new_empty(shape) if self._slots.padding is None else like.new_zeros(shape)
+
     def _spread(self, held: Tensor, index: Tensor) -> Tensor:
-        chosen = held.new_zeros(len(index), *held.shape[1:])
+        chosen = self._allocate(held, len(index))
         chosen[:, :, : self.length] = held[index, :, : self.length]
         return chosen
 
