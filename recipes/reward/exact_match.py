@@ -1,7 +1,7 @@
 """Score whether an answer is the expected one, character for character."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from recipes.reward import compile_pattern, find_part
 
@@ -16,7 +16,9 @@ class ExactMatch:
         ignore_case: Whether upper and lower case are the same.
     """
 
-    def __init__(self, *, weight: float, answer_regex: str | None, ignore_case: bool) -> None:
+    def __init__(
+        self, *, weight: Annotated[float, ">= -1000, <= 1000"], answer_regex: str | None, ignore_case: bool
+    ) -> None:
         self.weight = weight
         self._pattern = compile_pattern("answer_regex", answer_regex)
         self._ignore_case = ignore_case

@@ -15,7 +15,7 @@ class Format:
         tags: Names of the tags in their order.
     """
 
-    def __init__(self, *, weight: float, tags: Annotated[list[str], ">= 1"]) -> None:
+    def __init__(self, *, weight: Annotated[float, ">= -1000, <= 1000"], tags: Annotated[list[str], ">= 1"]) -> None:
         if not tags:
             raise ValueError("tags is []; a format has one part or more; set ['answer']")
         self.weight = weight

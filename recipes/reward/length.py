@@ -20,7 +20,7 @@ class Length:
     def __init__(
         self,
         *,
-        weight: float,
+        weight: Annotated[float, ">= -1000, <= 1000"],
         target: Annotated[int, ">= 0"],
         limit: Annotated[int, ">= 1"],
         unit: Literal["words", "characters"],

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from recipes.errors import ConfigError
 
@@ -21,7 +21,7 @@ class OwnFunction:
         ConfigError: There is no such file or function, or the file raises an exception.
     """
 
-    def __init__(self, *, path: str, weight: float) -> None:
+    def __init__(self, *, path: str, weight: Annotated[float, ">= -1000, <= 1000"]) -> None:
         self.weight = weight
         self._function = load_function(path)
 

@@ -31,7 +31,7 @@ class Numeric:
     def __init__(
         self,
         *,
-        weight: float,
+        weight: Annotated[float, ">= -1000, <= 1000"],
         answer_regex: str | None,
         relative_tolerance: Annotated[float, ">= 0, <= 0.5"],
     ) -> None:

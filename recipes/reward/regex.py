@@ -1,7 +1,7 @@
 """Score whether a regular expression is found in a completion."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from recipes.reward import compile_pattern
 
@@ -14,7 +14,7 @@ class Regex:
         pattern: Regular expression of Python's `re`, in which `.` matches line breaks too.
     """
 
-    def __init__(self, *, weight: float, pattern: str) -> None:
+    def __init__(self, *, weight: Annotated[float, ">= -1000, <= 1000"], pattern: str) -> None:
         self.weight = weight
         self._pattern = compile_pattern("pattern", pattern, instead=".")
 

@@ -38,6 +38,7 @@ def test_a_published_model_without_a_name_is_one_mistake() -> None:
 def test_published_weights_are_looked_for_before_their_tokenizer(tmp_path: Path) -> None:
     model = {"_target_": "recipes.model.llama.Llama", "pretrained": "/nowhere"}
     config = {"model": model, "tokenizer": {"_target_": "recipes.tokenizer.bytes.Bytes"}, "resume": None}
+    config |= {"start_from": None}
     [mistake] = _published_weights(resolved(config, tmp_path))
     assert (mistake.setting, mistake.reason) == ("model.pretrained=/nowhere", "there is no such folder")
     assert mistake.fix.endswith("; beside model.pretrained, tokenizer=huggingface tokenizer.name=<the same>")
