@@ -19,7 +19,7 @@ from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.writer import CheckpointWriter
 from recipes.config.resolved import ResolvedRun
 from recipes.data.draws import has_draws
-from recipes.loss import get_mean
+from recipes.loss import logged_by_count
 from recipes.numerics.collectives import gather_objects
 from recipes.preflight.data import digest
 from recipes.preflight.result import Result, judge
@@ -236,9 +236,9 @@ class LossAfterStep(Callback):
         batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in self.batch.items()}
         pl_module.model.eval()
         with torch.no_grad(), trainer.precision_plugin.forward_context():
-            loss = get_mean(pl_module.loss, pl_module.outputs(batch), batch)
+            terms = pl_module.loss(pl_module.outputs(batch), batch)
         pl_module.model.train()
-        self.loss = float(loss)
+        self.loss = float(sum(logged_by_count(terms).values()))
 
 
 def _get_writer(trainer: lightning.Trainer) -> CheckpointWriter:
