@@ -497,6 +497,9 @@ def _check_reader(run: ResolvedRun, key: str, override: str) -> Iterator[ConfigE
         yield ConfigError(
             f"{override} callbacks.throughput.measure_peak=true", reason, f"{override} alone, or without it"
         )
+    if key == "strategy.gather_for_generation" and run.mesh.pipeline > 1:
+        reason = "each pipeline stage generates with its own layers, and gathers none of the others"
+        yield ConfigError(f"{override} pipeline_parallel_size={run.mesh.pipeline}", reason, without)
     is_synced = key == "trainer.sync_batchnorm" and config["trainer"].get("sync_batchnorm") and run.mode.takes_steps
     if is_synced and not run.strategy.needs_process_group:
         reason = "strategy=single has one rank, and nothing to synchronize"

@@ -41,6 +41,11 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         " pipeline_schedule=Interleaved1F1B",
         ["activation_checkpoint=full", _INTERLEAVED],
     ),
+    f"{_TWO} micro_batch_size=4 strategy.gather_for_generation=per_call": (
+        "strategy.gather_for_generation=per_call pipeline_parallel_size=2: each pipeline stage generates with its own"
+        " layers, and gathers none of the others; type the same command without it",
+        [],
+    ),
     f"{_TWO} micro_batch_size=4 mode=noise_scale": (
         "pipeline_parallel_size=2 mode=noise_scale: it compares the gradients of micro-batches, which a pipeline adds"
         " up; type pipeline_parallel_size=1",
