@@ -22,7 +22,14 @@ from recipes.config.cached_compose import compose_overrides
 from recipes.config.local_path import find_address
 from recipes.config.overrides import escape_interpolations, for_shell, parse_override, to_overrides
 from recipes.config.published import published_size
-from recipes.config.resume import apply_changes, compose_recorded, read_resumed_run, select_inherited, take_typed
+from recipes.config.resume import (
+    apply_changes,
+    complete,
+    compose_recorded,
+    read_resumed_run,
+    select_inherited,
+    take_typed,
+)
 from recipes.config.search_path import expand_home, select_search_path
 from recipes.config.start_from import take_tokenizer
 from recipes.config.trust import CONF as CONF
@@ -58,6 +65,7 @@ class Composed:
         overrides: Command-line overrides, for the record; those of the resumed run come first.
         typed: Overrides of this command line alone.
         dropped_overrides: Overrides of the resumed run that no longer apply, because another option was chosen.
+        added_settings: Settings that the config of the resumed run does not have, because a later version added them.
         choices: Option chosen for each group, to name it in messages.
         references: Key of each setting that only refers to another one, and that one: `data.seq_len` to `seq_len`.
         sweep_overrides: Overrides that a sweep varies: `hydra.sweeper.params`, then those typed with
@@ -73,6 +81,7 @@ class Composed:
     overrides: list[str]
     typed: list[str] = field(default_factory=list)
     dropped_overrides: list[str] = field(default_factory=list)
+    added_settings: list[str] = field(default_factory=list)
     references: dict[str, str] = field(default_factory=dict)
     sweep_overrides: list[str] = field(default_factory=list)
     config_folder: str = str(CONF)
@@ -197,6 +206,7 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
     resumed = read_resumed_run(overrides, config_folder, config_name)
     overrides, sweeps = _split_off_sweeps(overrides)
     recorded = None if resumed is None else compose_recorded(resumed, config_folder, config_name)
+    added: list[str] = []
     inherited, dropped = select_inherited(resumed, overrides, config_folder, config_name) if resumed else ([], [])
     node = compose_overrides([*inherited, *overrides], config_folder, config_name)
     config = _to_plain(node)
@@ -208,7 +218,8 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
         config = take_tokenizer(config, _get_run_folder(node), overrides)
     if resumed and recorded is not None:
         before = _to_plain(recorded)
-        frozen = resumed.config | {key: config[key] for key in ("mode", "resume", "evaluator") if key in config}
+        completed, added = complete(resumed.config, before)
+        frozen = completed | {key: config[key] for key in ("mode", "resume", "evaluator") if key in config}
         changed = apply_changes(frozen, before=before, now=config)
         config = _use_cache_of(config, take_typed(changed, config, overrides, _find_references(node)))
     return Composed(
@@ -218,6 +229,7 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
         overrides=[*inherited, *overrides],
         typed=[*overrides],
         dropped_overrides=dropped,
+        added_settings=added,
         references=_find_references(node),
         sweep_overrides=[*to_overrides(_get_sweeper_params(node)), *sweeps],
         config_folder=str(config_folder),

@@ -121,6 +121,33 @@ def select_inherited(
     return [override for override in candidates if override not in dropped], dropped
 
 
+def complete(frozen: Config, before: Config, *, path: str = "") -> tuple[Config, list[str]]:
+    """Return a frozen config with the settings that a later version has added, as its overrides compose them now.
+
+    Whole sections, and arguments of the constructors that the run has; no members of a section such as `callbacks`,
+    which somebody may have taken out of the file.
+
+    Args:
+        frozen: Config of the run, or a section of it.
+        before: What the overrides of the run compose to with today's conf/.
+        path: Key of the section with a dot at its end; empty for the root.
+
+    Returns:
+        The config, and the keys of what was added.
+    """
+    completed, added = dict(frozen), []
+    takes_more = not path or ("_target_" in before and frozen.get("_target_") == before["_target_"])
+    for key, value in before.items():
+        if key not in frozen:
+            if takes_more:
+                completed[key] = value
+                added.append(f"{path}{key}")
+        elif isinstance(value, dict) and isinstance(frozen[key], dict):
+            completed[key], further = complete(frozen[key], value, path=f"{path}{key}.")
+            added += further
+    return completed, added
+
+
 def apply_changes(frozen: Config, *, before: Config, now: Config) -> Config:
     """Return the frozen config with every value that the new overrides change, directly or by interpolation.
 

@@ -74,6 +74,11 @@ def _launch(resolved: ResolvedRun, *, in_sweep: bool) -> int:
     if resolved.dropped_overrides and global_rank() == 0:
         dropped = " ".join(resolved.dropped_overrides)
         LOGGER.info(f"Overrides of the resumed run dropped because their option was replaced: {dropped}")
+    if resolved.added_settings and global_rank() == 0:
+        added = ", ".join(resolved.added_settings)
+        LOGGER.info(
+            f"The config of the resumed run is of an earlier version; these settings have their defaults: {added}"
+        )
     if global_rank() == 0 and (unread := list_unread(resolved)):
         verb = "has" if len(unread) == 1 else "have"
         LOGGER.info(f"{', '.join(unread)} {verb} no effect in mode={resolved.mode.name}")

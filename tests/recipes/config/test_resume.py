@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from recipes.config import compose_and_check
 from recipes.config.compose import compose_run, freeze
@@ -105,6 +106,25 @@ def test_what_is_typed_counts_where_the_run_has_another_value_than_conf(started:
     config, _, mistakes = resume(run, f"seq_len={conf['seq_len']}", "seed=1234")
     assert (config["seed"], config["seq_len"], mistakes) == (1234, conf["seq_len"], [])
     assert config["data"]["seq_len"] == conf["seq_len"]
+
+
+def test_a_run_of_an_earlier_version_has_the_defaults_of_what_a_later_one_added(tmp_path: Path) -> None:
+    run = start(tmp_path / "run", "tokenizer=bytes", "label_smoothing=0.1", "~callbacks.progress")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    for key in ("loss", "freeze"):
+        del config[key]
+    del config["optimizer"]["layer_decay"]
+    del config["callbacks"]["report"]  # a member that somebody took out of the file
+    (run / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    composed, mistakes = compose_and_check([f"resume={run}"])
+    assert mistakes == []
+    assert composed is not None
+    assert sorted(composed.added_settings) == ["freeze", "loss", "optimizer.layer_decay"]
+    assert composed.config["loss"]["label_smoothing"] == 0.1
+    assert (composed.config["freeze"], composed.config["optimizer"]["layer_decay"]) == ([], None)
+    assert {"report", "progress"}.isdisjoint(composed.config["callbacks"])
+    _, mistakes = compose_and_check([f"resume={run}", "loss=mse"])
+    assert len(mistakes) > 0, "what is typed counts beside what was added"
 
 
 def test_text_that_looks_like_a_reference_survives_a_freeze(tmp_path: Path) -> None:
