@@ -76,9 +76,7 @@ def _launch(resolved: ResolvedRun, *, in_sweep: bool) -> int:
         LOGGER.info(f"Overrides of the resumed run dropped because their option was replaced: {dropped}")
     if resolved.added_settings and global_rank() == 0:
         added = ", ".join(resolved.added_settings)
-        LOGGER.info(
-            f"The config of the resumed run is of an earlier version; these settings have their defaults: {added}"
-        )
+        LOGGER.info(f"The config of the resumed run is of an earlier version; from conf/ are: {added}")
     if global_rank() == 0 and (unread := list_unread(resolved)):
         verb = "has" if len(unread) == 1 else "have"
         LOGGER.info(f"{', '.join(unread)} {verb} no effect in mode={resolved.mode.name}")
