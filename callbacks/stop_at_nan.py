@@ -66,7 +66,7 @@ class StopAtNan(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._search = _FirstBad(self._is_bad, self._what)
-        self._search.__enter__()  # type: ignore[no-untyped-call]
+        self._search.__enter__()
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -110,7 +110,7 @@ class StopAtNan(Callback):
     def _stop_search(self) -> None:
         search, self._search = self._search, None
         if search is not None:
-            search.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            search.__exit__(None, None, None)
 
     def _restore_warnings(self) -> None:
         if self._show_warning is not None:

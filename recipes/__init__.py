@@ -13,6 +13,7 @@ preflight/                L3  sanity checks of a recipe before a long run
 trial/                    L3  a few real steps without a run folder: batch size, learning rate and noise scale
 task/                     L2  LightningModules, one per kind of learning
 evaluator/                L2  evaluators for mode=evaluate besides a split of the data
+engine.py                 L2  what a strategy is to everything else, and how to get it
 strategy/                 L2  one engine per file: single, ddp, fsdp; deepspeed/
 checkpoint/               L2  checkpoint format, writer, retention, resume, the same for every engine
 logger/                   L2  metrics.csv and events.jsonl, TensorBoard; wandb/

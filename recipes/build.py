@@ -26,7 +26,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities import rank_zero_only
 from torchmetrics import Metric
 
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
@@ -44,8 +43,9 @@ from recipes.config.resume import find_tokenizer, is_other_data, list_saved_part
 from recipes.config.start_from import read_source_adapter
 from recipes.config.traits import read_free_at_resume, read_settings_of_weights
 from recipes.data.datamodule import StreamDataModule
+from recipes.engine import get_engine
 from recipes.errors import ConfigError
-from recipes.lightning_internals import disable_signal_handling, skip_empty_hooks
+from recipes.lightning_internals import disable_signal_handling, set_rank, skip_empty_hooks
 from recipes.logger.csv import RowWriter
 from recipes.logger.summary import SummaryWriter
 from recipes.loss import Loss
@@ -134,8 +134,7 @@ def build(resolved: ResolvedRun) -> Run:
     Raises:
         ConfigError: The config does not fit the machine, the data or the checkpoint.
     """
-    # Lightning read it from the environment, when it was first imported
-    rank_zero_only.rank = global_rank()  # type: ignore[attr-defined]
+    set_rank(global_rank())
     folder = resolved.run_folder
     checkpoint = find_checkpoint(resolved.resume, folder)
     other_data = _find_other_data(resolved, checkpoint)
@@ -177,7 +176,7 @@ def build(resolved: ResolvedRun) -> Run:
     trainer = _build_trainer(resolved, precision, accumulation, saver)
     if isinstance(trainer.accelerator, CPUAccelerator):
         keep_freed_memory()
-    trainer.strategy.num_micro_batches = num_micro_batches  # type: ignore[attr-defined]
+    get_engine(trainer).num_micro_batches = num_micro_batches
     task = build_task(resolved, precision, loss)
     data.looks_ahead = task.looks_ahead
     task.awaits_checkpoint = checkpoint is not None  # every mode loads it

@@ -1,9 +1,10 @@
-"""All access to private Lightning attributes, one function each; checked with Lightning 2.6.6.
+"""All access to private or untyped Lightning attributes, one function each; checked with Lightning 2.6.6.
 
 Overrides of private Lightning methods stay in the subclass that needs them
 (`recipes.strategy.precision_plugin.ZeroPrecision`).
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,8 +14,41 @@ import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
+
+# Attributes that Lightning sets from its connectors, so that its type annotations do not have them.
+
+
+def get_callbacks(trainer: lightning.Trainer) -> list[Callback]:
+    """Return the callbacks of a Trainer, the list itself, which may be changed."""
+    callbacks: list[Callback] = getattr(trainer, "callbacks")  # noqa: B009
+    return callbacks
+
+
+def get_data(trainer: lightning.Trainer) -> Any:
+    """Return the data module of a Trainer, which may be a user's; None without one."""
+    return getattr(trainer, "datamodule", None)
+
+
+def get_log_interval(trainer: lightning.Trainer) -> int:
+    """Return after how many optimizer steps a row is logged."""
+    interval: int = getattr(trainer, "log_every_n_steps")  # noqa: B009
+    return interval
+
+
+def set_rank(rank: int) -> None:
+    """Set the rank that Lightning's `rank_zero_only` compares with zero; it reads the environment when imported."""
+    setattr(rank_zero_only, "rank", rank)  # noqa: B010
+
+
+def sync_every_micro_batch(trainer: lightning.Trainer) -> None:
+    """Reduce gradients over ranks after every micro-batch, which Lightning suppresses until the last one of a step."""
+    setattr(trainer.strategy, "block_backward_sync", contextlib.nullcontext)  # noqa: B010
+
+
+# Private attributes.
 
 
 def disable_signal_handling(trainer: lightning.Trainer) -> None:
@@ -23,8 +57,9 @@ def disable_signal_handling(trainer: lightning.Trainer) -> None:
     Before every micro-batch, Lightning runs a blocking broadcast from rank 0 of whether a signal has arrived (#21487,
     2.6.6). On SIGTERM it broadcasts inside the handler (2.6.6), which fails once a peer is dead.
     """
-    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    connector: Any = trainer._signal_connector
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    connector.register_signal_handlers = epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 
 def skip_empty_hooks(trainer: lightning.Trainer) -> None:
@@ -34,7 +69,7 @@ def skip_empty_hooks(trainer: lightning.Trainer) -> None:
     """
     names = ["on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"]
     names += ["on_before_optimizer_step", "on_train_batch_end"]  # Lightning checks no other hook for being callable
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in get_callbacks(trainer):
         for name in names:
             if getattr(type(callback), name) is getattr(Callback, name) and name not in vars(callback):
                 setattr(callback, name, None)

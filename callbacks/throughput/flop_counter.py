@@ -44,7 +44,7 @@ class FlopCounter(TorchDispatchMode):
     supports_higher_order_operators = True  # flex attention, activation checkpoints
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.flops: float = 0.0
         self.error: str | None = None
         self.left_out: set[str] = set()

@@ -125,7 +125,7 @@ class FlopMeter:
         self._is_slowed = True
         self._at_optimizer = None
         self._counter = FlopCounter()
-        self._counter.__enter__()  # type: ignore[no-untyped-call]
+        self._counter.__enter__()
 
     def must_ask(self, pl_module: LightningModule, batch: Any) -> bool:
         """Return whether the module itself must compute the FLOPs of a micro-batch."""
@@ -148,7 +148,7 @@ class FlopMeter:
         """Stop counting; call it after the micro-batch and after an exception."""
         counter, self._counter = self._counter, None
         if counter is not None:
-            counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            counter.__exit__(None, None, None)
         return counter
 
     def end_step(self) -> None:

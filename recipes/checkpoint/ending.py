@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import Callback, Timer
 
-from recipes.lightning_internals import is_ending
+from recipes.lightning_internals import get_callbacks, is_ending
 
 MAX_STEPS, MAX_TIME, CALLBACKS = "trainer.max_steps", "trainer.max_time", "callbacks"
 _OWN_PACKAGES = ("callbacks", "lightning_recipes")  # in this folder and installed
@@ -88,7 +88,7 @@ class Endings:
         return Ending(by=key, why=why, settings={key: self._settings.get(key)})
 
     def _find_time_limit(self, trainer: lightning.Trainer) -> tuple[str, str] | None:
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in get_callbacks(trainer):
             if isinstance(callback, Timer) and (left := callback.time_remaining()) is not None and left <= 0:
                 keys = [key for key, own in self._callbacks.items() if own is callback]
                 return (*keys, MAX_TIME)[0], "the time limit was reached"

@@ -25,6 +25,7 @@ from recipes.checkpoint.retention import (
     rename_after,
 )
 from recipes.checkpoint.writer import CheckpointWriter, Outcome
+from recipes.engine import get_engine
 from recipes.errors import ConfigError, shell
 from recipes.lightning_internals import is_accumulating, is_ending, validate_now
 from recipes.optimizer import hold_averages
@@ -138,16 +139,16 @@ def warn_if_short(trainer: lightning.Trainer, folder: Path, retention: Retention
 
 def get_checkpoint_bytes(trainer: lightning.Trainer) -> int:
     """Return the total size of one checkpoint's tensors over all ranks. A collective."""
+    engine = get_engine(trainer)
     checkpoint: dict[str, Any] = {
-        "state_dict": trainer.strategy.lightning_module_state_dict(),
-        "optimizer_states": [trainer.strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers],
+        "state_dict": engine.lightning_module_state_dict(),
+        "optimizer_states": [engine.optimizer_state(optimizer) for optimizer in trainer.optimizers],
     }
-    task = trainer.lightning_module
-    task.on_save_checkpoint(checkpoint)
+    trainer.lightning_module.on_save_checkpoint(checkpoint)
     _, _, parts = split_state(checkpoint, rank=trainer.global_rank)
     # float64 is exact up to 2^53 bytes
     on_rank = torch.tensor(float(sum(part.tensor.nbytes for part in parts.values())), dtype=torch.float64)  # 0-dim
-    return int(trainer.strategy.sum_over_ranks(on_rank))  # type: ignore[attr-defined]
+    return int(engine.sum_over_ranks(on_rank))
 
 
 def _gib(num_bytes: float) -> str:
@@ -317,7 +318,7 @@ class CheckpointSaver(Checkpoint):
                 point_links(self._retention, self._folder(trainer))
             except OSError as error:  # reported: the other ranks wait at the barrier
                 LOGGER.error(f"Checkpoints after step {to_step} keep their names: {error.strerror}")
-        trainer.strategy.barrier()
+        get_engine(trainer).barrier()
         self._seen_step = to_step - 1  # so that `on_train_batch_end` handles the current step
         self._saved_step = self._validated_step = -1
         self._rolled_back = True
@@ -423,9 +424,10 @@ class CheckpointSaver(Checkpoint):
         ending = ending or self.endings.find(trainer)
         self.checkpoint_io.ended = None if ending is None else ending.as_fields()
         # only rank 0 writes batch norm statistics: those of the other ranks would be lost
-        trainer.lightning_module.share_statistics()  # type: ignore[operator]
+        task: Any = trainer.lightning_module
+        task.share_statistics()
         # a run stopped during validation may have averaged weights swapped in
-        hold_averages(trainer.optimizers, trainer.lightning_module, held=False)
+        hold_averages(trainer.optimizers, task, held=False)
         path = self._folder(trainer) / checkpoint_name(step)
         trainer.save_checkpoint(path, weights_only=False)
         self._saved_step, self._saved_at = step, time.monotonic()

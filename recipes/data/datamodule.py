@@ -18,6 +18,7 @@ from recipes.data.batches import Batch, RankShare, TrainingStream
 from recipes.data.draws import DrawnSamples, has_draws
 from recipes.data.loader_process import SignalProofLoader
 from recipes.data.order import Order, RepeatedOrder, ShuffledOrder
+from recipes.engine import get_engine
 from recipes.files import count
 from recipes.loss import Loss
 from recipes.numerics.accumulation import Accumulation
@@ -118,7 +119,7 @@ class StreamDataModule(lightning.LightningDataModule):
                 "overfit: training repeats its first %d samples and validation uses the same ones",
                 self._period,
             )
-        trainer, dataset = self._trainer(), self.source.train()
+        engine, dataset = get_engine(self._trainer()), self.source.train()
         self._stream = TrainingStream(
             accumulation=self._accumulation,
             order=self._order(dataset),
@@ -126,9 +127,9 @@ class StreamDataModule(lightning.LightningDataModule):
             count=self._loss.counts,
             counts_of_sample=self._loss.counts_of_sample(dataset.targets_per_sample),
             count_inputs=getattr(dataset, "count_inputs", None),
-            rank=trainer.strategy.data_rank,  # type: ignore[attr-defined]
-            world_size=trainer.strategy.data_size,  # type: ignore[attr-defined]
-            sum_over_ranks=trainer.strategy.sum_over_data_ranks,  # type: ignore[attr-defined]
+            rank=engine.data_rank,
+            world_size=engine.data_size,
+            sum_over_ranks=engine.sum_over_data_ranks,
             position=self.position,
             looks_ahead=self.looks_ahead,
             draws=has_draws(dataset),
@@ -225,7 +226,7 @@ class StreamDataModule(lightning.LightningDataModule):
         found = order.places(np.arange(first, position)).tolist()
         places = itertools.product(
             range(accumulation.num_micro_batches),
-            range(self._trainer().strategy.data_size),  # type: ignore[attr-defined]
+            range(get_engine(self._trainer()).data_size),
             range(accumulation.micro_batch_size),
         )
         describe: Any = getattr(self.source, "describe_sample", lambda _: {})
@@ -294,11 +295,11 @@ class StreamDataModule(lightning.LightningDataModule):
 
     def _rank_share(self, samples: Any, *, of: Any) -> RankShare:
         """Return this rank's part of some samples of a dataset."""
-        strategy: Any = self._trainer().strategy
-        return RankShare(samples, rank=strategy.data_rank, world_size=strategy.data_size, of=of)
+        engine = get_engine(self._trainer())
+        return RankShare(samples, rank=engine.data_rank, world_size=engine.data_size, of=of)
 
     def _loader(self, dataset: Any, source: DataSource, **order: Any) -> DataLoader[Batch]:
-        on_gpu = self._trainer().strategy.root_device.type == "cuda"
+        on_gpu = get_engine(self._trainer()).root_device.type == "cuda"
         workers = self._num_workers
         if workers is None:
             workers = _choose_workers() if on_gpu else 0

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from recipes.files import LineFile, count, get_causes, replace_end, tolerating, write_atomically
-from recipes.lightning_internals import align_row_step
+from recipes.lightning_internals import align_row_step, get_callbacks
 from recipes.run_folder import (
     EVENTS_FILE,
     METRICS_FILE,
@@ -56,7 +56,7 @@ class RowWriter(Callback):
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._write_row(trainer, pl_module)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in get_callbacks(trainer):
             if hasattr(callback, "after_row"):
                 callback.after_row(trainer, pl_module)
 

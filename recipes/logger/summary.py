@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from recipes.errors import ConfigError
 from recipes.files import tolerating, write_atomically
+from recipes.lightning_internals import get_callbacks
 from recipes.model.init import unsharded_shape
 from recipes.run_folder import EVALUATIONS, SUMMARY_FILE, read_summary
 from recipes.runtime.exit_codes import ExitCode
@@ -107,7 +108,7 @@ class SummaryWriter(Callback):
             "best_val_loss": self._best_val_loss,
             "measures": pl_module.list_measures(),
             "seconds": round(self._get_seconds(), 3),
-            **collect_summary_fields(trainer.callbacks),  # type: ignore[attr-defined]
+            **collect_summary_fields(get_callbacks(trainer)),
             "num_parameters": sum(unsharded_shape(p).numel() for p in pl_module.parameters()),
             **evaluations,
         }

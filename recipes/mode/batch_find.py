@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from recipes.config.resolved import ResolvedRun
 from recipes.config.traits import declare_mode
+from recipes.engine import get_engine
 from recipes.entry.spawn import ProcessExit, spawn_ranks
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
@@ -210,7 +211,7 @@ def try_size(resolved: ResolvedRun, *, path: str) -> int:
     """
     with PeakMemory(_STEPS - 1) as measured:
         run = take_steps(resolved, num_steps=_STEPS, callbacks=[measured])
-    device = "cuda" if run.trainer.strategy.root_device.type == "cuda" else "cpu"
+    device = "cuda" if get_engine(run.trainer).root_device.type == "cuda" else "cpu"
     worst = torch.tensor([measured.peak_bytes, measured.seconds], dtype=torch.float64, device=device)  # [2]
     if dist.is_initialized():
         dist.all_reduce(worst, dist.ReduceOp.MAX)

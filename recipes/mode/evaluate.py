@@ -10,6 +10,7 @@ from recipes.build import Run
 from recipes.config.traits import declare_mode
 from recipes.evaluator import Evaluator
 from recipes.files import write_atomically
+from recipes.lightning_internals import get_callbacks
 from recipes.mode.load import load_task, load_tokenizer
 from recipes.run_folder import SUMMARY_FILE, add_evaluations, claim_output, has_keys, has_run, is_summary, read_summary
 from recipes.runtime.console import LOGGER
@@ -63,7 +64,7 @@ def _evaluate_split(run: Run, split: Literal["train", "val"], weights: Weights, 
     run.data.prepare_data()
     if isinstance(task, LanguageModeling) and answers is not None and split == "val":
         task.source, task.tokenizer = run.data.source, run.data.source.tokenizer
-        run.trainer.callbacks.append(answers)  # type: ignore[attr-defined]
+        get_callbacks(run.trainer).append(answers)
     further = run.data.eval_names if split == "val" else []
     task.name_data(sources=getattr(run.data.source, "source_names", ()), further=further)
     by_loader = run.trainer.validate(task, dataloaders=run.data.split_dataloaders(split), verbose=False)

@@ -11,9 +11,10 @@ from recipes.checkpoint.resume import newest_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
 from recipes.config.search_path import resume_command
 from recipes.config.traits import declare_mode
+from recipes.engine import get_engine
 from recipes.entry.out_of_memory import write_error_report
 from recipes.files import count
-from recipes.lightning_internals import restore_within
+from recipes.lightning_internals import get_callbacks, restore_within
 from recipes.logger.summary import SummaryWriter
 from recipes.mode.load import restoring
 from recipes.mode.start import RunStartCallback, get_checkpoint_io, log_event
@@ -46,7 +47,7 @@ def fit(run: Run) -> int:
     for name, source in run.data.eval_sources.items():
         part = "all of it, as it is not trained on" if f"eval_data.{name}" in run.other_data else "its validation split"
         LOGGER.info(f"eval_data.{name}: {source.describe()}; validated on {part}")
-    run.trainer.callbacks.insert(0, RunStartCallback(run))  # type: ignore[attr-defined]
+    get_callbacks(run.trainer).insert(0, RunStartCallback(run))
     try:
         _fit(run)
     except Preempted as stop:
@@ -56,15 +57,11 @@ def fit(run: Run) -> int:
             return _end_given_up(run, error, exit_code)
         _log_crash(run, error)
         raise
-    [writer] = [
-        callback
-        for callback in run.trainer.callbacks  # type: ignore[attr-defined]
-        if isinstance(callback, SummaryWriter)
-    ]
+    [writer] = [callback for callback in get_callbacks(run.trainer) if isinstance(callback, SummaryWriter)]
     # also makes the other ranks wait until rank 0 has written it
     exit_code, failed = _judge_last_save(run)
     with waiting("the other ranks", exit_code=exit_code, outcome=failed or "the run is finished"):
-        summary = run.trainer.strategy.broadcast(writer.newest)
+        summary = get_engine(run.trainer).broadcast(writer.newest)
     if summary is None:  # nothing was trained: the time limit is that of all starts together
         ending = run.endings.find(run.trainer)
         why = "nothing to train" if ending is None else describe_ending(ending.as_fields())
@@ -160,7 +157,7 @@ def _end_preempted(run: Run, stop: Preempted) -> int:
         LOGGER.error(f"{where}; {outcome}")
     exit_code = ExitCode.PREEMPTED if stop.saved or stop.step == 0 else ExitCode.TERMINATED
     with waiting("the other ranks", exit_code=exit_code, outcome=outcome):
-        run.trainer.strategy.barrier()  # the launcher kills all ranks as soon as one has exited
+        get_engine(run.trainer).barrier()  # the launcher kills all ranks as soon as one has exited
     return exit_code
 
 
@@ -172,7 +169,7 @@ def _end_given_up(run: Run, error: Exception, exit_code: int) -> int:
     good = "nothing was saved" if newest is None else f"the last good checkpoint is {newest}"
     LOGGER.error(f"{error}; {good}")
     with waiting("the other ranks", exit_code=exit_code, outcome=good):
-        run.trainer.strategy.barrier()  # the launcher kills all ranks as soon as one has exited
+        get_engine(run.trainer).barrier()  # the launcher kills all ranks as soon as one has exited
     return exit_code
 
 

@@ -10,6 +10,7 @@ from recipes.build import Run
 from recipes.checkpoint.checkpoint_io import FIX_OF_A_FORGERY
 from recipes.checkpoint.layout import select_weights
 from recipes.checkpoint.shards import load_module
+from recipes.engine import get_engine
 from recipes.errors import ConfigError
 from recipes.foreign_file import reading
 from recipes.mode.start import get_checkpoint_io
@@ -42,7 +43,7 @@ def load_task(run: Run, weights: Literal["trained", "ema"]) -> tuple[TrainingTas
     with run.trainer.precision_plugin.module_init_context():
         task.configure_model()
     with restoring(run):
-        state = run.trainer.strategy.load_checkpoint(run.checkpoint)
+        state = get_engine(run.trainer).load_checkpoint(run.checkpoint)
         optimizer_state = state["optimizer_states"][0]["state"]
         if weights == "trained" and any(OPTIMIZER_AVERAGE in of_parameter for of_parameter in optimizer_state.values()):
             LOGGER.info("This run's optimizer averages the weights; to use that average, set mode.weights=ema")

@@ -1,6 +1,5 @@
 """Measure the gradient noise scale over a short run, and advise on the global batch size."""
 
-import contextlib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from recipes.config.resolved import ResolvedRun
 from recipes.config.traits import declare_mode
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
-from recipes.lightning_internals import is_accumulating
+from recipes.lightning_internals import is_accumulating, sync_every_micro_batch
 from recipes.mode.about import describe_command
 from recipes.run_folder import claim_output, has_keys, is_page
 from recipes.runtime.console import LOGGER
@@ -65,7 +64,7 @@ class NoiseMeter(Callback):
 
     @override
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        trainer.strategy.block_backward_sync = contextlib.nullcontext  # type: ignore[attr-defined]
+        sync_every_micro_batch(trainer)
 
     @override
     def on_after_backward(self, trainer: lightning.Trainer, pl_module: Any) -> None:

@@ -16,6 +16,7 @@ from recipes.config.resolved import ResolvedRun
 from recipes.config.traits import declare_mode
 from recipes.data import DataSource
 from recipes.data.draws import has_draws
+from recipes.engine import get_engine
 from recipes.files import write_atomically
 from recipes.mode.about import describe_command
 from recipes.preflight import data as data_checks
@@ -177,7 +178,7 @@ class _FirstBatch(Callback):
             return
 
         def mean_over_ranks(value: float) -> float:
-            total = trainer.strategy.sum_over_ranks(torch.tensor(value, dtype=torch.float64))  # type: ignore[attr-defined]
+            total = get_engine(trainer).sum_over_ranks(torch.tensor(value, dtype=torch.float64))
             return float(total) / trainer.world_size
 
         self.results = list(

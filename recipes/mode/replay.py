@@ -15,6 +15,7 @@ from recipes.checkpoint.layout import is_shard
 from recipes.checkpoint.saved_tensor import open_tensors
 from recipes.checkpoint.shards import load_module
 from recipes.config.traits import declare_mode
+from recipes.engine import get_engine
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
 from recipes.foreign_file import FormatError, reading
@@ -157,7 +158,7 @@ def _recompute(
     run: Run, task: TrainingTask, rank_states: list[dict[str, Any]]
 ) -> tuple[float, dict[str, float | None], float]:
     """Return loss, gradient norm by block and global norm, from the micro-batches of all ranks in turn."""
-    device = run.trainer.strategy.root_device
+    device = get_engine(run.trainer).root_device
     task.hold_frozen_models()
     task.train()
     total = 0.0

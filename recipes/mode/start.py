@@ -13,13 +13,13 @@ from typing_extensions import override
 from recipes.adapter.nf4_base import describe_base
 from recipes.build import Run
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
+from recipes.engine import get_engine
 from recipes.errors import ConfigError
 from recipes.files import describe, write_atomically
+from recipes.lightning_internals import get_callbacks
 from recipes.logger.csv import CsvLogger
-from recipes.mesh import Mesh
 from recipes.model.init import unsharded_shape
 from recipes.optimizer.rules import format_rows
-from recipes.parallel.schedule import PipelineSchedule
 from recipes.run_folder import (
     CHECKPOINTS,
     ENVIRONMENT_FILE,
@@ -54,7 +54,7 @@ class RunStartCallback(Callback):
         """
         # a shared file system may briefly list different files on different nodes
         own = str(self._run.checkpoint)
-        if (first := trainer.strategy.broadcast(own)) != own:
+        if (first := get_engine(trainer).broadcast(own)) != own:
             raise RuntimeError(
                 f"resume=…: rank {trainer.global_rank} sees {own} as the newest checkpoint, rank 0 {first};"
                 " start again, or resume=<one checkpoint>"
@@ -122,11 +122,7 @@ class RunStartCallback(Callback):
 
 def log_event(run: Run, event: str, step: int, **fields: Any) -> None:
     """Log an event to every logger that accepts events; a resume that failed before its first step logs none."""
-    [start] = [
-        callback
-        for callback in run.trainer.callbacks  # type: ignore[attr-defined]
-        if isinstance(callback, RunStartCallback)
-    ]
+    [start] = [callback for callback in get_callbacks(run.trainer) if isinstance(callback, RunStartCallback)]
     if run.checkpoint is not None and not start.has_begun:
         return
     for logger in run.trainer.loggers:
@@ -136,18 +132,14 @@ def log_event(run: Run, event: str, step: int, **fields: Any) -> None:
 
 def get_checkpoint_io(run: Run) -> FolderCheckpointIO:
     """Return the reader and writer of this run's checkpoints."""
-    io = run.trainer.strategy.checkpoint_io
+    io = get_engine(run.trainer).checkpoint_io
     assert isinstance(io, FolderCheckpointIO), "build gives every strategy one"
     return io
 
 
 def _num_rollbacks(trainer: lightning.Trainer) -> int:
     """Return the number of rollbacks of the run so far, as reported by its callbacks."""
-    summaries = [
-        callback.summary()
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-        if hasattr(callback, "summary")
-    ]
+    summaries = [callback.summary() for callback in get_callbacks(trainer) if hasattr(callback, "summary")]
     return sum(int(summary.get("rollbacks", 0)) for summary in summaries)
 
 
@@ -164,7 +156,7 @@ def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
     num_ranks = trainer.world_size
     device = run.task.device
     devices = str(device) if num_ranks == 1 else f"{num_ranks} ranks of {device.type}{_describe_mesh(trainer)}"
-    setup = f"{devices}, {run.precision.name}, {type(trainer.strategy).__name__}"
+    setup = f"{devices}, {run.precision.name}, {type(get_engine(trainer)).__name__}"
     num_trained = sum(unsharded_shape(weight).numel() for weight in every if weight.requires_grad)
     trained = (
         ""
@@ -183,14 +175,14 @@ def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
         yield from format_rows(run.task.group_rows)
     num_samples = trainer.max_steps * plan.global_batch_size
     steps, samples = _count(trainer.max_steps, "step"), _count(num_samples, "sample")
-    num = max(plan.num_micro_batches, trainer.strategy.num_micro_batches)  # type: ignore[attr-defined]
+    num = max(plan.num_micro_batches, get_engine(trainer).num_micro_batches)
     micro_batches = "1 micro-batch" if num == 1 else f"{num} micro-batches"
     yield (
         f"batch: {_count(plan.global_batch_size, 'sample')} per step in {micro_batches}"
-        f"{' per rank' if trainer.strategy.data_size > 1 else ''};"  # type: ignore[attr-defined]
+        f"{' per rank' if get_engine(trainer).data_size > 1 else ''};"
         f" {steps} {'is' if trainer.max_steps == 1 else 'are'} {samples}, {run.data.describe_epochs(num_samples)}"
     )
-    pipeline: PipelineSchedule | None = trainer.strategy.pipeline  # type: ignore[attr-defined]
+    pipeline = get_engine(trainer).pipeline
     if pipeline is not None:
         yield f"pipeline: {pipeline.describe()}"
     if run.precision.scales_loss and device.type == "cpu":
@@ -212,7 +204,7 @@ def _count(number: int, what: str) -> str:
 
 def _describe_mesh(trainer: lightning.Trainer) -> str:
     """Describe the mesh if it is not purely data-parallel."""
-    mesh: Mesh = trainer.strategy.mesh  # type: ignore[attr-defined]
+    mesh = get_engine(trainer).mesh
     if mesh.model_size == 1:
         return ""
     return f" ({', '.join(f'{name} {size}' for name, size in mesh.sizes().items())})"

@@ -88,7 +88,7 @@ class Decoder(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or convert the parameters; tie again, because `to_empty` gives each module its own parameter."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         self._tie()
         return self
 

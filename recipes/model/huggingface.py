@@ -104,7 +104,7 @@ class HuggingFace(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or convert the parameters; tie again, because `to_empty` gives each module its own parameter."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         self.inner.tie_weights()
         changed = [name for name, buffer in self.inner.named_buffers() if buffer.dtype != self._dtypes[name]]
         for name in changed:  # in bfloat16, rotary positions above 256 would not be distinct

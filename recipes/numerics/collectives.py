@@ -128,6 +128,21 @@ class GatherParts(torch.autograd.Function):
         return scatter_sum(grad, ctx.group, dim=ctx.dim), None, None, None
 
 
+def gather_rows(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """All-gather equal numbers of rows, [B, ...] -> [N B, ...] in rank order; differentiable.
+
+    The gradient of this rank's rows is the sum over ranks of the gradients that each has for them.
+
+    Args:
+        x: Tensor of the same shape on every rank.
+        group: Process group; None: all ranks.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return x
+    gathered: Tensor = GatherParts.apply(x, group or dist.group.WORLD, 0, x.dtype)
+    return gathered
+
+
 class ScatterSum(torch.autograd.Function):
     """Reduce-scatter forward, all-gather backward. `apply(x, group, dim)`."""
 

@@ -28,7 +28,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ends: [E] int32, one past the last row of each group. Groups may be empty; the last ends at R.
     """
     dtype = get_product_dtype(x)
-    out: Tensor = _GroupedLinear.apply(x.to(dtype), weight.to(dtype), ends)  # type: ignore[no-untyped-call]
+    out: Tensor = _GroupedLinear.apply(x.to(dtype), weight.to(dtype), ends)
     return out
 
 

@@ -155,7 +155,7 @@ class HeadLoss:
             scale: 0-dim, approximate gradient of the objective in the backward pass. Only float16 needs it: small
                 gradients of the logits would otherwise be rounded to zero before they are scaled.
         """
-        objective, loss, by_token = _HeadLoss.apply(hidden, weight, targets, scale, self)  # type: ignore[no-untyped-call]
+        objective, loss, by_token = _HeadLoss.apply(hidden, weight, targets, scale, self)
         return objective, loss, by_token
 
     def token_losses(self, hidden: Tensor, weight: Tensor, *, targets: Tensor) -> Tensor:

@@ -160,7 +160,7 @@ class NF4Linear(nn.Linear):
         """Return the outputs [..., M] of inputs [..., K], in the compute dtype."""
         dtype = get_product_dtype(input)
         bias = None if self.bias is None else self.bias.to(dtype)
-        out: Tensor = _Product.apply(input.to(dtype), *_get_operands(self.weight), bias)  # type: ignore[no-untyped-call]
+        out: Tensor = _Product.apply(input.to(dtype), *_get_operands(self.weight), bias)
         return out
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "NF4Linear":
@@ -168,7 +168,7 @@ class NF4Linear(nn.Linear):
         weight = self.weight
         self._parameters["weight"] = None  # torch skips None, and the key keeps its place
         try:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            super()._apply(fn, recurse)
         finally:
             self._parameters["weight"] = _move(weight, fn)
         return self

@@ -36,7 +36,7 @@ def permute_rows(rows: Tensor, order: Tensor, opposite: Tensor) -> Tensor:
         order: [R] int64, source copy at each position.
         opposite: [R] int64, inverse of `order`.
     """
-    permuted: Tensor = _Permute.apply(rows, order, opposite)  # type: ignore[no-untyped-call]
+    permuted: Tensor = _Permute.apply(rows, order, opposite)
     return permuted
 
 

@@ -59,16 +59,15 @@ class ContextRanks:
             repeats = queries.shape[1] // keys.shape[1]
             keys, values = (part.repeat_interleave(repeats, dim=1) for part in (keys, values))  # [B, H, t, Q]
         by_heads = [
-            ExchangeParts.apply(part, self.group, 1, 2)  # type: ignore[no-untyped-call]
-            for part in (queries, keys, values)
+            ExchangeParts.apply(part, self.group, 1, 2) for part in (queries, keys, values)
         ]  # [B, H / N, T, Q], [B, G / N, T, Q] twice
         mixed = attend(*by_heads)
-        out: Tensor = ExchangeParts.apply(mixed, self.group, 2, 1)  # type: ignore[no-untyped-call]
+        out: Tensor = ExchangeParts.apply(mixed, self.group, 2, 1)
         return out
 
     def gather(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """All-gather keys and values: [B, G, t, Q] -> [B, G, T, Q]."""
-        every: Any = [GatherParts.apply(part, self.group, 2, part.dtype) for part in (keys, values)]  # type: ignore[no-untyped-call]
+        every: Any = [GatherParts.apply(part, self.group, 2, part.dtype) for part in (keys, values)]
         return every[0], every[1]
 
     def causal_rows(self, num_own: int, *, device: torch.device) -> Tensor:

@@ -68,9 +68,7 @@ class ExpertRanks:
         return num_sent, num_received
 
     def _exchange(self, rows: Tensor, num_sent: list[int], num_received: list[int]) -> Tensor:
-        out: Tensor = ExchangeRows.apply(  # type: ignore[no-untyped-call]
-            rows, self.group, num_sent, num_received, get_product_dtype(rows)
-        )
+        out: Tensor = ExchangeRows.apply(rows, self.group, num_sent, num_received, get_product_dtype(rows))
         return out
 
 

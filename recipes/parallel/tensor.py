@@ -71,9 +71,9 @@ class TensorRanks:
         of the matmuls that use it are summed in that dtype, as on one device.
         """
         if self.splits_sequence:
-            out: Tensor = GatherParts.apply(x, self.group, 1, get_product_dtype(x))  # type: ignore[no-untyped-call]
+            out: Tensor = GatherParts.apply(x, self.group, 1, get_product_dtype(x))
         else:
-            out = CopyToRanks.apply(x, self.group)  # type: ignore[no-untyped-call]
+            out = CopyToRanks.apply(x, self.group)
         return out
 
     def gather_module_input(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -83,14 +83,14 @@ class TensorRanks:
     def reduce_output(self, x: Tensor) -> Tensor:
         """Sum the partial outputs of a row-parallel layer over the ranks: [B, T, W] -> [B, t, W]."""
         if self.splits_sequence:
-            out: Tensor = ScatterSum.apply(x, self.group, 1)  # type: ignore[no-untyped-call]
+            out: Tensor = ScatterSum.apply(x, self.group, 1)
         else:
-            out = ReduceFromRanks.apply(x, self.group)  # type: ignore[no-untyped-call]
+            out = ReduceFromRanks.apply(x, self.group)
         return out
 
     def join_columns(self, x: Tensor) -> Tensor:
         """Concatenate the output features of all ranks."""
-        out: Tensor = JoinColumns.apply(x, self.group)  # type: ignore[no-untyped-call]
+        out: Tensor = JoinColumns.apply(x, self.group)
         return out
 
     def own_tokens(self, x: Tensor, *, dim: int) -> Tensor:

@@ -222,7 +222,7 @@ class StepTracer(TorchDispatchMode):
     """
 
     def __init__(self, *, keep_calls: bool = False, dimensions: Mapping[str, str] | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._dimensions = dimensions or {}
         self.section = BEFORE
         self._keep_calls = keep_calls
@@ -326,12 +326,12 @@ class StepTracer(TorchDispatchMode):
             tracer._resize(storage)
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     @override
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize_storage  # type: ignore[method-assign]
 
     def end_forward(self) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from recipes.adapter import is_adapter
+from recipes.engine import get_engine
 from recipes.optimizer.rules import get_rules
 from recipes.parallel.placement import local
 from recipes.preflight.result import Result, judge
@@ -72,7 +73,7 @@ class GradientProbe(Callback):
     def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         for handle in self._handles:
             handle.remove()
-        device = "cuda" if trainer.strategy.root_device.type == "cuda" else "cpu"
+        device = "cuda" if get_engine(trainer).root_device.type == "cuda" else "cpu"
         flags = torch.tensor([bool(self._seen.get(name, False)) for name in self.names], device=device).int()
         if dist.is_initialized():
             dist.all_reduce(flags, dist.ReduceOp.MAX)

@@ -19,6 +19,7 @@ from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.writer import CheckpointWriter
 from recipes.config.resolved import ResolvedRun
 from recipes.data.draws import has_draws
+from recipes.engine import get_engine
 from recipes.loss import logged_by_count
 from recipes.numerics.collectives import gather_objects
 from recipes.preflight.data import digest
@@ -56,7 +57,7 @@ def take_first_step(resolved: ResolvedRun) -> FirstStep:
     """Take one step without dropout."""
     recorder = LossRecorder()
     run = take_steps(resolved, num_steps=1, callbacks=[InEvaluationMode(), recorder])
-    norm = run.trainer.strategy.grad_norm  # type: ignore[attr-defined]
+    norm = get_engine(run.trainer).grad_norm
     return FirstStep(loss=recorder.losses[0], norm=math.inf if norm is None else float(norm))
 
 
@@ -135,7 +136,7 @@ class _Clock(Callback):
 
     @staticmethod
     def _now(trainer: lightning.Trainer) -> float:
-        if trainer.strategy.root_device.type == "cuda":
+        if get_engine(trainer).root_device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
@@ -164,7 +165,7 @@ def draw(run: Run, *, num_batches: int) -> tuple[float, list[bytes]]:
             continue
         lengths = batch.get("num_inputs", [None] * len(batch["inputs"]))
         own += [digest(inputs, length) for inputs, length in zip(batch["inputs"], lengths, strict=True)]
-    own_part = (sorted(seconds)[num_batches // 2], run.trainer.strategy.data_rank, own)  # type: ignore[attr-defined]
+    own_part = (sorted(seconds)[num_batches // 2], get_engine(run.trainer).data_rank, own)
     parts = gather_objects(own_part)
     times = [part[0] for part in parts]
     digests = dict(part[1:] for part in parts).values()  # ranks that divide matrices, tokens or layers have the same
@@ -242,7 +243,7 @@ class LossAfterStep(Callback):
 
 
 def _get_writer(trainer: lightning.Trainer) -> CheckpointWriter:
-    io = trainer.strategy.checkpoint_io
+    io = get_engine(trainer).checkpoint_io
     assert isinstance(io, FolderCheckpointIO), "build gives every strategy one"
     return io.writer
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from recipes.checkpoint.shards import ShardSavingMixin
+from recipes.engine import implements_engine
 from recipes.mesh import Mesh
 from recipes.numerics.nf4 import list_nf4
 from recipes.optimizer import DividesWork
@@ -22,8 +23,9 @@ from recipes.strategy.precision_plugin import to_lightning_plugin
 from recipes.strategy.torch_native import TorchNativeMixin
 
 
+@implements_engine
 class DDP(TorchNativeMixin, ShardSavingMixin, DDPStrategy):
-    """Lightning's DDP strategy as a `recipes.strategy.Engine`.
+    """Lightning's DDP strategy as a `recipes.engine.Engine`.
 
     Gradients are views of the communication buckets, zeroed in place, which saves a copy of 4 bytes per parameter.
     Inside an accumulation window Lightning suppresses the all-reduce. `static_graph` stays off: it serves reentrant

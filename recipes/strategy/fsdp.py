@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from typing_extensions import override
 
 from recipes.checkpoint.shards import ShardSavingMixin
+from recipes.engine import implements_engine
 from recipes.lightning_internals import set_up_mesh
 from recipes.mesh import Mesh
 from recipes.parallel.context import apply_context_parallel
@@ -36,8 +37,9 @@ from recipes.strategy.sharding import (
 from recipes.strategy.torch_native import TorchNativeMixin
 
 
+@implements_engine
 class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
-    """FSDP2 on top of Lightning's model-parallel strategy, as a `recipes.strategy.Engine`.
+    """FSDP2 on top of Lightning's model-parallel strategy, as a `recipes.engine.Engine`.
 
     Under mixed precision the matrices of a block are gathered in the low precision and everything else in float32;
     autocast works as on one device, so rounding does not depend on the number of ranks.

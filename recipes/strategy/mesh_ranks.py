@@ -3,14 +3,14 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from recipes.mesh import Mesh
-from recipes.numerics.collectives import sum_over_ranks
+from recipes.numerics.collectives import gather_rows, sum_over_ranks
 from recipes.parallel.groups import Groups, make_groups
 from recipes.parallel.schedule import PipelineSchedule
 
@@ -19,7 +19,7 @@ _USABLE_SHARE = 0.8  # of the free memory; the rest is for keys, values and logi
 
 
 class MeshRanksMixin:
-    """Implements the rank-related members of `recipes.strategy.Engine`.
+    """Implements the rank-related members of `recipes.engine.Engine`.
 
     Attributes:
         mesh: Sizes of the device mesh; set once the process group exists.
@@ -28,6 +28,7 @@ class MeshRanksMixin:
         averaged_size: Number of ranks over which gradients are averaged.
         pipeline: Computes the gradients of a step under pipeline parallelism; None without it.
         num_micro_batches: Micro-batches per step, for a pipeline.
+        shards_weights: Whether each rank keeps a shard of the weights, block by block.
     """
 
     mesh = Mesh()
@@ -37,6 +38,7 @@ class MeshRanksMixin:
     averaged_size = 1
     pipeline: PipelineSchedule | None = None
     num_micro_batches = 1
+    shards_weights: ClassVar[bool] = False
     _configured_mesh: Mesh | None = None
 
     def connect_ranks(self) -> None:
@@ -56,6 +58,11 @@ class MeshRanksMixin:
         return self.mesh.data_rank(self._strategy.global_rank)
 
     @property
+    def gathers_by_hooks(self) -> bool:
+        """Whether hooks that torch.compile cannot trace gather the weights."""
+        return False
+
+    @property
     def writes_unsharded(self) -> bool:
         """Whether this rank writes the unsharded tensors that all ranks with the same layers hold."""
         place = self.mesh.place(self._strategy.global_rank)
@@ -72,6 +79,10 @@ class MeshRanksMixin:
     def sum_over_token_ranks(self, value: Tensor) -> Tensor:
         """Return the sum of a per-token quantity, such as a loss, over the ranks with different tokens."""
         return sum_over_ranks(value, self._communication_device, self.groups.tokens)
+
+    def gather_over_data_ranks(self, value: Tensor) -> Tensor:
+        """Return the rows of all data-parallel ranks, [B, ...] -> [N B, ...]; a differentiable collective."""
+        return gather_rows(value, self.groups.data)
 
     @contextmanager
     def gather_for_generation(self) -> Iterator[bool]:

@@ -8,14 +8,16 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from recipes.checkpoint.shards import ShardSavingMixin
+from recipes.engine import implements_engine
 from recipes.mesh import Mesh
 from recipes.precision import Precision
 from recipes.strategy.precision_plugin import to_lightning_plugin
 from recipes.strategy.torch_native import TorchNativeMixin
 
 
+@implements_engine
 class SingleDevice(TorchNativeMixin, ShardSavingMixin, SingleDeviceStrategy):
-    """Lightning's single-device strategy as a `recipes.strategy.Engine`.
+    """Lightning's single-device strategy as a `recipes.engine.Engine`.
 
     Args:
         devices: List with the single device to train on.

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from recipes.clipping import Clipping
+from recipes.engine import StepGuard
 from recipes.lightning_internals import state_left_on_device
 from recipes.parallel.stages import is_copy
-from recipes.strategy import StepGuard, skip_step
+from recipes.strategy import skip_step
 from recipes.strategy.mesh_ranks import MeshRanksMixin
 from recipes.strategy.precision_plugin import get_loss_scale, get_num_overflows
 
@@ -24,7 +25,7 @@ _CHUNK = 4096
 
 
 class TorchNativeMixin(MeshRanksMixin):
-    """Implements `recipes.strategy.Engine`; must precede Lightning's strategy among the base classes.
+    """Implements `recipes.engine.Engine`; must precede Lightning's strategy among the base classes.
 
     Attributes:
         grad_norm: Global L2 norm before clipping at the last optimizer step, a 0-dim tensor; None before the first.

@@ -21,7 +21,9 @@ from recipes.clipping import Clipping
 from recipes.clipping.none import NoClipping
 from recipes.compile import CompilationCounter, compile_blocks, is_compiled
 from recipes.data.batches import sum_counts
+from recipes.engine import StepGuard
 from recipes.errors import ConfigError
+from recipes.lightning_internals import get_data, get_log_interval
 from recipes.loss import Loss, Term, divide, get_count, logged_by_count, sum_by_count
 from recipes.metrics import ValidationMetrics
 from recipes.model.flops import CountsFlops
@@ -30,17 +32,15 @@ from recipes.numerics.collectives import average_over_ranks
 from recipes.numerics.ema import average_weights
 from recipes.numerics.loss import sum_by_source, token_losses
 from recipes.optimizer import hold_averages
-from recipes.parallel.groups import Groups
-from recipes.strategy import StepGuard
 from recipes.task.frozen import FrozenModel
-from recipes.task.resumable import Resumable
+from recipes.task.resumable import OnEngine, Resumable
 
 Batch = dict[str, Any]
 
 # Validation shared by all tasks: loss and metrics per validation set and per source of a mixture.
 
 
-class Validated(lightning.LightningModule):
+class Validated(OnEngine):
     """A task that computes metrics over one or more validation sets, reduced over all ranks.
 
     Args:
@@ -81,12 +81,11 @@ class Validated(lightning.LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = get_data(self.trainer)
         if data is not None:
             further = getattr(data, "eval_names", ())  # a user-defined data module has none
-            groups: Groups = self.trainer.strategy.groups  # type: ignore[attr-defined]
             sources = getattr(data.source, "source_names", ())
-            self.name_data(sources=sources, further=further, group=groups.tokens)
+            self.name_data(sources=sources, further=further, group=self.engine.groups.tokens)
 
     def list_measures(self) -> dict[str, bool | None]:
         """Return the names of what validation logs, each with whether a higher value is better; None: not known."""
@@ -114,8 +113,7 @@ class Validated(lightning.LightningModule):
         """Average running statistics over ranks, because each rank has updated them with its own samples."""
         saved = self.state_dict(keep_vars=True)  # excludes constant tables, which are not persistent
         buffers = (buffer for name, buffer in self.named_buffers() if name in saved)
-        groups: Groups = self.trainer.strategy.groups  # type: ignore[attr-defined]
-        average_over_ranks((buffer for buffer in buffers if buffer.is_floating_point()), groups.stage)
+        average_over_ranks((buffer for buffer in buffers if buffer.is_floating_point()), self.engine.groups.stage)
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -248,7 +246,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
             return
         model = self.meta_model()
         self.prepare_first_weights(model)
-        self._convert_model(model, shards_weights=getattr(self.trainer.strategy, "shards_weights", False))
+        self._convert_model(model, shards_weights=self.engine.shards_weights)
         if self._activation_checkpoint.changes_blocks:  # not every model has blocks
             self._activation_checkpoint.apply(list_blocks(model))
         if self._compile_blocks(model):
@@ -259,7 +257,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         frozen = [each.on_meta() for each in self._frozen.values()] if self.trainer.training else []
         self.check_room(nn.ModuleList([model, *frozen]) if frozen else model)
         initialize_part = functools.partial(first_weights, seed=self.seed)
-        self.model = self.trainer.strategy.materialize(model, initialize_part)  # type: ignore[attr-defined]
+        self.model = self.engine.materialize(model, initialize_part)
         self.remember_base()
         if self.trainer.training:
             self.hold_frozen_models()
@@ -284,20 +282,19 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         """Compile the blocks of a model if the run compiles; return whether it did."""
         if self._compile_mode is None or not named_blocks(model):
             return False
-        leaves_out_hooks = getattr(self.trainer.strategy, "gathers_by_hooks", False)
+        leaves_out_hooks = self.engine.gathers_by_hooks
         compile_blocks(list_blocks(model), mode=self._compile_mode, leaves_out_hooks=leaves_out_hooks)
         return True
 
     def _materialize_frozen(self, frozen: FrozenModel) -> nn.Module:
         """Return a frozen model as the engine holds it, with its weights, whatever a checkpoint holds."""
         model = frozen.on_meta()
-        self._convert_model(model, shards_weights=getattr(self.trainer.strategy, "shards_weights", False))
+        self._convert_model(model, shards_weights=self.engine.shards_weights)
         self._compile_blocks(model)
         model.requires_grad_(False)
-        engine: Any = self.trainer.strategy
         with frozen.named_in_errors():
             initialize_part = functools.partial(initialize, seed=self.seed)
-            placed: nn.Module = engine.materialize(model, initialize_part, is_trained=False)
+            placed = self.engine.materialize(model, initialize_part, is_trained=False)
         return placed.requires_grad_(False).eval()
 
     def meta_model(self) -> nn.Module:
@@ -312,7 +309,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         except ValueError as error:  # from the argument checks in torch
             raise ConfigError("optimizer=…", str(error), "optimizer.<setting>=<value>, or another optimizer") from error
         self.remember_optimizer(optimizer)
-        optimizer = self.trainer.strategy.prepare_optimizer(optimizer)  # type: ignore[attr-defined]
+        optimizer = self.engine.prepare_optimizer(optimizer)
         self.remember_hyperparameters(optimizer)
         if self._ema_decay is not None:
             average_weights(optimizer, decay=self._ema_decay, step=lambda: self.trainer.global_step)
@@ -326,7 +323,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
     def on_train_start(self) -> None:
         assert not self.awaits_checkpoint, "the weights of a checkpoint were to follow, and none was loaded"
         adaptive = None if isinstance(self.clipping, NoClipping) else self.clipping
-        self.trainer.strategy.clipping = adaptive  # type: ignore[attr-defined]
+        self.engine.clipping = adaptive
         self.resume_optimizer(self._schedule)
 
     @property
@@ -353,13 +350,13 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
 
     def _begin_window(self) -> None:
         """Call `before_window`, and count what it returns."""
-        trainer, window = self.trainer, self.trainer.datamodule.window  # type: ignore[attr-defined]
-        plugin = trainer.precision_plugin
-        moved = [trainer.strategy.batch_to_device(plugin.convert_input(batch)) for batch in window]
+        engine, plugin = self.engine, self.trainer.precision_plugin
+        window = get_data(self.trainer).window
+        moved = [engine.batch_to_device(plugin.convert_input(batch)) for batch in window]
         with plugin.train_step_context():
             micro_batches = self.before_window(moved)
         counts = [self.loss.counts(batch) for batch in micro_batches]
-        totals = sum_counts(counts, trainer.strategy.sum_over_data_ranks)  # type: ignore[attr-defined]
+        totals = sum_counts(counts, engine.sum_over_data_ranks)
         self._window_batches = [{**batch, **totals} for batch in micro_batches]
 
     @override
@@ -409,11 +406,11 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
 
     def _undo_division(self) -> int:
         """Return the factor that cancels the averaging over micro-batches (Lightning) and ranks (engines)."""
-        return self.trainer.accumulate_grad_batches * self.trainer.strategy.averaged_size  # type: ignore[attr-defined, no-any-return]
+        return self.trainer.accumulate_grad_batches * self.engine.averaged_size
 
     @override
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        optimizer.zero_grad(set_to_none=self.trainer.strategy.frees_gradients)  # type: ignore[attr-defined]
+        optimizer.zero_grad(set_to_none=self.engine.frees_gradients)
 
     @override
     def configure_gradient_clipping(
@@ -424,7 +421,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
     ) -> None:
         """Compute the norm and clip in one pass; Lightning 2.6's hook rejects fused AdamW under bf16-mixed (#21435)."""
         by_value = gradient_clip_algorithm == "value"
-        self.trainer.strategy.clip_gradients(  # type: ignore[attr-defined]
+        self.engine.clip_gradients(
             self.parameters(),
             max_norm=None if by_value else gradient_clip_val,
             max_value=gradient_clip_val if by_value else None,
@@ -432,23 +429,23 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
 
     def recipes_guard_steps(self, guard: StepGuard) -> None:
         """Let `guard` decide before each optimizer step whether to skip it."""
-        self.trainer.strategy.guard = guard  # type: ignore[attr-defined]
+        self.engine.guard = guard
 
     @property
     def clip_threshold(self) -> Tensor | None:
         """Clipping threshold of the last step, a 0-dim tensor; inf: no limit."""
-        return self.trainer.strategy.clip_threshold  # type: ignore[attr-defined, no-any-return]
+        return self.engine.clip_threshold
 
     @property
     def grad_norm(self) -> Tensor | None:
         """Global gradient norm of the last optimizer step before clipping, a 0-dim tensor."""
-        return self.trainer.strategy.grad_norm  # type: ignore[attr-defined, no-any-return]
+        return self.engine.grad_norm
 
     @property
     @override
     def data_size(self) -> int:
         """Number of ranks, or groups of ranks, with different samples."""
-        return self.trainer.strategy.data_size  # type: ignore[attr-defined, no-any-return]
+        return self.engine.data_size
 
     def _count(self, batch: Batch) -> None:
         num_samples = batch["num_samples"] * self.data_size
@@ -474,8 +471,8 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         step = trainer.global_step + 1
         if step == trainer.max_steps:
             trainer.should_stop = True  # makes Lightning log and validate the last step regardless of the intervals
-        guard = trainer.strategy.guard  # type: ignore[attr-defined]
-        is_logged = step % trainer.log_every_n_steps == 0 or trainer.should_stop  # type: ignore[attr-defined]
+        guard = self.engine.guard
+        is_logged = step % get_log_interval(trainer) == 0 or trainer.should_stop
         self._unlogged_loss = None if is_logged else window_loss
         if window_loss is None or not (is_logged or guard is not None):
             return
@@ -521,7 +518,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         """
         found = zip(self.source_names, *totals.tolist(), strict=True)
         self.log_row({f"train/{name}/loss": loss_sum / count for name, loss_sum, count in found if count})
-        tokens = self.trainer.datamodule.count_source_tokens()  # type: ignore[attr-defined]
+        tokens = get_data(self.trainer).count_source_tokens()
         self.log_row({f"train/{name}/tokens": count for name, count in tokens.items()})
 
     def log_row(self, metrics: Mapping[str, float | Tensor]) -> None:
@@ -536,7 +533,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
                 yield f"lr/{group['group_name']}", group["lr"]
 
     def _sum_over_token_ranks(self, value: Tensor) -> Tensor:
-        return self.trainer.strategy.sum_over_token_ranks(value)  # type: ignore[attr-defined, no-any-return]
+        return self.engine.sum_over_token_ranks(value)
 
 
 class CompilationLog(lightning.Callback):

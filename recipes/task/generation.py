@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 from recipes.data.conversations.chat_template import find_stop_ids
+from recipes.engine import get_engine
 from recipes.generation import Completion, Sampling, StopStrings, generate
 from recipes.model import LanguageModel
 from recipes.task.base import TrainingTask
@@ -52,8 +53,8 @@ class GeneratesText(TrainingTask, ABC):
         prompt_tokens = prompt or [self.tokenizer.end_of_text]
         ending = StopStrings(stop, self.tokenizer) if stop else None
         texts = []
-        strategy: Any = self.trainer.strategy
-        with self.trainer.precision_plugin.forward_context(), strategy.gather_for_generation() as is_independent:
+        engine = get_engine(self.trainer)
+        with self.trainer.precision_plugin.forward_context(), engine.gather_for_generation() as is_independent:
             for start in range(0, len(seeds), _ROWS_AT_A_TIME):
                 of_batch = seeds[start : start + _ROWS_AT_A_TIME]
                 completions = generate(
@@ -66,7 +67,7 @@ class GeneratesText(TrainingTask, ABC):
                     ends=find_stop_ids(self.tokenizer),
                     is_complete=None if ending is None else ending.is_reached,
                     slides=True,
-                    agree=None if is_independent else strategy.share_first,
+                    agree=None if is_independent else engine.share_first,
                 )
                 for completion in completions:
                     if ending is None:
@@ -123,8 +124,8 @@ class GeneratesText(TrainingTask, ABC):
         if max_new_tokens is None:
             max_new_tokens = max((len(answer) for _, answer in questions), default=0) + _MORE_TOKENS
         found: list[tuple[str, str, str]] = []
-        strategy: Any = self.trainer.strategy
-        with self.trainer.precision_plugin.forward_context(), strategy.gather_for_generation() as is_independent:
+        engine = get_engine(self.trainer)
+        with self.trainer.precision_plugin.forward_context(), engine.gather_for_generation() as is_independent:
             # the same number of batches on every rank: each forward pass may be a collective
             for start in range(0, len(questions), num_ranks * _ROWS_AT_A_TIME):
                 batch = questions[start : start + num_ranks * _ROWS_AT_A_TIME]

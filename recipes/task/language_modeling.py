@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from recipes.errors import ConfigError
-from recipes.lightning_internals import is_accumulating, skip_backward
+from recipes.lightning_internals import get_data, get_log_interval, is_accumulating, skip_backward
 from recipes.loss import Term, add_up, detach, divide, logged_by_count
 from recipes.metrics import ValidationMetrics
 from recipes.model import LanguageModel
@@ -71,7 +71,7 @@ class PipelineTask(TrainingTask, ABC):
         zero = torch.zeros((), dtype=torch.float32, device=own["inputs"].device)
 
         def scale(terms: Sequence[Term]) -> Tensor:
-            return self.trainer.strategy.scale_loss(self.scale(terms, whole))  # type: ignore[attr-defined, no-any-return]
+            return self.engine.scale_loss(self.scale(terms, whole))
 
         def compute(forward: Callable[..., Any], hidden: Tensor, rest: Mapping[str, Tensor]) -> Tensor:
             self.stage_forward = forward
@@ -87,7 +87,7 @@ class PipelineTask(TrainingTask, ABC):
         def leave(stage: nn.Module, hidden: Tensor, rest: Mapping[str, Tensor]) -> Tensor:
             terms = self.layer_terms(stage=stage, targets=rest["targets"])
             if any(term.sum.requires_grad for term in terms):
-                hidden = _Differentiate.apply(hidden, scale(terms))  # type: ignore[no-untyped-call]
+                hidden = _Differentiate.apply(hidden, scale(terms))
             return hidden
 
         # on every rank: a loss scaler has no scale before its first call, and ranks without the loss unscale too
@@ -195,12 +195,12 @@ class Routing:
         self._window_loads = self._window_sums = None
         trainer, model = self._task.trainer, self._model
         step, is_balanced = trainer.global_step + 1, model.balance_rate > 0
-        is_logged = step % trainer.log_every_n_steps == 0 or trainer.should_stop  # type: ignore[attr-defined]
+        is_logged = step % get_log_interval(trainer) == 0 or trainer.should_stop
         if not (is_balanced or is_logged):
             return
         # one collective: float64 represents counts exactly
         both = torch.cat([loads.double(), sums.double()], dim=1)  # [L, E + 3]
-        both = trainer.strategy.sum_over_token_ranks(both)  # type: ignore[attr-defined]
+        both = self._task.engine.sum_over_token_ranks(both)
         loads, sums = both[:, : model.num_experts], both[:, model.num_experts :]
         if is_balanced and not has_overflowed:
             for stage in list_stages(model):
@@ -220,9 +220,9 @@ class Routing:
         balance, square, entropy = sums.mean(dim=0).unbind()
         num_tokens = loads[0].sum() / model.num_experts_per_tok
         task.log_row({"moe/load_max": largest, "moe/load_min": smallest, "moe/router_entropy": entropy / num_tokens})
-        strategy: Any = task.trainer.strategy
-        if strategy.mesh.expert > 1:  # the other ranks wait for the most loaded one
-            of_ranks, _ = describe_loads(loads.view(len(loads), strategy.mesh.expert, -1).sum(dim=-1))
+        num_expert_ranks = task.engine.mesh.expert
+        if num_expert_ranks > 1:  # the other ranks wait for the most loaded one
+            of_ranks, _ = describe_loads(loads.view(len(loads), num_expert_ranks, -1).sum(dim=-1))
             task.log_row({"moe/rank_load_max": of_ranks})
         if model.router_aux_loss_coef:
             task.log_row({"moe/load_balance_loss": balance / self._num_targets})
@@ -240,9 +240,10 @@ class LanguageModeling(GeneratesText, PipelineTask):
     @override
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        if self.trainer.datamodule is None:  # type: ignore[attr-defined]
+        data = get_data(self.trainer)
+        if data is None:
             return
-        self.source = self.trainer.datamodule.source  # type: ignore[attr-defined]
+        self.source = data.source
         self.tokenizer = self.source.tokenizer
         if getattr(self.source, "packs", False):
             self._check_positions(self.meta_model())
@@ -295,7 +296,7 @@ class LanguageModeling(GeneratesText, PipelineTask):
     @property
     def _pipeline(self) -> PipelineSchedule | None:
         """Pipeline schedule of the stages; None without pipeline parallelism."""
-        return self.trainer.strategy.pipeline  # type: ignore[attr-defined, no-any-return]
+        return self.engine.pipeline
 
     @override
     def on_train_start(self) -> None:
@@ -319,10 +320,9 @@ class LanguageModeling(GeneratesText, PipelineTask):
         if self._routing is None:
             super().optimizer_step(*args, **kwargs)
             return
-        strategy: Any = self.trainer.strategy
-        num_overflows = strategy.num_overflows
+        num_overflows = self.engine.num_overflows
         super().optimizer_step(*args, **kwargs)
-        self._routing.end_optimizer_step(has_overflowed=strategy.num_overflows != num_overflows)
+        self._routing.end_optimizer_step(has_overflowed=self.engine.num_overflows != num_overflows)
 
     @override
     def terms(self, batch: Batch) -> list[Term]:
@@ -347,7 +347,7 @@ class LanguageModeling(GeneratesText, PipelineTask):
         scale = None
         if self.scales_loss and torch.is_grad_enabled():
             unscaled = torch.ones((), device=batch["inputs"].device) * (self._undo_division() / batch["num_targets"])
-            scale = self.trainer.strategy.scale_loss(unscaled)  # type: ignore[attr-defined]
+            scale = self.engine.scale_loss(unscaled)
         reduce = functools.partial(self._head_loss, targets=batch["targets"], scale=scale)
         objective, loss, by_token = self._run(batch, reduce=reduce)
         if "source" in batch:

@@ -22,9 +22,9 @@ from recipes.checkpoint.saved_tensor import SavedTensor
 from recipes.checkpoint.shard_file import write_shard
 from recipes.checkpoint.start_from import FrozenBase, Ranks, SourceRun
 from recipes.clipping import Clipping
+from recipes.engine import Engine, get_engine
 from recipes.errors import ConfigError
-from recipes.lightning_internals import skip_validation_once
-from recipes.mesh import Mesh
+from recipes.lightning_internals import get_data, skip_validation_once
 from recipes.model.init import unsharded_shape
 from recipes.model.weights.adapter import has_adapter
 from recipes.model.weights.files import hash_weights
@@ -39,7 +39,16 @@ from recipes.task.frozen import Base, check_base, check_frozen_model
 _NOT_KEPT = ("params", "lr", "initial_lr")  # of an optimizer's groups: the config decides them
 
 
-class Resumable(lightning.LightningModule):
+class OnEngine(lightning.LightningModule):
+    """A task that knows the engine of its run."""
+
+    @property
+    def engine(self) -> Engine:
+        """Strategy of the run; raises RuntimeError before the task is attached to a Trainer."""
+        return get_engine(self.trainer)
+
+
+class Resumable(OnEngine):
     """A task that resumes from a checkpoint of any strategy, on any number of ranks.
 
     Args:
@@ -108,7 +117,7 @@ class Resumable(lightning.LightningModule):
         self.has_known_state = type(optimizer).__module__.startswith(("torch.optim.", "recipes."))
         check_optimizer(self._optimizer, self._resumed_optimizer)
         counts = [[(len(group["params"]), _count_own(group["params"])) for group in optimizer.param_groups]]
-        pipeline = self.trainer.strategy.groups.pipeline  # type: ignore[attr-defined]
+        pipeline = self.engine.groups.pipeline
         if pipeline is not None:
             counts = gather_objects(counts[0], pipeline)
         of_groups = [
@@ -130,7 +139,7 @@ class Resumable(lightning.LightningModule):
 
     def _gather_names(self, own: list[str]) -> list[str]:
         """Return the names from all pipeline ranks without duplicates, first layers first."""
-        group = self.trainer.strategy.groups.pipeline  # type: ignore[attr-defined]
+        group = self.engine.groups.pipeline
         if group is None:
             return own
         return list(dict.fromkeys(name for of_rank in gather_objects(own, group) for name in of_rank))
@@ -199,7 +208,7 @@ class Resumable(lightning.LightningModule):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["consumed"] = {"samples": self.num_samples, "tokens": self.num_tokens}
-        checkpoint["strategy"] = type(self.trainer.strategy).__name__
+        checkpoint["strategy"] = type(self.engine).__name__
         checkpoint["mesh"] = self._mesh_sizes
         checkpoint["loggers"] = {type(logger).__name__: logger.version for logger in self.trainer.loggers}
         checkpoint["optimizer"] = self._optimizer
@@ -220,7 +229,7 @@ class Resumable(lightning.LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        check_keys(checkpoint, getattr(self.trainer, "datamodule", None))
+        check_keys(checkpoint, get_data(self.trainer))
         tensors = self.state_dict(keep_vars=True)
         frozen = self.frozen_names()
         shapes = {name: unsharded_shape(tensor) for name, tensor in tensors.items() if name not in frozen}
@@ -266,7 +275,7 @@ class Resumable(lightning.LightningModule):
     def recipes_save_weights(self, folder: Path) -> None:
         """Write this rank's shard of the weights only, in the checkpoint file format."""
         folder.mkdir(parents=True, exist_ok=True)
-        shards = self.trainer.strategy.lightning_module_state_dict()
+        shards = self.engine.lightning_module_state_dict()
         left_out = {*self._tied, *self.frozen_names()}
         on_host = {
             name: replace(shard, tensor=shard.tensor.cpu()) for name, shard in shards.items() if name not in left_out
@@ -278,18 +287,18 @@ class Resumable(lightning.LightningModule):
     @property
     def _mesh_sizes(self) -> dict[str, Any]:
         """Number of ranks along each mesh dimension that has more than one, and the schedule of a pipeline."""
-        mesh: Mesh = self.trainer.strategy.mesh  # type: ignore[attr-defined]
+        mesh = self.engine.mesh
         return mesh.sizes() | ({"schedule": mesh.pipeline_schedule} if mesh.pipeline > 1 else {})
 
     def is_of_same_mesh(self, checkpoint: dict[str, Any]) -> bool:
         """Return whether each rank of this run holds what the same rank of the saving run held."""
-        is_same_engine = checkpoint["strategy"] == type(self.trainer.strategy).__name__
+        is_same_engine = checkpoint["strategy"] == type(self.engine).__name__
         return is_same_engine and bool(checkpoint["mesh"] == self._mesh_sizes)
 
     @functools.cached_property
     def whole_model(self) -> nn.Module | None:
         """Model with the layers of all ranks, without storage; None without pipeline parallelism."""
-        if self.trainer.strategy.groups.pipeline is None:  # type: ignore[attr-defined]
+        if self.engine.groups.pipeline is None:
             return None
         whole: nn.Module = self.meta_model()  # type: ignore[operator]
         return whole
@@ -326,7 +335,7 @@ class Resumable(lightning.LightningModule):
         """
         if self.first_weights is None:
             return
-        ranks = Ranks(is_first=self.trainer.is_global_zero, broadcast=self.trainer.strategy.broadcast)
+        ranks = Ranks(is_first=self.trainer.is_global_zero, broadcast=self.engine.broadcast)
         self.first_weights.prepare(model, ranks)
         model.first_weights = self.first_weights  # type: ignore[assignment]
         if not self.awaits_checkpoint:
@@ -360,7 +369,7 @@ class Resumable(lightning.LightningModule):
         digest = None
         if pretrained is not None:
             own = hash_weights(pretrained) if self.trainer.is_global_zero else None
-            digest = self.trainer.strategy.broadcast(own)
+            digest = self.engine.broadcast(own)
         return Base(pretrained or str(self.seed), digest, in_nf4=any(list_nf4(model)), settings=dict(settings))
 
     @property

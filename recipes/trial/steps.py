@@ -12,6 +12,7 @@ from recipes.build import Run, build
 from recipes.checkpoint.resume import find_checkpoint, read_step
 from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
+from recipes.lightning_internals import get_callbacks
 
 
 def take_steps(resolved: ResolvedRun, *, num_steps: int, callbacks: Sequence[Callback]) -> Run:
@@ -36,7 +37,7 @@ def take_steps(resolved: ResolvedRun, *, num_steps: int, callbacks: Sequence[Cal
     length = {"trainer.max_steps": first_step + num_steps, "trainer.min_steps": None}
     run = build(resolved.with_settings(length | {"trainer.limit_val_batches": 0, "log_every": 1}))
     run.data.prepare_data()
-    run.trainer.callbacks.extend(callbacks)  # type: ignore[attr-defined]
+    get_callbacks(run.trainer).extend(callbacks)
     try:
         run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
     except SystemExit as exit_request:

@@ -76,7 +76,7 @@ class Router(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or convert the parameters; the bias stays float32: bfloat16 is too coarse near 1."""
         bias = self.bias
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         if self.bias.dtype != torch.float32:
             self.bias = bias.to(self.bias.device)
         return self

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from recipes.checkpoint.shards import PerRankSavingMixin
 from recipes.clipping import Clipping
+from recipes.engine import StepGuard, implements_engine
 from recipes.lightning_internals import (
     complete_deepspeed_config,
     is_accumulating,
@@ -29,7 +30,7 @@ from recipes.lightning_internals import (
 from recipes.mesh import Mesh
 from recipes.parallel.context import apply_context_parallel
 from recipes.precision import Precision, to_deepspeed_config
-from recipes.strategy import StepGuard, get_blocks
+from recipes.strategy import get_blocks
 from recipes.strategy.deepspeed.checkpoint import ZeroState, advance_step_count, flat_weights, in_memory, is_stage_3
 from recipes.strategy.deepspeed.compiled_op import load_op
 from recipes.strategy.deepspeed.partition import (
@@ -50,7 +51,7 @@ from recipes.strategy.precision_plugin import ZeroPrecision
 
 
 class StepGuardMixin:
-    """Implements the attributes of `recipes.strategy.Engine` for steps inside a ZeRO optimizer.
+    """Implements the attributes of `recipes.engine.Engine` for steps inside a ZeRO optimizer.
 
     DeepSpeed 0.19.8 keeps the norm in a local variable of its step; the only call between that point and the update is
     `_update_scale`. This class therefore records the norm where it is computed and decides in `_update_scale`.
@@ -241,8 +242,9 @@ def _counts(optimizer: Any, flat: Tensor) -> dict[str, Any]:
     return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
 
 
+@implements_engine
 class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRanksMixin, DeepSpeedStrategy):
-    """Lightning's DeepSpeed strategy as a `recipes.strategy.Engine`, on GPUs and on CPUs.
+    """Lightning's DeepSpeed strategy as a `recipes.engine.Engine`, on GPUs and on CPUs.
 
     Mixed precision uses torch's autocast over float32 weights, as under every other strategy; `bf16-true` uses
     DeepSpeed's bfloat16 weights with a float32 master copy.
@@ -319,6 +321,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
         self._state = ZeroState()
 
     @property
+    @override
     def gathers_by_hooks(self) -> bool:
         """Whether hooks that torch.compile cannot trace gather the weights."""
         assert isinstance(self.config, dict)
