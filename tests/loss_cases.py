@@ -1,9 +1,10 @@
-"""A loss of two denominators, image data with every kind of targets, and a small image model without batch norm."""
+"""A loss of two denominators, tasks that look at all ranks, images with every kind of targets, and a small model."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from support import MaskedImages
 from torch import Tensor, nn
 
@@ -15,6 +16,7 @@ from recipes.numerics.loss import IGNORE_INDEX
 from recipes.task.language_modeling import LanguageModeling
 
 NUM_OUTPUTS = 5
+NUM_FEATURES = 8
 
 
 class TwoCounts(CrossEntropy):
@@ -67,8 +69,43 @@ class Centering(LanguageModeling):
                     carries = own["targets"] != IGNORE_INDEX  # [B, T]
                     norms = self._without_padding(outputs).double().logsumexp(dim=-1)  # [B, T]
                     sums += torch.stack([(norms * carries).sum(), carries.double().sum()])
-        total, number = self.trainer.strategy.sum_over_token_ranks(sums).unbind()
+        total, number = self.engine.sum_over_token_ranks(sums).unbind()
         return [batch | {"center": (total / number).float()} for batch in micro_batches]
+
+
+class Contrasting(LanguageModeling):
+    """Trains the halves of a sample to be closer to each other than to the halves of all other samples (InfoNCE).
+
+    A rank compares its own samples with those of all ranks.
+    """
+
+    def terms(self, batch: dict[str, Any]) -> list[Term]:
+        halves = self.outputs(batch)[..., :NUM_FEATURES].float().unflatten(1, (2, -1)).mean(dim=2)  # [B, 2, F]
+        own = F.normalize(halves, dim=-1)
+        every = self.engine.gather_over_data_ranks(own)  # [N B, 2, F]
+        return [Term(self.contrast(own, every, first=self.engine.data_rank * len(own)))]
+
+    def contrast(self, own: Tensor, every: Tensor, *, first: int) -> Tensor:
+        """Return the sum of the loss over samples, of which the first is number `first` of all."""
+        places = torch.arange(first, first + len(own))  # [B]
+        one, other = own.unbind(1), every.unbind(1)[::-1]
+        sums = [F.cross_entropy(x @ y.T / 0.2, places, reduction="sum") for x, y in zip(one, other, strict=True)]
+        return sums[0] + sums[1]
+
+
+class ContrastingEverywhere(Contrasting):
+    """Every rank computes the whole loss from all samples, which is then as many times in the objective."""
+
+    def contrast(self, own: Tensor, every: Tensor, *, first: int) -> Tensor:
+        return super().contrast(every, every, first=0) / self.engine.data_size
+
+
+class ContrastingOnFirst(Contrasting):
+    """The first rank computes the whole loss from all samples; the others join the backward pass."""
+
+    def contrast(self, own: Tensor, every: Tensor, *, first: int) -> Tensor:
+        whole = super().contrast(every, every, first=0)
+        return whole if self.engine.data_rank == 0 else 0.0 * whole
 
 
 def is_even(targets: Tensor) -> Tensor:

@@ -43,6 +43,13 @@ def with_center(strategy: str, *, accumulate: int, world_size: int) -> dict[str,
     return made | {"loss": {"_target_": "loss_cases.Centered"}, "task": task}
 
 
+def with_contrast(strategy: str, *, world_size: int, task: str = "Contrasting") -> dict[str, Any]:
+    """Return the experiment with a loss that compares each sample with those of all ranks."""
+    made = of_tokens(strategy, accumulate=1, world_size=world_size)
+    del made["loss"]
+    return made | {"task": {"_target_": f"loss_cases.{task}", "_partial_": True}}
+
+
 def of_tokens(strategy: str, *, accumulate: int, world_size: int, model: str = "gpt2") -> dict[str, Any]:
     """Return the experiment of the parity tests with a loss of two denominators."""
     made = case(model, strategy=ENGINES[strategy], precision="32-true", accumulate=accumulate, world_size=world_size)
@@ -63,6 +70,7 @@ def make_cases(strategies: list[str], *, splits: tuple[int, ...], world_size: in
 
 
 REFERENCES = make_cases(["single"], splits=(1,), world_size=1)
+REFERENCES["contrast, single x1"] = with_contrast("single", world_size=1)
 ON_ONE = shortened(
     make_cases(["single"], splits=(2, 4), world_size=1),
     *(f"{loss}, single x4" for loss in ("bce", "mse", "cross_entropy", "weighted", "two counts", "centered")),
@@ -75,8 +83,16 @@ STAGED = {
     for accumulate in SPLITS
     if not (name.startswith("pp2") and accumulate == 1)  # a schedule needs as many micro-batches as stages
 }
+# one micro-batch a step: a sample is compared with those of its micro-batch
+CONTRASTS = {f"contrast, {strategy} x1": with_contrast(strategy, world_size=2) for strategy in ON_TWO} | {
+    f"contrast, {strategy} {place}": with_contrast(strategy, world_size=2, task=task)
+    for strategy in ("ddp", "fsdp", "ZeRO-2")
+    for place, task in (("everywhere", "ContrastingEverywhere"), ("on the first", "ContrastingOnFirst"))
+}
 RANKS = shortened(
-    make_cases(ON_TWO, splits=SPLITS, world_size=2) | STAGED,
+    make_cases(ON_TWO, splits=SPLITS, world_size=2) | STAGED | CONTRASTS,
+    *("contrast, ddp x1", "contrast, fsdp x1", "contrast, ZeRO-2 x1"),
+    *("contrast, ddp everywhere", "contrast, ZeRO-2 on the first"),
     *("bce, ddp x2", "mse, fsdp x2", "weighted, ZeRO-2 x2", "cross_entropy, ZeRO-3 x1"),
     *("two counts, ddp x2", "two counts, ZeRO-3 x2", "two counts, cp2, fsdp x1", "two counts, pp2 x2"),
     *("centered, ddp x2", "centered, fsdp x2", "centered, ZeRO-3 x2", "centered, pp2 x2"),

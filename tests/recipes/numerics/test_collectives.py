@@ -20,6 +20,7 @@ from recipes.numerics.collectives import (
     ReduceFromRanks,
     ScatterSum,
     average_over_ranks,
+    gather_rows,
     reduce_parts,
     sum_over_ranks,
 )
@@ -72,6 +73,7 @@ CASES = {
     **_case_along(0),
     **_case_along(1),
     **_case_along(2),
+    "rows": Case(lambda x, group: gather_rows(x), lambda parts: [torch.cat(parts)] * len(parts)),
     # of what all ranks have: the first's, here
     "use on all": Case(lambda x, group: CopyToRanks.apply(x, group), lambda parts: [parts[0]] * len(parts)),
     "sum": Case(
@@ -136,7 +138,7 @@ def test_result_and_gradient_are_those_of_one_device(num_ranks: int, dtype: torc
 
 def test_the_compiler_traces_each_in_one_graph_with_the_same_gradient() -> None:
     torch._dynamo.reset()
-    names = ["gather, 1", "scatter, 1", "exchange, 1 for 2", "use on all", "sum", "join columns"]
+    names = ["gather, 1", "rows", "scatter, 1", "exchange, 1 for 2", "use on all", "sum", "join columns"]
     check(names, num_ranks=2, dtype=torch.float32, backend="aot_eager")
 
 
