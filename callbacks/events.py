@@ -6,6 +6,8 @@ from typing import Any, Literal, TypedDict
 
 from lightning.pytorch import Trainer
 
+from callbacks.lightning_internals import get_callbacks
+
 log = logging.getLogger("lightning_recipes")
 
 
@@ -46,14 +48,14 @@ def log_event(trainer: Trainer, line: str | None, event: str, step: int, **field
     for logger in trainer.loggers:
         if hasattr(logger, "log_event"):
             logger.log_event(event, step, **fields, **declared)
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in get_callbacks(trainer):
         if hasattr(callback, "receive_event"):
             callback.receive_event(event, step, **fields, **declared)
 
 
 def get_event_kind(trainer: Trainer, event: str) -> EventKind:
     """Return the declaration of a kind of event by the first callback that has one; empty if none has."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in get_callbacks(trainer):
         kinds: dict[str, EventKind] = getattr(callback, "events", {})
         if event in kinds:
             return kinds[event]

@@ -3,9 +3,16 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn import Module
+
+
+def get_callbacks(trainer: Trainer) -> list[Callback]:
+    """Return the callbacks of a Trainer; a connector sets them, so that Lightning's annotations lack them."""
+    untyped: Any = trainer
+    callbacks: list[Callback] = untyped.callbacks
+    return callbacks
 
 
 def is_accumulating(trainer: Trainer) -> bool:

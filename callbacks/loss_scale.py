@@ -62,8 +62,8 @@ class LossScaleMonitor(Callback):
 
     def _watch_scale(self, trainer: Trainer) -> None:
         before, self._last_scale = self._last_scale, _get_scale(trainer)
-        if None not in (before, self._last_scale):
-            self._in_process += self._last_scale < before  # type: ignore[operator]
+        if before is not None and self._last_scale is not None:
+            self._in_process += self._last_scale < before
 
     def _total(self) -> int:
         return self._earlier + self._in_process

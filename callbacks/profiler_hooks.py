@@ -5,7 +5,7 @@ is set. The tap intercepts these calls and passes them on.
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import Profiler
@@ -13,7 +13,9 @@ from lightning.pytorch.profilers import Profiler
 
 def get_profiler(trainer: Trainer) -> Profiler:
     """Return the trainer's profiler; Lightning sets this attribute from outside the class."""
-    return trainer.profiler  # type: ignore[attr-defined, no-any-return]
+    untyped: Any = trainer
+    profiler: Profiler = untyped.profiler
+    return profiler
 
 
 class Listener(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 import lightning.pytorch as lightning
 import torch
 from hydra.errors import InstantiationException
-from lightning.fabric.plugins.environments import (  # type: ignore[attr-defined]
+from lightning.fabric.plugins.environments import (
     ClusterEnvironment,
     LightningEnvironment,
     SLURMEnvironment,

@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 
 def get_callbacks(trainer: lightning.Trainer) -> list[Callback]:
     """Return the callbacks of a Trainer, the list itself, which may be changed."""
-    callbacks: list[Callback] = getattr(trainer, "callbacks")  # noqa: B009
+    untyped: Any = trainer
+    callbacks: list[Callback] = untyped.callbacks
     return callbacks
 
 
@@ -34,18 +35,21 @@ def get_data(trainer: lightning.Trainer) -> Any:
 
 def get_log_interval(trainer: lightning.Trainer) -> int:
     """Return after how many optimizer steps a row is logged."""
-    interval: int = getattr(trainer, "log_every_n_steps")  # noqa: B009
+    untyped: Any = trainer
+    interval: int = untyped.log_every_n_steps
     return interval
 
 
 def set_rank(rank: int) -> None:
     """Set the rank that Lightning's `rank_zero_only` compares with zero; it reads the environment when imported."""
-    setattr(rank_zero_only, "rank", rank)  # noqa: B010
+    untyped: Any = rank_zero_only
+    untyped.rank = rank
 
 
 def sync_every_micro_batch(trainer: lightning.Trainer) -> None:
     """Reduce gradients over ranks after every micro-batch, which Lightning suppresses until the last one of a step."""
-    setattr(trainer.strategy, "block_backward_sync", contextlib.nullcontext)  # noqa: B010
+    untyped: Any = trainer.strategy
+    untyped.block_backward_sync = contextlib.nullcontext
 
 
 # Private attributes.

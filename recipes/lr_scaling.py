@@ -36,5 +36,4 @@ def scaled_lr(rule: str, base_lr: object, base_batch_size: object, global_batch_
 
 def is_positive(value: object) -> TypeGuard[int | float]:
     """Return whether a config value is a positive finite number."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 < value < float("inf")  # type: ignore[operator]
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")

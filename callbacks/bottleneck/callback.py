@@ -11,6 +11,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
+from callbacks.lightning_internals import get_callbacks
+
 from ..events import EventKind, log_event
 from ..lightning_packages import Callback, find_classes
 from ..logged_step import StepCounter, is_logged_step
@@ -192,7 +194,7 @@ class BottleneckMonitor(Callback):
 
     def _find_speed_monitor(self, trainer: Trainer) -> SpeedMonitor | None:
         """Return the SpeedMonitor that runs before this callback and has thus already synchronized with the device."""
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in get_callbacks(trainer):
             if isinstance(callback, SpeedMonitor):
                 return callback
             if callback is self and trainer.is_global_zero:

@@ -124,10 +124,11 @@ def _get_scale(trainer: Trainer, norm: Tensor) -> Tensor:
     """Return the loss scale, 0-dim on the device of the norm, without reading it; inf without a scale."""
     scaler = get_scaler(trainer)
     if scaler is not None and scaler._scale is not None:  # a tensor from the first scaled loss on
-        return scaler._scale.to(norm)  # type: ignore[no-any-return]
+        scale: Tensor = scaler._scale.to(norm)
+        return scale
     # without a scaler, a number on the host
-    scale = getattr(trainer.strategy, "current_loss_scale", None) if scaler is None else None
-    return torch.full_like(norm, math.inf if scale is None else scale)
+    number = getattr(trainer.strategy, "current_loss_scale", None) if scaler is None else None
+    return torch.full_like(norm, math.inf if number is None else number)
 
 
 class DelayedReadback:

@@ -7,6 +7,8 @@ from typing import Any, Literal, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
 
+from callbacks.lightning_internals import get_callbacks
+
 from ..events import finite, log_event
 from ..lightning_internals import forget_row
 from .escalation import Action, Response, SpikeEscalation
@@ -258,7 +260,7 @@ def get_datamodule(trainer: Trainer) -> Any:
 
 
 def _find_listeners(trainer: Trainer, pl_module: LightningModule) -> Iterator[Any]:
-    candidates = [*trainer.callbacks, *trainer.loggers, pl_module, get_datamodule(trainer)]  # type: ignore[attr-defined]
+    candidates = [*get_callbacks(trainer), *trainer.loggers, pl_module, get_datamodule(trainer)]
     return (candidate for candidate in candidates if hasattr(candidate, "on_rollback"))
 
 

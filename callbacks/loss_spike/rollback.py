@@ -14,6 +14,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from callbacks.lightning_internals import get_callbacks
+
 from ..files import tolerating
 from ..lightning_internals import allow_saves_after, averages_weights_periodically
 from ..lightning_packages import find_classes
@@ -57,7 +59,7 @@ def restore_checkpoint_lists(trainer: Trainer, lists: list[dict[str, Any]]) -> N
 
 
 def _find_savers(trainer: Trainer) -> list[Any]:
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = get_callbacks(trainer)
     return [callback for callback in callbacks if isinstance(callback, find_classes("callbacks.ModelCheckpoint"))]
 
 

@@ -11,6 +11,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.nn import Parameter
 
+from callbacks.lightning_internals import get_callbacks
+
 from ..lightning_internals import (
     get_averaged_model,
     get_logged_step,
@@ -70,7 +72,7 @@ def _torch_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
 def _find_averages(trainer: Trainer) -> list[Any]:
     """Return the averaged models of Lightning's `WeightAveraging` callbacks."""
     kinds = find_classes(_WEIGHT_AVERAGING)
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = get_callbacks(trainer)
     models = (get_averaged_model(callback) for callback in callbacks if isinstance(callback, kinds))
     return [model for model in models if model is not None]
 
@@ -148,10 +150,12 @@ def restore_scalars(trainer: Trainer, scalars: dict[str, Any], *, with_random: b
         _restore_plain_state(optimizer, states)
     if scalars["precision"]:
         trainer.precision_plugin.load_state_dict(scalars["precision"])
+    strategy: Any = trainer.strategy
+    module: Any = trainer.lightning_module
     if scalars["strategy"] is not None:
-        trainer.strategy.restore_scalars(scalars["strategy"])  # type: ignore[attr-defined]
+        strategy.restore_scalars(scalars["strategy"])
     if scalars["module"] is not None:
-        trainer.lightning_module.recipes_restore_scalars(scalars["module"])  # type: ignore[operator]
+        module.recipes_restore_scalars(scalars["module"])
     for callback, state in zip(_find_stateful(trainer), scalars["callbacks"], strict=True):
         callback.load_state_dict(state)
     loop.automatic_optimization.optim_progress.load_state_dict(scalars["optim_progress"])
@@ -165,7 +169,7 @@ def restore_scalars(trainer: Trainer, scalars: dict[str, Any], *, with_random: b
 def _find_stateful(trainer: Trainer) -> list[Any]:
     """Return Lightning's callbacks whose state must follow a rollback: weight averaging and early stopping."""
     kinds = find_classes("callbacks.EarlyStopping", _WEIGHT_AVERAGING)
-    return [callback for callback in trainer.callbacks if isinstance(callback, kinds)]  # type: ignore[attr-defined]
+    return [callback for callback in get_callbacks(trainer) if isinstance(callback, kinds)]
 
 
 def _plain_state(optimizer: Any) -> list[dict[str, Any]]:

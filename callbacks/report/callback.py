@@ -13,6 +13,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
+from callbacks.lightning_internals import get_callbacks
+
 from ..lightning_internals import Row, RowTap, get_learning_rates
 from ..lightning_packages import Callback
 from ..logged_step import completed_steps, output_folder
@@ -115,7 +117,7 @@ class RunReport(Callback):
         """Add the stop by a callback that logs no events, such as Lightning's EarlyStopping."""
         if self._rows is None or any(event["event"] == "stop" for event in self._events):
             return
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in get_callbacks(trainer):
             if getattr(callback, "stopped_epoch", 0):
                 self.receive_event("stop", completed_steps(trainer), why=f"{type(callback).__name__} ended the run")
 
@@ -127,7 +129,8 @@ class RunReport(Callback):
             status = "stopped"
         summary: dict[str, Any] = {"status": status, "steps": completed_steps(trainer)}
         summary["seconds"] = round(time.perf_counter() - self._began, 3)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        callbacks: list[Any] = [*get_callbacks(trainer)]
+        for callback in callbacks:
             summed = getattr(callback, "summed_fields", ())
             for key, value in callback.summary().items() if hasattr(callback, "summary_fields") else ():
                 if key in summed and key in summary:

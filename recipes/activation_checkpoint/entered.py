@@ -20,7 +20,8 @@ def enter_calls(module: nn.Module, entered: Sequence[Entered]) -> None:
     A wrapped `forward` or hook would run inside the compiled region, and Python looks up `__call__` only on the class.
     The module therefore gets a new class with the same name and parameters, as in FSDP2.
     """
-    module._entered = tuple(entered)  # type: ignore[assignment]
+    untyped: Any = module
+    untyped._entered = tuple(entered)
     base = type(module)
     if base not in _SUBCLASSES:
         _SUBCLASSES[base] = _subclass(base)

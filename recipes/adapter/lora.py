@@ -1,7 +1,7 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685): y = W x + (alpha / r) B A x with W frozen; DoRA also scales rows."""
 
 import functools
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,8 @@ def _let_compilers_read_weights() -> None:
     """
     from peft.utils.integrations import dequantize_module_weight
 
-    def get_weight(module: nn.Module) -> Tensor:
-        return module.weight.detach()  # type: ignore[operator]
+    def get_weight(module: Any) -> Tensor:
+        weight: Tensor = module.weight.detach()
+        return weight
 
     torch.compiler.substitute_in_graph(dequantize_module_weight, skip_signature_check=True)(get_weight)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeGuard
 
 import torch
 import xxhash
@@ -24,7 +24,8 @@ from recipes.checkpoint.layout import RUN_FILE, State, select_weights
 from recipes.checkpoint.saved_tensor import SavedTensor
 from recipes.errors import ConfigError
 from recipes.foreign_file import reading
-from recipes.model.init import fill, named_buffers, named_parameters, without_wrappers
+from recipes.model import as_model
+from recipes.model.init import fill, fill_through, named_buffers, named_parameters, without_wrappers
 from recipes.model.weights import load_published
 from recipes.model.weights.adapter import has_adapter
 from recipes.model.weights.files import hash_weights
@@ -145,9 +146,9 @@ class FrozenBase:
         if self._run is not None:
             self._run.load_base(model, seed)
         elif self.record.hash is None:
-            model.init_weights(int(self.record.name))  # type: ignore[operator]
+            as_model(model).init_weights(int(self.record.name))
         else:
-            load_published(model, self.record.name)  # type: ignore[arg-type]
+            load_published(model, self.record.name)
 
     def load_adapter(self, model: nn.Module) -> bool:
         """Return False: these are the weights beside an adapter."""
@@ -291,10 +292,10 @@ class SourceRun:
             return
         own_rows: int | None = getattr(model, "vocab_size", None)
         for name in own.keys() & saved.keys():
-            is_kept = num_rows is not None and own_rows is not None and own_rows >= num_rows
-            if name in _VOCABULARY and is_kept and saved[name][1:] == own[name][1:]:
-                if own_rows != num_rows or saved[name] != own[name]:  # more tokens, or other padding
-                    self._grown[name] = num_rows  # type: ignore[assignment]
+            kept_rows = num_rows if num_rows is not None and own_rows is not None and own_rows >= num_rows else None
+            if name in _VOCABULARY and kept_rows is not None and saved[name][1:] == own[name][1:]:
+                if own_rows != kept_rows or saved[name] != own[name]:  # more tokens, or other padding
+                    self._grown[name] = kept_rows
             elif own[name] != saved[name]:
                 raise ConfigError(
                     self._setting,
@@ -361,13 +362,13 @@ class SourceRun:
         """
         assert self._saved is not None, "it has been prepared"
         if self._base is None:
-            model.init_buffers()  # type: ignore[operator]
+            as_model(model).init_buffers()
             with reading(self._named, self._setting, FIX):
                 self._fill(model, seed)
         elif self._make_adapted is None:
             self._base.load_base(model, seed)
         else:
-            model.init_buffers()  # type: ignore[operator]
+            as_model(model).init_buffers()
             self._merge(model, seed)
         persistent = {without_wrappers(name) for name in model.state_dict()}
         with reading(self._named, self._setting, FIX):
@@ -389,7 +390,7 @@ class SourceRun:
                 fill(parameter, values)
             elif _reads_own_shard(parameter):
                 shard = local(parameter)
-                shard.copy_(saved.read_box(*find_box(parameter)).view(shard.shape))  # type: ignore[arg-type]
+                shard.copy_(saved.read_box(*find_box(parameter)).view(shard.shape))
             else:
                 fill(parameter, saved.read())
 
@@ -407,8 +408,8 @@ class SourceRun:
                 drawn[name] = values
 
         for name, parameter in named_parameters(whole):
-            parameter.fill_whole = functools.partial(keep, name)  # type: ignore[attr-defined]
-        whole.init_weights(seed)  # type: ignore[operator]
+            fill_through(parameter, functools.partial(keep, name))
+        as_model(whole).init_weights(seed)
         return drawn
 
     def _merge(self, model: nn.Module, seed: int) -> None:
@@ -438,7 +439,7 @@ class SourceRun:
                 fill(targets[name], values)
 
         for name, parameter in named_parameters(adapted):
-            parameter.fill_whole = functools.partial(take, name)  # type: ignore[attr-defined]
+            fill_through(parameter, functools.partial(take, name))
         self._base.load_base(adapted, seed)
 
     def _merge_layer(self, name: str, layer: nn.Module, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -498,7 +499,7 @@ def _hash(saved: Mapping[str, SavedTensor]) -> str:
     for name in sorted(saved):
         values = saved[name].read()
         digest.update(f"{name} {values.dtype} {[*values.shape]}\n".encode())
-        digest.update(values.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # a buffer
+        digest.update(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -527,7 +528,7 @@ def _condense(names: Iterable[str]) -> list[str]:
     return [f"{pattern} ({count})" if count > 1 else pattern for pattern, count in counts.items()]
 
 
-def _reads_own_shard(parameter: Tensor) -> bool:
+def _reads_own_shard(parameter: Tensor) -> TypeGuard[DTensor]:
     is_filled = hasattr(parameter, "fill_whole") or hasattr(parameter, "row_order") or is_nf4(parameter)
     return isinstance(parameter, DTensor) and not is_filled
 

@@ -341,4 +341,5 @@ def _spread_evenly(dataset: SampleDataset, num_samples: int | None) -> Any:
         return dataset
     if hasattr(dataset, "spread"):
         return dataset.spread(num_samples)
-    return Subset(dataset, [i * len(dataset) // num_samples for i in range(num_samples)])  # type: ignore[arg-type]
+    indexed: Any = dataset
+    return Subset(indexed, [i * len(dataset) // num_samples for i in range(num_samples)])

@@ -104,7 +104,8 @@ def shorten_socket_paths() -> None:
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder + _FOLDER_NAME + _SOCKET_NAME)) <= _SOCKET_BYTES:
         return
-    config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
+    process: Any = multiprocessing.process.current_process()
+    config = process._config
     known = config.get("tempdir")
     if known is not None and len(os.fsencode(known + _SOCKET_NAME)) <= _SOCKET_BYTES:
         return
@@ -126,7 +127,8 @@ def shorten_socket_paths() -> None:
 def _start_worker(worker: int) -> None:
     _ignore_group_signals(worker)
     # by default, a sample that cannot be sent is dropped, and the rank waits for it
-    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_exit_on_lost_sample)  # type: ignore[attr-defined]
+    queue: Any = multiprocessing.queues.Queue
+    queue._on_queue_feeder_error = staticmethod(_exit_on_lost_sample)
 
 
 def _exit_on_lost_sample(error: BaseException, sample: object) -> None:

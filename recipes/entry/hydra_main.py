@@ -7,7 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from recipes.config.trust import CONF, find_trusted_folders, restrict_variables
 from recipes.errors import ConfigError, ConfigErrors, find_mistake, format_report
@@ -43,7 +43,8 @@ def parse_flags(words: Sequence[str]) -> tuple[Namespace, list[ConfigError]]:
     def reject(message: str) -> NoReturn:
         raise _FlagError(message)
 
-    parser.error = reject  # type: ignore[method-assign]
+    untyped: Any = parser
+    untyped.error = reject
     try:
         return parser.parse_intermixed_args(list(words)), []
     except _FlagError as error:

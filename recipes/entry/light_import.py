@@ -6,6 +6,7 @@ of a run's startup time. They serve its audio and text generation metrics, and p
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 _HIDDEN = frozenset({"scipy", "transformers", "matplotlib"})
 # constructors that need none of them from torchmetrics; any other in a config may
@@ -33,16 +34,17 @@ def without_unused_packages(targets: Iterable[str]) -> Iterator[None]:
         return
     from lightning_utilities.core import imports
 
+    module: Any = imports
     check, is_available = imports.RequirementCache.__bool__, imports.package_available
 
     def check_unless_hidden(requirement: imports.RequirementCache) -> bool:
         name = (requirement.requirement or "").partition(">")[0]
         return name not in _HIDDEN and check(requirement)
 
-    imports.RequirementCache.__bool__ = check_unless_hidden  # type: ignore[assignment, method-assign]
-    imports.package_available = lambda name: name not in _HIDDEN and is_available(name)  # type: ignore[assignment]
+    module.RequirementCache.__bool__ = check_unless_hidden
+    module.package_available = lambda name: name not in _HIDDEN and is_available(name)
     try:
         yield
     finally:
-        imports.RequirementCache.__bool__ = check  # type: ignore[method-assign]
+        module.RequirementCache.__bool__ = check
         imports.package_available = is_available

@@ -255,7 +255,8 @@ def _find_mistake(error: BaseException, resolved: ResolvedRun) -> ConfigError | 
     if section is None:
         return None
     reason = " ".join(str(error.__cause__).split())
-    if (named := _OF_ARGUMENT.fullmatch(reason)) and named[1] in select(resolved.config, section):  # type: ignore[operator]
+    settings: Any = select(resolved.config, section)
+    if (named := _OF_ARGUMENT.fullmatch(reason)) and named[1] in settings:
         key, fix = f"{section}.{named[1]}", named[4].removeprefix(f"{named[1]}=")
         value = named[2].strip("'")
         mistake = ConfigError(f"{key}={value}", named[3], f"{key}={'null' if fix == 'None' else fix}")

@@ -20,7 +20,7 @@ from recipes.runtime.world import global_rank, started_by
 
 # importing torch takes a second, which runs without torchrun must not pay: only `_open_store` imports it
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
 
 _WAIT = timedelta(minutes=10)
 _POLL_SECONDS = 0.05
@@ -106,7 +106,7 @@ def _has_agent_store() -> bool:
 
 
 def _open_store(port: int, *, is_server: bool) -> "TCPStore":
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
 
     address = os.environ["MASTER_ADDR"]
     if not is_server:

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,7 @@ class SummaryWriter(Callback):
         return {EVALUATIONS: earlier[EVALUATIONS]} if EVALUATIONS in earlier else {}
 
 
-def collect_summary_fields(callbacks: list[Callback]) -> dict[str, Any]:
+def collect_summary_fields(callbacks: Sequence[Any]) -> dict[str, Any]:
     """Return the summary fields that callbacks declare, with their current values."""
     fields: dict[str, Any] = {}
     for callback in callbacks:
@@ -132,7 +132,7 @@ def collect_summary_fields(callbacks: list[Callback]) -> dict[str, Any]:
         if not declared:
             continue
         summed: frozenset[str] = getattr(callback, "summed_fields", frozenset())
-        values = callback.summary()  # type: ignore[attr-defined]
+        values = callback.summary()
         for name, default in declared.items():
             value = values.get(name, default)
             fields[name] = fields[name] + value if name in summed and name in fields else value

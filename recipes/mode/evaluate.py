@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from lightning.pytorch.callbacks import Callback
 
@@ -44,13 +44,14 @@ def evaluate(
         ConfigError: There is no checkpoint, or no average in it, the evaluator does not support its settings, or the
             run folder cannot be written to.
     """
-    name = evaluator.name if evaluator else split  # type: ignore[union-attr]
+    chosen = cast(Evaluator | None, evaluator or None)
+    name = split if chosen is None else chosen.name
     # in another folder than the run's own, typed, these may be of something else
     written = {SUMMARY_FILE: is_summary, _file_name(name): has_keys("checkpoint")}
     claim_output(run.folder, "hydra.run.dir", replaces=None if has_run(run.folder) else written)
     read_summary(run.folder)  # before the work: results are added to it
-    if evaluator:
-        _evaluate_tasks(run, evaluator, weights)  # type: ignore[arg-type]
+    if chosen is not None:
+        _evaluate_tasks(run, chosen, weights)
     else:
         _evaluate_split(run, split, weights, answers)
     return 0

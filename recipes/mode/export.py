@@ -140,7 +140,7 @@ def _restore_base(task: TrainingTask, *, exactly: bool) -> None:
     if exactly:
         dequantize_base(task.model)
         return
-    difference = restore_precision(task.model, task.seed)  # type: ignore[arg-type]
+    difference = restore_precision(task.model, task.seed)
     if difference is not None:
         LOGGER.info(
             "The adapter was trained on NF4-quantized weights, and is merged into the original ones:"

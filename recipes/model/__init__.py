@@ -1,14 +1,14 @@
 """Protocols that models implement, and the parameter names that initialization and weight loading rely on."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 from torch import Tensor, nn
 
 from recipes.model.flops import Flops
 from recipes.model.kv_cache import KeyValueCache
 
-__all__ = ["Flops", "ImageModel", "KeyValueCache", "LanguageModel", "Model", "Stack"]
+__all__ = ["Flops", "ImageModel", "KeyValueCache", "LanguageModel", "Model", "Stack", "as_model"]
 
 
 class Stack(NamedTuple):
@@ -54,6 +54,11 @@ class Model(Protocol):
 
     def modules(self) -> Iterator[nn.Module]: ...
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
+
+
+def as_model(module: nn.Module) -> Model:
+    """Return a module that implements `Model`, for mypy: no type is both."""
+    return cast(Model, module)
 
 
 class LanguageModel(Model, Protocol):

@@ -51,11 +51,11 @@ def _add_frozen(trained: Flops | None, frozen: Iterable[Flops | None]) -> Flops 
     return trained
 
 
-def _flops_of_sample(model: nn.Module, shape: Sequence[int]) -> Flops | None:
+def _flops_of_sample(model: Any, shape: Sequence[int]) -> Flops | None:
     if hasattr(model, "flops_per_token"):
         return _flops_of_tokens(model, shape[0], row_length=shape[0])
     if hasattr(model, "flops_per_sample") and shape[1] == shape[2]:
-        per_sample: Flops = model.flops_per_sample(shape[1])  # type: ignore[operator]
+        per_sample: Flops = model.flops_per_sample(shape[1])
         return per_sample
     return None
 

@@ -8,7 +8,8 @@ no collectives, but every rank also draws the other shards. A parameter with a `
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +97,12 @@ def fill(parameter: Tensor, values: Tensor) -> None:
         parameter.to_local().copy_(cut_box(values, *find_box(parameter)))
     else:
         parameter.copy_(values)
+
+
+def fill_through(parameter: Tensor, call: Callable[[Tensor], None]) -> None:
+    """Make `fill` pass the unsharded values of a parameter to a function, and leave the parameter alone."""
+    untyped: Any = parameter
+    untyped.fill_whole = call
 
 
 @torch.no_grad()

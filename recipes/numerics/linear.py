@@ -58,7 +58,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         # as a matrix: oneDNN would return a view, and autograd forbids in-place changes of a view made by a Function.
         # `_unsafe_view`, because FSDP2 warns about outputs that are views; that of `F.linear` is not
         out: Tensor = _Linear.apply(x.flatten(0, -2), weight, bias)
-        return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], len(weight)])  # type: ignore[no-any-return]
+        viewed: Tensor = torch.ops.aten._unsafe_view(out, [*x.shape[:-1], len(weight)])
+        return viewed
     return _multiply(x, weight, bias)
 
 

@@ -174,12 +174,13 @@ class NF4Linear(nn.Linear):
         return self
 
 
-def _move(weight: Tensor, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
+def _move(weight: Any, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
     """Apply the function of `Module.to` or `to_empty` to each inner tensor, viewed as bytes to keep its dtype."""
     local: Any = weight._local_tensor if isinstance(weight, DTensor) else weight
     with torch.no_grad():
         if fn(local.quantized_data) is local.quantized_data:
-            return weight  # type: ignore[return-value]
+            same: nn.Parameter = weight
+            return same
         parts = {name: getattr(local, name) for name in _PARTS}
         moved = {name: fn(part.view(torch.uint8)).view(part.dtype) for name, part in parts.items()}
         tensor = _assemble(local, moved)

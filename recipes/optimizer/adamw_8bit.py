@@ -57,7 +57,8 @@ class AdamW8bit(GroupwiseOptimizer):
     @override
     def step_group(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
-            self._update(parameter, local(parameter.grad).flatten(), group)  # type: ignore[arg-type]
+            assert parameter.grad is not None, "`step` leaves out parameters without a gradient"
+            self._update(parameter, local(parameter.grad).flatten(), group)
 
     def _update(self, parameter: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
         """Update the elements that this rank holds; `grad` is [E]."""

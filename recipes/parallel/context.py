@@ -7,7 +7,7 @@ all tokens for its own queries.
 Shapes: B sequences, H query heads, G key-value heads, T tokens, t = T / N tokens of a rank, Q head size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -93,6 +93,7 @@ def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
             "context_parallel_size=1, or model=gpt2 or a Llama",
         )
     ranks = ContextRanks(group)
-    for module in model.modules():
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
         if hasattr(module, "context"):
-            module.context = ranks  # type: ignore[assignment]
+            module.context = ranks

@@ -9,7 +9,8 @@ Shapes: E experts, N ranks, e = E / N experts of a rank, R rows of this rank's t
 size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -120,10 +121,11 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         mesh: One-dimensional mesh; its size divides the number of experts.
     """
     ranks = ExpertRanks(mesh.get_group())
-    for module in model.modules():
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
         if isinstance(module, GroupedLinear):
             divided = distribute_tensor(module.weight.detach(), mesh, [Shard(0)], src_data_rank=None)
             module.weight = nn.Parameter(divided, requires_grad=module.weight.requires_grad)
             module.__class__ = DividedGroupedLinear
         elif hasattr(module, "expert_ranks"):
-            module.expert_ranks = ranks  # type: ignore[assignment]
+            module.expert_ranks = ranks

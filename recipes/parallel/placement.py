@@ -8,6 +8,7 @@ its fraction of the first part, then of the second, and so on.
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,9 +75,10 @@ def find_row_orders(module: nn.Module) -> dict[int, RowOrder]:
 
     The order is stored on the layer: engines replace parameters, and attributes of a parameter would be lost.
     """
+    layers: Iterator[Any] = module.modules()
     return {
-        id(parameter): layer.row_order  # type: ignore[misc]
-        for layer in module.modules()
+        id(parameter): layer.row_order
+        for layer in layers
         if hasattr(layer, "row_order")
         for parameter in layer.parameters(recurse=False)
     }

@@ -35,7 +35,7 @@ class PipelineSchedule:
         self.num_micro_batches = num_micro_batches
         self.has_last = model.pipeline.has_last
         self._model = model
-        self._parts: dict[int, nn.Module] = model.parts
+        self._parts: dict[int, Any] = model.parts
         self._ranks: PipelineRanks = model.pipeline
         self._hidden_size = int(model.hidden_size)
         self._dtype = dtype
@@ -60,10 +60,10 @@ class PipelineSchedule:
         """
         schedule = self._get_schedule(tokens.shape)
         for part in self._parts.values():
-            part.compute, part.leave = None, leave  # type: ignore[assignment]
+            part.compute, part.leave = None, leave
         if self.has_last:
             last = self._parts[max(self._parts)]
-            last.compute, last.leave = compute, None  # type: ignore[assignment]
+            last.compute, last.leave = compute, None
         first = [tokens] if 0 in self._parts else []
         target = batch["targets"] if self.has_last else None
         schedule.step(*first, target=target, return_outputs=False, **batch)

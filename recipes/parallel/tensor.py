@@ -10,6 +10,7 @@ shards, so that every kernel, the compiler and the chunked loss work as on one d
 Shapes: B sequences, T tokens, t = T / N tokens of a rank, W hidden size, V padded vocabulary.
 """
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -253,7 +254,8 @@ def _shard_layer(module: nn.Module, style: ParallelStyle, ranks: TensorRanks) ->
         placement = Replicate() if style == "rows" and parameter.ndim == 1 else _PLACEMENTS[style]
         sharded = distribute_tensor(parameter.detach(), ranks.mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-    module.ranks = ranks  # type: ignore[assignment]
+    untyped: Any = module
+    untyped.ranks = ranks
     if (style, type(module)) in _LAYERS:
         module.__class__ = _LAYERS[style, type(module)]
     elif not hasattr(type(module), "ranks"):  # the LM head uses `ranks` by itself
@@ -272,5 +274,6 @@ def mark_row_orders(model: nn.Module) -> None:
     """Record the row orders of parameters for `recipes.model.init.fill`."""
     for layer in model.modules():
         if hasattr(layer, "row_order"):
-            for parameter in layer.parameters(recurse=False):
-                parameter.row_order = layer.row_order  # type: ignore[attr-defined]
+            parameters: Iterator[Any] = layer.parameters(recurse=False)
+            for parameter in parameters:
+                parameter.row_order = layer.row_order

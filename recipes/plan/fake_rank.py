@@ -37,9 +37,9 @@ class MeshGroups:
         If the same ranks shard weights and split experts, torch (2.13) has one group, which counts as shards.
         """
         names: dict[str, str] = {} if self.context is None else {self.context.group_name: "context"}
-        for mesh in (self.device_mesh, self.expert_mesh):
-            for name in () if mesh is None else mesh.mesh_dim_names or ():
-                names.setdefault(mesh[name].get_group().group_name, name)  # type: ignore[index]
+        for mesh in filter(None, (self.device_mesh, self.expert_mesh)):
+            for name in mesh.mesh_dim_names or ():
+                names.setdefault(mesh[name].get_group().group_name, name)
         return names
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipes.model import as_model
 from recipes.plan.fake_rank import MeshGroups, autocast
 from recipes.plan.roofline import Seconds, StepSeconds
 from recipes.plan.step import Step, build_model, clip, hold_frozen_models, record_step
@@ -124,9 +125,9 @@ def time_real_steps(step: Step, *, blocks: Sequence[int] | None, device: torch.d
     seconds: list[float] = []
     with torch.device(device):
         model = build_model(step, blocks, MeshGroups())
-        model.init_weights(0)  # type: ignore[operator]
+        as_model(model).init_weights(0)
         for frozen in hold_frozen_models(step, MeshGroups()):
-            frozen.init_weights(0)  # type: ignore[operator]
+            as_model(frozen).init_weights(0)
         optimizer = step.make_optimizer(model)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for _ in range(num_steps + 1):

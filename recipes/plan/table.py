@@ -87,7 +87,9 @@ def measure_run(
     training = steps * seconds
     validating = length.evaluations * (eval_seconds or 0.0)
     hours = (training + validating) / 3600
-    known = plan.flops is not None and flops_per_second is not None
+    mfu = None
+    if plan.flops is not None and flops_per_second is not None:
+        mfu = plan.flops.palm * batch / seconds / flops_per_second
     return replace(
         length,
         step_seconds=seconds,
@@ -95,7 +97,7 @@ def measure_run(
         hours=hours,
         eval_fraction=None if eval_seconds is None else validating / (training + validating),
         tokens_per_second=None if num_tokens is None else batch * num_tokens / seconds,
-        mfu=plan.flops.palm * batch / seconds / flops_per_second if known else None,  # type: ignore[union-attr,operator]
+        mfu=mfu,
         dollars=None if dollars_per_hour is None else hours * plan.num_ranks * dollars_per_hour,
     )
 

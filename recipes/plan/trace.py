@@ -147,6 +147,7 @@ WEIGHTS, FROZEN, GRADIENTS, OPTIMIZER, CASTS, ACTIVATIONS, OFFLOADED, LOSS, GATH
 )
 KEPT = (ACTIVATIONS, CASTS)  # from the forward to the backward pass
 _WAIT: Any = COLLECTIVES.wait_tensor.default
+_STORAGE: Any = torch.UntypedStorage  # whose method the tracer replaces
 BEFORE = "before"  # section of everything that exists when the step begins
 # namespaces of operators that move no data
 _BOOKKEEPING = frozenset({"prim", "profiler"})
@@ -318,21 +319,20 @@ class StepTracer(TorchDispatchMode):
 
     @override
     def __enter__(self) -> "StepTracer":
-        self._resize_storage = torch.UntypedStorage.resize_
-        tracer = self
+        self._resize_storage, tracer = _STORAGE.resize_, self
 
         def resize_(storage: torch.UntypedStorage, size: int) -> None:
             tracer._resize_storage(storage, size)
             tracer._resize(storage)
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        _STORAGE.resize_ = resize_
         super().__enter__()
         return self
 
     @override
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        torch.UntypedStorage.resize_ = self._resize_storage  # type: ignore[method-assign]
+        _STORAGE.resize_ = self._resize_storage
 
     def end_forward(self) -> None:
         """Mark live storages created in the forward pass as kept for the backward pass."""

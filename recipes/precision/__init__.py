@@ -68,8 +68,9 @@ def set_float32_products(precision: Precision) -> None:
     for convolutions but not for matmuls; `32-true` disables both.
     """
     kind = "tf32" if precision.name == "tf32" else "ieee"
+    cudnn: Any = torch.backends.cudnn
     torch.backends.cuda.matmul.fp32_precision = kind
-    torch.backends.cudnn.conv.fp32_precision = kind  # type: ignore[attr-defined]
+    cudnn.conv.fp32_precision = kind
 
 
 def to_deepspeed_config(precision: Precision) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def judge_chunk(chunk: Chunk, *, filters: Filters) -> None:
     for row in chunk.rows:
         _judge(row, filters, facts, kept)
     num_bands = 0 if filters.hasher is None else filters.hasher.num_bands
-    arrays = {
+    arrays: dict[str, Any] = {
         "line_bytes": np.array([len(line) for line in kept.lines], dtype=np.int64),  # [N]
         "text_bytes": np.array(kept.text_bytes, dtype=np.int64),  # [N]
         "digests": np.frombuffer(b"".join(kept.digests) or bytes(0), dtype="<u8").reshape(len(kept.lines), 2),  # [N, 2]
@@ -133,7 +133,7 @@ def judge_chunk(chunk: Chunk, *, filters: Filters) -> None:
     write_file(chunk_path(filters.folder, chunk.number, ".jsonl"), b"".join(kept.lines))
     write_file(chunk_path(filters.folder, chunk.number, ".json"), json.dumps(facts).encode())
     with create_file(chunk_path(filters.folder, chunk.number, ".npz")) as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
+        np.savez(file, **arrays)
 
 
 def _judge(row: Row, filters: Filters, facts: Facts, kept: _Kept) -> None:

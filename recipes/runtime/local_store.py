@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 # importing torch takes a second
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
 
 _LOOPBACK = ("127.0.0.1", "localhost")
 _OPEN_STORES: list["TCPStore"] = []  # keeps stores alive after the function that opens them
@@ -36,7 +36,7 @@ def serve_local_ranks() -> None:
 
     When torch later opens a store at this address, it finds the one already open in this process.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(

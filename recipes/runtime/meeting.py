@@ -13,7 +13,7 @@ from recipes.files import describe
 from recipes.runtime.world import Ranks, Starter, global_rank
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
 
 LOGGER = logging.getLogger("lightning_recipes")
 _TIMEOUT = timedelta(minutes=30)  # as torch and Lightning wait for a collective
@@ -38,7 +38,7 @@ def meet(ranks: Ranks, *, address: str, port: int) -> None:
     Raises:
         TimeoutError: Some ranks have not called it within half an hour.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
 
     if ranks.world_size == 1 or ranks.started_by is None:
         return

@@ -59,7 +59,8 @@ class TorchNativeMixin(MeshRanksMixin):
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return the optimizer; makes a loss scaler unscale before clipping instead of inside a fused kernel."""
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        untyped: Any = optimizer
+        untyped._step_supports_amp_scaling = False
         return optimizer
 
     def clip_gradients(

@@ -115,7 +115,8 @@ class SubprocessLauncher(Launcher):
 
     def get_folder_name(self, overrides: Sequence[str], number: int) -> str:
         """Return the name of a job's folder, as `hydra.sweep.subdir` defines it."""
-        if OmegaConf.to_container(self._config.hydra.sweep)["subdir"] == "${hydra.job.num}":  # type: ignore[index,call-overload]
+        sweep: Any = OmegaConf.to_container(self._config.hydra.sweep)
+        if sweep["subdir"] == "${hydra.job.num}":
             return str(number)  # the default, without composing the job's config
         assert self._context is not None, "Hydra calls setup first"
         config: Any = self._context.config_loader.load_sweep_config(self._config, list(overrides))

@@ -112,7 +112,8 @@ class _Differentiate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, terms: Tensor) -> Tensor:
         ctx.terms = terms.dtype, terms.device
-        return torch.ops.aten._unsafe_view(hidden, hidden.shape)  # type: ignore[no-any-return]
+        same: Tensor = torch.ops.aten._unsafe_view(hidden, hidden.shape)
+        return same
 
     @staticmethod
     @once_differentiable
@@ -203,8 +204,9 @@ class Routing:
         both = self._task.engine.sum_over_token_ranks(both)
         loads, sums = both[:, : model.num_experts], both[:, model.num_experts :]
         if is_balanced and not has_overflowed:
-            for stage in list_stages(model):
-                stage.balance_experts(loads)  # type: ignore[operator]
+            stages: list[Any] = [*list_stages(model)]
+            for stage in stages:
+                stage.balance_experts(loads)
         if is_logged:
             self._log(loads, sums)
 

@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -79,6 +80,7 @@ class Resumable(OnEngine):
     setting_of_another_model = "resume=…"
     fix_of_another_model = "resume=<a run of this model>"
     first_weights: SourceRun | FrozenBase | None = None
+    model: nn.Module
     started_from: Sequence[Mapping[str, Any]] = ()
 
     def __init__(self, *, seed: int, clipping: Clipping, keeps_average: bool) -> None:
@@ -100,6 +102,10 @@ class Resumable(OnEngine):
         self._rng_is_restored = False
         self._base_of_adapter: Base | None = None
         self._bases_of_models: dict[str, Base] = {}  # of the frozen models beside the trained one
+
+    @abstractmethod
+    def meta_model(self) -> nn.Module:
+        """Return an unsharded model without storage."""
 
     def recipes_consumed(self) -> tuple[int, int]:
         """Return the samples and tokens consumed so far over all ranks, for callbacks."""
@@ -125,7 +131,7 @@ class Resumable(OnEngine):
             for tensors, own in (zip(*group, strict=True) for group in zip(*counts, strict=True))
         ]
         drop_unused_groups(optimizer, used=[num_tensors > 0 for num_tensors, _ in of_groups])
-        rules = get_rules(self.model)  # type: ignore[arg-type]
+        rules = get_rules(self.model)
         if rules is not None:
             num_elements = [number for num_tensors, number in of_groups if num_tensors]
             self.group_rows = list_rows(optimizer.param_groups, num_elements, rules)
@@ -300,8 +306,7 @@ class Resumable(OnEngine):
         """Model with the layers of all ranks, without storage; None without pipeline parallelism."""
         if self.engine.groups.pipeline is None:
             return None
-        whole: nn.Module = self.meta_model()  # type: ignore[operator]
-        return whole
+        return self.meta_model()
 
     @property
     def _tied(self) -> dict[str, str]:
@@ -319,7 +324,7 @@ class Resumable(OnEngine):
 
         Weights that are frozen by a rule are in it: a run would otherwise not be whole, nor could it be exported.
         """
-        if not has_adapter(self.model):  # type: ignore[arg-type]
+        if not has_adapter(self.model):
             return frozenset()
         every = self.named_parameters(remove_duplicate=False)
         return frozenset(name for name, parameter in every if not (parameter.requires_grad or is_adapter(name)))
@@ -337,7 +342,8 @@ class Resumable(OnEngine):
             return
         ranks = Ranks(is_first=self.trainer.is_global_zero, broadcast=self.engine.broadcast)
         self.first_weights.prepare(model, ranks)
-        model.first_weights = self.first_weights  # type: ignore[assignment]
+        untyped: Any = model
+        untyped.first_weights = self.first_weights
         if not self.awaits_checkpoint:
             self.started_from = self.first_weights.steps
 

@@ -70,9 +70,10 @@ def _draw_curve(axes: Axes, curve: Curve, color: str) -> None:
 def _label_ticks() -> Formatter:
     from matplotlib.ticker import FuncFormatter
 
-    formatter = FuncFormatter(lambda value, _: tick_label(value))
-    formatter.format_ticks = lambda values: tick_labels([*map(float, values)])  # type: ignore[method-assign]
-    return formatter
+    formatter: Any = FuncFormatter(lambda value, _: tick_label(value))
+    formatter.format_ticks = lambda values: tick_labels([*map(float, values)])
+    made: Formatter = formatter
+    return made
 
 
 def _style_axes(axes: Axes, chart: Chart) -> None:

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -317,15 +317,15 @@ def _check_stage(stages: Sequence[Any], index: int, names: Sequence[str], *, aft
     return start, _check_weights(f"{where}.weights", stage["weights"], names, suggest(start, "{}"))
 
 
-def _is_finite(value: object) -> bool:
-    return _is_number(value) and math.isfinite(value)  # type: ignore[arg-type]
+def _is_finite(value: object) -> TypeGuard[int | float]:
+    return _is_number(value) and math.isfinite(value)
 
 
 def _is_share(value: object) -> bool:
-    return _is_finite(value) and value >= 0  # type: ignore[operator]
+    return _is_finite(value) and value >= 0
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -3,7 +3,7 @@
 FLOPs and time are those of K experts, memory that of all E.
 """
 
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -272,7 +272,7 @@ class MoeLlama(Llama):
         """Return (layer, router) for the routers on this rank: a pipeline stage has only some of them."""
         first = self.first_k_dense_replace
         blocks = ((int(index) - first, block) for index, block in self.blocks.named_children())
-        return [(layer, block.get_submodule("mlp.router")) for layer, block in blocks if layer >= 0]  # type: ignore[misc]
+        return [(layer, cast(Router, block.get_submodule("mlp.router"))) for layer, block in blocks if layer >= 0]
 
     def take_routed(self) -> RoutedBatch | None:
         """Return and drop the routing of the last forward pass with gradients, which keeps its autograd graph alive."""

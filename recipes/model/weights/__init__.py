@@ -9,14 +9,14 @@ from torch import nn
 
 from recipes.adapter.nf4_base import unquantize
 from recipes.errors import ConfigError
-from recipes.model import Model
+from recipes.model import as_model
 from recipes.model.init import constant_
 from recipes.model.weights.adapter import has_adapter, initialize_adapter
 from recipes.numerics.nf4 import dequantize
 
 
 @torch.no_grad()
-def initialize(model: Model, seed: int) -> None:
+def initialize(model: nn.Module, seed: int) -> None:
     """Set the initial weights: those of another run, of `model.pretrained` if it is set, else `init_weights(seed)`.
 
     Call after `to_empty`, on the device of the run, sharded or not. No collectives: every rank loads or initializes one
@@ -39,8 +39,8 @@ def initialize(model: Model, seed: int) -> None:
         )
     _initialize_base(model, seed)
     first_weights: FirstWeights | None = getattr(model, "first_weights", None)
-    if has_adapter(model) and not (first_weights is not None and first_weights.load_adapter(model)):  # type: ignore[arg-type]
-        initialize_adapter(model, seed)  # type: ignore[arg-type]
+    if has_adapter(model) and not (first_weights is not None and first_weights.load_adapter(model)):
+        initialize_adapter(model, seed)
 
 
 class FirstWeights(Protocol):
@@ -53,20 +53,20 @@ class FirstWeights(Protocol):
         """Fill the adapter; return whether there was one to fill it from."""
 
 
-def _initialize_base(model: Model, seed: int) -> None:
+def _initialize_base(model: nn.Module, seed: int) -> None:
     first_weights: FirstWeights | None = getattr(model, "first_weights", None)
     if first_weights is not None:
-        first_weights.load_base(model, seed)  # type: ignore[arg-type]
+        first_weights.load_base(model, seed)
         return
     pretrained: str | None = getattr(model, "pretrained", None)
     if pretrained is None:
-        model.init_weights(seed)
+        as_model(model).init_weights(seed)
     else:
         load_published(model, pretrained)
 
 
 @torch.no_grad()
-def restore_precision(model: Model, seed: int) -> float | None:
+def restore_precision(model: nn.Module, seed: int) -> float | None:
     """Replace frozen NF4 weights in place with the weights they were quantized from.
 
     Args:
@@ -76,7 +76,7 @@ def restore_precision(model: Model, seed: int) -> float | None:
     Returns:
         Relative quantization error (2-norm) over all NF4 weights; None if there are none.
     """
-    restored = unquantize(model)  # type: ignore[arg-type]
+    restored = unquantize(model)
     if not restored:
         return None
     _initialize_base(model, seed)
@@ -88,7 +88,7 @@ def restore_precision(model: Model, seed: int) -> float | None:
     return math.sqrt(squares[0] / squares[1])
 
 
-def load_published(model: Model, pretrained: str) -> None:
+def load_published(model: nn.Module, pretrained: str) -> None:
     """Fill every parameter and buffer from published weights."""
     # lazy: only runs that load published weights pay for importing safetensors
     from recipes.model.weights import huggingface, torchvision
@@ -101,7 +101,7 @@ def load_published(model: Model, pretrained: str) -> None:
 
 
 @torch.no_grad()
-def await_checkpoint(model: Model, seed: int) -> None:
+def await_checkpoint(model: nn.Module, seed: int) -> None:
     """Initialize buffers and fill every parameter with NaN, which exposes parameters missing from the checkpoint.
 
     Random initialization on every rank takes a minute or more for 8e9 parameters (2 s for 124M, `recipes.model.init`).
@@ -111,9 +111,9 @@ def await_checkpoint(model: Model, seed: int) -> None:
         model: Same as for `initialize`.
         seed: Seed of the run.
     """
-    if has_adapter(model):  # type: ignore[arg-type]
+    if has_adapter(model):
         initialize(model, seed)
         return
-    model.init_buffers()
+    as_model(model).init_buffers()
     for parameter in list(model.parameters()):  # a list: setting a parameter may replace it in the model
         constant_(parameter, math.nan)

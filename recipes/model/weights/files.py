@@ -184,7 +184,7 @@ class WeightFile:
         with reading(self.path, self._setting, copy_of(self._setting)):
             found = self._get(name)
             digest = xxhash.xxh3_128(f"{found.dtype} {[*found.shape]}".encode())
-            digest.update(found.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # a buffer
+            digest.update(found.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def read(self, name: str, *, like: Tensor | None = None) -> Tensor:

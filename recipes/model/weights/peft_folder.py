@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -245,7 +245,8 @@ def _check_config(found: dict[str, Any], model: Any, typed: str) -> list[str]:
 
 
 def _get_adapted(model: nn.Module) -> list[nn.Module]:
-    return [module.base_layer for module in model.modules() if hasattr(module, "base_layer")]  # type: ignore[misc]
+    modules: Iterator[Any] = model.modules()
+    return [module.base_layer for module in modules if hasattr(module, "base_layer")]
 
 
 def _is_possible(value: object, *, like: object) -> bool:

@@ -43,9 +43,10 @@ class ZeroState:
         parts: dict[str, Part] = {}
         optimizer = _stage_3_optimizer(module.parameters())
         fragments = read_fragments(optimizer, [None]) if optimizer is not None else {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
+        parameters: Iterator[tuple[str, Any]] = module.named_parameters(remove_duplicate=False)
+        for name, parameter in parameters:
             if hasattr(parameter, "ds_id"):
-                local_shard = parameter.ds_tensor  # type: ignore[attr-defined]
+                local_shard = parameter.ds_tensor
                 fragment = fragments[parameter][None] if parameter in fragments else local_shard
                 part = fragment_part(parameter, fragment)
             else:
@@ -146,7 +147,7 @@ class ZeroState:
         optimizer.optimizer.state.update({key: value for key, value in saved["state"].items() if isinstance(key, str)})
         if not any(values for key, values in saved["state"].items() if isinstance(key, int)):
             return
-        moments = {
+        moments: dict[Any, dict[str, Any]] = {
             parameter: {name: value for name, value in saved["state"][index].items() if _is_per_element(value)}
             for index, parameter in enumerate(self._parameters)
         }
@@ -163,7 +164,7 @@ class ZeroState:
             optimizer.optimizer.state[flat] = {**copy.deepcopy(scalars[index]), **zeros}
         _link(optimizer)
         for parameter, values in moments.items():
-            mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
+            mapping: Any = parameter._hp_mapping
             for name, value in values.items() if mapping is not None else ():
                 mapping.get_hp_fragment(name).copy_(_read_fragment(mapping, value))
 

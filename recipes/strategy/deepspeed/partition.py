@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.compile import is_compiled
+from recipes.model.init import fill_through
 from recipes.numerics.grouped_linear import GroupedLinear
 
 ALIGNMENT = 1024  # elements; DeepSpeed needs an even number for NCCL
@@ -62,7 +63,7 @@ def partition(
             setattr(module, name, torch.empty_like(buffer, device=device))
     for parameter in model.parameters():
         fill = functools.partial(_fill, zero_init, parameter, slots[id(parameter)], device)
-        parameter.fill_whole = fill  # type: ignore[attr-defined]
+        fill_through(parameter, fill)
     initialize(model)
     unset = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not unset, f"no initial weights for {unset}"
@@ -94,8 +95,9 @@ def gather_in_compute_dtype(blocks: Iterable[nn.Module], optimizer: Any, dtype: 
         optimizer: DeepSpeed's optimizer at stage 3.
         dtype: Autocast dtype, bfloat16 or float16.
     """
-    for parameter in list_cast_weights(blocks):
-        parameter.comm_dtype = dtype  # type: ignore[attr-defined]
+    weights: list[Any] = [*list_cast_weights(blocks)]
+    for weight in weights:
+        weight.comm_dtype = dtype
     optimizer.get_param_comm_dtype = lambda parameter: torch.float32
 
 
@@ -132,8 +134,8 @@ def list_cast_weights(blocks: Iterable[nn.Module]) -> list[nn.Parameter]:
 def _fill(zero_init: Any, described: nn.Parameter, slots: Slots, device: torch.device, values: Tensor) -> None:
     """Replace a parameter on the meta device with this rank's shard of `values`."""
     values = values.to(device, described.dtype)  # shape of the unsharded parameter
-    parameter = nn.Parameter(values, requires_grad=described.requires_grad)
+    parameter: Any = nn.Parameter(values, requires_grad=described.requires_grad)
     for module, name in slots:
         setattr(module, name, parameter)
     zero_init._convert_to_deepspeed_param(parameter)
-    parameter.partition()  # type: ignore[attr-defined]
+    parameter.partition()

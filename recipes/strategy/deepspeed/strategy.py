@@ -225,9 +225,10 @@ def _stage_3(optimizer: Any, module: nn.Module, *, writes_back: bool) -> Iterato
             if writes_back:
                 # after the caller has overwritten the master weights, before they leave memory
                 optimizer._reassign_or_swap_out_partitioned_parameters(index)
-    for name, parameter in module.named_parameters():
+    parameters: Iterator[tuple[str, Any]] = module.named_parameters()
+    for name, parameter in parameters:
         # small parameters stay gathered; the loop above does not refresh that copy
-        if parameter.requires_grad and parameter.numel() == parameter.ds_numel:  # type: ignore[attr-defined]
+        if parameter.requires_grad and parameter.numel() == parameter.ds_numel:
             yield f"weight/{name}", parameter.data
 
 
