@@ -6,7 +6,7 @@ from typing import Any, Literal, TypedDict
 
 from lightning.pytorch import Trainer
 
-from callbacks.lightning_internals import get_callbacks
+from .lightning_internals import get_callbacks
 
 log = logging.getLogger("lightning_recipes")
 

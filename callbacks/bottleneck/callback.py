@@ -11,9 +11,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
-from callbacks.lightning_internals import get_callbacks
-
 from ..events import EventKind, log_event
+from ..lightning_internals import get_callbacks
 from ..lightning_packages import Callback, find_classes
 from ..logged_step import StepCounter, is_logged_step
 from ..ranks import gather_values

@@ -7,10 +7,8 @@ from typing import Any, Literal, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
 
-from callbacks.lightning_internals import get_callbacks
-
 from ..events import finite, log_event
-from ..lightning_internals import forget_row
+from ..lightning_internals import forget_row, get_callbacks
 from .escalation import Action, Response, SpikeEscalation
 from .monitor import SpikeMonitor, Verdict
 from .rollback import Rollback

@@ -14,10 +14,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from callbacks.lightning_internals import get_callbacks
-
 from ..files import tolerating
-from ..lightning_internals import allow_saves_after, averages_weights_periodically
+from ..lightning_internals import allow_saves_after, averages_weights_periodically, get_callbacks
 from ..lightning_packages import find_classes
 from ..logged_step import output_folder
 from ..memory.host_memory import available_bytes

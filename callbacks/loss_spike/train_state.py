@@ -11,10 +11,9 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.nn import Parameter
 
-from callbacks.lightning_internals import get_callbacks
-
 from ..lightning_internals import (
     get_averaged_model,
+    get_callbacks,
     get_logged_step,
     get_monitored,
     set_logged_step,

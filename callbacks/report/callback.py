@@ -13,9 +13,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
-from callbacks.lightning_internals import get_callbacks
-
-from ..lightning_internals import Row, RowTap, get_learning_rates
+from ..lightning_internals import Row, RowTap, get_callbacks, get_learning_rates
 from ..lightning_packages import Callback
 from ..logged_step import completed_steps, output_folder
 from ..protocols import SupportsRow
