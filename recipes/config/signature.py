@@ -340,10 +340,15 @@ def _class_signature(node: ast.ClassDef, module: str, path: Path) -> Signature:
     return Signature(parameters=base.parameters, takes_any=base.takes_any, constants=base.constants | constants)
 
 
+_WITHOUT_ARGUMENTS = ("ABC", "Protocol", "object")  # bases of Python itself, whose source is not read
+
+
 def _base_signature(node: ast.ClassDef, module: str, path: Path) -> Signature:
     """Return the signature of the first base class; one that accepts anything if its source cannot be read."""
     for base in node.bases:
         if isinstance(base, ast.Name):
+            if base.id in _WITHOUT_ARGUMENTS:
+                return Signature(parameters={})
             try:
                 return read_signature(f"{module}.{base.id}")
             except TargetNotFoundError:

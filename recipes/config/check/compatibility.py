@@ -63,11 +63,11 @@ _OPTIONS: dict[str, tuple[str | bool | None, ...]] = {
     "profiler": (None, "simple", "advanced", "pytorch", "xla"),
 }
 _READERS_OF_TEXT = ("sample_text", "generation_eval")  # callbacks that are silent without a tokenizer
-# what the options of task for images predict -> kinds of targets of the data
-_KINDS_OF_TASKS = {
-    "classification": ("classes", "probabilities"),
-    "multilabel": ("labels",),
-    "regression": ("values",),
+# options of task for images -> the kinds of targets that they learn, and the loss that they set
+_TASKS_OF_IMAGES = {
+    "classification": (("classes", "probabilities"), "cross_entropy"),
+    "multilabel": (("labels",), "bce"),
+    "regression": (("values",), "mse"),
 }
 _OFF = ("null", "false", "[]")
 _THRESHOLDS = ("stopping_threshold", "divergence_threshold")
@@ -586,23 +586,46 @@ def check_kinds(
             f"the model takes {kinds['model']}, the task {kinds['task']}",
             fix,
         )
-    yield from _loss_of_other_targets(config, choices)
+    yield from _loss_of_other_targets(config, choices, overrides)
     yield from _metrics_of_another_task(choices, overrides)
 
 
-def _loss_of_other_targets(config: Mapping[str, Any], choices: Mapping[str, str]) -> Iterator[ConfigError]:
+def _loss_of_other_targets(
+    config: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str]
+) -> Iterator[ConfigError]:
     """Check that the loss reads the kind of targets that the data has."""
     read, kind = read_target_kinds(config["loss"]), read_target_kind(config["data"])
     if kind in ("classes", "probabilities") and config["model"].get("num_classes") == 1:
         yield ConfigError("model.num_classes=1", "with one class there is nothing to learn", "model.num_classes=2")
     if not read or kind in read:
+        yield from _weights_of_other_classes(config)
         return
-    task = next((name for name, kinds in _KINDS_OF_TASKS.items() if kind in kinds), None)
+    task, fitting = next(
+        ((name, loss) for name, (kinds, loss) in _TASKS_OF_IMAGES.items() if kind in kinds), (None, None)
+    )
     takes_images = find_signature(config["task"]["_target_"]).constants.get("input_kind") == "images"
-    fix = f"task={task}" if takes_images and task is not None else f"loss=<one that reads {kind}>"
+    fixes = [f"task={task}"] if takes_images and task not in (None, choices.get("task")) else []
+    if not fixes or any(override.startswith("loss=") for override in overrides):  # which the task does not set then
+        fixes.append(f"loss={fitting}" if fitting is not None else f"loss=<one that reads {kind}>")
     loss, data = _get_option(config, choices, "loss"), _get_option(config, choices, "data")
     reason = f"the loss reads {' or '.join(read)}, the targets of the data are {kind}"
-    yield ConfigError(f"loss={loss} data={data}", reason, fix)
+    yield ConfigError(f"loss={loss} data={data}", reason, " ".join(fixes))
+
+
+def _weights_of_other_classes(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Check that a loss with a weight for each class or label has as many as the model has outputs, and not all 0."""
+    model, loss = config["model"], config["loss"]
+    number = model.get("vocab_size", model.get("num_classes"))
+    for name in ("class_weights", "pos_weight"):
+        weights = loss.get(name)
+        if not isinstance(weights, list) or not isinstance(number, int):
+            continue
+        shown = f"loss.{name}={to_setting(weights)}"
+        if len(weights) != number:
+            reason = f"it has {len(weights)} weights, and the model has {number} outputs"
+            yield ConfigError(shown, reason, f"+loss.{name}=<a list of {number} numbers>")
+        elif not any(weights):
+            yield ConfigError(shown, "with weights of 0 nothing is learned", f"+loss.{name} with a weight above 0")
 
 
 def _find_option(group: str, attribute: str, kind: object, usual: Sequence[str], typed: Sequence[str]) -> str:
