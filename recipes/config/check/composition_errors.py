@@ -53,6 +53,10 @@ def explain_override(override: str, error: Exception, composed: Composed) -> Con
         return ConfigError(typed, reason, f"{key}=<value>, or \\${{ instead of ${{ where it is text")
     if typed.startswith("~") and value:  # `~key=value` deletes only this value
         return ConfigError(typed, "~ removes a setting, and this one has another value", f"{key}={value}")
+    if typed.startswith("~") and _last_line(error).endswith("does not exist."):
+        group = key.partition(".")[0]
+        fix = f"{group}=<an option of your own without it, in a folder of hydra.searchpath>"
+        return ConfigError(typed, "it is null, and Hydra (1.3) removes no setting that is null", fix)
     if typed.startswith("~"):
         return ConfigError(typed, f"other settings refer to it: {_last_line(error)}", f"{key}=<value>")
     if key in _FOLDERS:
@@ -60,6 +64,8 @@ def explain_override(override: str, error: Exception, composed: Composed) -> Con
     annotation = find_annotation(composed.config, key)
     if annotation is not None:
         return ConfigError(typed, f"it takes {describe(annotation)}", f"{key}=<{placeholder(annotation)}>")
+    if _last_line(error).startswith("Cannot merge DictConfig with ListConfig") and value.startswith("{"):
+        return ConfigError(typed, "it takes a list", for_shell(f"{key}=[{value}]"))
     return ConfigError(typed, _last_line(error), f"{key}=<another value>")
 
 

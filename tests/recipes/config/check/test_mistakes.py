@@ -66,7 +66,7 @@ MESSAGES = {
         " type callbacks=[grad_norm,sample_text] callbacks.sample_text.num_tokens=8"
     ),
     "optimizer.lr.warm=3": (
-        "optimizer.lr.warm=3: there is no 'optimizer.lr.warm'; type one of optimizer.lr="
+        "optimizer.lr.warm=3: there is no 'optimizer.lr.warm'; type one of optimizer.layer_decay= optimizer.groups= optimizer.lr="
         " optimizer.betas= optimizer.eps= optimizer.weight_decay="
     ),
     "recipe=fsdp_bf61": (f"recipe=fsdp_bf61: the options are {list_options('recipe')}; type recipe=fsdp_bf16"),

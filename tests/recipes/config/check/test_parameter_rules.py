@@ -66,3 +66,10 @@ def test_a_wrong_expression_is_answered_without_torch() -> None:
     command = [sys.executable, "-c", code, "freeze=['(']"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["1", "False"]
+
+
+def test_a_section_in_the_place_of_a_list_is_answered_with_the_list() -> None:
+    _, mistakes = compose_and_check(["optimizer.groups={match: head, lr_scale: 2}"])
+    expected = "it takes a list; type 'optimizer.groups=[{match: head, lr_scale: 2}]'"
+    assert [str(mistake).partition(": it")[2] for mistake in mistakes] == [expected.removeprefix("it")]
+    assert compose_and_check(["optimizer.groups=[{match: head, lr_scale: 2}]"])[1] == []
