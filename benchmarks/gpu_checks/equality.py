@@ -30,8 +30,29 @@ _TINY = {
     "resume": ["fsdp", "ZeRO-3"],
     "rollback": ["fsdp", "ZeRO-3"],
     "two ranks": ["ddp", "fsdp", "ZeRO-2"],
+    "components": ["llama", "muon", "qlora", "offloaded activations"],
     "resume on two": ["fsdp"],
 }
+# what has kernels, a place or a dtype of its own on a GPU: a model of tests/parity/cases.py, and overrides
+COMPONENTS: dict[str, tuple[str, list[str]]] = {
+    "llama": ("llama", []),
+    "experts": ("experts", []),
+    "two towers": ("two towers", []),
+    "resnet18": ("resnet18", []),
+    **{
+        name: ("gpt2", [f"optimizer={name}"])
+        for name in ("adafactor", "adam", "adamw_8bit", "lion", "muon", "schedule_free", "sgd")
+    },
+    "layer decay": ("gpt2", ["optimizer.layer_decay=0.8", "freeze=[embedding]"]),
+    **{name: ("llama", [f"adapter={name}"]) for name in ("lora", "dora", "ia3", "qlora")},
+    **{f"recomputed, {name}": ("gpt2", [f"activation_checkpoint={name}"]) for name in ("full", "selective")},
+    "offloaded activations": ("gpt2", ["activation_checkpoint=offload"]),
+    "dropout": ("gpt2", ["model.dropout=0.1"]),
+    "z-loss": ("gpt2", ["z_loss=1e-3", "label_smoothing=0.1", "loss_chunk_tokens=null"]),
+    "float8": ("gpt2", ["precision=fp8-mixed"]),
+}
+# products in bfloat16 (`recipes.optimizer.muon`); other random numbers; eight bits
+_OWN_LIMITS = {"muon": 2e-2, "dropout": 5e-2, "float8": 1e-2}
 _PRECISIONS = ("bf16-mixed", "16-mixed")
 _FROM_FLOAT32 = 1e-3  # 1e-5 on a CPU: rounding errors of up to 4e-3 average out over the targets of eight steps
 _SPLITS, _TINY_SPLITS = (1, 2, 4, 8, 16), (1, 2, 4)
@@ -46,14 +67,36 @@ def parity(settings: Settings) -> Outcome:
     """Compare every engine's curve on one device with that of `strategy=single`, in float32."""
     names = choose_engines(settings, "parity", ENGINES)
     cases = {name: make_case(settings, name) for name in ["single", *names]}
-    # its norm is of host tensors, but a process group opened by another case with NCCL alone has no CPU backend
+    # their sums are of host tensors, but a process group opened by another case with NCCL alone has no CPU backend
     apart = {"fsdp, cpu offload": cases.pop("fsdp, cpu offload")}
     if settings.accelerator == "gpu":
-        cases["single on the CPU"] = make_case(settings, "single", "trainer.accelerator=cpu")
+        # first, before there is a process group
+        apart = {"single on the CPU": make_case(settings, "single", "trainer.accelerator=cpu"), **apart}
     rows = run_curves(settings, "one", cases) | run_curves(settings, "apart", apart)
     found = find_differences(rows, rows["single"])
     limits = dict.fromkeys(names, PROMISED) | {"single on the CPU": ACROSS_DEVICES}
     return judge(find_excess(found, limits), headline=largest(found), figures=found, note=describe_missing(ENGINES))
+
+
+def components(settings: Settings) -> Outcome:
+    """Train with each component on this device and on the CPU, eagerly, and compare the curves."""
+    names = _TINY["components"] if settings.is_tiny else list(COMPONENTS)
+    curves: list[dict[str, Rows]] = []
+    for accelerator in (settings.accelerator, "cpu"):
+        where = [f"trainer.accelerator={accelerator}", "compile=false"]
+        cases = {
+            name: make_case(settings, "single", *COMPONENTS[name][1], *where, model=COMPONENTS[name][0])
+            for name in names
+        }
+        # a CPU has no units for float8: its run is that of bfloat16
+        if accelerator == "cpu" and "float8" in cases:
+            cases["float8"] = make_case(settings, "single", *where, "precision=bf16-mixed")
+        curves.append(run_curves(settings, f"components_{len(curves)}", cases))
+    found: Differences = {}
+    for name in names:
+        found |= find_differences({name: curves[0][name]}, curves[1][name])
+    failures = find_excess(found, dict.fromkeys(names, ACROSS_DEVICES) | _OWN_LIMITS)
+    return judge(failures, headline=f"{len(names)} components, {largest(found)}", figures=found)
 
 
 def low_precision(settings: Settings) -> Outcome:
@@ -63,13 +106,14 @@ def low_precision(settings: Settings) -> Outcome:
     """
     names = choose_engines(settings, "low precision", ONE_OF_EACH)
     splits = _TINY_SPLITS if settings.is_tiny else _SPLITS
-    cases = {"float32": make_case(settings, "single")}
+    eager = "compile=false"  # compiling each of 17 cases takes longer than training it
+    cases = {"float32": make_case(settings, "single", eager)}
     for precision in _PRECISIONS:
-        typed = f"precision={precision}"
+        typed = [f"precision={precision}", eager]
         for split in splits:
-            cases[f"{precision} x{split}"] = make_case(settings, "single", typed, accumulate=split)
+            cases[f"{precision} x{split}"] = make_case(settings, "single", *typed, accumulate=split)
         for name in names:
-            cases[f"{precision}, {name}"] = make_case(settings, name, typed)
+            cases[f"{precision}, {name}"] = make_case(settings, name, *typed)
     rows = run_curves(settings, "low", cases)
     figures: dict[str, Any] = {}
     failures = []

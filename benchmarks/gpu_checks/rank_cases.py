@@ -20,7 +20,9 @@ _LIMIT_SECONDS = 180.0  # time limit for one process group
 Rows = list[dict[str, float]]
 
 
-def make_case(settings: Settings, name: str, *more: str, world_size: int = 1, accumulate: int = 2) -> dict[str, Any]:
+def make_case(
+    settings: Settings, name: str, *more: str, world_size: int = 1, accumulate: int = 2, model: str = "gpt2"
+) -> dict[str, Any]:
     """Return the case for an engine.
 
     Args:
@@ -29,8 +31,9 @@ def make_case(settings: Settings, name: str, *more: str, world_size: int = 1, ac
         more: Additional overrides.
         world_size: Number of ranks.
         accumulate: Number of micro-batches per rank and step.
+        model: Name of the model, as in tests/parity/cases.py.
     """
-    known = case("gpt2", strategy=STRATEGIES[name], precision="32-true", accumulate=accumulate, world_size=world_size)
+    known = case(model, strategy=STRATEGIES[name], precision="32-true", accumulate=accumulate, world_size=world_size)
     return known | {"overrides": [*known["overrides"], f"trainer.accelerator={settings.accelerator}", *more]}
 
 
@@ -47,15 +50,16 @@ def run_cases(
         worker: Script that runs the cases as one rank.
 
     Raises:
-        RuntimeError: A case failed.
+        RuntimeError: A case failed; the other cases ran.
     """
     folder, timeout_seconds = settings.folder / name, settings.limit(_LIMIT_SECONDS)
     results = run_on_ranks(
         dict(cases), world_size=world_size, folder=folder, timeout_seconds=timeout_seconds, worker=worker
     )
-    for key, found in results.items():
-        if "error" in found:
-            raise RuntimeError(f"{key}:\n{found['error']}")
+    errors = {key: found["error"] for key, found in results.items() if "error" in found}
+    if errors:
+        last_lines = [f"{key}: {error.strip().splitlines()[-1]}" for key, error in errors.items()]
+        raise RuntimeError("\n".join([*errors.values(), *last_lines]))
     return results
 
 

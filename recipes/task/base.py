@@ -244,6 +244,12 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         """Build the model on the meta device and let the engine materialize and initialize it."""
         if hasattr(self, "model"):  # Lightning calls this hook for every fit, validate and test
             return
+        # Lightning calls it with the GPU as the default device, but under some strategies only. Here a tensor whose
+        # device is not named is on the host: initial values are drawn there, the same ones for every device.
+        with torch.device("cpu"):
+            self._configure_model()
+
+    def _configure_model(self) -> None:
         model = self.meta_model()
         self.prepare_first_weights(model)
         self._convert_model(model, shards_weights=self.engine.shards_weights)
