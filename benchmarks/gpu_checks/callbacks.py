@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 import traceback
 import warnings
@@ -195,7 +196,10 @@ class StepClock(Callback):
 
 
 class WaitsForSaves(Callback):
-    """Waits until each checkpoint is complete before the next one is due, so that saves never overlap."""
+    """Waits until a save has ended before the next one is due, so that saves never overlap.
+
+    A checkpoint is complete before its save has ended: old ones, which may be large, are removed after it.
+    """
 
     def __init__(self, *, save_every: int) -> None:
         self.save_every = save_every
@@ -204,3 +208,6 @@ class WaitsForSaves(Callback):
         step = trainer.global_step
         if step > self.save_every and step % self.save_every == self.save_every - 1:
             wait_for_checkpoint(Path(trainer.default_root_dir), step - self.save_every + 1)
+            for thread in threading.enumerate():
+                if thread.name == "save":  # of `recipes.checkpoint.writer`
+                    thread.join()

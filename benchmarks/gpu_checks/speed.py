@@ -1,6 +1,7 @@
 """Tokens/s and MFU of recipes, checked against a hand-timed PyTorch loop and an independent clock."""
 
 import gc
+import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from gpu_checks.callbacks import StepClock
 from gpu_checks.check import Outcome, Settings, Skip, judge
 from gpu_checks.rank_cases import only_installed
 from gpu_checks.runs import BARE, QUIET, TINY_GPT2, TINY_IMAGES, fit_here, run_train
-from recipes.run_folder import METRICS_FILE, SUMMARY_FILE, read_rows
+from recipes.run_folder import METRICS_FILE, PLAN_FILE, SUMMARY_FILE, read_rows
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -100,6 +101,7 @@ def time_by_hand(settings: Settings, shape: Shape, batch: int) -> list[float]:
     loop = train_by_hand(shape, batch=batch, steps=steps, bf16=True, compile_=device == "cuda", device=device)
     seconds = list(_time_each(loop, on_gpu=device == "cuda"))
     del loop
+    torch._dynamo.reset()  # its cache keeps the weights and the optimizer state of the compiled loop
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()  # the recipe needs the memory
@@ -128,6 +130,7 @@ def _train_recipe(settings: Settings, batch: int) -> dict[str, Any]:
     overrides = ["recipe=single_bf16", *model, *QUIET, *settings.on_one_device, f"global_batch_size={batch}"]
     overrides += [f"log_every={_LOG_EVERY}", f"trainer.max_steps={5 * _LOG_EVERY + 1}"]
     clock = StepClock(every=_LOG_EVERY)
+    left_over = torch.cuda.memory_allocated() if settings.accelerator == "gpu" else 0
     run = fit_here(settings, "recipe", overrides, [clock])
     rows = {int(row["step"]): row for row in read_rows(run.folder / METRICS_FILE)}
     windows = [step for step in sorted(clock.step_seconds) if step > _LOG_EVERY]  # without the window of step 1
@@ -147,6 +150,7 @@ def _train_recipe(settings: Settings, batch: int) -> dict[str, Any]:
         "mfu_causal": of_windows("throughput/mfu_causal"),
         "data_wait_fraction": of_windows("time/data_wait_fraction"),
         "allocated_peak_gib": of_windows("memory/allocated_peak_gib"),
+        "allocated_before_gib": left_over / 2**30,
     }
 
 
@@ -202,13 +206,25 @@ def throughput(
         values = [row[name] for row in rows if name in row]
         figures[name.partition("/")[2]] = median(values) if values else None
     figures["seconds_until_the_end"] = round(ended.seconds, 1)
+    figures |= _plan(settings, [*typed, *also])
     headline = f"{figures[per_second]:,.0f} {'images' if takes_images else 'tokens'}/s"
     if figures["mfu"] is not None:
         headline += f", MFU {figures['mfu']:.3f}"
     if figures["allocated_peak_gib"] is not None:
-        headline += f", {figures['allocated_peak_gib']:.0f} GiB"
+        headline += f", {figures['allocated_peak_gib']:.1f} GiB (planned {figures['planned_peak_gib']:.1f})"
     assert (ended.folder / SUMMARY_FILE).is_file()
     return judge([], headline=headline, figures=figures)
+
+
+def _plan(settings: Settings, overrides: list[str]) -> dict[str, float | None]:
+    """Return what `mode=plan` predicts for the same run on this machine; no time for a device without a known peak."""
+    folder = settings.folder / "plan"
+    where = ["mode=plan", "mode.advise=false", f"mode.path={folder}"]
+    planned = run_train(settings, "planned", [*overrides, *where], limit_seconds=settings.limit(120.0))
+    assert planned.code == 0, planned.output[-800:]
+    plan = json.loads((folder / PLAN_FILE).read_text())
+    seconds = plan["step_seconds"] if "step_seconds" in plan else None
+    return {"planned_peak_gib": plan["peak_memory_gib"], "planned_step_seconds": seconds}
 
 
 def fit_micro_batch(settings: Settings, at_most: int, sample_gib: float, state_gib: float) -> int:
