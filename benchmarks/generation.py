@@ -14,6 +14,7 @@ from measure import in_turn, report
 from torch import nn
 
 from recipes.generation import Sampling, generate
+from recipes.model import decoder
 from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
 
@@ -58,11 +59,35 @@ def measure(run: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
+def measure_attention(run: Callable[[int], object]) -> tuple[float, float]:
+    """Return the CPU seconds that attention takes in a call with 128 new tokens, and in one with 256."""
+    attend_once, seconds = decoder._attend_once, 0.0
+
+    def timed(*arguments: Any, **named: Any) -> torch.Tensor:
+        nonlocal seconds
+        began = time.process_time()
+        mixed = attend_once(*arguments, **named)
+        seconds += time.process_time() - began
+        return mixed
+
+    found = []
+    decoder._attend_once = timed
+    try:
+        for num_new in (NEW, FAR):
+            seconds = 0.0
+            run(num_new)
+            found.append(seconds)
+    finally:
+        decoder._attend_once = attend_once
+    return found[0], found[1]
+
+
 def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     prompts = torch.randint(VOCABULARY, (BATCH, PROMPT), generator=torch.Generator().manual_seed(0))
     contenders: dict[tuple[str, str], dict[str, Callable[[], object]]] = {}
+    attention: dict[tuple[str, str], Callable[[], tuple[float, float]]] = {}
     for architecture, (ours, theirs) in make_models().items():
         for mode, temperature in (("greedy", 0.0), ("sampled", 1.0)):
 
@@ -79,6 +104,7 @@ def main() -> None:
                 "theirs": lambda run=run_theirs: run(NEW),
                 "ours, far": lambda run=run_ours: run(FAR),
             }
+            attention[architecture, mode] = lambda run=run_ours: measure_attention(run)
     rows = []
     for (architecture, mode), runs in contenders.items():
         seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -89,6 +115,9 @@ def main() -> None:
                     seconds[name].append(took)
         ratio = statistics.median(b / a for a, b in zip(seconds["ours"], seconds["theirs"], strict=True))
         ours, theirs, far = (statistics.median(seconds[name]) for name in runs)
+        shares = [attention[architecture, mode]() for _ in range(ROUNDS)]
+        near_share, far_share = (statistics.median(values) for values in zip(*shares, strict=True))
+        without = (ours - near_share) / NEW, (far - ours - far_share + near_share) / (FAR - NEW)
         rows.append(
             {
                 "model": architecture,
@@ -98,6 +127,8 @@ def main() -> None:
                 "median ratio": f"{ratio:.2f}",
                 "ms per step, first 128": f"{1e3 * ours / NEW:.2f}",
                 "ms per step, next 128": f"{1e3 * (far - ours) / (FAR - NEW):.2f}",
+                "without attention, first 128": f"{1e3 * without[0]:.2f}",
+                "without attention, next 128": f"{1e3 * without[1]:.2f}",
             }
         )
     report("generation", rows)

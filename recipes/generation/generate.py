@@ -201,14 +201,16 @@ class _Batch:
 
     def _take(self, drawn: Tensor) -> None:
         """Add tokens and their log-probabilities, [2, B, new], to the completions of rows that have not ended."""
-        is_over = list(self._is_over)
+        was_over = list(self._is_over)
         tokens, log_probabilities = drawn.tolist()  # waits for the device
         for row, completion in enumerate(self._completions):
+            if was_over[row]:
+                continue
             for token, log_probability in zip(tokens[row], log_probabilities[row], strict=True):
-                if self._is_over[row]:
+                if token == NO_TOKEN or self._add(row, completion, int(token), log_probability):
+                    self._is_over[row] = True
                     break
-                self._is_over[row] = token == NO_TOKEN or self._add(row, completion, int(token), log_probability)
-        is_new = [row for row, was_over in enumerate(is_over) if not was_over]
+        is_new = [row for row, is_over in enumerate(was_over) if not is_over]
         if any(NO_TOKEN in tokens[row] and not self._completions[row].has_ended for row in is_new):
             log.warning("The model's logits are NaN or inf: no more text is generated")
 

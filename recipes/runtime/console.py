@@ -41,6 +41,7 @@ _NOISY_WARNINGS = (
     r".*Since DeepSpeed handles gradient clipping internally.*",  # intended: the task leaves clipping to DeepSpeed
     r".*`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated.*",  # torch's own use
     r".*`broadcast_buffers` is deprecated.*",  # torch; the replacement has no such argument yet
+    r".*TensorFloat32 tensor cores for float32 .* available but not enabled.*",  # by intent: precision=tf32 does it
     r".*It is recommended to use `self.log\(.*sync_dist=True.*",  # the task reduces over ranks itself
 )
 

@@ -41,6 +41,19 @@ def test_tokens_of_a_row_are_the_same_alone_and_after_others_have_left() -> None
             row = 1
 
 
+def test_a_row_on_a_cpu_draws_the_token_that_torch_draws_with_its_seed() -> None:
+    logits = 2 * torch.randn(6, 1000, generator=torch.Generator().manual_seed(0))
+    stream, generators = HostStream(range(6)), [torch.Generator().manual_seed(seed) for seed in range(6)]
+    for _ in range(20):
+        probabilities = logits.softmax(dim=-1)
+        expected = [
+            int(torch.multinomial(row, 1, generator=generator))
+            for row, generator in zip(probabilities, generators, strict=True)
+        ]
+        assert stream.draw(probabilities).tolist() == expected
+        logits = logits.roll(1, dims=-1)
+
+
 @pytest.mark.parametrize("stream", [stream_of([0, 1]), HostStream([0, 1])])
 def test_a_diverged_row_has_no_token_and_the_others_have(stream: DeviceStream | HostStream) -> None:
     logits = torch.zeros(2, 5)
