@@ -20,8 +20,10 @@ if not IS_LONG:
         *("quickstart", "single_fp16", "ddp_fp16", "fsdp_bf16_offload", "hsdp_bf16"),
         *("zero1_bf16", "zero2_fp16_offload", "zero3_bf16", "zero3_fp16"),
     ]
-ALONE = [name for name in RECIPES if name.startswith(("single_", "quickstart", "sft"))]
-ON_TWO = [name for name in RECIPES if name not in ALONE]
+ALONE = [name for name in RECIPES if name.startswith(("single_", "quickstart", "sft", "mixture"))]
+ON_FOUR = [name for name in RECIPES if name == "fsdp_tp_pp_bf16"]
+ON_TWO = [name for name in RECIPES if name not in (*ALONE, *ON_FOUR)]
+NUM_RANKS = {1: ALONE, 2: ON_TWO, 4: ON_FOUR}
 WORKER = Path(__file__).parent / "resume_ranks.py"
 COMMON = [
     "trainer.accelerator=cpu",
@@ -37,13 +39,26 @@ COMMON = [
 COMPUTED = ("train/", "val/", "lr", "grad/", "precision/")
 
 
+def count_ranks(name: str) -> int:
+    """Return the number of ranks on which a recipe is trained here."""
+    [number] = [number for number, names in NUM_RANKS.items() if name in names]
+    return number
+
+
 def _case(name: str, texts: Path) -> dict[str, Any]:
     overrides = [f"recipe={name}", *COMMON]
     if name == "quickstart":
         small = [override for override in TINY if not override.startswith("global_batch_size")]
         return {"overrides": [*overrides, *small, f"data.path={texts}", "seq_len=16"]}
-    overrides += [*DECODER, "micro_batch_size=2", "callbacks=[grad_norm,loss_scale]"]
-    overrides.append(f"trainer.devices={2 if name in ON_TWO else 1}")
+    model = DECODER
+    if name in ("mixture", "sft_demo"):  # their data has settings of its own; `TOKENS` takes its place
+        model = [override for override in DECODER if override != "data=random_tokens"]
+        model += ["model.vocab_size=257"]
+        overrides.append("callbacks.generation_eval=null")
+    overrides += [*model, "micro_batch_size=2", "callbacks=[grad_norm,loss_scale]"]
+    overrides.append(f"trainer.devices={count_ranks(name)}")
+    if "pp_" in name:  # these recipes say how many micro-batches a pipeline takes
+        overrides.append("trainer.accumulate_grad_batches=2")
     if name.startswith("hsdp"):
         overrides.append("data_parallel_shard=2")
     if name == "zero3_bf16_nvme":  # DeepSpeed leaves what is smaller than a MiB in memory
@@ -59,7 +74,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return both runs of every recipe, and their folder."""
     texts = write_texts(tmp_path_factory.mktemp("texts"))
     found: dict[str, Any] = {}
-    for names, world_size in ((ALONE, 1), (ON_TWO, 2)):
+    for world_size, names in NUM_RANKS.items():
+        if not names:
+            continue
         folder = tmp_path_factory.mktemp("recipes")
         cases = {name: _case(name, texts) for name in names}
         group = run_on_ranks(cases, world_size=world_size, folder=folder, worker=WORKER)
@@ -84,7 +101,7 @@ def test_a_recipe_resumes_bit_for_bit_from_its_own_checkpoint(name: str, results
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_checkpoint_of_every_recipe_loads_with_weights_only(name: str, results: dict[str, Any]) -> None:
     folder = results[name]["folder"] / "uninterrupted/checkpoints/step_0000002.ckpt"
-    world_size = 2 if name in ON_TWO else 1
+    world_size = count_ranks(name)
     shards = [f"rank_{rank:05d}.safetensors" for rank in range(world_size)]
     # nothing else: no file written by an engine, which would hold pickled objects
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", *shards, "run.pt"]
