@@ -83,7 +83,7 @@ def _recomputed(
     """
 
     def recomputed_forward(*inputs: Any, **options: Any) -> Any:
-        if not (block.training and torch.is_grad_enabled()):
+        if not (block.training and torch.is_grad_enabled() and _has_backward(block, [*inputs, *options.values()])):
             return forward(*inputs, **options)
         if not torch.compiler.is_compiling():
             return checkpoint(forward, *inputs, use_reentrant=False, context_fn=eager, **options)
@@ -93,6 +93,15 @@ def _recomputed(
         return checkpoint(forward, *inputs, use_reentrant=False, context_fn=make, **options)
 
     return recomputed_forward
+
+
+def _has_backward(block: nn.Module, inputs: Iterable[Any]) -> bool:
+    """Return whether a gradient reaches a block: one that is frozen on frozen inputs has nothing to recompute.
+
+    Compiled, it has no graph of a backward pass, and torch 2.13 fails to recompute attention there.
+    """
+    is_differentiable = any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in inputs)
+    return is_differentiable or any(parameter.requires_grad for parameter in block.parameters())
 
 
 def _make_contexts(*, every_nth: int) -> Contexts:

@@ -23,6 +23,19 @@ COMMON = [
 ]
 TOKENS = {"_target_": "support.MaskedTokens", "num_samples": 50, "seq_len": 16, "vocab_size": 64}
 IMAGES = {"_target_": "support.MaskedImages", "num_samples": 50}
+PLAIN_IMAGES = {
+    "_target_": "recipes.data.random_images.RandomImages",
+    "num_classes": 10,
+    "in_channels": 1,
+    "image_size": 8,
+    "num_samples": 37,  # eight steps are three epochs and a half
+    "random_crop_padding": 0,
+    "random_horizontal_flip": False,
+    "targets": "classes",
+}
+DRAWN_IMAGES = PLAIN_IMAGES | {"random_crop_padding": 2, "random_horizontal_flip": True}
+# a batch norm would make the micro-batch part of the experiment
+SMALL_CLASSIFIER = ["model=resnet18", "model._target_=small_models.SmallClassifier", "data=digits", "optimizer.lr=1e-2"]
 DECODER = [
     "data=random_tokens",
     "model.vocab_size=64",
@@ -53,6 +66,8 @@ MODELS: dict[str, tuple[list[str], dict[str, Any]]] = {
     ),
     "two towers": ([*DECODER, "model=gpt2_nano", "model._target_=small_models.TwoTowers"], TOKENS),
     "resnet18": (["model=resnet18", "data=digits", "optimizer.lr=1e-3"], IMAGES),
+    "plain images": (SMALL_CLASSIFIER, PLAIN_IMAGES),
+    "drawn images": (SMALL_CLASSIFIER, DRAWN_IMAGES),
 }
 
 

@@ -41,6 +41,8 @@ SINGLE = {
     "llama": _cases(["single"], model="llama", world_size=1, splits=[1])["single x1"],
     "two towers": _cases(["single"], model="two towers", world_size=1, splits=[1])["single x1"],
     "resnet18": _cases(["single"], model="resnet18", world_size=1, splits=[2])["single x2"],
+    "plain images": _cases(["single"], model="plain images", world_size=1, splits=[1])["single x1"],
+    "drawn images": _cases(["single"], model="drawn images", world_size=1, splits=[1])["single x1"],
     **{
         f"{precision} x{accumulate}": case(
             "gpt2",
@@ -80,7 +82,7 @@ FOUR_SHORT = {name: FOUR[name] for name in ("hsdp x4",)}
 OTHER_MODELS = {
     f"{model}, {name}": _cases([name], model=model, world_size=2, splits=[1])[f"{name} x1"]
     for model in MODELS
-    if model not in ("gpt2", "experts")  # these: test_moe.py
+    if model not in ("gpt2", "experts", "plain images", "drawn images")  # experts: test_moe.py
     for name in ONE_OF_EACH
 }
 SGD = {
@@ -89,9 +91,29 @@ SGD = {
     for base in _cases([name], world_size=2, splits=[2]).values()
 }
 OTHER_MODELS |= SGD
-OTHER_SHORT = {
-    name: OTHER_MODELS[name] for name in ("llama, fsdp", "two towers, fsdp", "resnet18, ddp", "sgd, ZeRO-3, offload")
+# what is drawn for a sample depends on its position alone: on no rank, micro-batch or loader process
+DRAWN = {
+    f"drawn images, {name}": made
+    for name, made in _cases(
+        ["ddp", "fsdp", "ZeRO-2", "ZeRO-3"], model="drawn images", world_size=2, splits=SPLITS
+    ).items()
 }
+DRAWN["drawn images, fsdp x2, loaded by 2 processes"] = DRAWN["drawn images, fsdp x2"] | {
+    "overrides": [*DRAWN["drawn images, fsdp x2"]["overrides"], "loader.num_workers=2"]
+}
+OTHER_MODELS |= DRAWN
+OTHER_SHORT = {
+    name: OTHER_MODELS[name]
+    for name in (
+        *("llama, fsdp", "two towers, fsdp", "resnet18, ddp", "sgd, ZeRO-3, offload"),
+        "drawn images, fsdp x2",
+    )
+}
+if IS_LONG:
+    SINGLE |= {
+        f"drawn images, {name}": made
+        for name, made in _cases(["single"], model="drawn images", world_size=1, splits=(2, 4)).items()
+    }
 SINGLE["sgd"] = SINGLE["single x1"] | {
     "overrides": [*SINGLE["single x1"]["overrides"], "optimizer=sgd", "optimizer.lr=0.1"]
 }
@@ -132,10 +154,15 @@ def _equal(rows: list[dict[str, float]], reference: list[dict[str, float]]) -> N
             assert name not in row or row[name] == other[name], name
 
 
-@pytest.mark.parametrize("name", [name for name in SINGLE if name.startswith("single")])
+@pytest.mark.parametrize("name", [name for name in SINGLE if name.startswith(("single", "drawn images,"))])
 def test_one_device_gives_the_same_curve_however_it_splits_the_batch(name: str, rows: Rows) -> None:
-    reference = rows("single", SINGLE, "single x1", world_size=1)
+    reference = rows("single", SINGLE, name.partition(",")[0] if "," in name else "single x1", world_size=1)
     _equal(rows("single", SINGLE, name, world_size=1), reference)
+
+
+def test_crops_and_flips_change_the_curve(rows: Rows) -> None:
+    drawn, plain = (rows("single", SINGLE, f"{kind} images", world_size=1) for kind in ("drawn", "plain"))
+    assert largest_difference(drawn, plain)["train/loss"] > 1e-3
 
 
 @pytest.mark.parametrize("name", ALONE)

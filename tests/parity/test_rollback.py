@@ -22,6 +22,18 @@ ON_TWO = [
     "recipe=ep_bf16 model.num_kv_heads=1 model.ffn_hidden_size=32",
 ]
 ON_FOUR = ["recipe=fsdp_tp_pp_bf16 trainer.accumulate_grad_batches=null micro_batch_size=4"]
+# a frozen block above a trained embedding, groups with rates of their own, of which some are empty
+_RULES = "freeze=['^position','^blocks[.]0[.]'] optimizer.layer_decay=0.75"
+FROZEN_ALONE = [f"recipe=single_fp32 {_RULES}"]
+FROZEN_ON_TWO = [f"recipe=fsdp_bf16 {_RULES}"]
+if IS_LONG:
+    _KEPT = "activation_checkpoint=full compile=true"
+    FROZEN_ALONE += [f"recipe=single_fp32 {_RULES} ema_decay=0.9", f"recipe=single_fp32 {_RULES} {_KEPT}"]
+    FROZEN_ON_TWO += [f"recipe=fsdp_bf16 {_RULES} ema_decay=0.9", f"recipe=fsdp_bf16 {_RULES} {_KEPT}"]
+    FROZEN_ON_TWO += [f"recipe=zero2_fp16 {_RULES}", f"strategy=deepspeed_stage_2 {_RULES} {_KEPT}"]
+FROZEN = [*FROZEN_ALONE, *FROZEN_ON_TWO]
+ALONE += FROZEN_ALONE
+ON_TWO += FROZEN_ON_TWO
 if IS_LONG:
     ALONE += ["recipe=single_bf16", "recipe=single_fp32 optimizer=sgd"]
     ON_TWO += [
@@ -67,7 +79,7 @@ def _case(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     if "nvme" in name:  # two seconds a step
         times = {"at": 9, "to": 4}
         overrides.append("trainer.max_steps=10")
-    return {"overrides": overrides, "data": TOKENS, "arguments": on_disk} | times
+    return {"overrides": overrides, "data": TOKENS, "arguments": on_disk, "reads_state": "freeze" in name} | times
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +119,23 @@ def test_a_run_that_rolled_back_has_one_row_per_step_and_no_checkpoint_of_rolled
     newest = (4, 10) if "nvme" in name else (2 * TO, STEPS)
     assert left == {f"checkpoints/step_{step:07d}.ckpt" for step in newest}
     assert not any(file.startswith("snapshots/") for file in files)
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_a_rollback_restores_every_bit_of_what_is_trained_and_what_is_frozen_never_changes(
+    name: str, results: dict[str, Any]
+) -> None:
+    result, world_size = results[name], 1 if name in FROZEN_ALONE else 2
+    assert "error" not in result, result["error"]
+    assert result["differences"]["to, restored"] == {}
+    trained = {*result["trained"], "model.head.weight"}  # tied to the embedding
+    assert not [weight for weight in trained if weight.startswith(("model.position.", "model.blocks.0."))]
+    for moments in ("to, at", "start, last"):  # without a rollback, and from the first step to the last
+        changed = result["differences"][moments]
+        weights = {key.removeprefix("module/") for key in changed if key.startswith("module/")}
+        assert weights == trained, moments
+        assert any(key.endswith("/exp_avg_sq") for key in changed), moments
+        assert set(changed.values()) == {world_size}, moments  # on every rank
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import MODELS, NONE, OPTIONS, make, train
+from small_models import MODELS, NONE, OPTIONS, TOKENS, make, train
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -146,3 +146,15 @@ def test_nothing_is_asked_of_a_model_that_keeps_everything() -> None:
     assert not ActivationCheckpoint(**NONE).changes_blocks
     assert all(ActivationCheckpoint(**option).changes_blocks for option in OPTIONS.values())
     assert ActivationCheckpoint(every_nth_block=0, memory_budget=0.5).changes_blocks
+
+
+def test_frozen_blocks_on_frozen_inputs_compile_although_they_are_to_be_recomputed() -> None:
+    """Torch fails to recompute attention in a graph without a backward pass."""
+    model = make("gpt2", {"every_nth_block": 1})
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(("blocks.3.", "norm.")))
+    for block in model.blocks:
+        block.compile(dynamic=False, backend="aot_eager")
+    model(TOKENS).float().logsumexp(-1).sum().backward()
+    trained = {name.partition(".")[0] for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained == {"blocks", "norm"}
