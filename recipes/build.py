@@ -40,12 +40,14 @@ from recipes.config.compose import Config, freeze
 from recipes.config.instantiate import make, make_model, make_optimizer
 from recipes.config.resolved import ResolvedRun
 from recipes.config.resume import find_tokenizer, is_other_data, list_saved_parts
+from recipes.config.signature import find_signature
 from recipes.config.start_from import read_source_adapter
 from recipes.config.traits import read_free_at_resume, read_settings_of_weights
 from recipes.data.datamodule import StreamDataModule
 from recipes.engine import get_engine
 from recipes.errors import ConfigError
 from recipes.lightning_internals import disable_signal_handling, set_rank, skip_empty_hooks
+from recipes.logger.any_logger import AnyLogger
 from recipes.logger.csv import RowWriter
 from recipes.logger.summary import SummaryWriter
 from recipes.loss import Loss
@@ -405,7 +407,7 @@ def _build_trainer(
     saver.checkpoint_io.falls_back = not names_checkpoint(resolved.resume)
     callbacks, loggers = list[Callback](), list[Logger]()
     if is_run:
-        loggers += [make(node)(run_folder=folder) for node in config["logger"].values()]
+        loggers += [_make_logger(f"logger.{name}", node, folder) for name, node in config["logger"].items()]
         nodes = {f"callbacks.{name}": node for name, node in config["callbacks"].items() if node is not None}
         configured = {key: _make_member(key, node) for key, node in nodes.items()}
         limits = {key: config["trainer"].get(key.partition(".")[2]) for key in (MAX_STEPS, MAX_TIME)}
@@ -447,6 +449,14 @@ def _build_trainer(
     disable_signal_handling(trainer)
     skip_empty_hooks(trainer)
     return trainer
+
+
+def _make_logger(key: str, node: Config, folder: Path) -> Logger:
+    """Return a logger of the recipes, or one that passes everything to a logger of another package."""
+    if "run_folder" in find_signature(node["_target_"]).parameters:
+        logger: Logger = make(node)(run_folder=folder)
+        return logger
+    return AnyLogger(key=key, construct=make(node | {"_partial_": True}), run_folder=folder)
 
 
 def _make_trainer(node: Config, **arguments: Any) -> lightning.Trainer:

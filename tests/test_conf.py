@@ -47,7 +47,9 @@ def test_an_option_names_the_module_of_its_group(path: Path) -> None:
         if group == "trainer":
             assert target == "lightning.pytorch.Trainer"
             continue
-        if target == "recipes.reward.Rewards":  # what scores the answers of a callback: conf/ alone knows both
+        if target.startswith("lightning.pytorch.loggers."):  # which `recipes.logger.any_logger` wraps
+            assert group == "logger"
+        elif target == "recipes.reward.Rewards":  # what scores the answers of a callback: conf/ alone knows both
             assert group in ("callbacks", "mode")
         elif group == "metrics":
             assert target.startswith(("torchmetrics.", "recipes.metrics."))

@@ -61,7 +61,7 @@ PROVIDED: dict[str, set[str]] = {
 NO_DEFAULT = "it has no default"  # of a setting that an option leaves to be typed
 _REPEATED = tuple(".".join(place) for place in COPIES)
 # groups whose target may be of another package -> what each of them is given by build.py
-_OF_ANY_PACKAGE = {"optimizer": "the model", "scheduler": "the step", "logger": "the run folder"}
+_OF_ANY_PACKAGE = {"optimizer": "the model", "scheduler": "the step"}
 _PACKAGES = ("recipes", "callbacks", "lightning", "torch", "torchmetrics", "transformers", "optuna", "deepspeed")
 _HYDRA_ONLY = ("_args_", "_convert_", "_recursive_")  # of Hydra's own instantiation, which builds no node here
 # what to type for a text, by the setting; in a data source by its last name
@@ -102,6 +102,12 @@ def get_provided(path: str) -> set[str]:
     return {"run_folder"} if group == "logger" and "." not in member else set()
 
 
+def is_any_logger(path: str, signature: Signature) -> bool:
+    """Return whether a node is a logger of another package, which knows no run folder."""
+    group, _, member = path.partition(".")
+    return group == "logger" and "." not in member and "run_folder" not in signature.parameters
+
+
 def is_repeated(path: str) -> bool:
     """Return whether a node is, or lies in, a section that refers to another one."""
     return any(path == section or path.startswith(f"{section}.") for section in _REPEATED)
@@ -117,7 +123,7 @@ def _check_node(path: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
         is_foreign = "no package" in str(error) and not get_close_matches(root, _PACKAGES, 1)
         yield ConfigError(f"{path}._target_={target}", str(error), own if is_foreign else _suggest_target(path, target))
         return
-    provided = get_provided(path)
+    provided = set() if is_any_logger(path, signature) else get_provided(path)
     untaken = sorted(provided - signature.parameters.keys())
     if untaken and not signature.takes_any and path.partition(".")[0] in _OF_ANY_PACKAGE:
         yield _cannot_be_called(path, target, untaken[0])
@@ -156,9 +162,6 @@ def _cannot_be_called(path: str, target: str, argument: str) -> ConfigError:
     group = path.partition(".")[0]
     reason = f"a run calls it with {_OF_ANY_PACKAGE[group]}, and {_get_name(target)} takes no {argument!r}"
     fix = f"{group}=<an option of conf/{group}/>, or a function of yours that takes {argument!r}, as theirs do"
-    if group == "logger":
-        fix = f"the same command without {path}: metrics.csv has every row, and logger=<tensorboard | wandb> writes"
-        fix += " them as well"
     return ConfigError(f"{path}._target_={target}", reason, fix)
 
 
@@ -166,6 +169,8 @@ def _check_partial(path: str, node: Mapping[str, Any], nodes: Mapping[str, Mappi
     """Check that exactly the nodes which somebody calls with further arguments are partial."""
     where, is_partial = f"{path}.{PARTIAL}", node.get(PARTIAL, False)
     provided, (parent, _, key) = get_provided(path), path.rpartition(".")
+    if is_any_logger(path, find_signature(node[TARGET])):
+        provided = set()
     slot = find_signature(nodes[parent][TARGET]).parameters.get(key) if parent in nodes else None
     declared = "Any" if slot is None or slot.annotation is None else ast.unparse(slot.annotation)
     is_free = parent in nodes and ("Callable" in declared or "Any" in declared)  # takes a function, or whatever it is

@@ -285,10 +285,11 @@ ALONE = {
         "optimizer._target_=torch.optim.AdamW: a run calls it with the model, and AdamW takes no 'model';"
         " type optimizer=<an option of conf/optimizer/>, or a function of yours that takes 'model', as theirs do"
     ),
-    "+logger.x._target_=lightning.pytorch.loggers.CSVLogger +logger.x.save_dir=x": (
-        "logger.x._target_=lightning.pytorch.loggers.CSVLogger: a run calls it with the run folder, and CSVLogger takes"
-        " no 'run_folder'; type the same command without logger.x: metrics.csv has every row, and"
-        " logger=<tensorboard | wandb> writes them as well"
+    "+logger.x._target_=lightning.pytorch.loggers.CSVLogger": (
+        "no logger.x.save_dir: CSVLogger needs it; type +logger.x.save_dir=<value>"
+    ),
+    "+logger.x._target_=lightning.pytorch.loggers.CSVLogger +logger.x.save_dir=x +logger.x._partial_=true": (
+        "logger.x._partial_=true: it is built at once: nobody calls it again; type +logger.x._partial_=false"
     ),
     "metrics.token_accuracy.num_classes=10": (
         "metrics.token_accuracy.num_classes=10: the model has 2048 classes;"
