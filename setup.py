@@ -1,23 +1,24 @@
-"""The wheel is a copy of this folder under one name, so that nothing called `recipes` or `callbacks` is installed."""
+"""The wheel has all packages inside of one, so that nothing called `recipes` or `callbacks` is installed."""
 
 from setuptools import find_namespace_packages, setup
 from setuptools.command.build_py import build_py
 
 NAME = "lightning_recipes"
-INNER = find_namespace_packages(include=["callbacks*", "conf*", "recipes*"])
+FOLDERS = ("callbacks", "conf", "recipes")
+INNER = find_namespace_packages(include=[f"{folder}*" for folder in FOLDERS])
 
 
-class BuildWithoutSetup(build_py):
-    """Leave this file out: it lies in the folder that becomes the package."""
+class BuildWithScript(build_py):
+    """Put train.py, which lies beside the packages here, into the one that is installed."""
 
     def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
         modules = super().find_package_modules(package, package_dir)
-        return [module for module in modules if module[1] != "setup"]
+        return [*modules, (NAME, "train", "train.py")] if package == NAME else modules
 
 
 setup(
     packages=[NAME, *(f"{NAME}.{name}" for name in INNER)],
-    package_dir={NAME: "."},
-    package_data={"": ["*.yaml", "*.css", "*.jinja", "*.js", "*.LICENSE"]},
-    cmdclass={"build_py": BuildWithoutSetup},
+    package_dir={NAME: NAME} | {f"{NAME}.{folder}": folder for folder in FOLDERS},
+    package_data={"": ["*.yaml", "*.css", "*.jinja", "*.js", "*.LICENSE", "py.typed"]},
+    cmdclass={"build_py": BuildWithScript},
 )

@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted([*ROOT.glob("recipes/**/*.py"), *ROOT.glob("callbacks/**/*.py"), ROOT / "train.py"])
+PACKAGES = ("recipes", "callbacks", "lightning_recipes")
+FILES = sorted([*(file for name in PACKAGES for file in ROOT.glob(f"{name}/**/*.py")), ROOT / "train.py"])
 OPTIONAL = {
     "deepspeed",
     "huggingface_hub",

@@ -1,6 +1,7 @@
 """Call the constructors in a checked config. Values are already resolved: any `${…}` in them is text."""
 
 import functools
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,7 +32,7 @@ def make(node: Mapping[str, Any], *, data_section: str | None = None) -> Any:
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
-    constructor = instantiate({TARGET: node[TARGET], PARTIAL: True})  # rejects those that run commands
+    constructor = instantiate({TARGET: _as_imported(node[TARGET]), PARTIAL: True})  # rejects those that run commands
     arguments = {
         key: _make_within(value, data_section and f"{data_section}.{key}")
         for key, value in node.items()
@@ -48,6 +49,17 @@ def make(node: Mapping[str, Any], *, data_section: str | None = None) -> Any:
         raise error.in_section(data_section) from error
     except (TypeError, ValueError) as error:
         raise InstantiationException(f"Error in call to target '{node[TARGET]}': {error!r}") from error
+
+
+def _as_imported(target: str) -> str:
+    """Return the path of a constructor under the name that `lightning_recipes` imports its module by.
+
+    From Python, a project may have a package `callbacks` of its own beside ours.
+    """
+    callbacks = sys.modules.get("lightning_recipes.callbacks")
+    if callbacks is None or not target.startswith("callbacks."):
+        return target
+    return callbacks.__name__ + target.removeprefix("callbacks")
 
 
 def _make_within(value: Any, data_section: str | None) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, reduce
 from pathlib import Path
@@ -14,6 +14,8 @@ from pathlib import Path
 Scope = list[ast.stmt]
 
 _OWN = ("recipes", "callbacks")  # packages whose annotations are all known to the check
+_ROOT = Path(__file__).parents[2]  # contains them
+_INSTALLED = "lightning_recipes."  # the package that has them in a wheel
 _SCALARS = ("int", "float", "str", "bool")
 # names of typing and collections.abc -> those that the check distinguishes
 _CONTAINERS = dict.fromkeys(("list", "List", "Sequence", "MutableSequence", "Iterable", "Collection"), "list")
@@ -253,7 +255,10 @@ def _leave_unread(annotation: ast.expr, module: str, is_own: bool) -> ast.expr:
 
 
 def module_file(module: str) -> Path:
-    root, *rest = module.split(".")
+    inner = module.removeprefix(_INSTALLED)
+    root, *rest = (inner if inner.startswith(_OWN) else module).split(".")
+    if root in _OWN:  # from Python, another package may have the name of one of these
+        return _find_file(_ROOT / root, rest, module)
     try:
         spec = importlib.util.find_spec(root) if root else None
     except ValueError:  # a namespace that Hydra has made up for its plugins
@@ -264,7 +269,12 @@ def module_file(module: str) -> Path:
         is_of_python = root in sys.stdlib_module_names
         why = f"{root!r} is part of Python itself" if is_of_python else f"no package {root!r} is installed"
         raise TargetNotFoundError(f"{module}: {why}")
-    path = Path(spec.submodule_search_locations[0]).joinpath(*rest)
+    return _find_file(Path(spec.submodule_search_locations[0]), rest, module)
+
+
+def _find_file(package: Path, rest: Sequence[str], module: str) -> Path:
+    """Return the file of a module in the folder of its package."""
+    path = package.joinpath(*rest)
     for candidate in (path / "__init__.py", path.with_suffix(".py")):
         if candidate.is_file():
             return candidate

@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,23 @@ _PEER_SECONDS = 2.0
 _OF_ARGUMENT = re.compile(r"(\w+) is (.*?); (.*); set (None|\S+?)(?:,? .*)?")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        exit_code: Exit code of a command, see `ExitCode`.
+        run_folder: Its folder; that of a new run has got its final name when it started.
+        error: Exception that ended it in this process.
+        report: What has been reported of the error.
+    """
+
+    exit_code: int
+    run_folder: Path
+    error: BaseException | None = None
+    report: str | None = None
+
+
 def run_resolved(resolved: ResolvedRun, *, in_sweep: bool = False) -> int:
     """Execute one checked run in this process, or in one process per rank if it needs several and none exist yet.
 
@@ -55,18 +72,29 @@ def run_resolved(resolved: ResolvedRun, *, in_sweep: bool = False) -> int:
     Returns:
         The exit code, see `ExitCode`; after a crash the traceback of the rank that failed first has been logged.
     """
+    return run_to_outcome(resolved, in_sweep=in_sweep).exit_code
+
+
+def run_to_outcome(resolved: ResolvedRun, *, in_sweep: bool = False, shows_errors: bool = True) -> Outcome:
+    """Execute one checked run as `run_resolved` does, and return what ended it.
+
+    Args:
+        resolved: The run.
+        in_sweep: Whether other runs follow in this process; each then gets a separate process.
+        shows_errors: Whether to print an error of this process; False writes it only to train.log.
+    """
     with contextlib.ExitStack() as signals:
         if resolved.mode.trains and started_by() != "spawn":  # spawned ranks listen already
             signals.enter_context(listening())
-        return _launch(resolved, in_sweep=in_sweep)
+        return _launch(resolved, in_sweep=in_sweep, shows_errors=shows_errors)
 
 
-def _launch(resolved: ResolvedRun, *, in_sweep: bool) -> int:
+def _launch(resolved: ResolvedRun, *, in_sweep: bool, shows_errors: bool) -> Outcome:
     try:
         ranks = resolved.ranks
         resolved = _open_log(resolved, is_new=started_by() is None)
     except ConfigError as mistake:
-        return _report_mistake(mistake)
+        return _report_mistake(mistake, resolved, shows_errors)
     if resolved.resume not in (None, "auto") and global_rank() == 0:
         resumed = find_run_folder(Path(resolved.resume))
         if resumed is not None and not (resumed / ENVIRONMENT_FILE).is_file():
@@ -82,7 +110,7 @@ def _launch(resolved: ResolvedRun, *, in_sweep: bool) -> int:
         LOGGER.info(f"{', '.join(unread)} {verb} no effect in mode={resolved.mode.name}")
     is_single = ranks.world_size == 1 and not in_sweep
     if is_single or ranks.started_by is not None:
-        return _execute(resolved)
+        return _execute(resolved, shows_errors)
     try:
         # every rank looks for the newest checkpoint: an earlier run must have written its last one by now
         with _locked_folder(resolved):
@@ -90,7 +118,7 @@ def _launch(resolved: ResolvedRun, *, in_sweep: bool) -> int:
         # until all ranks have exited, only rank 0 writes train.log
         result = spawn_ranks(resolved, ranks)
     except ConfigError as mistake:
-        return _report_mistake(mistake)
+        return _report_mistake(mistake, resolved, shows_errors)
     if result.exit_code == ExitCode.OUT_OF_MEMORY:
         log_exit(resolved.run_folder, resolved.run_folder / EVENTS_FILE)
     if result.report is not None:
@@ -102,7 +130,7 @@ def _launch(resolved: ResolvedRun, *, in_sweep: bool) -> int:
             LOGGER.error(f"The run ended early{_describe_folder(resolved)}")
     if result.exit_code == ExitCode.OUT_OF_MEMORY:
         _log_advice(resolved, result.report or "")
-    return result.exit_code
+    return Outcome(exit_code=result.exit_code, run_folder=resolved.run_folder, report=result.report)
 
 
 def _log_advice(resolved: ResolvedRun, report: str) -> None:
@@ -163,13 +191,14 @@ def _locked_folder(resolved: ResolvedRun) -> Iterator[None]:
         yield
 
 
-def _report_mistake(mistake: ConfigError) -> int:
+def _report_mistake(mistake: ConfigError, resolved: ResolvedRun, shows_errors: bool) -> Outcome:
     """Report a config error found before the log exists; once, even if every rank finds it."""
+    report = format_report([mistake])
     if (file := get_error_file()) is not None and started_by() is not None:
         write_failure(_failure_from_mistake(mistake), file)
-    elif global_rank() == 0:
-        print(format_report([mistake]), file=sys.stderr)
-    return ExitCode.INVALID_CONFIG
+    elif global_rank() == 0 and shows_errors:
+        print(report, file=sys.stderr)
+    return Outcome(exit_code=ExitCode.INVALID_CONFIG, run_folder=resolved.run_folder, error=mistake, report=report)
 
 
 def _failure_from_mistake(mistake: ConfigError, *, is_late: bool = False) -> Failure:
@@ -177,21 +206,22 @@ def _failure_from_mistake(mistake: ConfigError, *, is_late: bool = False) -> Fai
     return failure_from_exception(mistake, exit_code=ExitCode.INVALID_CONFIG, report=format_report([mistake], head))
 
 
-def _execute(resolved: ResolvedRun) -> int:
-    """Execute the run, or its part on this rank, in this process; return the exit code."""
-    ranks = resolved.ranks
+def _execute(resolved: ResolvedRun, shows_errors: bool) -> Outcome:
+    """Execute the run, or its part on this rank, in this process."""
+    ranks, folder = resolved.ranks, resolved.run_folder
     try:
         with _locked_folder(resolved):
             with without_unused_packages(resolved.list_targets()):
                 from recipes.build import execute
 
-            return execute(resolved, check_room=functools.partial(check_room, resolved))
-    except KeyboardInterrupt:
+            exit_code = execute(resolved, check_room=functools.partial(check_room, resolved))
+        return Outcome(exit_code=exit_code, run_folder=folder)
+    except KeyboardInterrupt as interrupt:
         if global_rank() == 0:
             LOGGER.error(f"Interrupted{_describe_folder(resolved)}")
             if has_checkpoint(resolved.run_folder):
                 LOGGER.error(f"To resume: {resume_command(resolved.run_folder, resolved.overrides)}")
-        return ExitCode.INTERRUPTED
+        return Outcome(exit_code=ExitCode.INTERRUPTED, run_folder=folder, error=interrupt)
     except Exception as error:
         last_line: str | None = f"The run crashed{_describe_folder(resolved)}"
         if is_out_of_memory(error):
@@ -209,13 +239,13 @@ def _execute(resolved: ResolvedRun) -> int:
             last_line = None
         else:
             failure = failure_from_exception(error, exit_code=ExitCode.CRASHED, report=traceback.format_exc())
-        _report_failure(failure, last_line, ranks)
+        _report_failure(failure, last_line, ranks, shows_errors)
         if failure.exit_code == ExitCode.OUT_OF_MEMORY and ranks.started_by is None:
             _log_advice(resolved, failure.report)
-        return failure.exit_code
+        return Outcome(exit_code=failure.exit_code, run_folder=folder, error=error, report=failure.report)
 
 
-def _report_failure(failure: Failure, last_line: str | None, ranks: Ranks) -> None:
+def _report_failure(failure: Failure, last_line: str | None, ranks: Ranks, shows_errors: bool) -> None:
     """Report a failure once for all ranks: in the error file if a launcher reads it, else on the console."""
     if failure.caused_by_peer and ranks.started_by == "torchrun":
         # torchrun blames the error file with the earliest timestamp, in whole seconds: too coarse to separate cause and
@@ -235,9 +265,9 @@ def _report_failure(failure: Failure, last_line: str | None, ranks: Ranks) -> No
     elif failure.caused_by_peer and ranks.world_size > 1 and global_rank() > 0:
         LOGGER.error(f"rank {global_rank()} of {ranks.world_size} lost its peers")
     else:
-        LOGGER.error(failure.report)
+        LOGGER.error(failure.report, extra={"console": shows_errors})
         if last_line is not None:
-            LOGGER.error(last_line)
+            LOGGER.error(last_line, extra={"console": shows_errors})
 
 
 def _find_mistake(error: BaseException, resolved: ResolvedRun) -> ConfigError | None:

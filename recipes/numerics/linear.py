@@ -144,8 +144,6 @@ def _register_operator() -> None:
 
     Also register the FLOP formula of both.
     """
-    if hasattr(torch.ops.recipes, "linear"):
-        return  # a process may also import this package as `lightning_recipes.recipes`
     torch.library.define("recipes::linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
     torch.library.impl("recipes::linear", "CPU", _run_product)
     torch.library.register_fake("recipes::linear", _describe_product)

@@ -1,10 +1,12 @@
 """Logging of a run to the console and to train.log, with known noise filtered out."""
 
+import contextlib
 import io
 import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -145,3 +147,24 @@ def open_console(log_file: Path | None = None, *, speaks: bool = True) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     for pattern in _NOISY_WARNINGS:
         warnings.filterwarnings("ignore", message=pattern)
+
+
+@contextlib.contextmanager
+def restoring_console() -> Iterator[None]:
+    """Take back on leaving what `open_console` changes, in a process that goes on after a run."""
+    loggers = [LOGGER, *map(logging.getLogger, _NOISY_LOGGERS)]
+    levels, propagates, handlers = [logger.level for logger in loggers], LOGGER.propagate, [*LOGGER.handlers]
+    errors = sys.stdout.errors if isinstance(sys.stdout, io.TextIOWrapper) else None
+    LOGGER.handlers.clear()  # those of the process, which `open_console` would close
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        for handler in reversed(LOGGER.handlers):
+            handler.close()
+        LOGGER.handlers[:] = handlers
+        LOGGER.propagate = propagates
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if errors is not None and isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors=errors)

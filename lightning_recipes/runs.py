@@ -1,0 +1,431 @@
+"""Compose, train, load, read and plan runs in this process; overrides are checked before torch is imported.
+
+Nothing of a call stays behind: neither log handlers, nor signal handlers, nor another working directory. Training seeds
+the global random number generators, as the command does.
+"""
+
+import base64
+import contextlib
+import copy
+import html
+import io
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from recipes.config import compose_and_check
+from recipes.config.compose import quote_options
+from recipes.config.overrides import drop_replaced, for_shell, make_override
+from recipes.config.resolved import ResolvedRun
+from recipes.entry.hydra_main import find_missing_folder
+from recipes.entry.light_import import without_unused_packages
+from recipes.entry.run import Outcome, run_to_outcome
+from recipes.errors import ConfigError, format_report
+from recipes.run_folder import (
+    CONFIG_FILE,
+    EVENTS_FILE,
+    METRICS_FILE,
+    PAGE_FILE,
+    PICTURE_FILE,
+    PLAN_FILE,
+    SUMMARY_FILE,
+    find_run_folder,
+    has_run,
+    read_config,
+    read_events,
+    read_json,
+    read_rows,
+    read_summary,
+)
+from recipes.runtime.console import open_console, restoring_console
+from recipes.runtime.exit_codes import ExitCode
+from recipes.runtime.torch_variables import find_variables_of_torch
+from recipes.runtime.world import find_wrong_variables, started_by
+from recipes.sweep.main import is_sweep, reject_settings_of_sweep
+
+if TYPE_CHECKING:
+    import pandas
+    from torch import nn
+
+Weights = Literal["trained", "ema"]
+_PLAN_PAGE = "plan.html"
+# missing data is no error of weights
+_OF_DATA = ("data.path=", "data.val_path=", "eval_data.")
+_PAGE_HEIGHT = "75vh"
+
+
+class InvalidConfigError(ValueError):
+    """Wrong overrides. Its text lists all mistakes as the command line prints them: set, reason, what to type."""
+
+
+class RunError(RuntimeError):
+    """A run has ended before its last step, or could not be saved; the exception that ended it is its cause.
+
+    Attributes:
+        exit_code: Exit code of a command that ends so; docs/reference/exit_codes.md lists them.
+        folder: Run folder, for `read`.
+    """
+
+    def __init__(self, text: str, *, exit_code: int, folder: Path) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+        self.folder = folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRun:
+    """What a run has written to its folder, as plain data. A notebook shows it as curves and the report.
+
+    Attributes:
+        folder: Run folder.
+        rows: Rows of metrics.csv, by metric; each has a `step`, and only the metrics that were logged there.
+        events: Lines of events.jsonl; each has `event`, `step` and `time`.
+        summary: summary.json; empty if the run has not ended.
+        config: config.yaml; empty if the folder has none.
+    """
+
+    folder: Path
+    rows: list[dict[str, float]] = field(repr=False)
+    events: list[dict[str, Any]] = field(repr=False)
+    summary: dict[str, Any] = field(repr=False)
+    config: dict[str, Any] = field(repr=False)
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """Return the rows as a frame with the step as its index; NaN where a metric was not logged.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        import pandas
+
+        frame = pandas.DataFrame(self.rows, columns=list(dict.fromkeys(name for row in self.rows for name in row)))
+        return frame.astype({"step": int}).set_index("step") if self.rows else frame
+
+    def load(self, *overrides: str, weights: Weights = "trained") -> "nn.Module":
+        """Return the model with the weights of the newest checkpoint, see `load`."""
+        return load(self.folder, *overrides, weights=weights)
+
+    def _repr_html_(self) -> str:
+        """Return key figures, curves.png and report.html, each if there is one; the page works without a network."""
+        name, status = str(self.config.get("name", self.folder.name)), str(self.summary.get("status", "not ended"))
+        shown = [html.escape(f"{name}: {status}")]
+        figures = {key: self.summary.get(key) for key in ("steps", "train_loss", "val_loss", "tokens_per_second")}
+        shown += [
+            html.escape(f"{key.replace('_', ' ')} {f'{value:,}' if isinstance(value, int) else f'{value:,.6g}'}")
+            for key, value in figures.items()
+            if isinstance(value, int | float)
+        ]
+        shown.append(f"<code>{html.escape(str(self.folder))}</code>")
+        parts = [f"<p>{', '.join(shown)}</p>"]
+        picture, page = self.folder / PICTURE_FILE, self.folder / PAGE_FILE
+        if picture.is_file():
+            data = base64.b64encode(picture.read_bytes()).decode()
+            parts.append(
+                f'<img alt="curves of {html.escape(name)}" style="max-width:100%" src="data:image/png;base64,{data}">'
+            )
+        if page.is_file():
+            frame = _embed(page.read_text(encoding="utf-8"))
+            parts.append(f"<details><summary>{PAGE_FILE}</summary>{frame}</details>")
+        return "\n".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Predicted memory, time and disk usage of a run. A notebook shows it as the page of `mode=plan`.
+
+    Attributes:
+        record: What `mode=plan` writes to plan.json, such as `peak_memory_gib` and `step_seconds`.
+        text: What it prints.
+    """
+
+    record: dict[str, Any] = field(repr=False)
+    text: str
+    page: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return _embed(self.page)
+
+
+class ComposedRun:
+    """A composed and checked run that has not started: nothing is built, and no folder is made."""
+
+    def __init__(self, resolved: ResolvedRun) -> None:
+        self._resolved = resolved
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """All settings, as plain values; a copy."""
+        return copy.deepcopy(self._resolved.config)
+
+    @property
+    def overrides(self) -> list[str]:
+        """The overrides that it was composed from; those of a resumed run come first."""
+        return list(self._resolved.overrides)
+
+    @property
+    def command(self) -> str:
+        """The command that trains the same run."""
+        return " ".join(["python train.py", *map(for_shell, self._resolved.typed)])
+
+    def fit(self) -> RecordedRun:
+        """Train in this process, or with several ranks in one new process per rank; return what the run has written.
+
+        Progress goes to the standard output, a line per logged step, and a bar on a terminal.
+
+        Returns:
+            The finished run.
+
+        Raises:
+            InvalidConfigError: The data, the checkpoint or the machine does not fit the config.
+            RunError: The run has ended early; its folder is in the exception.
+            KeyboardInterrupt: Ctrl-C, or the kernel was interrupted.
+        """
+        if (mistake := self._find_refusal()) is not None:
+            raise InvalidConfigError(format_report([mistake], "This run cannot be trained from Python."))
+        with restoring_console():
+            outcome = run_to_outcome(self._resolved, shows_errors=False)
+        _raise_unless_finished(outcome)
+        return read(outcome.run_folder)
+
+    def _find_refusal(self) -> ConfigError | None:
+        """Return why only the command can do what this run is."""
+        resolved = self._resolved
+        if (starter := started_by()) is not None and resolved.ranks.world_size > 1:
+            reason = f"{starter} has started this program once per rank, and all ranks have to agree on one run folder"
+            return ConfigError(f"fit() under {starter}", reason, f"{starter} … {self.command.removeprefix('python ')}")
+        if resolved.runs_elsewhere:
+            setting = f"launcher={resolved.choices.get('launcher')}"
+            return ConfigError(setting, "it submits a command to a cluster, and fit() trains here", self.command)
+        if not resolved.mode.trains:
+            return ConfigError(
+                f"mode={resolved.mode.name}", "it does not train, which is all that fit() does", self.command
+            )
+        return None
+
+    def __repr__(self) -> str:
+        return f"ComposedRun({', '.join(map(repr, self._resolved.typed))})"
+
+
+def compose(*overrides: str) -> ComposedRun:
+    """Compose a run and check it; builds nothing, creates no folder, and takes a second.
+
+    Args:
+        overrides: As on the command line, without quotation marks for a shell.
+
+    Raises:
+        InvalidConfigError: Some are wrong; its text lists all mistakes.
+
+    Example:
+        >>> import lightning_recipes as lr
+        >>> run = lr.compose("recipe=single_fp32", "model=llama_nano", "trainer.max_steps=10")
+        >>> run.config["trainer"]["max_steps"], run.config["precision"]["name"]
+        (10, '32-true')
+        >>> lr.compose("model=lama_nano")
+        Traceback (most recent call last):
+        ...
+        lightning_recipes.runs.InvalidConfigError: The config has 1 mistake; nothing was built.
+        ...
+           type: model=llama_nano
+    """
+    return ComposedRun(_compose(overrides))
+
+
+def load(run: str | Path, *overrides: str, weights: Weights = "trained") -> "nn.Module":
+    """Return the model of a run with the weights of its newest valid checkpoint, in eval mode, on the CPU.
+
+    The model has an attribute `tokenizer`: that of the run; None if its data is not text. The data of the run need not
+    be there. Neither the random number generators nor the precision of float32 products change.
+
+    Args:
+        run: Run folder, or a checkpoint in it.
+        overrides: As on the command line: `hydra.searchpath=[…]` for a run with options from there, or
+            `trainer.accelerator=gpu` to load the weights on a GPU.
+        weights: `trained`, or `ema` for their moving average.
+
+    Raises:
+        InvalidConfigError: There is no run, no valid checkpoint in it, or no average.
+
+    Example:
+        >>> import lightning_recipes as lr
+        >>> text = ["data=text_files", "data.path=my_texts", "tokenizer=bytes", "model.vocab_size=257"]
+        >>> run = lr.compose(*text, "trainer.max_steps=2", "callbacks=[]", "hydra.run.dir=mine").fit()
+        quickstart: run folder mine
+        ...
+        >>> model = lr.load("mine")
+        >>> model.training, model.tokenizer.encode("abc")
+        (False, [97, 98, 99])
+    """
+    if weights not in ("trained", "ema"):
+        mistake = ConfigError(
+            f"weights={weights!r}", "there are the trained weights and their average", 'weights="ema"'
+        )
+        raise InvalidConfigError(format_report([mistake], "The weights cannot be loaded."))
+    typed = ["mode=evaluate", *overrides, make_override("resume", str(run))]
+    resolved = _compose(typed, ignores=_OF_DATA)
+    if not any(override.lstrip("+").startswith("trainer.accelerator=") for override in overrides):
+        resolved = resolved.with_settings({"trainer.accelerator": "cpu", "trainer.devices": 1, "compile": False})
+    with _quietly():
+        with without_unused_packages(resolved.list_targets()):
+            from recipes.build import build
+        from lightning.pytorch.utilities.seed import isolate_rng
+
+        from recipes.mode.load import load_task, load_tokenizer
+
+        with _reporting_mistakes(), isolate_rng(), _keeping_float32_products():
+            built = build(resolved)
+            task, _ = load_task(built, weights)
+            model: Any = task.model
+            has_text = built.tokenizer_folder.is_dir()
+            model.tokenizer = load_tokenizer(built, "load") if has_text else None
+    found: nn.Module = model
+    return found
+
+
+def read(run: str | Path) -> RecordedRun:
+    """Read what a run has written, while it is running or after it has ended; imports no torch.
+
+    Args:
+        run: Run folder, or a checkpoint in it.
+
+    Raises:
+        InvalidConfigError: There is no run, or one of its files is damaged.
+
+    Example:
+        >>> import lightning_recipes as lr
+        >>> lr.read("nothing")
+        Traceback (most recent call last):
+        ...
+        lightning_recipes.runs.InvalidConfigError: The run cannot be read.
+        ...
+        1. read('nothing')
+           there is no run in this folder
+           type: read(<a run folder, such as logs/quickstart/2026-01-31_12-00-00>)
+    """
+    typed = Path(os.path.expanduser(run))
+    folder = find_run_folder(typed) or typed
+    with _reporting_mistakes("The run cannot be read."):
+        if not has_run(folder) and not any((folder / name).is_file() for name in (METRICS_FILE, SUMMARY_FILE)):
+            example = "a run folder, such as logs/quickstart/2026-01-31_12-00-00"
+            raise ConfigError(f"read({str(run)!r})", "there is no run in this folder", f"read(<{example}>)")
+        return RecordedRun(
+            folder=folder,
+            rows=read_rows(folder / METRICS_FILE),
+            events=read_events(folder / EVENTS_FILE),
+            summary=read_summary(folder) or {},
+            config=read_config(folder) if (folder / CONFIG_FILE).is_file() else {},
+        )
+
+
+def plan(*overrides: str) -> Plan:
+    """Predict memory, time and disk usage of a run; trains nothing, needs no GPU, and takes seconds.
+
+    Args:
+        overrides: As on the command line; `plan.hardware=h100x8` names GPUs, `mode.advise=false` is faster.
+
+    Raises:
+        InvalidConfigError: Some overrides are wrong; its text lists all mistakes.
+
+    Example:
+        >>> import lightning_recipes as lr
+        >>> plan = lr.plan("recipe=fsdp_bf16", "model=gpt2_nano", "plan.hardware=h100x8", "mode.advise=false")
+        >>> plan.record["num_parameters"], plan.record["peak_memory_gib"] < 80
+        (1752768, True)
+    """
+    if (typed := next((word for word in overrides if word.startswith("mode=")), "mode=plan")) != "mode=plan":
+        mistake = ConfigError(typed, "plan() has a mode of its own", f"plan() without {typed}")
+        raise InvalidConfigError(format_report([mistake]))
+    with tempfile.TemporaryDirectory(prefix="recipes_plan_") as temporary:
+        resolved = _compose(["mode=plan", make_override("mode.path", temporary), *overrides])
+        printed = io.StringIO()
+        with restoring_console(), contextlib.redirect_stdout(printed):
+            outcome = run_to_outcome(resolved, shows_errors=False)
+        _raise_unless_finished(outcome)
+        folder = Path(os.path.expanduser(resolved.config["mode"]["path"] or temporary))
+        page = folder / _PLAN_PAGE
+        lines = [line for line in printed.getvalue().splitlines() if line != str(page)]
+        with _reporting_mistakes():
+            record = read_json(folder / PLAN_FILE, fix="the same call again")
+        return Plan(record=record, text="\n".join(lines), page=page.read_text(encoding="utf-8"))
+
+
+def _compose(overrides: Sequence[str], *, ignores: tuple[str, ...] = ()) -> ResolvedRun:
+    """Compose and check what train.py would.
+
+    Args:
+        overrides: As on the command line.
+        ignores: Beginnings of settings whose mistakes do not matter.
+    """
+    words = quote_options(drop_replaced(overrides))
+    mistakes = [*find_missing_folder(), *find_wrong_variables(), *find_variables_of_torch()]
+    if is_sweep(words) or (flags := [word for word in words if word.startswith("-")]):
+        typed = next((word for word in words if word.startswith(("sweep=", "hydra.mode="))), "") or flags[0]
+        command = " ".join(["python train.py", *map(for_shell, words)])
+        mistakes.append(ConfigError(typed, "a call takes the overrides of one run, without flags", command))
+    resolved: ResolvedRun | None = None
+    if not mistakes:
+        resolved, found = compose_and_check(words)
+        mistakes = [mistake for mistake in found if not mistake.setting.startswith(ignores or ("\0",))]
+        mistakes = [*reject_settings_of_sweep(words), *mistakes]
+    if mistakes or resolved is None:
+        raise InvalidConfigError(format_report(mistakes))
+    return resolved
+
+
+def _raise_unless_finished(outcome: Outcome) -> None:
+    """Raise what a command prints and returns as its exit code."""
+    if outcome.exit_code == ExitCode.FINISHED:
+        return
+    if outcome.exit_code == ExitCode.INTERRUPTED:
+        raise outcome.error or KeyboardInterrupt
+    if outcome.exit_code == ExitCode.INVALID_CONFIG:
+        raise InvalidConfigError(outcome.report or "The config is invalid.") from outcome.error
+    code, folder = ExitCode(outcome.exit_code), outcome.run_folder
+    ended = code.name.lower().replace("_", " ")
+    last = (outcome.report or "").strip().rpartition("\n")[2]
+    text = f"the run has ended: {ended}{f', {last}' if last else ''}; its log is {folder / 'train.log'}"
+    raise RunError(text, exit_code=code, folder=folder) from outcome.error
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Show nothing but warnings of what is built here."""
+    with restoring_console():
+        open_console(None, speaks=False)
+        yield
+
+
+@contextlib.contextmanager
+def _reporting_mistakes(head: str | None = None) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as mistake:
+        mistake = ConfigError(*(text.replace("mode.weights=", "weights=") for text in mistake.args))
+        raise InvalidConfigError(format_report([mistake], head)) from mistake
+
+
+@contextlib.contextmanager
+def _keeping_float32_products() -> Iterator[None]:
+    """Keep whether float32 products use TF32, which building a run sets for the whole process."""
+    import torch
+
+    places: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn.conv]  # type: ignore[attr-defined]
+    before = [place.fp32_precision for place in places]
+    try:
+        yield
+    finally:
+        for place, precision in zip(places, before, strict=True):
+            place.fp32_precision = precision
+
+
+def _embed(page: str) -> str:
+    """Return a page as a part of a notebook: in a frame of its own, whose scripts reach nothing outside of it."""
+    return (
+        f'<iframe sandbox="allow-scripts" style="width:100%;height:{_PAGE_HEIGHT};border:0"'
+        f' srcdoc="{html.escape(page)}"></iframe>'
+    )
