@@ -57,15 +57,16 @@ def _get_name(fullname: str) -> str | None:
     """Return the name that a module has instead of `fullname`; None if it is not one of two."""
     inner = fullname.removeprefix(_INNER)
     top = inner.partition(".")[0]
+    if top == "recipes" and inner != fullname:
+        _import_recipes()
+        return inner
+    if top != "callbacks":
+        return None
+    known = sys.modules.get(f"{_INNER}callbacks")  # what was imported first keeps its name
+    is_inner = not _is_ours("callbacks") if known is None else known.__name__ != "callbacks"
     if inner != fullname:
-        if top == "recipes":
-            _import_recipes()
-            return inner
-        return inner if top == "callbacks" and _is_ours(top) else None
-    known = sys.modules.get(f"{_INNER}callbacks") if top == "callbacks" else None
-    if known is not None and known.__name__ != "callbacks" and _is_ours(top):
-        return f"{_INNER}{fullname}"
-    return None
+        return None if is_inner else inner
+    return f"{_INNER}{fullname}" if is_inner and known is not None and _is_ours("callbacks") else None
 
 
 def _import_recipes() -> None:

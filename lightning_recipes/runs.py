@@ -20,6 +20,7 @@ from recipes.config import compose_and_check
 from recipes.config.compose import quote_options
 from recipes.config.overrides import drop_replaced, for_shell, make_override
 from recipes.config.resolved import ResolvedRun
+from recipes.config.signature import read_signature
 from recipes.entry.hydra_main import find_missing_folder
 from recipes.entry.light_import import without_unused_packages
 from recipes.entry.run import Outcome, run_to_outcome
@@ -361,6 +362,7 @@ def _compose(overrides: Sequence[str], *, ignores: tuple[str, ...] = ()) -> Reso
         overrides: As on the command line.
         ignores: Beginnings of settings whose mistakes do not matter.
     """
+    read_signature.cache_clear()  # one's own classes may have been edited since the last call
     words = quote_options(drop_replaced(overrides))
     mistakes = [*find_missing_folder(), *find_wrong_variables(), *find_variables_of_torch()]
     if is_sweep(words) or (flags := [word for word in words if word.startswith("-")]):

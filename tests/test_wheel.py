@@ -76,6 +76,27 @@ assert trainer.callback_metrics["grad/norm"] > 0
 print("trained", trainer.global_step, "steps; recipes" if "recipes" in sys.modules else "steps")
 """
 
+FROM_PYTHON = """
+import callbacks
+import lightning_recipes as lr
+from lightning_recipes.callbacks import GradNormMonitor
+
+run = lr.compose(
+    "data=random_tokens", "model.vocab_size=64", "model.max_seq_len=16", "model.num_layers=1", "model.num_heads=2",
+    "model.hidden_size=16", "trainer.max_steps=2", "trainer.accelerator=cpu", "callbacks=[grad_norm]",
+    "hydra.run.dir=run",
+).fit()
+model = lr.load("run")
+import lightning_recipes.recipes.model.gpt2
+import recipes.model.gpt2
+
+assert callbacks.OWNER == "user" and GradNormMonitor.__module__.startswith("lightning_recipes.callbacks.")
+assert lightning_recipes.recipes.model.gpt2 is recipes.model.gpt2
+assert isinstance(model, recipes.model.gpt2.GPT2) and model.tokenizer is None
+assert all("grad/norm" in row for row in run.rows)
+print(f"loaded {sum(weight.numel() for weight in model.parameters()):,} weights after {run.summary['steps']} steps")
+"""
+
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -144,6 +165,7 @@ def test_it_installs_one_name_and_no_top_level_recipes_or_callbacks(wheel: Path)
     report = "lightning_recipes/callbacks/report"
     files = ["assets/charts.js", "assets/uPlot.js", "assets/uPlot.css", "assets/uPlot.LICENSE", "templates/run.jinja"]
     assert {f"{report}/{name}" for name in files} <= set(names)
+    assert {"lightning_recipes/py.typed", "lightning_recipes/train.py"} <= set(names)
     assert "lightning_recipes/setup.py" not in names
 
 
@@ -163,6 +185,14 @@ def test_another_project_trains_with_our_callbacks_beside_a_folder_of_the_same_n
     assert "Traceback" not in done.stderr
     assert (tmp_path / "report.html").stat().st_size > 10_000
     assert not (tmp_path / "curves.png").exists()
+
+
+def test_python_trains_and_loads_beside_a_module_named_callbacks(python: Path, tmp_path: Path) -> None:
+    (tmp_path / "callbacks.py").write_text('OWNER = "user"\n')
+    (tmp_path / "main.py").write_text(FROM_PYTHON)
+    done = subprocess.run([python, "main.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "loaded 4,592 weights after 2 steps"
 
 
 def test_the_installed_command_runs_a_recipe_beside_a_folder_of_the_same_name(python: Path, tmp_path: Path) -> None:

@@ -281,8 +281,12 @@ def _find_file(package: Path, rest: Sequence[str], module: str) -> Path:
     raise TargetNotFoundError(f"{module}: no such module")
 
 
-@cache
 def parse(path: Path) -> ast.Module:
+    return _parse(path, path.stat().st_mtime_ns)  # in a notebook, a file may change between two runs
+
+
+@cache
+def _parse(path: Path, stamp: int) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 

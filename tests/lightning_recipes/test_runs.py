@@ -99,6 +99,22 @@ def test_wrong_overrides_are_one_exception_with_the_text_of_the_command_line(tmp
     assert not (tmp_path / "new").exists()
 
 
+def test_a_class_that_was_edited_between_two_calls_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    source = (
+        "import torch\n\nclass Mine(torch.nn.Module):\n    input_kind = 'images'\n    def __init__(self, *, {}): ...\n"
+    )
+    typed = ["model=resnet18", "~model.small_images", "~model.in_channels", "model._target_=edited_model.Mine"]
+    (tmp_path / "edited_model.py").write_text(source.format("width: int"))
+    with pytest.raises(lr.InvalidConfigError, match="width"):
+        lr.compose(*typed)
+    (tmp_path / "edited_model.py").write_text(source.format("num_classes: int"))
+    os.utime(tmp_path / "edited_model.py", (1, 1))  # the two may have been written in one tick of the file system
+    assert lr.compose(*typed).config["model"]["num_classes"] == 10
+
+
 @pytest.mark.parametrize(
     ("overrides", "fix"),
     [
