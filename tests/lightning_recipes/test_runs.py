@@ -208,16 +208,13 @@ def test_the_weights_are_read_without_the_data_and_those_that_are_not_there_are_
         lr.load("nothing")
 
 
-def test_a_model_of_images_has_no_tokenizer(tmp_path: Path) -> None:
-    overrides = [
-        "model=resnet18",
-        "model._target_=small_models.SmallClassifier",
-        "trainer.max_steps=1",
-        "global_batch_size=4",
-        "eval_samples=4",
-        "callbacks=[]",
-    ]
-    model = lr.compose(*overrides, "trainer.accelerator=cpu", f"hydra.run.dir={tmp_path}").fit().load()
+def test_a_model_of_images_has_no_tokenizer_and_a_class_that_only_the_folder_names_is_not_run(tmp_path: Path) -> None:
+    target = "model._target_=small_models.SmallClassifier"
+    overrides = ["model=resnet18", target, "trainer.max_steps=1", "global_batch_size=4", "eval_samples=4"]
+    run = lr.compose(*overrides, "callbacks=[]", "trainer.accelerator=cpu", f"hydra.run.dir={tmp_path}").fit()
+    with pytest.raises(lr.InvalidConfigError, match=re.escape(f"type: ++{target} if you trust it")):
+        run.load()
+    model = run.load(f"++{target}")
     assert model.tokenizer is None
     with torch.no_grad():
         assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
