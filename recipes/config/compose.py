@@ -1,5 +1,6 @@
 """Compose the command line into one plain, resolved config and its run folder; imports neither torch nor Lightning."""
 
+import copy
 import dataclasses
 import glob
 import os
@@ -14,11 +15,12 @@ import yaml
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from recipes.config.cached_compose import compose_overrides
+from recipes.config.instantiate import PARTIAL, RULES, TARGET
 from recipes.config.local_path import find_address
 from recipes.config.overrides import escape_interpolations, for_shell, parse_override, to_overrides
 from recipes.config.published import published_size
@@ -31,6 +33,7 @@ from recipes.config.resume import (
     take_typed,
 )
 from recipes.config.search_path import expand_home, select_search_path
+from recipes.config.signature import TargetNotFoundError, read_signature
 from recipes.config.start_from import take_tokenizer
 from recipes.config.trust import CONF as CONF
 from recipes.config.trust import SEARCH_PATH, find_resumed_run, find_trusted_folders, restrict_variables
@@ -209,6 +212,7 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
     added: list[str] = []
     inherited, dropped = select_inherited(resumed, overrides, config_folder, config_name) if resumed else ([], [])
     node = compose_overrides([*inherited, *overrides], config_folder, config_name)
+    node = _leave_out_untaken(node, [*inherited, *overrides])
     config = _to_plain(node)
     if isinstance(config.get("resume"), str):
         config["resume"] = os.path.expanduser(config["resume"])
@@ -217,7 +221,7 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
     if resumed is None:
         config = take_tokenizer(config, _get_run_folder(node), overrides)
     if resumed and recorded is not None:
-        before = _to_plain(recorded)
+        before = _to_plain(_leave_out_untaken(recorded, resumed.overrides))
         completed, added = complete(resumed.config, before)
         frozen = completed | {key: config[key] for key in ("mode", "resume", "evaluator") if key in config}
         changed = apply_changes(frozen, before=before, now=config)
@@ -235,6 +239,40 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
         config_folder=str(config_folder),
         config_name=config_name,
     )
+
+
+def _leave_out_untaken(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Leave out the settings of an option that belong to its class, where another class is typed in its place.
+
+    `loss._target_=focal.Focal` replaces the class of `loss=cross_entropy`, and with it the settings that Focal does not
+    take; those of the same name stay, and so does everything that is typed.
+
+    Args:
+        config: Composed config.
+        overrides: Overrides that it was composed of.
+    """
+    typed: list[str] = []
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        nested = parse_override(override).value() if value[:1] == "{" and TARGET in value else {}
+        typed += [key, *(f"{key}.{name}" for name in (nested if isinstance(nested, dict) else {}))]
+    untaken: list[tuple[str, str]] = []
+    for section in [key.removesuffix(f".{TARGET}") for key in typed if key.endswith(f".{TARGET}")]:
+        node = OmegaConf.select(config, section)
+        try:
+            signature = read_signature(str(node[TARGET])) if OmegaConf.is_dict(node) and TARGET in node else None
+        except TargetNotFoundError:  # reported by the check of nodes
+            continue
+        if signature is not None and not signature.takes_any:
+            kept = (TARGET, PARTIAL, *signature.parameters, *(RULES if section == "optimizer" else ()))
+            untaken += [(section, str(name)) for name in node if name not in kept and f"{section}.{name}" not in typed]
+    if not untaken:
+        return config
+    config = copy.deepcopy(config)
+    with open_dict(config):
+        for section, name in untaken:
+            del OmegaConf.select(config, section)[name]
+    return config
 
 
 def _use_cache_of(now: Config, resumed: Config) -> Config:

@@ -33,8 +33,9 @@ def make(node: Mapping[str, Any], *, data_section: str | None = None) -> Any:
     from hydra.utils import instantiate
 
     constructor = instantiate({TARGET: _as_imported(node[TARGET]), PARTIAL: True})  # rejects those that run commands
+    deferred = getattr(constructor.func, "deferred", ())
     arguments = {
-        key: _make_within(value, data_section and f"{data_section}.{key}")
+        key: (_defer if key in deferred else _make_within)(value, data_section and f"{data_section}.{key}")
         for key, value in node.items()
         if key not in (TARGET, PARTIAL)
     }
@@ -60,6 +61,11 @@ def _as_imported(target: str) -> str:
     if callbacks is None or not target.startswith("callbacks."):
         return target
     return callbacks.__name__ + target.removeprefix("callbacks")
+
+
+def _defer(node: Mapping[str, Any], data_section: str | None) -> Any:
+    """Return a function that builds a node, of an argument that a class lists as `deferred` because it may be slow."""
+    return functools.partial(make, {key: value for key, value in node.items() if key != PARTIAL})
 
 
 def _make_within(value: Any, data_section: str | None) -> Any:

@@ -123,6 +123,24 @@ def find_lineage(target: str) -> set[str] | None:
     return lineage
 
 
+def find_unwritten(target: str) -> list[str]:
+    """Return the abstract methods of a class that neither it nor a base of it implements, as far as is readable."""
+    abstract, written = set[str](), set[str]()
+    for dotted in find_lineage(target) or ():
+        module, _, name = dotted.rpartition(".")
+        try:
+            node = find(name, parse(module_file(module)).body)
+        except TargetNotFoundError:  # of Python itself
+            continue
+        for item in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(item, ast.FunctionDef):
+                is_abstract = any("abstractmethod" in ast.unparse(each) for each in item.decorator_list)
+                (abstract if is_abstract else written).add(item.name)
+            elif isinstance(item, ast.Assign | ast.AnnAssign):  # `losses, example = Other.losses, Other.example`
+                written |= {each.id for each in ast.walk(item) if isinstance(each, ast.Name)}
+    return sorted(abstract - written)
+
+
 def _base_lineage(base: str, module: str, path: Path) -> set[str] | None:
     """Return the lineage of a base class by its name in a module: `Base`, or `callbacks.Base`."""
     first, _, rest = base.partition(".")

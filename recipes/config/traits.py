@@ -58,16 +58,21 @@ class TaskTraits:
     """What a task declares on its class.
 
     Attributes:
-        input_kind: Kind of its samples, such as `tokens` or `images`; None: it declares none.
+        input_kind: Kind of its samples, such as `tokens` or `images`, or several kinds; None: it declares none.
         supports: What modes and settings may ask of it: `generate`, `export`, `evaluate_tasks`, `pipeline`.
         frozen_sections: Sections of the config with the frozen models that it asks, such as `teacher`.
         has_fixed_shapes: Whether all its batches have one shape, so that trying algorithms for it pays.
     """
 
-    input_kind: str | None = None
+    input_kind: str | tuple[str, ...] | None = None
     supports: frozenset[str] = frozenset()
     frozen_sections: tuple[str, ...] = ()
     has_fixed_shapes: bool = False
+
+    @property
+    def input_kinds(self) -> tuple[str, ...]:
+        """All kinds of samples that it takes."""
+        return (self.input_kind,) if isinstance(self.input_kind, str) else self.input_kind or ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +127,18 @@ def read_target_kind(node: Mapping[str, Any]) -> str:
     """Read the kind of a data source's targets; a declared `{setting}` stands for the value of that setting."""
     declared = find_signature(str(node["_target_"])).constants.get("target_kind", "classes")
     return str(declared).format(**node)
+
+
+def read_sample_kind(node: Mapping[str, Any]) -> str | None:
+    """Read the kind of a data source's samples, likewise; None: it declares none."""
+    declared = find_signature(str(node.get("_target_"))).constants.get("sample_kind")
+    return None if declared is None else str(declared).format(**node)
+
+
+def find_setting_of_kind(node: Mapping[str, Any], attribute: str) -> str | None:
+    """Return the setting of a data source that says what its `sample_kind` or `target_kind` is; None: it is fixed."""
+    declared = str(find_signature(str(node.get("_target_"))).constants.get(attribute, ""))
+    return declared[1:-1] if declared[:1] == "{" else None
 
 
 def read_optimizer(node: Mapping[str, Any]) -> OptimizerTraits:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from recipes.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from numpy.random import Generator
     from torch import Tensor
@@ -71,8 +71,10 @@ class DataSource(Protocol):
     A batch of training also has `num_samples`, the samples that it was made of, whatever the rows of its tensors are.
 
     Attributes:
-        sample_kind: Kind of its samples, such as "tokens" or "images": that of the model and the task. A plain literal,
-            because the config check reads it from source.
+        sample_kind: Kind of its samples, such as "tokens", "images" or "tensors": that of the model and the task. A
+            plain literal, because the config check reads it from source; "{kind}" is the value of the setting `kind`.
+        deferred: Optional plain literal: names of arguments that are sections with a `_target_`, which are given as
+            functions that build them, for what must not be built before `prepare`.
         has_answers: Optional plain literal: True if it holds questions and their answers.
         pads_samples: Optional plain literal: True if samples end with padding, so that a plan cannot count tokens.
         tokenizer: Tokenizer of the text; None if the samples are not text or the tokenizer is unknown.
@@ -96,12 +98,48 @@ class DataSource(Protocol):
     def val(self) -> SampleDataset: ...
 
 
+# members -> what to write in the class, where it lacks them
+_OF_SOURCE = {
+    "prepare": "def prepare(self): …",
+    "train": "def train(self): …, which returns the training dataset",
+    "val": "def val(self): …, which returns that of validation",
+    "fingerprint": "self.fingerprint = <a text that changes with the samples>, in prepare",
+    "describe": "def describe(self): …, which returns a line for the log",
+    "tokenizer": "tokenizer = None",
+}
+_OF_DATASET = {
+    "__len__": "def __len__(self): …",
+    "__getitem__": 'def __getitem__(self, index): …, which returns {"inputs": …, "targets": …}',
+    "targets_per_sample": "targets_per_sample = 1, or None if the number varies",
+    "tokens_per_sample": "tokens_per_sample = 0, or the tokens of a sample of text",
+}
+
+
 def prepare_with(source: Any, tokenizer: Tokenizer | None) -> None:
-    """Prepare a data source, with this tokenizer if one is given and the source reads text."""
+    """Prepare a data source, with this tokenizer if one is given and the source reads text.
+
+    Raises:
+        ConfigError: It, or a dataset of it, lacks a member of its protocol; all that are missing are named.
+    """
+    _check_members("data", source, ("prepare",))
     if tokenizer is not None and hasattr(source, "corpus"):
         source.prepare(tokenizer)
     else:
         source.prepare()
+    _check_members("data", source, _OF_SOURCE)
+    for split in ("train", "val"):
+        origin = f", the dataset of {type(source).__name__}.{split}(),"
+        _check_members("data", getattr(source, split)(), _OF_DATASET, origin=origin)
+
+
+def _check_members(section: str, value: Any, needed: Iterable[str], *, origin: str = "") -> None:
+    """Check that an object has these members, without reading a property."""
+    missing = [name for name in needed if not (hasattr(type(value), name) or hasattr(value, name))]
+    if missing:
+        name = type(value).__name__
+        reason = f"{name}{origin} has no {' and no '.join(missing)}, see docs/reference/protocols.md"
+        fix = "; ".join((_OF_SOURCE | _OF_DATASET)[member] for member in missing)
+        raise ConfigError(f"{section}._target_={type(value).__module__}.{name}", reason, f"in the class {name}: {fix}")
 
 
 def get_val_fingerprint(source: Any) -> str:

@@ -99,7 +99,7 @@ class StreamDataModule(lightning.LightningDataModule):
 
     @override
     def prepare_data(self) -> None:
-        self.source.prepare()
+        prepare_with(self.source, None)
         for name, source in self.eval_sources.items():
             with in_section(f"eval_data.{name}"):
                 prepare_with(source, self.source.tokenizer)

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from recipes.config.resolved import ResolvedRun
 from recipes.config.traits import declare_mode
-from recipes.data import DataSource
+from recipes.data import DataSource, prepare_with
 from recipes.data.draws import has_draws
 from recipes.engine import get_engine
 from recipes.files import write_atomically
@@ -98,7 +98,7 @@ class Checklist:
     def run(self) -> Iterator[Result]:
         """Yield the results. Collective: every rank runs all checks."""
         data = self._resolved.make("data")
-        data.prepare()
+        prepare_with(data, None)
         in_data = []
         for result in self._check_data(data):
             in_data.append(result)
@@ -127,7 +127,6 @@ class Checklist:
 
     def _expected(self) -> Expected:
         resolved = self._resolved
-        assert resolved.model.num_classes is not None, "the checks of the data have it"
         return Expected(
             num_classes=resolved.model.num_classes,
             starts_trained=resolved.model.pretrained is not None or resolved.start_from is not None,
@@ -141,7 +140,8 @@ class Checklist:
         samples = [train[index] for index in indices]
         tokenizer = source.tokenizer
         read = data_checks.draw_each(train, indices[:_SHOWN], seed=self._resolved.seed)
-        self.shown = data_checks.show_samples(read[:2], None if tokenizer is None else tokenizer.decode)
+        decode = None if tokenizer is None else tokenizer.decode
+        self.shown = data_checks.show_samples(read[:2], decode, is_text=is_text)
         if source.sample_kind == "images":
             self.images = [
                 (sample["inputs"], data_checks.describe_targets(sample["targets"]).removeprefix("class "))
@@ -154,12 +154,22 @@ class Checklist:
         if is_text:
             yield data_checks.check_shift(samples[:64])
         num_outputs, kind = self._expected().num_classes, self._resolved.target_kind
-        if kind == "classes":
+        one = "image" if source.sample_kind == "images" else "sample"
+        if num_outputs is None:
+            found = "the model has no setting num_classes, and its outputs are not known before it runs"
+            check = data_checks.RANGE if kind == "classes" else data_checks.NUMBERS
+            yield Result(check=check, status="skip", found=found)
+        elif kind == "classes":
             yield data_checks.check_range(samples, num_outputs)
-            yield data_checks.check_dependence(samples, is_text=is_text)
         else:
             yield data_checks.check_numbers(samples, num_outputs, are_labels=kind != "values")
-            yield data_checks.check_similarity(samples)
+        if not is_text and len({sample["inputs"].shape for sample in samples}) > 1:
+            found = "the inputs have different shapes, and cannot be compared"
+            yield Result(check="inputs are predictive of targets", status="skip", found=found)
+        elif kind == "classes":
+            yield data_checks.check_dependence(samples, is_text=is_text, kind=one)
+        else:
+            yield data_checks.check_similarity(samples, kind=one)
         seen, held_out = data_checks.spread(train, 8 * _SAMPLES), data_checks.spread(val, _SAMPLES)
         is_complete = len(seen) == len(train) and len(held_out) == len(val)
         yield data_checks.check_splits(seen, held_out, is_complete=is_complete)

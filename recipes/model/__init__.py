@@ -33,8 +33,8 @@ class Model(Protocol):
     `*norm.weight` are set to 1 and `*bias` to 0; `*.out.weight` ends a residual branch and is scaled by depth.
 
     Attributes:
-        input_kind: Kind of its samples, such as "tokens" or "images": that of the task and the data. A plain literal,
-            because the config check reads it from source.
+        input_kind: Kind of its samples, such as "tokens", "images" or "tensors": that of the task and the data. A plain
+            literal, because the config check reads it from source.
         published_format: Reader of published weights, "huggingface" or "torchvision"; no such attribute: the first.
         pretrained: Weights to start from: a folder, a file or a hub name; None (or no such attribute): `init_weights`.
         blocks: Units of compilation, activation recomputation and sharding. A model with several towers has a method

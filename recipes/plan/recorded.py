@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from recipes.blocks import list_blocks
 from recipes.build import build_task
 from recipes.config.resolved import ResolvedRun
+from recipes.data import prepare_with
 from recipes.errors import ConfigError
 from recipes.loss import Loss, divide, sum_by_count
 from recipes.mesh import Mesh
@@ -175,14 +176,14 @@ def find_sample_shape(resolved: ResolvedRun) -> tuple[int, ...]:
     if resolved.seq_len is not None:
         return (resolved.seq_len,)
     source = resolved.make("data")
-    source.prepare()
+    prepare_with(source, None)
     return tuple(source.train()[0]["inputs"].shape)
 
 
 def _make_batch(
     resolved: ResolvedRun, count_names: Sequence[str], size: int, shape: tuple[int, ...], precision: Precision
 ) -> Batch:
-    if resolved.task.input_kind == "tokens":
+    if "tokens" in resolved.task.input_kinds:
         inputs = torch.zeros(size, *shape, dtype=torch.int64)  # [B, T]
         targets = torch.zeros_like(inputs)
     else:

@@ -133,32 +133,45 @@ def check_numbers(samples: Sequence[Sample], num_outputs: int, *, are_labels: bo
     return Result(check=NUMBERS, status="pass", found=found)
 
 
-def check_similarity(samples: Sequence[Sample]) -> Result:
-    """Check, without a model, that similar inputs have similar numbers as targets."""
+def check_similarity(samples: Sequence[Sample], *, kind: str = "image") -> Result:
+    """Check, without a model, that similar inputs have similar numbers as targets.
+
+    Args:
+        samples: Some samples.
+        kind: What one of them is, in a word.
+    """
     targets = torch.stack([sample["targets"].double().reshape(-1) for sample in samples[:_MAX_IMAGES]])  # [N, V]
     targets = targets.nan_to_num()
     nearest = _find_nearest(samples)  # [N]
     errors = (targets - targets[nearest]).square().sum(dim=1)  # [N]
     chance = 2 * float(targets.var(dim=0).sum())  # of two samples drawn at random
-    found = f"squared distance {float(errors.mean()):.3g} to the nearest other image's, by chance {chance:.3g}"
+    found = f"squared distance {float(errors.mean()):.3g} to the nearest other {kind}'s, by chance {chance:.3g}"
     passes = float(errors.mean()) < chance - 4 * float(errors.std()) / math.sqrt(len(errors))
     remedy = "inputs and targets do not match: check where the data source pairs, shuffles or sorts them"
     return judge("inputs are predictive of targets", found, passes=passes, fails=False, remedy=remedy)
 
 
-def check_dependence(samples: Sequence[Sample], *, is_text: bool) -> Result:
-    """Check, without a model, that inputs are informative about targets: otherwise no model can learn."""
+def check_dependence(samples: Sequence[Sample], *, is_text: bool, kind: str = "image") -> Result:
+    """Check, without a model, that inputs are informative about targets: otherwise no model can learn.
+
+    Args:
+        samples: Some samples.
+        is_text: Whether they are tokens.
+        kind: What one of them is, in a word.
+    """
     name = "inputs are predictive of targets"
     remedy = "inputs and targets do not match: check where the data source pairs, shuffles or sorts them"
     if is_text:
         alone, given = _pair_entropies(samples)
         found = f"{alone:.2f} nats per target from frequencies alone, {given:.2f} from the input before it"
         return judge(name, found, passes=alone - given >= _MIN_GAIN, remedy=remedy)
+    if samples[0]["targets"].ndim > 0:
+        return Result(check=name, status="skip", found=f"each {kind} has several classes, not one")
     accuracy, chance, error = _nearest_neighbour(samples)
-    found = f"the nearest other image has the same class in {accuracy:.0%}, by chance {chance:.0%}"
+    found = f"the nearest other {kind} has the same class in {accuracy:.0%}, by chance {chance:.0%}"
     passes = accuracy > chance + 4 * error
     if not passes and len({int(sample["targets"]) for sample in samples}) > len(samples) // 8:
-        return Result(check=name, status="skip", found=f"{found}: too few images of each class to tell")
+        return Result(check=name, status="skip", found=f"{found}: too few {kind}s of each class to tell")
     return judge(name, found, passes=passes, remedy=remedy)
 
 
@@ -191,7 +204,7 @@ def _pairs(samples: Iterable[Sample]) -> list[tuple[int, int]]:
 
 
 def _nearest_neighbour(samples: Sequence[Sample]) -> tuple[float, float, float]:
-    """Return the accuracy of the nearest other image's class, the chance level, and its standard error."""
+    """Return the accuracy of the nearest other sample's class, the chance level, and its standard error."""
     labels = torch.stack([sample["targets"] for sample in samples[:_MAX_IMAGES]])  # [N]
     accuracy = float((labels[_find_nearest(samples)] == labels).double().mean())
     shares = torch.bincount(labels).double() / len(labels)
@@ -200,12 +213,16 @@ def _nearest_neighbour(samples: Sequence[Sample]) -> tuple[float, float, float]:
 
 
 def _find_nearest(samples: Sequence[Sample]) -> Tensor:
-    """Return the index of the most similar other image of each image, [N] int64."""
-    images = torch.stack([sample["inputs"].float() for sample in samples[:_MAX_IMAGES]])  # [N, C, H, W]
-    side = max(int(math.sqrt(_MAX_PIXELS / images.shape[1])), 1)
-    if images.shape[-1] > side:
-        images = F.adaptive_avg_pool2d(images, side)
-    flat = images.flatten(1)  # [N, pixels]
+    """Return the index of the most similar other sample of each sample, [N] int64."""
+    inputs = torch.stack([sample["inputs"].float() for sample in samples[:_MAX_IMAGES]])  # [N, C, H, W], or [N, …]
+    if inputs.ndim == 4:
+        side = max(int(math.sqrt(_MAX_PIXELS / inputs.shape[1])), 1)
+        inputs = F.adaptive_avg_pool2d(inputs, side) if inputs.shape[-1] > side else inputs
+        flat = inputs.flatten(1)  # [N, pixels]
+    else:  # columns may have different units
+        flat = inputs.reshape(len(inputs), -1)
+        flat = flat[:, :: max(flat.shape[1] // _MAX_PIXELS, 1)]
+        flat = (flat - flat.mean(dim=0)) / flat.std(dim=0).clamp(min=1e-12)
     distances = torch.cdist(flat, flat)  # [N, N]
     distances.fill_diagonal_(math.inf)
     return distances.argmin(dim=1)
@@ -222,6 +239,8 @@ def check_draws(dataset: SampleDataset, *, seed: int) -> Result:
     if not changed:
         remedy = "it draws nothing, or rarely: without `sample`, the dataset is read by index"
     passes = changed == 0 and same < len(first)
+    if not getattr(dataset, "always_draws", True) and changed == 0:
+        passes, found = True, found if passes else f"{found}: nothing is drawn"
     return judge("a position draws its sample", found, passes=passes, fails=changed > 0, remedy=remedy)
 
 
@@ -264,25 +283,26 @@ def check_repeats(digests: Sequence[bytes], num_samples: int) -> Result:
 
 
 def describe_targets(targets: Tensor) -> str:
-    """Describe the targets of one image: its class, or its first numbers."""
-    if not targets.is_floating_point():
+    """Describe the targets of one sample: its class, or its first numbers."""
+    if not targets.is_floating_point() and targets.ndim == 0:
         return f"class {int(targets)}"
     values = ", ".join(f"{value:.3g}" for value in targets.reshape(-1)[:4].tolist())
     return f"targets {values}{', …' if targets.numel() > 4 else ''}"
 
 
-def show_samples(samples: Sequence[Sample], decode: Any) -> list[str]:
+def show_samples(samples: Sequence[Sample], decode: Any, *, is_text: bool = True) -> list[str]:
     """Format inputs and targets of samples for visual inspection.
 
     Args:
         samples: A few samples.
         decode: Token ids -> text; None shows ids.
+        is_text: Whether inputs [T] are tokens.
     """
     shown = []
     for sample in samples:
         inputs, targets = sample["inputs"], sample["targets"]
-        if inputs.ndim > 1:
-            shape = " x ".join(map(str, inputs.shape))
+        if inputs.ndim > 1 or not is_text:
+            shape = " x ".join(map(str, inputs.shape)) or "1"
             low, mean, high = float(inputs.min()), float(inputs.float().mean()), float(inputs.max())
             shown.append(f"{describe_targets(targets)}: {shape} values from {low:.3g} to {high:.3g}, mean {mean:.3g}")
             continue

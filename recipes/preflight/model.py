@@ -6,7 +6,7 @@ Shapes: B samples, T tokens, V classes.
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,12 +31,12 @@ class Expected:
     """Expected properties of the model according to the config.
 
     Attributes:
-        num_classes: V without padding.
+        num_classes: V without padding; None: no setting of the model says, and it is what the model returns.
         starts_trained: Whether it starts from pretrained weights.
         in_float8: Whether its matmuls use float8 with tensor-wise scales.
     """
 
-    num_classes: int
+    num_classes: int | None
     starts_trained: bool
     in_float8: bool
 
@@ -61,7 +61,9 @@ def check_model(
 
     task.model.eval()
     predicts_classes = isinstance(task.loss, CrossEntropy)
-    first = mean_over_ranks(float(forward(batch)[0]))
+    first_loss, outputs = forward(batch)
+    first = mean_over_ranks(float(first_loss))
+    expected = replace(expected, num_classes=expected.num_classes or outputs.shape[-1])
     if predicts_classes:
         yield _check_first_loss(first, expected)
         yield _check_loss(*forward(batch), batch, expected)
@@ -94,6 +96,7 @@ def _cut_padding(batch: Batch) -> Batch:
 
 def _check_first_loss(loss: float, expected: Expected) -> Result:
     name = "loss before the first step"
+    assert expected.num_classes is not None, "check_model has set it"
     uniform = math.log(expected.num_classes)
     found = f"{loss:.3f}; a uniform guess has ln({expected.num_classes}) = {uniform:.3f}"
     if expected.starts_trained:
@@ -154,6 +157,7 @@ def _check_future(batch: Batch, forward: Forward, expected: Expected) -> Result:
         return Result(check=name, status="skip", found="the samples have one token")
     if expected.in_float8:  # one token may set the scale that rounds all others
         return Result(check=name, status="skip", found="float8 scales depend on all tokens: try precision=bf16-mixed")
+    assert expected.num_classes is not None, "check_model has set it"
     place = length // 2
     changed = inputs.clone()
     changed[0, place] = (changed[0, place] + 1) % expected.num_classes

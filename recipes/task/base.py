@@ -156,7 +156,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         frozen_models: Models beside the trained one, by their section of the config.
 
     Attributes:
-        input_kind: Kind of its samples, that of the model and the data.
+        input_kind: Kind of its samples, that of the model and the data, or several kinds.
         has_fixed_shapes: Whether all its batches have one shape, so that trying algorithms for it pays.
         is_causal: Whether what it predicts at a position depends on the inputs up to there only.
         supports: What modes and settings may ask of it, see `recipes.config.traits.TaskTraits`.
@@ -168,7 +168,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         recipes_row: Metrics of the current step, including those that callbacks add; logged at the end of the step.
     """
 
-    input_kind: ClassVar[str]
+    input_kind: ClassVar[str | tuple[str, ...]]
     has_fixed_shapes: ClassVar[bool] = False
     is_causal: ClassVar[bool] = False
     supports: ClassVar[frozenset[str]] = frozenset()

@@ -1,4 +1,4 @@
-"""Supervised learning on images: classes, labels or numbers, one loss per target."""
+"""Supervised learning on images or tensors: classes, labels or numbers, one loss per target."""
 
 from typing import Any, ClassVar
 
@@ -10,12 +10,12 @@ from recipes.task.base import Batch, TrainingTask
 
 
 class Supervised(TrainingTask):
-    """Trains an image model, [B, C, H, W] -> outputs [B, V], which the loss compares with the targets.
+    """Trains a model of images or tensors, [B, …] -> outputs [B, V], which the loss compares with the targets.
 
     Classes, several labels or numbers: what the targets are is between data and loss. Arguments: see `TrainingTask`.
     """
 
-    input_kind: ClassVar[str] = "images"
+    input_kind: ClassVar[tuple[str, ...]] = ("images", "tensors")
     has_fixed_shapes: ClassVar[bool] = True
 
     @override
@@ -23,6 +23,6 @@ class Supervised(TrainingTask):
         return self.model(_last(batch["inputs"]))  # [B, V], compute dtype
 
 
-def _last(images: Tensor) -> Tensor:
+def _last(inputs: Tensor) -> Tensor:
     """Return images [B, C, H, W] in channels-last memory format, which is fastest for convolutions."""
-    return images.contiguous(memory_format=torch.channels_last)
+    return inputs.contiguous(memory_format=torch.channels_last) if inputs.ndim == 4 else inputs

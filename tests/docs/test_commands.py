@@ -41,6 +41,7 @@ def test_a_command_that_needs_more_than_this_machine_composes_and_is_valid(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(_make_workplace(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path / "my_code")
     for overrides in read_commands(block):
         mistakes = _check(overrides)
         if any(override.startswith("strategy.nvme_path=") for override in overrides):  # a disk, and a library for it
@@ -61,6 +62,9 @@ def _check(overrides: list[str]) -> list[str]:
 
 def _make_workplace(folder: Path) -> Path:
     """Make the files that the pages name: texts, tokens and a finished run."""
+    (folder / "my_code").mkdir()
+    own = next(block for block in BLOCKS if block.page.name == "own_data.md" and block.language == "python")
+    (folder / "my_code/mine.py").write_text(own.text)
     (folder / "my_texts").mkdir()
     (folder / "my_texts/a.txt").write_text("text\n" * 100)
     (folder / "tokens.bin").write_bytes(bytes(2000))

@@ -23,6 +23,7 @@ from recipes.config.check.lr_scaling import check_lr_scaling
 from recipes.config.check.mesh import check_batch_size, check_mesh, check_moe, check_ranks
 from recipes.config.check.metrics import check_metrics, check_readers, check_thresholds
 from recipes.config.check.nodes import NO_DEFAULT, check_nodes
+from recipes.config.check.own_classes import check_own_classes
 from recipes.config.check.own_options import check_own_options
 from recipes.config.check.parameter_rules import check_parameter_rules
 from recipes.config.check.paths import check_paths
@@ -99,7 +100,7 @@ def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
         sections = tuple(mistake.setting.partition("_target_=")[0] for mistake in wrong_classes)
         # the arguments of a class that cannot be used are not worth a correction
         found = [mistake for mistake in found if not mistake.setting.removeprefix("no ").startswith(sections)]
-        found += [*wrong_classes, *check_data(config), *check_metrics(config)]
+        found += [*wrong_classes, *check_data(config), *check_metrics(config), *check_own_classes(config)]
     dashboards = [*check_dashboards(config)]
     if dashboards:  # whose sections the others refer to
         found = [mistake for mistake in found if _get_key(mistake) not in PLACES]

@@ -1,5 +1,6 @@
 """Check each typed override by itself; for those that Hydra cannot compose, suggest the nearest existing name."""
 
+import copy
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -36,7 +37,7 @@ from recipes.config.check.suggestions import (
 from recipes.config.check.text_values import answer_sweep, decimal_point, find_annotation, quote_text
 from recipes.config.check.types import takes_any_key
 from recipes.config.compose import MODE_OF_SWEEPS, Composed, compose_run, quote_options
-from recipes.config.instantiate import OPTUNA, PARTIAL, PLUGINS
+from recipes.config.instantiate import OPTUNA, PARTIAL, PLUGINS, TARGET
 from recipes.config.overrides import (
     NAME_RULE,
     TYPOGRAPHIC_QUOTES,
@@ -225,7 +226,8 @@ def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[st
         mistake = _find_wrong_place(text, override, compose_options([*inherited, *good], folder, name), typed)
         mistakes += [mistake] if mistake else []
         good += [] if mistake else [quoted]
-    config = compose_options([*inherited, *good], folder, name)
+    chosen = compose_options([*inherited, *good], folder, name)
+    config = _with_typed_targets(chosen, [override for _, _, override in values])
     sources = [mistake.setting for mistake in mistakes if mistake.setting.startswith("+data@")]
     missing = tuple(f"{setting.removeprefix('+data@').partition('=')[0]}." for setting in sources)
     for text, quoted, override in values:
@@ -234,6 +236,8 @@ def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[st
         if quoted != text and (whole := quote_text(quoted, config, text)) != quoted:  # `[é, b]` is one text here
             quoted, override = whole, parse_override(whole)
         corrected = _correct(quoted, override, config)
+        if corrected == quoted and _sets_value(override) and find_deepest(chosen, override.key_or_group.split("."))[2]:
+            corrected = f"++{quoted}"  # an argument of a class that is typed in the place of another one
         if override.is_sweep_override() and isinstance(corrected, str) and MODE_OF_SWEEPS not in typed:
             answer = answer_sweep(text, override, config)
             marks = corrected[: len(corrected) - len(corrected.lstrip("+"))]
@@ -243,6 +247,25 @@ def _split_valid(typed: Sequence[str], folder: Path, name: str) -> tuple[list[st
         else:
             good.append(corrected)
     return good, mistakes
+
+
+def _sets_value(override: Override) -> bool:
+    return override.is_force_add() is override.is_add() is override.is_delete() is override.is_sweep_override() is False
+
+
+def _with_typed_targets(config: Any, overrides: Sequence[Override]) -> Any:
+    """Return a config with the classes that are typed in the place of others, whose arguments may then be typed."""
+    known = None
+    for override in filter(_sets_value, overrides):
+        key, value = override.key_or_group, override.value()
+        section = key.removesuffix(f".{TARGET}")
+        is_class = section != key and isinstance(value, str)
+        is_node = isinstance(value, dict) and TARGET in value
+        deepest, _, missing = find_deepest(config, section.split("."))
+        if (is_class or is_node) and (not missing or missing == [name for name in deepest if name in missing]):
+            known = known or copy.deepcopy(config)
+            OmegaConf.update(known, key, value, merge=True, force_add=True)
+    return known or config
 
 
 def _find_wrong_place(text: str, override: Override, config: Any, typed: Sequence[str]) -> ConfigError | None:

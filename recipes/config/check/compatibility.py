@@ -1,5 +1,6 @@
 """Check settings that are valid by themselves but do not work together."""
 
+import json
 import math
 import os
 import re
@@ -14,7 +15,15 @@ from recipes.config.compose import CONF
 from recipes.config.published import read_size
 from recipes.config.resolved import ResolvedRun
 from recipes.config.signature import find_signature, read_signature
-from recipes.config.traits import list_data, read_target_kind, read_target_kinds, select
+from recipes.config.traits import (
+    find_setting_of_kind,
+    list_data,
+    read_sample_kind,
+    read_target_kind,
+    read_target_kinds,
+    read_task,
+    select,
+)
 from recipes.config.unread import OF_SAVING
 from recipes.errors import ConfigError, type_setting
 from recipes.foreign_file import missing_published
@@ -557,12 +566,13 @@ def check_kinds(
     if not all(isinstance(config.get(group), dict) for group in ("task", "model", "data")):
         return
     kinds = {
-        group: find_signature(config[group]["_target_"]).constants.get(attribute)
-        for group, attribute in (("task", "input_kind"), ("model", "input_kind"), ("data", "sample_kind"))
+        "model": find_signature(config["model"]["_target_"]).constants.get("input_kind"),
+        "data": read_sample_kind(config["data"]),
     }
-    if None in kinds.values():
+    task_kinds = read_task(config["task"]).input_kinds
+    if None in kinds.values() or not task_kinds:
         return  # a target that cannot be read is reported by the check of nodes
-    named = {group: f"{group}={_get_option(config, choices, group)}" for group in kinds}
+    named = {group: f"{group}={_get_option(config, choices, group)}" for group in ("task", *kinds)}
     if kinds["model"] != kinds["data"]:
         typed = {override.partition("=")[0] for override in overrides}
         usual = ("gpt2_nano", "resnet50" if "image_size" in config["data"] else "resnet18")
@@ -571,23 +581,31 @@ def check_kinds(
         to_model = _find_option("data", "sample_kind", kinds["model"], usual, overrides)
         if any(key.startswith("model.") for key in typed):
             to_data += ", without the other settings of model"
-        both = {"data", "model"} <= typed
+        if (setting := find_setting_of_kind(config["data"], "sample_kind")) is not None:
+            to_model = f"data.{setting}={kinds['model']}"  # with the data that was chosen
+        both = {"data", "model"} <= typed and (kinds["model"] in task_kinds or "task" not in typed)
         fix = f"{to_data}, or {to_model}" if both else to_data if "data" in typed else to_model
         yield ConfigError(
             f"{named['model']} {named['data']}",
             f"the model takes {kinds['model']}, the data gives {kinds['data']}",
             fix,
         )
-    if kinds["model"] != kinds["task"]:
+    # a model that fits neither the data nor the task is the only mistake, if both are typed
+    fits_data = kinds["data"] == kinds["model"] or kinds["data"] not in task_kinds
+    if kinds["model"] not in task_kinds and (fits_data or not _are_typed(overrides, "data", "task")):
         usual = ("language_modeling", "classification")
         fix = _find_option("task", "input_kind", kinds["model"], usual, overrides)
         yield ConfigError(
             f"{named['model']} {named['task']}",
-            f"the model takes {kinds['model']}, the task {kinds['task']}",
+            f"the model takes {kinds['model']}, the task {' or '.join(task_kinds)}",
             fix,
         )
     yield from _loss_of_other_targets(config, choices, overrides)
     yield from _metrics_of_another_task(choices, overrides)
+
+
+def _are_typed(overrides: Sequence[str], *groups: str) -> bool:
+    return {*groups} <= {override.partition("=")[0] for override in overrides}
 
 
 def _loss_of_other_targets(
@@ -603,10 +621,13 @@ def _loss_of_other_targets(
     task, fitting = next(
         ((name, loss) for name, (kinds, loss) in _TASKS_OF_IMAGES.items() if kind in kinds), (None, None)
     )
-    takes_images = find_signature(config["task"]["_target_"]).constants.get("input_kind") == "images"
+    setting = find_setting_of_kind(config["data"], "target_kind")
+    takes_images = "images" in read_task(config["task"]).input_kinds
     fixes = [f"task={task}"] if takes_images and task not in (None, choices.get("task")) else []
     if not fixes or any(override.startswith("loss=") for override in overrides):  # which the task does not set then
         fixes.append(f"loss={fitting}" if fitting is not None else f"loss=<one that reads {kind}>")
+    if setting is not None and not any(override.startswith(f"data.{setting}=") for override in overrides):
+        fixes = [f"data.{setting}={read[0]}"]
     loss, data = _get_option(config, choices, "loss"), _get_option(config, choices, "data")
     reason = f"the loss reads {' or '.join(read)}, the targets of the data are {kind}"
     yield ConfigError(f"loss={loss} data={data}", reason, " ".join(fixes))
@@ -639,8 +660,14 @@ def _find_option(group: str, attribute: str, kind: object, usual: Sequence[str],
         typed: Overrides of this command line.
     """
     for option in (*usual, *list_options(group, typed)):
-        if find_signature(read_option(group, option, typed).get("_target_")).constants.get(attribute) == kind:
+        node = read_option(group, option, typed)
+        constant = find_signature(node.get("_target_")).constants.get(attribute)
+        if (read_sample_kind(node) if group == "data" else constant) == kind:
             return f"{group}={option}"
+        if isinstance(constant, tuple) and kind in constant:
+            return f"{group}={option}"
+    if group == "model":
+        return f"model._target_=<module.Class>, of your own, with input_kind = {json.dumps(kind)}"
     return f"{group}=<an option for {kind}>"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from recipes.config.check.types import to_setting
 from recipes.config.signature import find_signature
-from recipes.config.traits import DATA_GROUPS, list_data, select
+from recipes.config.traits import DATA_GROUPS, list_data, read_sample_kind, select
 from recipes.errors import ConfigError, type_setting
 
 _NAME = re.compile(r"(?!_.*_$)[\w-]+")  # Hydra reads names such as _target_ itself
@@ -17,10 +17,7 @@ _NESTED = "a mixture cannot hold a mixture: its sources are other options of dat
 def check_data(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Check images against the model, and every named data source: its name, part of a metric, and its kind of data."""
     yield from _check_images(config)
-    kinds = {
-        section: find_signature(node.get("_target_")).constants.get("sample_kind")
-        for section, node in list_data(config)
-    }
+    kinds = {section: read_sample_kind(node) for section, node in list_data(config)}
     for group in DATA_GROUPS:
         members = select(config, group)
         for name, node in members.items() if isinstance(members, Mapping) else ():

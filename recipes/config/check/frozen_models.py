@@ -30,10 +30,11 @@ def check_frozen_models(run: ResolvedRun) -> Iterator[ConfigError]:
 def _check_samples(run: ResolvedRun, section: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Check that the model reads the samples of the run, and predicts what the trained one predicts."""
     kind = find_signature(node["_target_"]).constants.get("input_kind")
-    if kind != run.task.input_kind:
-        reason = f"it takes {kind}, and the task {run.task.input_kind}"
+    kinds = run.task.input_kinds
+    if kind not in kinds:
+        reason = f"it takes {kind}, and the task {' or '.join(kinds)}"
         yield ConfigError(
-            f"{section}._target_={node['_target_']}", reason, f"model@{section}=<a model of {run.task.input_kind}>"
+            f"{section}._target_={node['_target_']}", reason, f"model@{section}=<a model of {' or '.join(kinds)}>"
         )
         return
     own, trained = node.get("vocab_size"), run.config["model"].get("vocab_size")

@@ -68,6 +68,8 @@ _HYDRA_ONLY = ("_args_", "_convert_", "_recursive_")  # of Hydra's own instantia
 _EXAMPLES = {
     "path": "<file, folder or glob>",
     "val_path": "<file, folder or glob>",
+    "train": "{_target_: <module.Class>}",
+    "val": "{_target_: <module.Class>}",
     "template": "auto",
     "model.name": "<folder or hub id>",
     "tokenizer.name": "<folder or hub id>",
@@ -206,12 +208,15 @@ def _check_value(where: str, value: object, signature: Signature, key: str) -> I
     blank = placeholder(annotation) if annotation is not None else "value"
     example = _EXAMPLES.get(key if where.partition(".")[0] in ("data", "eval_data") else where)
     if value == "???":
-        yield ConfigError(f"no {where}", NO_DEFAULT, f"{where}={example or f'<{blank}>'}")
+        fix = f"{where}={example or f'<{blank}>'}"
+        yield ConfigError(f"no {where}", NO_DEFAULT, for_shell(fix) if "{" in fix else fix)
     elif annotation is not None and not _is_node(value) and not matches_type(value, annotation):
         if key == "tokenizer" and where.startswith(("data.", "eval_data.")) and isinstance(value, str):
             yield explain_tokenizer(where, value)
             return
         fix = f"{where}={example}" if example and value is None else suggest(where, value, annotation)
+        if example and example.startswith("{"):
+            fix = for_shell(f"{where}={example}")
         if isinstance(value, str) and value.startswith("{") and not value.isascii():
             yield ConfigError(f"{where}={value}", NAME_RULE, for_shell(f"{where}={to_ascii(value)}"))
             return

@@ -30,8 +30,14 @@ def initialize(model: nn.Module, seed: int) -> None:
         ConfigError: The model lacks a method that resuming calls.
         ValueError: The weights at `model.pretrained` do not fit the model; nothing was loaded.
     """
+    name = type(model).__name__
+    if not hasattr(model, "init_weights") and getattr(model, "pretrained", None) is None:
+        raise ConfigError(
+            f"model._target_={type(model).__module__}.{name}",
+            f"{name} has no init_weights(seed), and its weights are allocated after its constructor has run",
+            "def init_weights(self, seed): in that class, which sets every parameter, as in docs/guides/own_data.md",
+        )
     if not hasattr(model, "init_buffers"):
-        name = type(model).__name__
         raise ConfigError(
             f"model._target_={type(model).__module__}.{name}",
             f"{name} has no init_buffers(), which a resume calls to set what a checkpoint does not hold",

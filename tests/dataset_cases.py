@@ -1,0 +1,120 @@
+"""Datasets, a model and a loss as somebody who has never seen this project writes them."""
+
+import random
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from recipes.loss import TargetLoss
+from recipes.model.init import named_parameters, normal_
+
+
+class DigitPairs(Dataset[Any]):
+    """The digits of one split of `data=digits` as pairs of an array and a number."""
+
+    def __init__(self, *, split: str) -> None:
+        from recipes.data.digits import Digits
+
+        digits = Digits(random_crop_padding=0, random_horizontal_flip=False)
+        digits.prepare()
+        images = digits.train() if split == "train" else digits.val()
+        self._images: Any = images
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self._images[index]
+        return sample["inputs"].numpy(), int(sample["targets"])
+
+
+class Rows(Dataset[Any]):
+    """Rows of eight numbers and their sum, as dicts with a text."""
+
+    def __init__(self, *, seed: int, num_rows: int = 37) -> None:
+        self._rows = np.random.default_rng(seed).standard_normal((num_rows, 8))  # float64
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": self._rows[index], "y": [self._rows[index].sum()], "weight": 2.0, "file": "rows.csv"}
+
+
+class Drawn(Rows):
+    """Rows with noise from all three global generators."""
+
+    def __getitem__(self, index: int) -> Any:
+        noise = random.random() + np.random.rand() + torch.rand(()).item()
+        return self._rows[index] + noise, index
+
+
+class Remembering(Rows):
+    """Rows with noise from a generator of its own, which goes on from sample to sample."""
+
+    def __init__(self, *, seed: int) -> None:
+        super().__init__(seed=seed)
+        self._rng = np.random.default_rng(seed)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._rows[index] + self._rng.random(), index
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield torch.zeros(8), 0
+
+
+class NoLength(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(8), 0
+
+
+class Whatever(Dataset[Any]):
+    """Five copies of what it is given."""
+
+    def __init__(self, sample: Any = None, *, length: int = 5) -> None:
+        self._sample, self._length = sample, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        return self._sample
+
+
+class Perceptron(nn.Module):
+    input_kind: ClassVar[str] = "tensors"
+
+    def __init__(self, *, num_inputs: int = 8, num_outputs: int = 1, width: int = 16) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(num_inputs, width), nn.Linear(width, num_outputs)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[B, num_inputs] -> [B, num_outputs]"""
+        outputs: Tensor = self.down(torch.relu(self.up(rows)))
+        return outputs
+
+    def init_weights(self, seed: int) -> None:
+        for name, parameter in named_parameters(self):
+            normal_(parameter, name=name, seed=seed, std=0.3)
+
+    def init_buffers(self) -> None: ...
+
+
+class Cubed(TargetLoss):
+    """Mean cubed error, which takes no setting of `loss=mse` or `loss=cross_entropy`."""
+
+    target_kinds: ClassVar[tuple[str, ...]] = ("values",)
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return torch.where(targets.isnan(), 0.0, (outputs.float() - targets).abs() ** 3)
+
+
+class WithoutLosses(TargetLoss):
+    """A loss that lacks its only method."""
