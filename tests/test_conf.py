@@ -111,7 +111,11 @@ def test_a_default_lives_in_the_yaml_or_in_the_signature_never_in_both() -> None
 
 
 @pytest.mark.parametrize("path", OPTIONS, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_the_command_in_an_options_comment_composes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_in_an_options_comment_composes(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("class Photos:\n    def __init__(self, *, folder: str) -> None: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
     if path.parent.name == "precision":  # some are for those who have a GPU
         monkeypatch.setattr(resolved_module, "num_gpus", lambda: 1)
     lines = [line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")]
