@@ -110,9 +110,10 @@ _OF_SOURCE = {
 _OF_DATASET = {
     "__len__": "def __len__(self): …",
     "__getitem__": 'def __getitem__(self, index): …, which returns {"inputs": …, "targets": …}',
-    "targets_per_sample": "targets_per_sample = 1, or None if the number varies",
-    "tokens_per_sample": "tokens_per_sample = 0, or the tokens of a sample of text",
 }
+_OF_TRAINING = {
+    "targets_per_sample": "targets_per_sample = 1, or None if the number varies"
+}  # read of no other dataset
 
 
 def prepare_with(source: Any, tokenizer: Tokenizer | None) -> None:
@@ -127,9 +128,9 @@ def prepare_with(source: Any, tokenizer: Tokenizer | None) -> None:
     else:
         source.prepare()
     _check_members("data", source, _OF_SOURCE)
-    for split in ("train", "val"):
+    for split, needed in (("train", _OF_DATASET | _OF_TRAINING), ("val", _OF_DATASET)):
         origin = f", the dataset of {type(source).__name__}.{split}(),"
-        _check_members("data", getattr(source, split)(), _OF_DATASET, origin=origin)
+        _check_members("data", getattr(source, split)(), needed, origin=origin)
 
 
 def _check_members(section: str, value: Any, needed: Iterable[str], *, origin: str = "") -> None:
@@ -138,7 +139,7 @@ def _check_members(section: str, value: Any, needed: Iterable[str], *, origin: s
     if missing:
         name = type(value).__name__
         reason = f"{name}{origin} has no {' and no '.join(missing)}, see docs/reference/protocols.md"
-        fix = "; ".join((_OF_SOURCE | _OF_DATASET)[member] for member in missing)
+        fix = "; ".join((_OF_SOURCE | _OF_DATASET | _OF_TRAINING)[member] for member in missing)
         raise ConfigError(f"{section}._target_={type(value).__module__}.{name}", reason, f"in the class {name}: {fix}")
 
 

@@ -222,7 +222,7 @@ def test_a_source_that_lacks_members_is_told_all_of_them() -> None:
     class NoTargets(Incomplete):
         val, fingerprint, describe, tokenizer = Incomplete.train, "", str, None
 
-    with pytest.raises(ConfigError, match=r"has no targets_per_sample and no tokens_per_sample, see .*; type in the"):
+    with pytest.raises(ConfigError, match=r"has no targets_per_sample, see .*; type in the"):
         prepare_with(NoTargets(), None)
 
 
