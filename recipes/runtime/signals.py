@@ -130,7 +130,7 @@ def listening() -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(-1)
-        _REQUEST.arrived = {}
+        _REQUEST.arrived, _REQUEST.by = {}, None  # of this run: another one in this process is not asked to stop
         for number, handler in handlers_before.items():
             signal.signal(number, handler)
 

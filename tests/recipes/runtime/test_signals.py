@@ -381,3 +381,11 @@ def test_a_signal_while_two_ranks_are_being_started_ends_them_as_preempted(
     run.process.send_signal(signal.SIGTERM)
     assert_ends(run, 75)
     assert not (workplace / name / "metrics.csv").exists()
+
+
+def test_a_request_to_stop_is_over_with_the_run_that_it_stopped() -> None:
+    with signals.listening():
+        signals.set_handler(lambda: None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.was_requested()
+    assert not signals.was_requested()
