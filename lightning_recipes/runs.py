@@ -389,8 +389,11 @@ def _raise_unless_finished(outcome: Outcome) -> None:
         raise InvalidConfigError(outcome.report or "The config is invalid.") from outcome.error
     code, folder = ExitCode(outcome.exit_code), outcome.run_folder
     ended = code.name.lower().replace("_", " ")
-    last = (outcome.report or "").strip().rpartition("\n")[2]
-    text = f"the run has ended: {ended}{f', {last}' if last else ''}; its log is {folder / 'train.log'}"
+    if outcome.error is not None:  # its message may have several lines, of which a traceback ends with the last
+        reason = f"{type(outcome.error).__name__}: {outcome.error}".partition("\n")[0]
+    else:
+        reason = (outcome.report or "").strip().rpartition("\n")[2]
+    text = f"the run has ended: {ended}{f', {reason}' if reason else ''}; its log is {folder / 'train.log'}"
     raise RunError(text, exit_code=code, folder=folder) from outcome.error
 
 

@@ -118,3 +118,26 @@ class Cubed(TargetLoss):
 
 class WithoutLosses(TargetLoss):
     """A loss that lacks its only method."""
+
+
+class Likelihood(TargetLoss):
+    """Negative log-likelihood of a normal distribution: two outputs, mean and log-variance, for each number."""
+
+    target_kinds: ClassVar[tuple[str, ...]] = ("values",)
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        mean, log_variance = outputs.float().unbind(dim=-1)
+        return 0.5 * (log_variance + (targets.reshape(mean.shape) - mean) ** 2 / log_variance.exp())
+
+
+class Colored(Dataset[Any]):
+    """Color images of five classes."""
+
+    def __init__(self, *, num_images: int = 16) -> None:
+        self._images = np.random.default_rng(0).random((num_images, 3, 16, 16), dtype=np.float32)
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._images[index], index % 5

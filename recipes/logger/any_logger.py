@@ -10,6 +10,7 @@ import inspect
 import json
 import logging
 import queue
+import re
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,6 +31,7 @@ LOGGER = logging.getLogger("lightning_recipes")
 RUNS_FILE = "logger_runs.json"
 # by which a constructor opens a run that exists: MLflow, Aim, Comet, Neptune
 _ID_PARAMETERS = ("run_id", "run_hash", "experiment_key", "with_id")
+_PIP = re.compile(r"pip install [^`]+")  # in what Lightning says of a package that is not installed
 _BEFORE_EXIT = ("end", "preempted")
 _FLUSH_SECONDS = 60.0  # at the end of a run, for rows that are not sent yet
 
@@ -135,7 +137,9 @@ class AnyLogger(Logger):
         except ConfigError:
             raise
         except Exception as error:  # of another package, which raises what it likes
-            raise ConfigError(f"{self._key}=…", _describe(error), f"'~{self._key}', or what that says") from error
+            hint = _PIP.search(str(error))
+            reason = _describe(error).partition(" HINT: ")[0]
+            raise ConfigError(f"{self._key}=…", reason, hint[0] if hint else f"'~{self._key}'") from error
         self._logger = logger
         self._run = {"run": str(logger.version), "sent": known["sent"] if arguments else 0}
         threading.Thread(target=self._send, args=(logger,), name=self._key, daemon=True).start()

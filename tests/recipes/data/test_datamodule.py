@@ -1,22 +1,20 @@
 """The stream of samples is a function of (seed, position), however ranks and micro-batches split it."""
 
+import functools
 import logging
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from streams import open_stream
 from support import MaskedTokens, RaggedTokens
 
 from recipes.data import datamodule
-from recipes.data.datamodule import StreamDataModule
 from recipes.data.text.token_cache import SPLIT_TEXT
 from recipes.data.text_files import TextFiles
-from recipes.loss.cross_entropy import CrossEntropy
-from recipes.numerics.accumulation import Accumulation
 from recipes.tokenizer.bytes import Bytes
 
 
@@ -29,37 +27,8 @@ class Numbered(MaskedTokens):
         return {"inputs": torch.tensor(index), "targets": torch.tensor(index)}
 
 
-def stream(
-    *,
-    micro_batch_size: int,
-    accumulate: int,
-    num_workers: int = 0,
-    world_size: int = 1,
-    rank: int = 0,
-    position: int = 0,
-    eval_samples: int | None = 5,
-    overfit_batches: int | None = None,
-) -> tuple[StreamDataModule, Any]:
-    """Return the data module of one rank and its micro-batches."""
-    data = StreamDataModule(
-        source=Numbered(num_samples=37, seq_len=4, vocab_size=8),
-        loss=CrossEntropy(),
-        accumulation=Accumulation(
-            global_batch_size=micro_batch_size * accumulate * world_size,
-            micro_batch_size=micro_batch_size,
-            num_micro_batches=accumulate,
-        ),
-        seed=3,
-        eval_samples=eval_samples,
-        num_workers=num_workers,
-        overfit_batches=overfit_batches,
-    )
-    strategy = SimpleNamespace(
-        root_device=torch.device("cpu"), data_rank=rank, data_size=world_size, sum_over_data_ranks=lambda value: value
-    )
-    data.trainer = SimpleNamespace(strategy=strategy)  # type: ignore[assignment]
-    data.load_state_dict(data.state_dict() | {"position": position})
-    return data, iter(data.train_dataloader())
+NUMBERED = Numbered(num_samples=37, seq_len=4, vocab_size=8)
+stream = functools.partial(open_stream, NUMBERED, eval_samples=5)
 
 
 def take(batches: Any, number: int) -> list[int]:

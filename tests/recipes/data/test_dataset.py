@@ -2,9 +2,7 @@
 
 import random
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import dataset_cases
@@ -12,19 +10,16 @@ import numpy as np
 import pytest
 import torch
 from doc_pages import BLOCKS
+from streams import open_stream, take
 from support import composed_config, execute, read_metrics
 from torch import Tensor
 
 from recipes.config import compose_and_check
 from recipes.data import prepare_with
-from recipes.data.datamodule import StreamDataModule
 from recipes.data.dataset import OwnDataset
 from recipes.errors import ConfigError
-from recipes.loss.cross_entropy import CrossEntropy
-from recipes.numerics.accumulation import Accumulation
 from recipes.preflight.data import check_draws
 
-SEED = 3
 TRAIN = "data.train={_target_: dataset_cases.Rows, seed: 1}"
 VAL = "data.val={_target_: dataset_cases.Rows, seed: 2}"
 ROWS = ("task=regression", "data=dataset", "data.target_kind=values", "data.inputs=x", "data.targets=y", TRAIN, VAL)
@@ -43,38 +38,6 @@ def own(dataset: Any, val: Any = None, **settings: Any) -> OwnDataset:
     return source
 
 
-def stream(
-    source: OwnDataset,
-    *,
-    micro_batch_size: int = 8,
-    num_workers: int = 0,
-    world_size: int = 1,
-    rank: int = 0,
-    position: int = 0,
-) -> tuple[StreamDataModule, Iterator[Any]]:
-    """Return the data module of one rank and its micro-batches."""
-    size = micro_batch_size * world_size
-    data = StreamDataModule(
-        source=source,
-        accumulation=Accumulation(global_batch_size=size, micro_batch_size=micro_batch_size, num_micro_batches=1),
-        loss=CrossEntropy(),
-        seed=SEED,
-        eval_samples=None,
-        num_workers=num_workers,
-    )
-    strategy = SimpleNamespace(
-        root_device=torch.device("cpu"), data_rank=rank, data_size=world_size, sum_over_data_ranks=lambda value: value
-    )
-    data.trainer = SimpleNamespace(strategy=strategy)  # type: ignore[assignment]
-    data.load_state_dict(data.state_dict() | {"position": position})
-    return data, iter(data.train_dataloader())
-
-
-def take(batches: Iterator[Any], number: int) -> Tensor:
-    """Return the inputs of the next micro-batches, [N, 8]."""
-    return torch.cat([next(batches)["inputs"] for _ in range(number)])
-
-
 @pytest.fixture(scope="module")
 def drawn() -> OwnDataset:
     return own(dataset_cases.Drawn(seed=1))
@@ -83,7 +46,7 @@ def drawn() -> OwnDataset:
 @pytest.fixture(scope="module")
 def whole(drawn: OwnDataset) -> Tensor:
     """Return the first 80 rows of the stream, two epochs and six rows."""
-    return take(stream(drawn)[1], 10)
+    return take(open_stream(drawn)[1], 10)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
@@ -91,15 +54,15 @@ def test_draws_of_global_generators_are_the_same_for_any_loader_processes_and_af
     drawn: OwnDataset, num_workers: int, whole: Tensor
 ) -> None:
     random.seed(num_workers)  # the state of the process does not matter
-    assert torch.equal(take(stream(drawn, num_workers=num_workers)[1], 3), whole[:24])
-    assert torch.equal(take(stream(drawn, num_workers=num_workers, position=56)[1], 3), whole[56:])
-    assert torch.equal(take(stream(own(dataset_cases.Drawn(seed=1)), position=56)[1], 3), whole[56:])
+    assert torch.equal(take(open_stream(drawn, num_workers=num_workers)[1], 3), whole[:24])
+    assert torch.equal(take(open_stream(drawn, num_workers=num_workers, position=56)[1], 3), whole[56:])
+    assert torch.equal(take(open_stream(own(dataset_cases.Drawn(seed=1)), position=56)[1], 3), whole[56:])
 
 
 def test_two_ranks_draw_the_rows_of_one(drawn: OwnDataset, whole: Tensor) -> None:
-    ranks = [stream(drawn, micro_batch_size=4, world_size=2, rank=rank)[1] for rank in (0, 1)]
+    ranks = [open_stream(drawn, micro_batch_size=4, world_size=2, rank=rank)[1] for rank in (0, 1)]
     assert torch.equal(torch.cat([take(batches, 1) for _ in range(10) for batches in ranks]), whole)
-    late = [stream(drawn, micro_batch_size=2, world_size=2, rank=rank, position=40)[1] for rank in (0, 1)]
+    late = [open_stream(drawn, micro_batch_size=2, world_size=2, rank=rank, position=40)[1] for rank in (0, 1)]
     assert torch.equal(torch.cat([take(batches, 1) for _ in range(10) for batches in late]), whole[40:])
 
 
@@ -114,7 +77,7 @@ def test_the_generators_of_the_process_are_neither_read_nor_moved(drawn: OwnData
     torch.manual_seed(1)
     expected = random.Random(1).random(), np.random.RandomState(1).rand(), torch.initial_seed()
     drawn.train()[0]
-    take(stream(drawn)[1], 1)
+    take(open_stream(drawn)[1], 1)
     assert (random.random(), np.random.rand(), torch.initial_seed()) == expected
     assert torch.rand(()) == torch.rand((), generator=torch.Generator().manual_seed(1))
 
@@ -165,7 +128,7 @@ def test_samples_of_different_lengths_are_padded_by_a_function_of_the_users() ->
 
     with pytest.raises(ConfigError, match=r"different shapes, \[1\] and \[3\]; type 'data.collate="):
         own(Ragged(seed=1))
-    assert next(stream(own(Ragged(seed=1), collate=pad))[1])["inputs"].shape == (8, 3)
+    assert next(open_stream(own(Ragged(seed=1), collate=pad))[1])["inputs"].shape == (8, 3)
 
 
 WRONG = {

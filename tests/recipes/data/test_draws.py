@@ -1,28 +1,23 @@
 """What a sample draws is a function of (seed, position): of no process, rank, micro-batch or past."""
 
+import functools
 import pickle
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.random import Generator, Philox
+from streams import SEED, open_stream, take
 from support import MaskedTokens
 from torch import Tensor
 
 from recipes.data.augmentation import AugmentedImages
-from recipes.data.datamodule import StreamDataModule
 from recipes.data.draws import DrawnSamples, rng_at
 from recipes.data.mixture.samples import MixedSamples, MixedValidation
 from recipes.data.mixture.stages import Stages
 from recipes.data.order import RepeatedOrder, ShuffledOrder
 from recipes.data.random_images import RandomImages
-from recipes.loss.cross_entropy import CrossEntropy
-from recipes.numerics.accumulation import Accumulation
 
-SEED = 3
 NUM_IMAGES = 37
 IMAGES = RandomImages(
     num_classes=10,
@@ -35,42 +30,7 @@ IMAGES = RandomImages(
 )
 
 
-def stream(
-    *,
-    micro_batch_size: int = 8,
-    accumulate: int = 1,
-    num_workers: int = 0,
-    world_size: int = 1,
-    rank: int = 0,
-    position: int = 0,
-    overfit_batches: int | None = None,
-    source: Any = IMAGES,
-) -> tuple[StreamDataModule, Iterator[Any]]:
-    """Return the data module of one rank and its micro-batches."""
-    data = StreamDataModule(
-        source=source,
-        accumulation=Accumulation(
-            global_batch_size=micro_batch_size * accumulate * world_size,
-            micro_batch_size=micro_batch_size,
-            num_micro_batches=accumulate,
-        ),
-        loss=CrossEntropy(),
-        seed=SEED,
-        eval_samples=None,
-        num_workers=num_workers,
-        overfit_batches=overfit_batches,
-    )
-    strategy = SimpleNamespace(
-        root_device=torch.device("cpu"), data_rank=rank, data_size=world_size, sum_over_data_ranks=lambda value: value
-    )
-    data.trainer = SimpleNamespace(strategy=strategy)  # type: ignore[assignment]
-    data.load_state_dict(data.state_dict() | {"position": position})
-    return data, iter(data.train_dataloader())
-
-
-def take(batches: Iterator[Any], number: int) -> Tensor:
-    """Return the images of the next micro-batches, [N, C, H, W]."""
-    return torch.cat([next(batches)["inputs"] for _ in range(number)])
+stream = functools.partial(open_stream, IMAGES)
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +161,7 @@ def test_a_batch_says_of_how_many_samples_it_was_made() -> None:
             return {name: torch.stack([sample[name] for sample in samples] * 2) for name in samples[0]}
 
     pairs = Pairs(num_samples=NUM_IMAGES, seq_len=4, vocab_size=8)
-    batch = next(stream(micro_batch_size=2, accumulate=2, source=pairs)[1])
+    batch = next(open_stream(pairs, micro_batch_size=2, accumulate=2)[1])
     assert batch["targets"].shape == (4, 4)
     assert batch["num_samples"] == 2
 

@@ -119,11 +119,16 @@ def test_a_service_that_fails_costs_its_rows_and_not_the_run(tmp_path: Path, tex
     assert (tmp_path / "run/train.log").read_text().count(expected) == 1
 
 
+def lack_package() -> None:
+    raise ModuleNotFoundError("'p>=1' not met. HINT: Try running `pip install -U 'p>=1'`")  # as Lightning says it
+
+
 @pytest.mark.parametrize(
     ("constructor", "message"),
     [
         (dict, "logger.mine._target_=…: dict is no logger of Lightning; type '~logger.mine'"),
         (lambda: RecordingLogger(), "logger.mine=…: TypeError: RecordingLogger.__init__\\(\\) missing 1 required"),
+        (lack_package, "logger.mine=…: ModuleNotFoundError: 'p>=1' not met.; type pip install -U 'p>=1'$"),
     ],
 )
 def test_a_logger_that_cannot_be_constructed_ends_the_run_before_its_first_step(
