@@ -64,6 +64,8 @@ from recipes.runtime.meeting import meet
 from recipes.runtime.world import Ranks, global_rank
 from recipes.task.base import CompilationLog, TrainingTask
 from recipes.task.frozen import FrozenModel
+from recipes.task.own_loaders import record_epochs
+from recipes.task.own_module import Adopted, leave_optimization_to_module
 
 SINGLE_DEVICE = {"_target_": "recipes.strategy.single.SingleDevice", "_partial_": True}
 _SHARE_OF_GRACE = 0.75  # of the time until the run is killed, to wait for data; the rest is for the last save
@@ -86,6 +88,9 @@ class Run:
         published: Folder or hub name of the model that its weights or its architecture came from.
         overrides: Command-line overrides as typed.
         tags: User-defined labels.
+        has_own_training: Whether `task` is a LightningModule of one's own, with none of the members of `TrainingTask`
+            but those that saving and logging read, and `data` its data module, of one's own or ours; None: it has
+            loaders itself.
         other_data: Data nodes whose text is trained on nowhere, `data` or `eval_data.<name>`.
         freeze: Writes the config into the folder.
         endings: Finds out why the run ends, and whether it has ended already.
@@ -103,6 +108,7 @@ class Run:
     overrides: list[str]
     tags: list[str]
     published: str | None = None
+    has_own_training: bool = False
     other_data: Sequence[str] = ()
     freeze: Callable[[], None] = lambda: None
     endings: Endings = field(default_factory=lambda: Endings({}, {}))
@@ -161,6 +167,43 @@ def build(resolved: ResolvedRun) -> Run:
     if resolved.mesh.pipeline > 1:  # the pipeline schedule takes all micro-batches of a step at once
         accumulation = accumulation.in_one()
     loss: Loss = make(config["loss"])
+    saver: CheckpointSaver = make(config["checkpoint"])
+    trainer = _build_trainer(resolved, precision, accumulation, saver)
+    if isinstance(trainer.accelerator, CPUAccelerator):
+        keep_freed_memory()
+    get_engine(trainer).num_micro_batches = num_micro_batches
+    if resolved.task.has_own_training:
+        task, data = _adopt(resolved, precision, loss, accumulation, trainer)
+        saver.chooses_metric = not any("checkpoint.monitor=" in override for override in resolved.overrides)
+    else:
+        data = _build_data(resolved, loss, accumulation, other_data)
+        task = build_task(resolved, precision, loss)
+        data.looks_ahead = task.looks_ahead
+        _prepare_weights(task, resolved, checkpoint, starts_from, saver.checkpoint_io)
+    return Run(
+        name=resolved.name,
+        folder=folder,
+        task=task,
+        data=data,
+        trainer=trainer,
+        precision=precision,
+        accumulation=accumulation,
+        checkpoint=checkpoint,
+        tokenizer_folder=find_tokenizer(checkpoint) or folder / TOKENIZER_FOLDER,
+        published=published,
+        has_own_training=resolved.task.has_own_training,
+        overrides=resolved.overrides,
+        tags=resolved.tags,
+        other_data=other_data,
+        endings=saver.endings,
+    )
+
+
+def _build_data(
+    resolved: ResolvedRun, loss: Loss, accumulation: Accumulation, other_data: Sequence[str]
+) -> StreamDataModule:
+    """Return the stream of training samples and the validation splits."""
+    config = resolved.config
     data: StreamDataModule = make(config["loader"])(
         source=make(config["data"], data_section="data"),
         eval_sources={
@@ -174,39 +217,50 @@ def build(resolved: ResolvedRun) -> Run:
         eval_samples=resolved.eval_samples if resolved.mode.takes_steps else None,
     )
     data.hold_out(name.removeprefix("eval_data.") for name in other_data if name != "data")
-    saver: CheckpointSaver = make(config["checkpoint"])
-    trainer = _build_trainer(resolved, precision, accumulation, saver)
-    if isinstance(trainer.accelerator, CPUAccelerator):
-        keep_freed_memory()
-    get_engine(trainer).num_micro_batches = num_micro_batches
-    task = build_task(resolved, precision, loss)
-    data.looks_ahead = task.looks_ahead
+    return data
+
+
+def _prepare_weights(
+    task: TrainingTask,
+    resolved: ResolvedRun,
+    checkpoint: Path | None,
+    starts_from: str | None,
+    reader: FolderCheckpointIO,
+) -> None:
+    """Tell a task where its weights come from: its initialization, a checkpoint, or another run."""
+    config = resolved.config
     task.awaits_checkpoint = checkpoint is not None  # every mode loads it
     free = read_free_at_resume(config["model"])
     settings = read_settings_of_weights(config["model"])
     task.model_settings = {key: value for key, value in settings.items() if key not in free}
     if starts_from is not None:
-        task.first_weights = _find_source(resolved, starts_from, saver.checkpoint_io, task.model_settings)
+        task.first_weights = _find_source(resolved, starts_from, reader, task.model_settings)
     elif checkpoint is not None and resolved.adapter is not None:
-        task.first_weights = _find_base(config, checkpoint, saver.checkpoint_io)
+        task.first_weights = _find_base(config, checkpoint, reader)
     if checkpoint is not None:
         task.setting_of_another_model, task.fix_of_another_model = _explain_another_model(config["model"], checkpoint)
-    return Run(
-        name=resolved.name,
-        folder=folder,
-        task=task,
-        data=data,
-        trainer=trainer,
-        precision=precision,
-        accumulation=accumulation,
-        checkpoint=checkpoint,
-        tokenizer_folder=find_tokenizer(checkpoint) or folder / TOKENIZER_FOLDER,
-        published=published,
-        overrides=resolved.overrides,
-        tags=resolved.tags,
-        other_data=other_data,
-        endings=saver.endings,
-    )
+
+
+def _adopt(
+    resolved: ResolvedRun, precision: Precision, loss: Loss, accumulation: Accumulation, trainer: lightning.Trainer
+) -> tuple[Any, Any]:
+    """Return a LightningModule of one's own and its data: a data module of one's own, that of ours, or its loaders.
+
+    They draw the numbers that they would draw in a script with the same seed: nothing else draws between them.
+    """
+    lightning.seed_everything(resolved.seed, verbose=False)
+    data: Any
+    if resolved.has_own_loaders:
+        data = make(resolved.config["data"]).construct()
+    else:
+        data = _build_data(resolved, loss, accumulation, ())
+    make_task = make(resolved.config["task"])
+    task: Adopted = make_task(seed=resolved.seed, precision=precision, compile_mode=resolved.compile_mode).adopt()
+    if resolved.has_own_loaders:
+        record_epochs(task if data is None else data)
+    if not task.automatic_optimization:
+        leave_optimization_to_module(trainer, typed=resolved.overrides)
+    return task, data
 
 
 def _find_source(
@@ -441,7 +495,7 @@ def _build_trainer(
         log_every_n_steps=resolved.log_every,
         num_sanity_val_steps=0,
         default_root_dir=folder,
-        use_distributed_sampler=False,  # the data module already slices by rank
+        use_distributed_sampler=resolved.has_own_loaders,  # our data module already slices by rank
         enable_checkpointing=is_run,
         enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
         enable_model_summary=False,

@@ -89,12 +89,61 @@ def is_ending(trainer: lightning.Trainer) -> bool:
     return trainer.should_stop and trainer.fit_loop._can_stop_early
 
 
+def is_row_due(trainer: lightning.Trainer) -> bool:
+    """Return whether a row is logged at the end of the current micro-batch (2.6.6)."""
+    connector: Any = trainer._logger_connector
+    return bool(connector.should_update_logs)
+
+
+def validates_now(trainer: lightning.Trainer) -> bool:
+    """Return whether a validation follows the current micro-batch (2.6.6)."""
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    return bool(epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)) and not epoch_loop._skip_next_val
+
+
+def take_over_step_rows(trainer: lightning.Trainer) -> None:
+    """Keep Lightning from logging what a module logs in a step: it is in the row of the step, before the save (2.6.6).
+
+    Lightning logs it after all hooks of a batch, so a checkpoint would be ahead of its row.
+    """
+    connector: Any = trainer._logger_connector
+    connector.update_train_step_metrics = lambda: None
+
+
+def get_step_metrics(trainer: lightning.Trainer) -> dict[str, Any]:
+    """Return what the module has logged in this micro-batch with `logger=True` and `on_step=True` (2.6.6)."""
+    results: Any = trainer._results
+    return {} if results is None else dict(results.metrics(True)["log"])
+
+
+def is_validation_due(trainer: lightning.Trainer) -> bool:
+    """Return whether a validation follows the current micro-batch even if the run goes on (2.6.6)."""
+    stops, trainer.should_stop = trainer.should_stop, False
+    try:
+        return validates_now(trainer)
+    finally:
+        trainer.should_stop = stops
+
+
+def is_at_last_step(trainer: lightning.Trainer) -> bool:
+    """Return whether the steps of the run are done."""
+    return trainer.global_step >= trainer.max_steps >= 0
+
+
 def align_row_step(trainer: lightning.Trainer) -> None:
     """Set the step of the next logged row from `global_step`.
 
-    Lightning 2.6 numbers rows with a separate counter, which can be one behind after a resume.
+    Lightning 2.6 numbers rows with a separate counter, which can be one behind after a resume. Under manual
+    optimization a batch may make several steps, and every n-th batch is logged.
     """
-    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+    epoch_loop = trainer.fit_loop.epoch_loop
+    is_manual = not trainer.lightning_module.automatic_optimization
+    epoch_loop._batches_that_stepped = epoch_loop.total_batch_idx if is_manual else trainer.global_step
+
+
+def align_validation_step(trainer: lightning.Trainer) -> None:
+    """Set the step of what a validation or the end of an epoch logs to that of the step before it."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step - 1
 
 
 def skip_backward(trainer: lightning.Trainer) -> None:

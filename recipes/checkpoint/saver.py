@@ -3,6 +3,7 @@
 import logging
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,7 +28,7 @@ from recipes.checkpoint.retention import (
 from recipes.checkpoint.writer import CheckpointWriter, Outcome
 from recipes.engine import get_engine
 from recipes.errors import ConfigError, shell
-from recipes.lightning_internals import is_accumulating, is_ending, validate_now
+from recipes.lightning_internals import is_accumulating, is_ending, validate_now, validates_now
 from recipes.optimizer import hold_averages
 from recipes.run_folder import CHECKPOINTS
 from recipes.runtime.exit_codes import ExitCode
@@ -181,6 +182,8 @@ class CheckpointSaver(Checkpoint):
 
     Attributes:
         endings: Finds out why the run ends, for its last checkpoint.
+        chooses_metric: Whether the one loss that the first validation logs ranks checkpoints: the module is one's own,
+            and no metric was typed.
         wait_seconds: Seconds after a signal until a wait for data is given up: most of the time until the kill.
     """
 
@@ -216,10 +219,11 @@ class CheckpointSaver(Checkpoint):
         self.save_log = SaveLog(on_save_error=on_save_error)
         self.endings = Endings({}, {})
         self.wait_seconds = WAIT_SECONDS
+        self.chooses_metric = False
         self._is_in_window = False  # micro-batches of the next step have changed RNG state and buffers
         self._stop_is_held = False  # until the end of the accumulation window
         self._saved_step = -1
-        self._seen_step = -1
+        self._seen_step = self._step_before = -1
         self._validated_step = -1
         self._saved_at = 0.0  # monotonic seconds
         self._validation_due = False
@@ -243,7 +247,7 @@ class CheckpointSaver(Checkpoint):
             _clear(self._folder(trainer), step, self._retention)
         self._writer.connect()
         self._agreement = StepAgreement(step=step)
-        self._seen_step = step
+        self._seen_step = self._step_before = step
         alone = trainer.world_size == 1
         set_handler(
             lambda: self._agreement.ask(_STOP),
@@ -284,12 +288,12 @@ class CheckpointSaver(Checkpoint):
             # after the first step, which creates the optimizer state, most of the size
             warn_if_short(trainer, self._folder(trainer), self._retention)
             self._space_checked = True
-        self._seen_step = step
+        self._step_before, self._seen_step = self._seen_step, step
         mark_step()
         if self.save_log.record(trainer, self._writer.poll()):
             # the threads of other ranks end slightly later: an exception here would leave them in the next collective
             self._agreement.ask(_GIVE_UP)
-        validates = is_ending(trainer) or step % self._eval_every == 0
+        validates = validates_now(trainer)
         total_steps = step + self._num_rolled_back
         due = self._agreement.take_due(total_steps, in_validation=validates, wait=not is_ending(trainer))
         self._act_on(trainer, due, validates=validates)
@@ -319,7 +323,7 @@ class CheckpointSaver(Checkpoint):
             except OSError as error:  # reported: the other ranks wait at the barrier
                 LOGGER.error(f"Checkpoints after step {to_step} keep their names: {error.strerror}")
         get_engine(trainer).barrier()
-        self._seen_step = to_step - 1  # so that `on_train_batch_end` handles the current step
+        self._seen_step = self._step_before = to_step - 1  # so that `on_train_batch_end` handles the current step
         self._saved_step = self._validated_step = -1
         self._rolled_back = True
         self._num_rolled_back += from_step - to_step
@@ -335,7 +339,7 @@ class CheckpointSaver(Checkpoint):
 
     @override
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        if trainer.state.fn == "fit":
+        if trainer.state.fn == "fit" and not self._is_in_window:  # as after a short window at the end of an epoch
             self._check_metric(trainer)
             self._validated_step = trainer.global_step
             self._save_if_due(trainer)  # now that the metrics of its validation are known
@@ -355,11 +359,14 @@ class CheckpointSaver(Checkpoint):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"validation_due": self._validation_due}
+        chosen = {"monitor": self._retention.metric} if self.chooses_metric else {}
+        return {"validation_due": self._validation_due} | chosen
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._validation_due = state_dict["validation_due"]
+        if self.chooses_metric:
+            self._retention = replace(self._retention, metric=state_dict["monitor"])
 
     def _may_stop_in_validation(self, trainer: lightning.Trainer, *, in_validation: bool) -> None:
         if trainer.state.fn != "fit" or is_ending(trainer) or self._seen_step < 0:
@@ -387,7 +394,9 @@ class CheckpointSaver(Checkpoint):
         step = trainer.global_step
         if not self.saves or step == self._saved_step:
             return
-        by_steps = self._save_every is not None and step % self._save_every == 0
+        every, before = self._save_every, self._step_before
+        # under manual optimization a batch may make several steps
+        by_steps = every is not None and (step % every == 0 or before // every < step // every)
         if self._save_requested or by_steps or is_ending(trainer):
             self._save(trainer, step)
 
@@ -437,12 +446,25 @@ class CheckpointSaver(Checkpoint):
         """Reject a validation metric that the run does not log; for tasks that do not declare their metrics."""
         metric, known = self._retention.metric, trainer.callback_metrics
         is_of_validation = metric.startswith("val/") or "/" not in metric
-        if self._retention.keep_best and is_of_validation and metric not in known:
+        if self._retention.keep_best and is_of_validation and metric not in known and self.chooses_metric:
+            self._choose_metric([name for name in known if name.startswith("val") and "loss" in name])
+        elif self._retention.keep_best and is_of_validation and metric not in known:
             names = sorted(name for name in known if name.startswith("val/"))
             raise ConfigError(
                 f"checkpoint.monitor={metric}",
                 f"validation measures {' '.join(names)}, so no checkpoint would ever be the best",
                 f"checkpoint.monitor={names[0] if names else 'val/loss'}, or checkpoint.keep_best=0",
+            )
+
+    def _choose_metric(self, losses: list[str]) -> None:
+        """Rank checkpoints by the loss that validation has logged, if it is one; else say that none is the best."""
+        if len(losses) == 1:
+            self._retention = replace(self._retention, metric=losses[0])
+            LOGGER.info(f"The best checkpoint is the one with the lowest {losses[0]}")
+        else:
+            self._retention = replace(self._retention, keep_best=0)
+            LOGGER.info(
+                "No checkpoint is the best: checkpoint.monitor=<a metric that the module logs> names what ranks them"
             )
 
     @staticmethod

@@ -54,7 +54,7 @@ class PerRankSavingMixin:
         )
         task.take_group_values(values["groups"])
         names: list[str] = checkpoint["parameters"]
-        [optimizer] = checkpoint["optimizer_states"]
+        optimizer = checkpoint["optimizer_states"][0]  # of several optimizers joined
         if task.has_known_state:
             check_dtypes(optimizer["state"], names, checkpoint["state_dict"])
         state = {
@@ -152,9 +152,16 @@ class ShardSavingMixin(PerRankSavingMixin):
         load_module(self.lightning_module, checkpoint["state_dict"])
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Load the optimizer state of this rank's parameters."""
-        [optimizer] = self.optimizers
-        load_optimizer(optimizer, self.read_optimizer_state(checkpoint), find_row_orders(self.lightning_module))
+        """Load the optimizer state of this rank's parameters, of several optimizers where the module has them."""
+        orders = find_row_orders(self.lightning_module)
+        saved = self.read_optimizer_state(checkpoint)
+        first = 0  # index of the optimizer's first parameter among those of all
+        for optimizer in self.optimizers:
+            last = first + sum(len(group["params"]) for group in optimizer.param_groups)
+            state = {index - first: saved["state"][index] for index in range(first, last) if index in saved["state"]}
+            others = {key: values for key, values in saved["state"].items() if not isinstance(key, int)}
+            load_optimizer(optimizer, saved | {"state": state | others}, orders)
+            first = last
 
 
 def get_shards(

@@ -22,6 +22,9 @@ from typing_extensions import override
 
 from recipes.config.trust import SEARCH_PATH, find_own_folders
 
+# option -> what it sets in a group that is composed after its own, which a file cannot override (Hydra 1.3)
+_IMPLIED = {"task=lightning": "model=of_module"}
+
 
 def compose_overrides(overrides: Sequence[str], folder: Path, name: str | None) -> DictConfig:
     """Compose as `hydra.compose` does: the chosen options first, then the values in the order typed.
@@ -39,6 +42,7 @@ def compose_overrides(overrides: Sequence[str], folder: Path, name: str | None) 
     """
     parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
     options, values = _split(parsed, folder, name)
+    options += [implied for option, implied in _IMPLIED.items() if option in options and not _chooses(options, implied)]
     node = compose_options(options, folder, name)
     if not values:
         return node
@@ -56,6 +60,11 @@ def compose_overrides(overrides: Sequence[str], folder: Path, name: str | None) 
         overrides=task_overrides, **node.hydra.job.config.override_dirname
     )
     return node
+
+
+def _chooses(options: Sequence[str], option: str) -> bool:
+    """Return whether one of the options is of the same group as another."""
+    return any(one.partition("=")[0] == option.partition("=")[0] for one in options)
 
 
 def select_options(overrides: Sequence[str], folder: Path, name: str | None) -> list[str]:

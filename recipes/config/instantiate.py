@@ -63,8 +63,10 @@ def _as_imported(target: str) -> str:
     return callbacks.__name__ + target.removeprefix("callbacks")
 
 
-def _defer(node: Mapping[str, Any], data_section: str | None) -> Any:
+def _defer(node: Mapping[str, Any] | None, data_section: str | None) -> Any:
     """Return a function that builds a node, of an argument that a class lists as `deferred` because it may be slow."""
+    if node is None:
+        return None
     return functools.partial(make, {key: value for key, value in node.items() if key != PARTIAL})
 
 

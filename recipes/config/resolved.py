@@ -178,12 +178,21 @@ class ResolvedRun(Composed):
         return count_data_ranks(self.config, self.ranks.world_size)
 
     @cached_property
+    def has_own_loaders(self) -> bool:
+        """Whether the data is a LightningDataModule of one's own, whose loaders decide what a batch is."""
+        return find_signature(self.config["data"]["_target_"]).constants.get("has_own_loaders") is True
+
+    @cached_property
     def accumulation(self) -> Accumulation:
-        """The global batch in micro-batches.
+        """The global batch in micro-batches; of loaders of one's own, whose batches are not known, in units of them.
 
         Raises:
             ConfigError: It does not divide, or the settings contradict each other.
         """
+        if self.has_own_loaders:
+            number = self.accumulate_grad_batches or 1
+            size = number * self.num_data_ranks
+            return Accumulation(global_batch_size=size, micro_batch_size=1, num_micro_batches=number)
         return divide(
             global_batch_size=self.global_batch_size,
             micro_batch_size=self.micro_batch_size,

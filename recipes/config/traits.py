@@ -62,12 +62,14 @@ class TaskTraits:
         supports: What modes and settings may ask of it: `generate`, `export`, `evaluate_tasks`, `pipeline`.
         frozen_sections: Sections of the config with the frozen models that it asks, such as `teacher`.
         has_fixed_shapes: Whether all its batches have one shape, so that trying algorithms for it pays.
+        has_own_training: Whether it is a LightningModule of one's own, with its own model, loss and optimizers.
     """
 
     input_kind: str | tuple[str, ...] | None = None
     supports: frozenset[str] = frozenset()
     frozen_sections: tuple[str, ...] = ()
     has_fixed_shapes: bool = False
+    has_own_training: bool = False
 
     @property
     def input_kinds(self) -> tuple[str, ...]:

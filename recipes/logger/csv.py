@@ -22,7 +22,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from recipes.files import LineFile, count, get_causes, replace_end, tolerating, write_atomically
-from recipes.lightning_internals import align_row_step, get_callbacks
+from recipes.lightning_internals import align_row_step, align_validation_step, get_callbacks
 from recipes.run_folder import (
     EVENTS_FILE,
     METRICS_FILE,
@@ -55,7 +55,11 @@ class RowWriter(Callback):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if hasattr(pl_module, "recipes_add_step"):  # a module of one's own
+            pl_module.recipes_add_step(outputs)
         self._write_row(trainer, pl_module)
+        if not pl_module.automatic_optimization:
+            align_validation_step(trainer)
         for callback in get_callbacks(trainer):
             if hasattr(callback, "after_row"):
                 callback.after_row(trainer, pl_module)

@@ -97,12 +97,13 @@ class SummaryWriter(Callback):
         evaluations = self._read_evaluations()
         if ended_by is None and status in ("finished", "diverged"):
             ended_by = getattr(self._find_ending(trainer), "by", None)
+        num_samples, num_tokens = pl_module.recipes_consumed()
         self.newest = {
             "status": status,
             "ended_by": ended_by,
             "steps": trainer.global_step,
-            "samples": pl_module.num_samples,
-            "tokens": pl_module.num_tokens,
+            "samples": num_samples,
+            "tokens": num_tokens,
             "train_loss": _get_metric(trainer, "train/loss"),
             "val_loss": _get_metric(trainer, "val/loss"),
             "best_val_loss": self._best_val_loss,

@@ -11,6 +11,7 @@ from recipes.checkpoint.resume import newest_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
 from recipes.config.search_path import resume_command
 from recipes.config.traits import declare_mode
+from recipes.data.datamodule import StreamDataModule
 from recipes.engine import get_engine
 from recipes.entry.out_of_memory import write_error_report
 from recipes.files import count
@@ -42,11 +43,8 @@ def fit(run: Run) -> int:
         if (ended := _find_ending(run, checkpoint)) is not None:
             return _end_as_finished(run, ended)
     LOGGER.info(f"{run.name}: run folder {run.folder}")
-    run.data.prepare_data()
-    LOGGER.info(f"data: {run.data.source.describe()}")
-    for name, source in run.data.eval_sources.items():
-        part = "all of it, as it is not trained on" if f"eval_data.{name}" in run.other_data else "its validation split"
-        LOGGER.info(f"eval_data.{name}: {source.describe()}; validated on {part}")
+    if isinstance(run.data, StreamDataModule):
+        _prepare_data(run)
     get_callbacks(run.trainer).insert(0, RunStartCallback(run))
     try:
         _fit(run)
@@ -74,6 +72,14 @@ def fit(run: Run) -> int:
     if failed is not None:
         LOGGER.error(failed)
     return exit_code
+
+
+def _prepare_data(run: Run) -> None:
+    run.data.prepare_data()
+    LOGGER.info(f"data: {run.data.source.describe()}")
+    for name, source in run.data.eval_sources.items():
+        part = "all of it, as it is not trained on" if f"eval_data.{name}" in run.other_data else "its validation split"
+        LOGGER.info(f"eval_data.{name}: {source.describe()}; validated on {part}")
 
 
 def _find_ending(run: Run, checkpoint: Path) -> str | None:

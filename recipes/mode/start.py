@@ -1,7 +1,7 @@
 """Start of a fit: writes files and prints the header once everything is built and restored. One broadcast."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from typing_extensions import override
 from recipes.adapter.nf4_base import describe_base
 from recipes.build import Run
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
+from recipes.data.datamodule import StreamDataModule
 from recipes.engine import get_engine
 from recipes.errors import ConfigError
 from recipes.files import describe, write_atomically
@@ -82,7 +83,7 @@ class RunStartCallback(Callback):
         if step := trainer.global_step:
             self._log_resume(step)
         else:
-            source = next(iter(self._run.task.started_from), None)
+            source = next(iter(_list_sources(self._run)), None)
             log_event(self._run, "start", step, **({} if source is None else {"started_from": source["path"]}))
         for line in header(self._run, resumed_from=get_checkpoint_io(self._run).loaded):
             LOGGER.info(line)
@@ -97,10 +98,10 @@ class RunStartCallback(Callback):
         record = describe_environment(run.overrides) | {
             "tags": run.tags,
             "num_ranks": trainer.world_size,
-            "started_from": [dict(each) for each in run.task.started_from],
+            "started_from": [dict(each) for each in _list_sources(run)],
         }
         write_atomically(run.folder / ENVIRONMENT_FILE, json.dumps(record, indent=2) + "\n", fsync=True)
-        tokenizer = run.data.source.tokenizer
+        tokenizer = run.data.source.tokenizer if isinstance(run.data, StreamDataModule) else None
         if tokenizer is not None:
             tokenizer.save(run.folder / TOKENIZER_FOLDER)
         for logger in trainer.loggers:
@@ -118,6 +119,11 @@ class RunStartCallback(Callback):
         if is_own and not csv_logger.has_event("checkpoint", step):
             log_event(run, "checkpoint", step, path=io.loaded.name)
         log_event(run, "resume", step, path=io.loaded.name)
+
+
+def _list_sources(run: Run) -> Sequence[Mapping[str, Any]]:
+    """Return the runs that this one started from, newest first."""
+    return () if run.has_own_training else run.task.started_from
 
 
 def log_event(run: Run, event: str, step: int, **fields: Any) -> None:
@@ -150,13 +156,54 @@ def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
         run: The run, with its model built.
         resumed_from: Checkpoint it was restored from; None if it starts from scratch.
     """
+    trainer = run.trainer
+    setup = _describe_setup(run)
+    yield from _describe_own(run, setup) if run.has_own_training else _describe_task(run, setup, resumed_from)
+    device = run.task.device
+    if run.precision.scales_loss and device.type == "cpu":
+        yield "float16 is emulated on a CPU, about ten times slower than precision=bf16-mixed"
+    if run.precision.name == "32-true" and device.type == "cpu" and torch.cpu.get_capabilities().get("amx_bf16"):
+        yield "this processor has matrix units for bfloat16 (AMX), which precision=bf16-mixed uses"
+    if resumed_from is not None:
+        yield f"resumed from {resumed_from} at step {trainer.global_step}"
+        if device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+            yield (
+                "on a GPU the curve differs in its last bits from that of a run without interruption;"
+                " trainer.deterministic=true makes them equal, with slower backward passes"
+            )
+
+
+def _describe_setup(run: Run) -> str:
+    num_ranks, device = run.trainer.world_size, run.task.device
+    devices = str(device) if num_ranks == 1 else f"{num_ranks} ranks of {device.type}{_describe_mesh(run.trainer)}"
+    return f"{devices}, {run.precision.name}, {type(get_engine(run.trainer)).__name__}"
+
+
+def _describe_own(run: Run, setup: str) -> Iterator[str]:
+    """Yield what is known of a LightningModule of one's own, and what is not."""
+    trainer, task = run.trainer, run.task
+    weights = list(task.parameters())
+    num_parameters = sum(unsharded_shape(weight).numel() for weight in weights)
+    yield f"model: {type(task).__name__}, {num_parameters:,} parameters on {setup}"
+    if not task.automatic_optimization:
+        yield "optimization: by the module; steps are those of all its optimizers, and spikes are not rolled back"
+    if isinstance(run.data, StreamDataModule):
+        size = run.accumulation.global_batch_size
+        epochs = run.data.describe_epochs(trainer.max_steps * size)
+        yield f"batch: {_count(size, 'sample')} per step, {epochs}"
+        return
+    num = trainer.num_training_batches
+    loaders = "one's own loaders" if run.data is None else f"the loaders of {type(run.data).__name__}"
+    epoch = (
+        "an endless stream" if num == float("inf") else f"{_count(int(num), 'batch', 'batches')} an epoch on each rank"
+    )
+    yield f"batch: of {loaders}, {_count(trainer.accumulate_grad_batches, 'batch', 'batches')} a step; {epoch}"
+
+
+def _describe_task(run: Run, setup: str, resumed_from: Path | None) -> Iterator[str]:
     trainer, plan = run.trainer, run.accumulation
     every = list((run.task.whole_model or run.task).parameters())
     num_parameters = sum(unsharded_shape(weight).numel() for weight in every)
-    num_ranks = trainer.world_size
-    device = run.task.device
-    devices = str(device) if num_ranks == 1 else f"{num_ranks} ranks of {device.type}{_describe_mesh(trainer)}"
-    setup = f"{devices}, {run.precision.name}, {type(get_engine(trainer)).__name__}"
     num_trained = sum(unsharded_shape(weight).numel() for weight in every if weight.requires_grad)
     trained = (
         ""
@@ -185,21 +232,10 @@ def header(run: Run, *, resumed_from: Path | None) -> Iterator[str]:
     pipeline = get_engine(trainer).pipeline
     if pipeline is not None:
         yield f"pipeline: {pipeline.describe()}"
-    if run.precision.scales_loss and device.type == "cpu":
-        yield "float16 is emulated on a CPU, about ten times slower than precision=bf16-mixed"
-    if run.precision.name == "32-true" and device.type == "cpu" and torch.cpu.get_capabilities().get("amx_bf16"):
-        yield "this processor has matrix units for bfloat16 (AMX), which precision=bf16-mixed uses"
-    if resumed_from is not None:
-        yield f"resumed from {resumed_from} at step {trainer.global_step}"
-        if device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
-            yield (
-                "on a GPU the curve differs in its last bits from that of a run without interruption;"
-                " trainer.deterministic=true makes them equal, with slower backward passes"
-            )
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def _count(number: int, what: str, several: str | None = None) -> str:
+    return f"{number:,} {what if number == 1 else several or f'{what}s'}"
 
 
 def _describe_mesh(trainer: lightning.Trainer) -> str:

@@ -75,6 +75,12 @@ class DDP(TorchNativeMixin, ShardSavingMixin, DDPStrategy):
             apply_context_parallel(model, self.groups.context)
         return super().materialize(model, initialize, is_trained=is_trained)
 
+    def place_own(self, module: lightning.LightningModule, blocks: Sequence[nn.Module]) -> None:
+        """Prepare for a LightningModule of one's own, before it is wrapped."""
+        # a step of one of several optimizers uses some of the parameters only
+        if not module.automatic_optimization:
+            self._ddp_kwargs["find_unused_parameters"] = True
+
     @override
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return the optimizer; distribute its work over the replicas if it supports that."""
@@ -106,7 +112,7 @@ class DDP(TorchNativeMixin, ShardSavingMixin, DDPStrategy):
         A backward pass with zero gradients, in the order of a real one, triggers the rebuild here.
         """
         super().setup(trainer)
-        if trainer.state.fn != "fit":
+        if trainer.state.fn != "fit" or self._ddp_kwargs.get("find_unused_parameters"):  # with which it rebuilds none
             return
         assert isinstance(self.model, DistributedDataParallel)
         reducer = self.model.reducer

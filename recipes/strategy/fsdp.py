@@ -4,8 +4,9 @@ import copy
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import lightning.pytorch as lightning
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -16,6 +17,7 @@ from typing_extensions import override
 
 from recipes.checkpoint.shards import ShardSavingMixin
 from recipes.engine import implements_engine
+from recipes.errors import ConfigError
 from recipes.lightning_internals import set_up_mesh
 from recipes.mesh import Mesh
 from recipes.parallel.context import apply_context_parallel
@@ -32,6 +34,7 @@ from recipes.strategy.sharding import (
     count_gathered_bytes,
     get_data_axes,
     keep_gathered,
+    shard_children,
     shard_model,
 )
 from recipes.strategy.torch_native import TorchNativeMixin
@@ -67,7 +70,7 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
     shards_weights: ClassVar[bool] = True
     state_layout: ClassVar[str] = "fsdp"
 
-    _root: FSDPModule
+    _roots: list[FSDPModule]  # one for each child of a LightningModule of one's own
     _expert_mesh: DeviceMesh | None = None
 
     def __init__(
@@ -172,7 +175,26 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         initialize(model)
         assert isinstance(model, FSDPModule)
         if is_trained:
-            self._root = model
+            self._roots = [model]
+
+    def place_own(self, module: lightning.LightningModule, blocks: Sequence[nn.Module]) -> None:
+        """Shard a LightningModule of one's own, which every rank has constructed whole, with equal weights.
+
+        Its blocks are units, and so is what is left of each child: a step calls its children, and not itself.
+
+        Raises:
+            ConfigError: The module has parameters beside those of its children, or a mesh that only our models have.
+        """
+        direct = [name for name, _ in module.named_parameters(recurse=False)]
+        if direct:
+            raise ConfigError(
+                f"strategy={self.option} task=lightning",
+                f"{', '.join(direct)} belong to the module itself, and weights are gathered by its submodules",
+                "strategy=ddp, or these parameters in an nn.Module whose forward uses them",
+            )
+        self._roots = shard_children(
+            module, blocks, mesh=get_data_axes(self.device_mesh), policy=self._get_policy(), device=self.root_device
+        )
 
     def _get_policy(self) -> ShardPolicy:
         """Return the sharding policy; pipeline stages stay gathered for a whole step.
@@ -187,12 +209,18 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
     def _hold_whole_weights(self) -> Iterator[bool]:
         # pipeline stages stay gathered, and need the other stages anyway
         if self.groups.pipeline is not None or not self._gathers_once(
-            self._gather_for_generation, num_bytes=count_gathered_bytes(self._root)
+            self._gather_for_generation, num_bytes=count_gathered_bytes(self._roots[0])
         ):
             yield False
             return
-        with keep_gathered(self._root):
+        with keep_gathered(self._roots[0]):
             yield True
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which samples of loaders of one's own this rank reads; Lightning's looks for an axis of its own mesh."""
+        return {"num_replicas": self.data_size, "rank": self.data_rank}
 
     @override
     def model_to_device(self) -> None:
@@ -205,12 +233,14 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
         if self._gradient_sync == "per_micro_batch":
             yield
             return
-        self._root.set_requires_gradient_sync(False)
+        for root in self._roots:
+            root.set_requires_gradient_sync(False)
         try:
             yield
         finally:
             # also after an error, or a later backward pass would never reduce
-            self._root.set_requires_gradient_sync(True)
+            for root in self._roots:
+                root.set_requires_gradient_sync(True)
 
     @override
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

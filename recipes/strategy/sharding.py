@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -126,6 +126,45 @@ def shard_model(
         offload_policy=policy.offload,
         reshard_after_forward=not is_trained,
     )
+
+
+def shard_children(
+    module: nn.Module, blocks: Sequence[nn.Module], *, mesh: DeviceMesh, policy: ShardPolicy, device: torch.device
+) -> list[FSDPModule]:
+    """Shard each child of a module that has weights: its blocks one by one, and what is left of it as one unit.
+
+    Args:
+        module: With its weights, equal on every rank, in host memory.
+        blocks: Parts of it, each called once in a forward pass; a block in another one is part of that.
+        mesh: As for `shard_model`.
+        policy: As for `shard_model`.
+        device: Device of this rank; weights that are offloaded stay in host memory.
+
+    Returns:
+        The children.
+    """
+    inner = {part for block in blocks for part in block.modules() if part is not block}
+    for block in blocks:
+        if block not in inner:
+            _shard_unit(block, mesh, policy, reshard=True)
+    roots: list[FSDPModule] = []
+    for child in module.children():
+        if not any(True for _ in child.parameters()):
+            continue
+        if not isinstance(child, FSDPModule):
+            fully_shard(
+                child,
+                mesh=mesh,
+                mp_policy=policy.mixed_precision(low=False),
+                offload_policy=policy.offload,
+                reshard_after_forward=False,
+            )
+        assert isinstance(child, FSDPModule), "`fully_shard` adds the class to the one of the module"
+        roots.append(child)
+    for name, buffer in [*module.named_buffers()]:
+        owner = module.get_submodule(name.rpartition(".")[0])
+        owner._buffers[name.rpartition(".")[2]] = buffer.to(device)
+    return roots
 
 
 @contextmanager

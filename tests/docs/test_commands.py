@@ -63,8 +63,9 @@ def _check(overrides: list[str]) -> list[str]:
 def _make_workplace(folder: Path) -> Path:
     """Make the files that the pages name: texts, tokens and a finished run."""
     (folder / "my_code").mkdir()
-    own = next(block for block in BLOCKS if block.page.name == "own_data.md" and block.language == "python")
-    (folder / "my_code/mine.py").write_text(own.text)
+    for page, file in (("own_data.md", "mine.py"), ("own_module.md", "net.py")):
+        own = next(block for block in BLOCKS if block.page.name == page and block.language == "python")
+        (folder / "my_code" / file).write_text(own.text)
     (folder / "my_texts").mkdir()
     (folder / "my_texts/a.txt").write_text("text\n" * 100)
     (folder / "tokens.bin").write_bytes(bytes(2000))

@@ -25,6 +25,7 @@ from recipes.config.check.metrics import check_metrics, check_readers, check_thr
 from recipes.config.check.nodes import NO_DEFAULT, check_nodes
 from recipes.config.check.own_classes import check_own_classes
 from recipes.config.check.own_options import check_own_options
+from recipes.config.check.own_training import check_own_training
 from recipes.config.check.parameter_rules import check_parameter_rules
 from recipes.config.check.paths import check_paths
 from recipes.config.check.ranges import check_ranges
@@ -147,6 +148,7 @@ def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
         *check_thresholds(config),
         *check_frozen_models(run),
         *check_evaluator(run),
+        *check_own_training(run),
         *check_unread(run, overrides),
         *check_rewards(run, overrides),
         *check_resumed(run),

@@ -1,0 +1,105 @@
+"""Loaders of a LightningDataModule or LightningModule of one's own, and the place in an epoch that a run resumes at.
+
+The order of such loaders follows from the generators of Python, numpy and torch when an epoch begins. A checkpoint has
+their states at that moment and the number of batches read since: a resumed run begins the epoch again with them, and
+reads these batches without training on them. Nothing but time is lost, whatever the loaders draw.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as lightning
+import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.seed import isolate_rng
+from typing_extensions import override
+
+from recipes.checkpoint.rng_state import read_states, restore, rng_state
+from recipes.checkpoint.saved_tensor import SavedTensor
+from recipes.checkpoint.shard_file import Part
+from recipes.checkpoint.shards import unsharded_part
+
+LOGGER = logging.getLogger("lightning_recipes")
+_EPOCH = "epoch_"  # before the source of a generator's state, of the beginning of the epoch
+_NUM_READ = "epoch_batches"
+
+
+def record_epochs(owner: Any) -> None:
+    """Make the training loaders of a module or data module record the generators when an epoch begins."""
+    of_user: Any = type(owner)
+    owner.__class__ = type(of_user.__name__, (_Recording, of_user), {"__module__": of_user.__module__})
+
+
+class _Recording:
+    """The first base of a module whose training loaders are recorded."""
+
+    def train_dataloader(self) -> CombinedLoader:
+        """Return the loaders of the module as Lightning combines them."""
+        loader = super().train_dataloader()  # type: ignore[misc]
+        combined = loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle")
+        combined.__class__ = RecordedLoader
+        return combined
+
+
+class RecordedLoader(CombinedLoader):
+    """Loaders that keep the states of the generators with which the epoch began."""
+
+    epoch_began: Mapping[str, Part] | None = None
+
+    @override
+    def __iter__(self) -> "RecordedLoader":
+        self.epoch_began = rng_state()
+        super().__iter__()
+        return self
+
+
+def get_place(trainer: lightning.Trainer) -> dict[str, Part]:
+    """Return this rank's place in the epoch of loaders of one's own, for a checkpoint; empty for other data."""
+    loader = trainer.fit_loop._combined_loader
+    if not isinstance(loader, RecordedLoader) or loader.epoch_began is None:
+        return {}
+    num_read = torch.tensor(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+    place = {_EPOCH + source: state for source, state in loader.epoch_began.items()}
+    return place | {_NUM_READ: unsharded_part(num_read)}
+
+
+def go_on_in_epoch(trainer: lightning.Trainer, place: Mapping[str, SavedTensor] | None) -> None:
+    """Move the loaders to where a checkpoint was saved; the generators must be in its states, and are left so.
+
+    Args:
+        trainer: About to train.
+        place: What `get_place` returned, among the generator states of this rank; None: another number of ranks.
+    """
+    loop: Any = trainer.fit_loop
+    loader, fetcher = loop._combined_loader, loop._data_fetcher
+    if not isinstance(loader, RecordedLoader) or fetcher is None:
+        return
+    if any(hasattr(one, "load_state_dict") for one in loader.flattened):
+        return  # it has gone on from its own state
+    num_read = 0 if place is None else int(place[_NUM_READ].read())
+    if place is None:
+        LOGGER.warning("The loaders begin an epoch: the checkpoint was saved by another number of ranks")
+        return
+    if num_read >= trainer.num_training_batches:
+        if loop.epoch_loop.restarted_on_train_batch_end:  # else Lightning ends the epoch first, and begins the next one
+            _begin_epoch(trainer, loop.epoch_progress.current.processed)
+        return
+    began = {source.removeprefix(_EPOCH): state for source, state in place.items() if source.startswith(_EPOCH)}
+    del began[_NUM_READ.removeprefix(_EPOCH)]
+    if num_read:
+        LOGGER.info(f"data: reading {num_read:,} batches of the epoch again, to go on where the checkpoint was saved")
+    with isolate_rng():
+        restore(read_states([began], rank=0, world_size=1), seed=0, rank=0, step=0)
+        _begin_epoch(trainer, loop.epoch_progress.current.processed)
+        for _ in range(num_read):
+            next(fetcher)
+    fetcher.fetched -= num_read  # Lightning adds the batches of the checkpoint to those that the fetcher has read
+
+
+def _begin_epoch(trainer: lightning.Trainer, epoch: int) -> None:
+    loop: Any = trainer.fit_loop
+    for one in loop._combined_loader.flattened:
+        _set_sampler_epoch(one, epoch)
+    iter(loop._data_fetcher)

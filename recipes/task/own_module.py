@@ -1,0 +1,402 @@
+"""Train any LightningModule as it is, with the checkpoints, rows, ranks and rollbacks of a run.
+
+Its steps, hooks, optimizers and schedules are its own. `adopt` gives the object a class of its own that is derived from
+its class: nothing wraps it, so that names of parameters, `self.log` and everything else are what the author expects.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import lightning.pytorch as lightning
+import torch
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from typing_extensions import override
+
+from recipes.blocks import list_blocks
+from recipes.checkpoint.rng_state import GeneratorStates, read_states, restore, rng_state
+from recipes.compile import compile_blocks
+from recipes.errors import ConfigError
+from recipes.lightning_internals import (
+    get_step_metrics,
+    is_accumulating,
+    is_at_last_step,
+    is_row_due,
+    is_validation_due,
+    unwrap_optimizer,
+)
+from recipes.numerics.collectives import average_over_ranks
+from recipes.precision import Precision
+from recipes.task.own_loaders import get_place, go_on_in_epoch
+from recipes.task.resumable import OnEngine
+
+_LOSS = "train/loss"
+# of an optimizer's groups: how torch computes a step on this run's device
+_OF_DEVICE = ("params", "foreach", "fused", "capturable", "differentiable")
+
+
+class OwnModule:
+    """A LightningModule of one's own, constructed when the run is built.
+
+    Args:
+        module: Constructs it.
+        blocks: Names of the classes of its blocks, the units of sharding and compilation; empty: those of its
+            `named_blocks()` or `blocks`.
+        batch: Keys of a batch of ours that the module is given as a tuple, such as [inputs, targets]; empty: the dict.
+            A batch of its own loaders is left as it is.
+        seed: Seed of the run.
+        precision: Dtypes of weights and matrix products.
+        compile_mode: `mode` of `torch.compile` for the blocks; None: eager.
+    """
+
+    has_own_training: ClassVar[bool] = True
+    deferred: ClassVar[tuple[str, ...]] = ("module",)
+
+    def __init__(
+        self,
+        *,
+        module: Callable[[], Any],
+        blocks: Sequence[str],
+        batch: Sequence[str],
+        seed: int,
+        precision: Precision,
+        compile_mode: str | None,
+    ) -> None:
+        self._make = module
+        self._of_run = _OfRun(
+            seed=seed, blocks=tuple(blocks), batch=tuple(batch), precision=precision, compile_mode=compile_mode
+        )
+
+    def adopt(self) -> "Adopted":
+        """Construct the module and give it what a run needs.
+
+        Raises:
+            ConfigError: It is no LightningModule, or its constructor raises.
+        """
+        module = self._make()
+        if not isinstance(module, lightning.LightningModule):
+            raise ConfigError(
+                f"task.module._target_={type(module).__name__}",
+                "it is not a LightningModule, which has the steps and optimizers of a training",
+                "model={_target_: …} for an nn.Module, with task=classification or another of conf/task/",
+            )
+        of_user: Any = type(module)
+        bases = (_TakesTuples, Adopted, of_user) if self._of_run.batch else (Adopted, of_user)
+        module.__class__ = type(of_user.__name__, bases, {"__module__": of_user.__module__})
+        adopted: Any = module
+        adopted.recipes_of_run = self._of_run
+        adopted.recipes_row = {}
+        adopted.optimized_parameters = []
+        return adopted  # type: ignore[no-any-return]
+
+
+@dataclass(kw_only=True)
+class _OfRun:
+    """What a run keeps of a module of one's own: settings, and state between its hooks."""
+
+    seed: int
+    blocks: tuple[str, ...]
+    batch: tuple[str, ...]
+    precision: Precision
+    compile_mode: str | None
+    is_placed: bool = False
+    num_samples: int = 0
+    window_loss: Tensor | None = None  # 0-dim, of the micro-batches of a step so far
+    resumed_groups: list[dict[str, Any]] = field(default_factory=list)
+    resumed_rng: GeneratorStates | None = None
+    resumed_place: Mapping[str, Any] | None = None  # of loaders of one's own
+    is_resumed: bool = False
+    rng_before_end: dict[str, Any] | None = None  # of the generators, before a validation that only ends the run
+    is_rng_restored: bool = False
+
+
+class Adopted(OnEngine):
+    """The first base of a module that a run has adopted; every hook calls that of the module.
+
+    Attributes:
+        recipes_row: Metrics of the current step: what the module logs and what callbacks add.
+        recipes_of_run: Settings of the run and state between hooks.
+        optimized_parameters: Names of the parameters in the groups of all optimizers, in that order.
+    """
+
+    recipes_row: dict[str, float | Tensor]
+    recipes_of_run: _OfRun
+    optimized_parameters: list[str]
+    # of `Resumable`, which engines and the start of a run read
+    has_known_state: ClassVar[bool] = False
+
+    # Model: placed once the ranks are known.
+
+    @override
+    def configure_model(self) -> None:
+        of_run = self.recipes_of_run
+        super().configure_model()
+        if of_run.is_placed:
+            return
+        of_run.is_placed = True
+        blocks = self._find_blocks()
+        if of_run.compile_mode is not None and blocks:
+            compile_blocks(blocks, mode=of_run.compile_mode, leaves_out_hooks=self.engine.gathers_by_hooks)
+        place: Any = getattr(self.engine, "place_own", None)
+        if place is not None:
+            place(self, blocks)
+
+    def _find_blocks(self) -> list[nn.Module]:
+        names = self.recipes_of_run.blocks
+        if not names:
+            owners = (self, *self.children())
+            return [block for owner in owners for block in list_blocks(owner)]
+        known = {type(module).__name__ for module in self.modules()}
+        for name in names:
+            if name not in known:
+                raise ConfigError(
+                    f"task.blocks=[{', '.join(names)}]",
+                    f"no part of the module is a {name}; it has {', '.join(sorted(known - {type(self).__name__}))}",
+                    "task.blocks=[<names of classes>]",
+                )
+        return [module for module in self.modules() if type(module).__name__ in names]
+
+    # Steps: what a row and a rollback need of them.
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        response: int | None = super().on_train_batch_start(batch, batch_idx)
+        if response != -1:
+            self.recipes_of_run.num_samples += _count_samples(batch) * self.engine.data_size
+        return response
+
+    def recipes_add_step(self, outputs: Any) -> None:
+        """Add to the row of a step, after its last micro-batch, the loss and what the module has logged in it.
+
+        Args:
+            outputs: What Lightning passes to `on_train_batch_end`; its loss is divided by the micro-batches.
+        """
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        of_run, trainer = self.recipes_of_run, self.trainer
+        if self.automatic_optimization and isinstance(loss, Tensor):
+            earlier = of_run.window_loss
+            of_run.window_loss = loss.detach() if earlier is None else earlier + loss.detach()
+        if is_accumulating(trainer):
+            return
+        if is_at_last_step(trainer):
+            trainer.should_stop = True  # makes Lightning log and validate the last step regardless of the intervals
+        if trainer.should_stop and not is_validation_due(trainer):
+            # its loaders draw from the same generators, and a run with more steps has no validation here
+            of_run.rng_before_end = rng_state()
+        mean, of_run.window_loss = of_run.window_loss, None
+        if not is_row_due(trainer):
+            return
+        row = dict(self._list_learning_rates()) | get_step_metrics(trainer)
+        if mean is not None:
+            row.setdefault(_LOSS, self.engine.sum_over_data_ranks(mean.float()) / self.engine.data_size)
+        self.recipes_row |= row
+
+    def _list_learning_rates(self) -> Iterator[tuple[str, float]]:
+        """Yield the learning rate of each optimizer by name, as of the next step."""
+        optimizers = self.trainer.optimizers
+        for index, optimizer in enumerate(optimizers):
+            yield "lr" if len(optimizers) == 1 else f"lr/optimizer_{index}", float(optimizer.param_groups[0]["lr"])
+
+    def recipes_log_last_step(self) -> None:
+        """Do nothing: a module logs what it logs."""
+
+    def recipes_consumed(self) -> tuple[int, int]:
+        """Return the samples consumed so far over all ranks; tokens of a module of one's own are not known."""
+        return self.recipes_of_run.num_samples, 0
+
+    def recipes_generate_text(self, *prompt: Any, **options: Any) -> str | None:
+        """Return None: a module of one's own generates no text that is known of."""
+        return None
+
+    def list_measures(self) -> dict[str, bool | None]:
+        """Return the names of what validation has logged; whether higher is better is not known."""
+        return {name: None for name in self.trainer.callback_metrics if name.startswith("val")}
+
+    def share_statistics(self) -> None:
+        """Average running statistics over ranks, because each rank has updated them with its own samples."""
+        saved = self.state_dict(keep_vars=True)
+        buffers = (buffer for name, buffer in self.named_buffers() if name in saved)
+        average_over_ranks((buffer for buffer in buffers if buffer.is_floating_point()), self.engine.groups.stage)
+
+    @override
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Measure the gradient norm and clip in one pass, unless the module clips in its own way."""
+        own = super().configure_gradient_clipping
+        if getattr(own, "__func__", None) is not lightning.LightningModule.configure_gradient_clipping:
+            own(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        by_value = gradient_clip_algorithm == "value"
+        self.engine.clip_gradients(
+            [parameter for group in optimizer.param_groups for parameter in group["params"]],
+            max_norm=None if by_value else gradient_clip_val,
+            max_value=gradient_clip_val if by_value else None,
+        )
+
+    # Optimizers and checkpoints.
+
+    @override
+    def configure_optimizers(self) -> Any:
+        configured = super().configure_optimizers()
+        optimizers = _list_optimizers(configured)
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        groups = itertools.chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
+        # now, because an engine may put flat shards in the place of the parameters
+        self.optimized_parameters = [names[id(parameter)] for group in groups for parameter in group["params"]]
+        for optimizer in optimizers:
+            prepared = self.engine.prepare_optimizer(optimizer)
+            assert prepared is optimizer, "the config check rejects an engine that replaces it"
+        return configured
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        for key in [key for key in checkpoint if key.startswith(("hparams_", "hyper_parameters", "datamodule_hp"))]:
+            del checkpoint[key]  # of `save_hyperparameters`: objects of any kind; config.yaml has the settings
+        checkpoint["optimizer_states"] = [_join(checkpoint["optimizer_states"])]
+        first: dict[int, str] = {}
+        every = self.named_parameters(remove_duplicate=False)
+        tied = {name: first[id(p)] for name, p in every if first.setdefault(id(p), name) != name}
+        checkpoint |= {
+            "consumed": {"samples": self.recipes_of_run.num_samples, "tokens": 0},
+            "strategy": type(self.engine).__name__,
+            "mesh": self.engine.mesh.sizes(),
+            "loggers": {type(logger).__name__: logger.version for logger in self.trainer.loggers},
+            "optimizer": [type(unwrap_optimizer(optimizer)).__name__ for optimizer in self.trainer.optimizers],
+            "parameters": self.optimized_parameters,
+            "group_values": [],
+            "tied": tied,
+            "validated_to_end": self.recipes_of_run.rng_before_end is not None,
+            "rng": (self.recipes_of_run.rng_before_end or rng_state()) | get_place(self.trainer),
+        }
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        of_run = self.recipes_of_run
+        of_run.num_samples = checkpoint["consumed"]["samples"]
+        for logger in self.trainer.loggers:
+            if hasattr(logger, "on_load_checkpoint"):
+                logger.on_load_checkpoint(self.trainer, self, checkpoint)
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        if checkpoint["validated_to_end"] and progress["is_last_batch"]:
+            # as if saved before that validation: Lightning would train on in the epoch that is over (2.6.6)
+            for counts in (progress["total"], progress["current"]):
+                counts["completed"] = counts["processed"] - 1
+        of_run.resumed_groups = checkpoint["optimizer_states"][0]["param_groups"]
+        checkpoint["optimizer_states"] *= max(1, len(checkpoint["optimizer"]))  # Lightning counts them
+        states = checkpoint["rng"] if self.is_of_same_mesh(checkpoint) else []
+        rank, world_size = self.trainer.global_rank, self.trainer.world_size
+        of_run.resumed_rng = read_states(states, rank=rank, world_size=world_size)
+        of_run.resumed_place = states[rank] if len(states) == world_size else None
+        of_run.is_resumed = True
+
+    def is_of_same_mesh(self, checkpoint: Mapping[str, Any]) -> bool:
+        """Return whether each rank of this run holds what the same rank of the saving run held."""
+        is_same_engine = checkpoint["strategy"] == type(self.engine).__name__
+        return is_same_engine and bool(checkpoint["mesh"] == self.engine.mesh.sizes())
+
+    def take_group_values(self, values: Sequence[Mapping[str, Any]]) -> None:
+        """Do nothing: what the groups hold is in the checkpoint, whole."""
+
+    @override
+    def on_train_start(self) -> None:
+        of_run = self.recipes_of_run
+        self.restore_rng()
+        if of_run.is_resumed:
+            self._resume_groups()
+            go_on_in_epoch(self.trainer, of_run.resumed_place)
+        super().on_train_start()
+
+    def _resume_groups(self) -> None:
+        """Set learning rates and the rest of all groups to those of the checkpoint, which the schedules go on from."""
+        saved = iter(self.recipes_of_run.resumed_groups)
+        for optimizer in map(unwrap_optimizer, self.trainer.optimizers):
+            for group in optimizer.param_groups:
+                group |= {key: value for key, value in next(saved).items() if key not in _OF_DEVICE}
+
+    def on_rollback(self, trainer: lightning.Trainer, pl_module: Any, from_step: int, to_step: int) -> None:
+        """Go on with the batches that follow: loaders are not rewound.
+
+        Args:
+            trainer: Lightning Trainer.
+            pl_module: This module.
+            from_step: Optimizer step at which the spike was detected.
+            to_step: Optimizer step whose state has been restored.
+        """
+        self.recipes_of_run.window_loss = None
+        if from_step == trainer.max_steps:
+            trainer.should_stop = False  # the run was about to end, but now has steps to repeat
+
+    def restore_rng(self) -> None:
+        """Restore the RNG state of the checkpoint, once; a new run goes on as the module's constructor left it."""
+        of_run, trainer = self.recipes_of_run, self.trainer
+        if of_run.is_rng_restored:
+            return
+        of_run.is_rng_restored = True
+        if of_run.is_resumed or trainer.global_rank:
+            restore(of_run.resumed_rng, seed=of_run.seed, rank=trainer.global_rank, step=trainer.global_step)
+
+
+class _TakesTuples(lightning.LightningModule):
+    """A module that takes a batch of ours as a tuple. Its hook would replace that of a data module of one's own."""
+
+    recipes_of_run: _OfRun
+
+    @override
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        keys = self.recipes_of_run.batch
+        if isinstance(batch, dict) and all(key in batch for key in keys):
+            batch = tuple(batch[key] for key in keys)
+        return super().on_after_batch_transfer(batch, dataloader_idx)
+
+
+def _list_optimizers(configured: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers in whatever form `configure_optimizers` returns them."""
+    if isinstance(configured, torch.optim.Optimizer):
+        return [configured]
+    if isinstance(configured, Mapping):
+        return [configured["optimizer"]]
+    if isinstance(configured, list | tuple):
+        parts = configured[0] if len(configured) == 2 and isinstance(configured[0], list | tuple) else configured
+        return [found for part in parts for found in _list_optimizers(part)]
+    assert configured is None or isinstance(configured, LRScheduler | ReduceLROnPlateau), type(configured)
+    return []
+
+
+def _join(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the states of several optimizers as one, keyed by the index of a parameter among those of all."""
+    joined: dict[str, Any] = {"state": {}, "param_groups": []}
+    for state in states:
+        offset = sum(len(group["params"]) for group in joined["param_groups"])
+        moved = [{**group, "params": [offset + index for index in group["params"]]} for group in state["param_groups"]]
+        joined["param_groups"] += moved
+        joined["state"] |= {offset + index: values for index, values in state["state"].items()}
+    return joined
+
+
+def _count_samples(batch: Any) -> int:
+    if isinstance(batch, Mapping) and isinstance(batch.get("num_samples"), int):
+        return int(batch["num_samples"])
+    return extract_batch_size(batch)
+
+
+def leave_optimization_to_module(trainer: lightning.Trainer, *, typed: Sequence[str]) -> None:
+    """Let a module with manual optimization clip and accumulate itself, which Lightning leaves to it.
+
+    Raises:
+        ConfigError: The command line asks for one of both.
+    """
+    for key, neutral in (("gradient_clip_val", None), ("accumulate_grad_batches", 1)):
+        for setting in typed:
+            if setting.lstrip("+").startswith(f"trainer.{key}=") and getattr(trainer, key) != neutral:
+                reason = "the module optimizes manually (automatic_optimization = False), and does this itself"
+                raise ConfigError(setting, reason, f"the same command without trainer.{key}")
+        setattr(trainer, key, neutral)

@@ -1,0 +1,118 @@
+"""LightningModules and a LightningDataModule as people write them, which know nothing of recipes."""
+
+from typing import Any
+
+import lightning.pytorch as lightning
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Noisy(TensorDataset):
+    """Rows with noise from the global generator, so that an epoch differs from the one before."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        x, y = super().__getitem__(index)
+        return x + 0.1 * torch.randn(x.shape), y
+
+
+class Rows(lightning.LightningDataModule):
+    """Two hundred rows in shuffled batches: 13 of 16 in an epoch, the last of 8."""
+
+    def __init__(self, batch_size: int = 16, num_workers: int = 0, noisy: bool = True) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+
+    def setup(self, stage: str | None = None) -> None:
+        x = torch.randn(200, 8, generator=torch.Generator().manual_seed(0))
+        y = (x.sum(dim=1) > 0).long()
+        self.train_set = (Noisy if self.hparams["noisy"] else TensorDataset)(x, y)
+        self.val_set = TensorDataset(x[:50], y[:50])
+
+    def train_dataloader(self) -> Any:
+        size, workers = self.hparams["batch_size"], self.hparams["num_workers"]
+        return DataLoader(self.train_set, batch_size=size, shuffle=True, num_workers=workers)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.val_set, batch_size=25)
+
+
+class Classifier(lightning.LightningModule):
+    """Automatic optimization with a schedule by epochs; names of attributes that tasks of ours have, too."""
+
+    def __init__(
+        self, lr: float = 1e-2, dropout: float = 0.1, num_inputs: int = 8, spike_at: int | None = None
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        self.model = nn.Sequential(nn.Linear(num_inputs, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 10))
+        self.loss = nn.CrossEntropyLoss()
+        self.metrics: dict[str, float] = {}
+        self.num_epochs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.model(x.flatten(1))
+        return logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss: Tensor = self.loss(self(x), y)
+        if self.trainer.fit_loop.epoch_loop.total_batch_idx == self.hparams["spike_at"]:
+            loss = 1000 * loss
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", self.loss(self(x), y))
+
+    def on_train_epoch_end(self) -> None:
+        self.num_epochs += 1
+        self.log("epochs", float(self.num_epochs))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)}
+
+
+class Adversaries(lightning.LightningModule):
+    """Manual optimization with two optimizers."""
+
+    def __init__(self, lr: float = 1e-3) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.lr = lr
+        self.generator = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.discriminator = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, _ = batch
+        of_generator, of_discriminator = self.optimizers()  # type: ignore[misc]
+        fake = self.generator(torch.randn(len(real), 4))
+        self._step(of_generator, self._judge(fake, real=True), "generator_loss")
+        judged = self._judge(real, real=True) + self._judge(fake.detach(), real=False)
+        self._step(of_discriminator, judged, "discriminator_loss")
+
+    def _judge(self, rows: Tensor, *, real: bool) -> Tensor:
+        judged = self.discriminator(rows)
+        return nn.functional.binary_cross_entropy_with_logits(judged, torch.full_like(judged, float(real)))
+
+    def _step(self, optimizer: Any, loss: Tensor, name: str) -> None:
+        self.toggle_optimizer(optimizer)
+        self.log(name, loss)
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        parts = (self.generator, self.discriminator)
+        return [torch.optim.Adam(part.parameters(), lr=self.lr, betas=(0.5, 0.999)) for part in parts]
+
+
+class WithLoaders(Classifier):
+    """A module that has its loaders itself."""
+
+    def train_dataloader(self) -> Any:
+        x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+        return DataLoader(Noisy(x, (x.sum(dim=1) > 0).long()), batch_size=16, shuffle=True)

@@ -1,0 +1,171 @@
+"""A LightningModule of one's own: its own Trainer's losses bit for bit, also after a resume anywhere."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as lightning
+import own_modules
+import pytest
+import torch
+from support import execute, read_metrics
+
+from recipes.config import compose_and_check
+from recipes.run_folder import EVENTS_FILE, read_events
+from recipes.runtime.exit_codes import ExitCode
+
+MODULE, LOADERS = "task.module._target_=own_modules.Classifier", "data.module._target_=own_modules.Rows"
+OWN = ("task=lightning", "data=lightning", "trainer.gradient_clip_val=null", "eval_every=10", "save_every=7")
+
+
+def own(*overrides: str, module: str = "Classifier", data: str = "{_target_: own_modules.Rows}") -> list[str]:
+    return [*OWN, f"task.module={{_target_: own_modules.{module}}}", f"data.module={data}", *overrides]
+
+
+def run(folder: Path, *overrides: str) -> None:
+    assert execute(*overrides, f"hydra.run.dir={folder}") == 0
+
+
+class Recorder(lightning.Callback):
+    """Keeps what a script's own Trainer computes: the loss of each batch, and what is logged."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.rows.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def train_in_a_script(module: type[Any], steps: int, data: Any = own_modules.Rows, **trainer: Any) -> list[Any]:
+    lightning.seed_everything(1234, verbose=False)
+    loaders = data() if data is not None else None
+    recorder = Recorder()
+    settings = {"val_check_interval": 10, "check_val_every_n_epoch": None, "max_epochs": -1, "logger": False} | trainer
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    own_trainer = lightning.Trainer(max_steps=steps, accelerator="cpu", callbacks=[recorder], **quiet, **settings)
+    own_trainer.fit(module(), loaders)
+    return recorder.rows
+
+
+def get_column(folder: Path, name: str) -> dict[int, float]:
+    return {int(row["step"]): row[name] for row in read_metrics(folder) if row.get(name) is not None}
+
+
+def to_float32(values: Any) -> list[float]:
+    return torch.tensor([float(f"{value:.9g}") for value in values], dtype=torch.float32).tolist()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    return to_float32(row["train_loss"] for row in train_in_a_script(own_modules.Classifier, 30))
+
+
+def test_the_losses_are_those_of_its_own_trainer_bit_for_bit(tmp_path: Path, expected: list[float]) -> None:
+    run(tmp_path, *own("trainer.max_steps=30"))
+    logged, returned = get_column(tmp_path, "train_loss"), get_column(tmp_path, "train/loss")
+    assert to_float32(logged.values()) == to_float32(returned.values()) == expected
+    assert [*logged] == [*range(1, 31)]
+    assert [*get_column(tmp_path, "val_loss")] == [10, 20, 30]
+    assert get_column(tmp_path, "epochs") == {13: 1.0, 26: 2.0, 30: 3.0}
+
+
+@pytest.mark.parametrize("stop", [9, 13, 20, 26])
+def test_a_run_goes_on_within_an_epoch_and_at_its_end_as_if_it_had_not_stopped(
+    tmp_path: Path, stop: int, expected: list[float]
+) -> None:
+    run(tmp_path, *own(f"trainer.max_steps={stop}"))
+    run(tmp_path, *own("trainer.max_steps=30", "resume=auto"))
+    losses = get_column(tmp_path, "train/loss")
+    assert [*losses] == [*range(1, 31)]
+    assert to_float32(losses.values()) == expected
+
+
+def test_accumulation_and_clipping_give_the_losses_of_its_own_trainer(tmp_path: Path) -> None:
+    rows = train_in_a_script(own_modules.Classifier, 20, accumulate_grad_batches=2, val_check_interval=20)
+    run(tmp_path, *own("trainer.max_steps=20", "trainer.accumulate_grad_batches=2"))
+    logged = [*get_column(tmp_path, "train_loss").values()]
+    # an epoch has 13 batches, so its seventh step is of one
+    ends = [number for number in range(len(rows)) if number % 13 % 2 or number % 13 == 12]
+    found = [rows[number]["train_loss"] for number in ends]
+    assert to_float32(logged) == to_float32(found)
+    clipped = train_in_a_script(own_modules.Classifier, 20, gradient_clip_val=0.3)
+    run(tmp_path / "clipped", *own("trainer.max_steps=20", "trainer.gradient_clip_val=0.3"))
+    found = [*get_column(tmp_path / "clipped", "train_loss").values()]
+    # ours adds the squares of the norm in float64
+    assert found == pytest.approx([row["train_loss"] for row in clipped], rel=2e-6)
+
+
+def test_two_optimizers_of_a_module_step_and_resume_as_under_its_own_trainer(tmp_path: Path) -> None:
+    rows = train_in_a_script(own_modules.Adversaries, 40)
+    module = {"module": "Adversaries"}
+    run(tmp_path, *own("trainer.max_steps=18", **module))
+    run(tmp_path, *own("trainer.max_steps=40", "resume=auto", **module))
+    for name in ("generator_loss", "discriminator_loss"):
+        found = get_column(tmp_path, name)
+        assert [*found] == [*range(2, 41, 2)]
+        assert to_float32(found.values()) == to_float32(row[name] for row in rows)
+
+
+def test_a_module_may_have_its_loaders_itself(tmp_path: Path) -> None:
+    rows = train_in_a_script(own_modules.WithLoaders, 12, None)
+    run(tmp_path, *own("trainer.max_steps=6", module="WithLoaders", data="null"))
+    run(tmp_path, *own("trainer.max_steps=12", "resume=auto", module="WithLoaders", data="null"))
+    found = get_column(tmp_path, "train/loss")
+    assert [*found] == [*range(1, 13)]
+    assert to_float32(found.values()) == to_float32(row["train_loss"] for row in rows)
+
+
+def test_mixed_precision_gives_the_losses_of_its_own_trainer(tmp_path: Path) -> None:
+    rows = train_in_a_script(own_modules.Classifier, 8, precision="bf16-mixed")
+    run(tmp_path, *own("trainer.max_steps=8", "precision=bf16-mixed"))
+    assert to_float32(get_column(tmp_path, "train/loss").values()) == to_float32(row["train_loss"] for row in rows)
+
+
+def test_a_module_takes_tuples_of_the_data_of_recipes_and_resumes_exactly(tmp_path: Path) -> None:
+    module = "task.module={_target_: own_modules.Classifier, num_inputs: 64}"
+    digits = ("task=lightning", module, "data=digits", "task.batch=[inputs, targets]", "save_every=5", "eval_every=10")
+    run(tmp_path / "whole", *digits, "trainer.max_steps=12")
+    run(tmp_path / "resumed", *digits, "trainer.max_steps=5")
+    run(tmp_path / "resumed", *digits, "trainer.max_steps=12", "resume=auto")
+    whole, resumed = (get_column(tmp_path / name, "train/loss") for name in ("whole", "resumed"))
+    assert whole == resumed
+    assert len(whole) == 12
+
+
+def test_a_spike_is_rolled_back_and_later_batches_are_trained_on(tmp_path: Path) -> None:
+    spike = "task.module={_target_: own_modules.Classifier, spike_at: 24}"
+    rollback = ("callbacks.loss_spike.action=rollback", "callbacks.loss_spike.warmup_steps=10")
+    run(tmp_path, *own("trainer.max_steps=30", spike, *rollback, "callbacks.loss_spike.max_skips=0"))
+    kinds = [event["event"] for event in read_events(tmp_path / EVENTS_FILE)]
+    assert kinds.count("rollback") == 1
+    losses = get_column(tmp_path, "train/loss")
+    assert max(losses.values()) < 5
+    assert [*losses] == [*range(1, 31)]
+
+
+def test_the_best_checkpoint_is_by_the_one_loss_that_validation_logs(tmp_path: Path) -> None:
+    run(tmp_path, *own("trainer.max_steps=30", "save_every=10"))
+    assert (tmp_path / "checkpoints" / "best").resolve().name == "step_0000030.ckpt"
+
+
+REFUSED = {
+    "an optimizer": (["optimizer=muon"], "the module has its own"),
+    "a batch size": (["global_batch_size=8"], "the loaders of data.module decide what a batch is"),
+    "a mode": (["mode=plan"], "a LightningModule keeps to itself"),
+    "tensor parallelism": (["strategy=fsdp", "trainer.devices=2", "tensor_parallel_size=2"], "only models of ours"),
+    "ZeRO-3": (["strategy=deepspeed_stage_3"], "constructs its weights and its optimizer itself"),
+    "bfloat16 weights": (["precision=bf16-true"], "no storage yet"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_before_the_run(name: str) -> None:
+    overrides, reason = REFUSED[name]
+    mistakes = compose_and_check(own(*overrides))[1]
+    assert any(reason in str(mistake) for mistake in mistakes), mistakes
+
+
+def test_another_class_is_named_with_what_to_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [text for text in own() if not text.startswith("task.module")]
+    wrong = "task.module={_target_: own_modules.Rows}"
+    assert execute(*arguments, wrong, f"hydra.run.dir={tmp_path}") == ExitCode.INVALID_CONFIG
+    assert "it is not a LightningModule" in " ".join(capsys.readouterr().out.split())
