@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from recipes.config.cached_compose import compose_overrides
+from recipes.config.epochs import take_epochs, write_epochs
 from recipes.config.instantiate import PARTIAL, RULES, TARGET
 from recipes.config.local_path import find_address
 from recipes.config.overrides import escape_interpolations, for_shell, parse_override, to_overrides
@@ -76,6 +77,7 @@ class Composed:
         config_folder: Config folder.
         config_name: Primary config, without its suffix.
         continues: Whether the run folder holds an earlier start of this same run.
+        epochs: Length of the run in passes over its data, as typed, until these are counted; None: it is in steps.
     """
 
     config: Config
@@ -90,6 +92,7 @@ class Composed:
     config_folder: str = str(CONF)
     config_name: str = "config"
     continues: bool = False
+    epochs: str | None = None
 
 
 _Run = TypeVar("_Run", bound=Composed)
@@ -118,12 +121,14 @@ def in_words(message: str) -> str:
 def quote_options(overrides: Sequence[str]) -> list[str]:
     """Quote option names that Hydra's grammar would not read as text: `debug=nan`, `precision=16`.
 
-    Text with surrounding spaces is also quoted: `mode.prompt='    return x'`.
+    Text with surrounding spaces is also quoted: `mode.prompt='    return x'`. `trainer.max_epochs=3` becomes
+    `trainer.max_steps=3epochs`, so that each of the two replaces the other.
     """
     return [_quote_option(override) for override in overrides]
 
 
 def _quote_option(override: str) -> str:
+    override = write_epochs(override)
     group, equals, names = override.partition("=")
     if "~" in names and SEARCH_PATH in group:
         return expand_home(override)
@@ -213,6 +218,7 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
     inherited, dropped = select_inherited(resumed, overrides, config_folder, config_name) if resumed else ([], [])
     node = compose_overrides([*inherited, *overrides], config_folder, config_name)
     node = _leave_out_untaken(node, [*inherited, *overrides])
+    epochs = take_epochs(node)
     config = _to_plain(node)
     if isinstance(config.get("resume"), str):
         config["resume"] = os.path.expanduser(config["resume"])
@@ -238,6 +244,7 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
         sweep_overrides=[*to_overrides(_get_sweeper_params(node)), *sweeps],
         config_folder=str(config_folder),
         config_name=config_name,
+        epochs=epochs,
     )
 
 

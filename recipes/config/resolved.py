@@ -81,6 +81,15 @@ class ResolvedRun(Composed):
             node[name] = value
         return dataclasses.replace(self, config=config)
 
+    def list_followers(self, key: str) -> list[str]:
+        """Return a setting and all that only refer to it, directly or through others."""
+        followers = [key]
+        for follower in followers:  # grows
+            followers += [
+                name for name, origin in self.references.items() if origin == follower and name not in followers
+            ]
+        return followers
+
     def on(self, ranks: Ranks) -> Self:
         """Return the same run on other ranks."""
         return dataclasses.replace(self, placed_on=ranks)
@@ -302,7 +311,7 @@ class ResolvedRun(Composed):
 
     @property
     def max_steps(self) -> int:
-        """Optimizer steps of the run."""
+        """Optimizer steps of the run; a number longer than any while `epochs` says how long it is."""
         return int(self.config["trainer"]["max_steps"])
 
     @property
@@ -405,7 +414,8 @@ class ResolvedRun(Composed):
             return 0
         node = self.config["checkpoint"]
         every = node["keep_every"]
-        return int(node["keep_last"] + node["keep_best"] + 1 + (self.max_steps // every if every else 0))
+        num_kept = self.max_steps // every if every and self.epochs is None else 0
+        return int(node["keep_last"] + node["keep_best"] + 1 + num_kept)
 
     @property
     def num_host_snapshots(self) -> int:

@@ -21,10 +21,11 @@ from recipes.config.resolved import ResolvedRun
 from recipes.config.search_path import resume_command
 from recipes.config.traits import list_nodes, select
 from recipes.config.unread import list_unread
+from recipes.entry.length import settle_length
 from recipes.entry.light_import import without_unused_packages
 from recipes.entry.out_of_memory import advise, check_room, describe_out_of_memory, log_exit
 from recipes.entry.spawn import spawn_ranks
-from recipes.errors import ConfigError, find_mistake, format_report, shell
+from recipes.errors import ConfigError, ConfigErrors, find_mistake, format_report, shell
 from recipes.files import DISK_ERRORS, WriteError, describe
 from recipes.run_folder import CHECKPOINTS, ENVIRONMENT_FILE, EVENTS_FILE, LOG_FILE, find_run_folder, has_checkpoint
 from recipes.runtime.console import LOGGER, open_console
@@ -108,6 +109,10 @@ def _launch(resolved: ResolvedRun, *, in_sweep: bool, shows_errors: bool) -> Out
     if global_rank() == 0 and (unread := list_unread(resolved)):
         verb = "has" if len(unread) == 1 else "have"
         LOGGER.info(f"{', '.join(unread)} {verb} no effect in mode={resolved.mode.name}")
+    try:  # once, by whoever starts the ranks: each of them is given the number of steps
+        resolved = settle_length(resolved)
+    except (KeyboardInterrupt, Exception) as error:
+        return _end(error, resolved, shows_errors)
     is_single = ranks.world_size == 1 and not in_sweep
     if is_single or ranks.started_by is not None:
         return _execute(resolved, shows_errors)
@@ -208,41 +213,51 @@ def _failure_from_mistake(mistake: ConfigError, *, is_late: bool = False) -> Fai
 
 def _execute(resolved: ResolvedRun, shows_errors: bool) -> Outcome:
     """Execute the run, or its part on this rank, in this process."""
-    ranks, folder = resolved.ranks, resolved.run_folder
     try:
         with _locked_folder(resolved):
             with without_unused_packages(resolved.list_targets()):
                 from recipes.build import execute
 
             exit_code = execute(resolved, check_room=functools.partial(check_room, resolved))
-        return Outcome(exit_code=exit_code, run_folder=folder)
-    except KeyboardInterrupt as interrupt:
+        return Outcome(exit_code=exit_code, run_folder=resolved.run_folder)
+    except (KeyboardInterrupt, Exception) as error:
+        return _end(error, resolved, shows_errors)
+
+
+def _end(error: BaseException, resolved: ResolvedRun, shows_errors: bool) -> Outcome:
+    """Report what ended the run, or its part on this rank, in this process."""
+    ranks, folder = resolved.ranks, resolved.run_folder
+    if isinstance(error, KeyboardInterrupt):
         if global_rank() == 0:
             LOGGER.error(f"Interrupted{_describe_folder(resolved)}")
-            if has_checkpoint(resolved.run_folder):
-                LOGGER.error(f"To resume: {resume_command(resolved.run_folder, resolved.overrides)}")
-        return Outcome(exit_code=ExitCode.INTERRUPTED, run_folder=folder, error=interrupt)
-    except Exception as error:
-        last_line: str | None = f"The run crashed{_describe_folder(resolved)}"
-        if is_out_of_memory(error):
-            is_advised = ranks.started_by in (None, "spawn")  # once all ranks have ended
-            text = describe_out_of_memory(error, resolved, lists_remedies=not is_advised)
-            failure = failure_from_exception(error, exit_code=ExitCode.OUT_OF_MEMORY, report=text)
-            last_line = f"The run ended early{_describe_folder(resolved)}"
-        elif (mistake := _find_mistake(error, resolved)) is not None:
-            failure = _failure_from_mistake(mistake, is_late=getattr(find_mistake(error), "is_late", False))
-            last_line = None
-        elif isinstance(error, WriteError):
-            # a result, a cache, a prepared document: training handles the files that it can go on without
-            text = f"{error.filename} could not be written: {describe(error)}; make room, then the same command"
-            failure = failure_from_exception(error, exit_code=ExitCode.UNSAVED, report=text)
-            last_line = None
-        else:
-            failure = failure_from_exception(error, exit_code=ExitCode.CRASHED, report=traceback.format_exc())
-        _report_failure(failure, last_line, ranks, shows_errors)
-        if failure.exit_code == ExitCode.OUT_OF_MEMORY and ranks.started_by is None:
-            _log_advice(resolved, failure.report)
-        return Outcome(exit_code=failure.exit_code, run_folder=folder, error=error, report=failure.report)
+            if has_checkpoint(folder):
+                LOGGER.error(f"To resume: {resume_command(folder, resolved.overrides)}")
+        return Outcome(exit_code=ExitCode.INTERRUPTED, run_folder=folder, error=error)
+    last_line: str | None = f"The run crashed{_describe_folder(resolved)}"
+    if is_out_of_memory(error):
+        is_advised = ranks.started_by in (None, "spawn")  # once all ranks have ended
+        text = describe_out_of_memory(error, resolved, lists_remedies=not is_advised)
+        failure = failure_from_exception(error, exit_code=ExitCode.OUT_OF_MEMORY, report=text)
+        last_line = f"The run ended early{_describe_folder(resolved)}"
+    elif isinstance(error, ConfigErrors):
+        text = format_report(error.mistakes, error.head)
+        failure = failure_from_exception(error, exit_code=ExitCode.INVALID_CONFIG, report=text)
+        last_line = None
+    elif (mistake := _find_mistake(error, resolved)) is not None:
+        failure = _failure_from_mistake(mistake, is_late=getattr(find_mistake(error), "is_late", False))
+        last_line = None
+    elif isinstance(error, WriteError):
+        # a result, a cache, a prepared document: training handles the files that it can go on without
+        text = f"{error.filename} could not be written: {describe(error)}; make room, then the same command"
+        failure = failure_from_exception(error, exit_code=ExitCode.UNSAVED, report=text)
+        last_line = None
+    else:
+        report = "".join(traceback.format_exception(error))
+        failure = failure_from_exception(error, exit_code=ExitCode.CRASHED, report=report)
+    _report_failure(failure, last_line, ranks, shows_errors)
+    if failure.exit_code == ExitCode.OUT_OF_MEMORY and ranks.started_by is None:
+        _log_advice(resolved, failure.report)
+    return Outcome(exit_code=failure.exit_code, run_folder=folder, error=error, report=failure.report)
 
 
 def _report_failure(failure: Failure, last_line: str | None, ranks: Ranks, shows_errors: bool) -> None:

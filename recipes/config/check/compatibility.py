@@ -40,7 +40,7 @@ _CONTROLLED = {
     "log_every_n_steps": "log_every=<optimizer steps>",
     "val_check_interval": "eval_every=<optimizer steps>",
     "check_val_every_n_epoch": "eval_every=<optimizer steps>",
-    "max_epochs": "trainer.max_steps=<optimizer steps>",
+    "max_epochs": "trainer.max_steps=3epochs, or trainer.max_steps=<optimizer steps>",
     "min_epochs": "trainer.min_steps=<optimizer steps>",
     "enable_checkpointing": "save_every=null for no checkpoints",
     "enable_progress_bar": "'~callbacks.progress' for no progress",

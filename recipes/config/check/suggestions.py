@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from recipes.config.check.text_values import find_annotation
 from recipes.config.check.types import matches_type
+from recipes.config.epochs import MAX_STEPS
 from recipes.config.overrides import for_shell
 from recipes.config.search_path import find_config_folders
 
@@ -129,7 +130,7 @@ _TRAINERS = {
 _GROUP_ALIASES = {"experiment": "recipe", "hparams_search": "sweep", "datamodule": "data"}
 # of Hydra's own settings, those that are read here
 _OF_HYDRA = ("run.dir", "sweep.dir", "searchpath", "mode")
-# common names of a number of passes over the data, which no setting counts
+# common names of a number of passes over the data
 _EPOCHS = ("epochs", "max_epochs", "num_epochs", "num_train_epochs", "n_epochs")
 # settings that no other single setting replaces -> what to type
 _REPLACED = {
@@ -261,8 +262,8 @@ def suggest_setting(
         return suggest_nested(wrong, value, config, search_path)
     if wrong in _SWITCHES and not section:
         return _SWITCHES[wrong] if value.lower() in ("true", "1", "yes", "on") else "the same command without it"
-    if wrong in _EPOCHS and not section:
-        return "trainer.max_steps=<optimizer steps>"
+    if wrong in _EPOCHS and section in ([], ["trainer"]):
+        return _suggest_epochs(value)
     if alias is not None and (not section or alias.rpartition(".")[0] in ("", ".".join(section))):
         return f"{alias}={value}"
     if not section and wrong in _GROUP_ALIASES:
@@ -307,10 +308,16 @@ def suggest_nested(group: str, option: str, config: Any, typed: Sequence[str]) -
 def suggest_name(name: str, value: str) -> str:
     """Return the override for a setting by its common name, such as `lr`, with its value."""
     if name in _EPOCHS:
-        return "trainer.max_steps=<optimizer steps>"
+        return _suggest_epochs(value)
     if name in _SWITCHES and value.lower() not in ("false", "0", "no", "off"):
         return _SWITCHES[name]
     return f"{_SETTING_ALIASES.get(name, name)}={value}"
+
+
+def _suggest_epochs(value: str) -> str:
+    """Return the override for a number of passes over the data."""
+    is_number = value.replace(".", "", 1).isdecimal()
+    return f"{MAX_STEPS}={value}{'epoch' if value == '1' else 'epochs'}" if is_number else f"{MAX_STEPS}=3epochs"
 
 
 def _takes(config: Any, key: str, override: Override) -> bool:

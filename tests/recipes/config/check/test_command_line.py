@@ -157,7 +157,9 @@ def test_an_unknown_option_gets_its_alias_or_the_closest_name_suggested(typed: s
     [
         ("batch_size=8", "global_batch_size=8"),
         ("trainer.gpus=2", "trainer.devices=2"),
-        ("epochs=3", "trainer.max_steps=<optimizer steps>"),
+        ("epochs=3", "trainer.max_steps=3epochs"),
+        ("trainer.num_epochs=1", "trainer.max_steps=1epoch"),
+        ("max_epochs=many", "trainer.max_steps=3epochs"),
         ("checkpoint_every=5", "save_every=5"),
         ("ckpt_path=x", "resume=x"),
         ("lr=1", "optimizer.lr=1"),  # the only section with this key

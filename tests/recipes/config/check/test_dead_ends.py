@@ -97,7 +97,7 @@ TOGETHER = {
     "~trainer": "~trainer: this setting is required; type trainer=default",
     "~name": "~name: this setting is required; type name=<text>",
     "~loader": "~loader: this setting is required; type the same command without loader",
-    "epochs=3": "epochs=3: there is no 'epochs'; type trainer.max_steps=<optimizer steps>",
+    "epochs=3": "epochs=3: there is no 'epochs'; type trainer.max_steps=3epochs",
     "wd=0.2": "wd=0.2: there is no 'wd'; type optimizer.weight_decay=0.2",
     "precision=float32": (
         "precision=float32: the options are 16-mixed 32-true bf16-mixed bf16-true fp8-mixed tf32;"

@@ -77,8 +77,9 @@ MESSAGES = {
     ),
     "trainer.max_stepz=9": ("trainer.max_stepz=9: there is no 'trainer.max_stepz'; type trainer.max_steps=9"),
     "trainer.strategy=ddp": ("trainer.strategy=ddp: another setting controls it; type strategy=ddp"),
-    "trainer.max_epochs=3": (
-        "trainer.max_epochs=3: another setting controls it; type trainer.max_steps=<optimizer steps>"
+    "trainer.max_epochs=-1": (
+        "trainer.max_epochs=-1: another setting controls it; type trainer.max_steps=3epochs,"
+        " or trainer.max_steps=<optimizer steps>"
     ),
     "trainer.limit_val_batches=3": (
         "trainer.limit_val_batches=3: another setting controls it; type eval_samples=<samples>"
