@@ -45,6 +45,18 @@ class Rows(Dataset[Any]):
         return {"x": self._rows[index], "y": [self._rows[index].sum()], "weight": 2.0, "file": "rows.csv"}
 
 
+class Labelled(Rows):
+    """Nine rows with one of three classes, or with three labels."""
+
+    def __init__(self, *, kind: str) -> None:
+        super().__init__(seed=4, num_rows=9)
+        self._kind = kind
+
+    def __getitem__(self, index: int) -> Any:
+        labels = [float(index % 3 == place) for place in range(3)]
+        return self._rows[index], index % 3 if self._kind == "classes" else labels
+
+
 class Drawn(Rows):
     """Rows with noise from all three global generators."""
 

@@ -35,7 +35,9 @@ def make(node: Mapping[str, Any], *, data_section: str | None = None) -> Any:
     constructor = instantiate({TARGET: _as_imported(node[TARGET]), PARTIAL: True})  # rejects those that run commands
     deferred = getattr(constructor.func, "deferred", ())
     arguments = {
-        key: (_defer if key in deferred else _make_within)(value, data_section and f"{data_section}.{key}")
+        key: (_defer if key in deferred and value is not None else _make_within)(
+            value, data_section and f"{data_section}.{key}"
+        )
         for key, value in node.items()
         if key not in (TARGET, PARTIAL)
     }

@@ -35,6 +35,8 @@ _OF_RUNS = (
 # mode -> settings that it does not read
 _UNREAD = {
     "evaluate": _OF_TRAINING,
+    "test": _OF_TRAINING,
+    "predict": _OF_TRAINING,
     "sample": (*_OF_TRAINING, *_OF_DATA, "loss"),
     "export": (*_OF_TRAINING, *_OF_DATA, "loss"),
     "lr_find": (*_OF_RUNS, "scheduler", "warmup_steps"),

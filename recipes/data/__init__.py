@@ -62,11 +62,12 @@ class RandomSampleDataset(SampleDataset, Protocol):
 class DataSource(Protocol):
     """One option of conf/data.
 
-    Optional members: `collate`, which makes a batch, a dict of tensors, of a list of samples; without it they have
-    equal shapes and are stacked. `questions`, which returns questions and answers as tokens; `hold_out_all`, which
-    makes all data validation data; `val_fingerprint`, like `fingerprint` for the validation samples alone; for text
-    sources `corpus`, in which case `prepare` accepts a tokenizer to use instead of the source's own; and `split_texts`
-    with `hold_out`, by which sources of equal texts agree on one split.
+    Optional members: `test`, which returns the dataset of `mode=test`, or None; `collate`, which makes a batch, a dict
+    of tensors, of a list of samples; without it they have equal shapes and are stacked. `questions`, which returns
+    questions and answers as tokens; `hold_out_all`, which makes all data validation data; `val_fingerprint`, like
+    `fingerprint` for the validation samples alone; for text sources `corpus`, in which case `prepare` accepts a
+    tokenizer to use instead of the source's own; and `split_texts` with `hold_out`, by which sources of equal texts
+    agree on one split.
 
     A batch of training also has `num_samples`, the samples that it was made of, whatever the rows of its tensors are.
 

@@ -19,6 +19,7 @@ from recipes.data.draws import DrawnSamples, has_draws
 from recipes.data.loader_process import SignalProofLoader
 from recipes.data.order import Order, RepeatedOrder, ShuffledOrder
 from recipes.engine import get_engine
+from recipes.errors import ConfigError
 from recipes.files import count
 from recipes.loss import Loss
 from recipes.numerics.accumulation import Accumulation
@@ -157,15 +158,27 @@ class StreamDataModule(lightning.LightningDataModule):
         """Names of the additional validation sets, in the order of their loaders."""
         return [] if self._period is not None else list(self.eval_sources)
 
+    def get_split(self, split: str) -> Any:
+        """Return all samples of a split of the data: train, val or test.
+
+        Raises:
+            ConfigError: The data has no test split.
+        """
+        found = getattr(self.source, split, lambda: None)()
+        if found is None:
+            reason = f"{type(self.source).__name__} keeps no part of the data for it"
+            fix = "mode=evaluate or mode.split=val, or data=dataset with 'data.test={_target_: <its class>}'"
+            raise ConfigError("the test split", reason, fix)
+        return found
+
     def split_dataloaders(self, split: str) -> list[DataLoader[Batch]]:
         """Return loaders of complete splits, for `mode=evaluate`; for "val", including additional validation sets.
 
         Nothing is drawn: training samples are as they are by index.
         """
-        sources = (self.source,) if split == "train" else (self.source, *self.eval_sources.values())
-        splits: list[Any] = [source.train() if split == "train" else source.val() for source in sources]
-        shares = [self._rank_share(dataset, of=dataset) for dataset in splits]
-        return [self._loader(share, source) for share, source in zip(shares, sources, strict=True)]
+        further = self.eval_sources.values() if split == "val" else ()
+        splits = [(self.source, self.get_split(split)), *((source, source.val()) for source in further)]
+        return [self._loader(self._rank_share(dataset, of=dataset), source) for source, dataset in splits]
 
     def count_source_tokens(self) -> dict[str, int]:
         """Return the tokens consumed so far from each source of a mixture; empty for other data."""

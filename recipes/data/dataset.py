@@ -58,7 +58,7 @@ class OwnDataset:
 
     sample_kind: ClassVar[str] = "{kind}"
     target_kind: ClassVar[str] = "{target_kind}"
-    deferred: ClassVar[tuple[str, ...]] = ("train", "val")
+    deferred: ClassVar[tuple[str, ...]] = ("train", "val", "test")
     tokenizer: ClassVar[Tokenizer | None] = None  # of samples that are tokens already, it is unknown
 
     def __init__(
@@ -66,6 +66,7 @@ class OwnDataset:
         *,
         train: Deferred,
         val: Deferred,
+        test: Deferred | None,
         kind: Kind,
         target_kind: TargetKind,
         inputs: str,
@@ -74,7 +75,7 @@ class OwnDataset:
         collate: Callable[..., Any] | None,
     ) -> None:
         self.sample_kind = kind  # type: ignore[misc]  # the class says which setting it is, for the config check
-        self._make = {"train": train, "val": val}
+        self._make = {"train": train, "val": val} | ({} if test is None else {"test": test})
         self._reader = _Reader(kind=kind, target_kind=target_kind, inputs=inputs, targets=targets)
         self._draws = draws
         self._samples: dict[str, Samples] = {}
@@ -120,6 +121,10 @@ class OwnDataset:
     def val(self) -> "Samples":
         """Return the validation samples."""
         return self._samples["val"]
+
+    def test(self) -> "Samples | None":
+        """Return the test samples; None: there are none."""
+        return self._samples.get("test")
 
 
 class _Reader:

@@ -144,6 +144,15 @@ class Loss(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} offers no predictions to metrics: type metrics=none")
 
+    def to_predictions(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Return what `mode=predict` writes of each sample beside its target and loss, by column, [B, …].
+
+        Args:
+            outputs: What the task's model returned, without padding columns.
+            batch: The batch.
+        """
+        return {}
+
     def example(self, num_outputs: int, kind: str) -> Example:
         """Return two samples, on which metrics are tried before the first step.
 

@@ -14,6 +14,8 @@ from typing_extensions import override
 from recipes.loss import MULTICLASS, Batch, Example, TargetLoss
 from recipes.numerics.loss import IGNORE_INDEX, widen
 
+_THRESHOLD = 0.5  # above it a label is predicted, as in torchmetrics
+
 
 class BCE(TargetLoss):
     """Binary cross-entropy with logits, in nats.
@@ -58,6 +60,14 @@ class BCE(TargetLoss):
             return preds[carries], targets[carries].round().long()
         carries = targets != IGNORE_INDEX  # [B]
         return preds[carries], targets[carries]
+
+    @override
+    def to_predictions(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Return the `probabilities` [B, V], and the most probable `class` [B] or the `labels` [B, V], 0 or 1."""
+        probabilities = widen(outputs).sigmoid()
+        if batch["targets"].is_floating_point():
+            return {"labels": (probabilities > _THRESHOLD).long(), "probabilities": probabilities}
+        return {"class": probabilities.argmax(dim=-1), "probabilities": probabilities}
 
     @override
     def example(self, num_outputs: int, kind: str) -> Example:

@@ -148,6 +148,12 @@ class CrossEntropy(TargetLoss):
         return _recognizable(logits) if len(logits) else logits, classes
 
     @override
+    def to_predictions(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Return the most probable `class` [B] and the `probabilities` [B, V]."""
+        probabilities = widen(outputs).softmax(dim=-1)
+        return {"class": probabilities.argmax(dim=-1), "probabilities": probabilities}
+
+    @override
     def example(self, num_outputs: int, kind: str) -> Example:
         classes = torch.tensor([0, num_outputs - 1])  # [2]
         targets = F.one_hot(classes, num_outputs).float() if kind == "probabilities" else classes

@@ -40,6 +40,11 @@ class _Regression(TargetLoss):
         return predicted[carries], targets[carries].to(predicted.dtype)
 
     @override
+    def to_predictions(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Return the `values`, in the shape of the targets."""
+        return {"values": _match(widen(outputs), batch["targets"])}
+
+    @override
     def example(self, num_outputs: int, kind: str) -> Example:
         targets = torch.arange(2 * num_outputs, dtype=torch.float32).view(2, num_outputs)  # [2, V]
         offered = f"numbers [N, {num_outputs}] and numbers [N, {num_outputs}]"

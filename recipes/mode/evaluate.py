@@ -17,14 +17,15 @@ from recipes.runtime.console import LOGGER
 from recipes.task.language_modeling import LanguageModeling
 
 Weights = Literal["trained", "ema"]
+Split = Literal["train", "val", "test"]
 
 
 @declare_mode(needs_checkpoint=True, takes_evaluator=True)
 def evaluate(
     run: Run,
     *,
-    split: Literal["train", "val"],
-    weights: Literal["trained", "ema"],
+    split: Split,
+    weights: Weights,
     answers: Callback | None,
     evaluator: Evaluator | Mapping[str, Any] | None,
 ) -> int:
@@ -57,10 +58,27 @@ def evaluate(
     return 0
 
 
-def _evaluate_split(run: Run, split: Literal["train", "val"], weights: Weights, answers: Callback | None) -> None:
+@declare_mode(needs_checkpoint=True)
+def test(run: Run, *, weights: Weights) -> int:
+    """Print the metrics of a checkpoint on the test split, and write them as `evaluate` does.
+
+    Args:
+        run: A run with a checkpoint, on data with a test split.
+        weights: `trained`, or `ema` for their moving average.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ConfigError: There is no checkpoint, no average in it or no test split, or the run folder cannot be written to.
+    """
+    return evaluate(run, split="test", weights=weights, answers=None, evaluator=None)
+
+
+def _evaluate_split(run: Run, split: Split, weights: Weights, answers: Callback | None) -> None:
     task, checkpoint = load_task(run, weights)
     # a run has trained on no part of another text: all of it is validation data
-    whole = _hold_out_other_data(run) if split == "val" else []
+    whole = hold_out_other_data(run) if split == "val" else []
     run.data.trainer = run.trainer
     run.data.prepare_data()
     if isinstance(task, LanguageModeling) and answers is not None and split == "val":
@@ -70,7 +88,7 @@ def _evaluate_split(run: Run, split: Literal["train", "val"], weights: Weights, 
     task.name_data(sources=getattr(run.data.source, "source_names", ()), further=further)
     by_loader = run.trainer.validate(task, dataloaders=run.data.split_dataloaders(split), verbose=False)
     results = {name.removeprefix("val/"): value for metrics in by_loader for name, value in metrics.items()}
-    num_samples = len(run.data.source.train() if split == "train" else run.data.source.val())
+    num_samples = len(run.data.get_split(split))
     record = {
         "checkpoint": str(checkpoint),
         "data": run.data.source.fingerprint,
@@ -85,11 +103,11 @@ def _evaluate_split(run: Run, split: Literal["train", "val"], weights: Weights, 
     add_evaluations(run.folder, {split: described | results})
 
 
-def _describe_part(run: Run, split: Literal["train", "val"], whole: Sequence[str], num_samples: int) -> str:
+def _describe_part(run: Run, split: Split, whole: Sequence[str], num_samples: int) -> str:
     """Return which part of which data was evaluated."""
     is_whole = "data" in whole
     part = f"all {num_samples:,} samples of the data" if is_whole else f"the {num_samples:,} samples of {split}"
-    if not is_whole:
+    if not is_whole and split != "test":
         other = run.data.source.val() if split == "train" else run.data.source.train()
         part += f", {num_samples / (num_samples + len(other)):.2g} of the data"
     if others := [name for name in whole if name != "data"]:
@@ -97,7 +115,7 @@ def _describe_part(run: Run, split: Literal["train", "val"], whole: Sequence[str
     return part
 
 
-def _hold_out_other_data(run: Run) -> list[str]:
+def hold_out_other_data(run: Run) -> list[str]:
     """Make the data that is not the run's own validation data as a whole; return the names of those nodes."""
     sources = {"data": run.data.source} | {f"eval_data.{name}": one for name, one in run.data.eval_sources.items()}
     # a mixture has none: its parts say how much of each is read

@@ -228,6 +228,10 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         """Return the mean loss of each sample over its targets, [B] float32."""
         return self.loss.per_sample(self.outputs(batch), batch)
 
+    def predictions(self, batch: Batch) -> dict[str, Tensor]:
+        """Return what `mode=predict` writes of each sample of a batch, by column, [B, …]."""
+        return {"loss": self.recipes_sample_losses(batch)}
+
     def add_sources(self, batch: Batch, losses: Tensor, *, counts: bool = True) -> None:
         """Add the losses of a micro-batch to the per-source sums of the step.
 

@@ -28,6 +28,12 @@ class Supervised(TrainingTask):
         return self.model(_last(batch["inputs"]))  # [B, V], compute dtype
 
     @override
+    def predictions(self, batch: Batch) -> dict[str, Tensor]:
+        outputs = self.outputs(batch)
+        predictions = self.loss.to_predictions(self._without_padding(outputs), batch)
+        return predictions | {"target": batch["targets"], "loss": self.loss.per_sample(outputs, batch)}
+
+    @override
     def on_fit_start(self) -> None:
         """Try the loss of some samples on the host: a GPU would report a class that is out of range as a lost device.
 

@@ -41,13 +41,11 @@ _ALIASES = {
     "strategy": _STRATEGY_ALIASES,
     "mode": {
         "train": "fit",
-        "test": "evaluate",
         "validate": "evaluate",
         "eval": "evaluate",
         "val": "evaluate",
         "benchmark": "evaluate",
         "generate": "sample",
-        "predict": "sample",
         "infer": "sample",
         "inference": "sample",
         "chat": "sample mode.apply_chat_template=true",

@@ -30,7 +30,7 @@ def own(dataset: Any, val: Any = None, **settings: Any) -> OwnDataset:
     """Return the source of a dataset, prepared."""
     defaults = {"kind": "tensors", "target_kind": "classes", "inputs": "inputs", "targets": "targets"}
     source = OwnDataset(
-        **{"train": lambda: dataset, "val": lambda: val or dataset, "draws": True, "collate": None}
+        **{"train": lambda: dataset, "val": lambda: val or dataset, "test": None, "draws": True, "collate": None}
         | defaults
         | settings
     )

@@ -132,7 +132,7 @@ TOGETHER = {
     ),
     "mode=train": (
         "mode=train: the options are batch_find convert_gguf dashboard diagnose evaluate export fit lr_find"
-        " noise_scale plan preflight prepare replay report sample wandb_sweep; type mode=fit"
+        " noise_scale plan predict preflight prepare replay report sample test wandb_sweep; type mode=fit"
     ),
     "optimizer.block_size=0": (
         "optimizer.block_size=0: there is no 'optimizer.block_size'; type one of"
@@ -202,7 +202,7 @@ ALONE = {
     "mode._target_=null": (
         "mode._target_=null: it names the class or function to call;"
         " type mode=<batch_find | convert_gguf | dashboard | diagnose | evaluate | export | fit | lr_find |"
-        " noise_scale | plan | preflight | prepare | replay | report | sample | wandb_sweep>"
+        " noise_scale | plan | predict | preflight | prepare | replay | report | sample | test | wandb_sweep>"
     ),
     "logger.csv=null": "logger.csv=null: every run writes metrics.csv; type logger=none to write only metrics.csv",
     "data=text_files data.path='~nouser/x'": (

@@ -1,0 +1,128 @@
+"""Write what a checkpoint predicts for each sample of a split, one row per sample, as JSON lines or CSV."""
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from recipes.build import Run
+from recipes.config.traits import declare_mode
+from recipes.engine import get_engine
+from recipes.errors import ConfigError
+from recipes.files import count, replacing
+from recipes.mode.evaluate import Split, Weights, hold_out_other_data
+from recipes.mode.load import load_task
+from recipes.run_folder import claim_output
+from recipes.runtime.console import LOGGER
+from recipes.task.base import TrainingTask
+
+_SUFFIXES = (".jsonl", ".csv")
+Row = dict[str, Any]
+
+
+@declare_mode(needs_checkpoint=True)
+def predict(run: Run, *, split: Split, path: str | None, weights: Weights) -> int:
+    """Write a row per sample, in the order of the data: what the loss reads of the outputs, and the loss.
+
+    The columns are `sample`, the index in the split; `class` and `probabilities`, `labels` and `probabilities`, or
+    `values`; `target`; and `loss`. Of tokens, the loss alone is written, the mean over those of the sample. What is
+    unknown or not finite is null, but for an unknown class, -100.
+
+    Args:
+        run: A run with a checkpoint.
+        split: Split of the data.
+        path: File to write, `.jsonl` or `.csv`; None: `predictions_<split>.jsonl` in the run folder.
+        weights: `trained`, or `ema` for their moving average.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ConfigError: There is no checkpoint, no average in it or no test split, or the file cannot be written.
+    """
+    target = str(run.folder / f"predictions_{split}.jsonl") if path is None else path
+    suffix = Path(target).suffix
+    if suffix not in _SUFFIXES:
+        reason = f"the format follows from the end of the name, {' or '.join(_SUFFIXES)}"
+        raise ConfigError(f"mode.path={path}", reason, f"mode.path={target.removesuffix(suffix)}.jsonl")
+    file = claim_output(target, "mode.path", is_file=True, replaces=_is_own)
+    task, checkpoint = load_task(run, weights)
+    if split == "val":
+        hold_out_other_data(run)
+    run.data.trainer = run.trainer
+    run.data.prepare_data()
+    num_samples = len(run.data.get_split(split))
+    LOGGER.info(f"predicting {count(num_samples, 'sample')} of {split} with {checkpoint}")
+    loader, *_ = run.data.split_dataloaders(split)
+    with replacing(file) as unfinished, unfinished.open("w", encoding="utf-8", newline="") as text:
+        table, num_written = _Table(text, is_csv=suffix == ".csv"), 0
+        for row in _predict(run, task, loader):
+            table.write(row)
+            num_written += 1
+    assert num_written == num_samples, f"{num_written} rows of {num_samples} samples"
+    LOGGER.info(f"Predictions of {checkpoint} for {count(num_samples, 'sample')} of {split}: {file}")
+    return 0
+
+
+class _Table:
+    """Writes rows as JSON lines, or as CSV with the columns of the first row."""
+
+    def __init__(self, file: TextIO, *, is_csv: bool) -> None:
+        self._file = file
+        self._is_csv = is_csv
+        self._csv: Any = None
+
+    def write(self, row: Row) -> None:
+        if not self._is_csv:
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            return
+        cells = dict(_flatten(row))
+        if self._csv is None:
+            self._csv = csv.DictWriter(self._file, list(cells), lineterminator="\n")
+            self._csv.writeheader()
+        self._csv.writerow(cells)
+
+
+def _predict(run: Run, task: TrainingTask, loader: Iterable[Any]) -> Iterator[Row]:
+    """Yield the row of each sample, in the order of the split."""
+    engine, plugin = get_engine(run.trainer), run.trainer.precision_plugin
+    number = 0
+    for batch in loader:
+        with torch.inference_mode(), plugin.forward_context():
+            predictions = task.predictions(engine.batch_to_device(plugin.convert_input(batch)))
+        for values in _list_rows(predictions):
+            yield {"sample": number} | values
+            number += 1
+
+
+def _list_rows(predictions: dict[str, Tensor]) -> Iterator[Row]:
+    """Yield the values of each sample of a batch, from tensors [B, …]; those that are not finite as None."""
+    columns = {name: value.detach().cpu().tolist() for name, value in predictions.items()}
+    for values in zip(*columns.values(), strict=True):
+        yield {name: _without_nan(value) for name, value in zip(columns, values, strict=True)}
+
+
+def _without_nan(value: Any) -> Any:
+    """Return a value of JSON, which has no NaN and no infinity."""
+    if isinstance(value, list):
+        return [_without_nan(child) for child in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _flatten(row: Row) -> Iterator[tuple[str, Any]]:
+    """Yield the cells of a row; a list of K numbers has K columns, `probabilities_0`."""
+    for name, value in row.items():
+        if isinstance(value, list):
+            yield from _flatten({f"{name}_{place}": child for place, child in enumerate(value)})
+        else:
+            yield name, value
+
+
+def _is_own(text: str) -> bool:
+    """Return whether the text of a file may be replaced: it begins as predictions do."""
+    return text.startswith(('{"sample": 0, ', "sample,"))

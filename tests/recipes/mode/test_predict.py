@@ -1,0 +1,107 @@
+"""A row of predictions per sample, and metrics of a test split, of one small run of each kind of targets."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import dataset_cases
+import pytest
+import torch
+from support import TINY, execute, write_texts
+
+ROWS = (
+    *("task=regression", "data=dataset", "data.target_kind=values", "data.inputs=x", "data.targets=y"),
+    "data.train={_target_: dataset_cases.Rows, seed: 1}",
+    "data.val={_target_: dataset_cases.Rows, seed: 2}",
+    "model._target_=dataset_cases.Perceptron",
+)
+TEST = "data.test={_target_: dataset_cases.Rows, seed: 3, num_rows: 11}"
+SHORT = ("trainer.max_steps=2", "warmup_steps=0", "global_batch_size=8", "callbacks=[]", "save_every=2")
+
+
+@pytest.fixture(scope="module")
+def regression(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("regression")
+    assert execute(*ROWS, TEST, *SHORT, f"hydra.run.dir={folder}") == 0
+    return folder
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_each_value_of_a_test_split_has_its_target_and_its_loss(regression: Path) -> None:
+    assert execute(*ROWS, TEST, "mode=predict", "mode.split=test", f"resume={regression}") == 0
+    rows = read_lines(regression / "predictions_test.jsonl")
+    dataset = dataset_cases.Rows(seed=3, num_rows=11)
+    assert [row["sample"] for row in rows] == list(range(11))
+    for row in rows:
+        assert row["target"] == pytest.approx(dataset[row["sample"]]["y"], rel=1e-6)
+        assert row["loss"] == pytest.approx((row["values"][0] - row["target"][0]) ** 2, rel=1e-4)
+    assert execute(*ROWS, TEST, "mode=test", f"resume={regression}") == 0
+    measured = json.loads((regression / "evaluate_test.json").read_text())
+    assert measured["samples"] == 11
+    assert measured["loss"] == pytest.approx(sum(row["loss"] for row in rows) / 11, rel=1e-5)
+    summary = json.loads((regression / "summary.json").read_text())
+    assert summary["evaluations"]["test"]["loss"] == measured["loss"]
+
+
+def test_a_table_has_a_column_per_number_of_the_best_checkpoint(regression: Path, tmp_path: Path) -> None:
+    file = tmp_path / "p.csv"
+    assert execute(*ROWS, TEST, "mode=predict", f"resume={regression / 'checkpoints/best'}", f"mode.path={file}") == 0
+    with file.open(newline="") as text:
+        rows = list(csv.DictReader(text))
+    assert list(rows[0]) == ["sample", "values_0", "target_0", "loss"]
+    assert len(rows) == 37
+
+
+def test_another_file_is_not_replaced_and_the_name_says_the_format(
+    regression: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.csv").write_text("mine\n")
+    assert execute(*ROWS, TEST, "mode=predict", f"resume={regression}", f"mode.path={tmp_path / 'notes.csv'}") == 2
+    assert (tmp_path / "notes.csv").read_text() == "mine\n"
+    assert execute(*ROWS, TEST, "mode=predict", f"resume={regression}", f"mode.path={tmp_path / 'p.txt'}") == 2
+    shown = capsys.readouterr()
+    assert f"type: mode.path={tmp_path / 'p.jsonl'}" in shown.out + shown.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "kind", "columns"),
+    [
+        (("task=classification",), "classes", ["sample", "class", "probabilities", "target", "loss"]),
+        (("task=multilabel",), "labels", ["sample", "labels", "probabilities", "target", "loss"]),
+    ],
+)
+def test_classes_and_labels_come_with_their_probabilities(
+    typed: tuple[str, ...], kind: str, columns: list[str], tmp_path: Path
+) -> None:
+    data = [f"data.{split}={{_target_: dataset_cases.Labelled, kind: {kind}}}" for split in ("train", "val")]
+    model = ("model._target_=dataset_cases.Perceptron", "model.num_outputs=3", "metrics=none")
+    own = ("data=dataset", f"data.target_kind={kind}")
+    assert execute(*typed, *own, *data, *model, *SHORT, f"hydra.run.dir={tmp_path}") == 0
+    assert execute(*typed, *own, *data, *model, "mode=predict", f"resume={tmp_path}") == 0
+    rows = read_lines(tmp_path / "predictions_val.jsonl")
+    assert len(rows) == 9
+    for row in rows:
+        assert list(row) == columns
+        most = torch.tensor(row["probabilities"]).argmax().item()
+        above = [int(probability > 0.5) for probability in row["probabilities"]]
+        assert row.get("class", most) == most
+        assert row.get("labels", above) == above
+    assert (sum(rows[0]["probabilities"]) == pytest.approx(1.0)) == (kind == "classes")
+
+
+def test_a_text_has_the_mean_loss_of_its_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = f"data.path={write_texts(tmp_path / 'texts')}"
+    run = tmp_path / "run"
+    assert execute(*TINY, data, "trainer.max_steps=1", "warmup_steps=0", f"hydra.run.dir={run}") == 0
+    assert execute("mode=predict", f"resume={run}") == 0
+    assert execute("mode=evaluate", f"resume={run}") == 0
+    rows = read_lines(run / "predictions_val.jsonl")
+    measured = json.loads((run / "evaluate_val.json").read_text())
+    assert sum(row["loss"] for row in rows) / len(rows) == pytest.approx(measured["loss"], rel=1e-5)
+    assert execute("mode=test", f"resume={run}") == 2
+    shown = capsys.readouterr()
+    assert "TextFiles keeps no part of the data for it" in shown.out + shown.err
