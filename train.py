@@ -1,5 +1,6 @@
 """Train, evaluate, sample, sweep: compose one config, check it, run it. `python train.py --help` lists the settings."""
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from recipes.config.check.config_folder import check_config_folder
 from recipes.config.compose import quote_options
 from recipes.config.overrides import drop_replaced
 from recipes.entry.hydra_main import (
+    describe_version,
     find_missing_folder,
     find_wrong_flags,
     for_hydra,
@@ -18,6 +20,7 @@ from recipes.entry.hydra_main import (
 )
 from recipes.entry.run import run_resolved
 from recipes.entry.torchrun import compose_on_rank_zero
+from recipes.entry.variables_file import read_variables
 from recipes.errors import ConfigError, format_report
 from recipes.launcher.environ import forget_slurm
 from recipes.launcher.submit import is_for_cluster, submit
@@ -33,6 +36,14 @@ def main() -> int:
     """Hand the command line to one run, one sweep, or Hydra's own flags; return the exit code."""
     accept_any_text()
     if mistakes := find_missing_folder():
+        return report(mistakes)
+    if "--version" in sys.argv[1:]:
+        print(describe_version())
+        return ExitCode.FINISHED
+    said, mistakes = read_variables(Path.cwd(), os.environ)
+    if said is not None and global_rank() == 0:
+        print(said, file=sys.stderr)
+    if mistakes:
         return report(mistakes)
     words = quote_options(drop_replaced(sys.argv[1:]))
     args, mistakes = parse_flags(words)

@@ -6,6 +6,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -149,6 +150,12 @@ def find_wrong_flags(args: Namespace) -> list[ConfigError]:
         fix = f"--config-name {names[0]}" if names else "--config-path <a folder with a config.yaml>"
         mistakes.append(ConfigError(f"--config-name {name}", f"{folder or 'conf'} has no {name}.yaml", fix))
     return mistakes
+
+
+def describe_version() -> str:
+    """Return the version of this project, and those of what it runs on."""
+    packages = ("lightning-recipes", "torch", "lightning", "hydra-core")
+    return ", ".join(f"{name} {metadata.version(name)}" for name in packages)
 
 
 def run_through_hydra(folder: Path, name: str, run: Callable[..., int], overrides: Sequence[str] = ()) -> int:

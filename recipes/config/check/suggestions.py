@@ -111,6 +111,10 @@ _SETTING_ALIASES = {
 }
 # common names of switches -> the option that they turn on
 _SWITCHES = {
+    "train": "mode=fit",
+    "test": "mode=test resume=<run folder>",
+    "predict": "mode=predict resume=<run folder>",
+    "validate": "mode=evaluate resume=<run folder>",
     "fp16": "precision=16-mixed",
     "bf16": "precision=bf16-mixed",
     "gradient_checkpointing": "activation_checkpoint=full",
@@ -118,6 +122,8 @@ _SWITCHES = {
 }
 # options of a trainer in other projects -> what to type
 _TRAINERS = {
+    "many_gpu": "recipe=ddp_bf16",
+    "deepspeed": "recipe=zero2_bf16",
     "cpu": "trainer.accelerator=cpu",
     "gpu": "recipe=single_bf16",
     "ddp": "recipe=ddp_bf16",

@@ -157,6 +157,9 @@ def test_an_unknown_option_gets_its_alias_or_the_closest_name_suggested(typed: s
     [
         ("batch_size=8", "global_batch_size=8"),
         ("trainer.gpus=2", "trainer.devices=2"),
+        ("test=true", "mode=test resume=<run folder>"),
+        ("test=false", "the same command without it"),
+        ("train=True", "mode=fit"),
         ("epochs=3", "trainer.max_steps=3epochs"),
         ("trainer.num_epochs=1", "trainer.max_steps=1epoch"),
         ("max_epochs=many", "trainer.max_steps=3epochs"),
@@ -232,7 +235,7 @@ def test_every_error_has_a_setting_a_reason_and_a_fix() -> None:
     ("mode", "fix"),
     [
         ("compare", "mode=report"),
-        ("test", "mode=evaluate"),
+        ("validate", "mode=evaluate"),
         ("generate", "mode=sample"),
         ("infer", "mode=sample"),
         ("chat", "mode=sample mode.apply_chat_template=true"),
