@@ -17,6 +17,7 @@ from recipes.runtime.exit_codes import ExitCode
 _FLAGS = ("help", "hydra_help", "cfg", "info", "shell_completion")
 _COMMANDS = ("run", "multirun", "cfg", "info", "shell_completion")  # of which Hydra does one at a time
 _OF_CFG = ("resolve", "package")
+_CONFIG_FILE = "--config"
 _SHELLS = ("install=", "uninstall=", "query=")
 
 
@@ -57,6 +58,11 @@ def _explain_dashes(word: str, following: str) -> ConfigError:
     from recipes.config.check.suggestions import suggest_name
 
     name, equals, value = word.lstrip("-").partition("=")
+    if name == _CONFIG_FILE.lstrip("-"):
+        file = Path(value or following or "mine.yaml")
+        reason = "a file of your own is an option of a group, in a folder of yours"
+        fix = f"'hydra.searchpath=[<a folder>]' recipe={file.stem}, with the file as <a folder>/recipe/{file.name}"
+        return ConfigError(f"{word} {following}".strip(), reason, fix)
     is_value = not equals and following and "=" not in following and not following.startswith("--")
     typed, value = (f"{word} {following}", following) if is_value else (word, value if equals else "<value>")
     fix = suggest_name(name.replace("-", "_"), value)
@@ -79,6 +85,8 @@ def _correct(override: str, value: str) -> str:
 def _is_flag(word: str, known: Sequence[str]) -> bool:
     """Return whether a word is a flag; argparse would read `-model=gpt2` as -m, and -p as a flag with `recision=16`."""
     name = word.partition("=")[0]
+    if name == _CONFIG_FILE:  # of Lightning's CLI; short for three flags of Hydra
+        return False
     return name in known or (name.startswith("--") and any(flag.startswith(name) for flag in known))
 
 

@@ -30,6 +30,7 @@ from recipes.config.check.suggestions import (
     list_options,
     read_option,
     suggest_addition,
+    suggest_mode,
     suggest_nested,
     suggest_option,
     suggest_setting,
@@ -399,6 +400,8 @@ def _explain_word(text: str) -> ConfigError:
     if text.strip()[0] in "#\\":
         reason = "a shell reads # and \\ itself, unless they are quoted or followed by a space"
         return ConfigError(text, reason, "the same command without it")
+    if (mode := suggest_mode(text)) is not None:
+        return ConfigError(text, "what a run does is typed as its mode", mode)
     if (bare := text.strip(TYPOGRAPHIC_QUOTES)) != text and parse_or_quote(bare)[0] is not None:
         reason = "a shell reads typographic quotes as text: its own are ' and \""
         return ConfigError(text, reason, for_shell(bare))

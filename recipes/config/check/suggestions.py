@@ -108,6 +108,7 @@ _SETTING_ALIASES = {
     "save_steps": "save_every",
     "dataloader_num_workers": "loader.num_workers",
     "torch_compile": "compile",
+    "seed_everything": "seed",
 }
 # common names of switches -> the option that they turn on
 _SWITCHES = {
@@ -122,8 +123,9 @@ _SWITCHES = {
 }
 # options of a trainer in other projects -> what to type
 _TRAINERS = {
-    "many_gpu": "recipe=ddp_bf16",
+    "ddp_spawn": "recipe=ddp_bf16",
     "deepspeed": "recipe=zero2_bf16",
+    "mps": "trainer.accelerator=cpu",
     "cpu": "trainer.accelerator=cpu",
     "gpu": "recipe=single_bf16",
     "ddp": "recipe=ddp_bf16",
@@ -139,6 +141,10 @@ _EPOCHS = ("epochs", "max_epochs", "num_epochs", "num_train_epochs", "n_epochs")
 # settings that no other single setting replaces -> what to type
 _REPLACED = {
     "callbacks.model_checkpoint.monitor": "checkpoint.monitor=<metric> checkpoint.mode=<min or max>",
+    "extras.print_config": "--cfg job, which prints the config",
+    "paths.data_dir": "data.path=<folder of the data>",
+    "paths.output_dir": "hydra.run.dir=<run folder>",
+    "paths.log_dir": "hydra.run.dir=<run folder>",
     "strategy.offload": "strategy=fsdp strategy.cpu_offload=true, or strategy=deepspeed_stage_2_offload",
 }
 # what a mode and a setting that it has not are about -> what to type
@@ -171,6 +177,8 @@ def suggest_option(group: str, wrong: str, typed: Sequence[str] = ()) -> str:
         return f"{group}=[]"
     if group == "recipe" and wrong.lower() in ("none", "null", "false", ""):
         return f"'~{group}'"
+    if group == "logger" and wrong.lower() == "many_loggers":
+        return "logger=[csv,tensorboard,wandb]"
     if group == "trainer" and wrong.lower() in _TRAINERS:
         return _TRAINERS[wrong.lower()]
     if not near and group == "recipe":
@@ -178,6 +186,12 @@ def suggest_option(group: str, wrong: str, typed: Sequence[str] = ()) -> str:
     if not near:
         near = options if len(options) == 1 else [name for name in options if name == "none" and wrong == "null"]
     return f"{group}={near[0]}" if near else f"{group}=<option>"
+
+
+def suggest_mode(word: str) -> str | None:
+    """Return the override for a command of Lightning's, `fit` or `validate`, typed as a word; None: it is none."""
+    options = list_options("mode")
+    return suggest_option("mode", word) if word in options or word in _ALIASES["mode"] else None
 
 
 def suggest_addition(group: str, option: str, chosen: str, typed: Sequence[str] = ()) -> str:

@@ -115,6 +115,12 @@ def test_a_variable_of_ranks_that_cannot_be_one_is_named(
     [
         ("--dry-run", "debug=fast_dev_run, or --cfg job, which prints the config"),
         ("--max-steps 10", "trainer.max_steps=10"),
+        ("--trainer.max_steps=5", "trainer.max_steps=5"),
+        ("--seed_everything=1", "seed=1"),
+        (
+            "--config my/exp.yaml",
+            "'hydra.searchpath=[<a folder>]' recipe=exp, with the file as <a folder>/recipe/exp.yaml",
+        ),
         ("--max-steps", "trainer.max_steps=<value>"),
     ],
 )

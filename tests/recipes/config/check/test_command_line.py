@@ -146,6 +146,10 @@ def test_option_names_that_yaml_reads_as_a_number_null_or_bool_stay_names(option
         ("model=gtp2", "model=gpt2"),
         ("optimizer=zzz", "optimizer=<option>"),
         ("callbacks=[grad_norm,progres]", "callbacks=[grad_norm,progress]"),
+        ("logger=many_loggers", "logger=[csv,tensorboard,wandb]"),
+        ("trainer=ddp_spawn", "recipe=ddp_bf16"),
+        ("fit", "mode=fit"),
+        ("validate", "mode=evaluate"),
     ],
 )
 def test_an_unknown_option_gets_its_alias_or_the_closest_name_suggested(typed: str, fix: str) -> None:
@@ -160,6 +164,8 @@ def test_an_unknown_option_gets_its_alias_or_the_closest_name_suggested(typed: s
         ("test=true", "mode=test resume=<run folder>"),
         ("test=false", "the same command without it"),
         ("train=True", "mode=fit"),
+        ("seed_everything=1", "seed=1"),
+        ("extras.print_config=true", "--cfg job, which prints the config"),
         ("epochs=3", "trainer.max_steps=3epochs"),
         ("trainer.num_epochs=1", "trainer.max_steps=1epoch"),
         ("max_epochs=many", "trainer.max_steps=3epochs"),
