@@ -185,12 +185,13 @@ class ComposedRun:
         Raises:
             InvalidConfigError: The data, the checkpoint or the machine does not fit the config.
             RunError: The run has ended early; its folder is in the exception.
-            KeyboardInterrupt: Ctrl-C, or the kernel was interrupted.
+            KeyboardInterrupt: Ctrl-C, or the kernel was interrupted: the first one finishes the step and saves, a
+                second one ends the run where it is.
         """
         if (mistake := self._find_refusal()) is not None:
             raise InvalidConfigError(format_report([mistake], "This run cannot be trained from Python."))
         with restoring_console():
-            outcome = run_to_outcome(self._resolved, shows_errors=False)
+            outcome = run_to_outcome(self._resolved, shows_errors=False, on_second="raise")
         _raise_unless_finished(outcome)
         return read(outcome.run_folder)
 
@@ -345,7 +346,7 @@ def plan(*overrides: str) -> Plan:
         resolved = _compose(["mode=plan", make_override("mode.path", temporary), *overrides])
         printed = io.StringIO()
         with restoring_console(), contextlib.redirect_stdout(printed):
-            outcome = run_to_outcome(resolved, shows_errors=False)
+            outcome = run_to_outcome(resolved, shows_errors=False, on_second="raise")
         _raise_unless_finished(outcome)
         folder = Path(os.path.expanduser(resolved.config["mode"]["path"] or temporary))
         page = folder / _PLAN_PAGE
@@ -383,7 +384,7 @@ def _raise_unless_finished(outcome: Outcome) -> None:
     """Raise what a command prints and returns as its exit code."""
     if outcome.exit_code == ExitCode.FINISHED:
         return
-    if outcome.exit_code == ExitCode.INTERRUPTED:
+    if outcome.exit_code == ExitCode.INTERRUPTED or isinstance(outcome.error, KeyboardInterrupt):
         raise outcome.error or KeyboardInterrupt
     if outcome.exit_code == ExitCode.INVALID_CONFIG:
         raise InvalidConfigError(outcome.report or "The config is invalid.") from outcome.error

@@ -249,10 +249,12 @@ class CheckpointSaver(Checkpoint):
         self._agreement = StepAgreement(step=step)
         self._seen_step = self._step_before = step
         alone = trainer.world_size == 1
+        saving = " and saved" if self.saves else ", nothing is saved (save_every=null)"
         set_handler(
             lambda: self._agreement.ask(_STOP),
             stop_waiting=(lambda: self._stop_waiting(trainer)) if alone else None,
             wait_seconds=self.wait_seconds,
+            announcement=f"Ctrl-C: the step is finished{saving}, then the run stops; Ctrl-C again ends it at once",
         )
         if self._validation_due:
             self._validation_due = False

@@ -31,10 +31,10 @@ _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 class SignalProofLoader(DataLoader[Batch]):
-    """A DataLoader whose processes ignore SIGUSR1, and SIGTERM unless sent by their own rank.
+    """A DataLoader whose processes ignore SIGUSR1 and Ctrl-C, and SIGTERM unless sent by their own rank.
 
-    torchrun, `timeout` and systemd signal the whole process group. torch raises an error in the rank if a loader
-    process exits, and the rank could then not save its last checkpoint.
+    torchrun, `timeout`, systemd and a terminal signal the whole process group. torch raises an error in the rank if a
+    loader process exits, and the rank could then not save its last checkpoint.
 
     Args:
         dataset: As for `DataLoader`.
@@ -62,14 +62,14 @@ class SignalProofLoader(DataLoader[Batch]):
 
     @override
     def _get_iterator(self) -> Any:
-        """Start the processes with SIGTERM blocked (torch 2.13).
+        """Start the processes with SIGTERM and SIGINT blocked, which they stay there (torch 2.13).
 
         `worker_init_fn` is too late: OpenTelemetry, which W&B runs in the rank, restarts its threads in a forked
         process, and SIGTERM kills the process if any thread does not block it.
         """
         if self.num_workers > 0:
             shorten_socket_paths()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
         try:
             return super()._get_iterator()
         finally:
@@ -138,7 +138,8 @@ def _exit_on_lost_sample(error: BaseException, sample: object) -> None:
 
 
 def _ignore_group_signals(worker: int) -> None:
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in (signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_exit_on_parents_sigterm, name=f"signals_{worker}", daemon=True).start()
 

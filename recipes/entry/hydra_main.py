@@ -195,7 +195,7 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int], override
         overrides = [*select_search_path(HydraConfig.get().overrides.hydra), *HydraConfig.get().overrides.task]
         overrides.append(f"hydra.run.dir='{HydraConfig.get().runtime.output_dir}'")
         exit_codes.append(run(overrides, folder, name, in_sweep=True))
-        if exit_codes[-1] == ExitCode.INTERRUPTED:
+        if exit_codes[-1] in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED, ExitCode.TERMINATED):
             raise KeyboardInterrupt  # ends the sweep, not only this job
 
     register_source()
@@ -233,5 +233,5 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int], override
         print(format_report([ConfigError(typed, reason, "hydra.sweep.dir=<a folder of yours>")]), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
     except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
+        return max(exit_codes) or ExitCode.INTERRUPTED
     return max(exit_codes)

@@ -15,7 +15,7 @@ from recipes.runtime.world import RANK_FILE
 def main() -> int:
     """Execute the composed run that the parent has written; return the exit code."""
     # before the slow imports: the parent has blocked the signals until now
-    listen(second_ends=False)
+    listen(on_second="ignore")
     from recipes.entry.run import run_resolved
     from recipes.runtime.exit_codes import ExitCode
 

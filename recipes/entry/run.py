@@ -38,7 +38,7 @@ from recipes.runtime.failure import (
     write_failure,
 )
 from recipes.runtime.lock import lock_run_folder
-from recipes.runtime.signals import listening, was_requested
+from recipes.runtime.signals import OnSecond, listening, requested_by, was_requested
 from recipes.runtime.world import Ranks, global_rank, started_by
 
 _PEER_SECONDS = 2.0
@@ -76,18 +76,23 @@ def run_resolved(resolved: ResolvedRun, *, in_sweep: bool = False) -> int:
     return run_to_outcome(resolved, in_sweep=in_sweep).exit_code
 
 
-def run_to_outcome(resolved: ResolvedRun, *, in_sweep: bool = False, shows_errors: bool = True) -> Outcome:
+def run_to_outcome(
+    resolved: ResolvedRun, *, in_sweep: bool = False, shows_errors: bool = True, on_second: OnSecond = "exit"
+) -> Outcome:
     """Execute one checked run as `run_resolved` does, and return what ended it.
 
     Args:
         resolved: The run.
         in_sweep: Whether other runs follow in this process; each then gets a separate process.
         shows_errors: Whether to print an error of this process; False writes it only to train.log.
+        on_second: What a second request to stop does.
     """
     with contextlib.ExitStack() as signals:
         if resolved.mode.trains and started_by() != "spawn":  # spawned ranks listen already
-            signals.enter_context(listening())
-        return _launch(resolved, in_sweep=in_sweep, shows_errors=shows_errors)
+            signals.enter_context(listening(on_second=on_second))
+        outcome = _launch(resolved, in_sweep=in_sweep, shows_errors=shows_errors)
+        is_saved_at_interrupt = outcome.exit_code == ExitCode.PREEMPTED and requested_by() == signal.SIGINT.name
+        return replace(outcome, error=KeyboardInterrupt()) if is_saved_at_interrupt else outcome
 
 
 def _launch(resolved: ResolvedRun, *, in_sweep: bool, shows_errors: bool) -> Outcome:

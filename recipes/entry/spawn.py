@@ -28,7 +28,7 @@ _RANK_COMMAND = (sys.executable, "-P", "-m", "recipes.entry.rank_main")
 # exit codes of ranks that have already reported what happened
 _REPORTED_CODES = frozenset(ExitCode) - {ExitCode.FINISHED, ExitCode.CRASHED}
 _FAILURE_GRACE_SECONDS = 5.0  # for the other ranks to exit once one has failed
-_STOP_GRACE_SECONDS = 10.0  # for ranks to exit by themselves after Ctrl-C or with a reported code
+_STOP_GRACE_SECONDS = 10.0  # for ranks to exit by themselves once one has exited with a reported code
 _CAUSE_SECONDS = 2.0  # for the rank that failed first to be detected, after its peers
 _POLL_SECONDS = 0.05
 _LOG_TAIL_LINES = 20
@@ -99,8 +99,7 @@ class _RankProcess:
 def spawn_ranks(resolved: ResolvedRun, ranks: Ranks) -> ProcessExit:
     """Execute a run with one process per rank, all with this composed config; all have exited on return.
 
-    The first SIGTERM or SIGUSR1 is forwarded to the ranks, which save and stop; a second one ends them at once, as
-    does a second Ctrl-C.
+    The first SIGTERM, SIGUSR1 or Ctrl-C is forwarded to the ranks, which save and stop; a second one ends them at once.
 
     Raises:
         ConfigError: The temporary folder is full or cannot be written to.
@@ -124,10 +123,9 @@ def spawn_ranks(resolved: ResolvedRun, ranks: Ranks) -> ProcessExit:
             for number in received[:1]:  # it may have come before the first rank was started
                 forward(number)
             return _watch(processes)
-        except KeyboardInterrupt:
-            return _interrupt(processes)
         except SecondSignalError as second:
-            return ProcessExit(exit_code=128 + second.number, report="Terminated by a second signal")
+            by = "Interrupted by a second Ctrl-C" if second.number == signal.SIGINT else "Terminated by a second signal"
+            return ProcessExit(exit_code=128 + second.number, report=by)
         finally:
             _kill(processes)
 
@@ -242,15 +240,6 @@ def _wait_for_cause(processes: Sequence[_RankProcess], failed: Sequence[_RankPro
         time.sleep(_POLL_SECONDS)
         failed = [process for process in processes if process.has_failed()]
     return failed
-
-
-def _interrupt(processes: Sequence[_RankProcess]) -> ProcessExit:
-    """Forward Ctrl-C to the ranks and give them time to exit; a second Ctrl-C kills them."""
-    with contextlib.suppress(KeyboardInterrupt, SecondSignalError):
-        _signal(processes, signal.SIGINT)
-        _wait(processes, _STOP_GRACE_SECONDS)
-    has_reported = any(process.rank == 0 and process.process.poll() == ExitCode.INTERRUPTED for process in processes)
-    return ProcessExit(exit_code=ExitCode.INTERRUPTED, report=None if has_reported else "Interrupted")
 
 
 def _signal(processes: Sequence[_RankProcess], number: signal.Signals) -> None:

@@ -18,7 +18,7 @@ CORES = "RECIPES_CORES"  # cores of this job if several jobs share a machine, su
 def main() -> int:
     """Run the job and return its exit code."""
     *flags, file = sys.argv[1:]
-    listen(second_ends=False)  # the parent has blocked the signals until now
+    listen(on_second="ignore")  # the parent has blocked the signals until now
     if WITH_PARENT in flags:
         die_with_parent()
     for line in settle_ranks():

@@ -23,7 +23,7 @@ from recipes.run_folder import read_summary
 from recipes.runtime.console import LOGGER
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.failure import is_out_of_memory, is_peer_failure, read_oom_of_other_rank
-from recipes.runtime.signals import NOT_STARTED, Preempted, waiting
+from recipes.runtime.signals import NOT_STARTED, Preempted, shown_name, waiting
 
 
 @declare_mode(trains=True, takes_steps=True)
@@ -35,7 +35,7 @@ def fit(run: Run) -> int:
 
     Raises:
         Exception: The run crashed; the summary is written and the `end` event logged.
-        KeyboardInterrupt: Ctrl-C.
+        KeyboardInterrupt: Ctrl-C before the first step, or a second one.
     """
     if run.checkpoint is not None and _find_ending(run, run.checkpoint) is not None:
         checkpoint = get_checkpoint_io(run).find_valid(run.checkpoint)
@@ -107,7 +107,7 @@ def _end_as_finished(run: Run, why: str) -> int:
 
 
 def _fit(run: Run) -> None:
-    """Train, and raise KeyboardInterrupt on Ctrl-C."""
+    """Train, and raise KeyboardInterrupt on Ctrl-C where it is no request to save."""
     if run.checkpoint is not None:
         restore_within(run.trainer, lambda: restoring(run))
     try:
@@ -146,11 +146,12 @@ def _log_out_of_memory(run: Run, *, rank: int, step: int, error: str) -> None:
 def _end_preempted(run: Run, stop: Preempted) -> int:
     """Report that a signal ended the run, and how to resume it."""
     log_event(run, "preempted", stop.step, signal=stop.by, saved=stop.saved)
-    where = f"Stopped by {stop.by} at step {stop.step}"
+    by = shown_name(stop.by)
+    where = f"Stopped by {by} at step {stop.step}"
     to_resume = f"to resume: {resume_command(run.folder, run.overrides)}"
     newest = newest_checkpoint(run.folder)
     if stop.step == 0:
-        outcome = NOT_STARTED.format(stop.by)
+        outcome = NOT_STARTED.format(by)
         LOGGER.error(outcome)
     elif stop.saved:
         outcome = f"saved; {to_resume}"
@@ -161,7 +162,8 @@ def _end_preempted(run: Run, stop: Preempted) -> int:
     else:
         outcome = "nothing was saved"
         LOGGER.error(f"{where}; {outcome}")
-    exit_code = ExitCode.PREEMPTED if stop.saved or stop.step == 0 else ExitCode.TERMINATED
+    unsaved = ExitCode.INTERRUPTED if by != stop.by else ExitCode.TERMINATED
+    exit_code = ExitCode.PREEMPTED if stop.saved or stop.step == 0 else unsaved
     with waiting("the other ranks", exit_code=exit_code, outcome=outcome):
         get_engine(run.trainer).barrier()  # the launcher kills all ranks as soon as one has exited
     return exit_code

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1 request a save and a stop after the current step; a second signal ends the process at once.
+"""SIGTERM, SIGUSR1 and Ctrl-C request a save and a stop after the current step; a second one ends the process at once.
 
 Python handles a signal between two operations of the main thread, and the main thread may be inside one that never
 ends: a collective without its peers, a queue without its loader. The signal's number is therefore also written to a
@@ -10,25 +10,32 @@ import logging
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.failure import Failure, get_error_file, write_failure
 from recipes.runtime.world import global_rank, started_by
 
 LOGGER = logging.getLogger("lightning_recipes")
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # a cluster may signal a process directly and again through its parent: within this time both count as one request
 _SAME_REQUEST_SECONDS = 1.0
+_SAME_INTERRUPT_SECONDS = 0.2  # the same for Ctrl-C, which a person presses again soon
 WAIT_SECONDS = 120.0  # after a signal, for what the main thread waits for to arrive: the run can then still save
 _START_SECONDS = 5.0  # the same before the first step, when there is nothing to save
-_INTERRUPT_SECONDS = 5.0  # after Ctrl-C, for a waiting main thread to react
+_INTERRUPT_SECONDS = 5.0  # after Ctrl-C before training, for a waiting main thread to react
 _NOT_SAVED = "not saved; to resume from the newest checkpoint: resume=auto"
 NOT_STARTED = "Stopped by {} before the first step; to start again: the same command"
+_IS_ENDING = "Ctrl-C: the run is ending already; Ctrl-C again ends it at once"
+_LEAVE_BAR = "\n\x1b[?25h"  # below a progress bar, which hides the cursor
+# what a second request does: `ignore` where the parent ends the process, `raise` KeyboardInterrupt after Ctrl-C where a
+# program goes on after the run
+OnSecond = Literal["exit", "ignore", "raise"]
 _ANNOUNCE_SECONDS = 5.0  # of waiting, until it is logged
 _POLL_SECONDS = 0.1
 
@@ -90,25 +97,26 @@ class _StopRequest:
         self.by: str | None = None  # name of the signal; None if none was received yet
         self.time = 0.0
         self.handler: Callable[[], None] | None = None  # None before training
-        self.exits_on_second = True
+        self.announcement = _IS_ENDING  # logged at Ctrl-C
+        self.on_second: OnSecond = "exit"
 
 
 _REQUEST = _StopRequest()
 
 
-def listen(*, second_ends: bool) -> None:
+def listen(*, on_second: OnSecond) -> None:
     """Handle the signals from now on. Until training sets a handler, the first signal ends the process.
 
     Args:
-        second_ends: Whether a second signal ends this process; False if its parent does that.
+        on_second: What a second request to stop does.
     """
-    _REQUEST.by, _REQUEST.handler, _REQUEST.exits_on_second = None, None, second_ends
+    _REQUEST.by, _REQUEST.handler, _REQUEST.on_second = None, None, on_second
     _REQUEST.wait, _REQUEST.stop_waiting, _REQUEST.interrupt_is_seen, _REQUEST.arrived = None, None, False, {}
     _REQUEST.gives_up_at, _REQUEST.wait_seconds, _REQUEST.has_stepped = None, WAIT_SECONDS, False
     for number in SIGNALS:
-        signal.signal(number, _on_signal)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _on_interrupt)
+        # Ctrl-C stays ignored in the background of a shell, and stays with a program that handles it itself
+        if number != signal.SIGINT or signal.getsignal(number) is signal.default_int_handler:
+            signal.signal(number, _on_signal)
     if _REQUEST.pipe is None:
         _REQUEST.pipe = os.pipe()
         os.set_blocking(_REQUEST.pipe[1], False)
@@ -119,13 +127,17 @@ def listen(*, second_ends: bool) -> None:
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[None]:
-    """Listen while a run is built, executed and finished in this process; restore the handlers afterwards."""
+def listening(*, on_second: OnSecond = "exit") -> Iterator[None]:
+    """Listen while a run is built, executed and finished in this process; restore the handlers afterwards.
+
+    Args:
+        on_second: What a second request to stop does.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may handle signals
         return
-    handlers_before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)}
-    listen(second_ends=True)
+    handlers_before = {number: signal.getsignal(number) for number in SIGNALS}
+    listen(on_second=on_second)
     try:
         yield
     finally:
@@ -140,6 +152,7 @@ def set_handler(
     *,
     stop_waiting: Callable[[], None] | None = None,
     wait_seconds: float | None = None,
+    announcement: str = _IS_ENDING,
 ) -> None:
     """Set the handler of a stop request; call it at once if there has already been a request.
 
@@ -148,7 +161,9 @@ def set_handler(
         stop_waiting: Called where the main thread has waited for data for too long, and raises `Preempted`; None ends
             the process there.
         wait_seconds: Seconds after a request until a wait without progress is given up; None leaves them as they are.
+        announcement: What Ctrl-C does now, logged as soon as it is pressed: a step may take a minute.
     """
+    _REQUEST.announcement = announcement
     _REQUEST.handler = handler if handler is not None else _ignore
     _REQUEST.stop_waiting = stop_waiting
     if wait_seconds is not None:
@@ -216,6 +231,11 @@ def requested_by() -> str:
     return _REQUEST.by or "a signal to another rank"
 
 
+def shown_name(by: str) -> str:
+    """Return the name of a signal as a person knows it."""
+    return "Ctrl-C" if by == signal.SIGINT.name else by
+
+
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
     """Block the signals within the context; processes started here block them until they `listen`."""
@@ -242,11 +262,13 @@ def forward_signals_to(forward: Callable[[int], None]) -> Iterator[None]:
         nonlocal requested_at
         if requested_at is None:
             requested_at = time.monotonic()
+            _REQUEST.by, _REQUEST.time = signal.Signals(number).name, requested_at
             forward(number)
-        elif time.monotonic() - requested_at > _SAME_REQUEST_SECONDS:
+        elif time.monotonic() - requested_at > _same_request_seconds(number):
             raise SecondSignalError(number)
 
-    handlers_before = {number: signal.signal(number, on_signal) for number in SIGNALS}
+    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    handlers_before = {number: signal.signal(number, on_signal) for number in heard}
     pipe_before = signal.set_wakeup_fd(-1)  # the main thread waits for processes, in a loop of its own
     try:
         yield
@@ -269,9 +291,8 @@ def _forget_pipe() -> None:
 os.register_at_fork(after_in_child=_forget_pipe)
 
 
-def _on_interrupt(number: int, frame: Any) -> None:
-    _REQUEST.interrupt_is_seen = True
-    signal.default_int_handler(number, frame)
+def _same_request_seconds(number: int) -> float:
+    return min(_SAME_INTERRUPT_SECONDS, _SAME_REQUEST_SECONDS) if number == signal.SIGINT else _SAME_REQUEST_SECONDS
 
 
 def _watch(pipe: int) -> None:
@@ -280,39 +301,50 @@ def _watch(pipe: int) -> None:
         ready, _, _ = select.select([pipe], [], [], _POLL_SECONDS if _REQUEST.arrived else None)
         now = time.monotonic()
         for number in os.read(pipe, 64) if ready else b"":
-            first = min((at for known, at in _REQUEST.arrived.items() if known in SIGNALS), default=now)
-            is_second = number in SIGNALS and now - first > _SAME_REQUEST_SECONDS
-            if is_second and _REQUEST.exits_on_second and not _is_own(now):
-                os._exit(128 + number)
-            interrupted_at = _REQUEST.arrived.get(signal.SIGINT, now)
-            is_again = number == signal.SIGINT and now - interrupted_at > _SAME_REQUEST_SECONDS
-            if is_again and not _REQUEST.interrupt_is_seen:  # in a long operation, such as a backward pass
-                _end("Interrupted", ExitCode.INTERRUPTED)
+            if number not in SIGNALS:
+                continue
+            is_second = now - min(_REQUEST.arrived.values(), default=now) > _same_request_seconds(number)
+            if is_second and not _is_own(now):
+                _end_at_second(number)
+            is_first = not _REQUEST.arrived
             _REQUEST.arrived.setdefault(number, now)
+            if number == signal.SIGINT and is_first and _REQUEST.handler is not None:
+                LOGGER.info(_REQUEST.announcement)
         _end_if_stuck(now)
 
 
+def _end_at_second(number: int) -> None:
+    if number != signal.SIGINT:
+        if _REQUEST.on_second != "ignore":
+            _exit(128 + number)
+    # before training, the first Ctrl-C ends the run as soon as the main thread has seen it
+    elif _REQUEST.on_second == "exit" and (_REQUEST.handler is not None or not _REQUEST.interrupt_is_seen):
+        _end(f"Interrupted, {_NOT_SAVED}", ExitCode.INTERRUPTED)
+
+
 def _end_if_stuck(now: float) -> None:
-    arrived = dict(_REQUEST.arrived)
-    interrupted_at, wait = arrived.pop(signal.SIGINT, None), _REQUEST.wait
-    if interrupted_at is not None and wait is not None and not _REQUEST.interrupt_is_seen:
-        waited_seconds = now - max(interrupted_at, wait.since)
-    else:
-        waited_seconds = 0.0
-    if waited_seconds > _INTERRUPT_SECONDS:
-        _end("Interrupted", ExitCode.INTERRUPTED)
-    stops = {number: at for number, at in arrived.items() if number in SIGNALS}
-    if not stops:
+    arrived, wait = dict(_REQUEST.arrived), _REQUEST.wait
+    if not arrived:
         return
-    number, requested_at = min(stops.items(), key=lambda item: item[1])
-    by = signal.Signals(number).name
-    if _REQUEST.handler is None and now - requested_at > _SAME_REQUEST_SECONDS:
+    number, requested_at = min(arrived.items(), key=lambda item: item[1])
+    by, is_interrupt = shown_name(signal.Signals(number).name), number == signal.SIGINT
+    if is_interrupt and _REQUEST.interrupt_is_seen:
+        return
+    if not is_interrupt and _REQUEST.handler is None and now - requested_at > _SAME_REQUEST_SECONDS:
         _end(NOT_STARTED.format(by), ExitCode.PREEMPTED)
     if wait is None:
         return
     is_start = wait.is_for_data and not _REQUEST.has_stepped
-    if now - max(requested_at, wait.since) <= (_START_SECONDS if is_start else _REQUEST.wait_seconds):
+    wait_seconds = _START_SECONDS if is_start else _REQUEST.wait_seconds
+    if is_interrupt and _REQUEST.handler is None:
+        wait_seconds = _INTERRUPT_SECONDS
+    if now - max(requested_at, wait.since) <= wait_seconds:
         return
+    can_stop = _REQUEST.is_stoppable and _REQUEST.stop_waiting is not None and not is_start
+    if is_interrupt and _REQUEST.on_second == "raise" and not can_stop:
+        return  # a program goes on after this run
+    if is_interrupt and _REQUEST.handler is None:
+        _end("Interrupted", ExitCode.INTERRUPTED)
     if is_start:
         _end(NOT_STARTED.format(by), ExitCode.PREEMPTED)
     gives_up_at = _REQUEST.gives_up_at
@@ -321,12 +353,14 @@ def _end_if_stuck(now: float) -> None:
         # the signal by which it was interrupted has also woken this thread
         if now - gives_up_at <= _START_SECONDS:
             return
-    elif _REQUEST.is_stoppable and _REQUEST.stop_waiting is not None:
+    elif can_stop:
         _REQUEST.gives_up_at = now
         # also interrupts a system call; the handler raises `_StopWaiting`
         signal.pthread_kill(threading.main_thread().ident or 0, number)
         return
-    _end(f"Stopped by {by} while waiting for {wait.what}, {wait.outcome}", wait.exit_code)
+    is_unsaved = wait.exit_code == ExitCode.TERMINATED
+    exit_code = ExitCode.INTERRUPTED if is_interrupt and is_unsaved else wait.exit_code
+    _end(f"Stopped by {by} while waiting for {wait.what}, {wait.outcome}", exit_code)
 
 
 def _is_own(now: float) -> bool:
@@ -339,10 +373,16 @@ def _end(line: str, exit_code: int) -> NoReturn:
     file = get_error_file()
     if file is not None and started_by() == "spawn" and global_rank() > 0:  # its lines do not reach the console
         write_failure(Failure(exit_code=exit_code, message=line, report=line, time=time.time()), file)
+    _exit(exit_code)
+
+
+def _exit(exit_code: int) -> NoReturn:
+    if sys.stderr is not None and sys.stderr.isatty():
+        os.write(sys.stderr.fileno(), _LEAVE_BAR.encode())
     os._exit(exit_code)
 
 
-def _on_signal(number: int, _: object) -> None:
+def _on_signal(number: int, frame: Any) -> None:
     now = time.monotonic()
     if _is_own(now):
         wait, gives_up_at = _REQUEST.wait, _REQUEST.gives_up_at
@@ -352,9 +392,16 @@ def _on_signal(number: int, _: object) -> None:
             raise _StopWaiting
         return
     if _REQUEST.by is not None:
-        if _REQUEST.exits_on_second and now - _REQUEST.time > _SAME_REQUEST_SECONDS:
-            os._exit(128 + number)
-        return
+        if now - _REQUEST.time <= _same_request_seconds(number):
+            return
+        if number == signal.SIGINT and _REQUEST.on_second == "raise":
+            signal.default_int_handler(number, frame)
+        if number != signal.SIGINT and _REQUEST.on_second != "ignore":
+            _exit(128 + number)
+        return  # a second Ctrl-C ends the process in the thread that reads the pipe, with a line
+    if number == signal.SIGINT and _REQUEST.handler is None:
+        _REQUEST.interrupt_is_seen = True
+        signal.default_int_handler(number, frame)
     _REQUEST.by, _REQUEST.time = signal.Signals(number).name, now
     if _REQUEST.handler is None:
         LOGGER.error(NOT_STARTED.format(_REQUEST.by))

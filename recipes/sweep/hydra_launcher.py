@@ -48,8 +48,7 @@ class SubprocessLauncher(Launcher):
 
         Raises:
             ConfigErrors: The config of some jobs is invalid; none was started.
-            KeyboardInterrupt: On Ctrl-C, after all jobs have ended.
-            SystemExit: A signal has stopped the sweep, so Hydra must not launch another batch.
+            SystemExit: A signal, Ctrl-C included, has stopped the sweep, so Hydra must not launch another batch.
         """
         folder = self.create_folder()
         with self.discarding_if_rejected(), lock_run_folder(folder, setting="hydra.sweep.dir"):
@@ -59,7 +58,7 @@ class SubprocessLauncher(Launcher):
             source = _FixedJobs([job for job in unique if sweep.should_start(job)])
             log_start(sweep, unique)
             MULTIRUN.exit_code = max(MULTIRUN.exit_code, sweep.run(source))
-            if MULTIRUN.exit_code in (ExitCode.PREEMPTED, ExitCode.TERMINATED):
+            if MULTIRUN.exit_code in (ExitCode.PREEMPTED, ExitCode.TERMINATED, ExitCode.INTERRUPTED):
                 raise SystemExit(MULTIRUN.exit_code)
             is_grid = self._config.hydra.sweeper._target_.endswith("BasicSweeper")
             return [self._job_return(sweep, job, is_grid=is_grid) for job in jobs]

@@ -97,7 +97,6 @@ class OptunaSweeper(Sweeper):
         Raises:
             ConfigErrors: The search space is invalid.
             ConfigError: The study cannot run with this launcher, sampler, storage or folder.
-            KeyboardInterrupt: On Ctrl-C, after all runs have ended.
         """
         assert self._hydra_launcher is not None, "Hydra calls setup first"
         assert self._context is not None, "Hydra calls setup first"

@@ -15,7 +15,7 @@ from recipes.sweep.progress import Progress
 
 _POLL_SECONDS = 0.05
 _READ_SECONDS = 0.5
-_GRACE_SECONDS = 15.0  # for a job to stop after Ctrl-C: longer than the job gives its own ranks
+_GRACE_SECONDS = 15.0  # for a job to stop after an error here: longer than the job gives its own ranks
 
 
 class Source(Protocol):
@@ -76,17 +76,11 @@ class Pool:
         """Run until all jobs have ended or a signal has stopped them.
 
         Returns:
-            The number of the signal that asked to save and stop; None if there was none.
-
-        Raises:
-            KeyboardInterrupt: On Ctrl-C, after all jobs have ended.
+            The number of the signal, Ctrl-C included, that asked to save and stop; None if there was none.
         """
         try:
             with forward_signals_to(self._forward):
                 self._loop()
-        except KeyboardInterrupt:
-            self._interrupt()
-            raise
         except SecondSignalError as second:
             LOGGER.error("Terminated by a second signal")
             return second.number
@@ -173,7 +167,9 @@ class Pool:
             # a pruned job that finished before the signal arrived keeps its result
             if number in self._pruned and job.state is not State.FINISHED:
                 job.state = State.PRUNED
-            elif stopped and job.state not in (State.FINISHED, State.PREEMPTED):
+            elif (stopped and job.state not in (State.FINISHED, State.PREEMPTED)) or (
+                self._signals and job.state is State.KILLED  # by the cluster that was asked to cancel it
+            ):
                 job.state = State.INTERRUPTED
             save(job)
             self._source.job_ended(job)
@@ -192,20 +188,15 @@ class Pool:
             rows = self._progress[number].read()
             if rows and number not in self._pruned and self._source.should_prune(job, rows):
                 self._pruned.add(number)
-                handle.send_signal(signal.SIGINT)  # ends without a checkpoint: the job will not be resumed
+                handle.send_signal(signal.SIGTERM)
 
     def _forward(self, number: int) -> None:
         """Forward a signal to all running jobs; no further job starts."""
         self._signals.append(number)
+        if number == signal.SIGINT:
+            LOGGER.info("Ctrl-C: running jobs finish their step and save; Ctrl-C again ends them at once")
         for handle in self._running.values():
             handle.send_signal(number)
-
-    def _interrupt(self) -> None:
-        """Forward Ctrl-C to all jobs and wait for them; a second Ctrl-C kills them."""
-        try:
-            self._stop(signal.SIGINT)
-        except KeyboardInterrupt:
-            LOGGER.error("Interrupted again; killing the jobs that are still running")
 
     def _stop(self, number: int) -> None:
         """Send a signal to all jobs and wait for their end, at most `_GRACE_SECONDS`."""
@@ -219,10 +210,11 @@ class Pool:
             time.sleep(_POLL_SECONDS)
 
 
-def worst_exit_code(jobs: Sequence[Job]) -> int:
-    """Return the exit code of a sweep stopped by a signal: 75 if no job lost progress, else 143."""
+def worst_exit_code(jobs: Sequence[Job], number: int) -> int:
+    """Return the exit code of a sweep stopped by a signal: 75 if no job lost progress, else 143, or 130 for Ctrl-C."""
     unsaved = (State.INTERRUPTED, State.KILLED, State.RUNNING)
-    return ExitCode.TERMINATED if any(job.state in unsaved for job in jobs) else ExitCode.PREEMPTED
+    lost = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.TERMINATED
+    return lost if any(job.state in unsaved for job in jobs) else ExitCode.PREEMPTED
 
 
 def save(job: Job) -> bool:

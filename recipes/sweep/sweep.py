@@ -137,9 +137,6 @@ class Sweep:
         Args:
             source: Supplies the jobs.
             results: Ends of a job that do not count as a failure of the sweep, if any of its jobs has finished.
-
-        Raises:
-            KeyboardInterrupt: On Ctrl-C, after all jobs have ended.
         """
         self._report.write(with_page=False)
         if not self.launcher.waits:
@@ -152,7 +149,7 @@ class Sweep:
         finally:
             self._report.log_end()
         if stop_signal is not None:
-            return worst_exit_code(self._requested)
+            return worst_exit_code(self._requested, stop_signal)
         has_finished = any(job.state is State.FINISHED for job in self.jobs)
         failed = [job for job in self._requested if not (job.state.is_over or (has_finished and job.state in results))]
         codes = [job.exit_code for job in failed]

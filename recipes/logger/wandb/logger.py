@@ -351,7 +351,8 @@ class WandbExit:
             summary: The content of summary.json.
         """
         if event == "preempted":
-            return "preempted", ExitCode.PREEMPTED if fields["saved"] else ExitCode.TERMINATED
+            unsaved = ExitCode.INTERRUPTED if fields["signal"] == "SIGINT" else ExitCode.TERMINATED
+            return "preempted", ExitCode.PREEMPTED if fields["saved"] else unsaved
         status = str(fields["status"])
         if status == "finished":
             if summary.get("status") == "diverged" or self._last_save == "checkpoint_rejected":

@@ -298,15 +298,6 @@ def test_a_rank_that_hangs_after_its_error_is_killed_with_what_it_has_started(ru
 
 # --- Ctrl-C and signals
 
-# the file appears before the call that makes it returns: a signal sent then must meet the same handler
-INTERRUPTIBLE = """
-try:
-    mark("ready")
-    wait_forever()
-except KeyboardInterrupt:
-    mark("interrupted")
-    sys.exit(130)
-"""
 PREEMPTIBLE = """
 mark("ready")
 number = os.read(0, 1)[0]
@@ -320,28 +311,6 @@ wait_forever()
 """
 
 
-def test_ctrl_c_reaches_every_rank_once_and_is_reported_by_rank_0(run: Spawn, tmp_path: Path) -> None:
-    when(all_marked(tmp_path, "ready"), send(signal.SIGINT))
-    assert run(INTERRUPTIBLE, INTERRUPTIBLE) == ProcessExit(exit_code=ExitCode.INTERRUPTED)
-    assert all_marked(tmp_path, "interrupted")()
-
-
-def test_ctrl_c_is_reported_here_if_rank_0_could_not(
-    run: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(spawn, "_STOP_GRACE_SECONDS", 0.2)
-    when(all_marked(tmp_path, "ready"), send(signal.SIGINT))
-    assert run(STUBBORN, INTERRUPTIBLE) == ProcessExit(exit_code=ExitCode.INTERRUPTED, report="Interrupted")
-
-
-def test_a_second_ctrl_c_kills_ranks_that_ignore_the_first(run: Spawn, tmp_path: Path) -> None:
-    when(all_marked(tmp_path, "ready"), send(signal.SIGINT), send(signal.SIGINT))
-    began = time.monotonic()
-    result = run(STUBBORN, STUBBORN)
-    assert result == ProcessExit(exit_code=ExitCode.INTERRUPTED, report="Interrupted")
-    assert time.monotonic() - began < 5, "without the ten seconds of the first"
-
-
 @pytest.mark.parametrize("number", signals.SIGNALS)
 def test_a_signal_is_forwarded_to_every_rank_which_may_save_before_it_ends(
     run: Spawn, tmp_path: Path, number: signal.Signals
@@ -352,9 +321,18 @@ def test_a_signal_is_forwarded_to_every_rank_which_may_save_before_it_ends(
     assert received == [number.name] * 2
 
 
-def test_a_second_signal_ends_the_ranks_at_once(run: Spawn, tmp_path: Path) -> None:
-    when(all_marked(tmp_path, "ready"), send(signal.SIGUSR1), send(signal.SIGTERM))
-    assert run(STUBBORN, STUBBORN) == ProcessExit(exit_code=ExitCode.TERMINATED, report="Terminated by a second signal")
+@pytest.mark.parametrize(
+    ("second", "exit_code", "report"),
+    [
+        (signal.SIGTERM, ExitCode.TERMINATED, "Terminated by a second signal"),
+        (signal.SIGINT, ExitCode.INTERRUPTED, "Interrupted by a second Ctrl-C"),
+    ],
+)
+def test_a_second_signal_ends_the_ranks_at_once(
+    run: Spawn, tmp_path: Path, second: signal.Signals, exit_code: int, report: str
+) -> None:
+    when(all_marked(tmp_path, "ready"), send(signal.SIGUSR1), send(second))
+    assert run(STUBBORN, STUBBORN) == ProcessExit(exit_code=exit_code, report=report)
 
 
 def test_a_signal_that_comes_while_ranks_are_started_reaches_all_of_them(

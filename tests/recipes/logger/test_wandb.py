@@ -585,5 +585,6 @@ def test_the_exit_code_in_wandb_is_that_of_the_process() -> None:
     assert get_status(status="diverged") == ("diverged", 3)
     assert get_status(status="out_of_memory") == ("out_of_memory", 71)
     assert get_status(status="interrupted") == ("interrupted", 130)
-    assert get_status(event="preempted", saved=True) == ("preempted", 75)
-    assert get_status(event="preempted", saved=False) == ("preempted", 143)
+    assert get_status(event="preempted", saved=True, signal="SIGINT") == ("preempted", 75)
+    assert get_status(event="preempted", saved=False, signal="SIGTERM") == ("preempted", 143)
+    assert get_status(event="preempted", saved=False, signal="SIGINT") == ("preempted", 130)

@@ -1,6 +1,8 @@
 """Real signals to real runs: they save at once, and the same command resumes to the rows of an undisturbed run."""
 
+import contextlib
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -87,7 +89,7 @@ def assert_equals(folder: Path, undisturbed: Path) -> None:
 def test_a_run_stopped_in_a_step_in_a_validation_and_before_a_validation_gives_the_rows_of_one_never_stopped(
     start: Start, workplace: Path
 ) -> None:
-    signals = ("window_3_SIGTERM_0", "validation_8_SIGUSR1_0", "step_16_SIGTERM_0")
+    signals = ("window_3_SIGTERM_0", "validation_8_SIGUSR1_0", "step_16_SIGINT_0")
     folder = workplace / "alone"
     undisturbed = start("undisturbed_alone")
 
@@ -100,8 +102,11 @@ def test_a_run_stopped_in_a_step_in_a_validation_and_before_a_validation_gives_t
     assert seconds_to_stop(folder, "validation_8_0") < AT_ONCE_SECONDS
     assert not has_validation(folder, 8)
 
-    assert_ends(start("alone", signals=signals), 75)
-    assert stopped_step(folder, by="SIGTERM") == 16
+    output = assert_ends(start("alone", signals=signals), 75)
+    assert stopped_step(folder, by="SIGINT") == 16
+    *_, pressed, ended = output.splitlines()
+    assert pressed == "Ctrl-C: the step is finished and saved, then the run stops; Ctrl-C again ends it at once"
+    assert ended == "Stopped by Ctrl-C at step 16, saved; to resume: python train.py resume=alone"
     assert has_validation(folder, 8)
     assert not has_validation(folder, 16)
 
@@ -128,7 +133,7 @@ def test_a_step_saved_again_after_its_validation_resumes_with_the_same_dropout(s
 def test_two_ranks_stop_after_the_same_step_whichever_is_signalled_and_resume_with_equal_rows(
     start: Start, workplace: Path, undisturbed: Path
 ) -> None:
-    signals = ("batch_3_SIGTERM_all", "validation_8_SIGUSR1_1", "window_15_SIGTERM_parent")
+    signals = ("batch_3_SIGTERM_all", "validation_8_SIGUSR1_1", "window_15_SIGINT_parent")
     folder = workplace / "ranks"
 
     # the parent and each rank at once, as SLURM does: one request
@@ -141,7 +146,7 @@ def test_two_ranks_stop_after_the_same_step_whichever_is_signalled_and_resume_wi
     assert not has_validation(folder, 8)
 
     assert_ends(start("ranks", *TWO_RANKS, signals=signals), 75)
-    assert stopped_step(folder, by="SIGTERM", num_ranks=2) == 16
+    assert stopped_step(folder, by="SIGINT", num_ranks=2) == 16
     assert has_validation(folder, 8)
     assert not has_validation(folder, 16)
 
@@ -183,6 +188,7 @@ def test_torchrun_forwards_its_signal_to_both_ranks_of_a_run_saved_by_time_and_t
 def test_a_second_signal_ends_a_long_step_and_a_run_that_saves_nothing_says_so(start: Start, workplace: Path) -> None:
     unsaved = start("unsaved", "save_every=null", signals=["step_3_SIGTERM_0"])
     again = start("again", signals=["step_3_SIGTERM_again"])
+    interrupted = start("interrupted", "save_every=null", signals=["step_3_SIGINT_0"])
     output = assert_ends(unsaved, 143)
     assert output.splitlines()[-1] == "Stopped by SIGTERM at step 3; nothing was saved"
     assert events(workplace / "unsaved", "preempted")[-1]["saved"] is False
@@ -190,6 +196,7 @@ def test_a_second_signal_ends_a_long_step_and_a_run_that_saves_nothing_says_so(s
     # SIGTERM twice at once, 1.2 s later SIGUSR1, in a step of a minute
     assert again.end() is not None
     assert again.process.returncode == 128 + signal.SIGUSR1
+    assert assert_ends(interrupted, 130).splitlines()[-1] == "Stopped by Ctrl-C at step 3; nothing was saved"
 
 
 # two micro-batches a step: after 6 the step is complete, after 7 it is not
@@ -214,7 +221,14 @@ def test_a_second_signal_ends_a_long_step_and_a_run_that_saves_nothing_says_so(s
             143,
             "Stopped by SIGTERM while waiting for the next batch of data, not",
         ),
-        (TWO_RANKS, 6, 600, signal.SIGINT, 130, "Interrupted"),
+        (
+            TWO_RANKS,
+            6,
+            600,
+            signal.SIGINT,
+            130,
+            "Stopped by Ctrl-C while waiting for the next batch of data, not",
+        ),
     ],
 )
 def test_a_signal_ends_a_run_that_waits_for_data_after_saving_if_it_can(
@@ -296,6 +310,8 @@ from recipes.runtime.exit_codes import ExitCode
 def compute(iterations):
     hashlib.pbkdf2_hmac("sha256", b"a", b"b", iterations)
 
+import logging
+logging.basicConfig(level=logging.INFO, format="%(message)s")
 case, seconds = sys.argv[1], float(sys.argv[2])
 began = time.perf_counter()
 compute(100_000)
@@ -303,7 +319,9 @@ per_second = 100_000 / (time.perf_counter() - began)  # of this processor
 signals._START_SECONDS = signals._INTERRUPT_SECONDS = 0.3
 number = signal.SIGINT if case.startswith("interrupt") else signal.SIGTERM
 with signals.listening():
-    signals.set_handler(lambda: None, wait_seconds=60 if case == "first_step" else 0.3)
+    if case != "interrupt_early":
+        wait_seconds = 60 if case == "first_step" else 0.3
+        signals.set_handler(lambda: None, wait_seconds=wait_seconds, announcement="it stops")
     threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
     if case == "interrupt_again":
         threading.Timer(1.4, os.kill, (os.getpid(), number)).start()
@@ -328,7 +346,7 @@ with signals.listening():
     [
         ("first_step", 75, "Stopped by SIGTERM before the first step; to start again: the same command"),
         ("end", 0, "Stopped by SIGTERM while waiting for the other ranks, the run is finished"),
-        ("interrupt_again", 130, "Interrupted"),
+        ("interrupt_again", 130, "it stops\nInterrupted, not saved; to resume from the newest checkpoint: resume=auto"),
     ],
 )
 def test_a_process_that_cannot_react_ends_with_the_exit_code_of_what_it_had_done(
@@ -340,14 +358,63 @@ def test_a_process_that_cannot_react_ends_with_the_exit_code_of_what_it_had_done
     assert (done.returncode, done.stderr.strip()) == (exit_code, line)
 
 
-def test_one_ctrl_c_does_not_end_a_long_operation() -> None:
+@pytest.mark.parametrize(("case", "exit_code", "line"), [("interrupt", 7, "it stops\n"), ("interrupt_early", 130, "")])
+def test_one_ctrl_c_ends_no_long_operation_and_no_training_but_what_precedes_it(
+    case: str, exit_code: int, line: str
+) -> None:
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", WAITS, "interrupt", "1.5"], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", WAITS, case, "1.5"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 130, done.stderr
-    assert "Interrupted" not in done.stderr
+    assert (done.returncode, done.stderr) == (exit_code, line)
     assert time.monotonic() - began > 0.5  # the call was finished
+
+
+def test_ctrl_c_in_a_program_that_goes_on_after_the_run_asks_once_and_then_raises() -> None:
+    asked: list[float] = []
+    with signals.listening(on_second="raise"):
+        signals.set_handler(lambda: asked.append(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # a terminal and a program between: one request
+        assert len(asked) == 1
+        time.sleep(0.3)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert len(asked) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("presses", "exit_code", "last_line"),
+    [
+        (["  3/24"], 75, "Stopped by Ctrl-C at step 4, saved; to resume: python train.py resume=typed_1"),
+        (["  3/24", "Ctrl-C: "], 130, "Interrupted, not saved; to resume from the newest checkpoint: resume=auto"),
+    ],
+)
+def test_ctrl_c_on_a_terminal_spares_the_loader_process_saves_and_the_second_one_ends_the_run(
+    workplace: Path, text_folder: str, presses: Sequence[str], exit_code: int, last_line: str
+) -> None:
+    name = f"typed_{len(presses)}"
+    run = [*TINY, f"data.path={text_folder}", "trainer.accelerator=cpu", "trainer.max_steps=24", "save_every=6"]
+    run += [f"hydra.run.dir={name}", "loader.num_workers=1", "+callbacks.signals._target_=signalled.SignalAt"]
+    run += [f"+callbacks.signals.folder={name}", "+callbacks.signals.signals=[]", "+callbacks.signals.pause=0.5"]
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(workplace)
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+        environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TERM": "xterm"}
+        os.execve(sys.executable, [sys.executable, str(ROOT / "train.py"), *run], environ)
+    shown, waits_for = "", [*presses]
+    with contextlib.suppress(OSError):  # the other end is closed
+        while chunk := os.read(terminal, 4096):
+            shown += chunk.decode(errors="replace")
+            if waits_for and waits_for[0] in shown:
+                time.sleep(0.25)  # longer than what counts as one request
+                os.write(terminal, b"\x03")
+                waits_for.pop(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == exit_code, shown
+    assert last_line in shown
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor is back"
 
 
 @pytest.mark.fresh_python  # the imports are what is interrupted

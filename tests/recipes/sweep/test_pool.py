@@ -10,6 +10,7 @@ import pytest
 
 from recipes.config.resolved import ResolvedRun
 from recipes.launcher.job import Job, State, read_job
+from recipes.runtime import signals
 from recipes.sweep import pool as pool_module
 from recipes.sweep.pool import Pool
 
@@ -60,7 +61,7 @@ class FakeLauncher:
         self.handles: dict[int, FakeHandle] = {}
         self.most_at_a_time = 0
         self._polls = polls
-        self._on_signal = {signal.SIGINT: 130, signal.SIGTERM: 75} if on_signal is None else on_signal
+        self._on_signal = {signal.SIGINT: 75, signal.SIGTERM: 75} if on_signal is None else on_signal
 
     def is_full(self) -> bool:
         return len(self._running()) >= self.max_jobs
@@ -187,13 +188,13 @@ def test_a_failed_job_stops_no_other_and_each_exit_code_is_recorded(jobs: list[J
     assert all(job.seconds is not None for job in jobs)
 
 
-def test_a_pruned_job_gets_one_sigint_and_the_next_one_starts(jobs: list[Job]) -> None:
+def test_a_pruned_job_gets_one_sigterm_and_the_next_one_starts(jobs: list[Job]) -> None:
     jobs[0].folder.mkdir()
     (jobs[0].folder / "metrics.csv").write_text("step,val/loss\n1,9.0\n")
     launcher = FakeLauncher({0: [RUNS], 1: [0]})
     pool, _ = make_pool(launcher, FakeSource(jobs[:2], prunes=[0]))
     assert pool.run() is None
-    assert launcher.handles[0].signals == [signal.SIGINT]
+    assert launcher.handles[0].signals == [signal.SIGTERM]
     assert [job.state for job in jobs[:2]] == [State.PRUNED, State.FINISHED]
 
 
@@ -203,38 +204,41 @@ def test_a_job_that_finishes_before_its_pruning_arrives_keeps_its_result(jobs: l
     launcher = FakeLauncher({0: [RUNS, RUNS, 0]}, on_signal={})
     pool, _ = make_pool(launcher, FakeSource(jobs[:1], prunes=[0]))
     assert pool.run() is None
-    assert launcher.handles[0].signals == [signal.SIGINT]
+    assert launcher.handles[0].signals == [signal.SIGTERM]
     assert jobs[0].state is State.FINISHED
 
 
-def test_sigterm_is_forwarded_to_running_jobs_and_no_further_job_starts(jobs: list[Job]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_forwarded_to_running_jobs_and_no_further_job_starts(jobs: list[Job], number: int) -> None:
     sent: list[int] = []
 
     def send_once(_: object) -> None:
         if not sent:
-            sent.append(signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)
+            sent.append(number)
+            os.kill(os.getpid(), number)
 
     launcher = FakeLauncher({0: [RUNS], 1: [RUNS]}, max_jobs=2)
     pool, _ = make_pool(launcher, FakeSource(jobs), show=send_once)
-    assert pool.run() == signal.SIGTERM
-    assert [launcher.handles[number].signals for number in (0, 1)] == [[signal.SIGTERM]] * 2
+    assert pool.run() == number
+    assert [launcher.handles[job].signals for job in (0, 1)] == [[number]] * 2
     assert [job.state for job in jobs] == [State.PREEMPTED] * 2 + [State.WAITING] * 2
 
 
-@pytest.mark.parametrize(("obeys", "exit_code"), [(True, 130), (False, -9)])
-def test_ctrl_c_is_forwarded_and_a_job_that_ignores_it_is_killed(jobs: list[Job], obeys: bool, exit_code: int) -> None:
-    def interrupt(_: object) -> None:
-        raise KeyboardInterrupt
+def test_a_second_ctrl_c_kills_the_jobs_that_the_first_one_asked_to_save(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signals, "_SAME_REQUEST_SECONDS", 0.0)
 
-    launcher = FakeLauncher({0: [RUNS]}, on_signal={signal.SIGINT: 130} if obeys else {})
+    def interrupt(_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    launcher = FakeLauncher({0: [RUNS]}, on_signal={})
     source = FakeSource(jobs[:2])
     pool, _ = make_pool(launcher, source, show=interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        pool.run()
+    assert pool.run() == signal.SIGINT
     assert launcher.handles[0].signals == [signal.SIGINT]
-    assert launcher.handles[0].was_killed is not obeys
-    assert (jobs[0].exit_code, jobs[0].state) == (exit_code, State.INTERRUPTED)
+    assert launcher.handles[0].was_killed
+    assert (jobs[0].exit_code, jobs[0].state) == (-9, State.INTERRUPTED)
     assert source.ended == [0]
     assert 1 not in launcher.handles, "no further job starts"
 

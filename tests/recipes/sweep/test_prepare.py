@@ -1,6 +1,7 @@
 """Jobs as they are composed and found again, the printed commands, and errors that must not stop a sweep."""
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,19 +214,19 @@ def test_values_with_brackets_are_shown_as_typed_in_the_table(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("states", "exit_code"),
+    ("states", "number", "exit_code"),
     [
-        ([State.PREEMPTED, State.FINISHED, State.WAITING], 75),
-        ([State.PREEMPTED, State.PRUNED, State.FAILED], 75),
-        ([State.PREEMPTED, State.KILLED], 143),
-        ([State.INTERRUPTED], 143),
+        ([State.PREEMPTED, State.FINISHED, State.WAITING], signal.SIGINT, 75),
+        ([State.PREEMPTED, State.PRUNED, State.FAILED], signal.SIGTERM, 75),
+        ([State.PREEMPTED, State.KILLED], signal.SIGTERM, 143),
+        ([State.INTERRUPTED], signal.SIGINT, 130),
     ],
 )
 def test_a_stopped_sweep_exits_with_75_only_if_no_job_lost_progress(
-    tmp_path: Path, states: list[State], exit_code: int
+    tmp_path: Path, states: list[State], number: int, exit_code: int
 ) -> None:
     jobs = [Job(number=n, folder=tmp_path, overrides=[], state=s) for n, s in enumerate(states)]
-    assert worst_exit_code(jobs) == exit_code
+    assert worst_exit_code(jobs, number) == exit_code
 
 
 def test_the_resume_command_is_valid_for_a_shell_and_hydra() -> None:

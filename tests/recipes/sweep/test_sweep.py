@@ -115,7 +115,7 @@ def test_a_crash_and_a_kill_stop_no_other_job_and_the_same_command_resumes_what_
 @pytest.mark.parametrize(
     ("number", "exit_code", "state"),
     [
-        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGINT, 75, "preempted"),
         (signal.SIGTERM, 75, "preempted"),
         (signal.SIGKILL, -9, "running"),
     ],
