@@ -199,7 +199,8 @@ class Recovery:
     def _log_rollback(self, trainer: Trainer, from_step: int, to_step: int, *, backs_off: bool) -> None:
         skipped = f", {self.skip_batches} batches skipped" if self.skip_batches else ""
         line = f"Step {from_step}: rolled back to step {to_step}{skipped}"
-        fields: dict[str, Any] = {"from": from_step, "skipped_batches": self.skip_batches}
+        position = getattr(get_datamodule(trainer), "position", None)  # from which `mode=replay` counts later steps
+        fields: dict[str, Any] = {"from": from_step, "skipped_batches": self.skip_batches, "position": position}
         log_event(trainer, line, "rollback", to_step, **fields)
         if backs_off:
             factor, steps = self.lr_backoff.factor, self._lr_backoff_steps

@@ -91,6 +91,16 @@ class StreamDataModule(lightning.LightningDataModule):
         return [] if self._stream is None else self._stream.window
 
     @property
+    def global_batch_size(self) -> int:
+        """Samples per optimizer step over all ranks."""
+        return self._accumulation.global_batch_size
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of each rank per optimizer step."""
+        return self._accumulation.num_micro_batches
+
+    @property
     def position(self) -> int:
         """Training samples consumed so far over all ranks.
 
@@ -205,6 +215,16 @@ class StreamDataModule(lightning.LightningDataModule):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.restore_position(state_dict)
+        if state_dict["validation"] != self._validation_identity():
+            LOGGER.warning(
+                "The validation split differs from that of the checkpoint: val/loss up to here and from here on is"
+                " measured on different samples, and `best` compares the two; checkpoint.keep_best=0 keeps no best"
+                " checkpoint"
+            )
+
+    def restore_position(self, state_dict: dict[str, Any]) -> None:
+        """Continue at the position of a checkpoint; log if it now refers to other samples."""
         position = state_dict["position"]
         if type(position) is not int or not 0 <= position < 2**62:
             raise ValueError(f"the position in the data is {str(position)[:40]}, not a count")
@@ -217,12 +237,6 @@ class StreamDataModule(lightning.LightningDataModule):
                 " samples",
                 ", ".join(changed),
                 self.position,
-            )
-        if state_dict["validation"] != self._validation_identity():
-            LOGGER.warning(
-                "The validation split differs from that of the checkpoint: val/loss up to here and from here on is"
-                " measured on different samples, and `best` compares the two; checkpoint.keep_best=0 keeps no best"
-                " checkpoint"
             )
 
     def samples_of_step(self, position: int) -> list[dict[str, Any]]:

@@ -16,18 +16,20 @@ from recipes.foreign_file import reading
 from recipes.mode.start import get_checkpoint_io
 from recipes.model.weights.text_side import load_exported_tokenizer
 from recipes.numerics.ema import OPTIMIZER_AVERAGE
+from recipes.runtime import status
 from recipes.runtime.console import LOGGER
 from recipes.runtime.failure import is_out_of_memory, is_peer_failure
 from recipes.task.base import TrainingTask
 from recipes.tokenizer import Tokenizer
 
 
-def load_task(run: Run, weights: Literal["trained", "ema"]) -> tuple[TrainingTask, Path]:
+def load_task(run: Run, weights: Literal["trained", "ema"], *, moves_data: bool = False) -> tuple[TrainingTask, Path]:
     """Return the run's task, its model on the device and in eval mode, and the checkpoint that was loaded.
 
     Args:
         run: A run with a checkpoint.
         weights: `trained`, or `ema` for their moving average.
+        moves_data: Whether to move the data, which is prepared, to the position of the checkpoint.
 
     Raises:
         ConfigError: There is no checkpoint (`resume=auto` in a folder without one), or no average in it.
@@ -42,6 +44,7 @@ def load_task(run: Run, weights: Literal["trained", "ema"]) -> tuple[TrainingTas
     task.trainer = run.trainer
     with run.trainer.precision_plugin.module_init_context():
         task.configure_model()
+    status.say(f"reading {run.checkpoint.name}")
     with restoring(run):
         state = get_engine(run.trainer).load_checkpoint(run.checkpoint)
         optimizer_state = state["optimizer_states"][0]["state"]
@@ -50,6 +53,8 @@ def load_task(run: Run, weights: Literal["trained", "ema"]) -> tuple[TrainingTas
         state_dict = select_weights(state, weights, setting="mode.weights=ema", fix="mode.weights=trained")
         task.on_load_checkpoint(state)
         load_module(task, state_dict)
+        if moves_data:
+            run.data.restore_position(state[type(run.data).__qualname__])
     loaded_path = get_checkpoint_io(run).loaded  # may be an older one: damaged checkpoints are skipped
     assert loaded_path is not None
     return task.eval(), loaded_path

@@ -1,9 +1,16 @@
-"""Recompute a spike from its dump with the same batch, weights and RNG state, and per-block gradient norms."""
+"""Show what a step was trained on: a spike from its dump, any other step from its batch, which is read again.
+
+A spike is recomputed with the same batch, weights and RNG state, and per-block gradient norms. The batch of any other
+step follows from the seed and the position in the data; the losses of its samples are those of the newest checkpoint
+before it.
+"""
 
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +19,8 @@ from torch import Tensor
 
 from recipes.build import Run
 from recipes.checkpoint.layout import is_shard
+from recipes.checkpoint.manifest import find_fault
+from recipes.checkpoint.retention import steps_on_disk
 from recipes.checkpoint.saved_tensor import open_tensors
 from recipes.checkpoint.shards import load_module
 from recipes.config.traits import declare_mode
@@ -21,20 +30,34 @@ from recipes.files import write_atomically
 from recipes.foreign_file import FormatError, reading
 from recipes.loss import divide, logged_by_count, sum_by_count
 from recipes.mode.load import load_task, restoring
-from recipes.run_folder import SPIKES_FOLDER, claim_output, read_json, read_json_lines
+from recipes.run_folder import (
+    CHECKPOINTS,
+    EVENTS_FILE,
+    SPIKES_FOLDER,
+    claim_output,
+    read_events,
+    read_json,
+    read_json_lines,
+)
 from recipes.runtime.console import LOGGER
 from recipes.strategy.torch_native import global_norm
 from recipes.task.base import TrainingTask
 
 SHOWN_SAMPLES = 5
-_ANOTHER_RUN = "resume=<a run that had a spike>"
+_ANOTHER_RUN = "mode.step=<any step of this run>, or resume=<a run that had a spike>"
 _BLOCK = re.compile(r"^(.*?\d+)\.")  # up to the first number
 _VALUES_FILE, _SAMPLES_FILE = "spike.json", "samples.jsonl"
+_REPLAYED_FILE = "replayed_step_{:07d}.jsonl"
+_OF_A_LINE = '{"position": '  # begins each line of it
+_SHOWN_VALUES = 4
 
 
 @declare_mode(needs_checkpoint=True, writes="spikes")
 def replay(run: Run, *, step: Annotated[int, ">= 1"] | None) -> int:
-    """Recompute a step, print it next to the recorded values, and write `replay.json` into the dump.
+    """Recompute a step from its dump, or read its batch again, and print its samples.
+
+    With a dump, the recorded values are printed, too, and `replay.json` is written into it. Without one, the samples of
+    the global batch are written to `replayed_step_….jsonl` in the run folder, the largest losses first.
 
     Args:
         run: A run with a checkpoint; the dump is in the folder of the run that wrote it.
@@ -44,8 +67,14 @@ def replay(run: Run, *, step: Annotated[int, ">= 1"] | None) -> int:
         The exit code, 0.
 
     Raises:
-        ConfigError: There is no dump of that step, it is damaged or cannot be written to, or there is no checkpoint.
+        ConfigError: The run has no such step, its dump is damaged, the folder cannot be written to, or there is no
+            checkpoint.
     """
+    if step is not None and run.checkpoint is not None:
+        folder = run.checkpoint.parents[1]
+        if not (folder / SPIKES_FOLDER / f"step_{step:07d}" / _VALUES_FILE).is_file():
+            _replay_from_data(run, folder, step)
+            return 0
     task, checkpoint = load_task(run, "trained")
     dump, others = _find_dump(checkpoint.parents[1] / SPIKES_FOLDER, step)
     claim_output(dump, "resume")
@@ -54,6 +83,117 @@ def replay(run: Run, *, step: Annotated[int, ">= 1"] | None) -> int:
         result = _replay(run, task, dump, checkpoint, fix)
     write_atomically(dump / "replay.json", json.dumps(result, indent=2) + "\n")
     return 0
+
+
+def _replay_from_data(run: Run, folder: Path, step: int) -> None:
+    """Read the global batch of a step again, and print and write its samples with their losses."""
+    if step > run.trainer.max_steps > 0:
+        last = run.trainer.max_steps
+        raise ConfigError(f"mode.step={step}", f"the run has {last} steps", f"mode.step={last}")
+    path = folder / _REPLAYED_FILE.format(step)
+    claim_output(path, "resume", is_file=True, replaces=lambda text: text.startswith(_OF_A_LINE))
+    run.data.trainer = run.trainer
+    run.data.prepare_data()
+    before = {at: path for at, path in steps_on_disk(folder / CHECKPOINTS).items() if at < step}
+    valid = [path for path in reversed(before.values()) if find_fault(path) is None]
+    if valid:
+        task, checkpoint = load_task(replace(run, checkpoint=valid[0]), "trained", moves_data=True)
+        first_step, weights = int(checkpoint.name[5:-5]), f"of {checkpoint.name}"
+    else:
+        task, checkpoint, first_step = _initialize(run), None, 0
+        weights = "that the run began with, as no checkpoint before it is left"
+    anchor, position = _find_anchor(folder, checkpoint, first_step, step) or (first_step, run.data.position)
+    samples_per_step = run.data.global_batch_size
+    position += (step - anchor) * samples_per_step
+    run.data.move_to(position - samples_per_step)
+    samples = run.data.samples_of_step(position)
+    losses, contents = _read_samples_again(run, task)
+    for sample, loss, content in zip(samples, losses, contents, strict=True):
+        sample |= {"loss": _finite(loss)} | content
+    samples.sort(key=lambda sample: -math.inf if sample["loss"] is None else -sample["loss"])
+    write_atomically(path, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples))
+    mean = math.fsum(losses) / len(losses)
+    LOGGER.info(
+        f"step {step}: samples {position - samples_per_step:,} to {position - 1:,} of the stream, with the weights"
+        f" {weights}, without dropout: mean loss of a sample {mean:.6g}"
+    )
+    for sample in samples[:SHOWN_SAMPLES]:
+        _print_sample(sample)
+    more = f"all {len(samples)} samples" if len(samples) > SHOWN_SAMPLES else "the same"
+    LOGGER.info(f"{more}, the largest losses first: {path}")
+
+
+def _initialize(run: Run) -> TrainingTask:
+    """Return the run's task with the weights that it began with, in eval mode."""
+    task = run.task
+    task.trainer = run.trainer
+    task.awaits_checkpoint = False
+    with run.trainer.precision_plugin.module_init_context():
+        task.configure_model()
+    return task.eval()
+
+
+def _find_anchor(folder: Path, checkpoint: Path | None, first_step: int, step: int) -> tuple[int, int] | None:
+    """Return the last step before this one that the run was rolled back to, and the position of the data there.
+
+    Args:
+        folder: The run folder.
+        checkpoint: Whose position is known; None: that of the beginning.
+        first_step: Its step.
+        step: The step whose batch is wanted.
+
+    Returns:
+        None: no rollback lies between the checkpoint and the step.
+
+    Raises:
+        ConfigError: The event of that rollback has no position.
+    """
+    anchors: list[tuple[int, int | None]] = []
+    for event in read_events(folder / EVENTS_FILE):
+        if event["event"] == "checkpoint" and checkpoint is not None and event.get("path") == checkpoint.name:
+            anchors = []  # of the state that was saved
+        elif event["event"] == "resume":
+            anchors = [anchor for anchor in anchors if anchor[0] <= event["step"]]
+        elif event["event"] == "rollback":
+            anchors.append((event["step"], event.get("position")))
+    found = [anchor for anchor in anchors if first_step <= anchor[0] < step]
+    if not found:
+        return None
+    anchor, position = found[-1]
+    if type(position) is not int or position < 0:
+        raise ConfigError(
+            f"mode.step={step}",
+            f"the run was rolled back to step {anchor}, and {EVENTS_FILE} does not say where in the data it went on",
+            f"mode.step={max(1, anchor)}, or a step after a later checkpoint",
+        )
+    return anchor, position
+
+
+@torch.no_grad()
+def _read_samples_again(run: Run, task: TrainingTask) -> tuple[list[float], list[dict[str, Any]]]:
+    """Return loss and content of each sample of the global batch that comes next, in the order of the stream."""
+    engine, plugin = get_engine(run.trainer), run.trainer.precision_plugin
+    stream = run.data.train_dataloader()
+    losses: list[float] = []
+    contents: list[dict[str, Any]] = []
+    for batch in islice(stream, run.data.num_micro_batches):
+        with plugin.forward_context():
+            of_batch = task.recipes_sample_losses(engine.batch_to_device(plugin.convert_input(batch)))
+        losses += of_batch.float().tolist()
+        contents += [_describe_content(run, batch, row) for row in range(len(of_batch))]
+    return losses, contents
+
+
+def _describe_content(run: Run, batch: Mapping[str, Any], row: int) -> dict[str, Any]:
+    """Return what a sample is: its text as it was packed and cut, or the shapes of its tensors and its targets."""
+    of_row = {key: value[row] for key, value in batch.items() if isinstance(value, Tensor) and value.ndim > 0}
+    tokenizer = run.data.source.tokenizer
+    if tokenizer is not None and "inputs" in of_row:
+        tokens = of_row["inputs"][: int(of_row["num_inputs"]) if "num_inputs" in of_row else None]
+        return {"text": tokenizer.decode(tokens.tolist())}
+    shapes = {key: list(value.shape) for key, value in of_row.items() if key != "targets"}
+    targets = {key: of_row[key].flatten()[:_SHOWN_VALUES].tolist() for key in ("targets",) if key in of_row}
+    return {"shapes": shapes} | targets
 
 
 def _replay(run: Run, task: TrainingTask, dump: Path, checkpoint: Path, fix: str) -> dict[str, Any]:
@@ -202,13 +342,21 @@ def _print(
         weight = recorded["weight_norms"].get(block)
         LOGGER.info(f"  {block:<16} gradient {_number(value):>10}   weights {_number(weight):>10}")
     for sample in samples[:SHOWN_SAMPLES]:
-        documents = ", ".join(
-            f"{document['name']} from token {document['first_token']}" for document in sample.get("documents", [])
-        )
-        source = f"sample {sample['sample']}" if "sample" in sample else f"rank {sample['rank']}"
-        LOGGER.info(f"  loss {_number(sample['loss']):>10}   {source} {documents}")
-        if "text" in sample:
-            LOGGER.info(f"    {sample['text'][:100]!r}")
+        _print_sample(sample)
+
+
+def _print_sample(sample: Mapping[str, Any]) -> None:
+    documents = ", ".join(
+        document["name"] + (f" from token {document['first_token']}" if "first_token" in document else "")
+        for document in sample.get("documents", [])
+    )
+    source = f"sample {sample['sample']}" if "sample" in sample else f"rank {sample['rank']}"
+    parts = [source, *([f"of {sample['source']}"] if "source" in sample else []), documents]
+    parts += [f"{key} {' x '.join(map(str, shape))}" for key, shape in sample.get("shapes", {}).items()]
+    parts += [f"targets {' '.join(map(str, sample['targets']))}"] if "targets" in sample else []
+    LOGGER.info(f"  loss {_number(sample['loss']):>10}   {' '.join(part for part in parts if part)}")
+    if "text" in sample:
+        LOGGER.info(f"    {sample['text'][:100]!r}")
 
 
 def _move(value: Any, device: torch.device) -> Any:
