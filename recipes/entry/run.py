@@ -26,8 +26,9 @@ from recipes.entry.light_import import without_unused_packages
 from recipes.entry.out_of_memory import advise, check_room, describe_out_of_memory, log_exit
 from recipes.entry.spawn import spawn_ranks
 from recipes.errors import ConfigError, ConfigErrors, find_mistake, format_report, shell
-from recipes.files import DISK_ERRORS, WriteError, describe
+from recipes.files import DISK_ERRORS, WriteError, count, describe
 from recipes.run_folder import CHECKPOINTS, ENVIRONMENT_FILE, EVENTS_FILE, LOG_FILE, find_run_folder, has_checkpoint
+from recipes.runtime import status
 from recipes.runtime.console import LOGGER, open_console
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.failure import (
@@ -39,7 +40,7 @@ from recipes.runtime.failure import (
 )
 from recipes.runtime.lock import lock_run_folder
 from recipes.runtime.signals import OnSecond, listening, requested_by, was_requested
-from recipes.runtime.world import Ranks, global_rank, started_by
+from recipes.runtime.world import Ranks, global_rank, num_cores, num_gpus, started_by
 
 _PEER_SECONDS = 2.0
 # what the constructors of callbacks say about an argument
@@ -87,9 +88,12 @@ def run_to_outcome(
         shows_errors: Whether to print an error of this process; False writes it only to train.log.
         on_second: What a second request to stop does.
     """
-    with contextlib.ExitStack() as signals:
+    with contextlib.ExitStack() as around:
         if resolved.mode.trains and started_by() != "spawn":  # spawned ranks listen already
-            signals.enter_context(listening(on_second=on_second))
+            around.enter_context(listening(on_second=on_second))
+        # the ranks that this process starts show the line themselves
+        if global_rank() == 0 and (resolved.ranks.started_by is not None or resolved.ranks.world_size == 1):
+            around.enter_context(status.showing(resolved.mode.name, "loading torch"))
         outcome = _launch(resolved, in_sweep=in_sweep, shows_errors=shows_errors)
         is_saved_at_interrupt = outcome.exit_code == ExitCode.PREEMPTED and requested_by() == signal.SIGINT.name
         return replace(outcome, error=KeyboardInterrupt()) if is_saved_at_interrupt else outcome
@@ -125,6 +129,7 @@ def _launch(resolved: ResolvedRun, *, in_sweep: bool, shows_errors: bool) -> Out
         # every rank looks for the newest checkpoint: an earlier run must have written its last one by now
         with _locked_folder(resolved):
             pass
+        LOGGER.info(_announce(ranks, resolved))
         # until all ranks have exited, only rank 0 writes train.log
         result = spawn_ranks(resolved, ranks)
     except ConfigError as mistake:
@@ -141,6 +146,15 @@ def _launch(resolved: ResolvedRun, *, in_sweep: bool, shows_errors: bool) -> Out
     if result.exit_code == ExitCode.OUT_OF_MEMORY:
         _log_advice(resolved, result.report or "")
     return Outcome(exit_code=result.exit_code, run_folder=resolved.run_folder, report=result.report)
+
+
+def _announce(ranks: Ranks, resolved: ResolvedRun) -> str:
+    """Return a line on the processes that are started, which import torch before they print anything."""
+    head = f"starting {count(ranks.world_size, 'rank')}"
+    if resolved.accelerator != "cpu" and (gpus := num_gpus()):
+        return f"{head}, one per GPU of {gpus}"
+    cores = f"{'processes' if ranks.world_size > 1 else 'a process'} on the CPU, with {count(num_cores(), 'core')}"
+    return f"{head}: {cores}" if resolved.accelerator == "cpu" else f"{head}: no GPU is found here, so {cores}"
 
 
 def _log_advice(resolved: ResolvedRun, report: str) -> None:
@@ -223,6 +237,7 @@ def _execute(resolved: ResolvedRun, shows_errors: bool) -> Outcome:
             with without_unused_packages(resolved.list_targets()):
                 from recipes.build import execute
 
+            status.say("building the model and opening the data")
             exit_code = execute(resolved, check_room=functools.partial(check_room, resolved))
         return Outcome(exit_code=exit_code, run_folder=resolved.run_folder)
     except (KeyboardInterrupt, Exception) as error:

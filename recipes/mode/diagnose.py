@@ -13,6 +13,7 @@ from recipes.files import write_atomically
 from recipes.foreign_file import reading
 from recipes.mode.report import find_runs
 from recipes.run_folder import METRICS_FILE, claim_output
+from recipes.runtime import status
 from recipes.runtime.console import LOGGER
 
 _FIX = f"mode.runs=[<a run folder, or a file like {METRICS_FILE}>]"
@@ -49,7 +50,9 @@ def diagnose(
         )
     file = None if path is None else claim_output(path, "mode.path", is_file=True, replaces=_is_own)
     found: dict[str, Any] = {}
-    for run in _find_tables([runs] if isinstance(runs, str) else runs):
+    tables = _find_tables([runs] if isinstance(runs, str) else runs)
+    for number, run in enumerate(tables, 1):
+        status.say(f"{run}, {number} of {len(tables)}")
         with reading(run, f"mode.runs=[{run}]", _FIX):
             try:
                 diagnoses = diagnose_run(run, steps_per_epoch=steps_per_epoch)

@@ -4,7 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
+import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
 
 from recipes.build import Run
 from recipes.config.traits import declare_mode
@@ -13,11 +15,24 @@ from recipes.files import write_atomically
 from recipes.lightning_internals import get_callbacks
 from recipes.mode.load import load_task, load_tokenizer
 from recipes.run_folder import SUMMARY_FILE, add_evaluations, claim_output, has_keys, has_run, is_summary, read_summary
+from recipes.runtime import status
 from recipes.runtime.console import LOGGER
 from recipes.task.language_modeling import LanguageModeling
 
 Weights = Literal["trained", "ema"]
 Split = Literal["train", "val", "test"]
+
+
+class _ShowBatches(Callback):
+    """Says on a terminal how far the evaluation is."""
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        totals = trainer.num_val_batches
+        of = f"{batch_idx + 1:,} of {totals[dataloader_idx]:,}"
+        status.say(f"batch {of}" + (f", part {dataloader_idx + 1} of {len(totals)}" if len(totals) > 1 else ""))
 
 
 @declare_mode(needs_checkpoint=True, takes_evaluator=True)
@@ -84,6 +99,7 @@ def _evaluate_split(run: Run, split: Split, weights: Weights, answers: Callback 
     if isinstance(task, LanguageModeling) and answers is not None and split == "val":
         task.source, task.tokenizer = run.data.source, run.data.source.tokenizer
         get_callbacks(run.trainer).append(answers)
+    get_callbacks(run.trainer).append(_ShowBatches())
     further = run.data.eval_names if split == "val" else []
     task.name_data(sources=getattr(run.data.source, "source_names", ()), further=further)
     by_loader = run.trainer.validate(task, dataloaders=run.data.split_dataloaders(split), verbose=False)

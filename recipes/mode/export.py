@@ -34,6 +34,7 @@ from recipes.run_folder import (
     complete_lines,
     read_json,
 )
+from recipes.runtime import status
 from recipes.runtime.console import LOGGER
 from recipes.task.base import TrainingTask
 
@@ -94,6 +95,7 @@ def export(
         if has_adapter(task.model):
             _restore_base(task, exactly=adapter == "merged")
             merge_adapter(task.model)
+        status.say(f"writing {folder}, and reading it back")
         export_pretrained(task.model, folder, tokenizer_folder=tokenizer_folder, published=run.published)
     record = _describe(folder, run) | {"checkpoint": checkpoint.name}
     write_atomically(folder / EXPORT_RECORD, json.dumps(record, indent=2) + "\n")

@@ -19,7 +19,7 @@ from recipes.lightning_internals import get_callbacks, restore_within
 from recipes.logger.summary import SummaryWriter
 from recipes.mode.load import restoring
 from recipes.mode.start import RunStartCallback, get_checkpoint_io, log_event
-from recipes.run_folder import read_summary
+from recipes.run_folder import PAGE_FILE, read_summary
 from recipes.runtime.console import LOGGER
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.failure import is_out_of_memory, is_peer_failure, read_oom_of_other_rank
@@ -197,4 +197,5 @@ def _last_line(summary: dict[str, Any], folder: Path) -> str:
     parts = [count(int(known["steps"]), "step")] if "steps" in known else []
     parts += [f"{name.replace('_', ' ')} {known[name]:.4f}" for name in ("train_loss", "val_loss") if name in known]
     parts += [f"{known['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in known else []
-    return f"Finished: {', '.join([*parts, f'in {folder}'])}"
+    page = folder / PAGE_FILE
+    return f"Finished: {', '.join([*parts, f'report {page}' if page.is_file() else f'in {folder}'])}"

@@ -8,6 +8,7 @@ from recipes.data.conversations.chat_template import prompt_for_answer
 from recipes.errors import ConfigError
 from recipes.generation import Sampling
 from recipes.mode.load import load_task, load_tokenizer
+from recipes.runtime import status
 from recipes.runtime.console import LOGGER
 from recipes.task.language_modeling import LanguageModeling
 from recipes.tokenizer import Tokenizer
@@ -58,6 +59,7 @@ def sample(
     given = _ask(prompt, tokenizer) if apply_chat_template else prompt
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     seeds = range(seed, seed + num_samples)
+    status.say(f"generating {max_new_tokens} tokens at most")
     texts = task.generate_texts(given, max_new_tokens, sampling=sampling, seeds=seeds, stop=stop)
     for number, text in enumerate(texts or ()):
         if num_samples > 1:

@@ -29,6 +29,7 @@ from recipes.run_folder import (
     OOM_FOLDER,
     TOKENIZER_FOLDER,
 )
+from recipes.runtime import status
 from recipes.runtime.console import LOGGER
 from recipes.runtime.environment import describe_environment
 
@@ -77,6 +78,7 @@ class RunStartCallback(Callback):
                     f"{error.filename} cannot be written: {describe(error)}",
                     "the same command once there is space, or hydra.run.dir=<a folder on another disk>",
                 ) from error
+        status.end()  # the progress bar follows
         self.has_begun = True
         if not trainer.is_global_zero:
             return

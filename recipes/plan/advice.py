@@ -10,6 +10,7 @@ from recipes.errors import ConfigError
 from recipes.plan.hardware import Cluster
 from recipes.plan.plan import Plan, gib, make_plan, plan_state
 from recipes.plan.recorded import divide_ranks
+from recipes.runtime import status
 
 _HSDP = ("strategy=hsdp",)
 # in order of decreasing memory per rank; the first is the fastest. ZeRO 2 and 3 are excluded: FSDP2 has the same
@@ -53,6 +54,9 @@ class Planner:
         """Return the plan of a run, without times."""
         key = resolved.describe_settings(without=("hydra", "mode", "name", "plan"))
         if key not in self._plans:
+            status.say(
+                f"plan {len(self._plans) + 1}: {' '.join(resolved.overrides[-3:])}" if self._plans else "planning"
+            )
             self._plans[key] = make_plan(resolved, self.cluster, rates=None)
         return self._plans[key]
 

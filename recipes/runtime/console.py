@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from recipes.errors import escape_controls
 from recipes.files import append, count, get_causes, tolerating
+from recipes.runtime.status import hidden
 
 LOGGER = logging.getLogger("lightning_recipes")
 
@@ -61,7 +62,7 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
     @override
     def emit(self, record: logging.LogRecord) -> None:
         # what could not be written stays in the stream's buffer and comes with the next line
-        with tolerating(Path("the console")):
+        with tolerating(Path("the console")), hidden():
             super().emit(record)
 
     @override

@@ -110,7 +110,8 @@ def test_the_rows_are_equal_whether_train_py_or_torchrun_or_two_agents_start_the
     output = spawned.end()
     assert spawned.process.returncode == 0, output
     lines = output.splitlines()
-    assert lines[0].endswith("run folder spawned")
+    assert lines[0].startswith("starting 2 ranks: processes on the CPU, with ")
+    assert lines[1].endswith("run folder spawned")
     assert lines[-1].startswith("Finished: 4 steps")
     assert (workplace / "spawned/train.log").read_text() == output, "one rank logs, and no noise"
     expected = rows(workplace / "spawned")

@@ -175,6 +175,12 @@ def test_a_finished_run_returns_0_and_its_last_line_names_losses_speed_and_folde
     assert outcome.lines[-1] == f"Finished: 7 steps, {losses}, 1,234 tokens/s, in {tmp_path}"
 
 
+def test_the_last_line_names_the_report_if_there_is_one(run_fit: Callable[..., Outcome], tmp_path: Path) -> None:
+    (tmp_path / "report.html").touch()
+    outcome = run_fit(summary={"val_loss": None, "tokens_per_second": None})
+    assert outcome.lines[-1] == f"Finished: 7 steps, train loss 1.5000, report {tmp_path / 'report.html'}"
+
+
 def test_the_last_line_omits_what_the_summary_does_not_know(run_fit: Callable[..., Outcome], tmp_path: Path) -> None:
     outcome = run_fit(summary={"val_loss": None, "tokens_per_second": None})
     assert outcome.lines[-1] == f"Finished: 7 steps, train loss 1.5000, in {tmp_path}"
