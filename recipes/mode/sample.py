@@ -59,8 +59,15 @@ def sample(
     given = _ask(prompt, tokenizer) if apply_chat_template else prompt
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     seeds = range(seed, seed + num_samples)
-    status.say(f"generating {max_new_tokens} tokens at most")
-    texts = task.generate_texts(given, max_new_tokens, sampling=sampling, seeds=seeds, stop=stop)
+    status.say("reading the prompt")
+    texts = task.generate_texts(
+        given,
+        max_new_tokens,
+        sampling=sampling,
+        seeds=seeds,
+        stop=stop,
+        on_tokens=lambda tokens: status.say(f"token {len(tokens):,} of at most {max_new_tokens:,}"),
+    )
     for number, text in enumerate(texts or ()):
         if num_samples > 1:
             LOGGER.info(f"--- {number + 1} of {num_samples}, seed {seed + number}")

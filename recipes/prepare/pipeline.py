@@ -41,6 +41,7 @@ from recipes.prepare.near_duplicates import Bools, Copies
 from recipes.prepare.report import EXACT, NEAR, count_copies, describe_dropped, make_report, merge
 from recipes.prepare.survivors import Survivors, cut_shards
 from recipes.run_folder import read_json
+from recipes.runtime import status
 from recipes.runtime.lock import lock_run_folder
 
 LOGGER = logging.getLogger("lightning_recipes")
@@ -235,6 +236,7 @@ class _Progress:
     def advance(self, chunk: Chunk) -> None:
         """Count a chunk."""
         self._done += sum(row.num_bytes for row in chunk.rows)
+        status.say(f"{self._done / 1e6:,.1f} of about {self._total / 1e6:,.1f} MB judged")
         if time.monotonic() - self._logged > _SECONDS_BETWEEN_LINES:
             self._logged = time.monotonic()
             LOGGER.info("%.1f of about %.1f MB judged", self._done / 1e6, self._total / 1e6)

@@ -36,6 +36,7 @@ class GeneratesText(TrainingTask, ABC):
         sampling: Sampling,
         seeds: Sequence[int],
         stop: Sequence[str] = (),
+        on_tokens: Callable[[Sequence[int]], None] = lambda _: None,
     ) -> list[str] | None:
         """Return continuations of a prompt, without the prompt; None without a tokenizer. Call on every rank.
 
@@ -45,6 +46,7 @@ class GeneratesText(TrainingTask, ABC):
             sampling: How tokens are drawn.
             seeds: Sampling seed of each continuation.
             stop: Texts that end a continuation, which are not part of it.
+            on_tokens: Called with the tokens of a continuation after each of them.
         """
         if self.tokenizer is None:
             return None
@@ -53,6 +55,11 @@ class GeneratesText(TrainingTask, ABC):
         prompt_tokens = prompt or [self.tokenizer.end_of_text]
         ending = StopStrings(stop, self.tokenizer) if stop else None
         texts = []
+
+        def is_complete(tokens: Sequence[int]) -> bool:
+            on_tokens(tokens)
+            return ending is not None and ending.is_reached(tokens)
+
         engine = get_engine(self.trainer)
         with self.trainer.precision_plugin.forward_context(), engine.gather_for_generation() as is_independent:
             for start in range(0, len(seeds), _ROWS_AT_A_TIME):
@@ -65,7 +72,7 @@ class GeneratesText(TrainingTask, ABC):
                     seeds=of_batch,
                     num_samples=len(of_batch),
                     ends=find_stop_ids(self.tokenizer),
-                    is_complete=None if ending is None else ending.is_reached,
+                    is_complete=is_complete,
                     slides=True,
                     agree=None if is_independent else engine.share_first,
                 )

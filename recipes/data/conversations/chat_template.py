@@ -169,19 +169,19 @@ def _read_file(name: str, named: Sequence[str]) -> str:
     return text
 
 
-def prompt_for_answer(message: str, tokenizer: Tokenizer) -> tuple[list[int], int | None]:
-    """Return the prompt tokens for an answer to a user message, and the stop token of the answer, if any.
+def prompt_for_answer(messages: str | Sequence[Message], tokenizer: Tokenizer) -> tuple[list[int], int | None]:
+    """Return the prompt tokens for the answer to a conversation, and the stop token of the answer, if any.
 
     A rendered conversation has the beginning-of-text token where its template says so, and nowhere else.
 
     Args:
-        message: User message.
+        messages: Messages, of which the user's is the last; or this one alone.
         tokenizer: Tokenizer with the chat template that the model was trained with.
 
     Raises:
         ConfigError: The template rejects the conversation.
     """
-    asked = [{"role": "user", "content": message}]
+    asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
     text, _ = find_template("auto", tokenizer).render(asked, tokenizer, adds_prompt=True, tools=None)
     return tokenizer.encode_rendered(text).ids, next(iter(_find_ends_of_turn(tokenizer)), None)
 

@@ -1,11 +1,19 @@
 """What is done with a run that has learned from conversations: evaluate, chat, export with its template."""
 
+import contextlib
+import io
 import json
+import os
+import pty
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers as hf
-from support import execute, read_metrics
+from support import ROOT, execute, read_metrics
+
+from recipes.data.conversations.chat_template import prompt_for_answer
 
 SMALL = [
     *("recipe=sft", "tokenizer=bytes", "model.vocab_size=257", "model.num_layers=1", "model.hidden_size=32"),
@@ -77,6 +85,66 @@ def test_a_message_is_answered_by_the_template_of_the_run(
     own = f"reward.mine.path={runs['plain'].parent}/mine.py:level"
     assert execute(*typed, own, f"resume={runs['plain']}") == 2
     assert "the run was not trained on conversations" in "".join(capfd.readouterr())
+
+
+GREEDY = ("mode.max_new_tokens=6", "mode.temperature=0")
+
+
+def test_a_chat_answers_like_sample_and_each_turn_sees_the_ones_before(
+    runs: dict[str, Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[dict[str, str]]] = []
+
+    def render(messages: Any, tokenizer: Any) -> Any:
+        asked.append([*messages])
+        return prompt_for_answer(messages, tokenizer)
+
+    monkeypatch.setattr("recipes.mode.chat.prompt_for_answer", render)
+    sample = ["mode=sample", "mode.prompt=7?", "mode.apply_chat_template=true", *GREEDY, f"resume={runs['chats']}"]
+    assert execute(*sample) == 0
+    answer = capfd.readouterr().out.partition("7?\n")[2].removesuffix("\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("7?\n8?\n\n/new\n9?\n"))
+    assert execute("mode=chat", *GREEDY, f"resume={runs['chats']}") == 0
+    assert capfd.readouterr().out.partition("> ")[2].startswith(f"{answer}\n> ")
+    _, first, second, new = asked  # the first only checks the template
+    assert first == [{"role": "user", "content": "7?"}]
+    assert [message["role"] for message in second] == ["user", "assistant", "user"]
+    assert second[-1]["content"] == "8?"
+    assert new == [{"role": "user", "content": "9?"}]
+
+    asked.clear()
+    monkeypatch.setattr("sys.stdin", io.StringIO("7?\n"))
+    assert execute("mode=chat", "mode.system=Be brief", *GREEDY, f"resume={runs['chats']}") == 0
+    assert asked[-1][0] == {"role": "system", "content": "Be brief"}
+    own = f"reward.mine.path={runs['plain'].parent}/mine.py:level"
+    assert execute("mode=chat", own, f"resume={runs['plain']}") == 2
+    assert "type: mode=sample" in "".join(capfd.readouterr())
+
+
+@pytest.mark.slow
+def test_a_chat_on_a_terminal_shows_an_answer_while_it_grows_and_ctrl_c_ends_only_the_answer(
+    runs: dict[str, Path],
+) -> None:
+    process, terminal = pty.fork()
+    if process == 0:
+        environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        typed = ["mode=chat", f"resume={runs['chats']}", "mode.max_new_tokens=100000"]
+        os.execve(sys.executable, [sys.executable, str(ROOT / "train.py"), *typed], environ)
+    shown = ""
+    # prompt -> a message; its answer has begun -> Ctrl-C; prompt again -> the end
+    script = [("> ", "7?\n"), ("7?\r\n", "\x03"), ("> ", "\x04")]
+    with contextlib.suppress(OSError):  # the other end is closed
+        while chunk := os.read(terminal, 4096):
+            shown += chunk.decode(errors="replace")
+            if script and script[0][0] in shown:
+                _, _, shown_after = shown.partition(script[0][0])
+                if script[0][1] == "\x03" and not shown_after:
+                    continue
+                os.write(terminal, script.pop(0)[1].encode())
+                shown = shown_after
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0, shown
+    assert not script
+    assert "Traceback" not in shown
 
 
 def test_an_export_is_ready_to_chat(runs: dict[str, Path]) -> None:
