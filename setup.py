@@ -5,7 +5,8 @@ from setuptools.command.build_py import build_py
 
 NAME = "lightning_recipes"
 FOLDERS = ("callbacks", "conf", "recipes")
-INNER = find_namespace_packages(include=[f"{folder}*" for folder in FOLDERS])
+TEMPLATE = "recipes.project"  # whose folder template/ is copied as it is: no packages of this project
+INNER = find_namespace_packages(include=[f"{folder}*" for folder in FOLDERS], exclude=[f"{TEMPLATE}.*"])
 
 
 class BuildWithScript(build_py):
@@ -19,6 +20,9 @@ class BuildWithScript(build_py):
 setup(
     packages=[NAME, *(f"{NAME}.{name}" for name in INNER)],
     package_dir={NAME: NAME} | {f"{NAME}.{folder}": folder for folder in FOLDERS},
-    package_data={"": ["*.yaml", "*.css", "*.jinja", "*.js", "*.LICENSE", "py.typed"]},
+    package_data={
+        "": ["*.yaml", "*.css", "*.jinja", "*.js", "*.LICENSE", "py.typed"],
+        f"{NAME}.{TEMPLATE}": ["template/**", "template/.*", "template/.github/**"],
+    },
     cmdclass={"build_py": BuildWithScript},
 )

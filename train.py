@@ -21,9 +21,10 @@ from recipes.entry.hydra_main import (
 from recipes.entry.run import run_resolved
 from recipes.entry.torchrun import compose_on_rank_zero
 from recipes.entry.variables_file import read_variables
-from recipes.errors import ConfigError, format_report
+from recipes.errors import INSTALLED, ConfigError, format_report, shell
 from recipes.launcher.environ import forget_slurm
 from recipes.launcher.submit import is_for_cluster, submit
+from recipes.project import NEW, write_project
 from recipes.runtime.console import accept_any_text
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.process import exit_process
@@ -37,6 +38,8 @@ def main() -> int:
     accept_any_text()
     if mistakes := find_missing_folder():
         return report(mistakes)
+    if sys.argv[1:2] == [NEW]:
+        return write_new_project(sys.argv[2:])
     if "--version" in sys.argv[1:]:
         print(describe_version())
         return ExitCode.FINISHED
@@ -63,6 +66,18 @@ def main() -> int:
     if args.multirun or is_sweep(args.overrides):
         return run_sweep(args.overrides, folder, name, run)
     return run(args.overrides, folder, name)
+
+
+def write_new_project(words: Sequence[str]) -> int:
+    """Write a project and print what to type in its folder; return the exit code."""
+    try:
+        folder = write_project(words)
+    except ConfigError as mistake:
+        print(format_report([mistake], "No project was written."), file=sys.stderr)
+        return ExitCode.INVALID_CONFIG
+    print(f"{folder} has a project that trains; its README.md says what is where.")
+    print(f"type: {shell('cd', folder)} && {INSTALLED} recipe=first")
+    return ExitCode.FINISHED
 
 
 def run(overrides: list[str], folder: Path, name: str, *, in_sweep: bool = False) -> int:

@@ -24,7 +24,8 @@ from recipes.config.signature import read_signature
 from recipes.entry.hydra_main import find_missing_folder
 from recipes.entry.light_import import without_unused_packages
 from recipes.entry.run import Outcome, run_to_outcome
-from recipes.errors import ConfigError, format_report
+from recipes.errors import ConfigError, format_report, type_command
+from recipes.project import open_project
 from recipes.run_folder import (
     CONFIG_FILE,
     EVENTS_FILE,
@@ -172,7 +173,7 @@ class ComposedRun:
     @property
     def command(self) -> str:
         """The command that trains the same run."""
-        return " ".join(["python train.py", *map(for_shell, self._resolved.typed)])
+        return type_command(" ".join(map(for_shell, self._resolved.typed)))
 
     def fit(self) -> RecordedRun:
         """Train in this process, or with several ranks in one new process per rank; return what the run has written.
@@ -364,11 +365,11 @@ def _compose(overrides: Sequence[str], *, ignores: tuple[str, ...] = ()) -> Reso
         ignores: Beginnings of settings whose mistakes do not matter.
     """
     read_signature.cache_clear()  # one's own classes may have been edited since the last call
-    words = quote_options(drop_replaced(overrides))
+    words = quote_options(drop_replaced([*open_project(overrides), *overrides]))
     mistakes = [*find_missing_folder(), *find_wrong_variables(), *find_variables_of_torch()]
     if is_sweep(words) or (flags := [word for word in words if word.startswith("-")]):
         typed = next((word for word in words if word.startswith(("sweep=", "hydra.mode="))), "") or flags[0]
-        command = " ".join(["python train.py", *map(for_shell, words)])
+        command = type_command(" ".join(map(for_shell, words)))
         mistakes.append(ConfigError(typed, "a call takes the overrides of one run, without flags", command))
     resolved: ResolvedRun | None = None
     if not mistakes:

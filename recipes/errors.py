@@ -1,8 +1,13 @@
 """Config errors in three clauses: what you set, why it cannot work, what to type. Imports only the standard library."""
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+INSTALLED = "lightning-recipes"  # the console script; in a clone it is `python train.py`
+COMMAND_VARIABLE = "RECIPES_COMMAND"  # set by that script, for the ranks and jobs, which print commands too
 
 # C0 and C1 control characters except tab and newline, and bidirectional controls: a terminal interprets them; and
 # surrogates, which no encoding has: Python puts them into the names of files that are not UTF-8
@@ -56,6 +61,16 @@ def shell(command: str, *paths: object) -> str:
 def python(code: str, *arguments: object) -> str:
     """Return a command that runs Python code without double quotes, whose `sys.argv[1:]` are the arguments."""
     return shell(f'python -c "{code}"', *arguments)
+
+
+def type_command(words: str) -> str:
+    """Return the command that starts this program with these words, by the name that it has been started by.
+
+    Args:
+        words: Overrides and flags, quoted for a shell; `…` for any.
+    """
+    is_installed = COMMAND_VARIABLE in os.environ or (Path(__file__).parents[1] / "one_name.py").is_file()
+    return f"{INSTALLED if is_installed else 'python train.py'} {words}"
 
 
 def type_setting(key: str, value: object) -> str:

@@ -36,7 +36,7 @@ ROLLED_BACK_FOLDER = "rolled_back"
 SPIKES_FOLDER = "spikes"
 TOKENIZER_FOLDER = "tokenizer"
 
-FROZEN = "# Run it again: python train.py "  # begins CONFIG_FILE
+FROZEN = "# Run it again: "  # begins CONFIG_FILE
 HOLDS_LOCK = "process"  # begins LOCK_FILE
 PAGE_MARK = '<meta name="generator" content="lightning-recipes">'  # of each page that callbacks/report writes
 # what a run replaces; it only appends to its log, which may have been there before: `python train.py … | tee`

@@ -8,13 +8,15 @@ from pathlib import Path
 
 from support import ROOT
 
+from recipes.errors import INSTALLED
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 _BLOCK = re.compile(
     r"(?:<!-- (?P<comment>[^>]*?) -->\n)?^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)```",
     re.DOTALL | re.MULTILINE,
 )
-_PROGRAM = re.compile(r"(?:\w+=\S* )*(?:srun .*)?(?:python|torchrun)\b.*?train\.py(?=\s|$)")
+_PROGRAM = re.compile(r"(?:\w+=\S* )*(?:srun .*)?(?:(?:python|torchrun)\b.*?train\.py|lightning-recipes)(?=\s|$)")
 _NOT_RUN = "not run: "
 
 
@@ -42,13 +44,16 @@ def read_blocks(page: Path) -> Iterator[Block]:
 
 
 def read_commands(block: Block) -> list[list[str]]:
-    """Return the overrides on every line that starts train.py in any way; a backslash continues a line."""
+    """Return the overrides on every line that starts train.py in any way, or the installed command.
+
+    A backslash continues a line.
+    """
     lines = block.text.replace("\\\n", " ").splitlines()
     found = []
     for line in lines:
         words = shlex.split(line, comments=True) if _PROGRAM.match(line) else []
-        if "train.py" in words:
-            found.append(words[words.index("train.py") + 1 :])
+        if program := next((word for word in words if word in ("train.py", INSTALLED)), None):
+            found.append(words[words.index(program) + 1 :])
     return found
 
 

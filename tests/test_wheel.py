@@ -167,6 +167,9 @@ def test_it_installs_one_name_and_no_top_level_recipes_or_callbacks(wheel: Path)
     assert {f"{report}/{name}" for name in files} <= set(names)
     assert {"lightning_recipes/py.typed", "lightning_recipes/train.py"} <= set(names)
     assert "lightning_recipes/setup.py" not in names
+    template = ROOT / "recipes/project/template"
+    files = {str(file.relative_to(ROOT)) for file in template.rglob("*") if file.is_file() and file.suffix != ".pyc"}
+    assert {f"lightning_recipes/{name}" for name in files} <= set(names)
 
 
 def test_another_project_trains_with_our_callbacks_beside_a_folder_of_the_same_name(
@@ -210,3 +213,20 @@ def test_the_installed_command_runs_a_recipe_beside_a_folder_of_the_same_name(py
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "run" / "metrics.csv").is_file()
+
+
+def test_the_installed_command_writes_a_project_that_trains_resumes_and_loads(python: Path, tmp_path: Path) -> None:
+    main = "from lightning_recipes.recipes.entry.installed import main; main()"
+    load = "import lightning_recipes as lr; print(type(lr.load('logs/mine')).__module__)"
+    printed = []
+    for folder, code, *overrides in (
+        (tmp_path, main, "new", "my_net"),
+        (tmp_path / "my_net", main, "recipe=first", "trainer.max_steps=4", "eval_every=4", "hydra.run.dir=logs/mine"),
+        (tmp_path / "my_net", main, "resume=logs/mine", "trainer.max_steps=6"),
+        (tmp_path / "my_net", load),
+    ):
+        done = subprocess.run([python, "-c", code, *overrides], cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        printed.append(done.stdout)
+    assert "resumed from" in printed[2]
+    assert printed[3] == "my_net.model\n"

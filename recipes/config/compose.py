@@ -38,7 +38,7 @@ from recipes.config.signature import TargetNotFoundError, read_signature
 from recipes.config.start_from import take_tokenizer
 from recipes.config.trust import CONF as CONF
 from recipes.config.trust import SEARCH_PATH, find_resumed_run, find_trusted_folders, restrict_variables
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_command
 from recipes.files import write_atomically
 from recipes.lr_scaling import scaled_lr
 from recipes.numerics.accumulation import steps_of
@@ -296,7 +296,7 @@ def freeze(composed: Composed) -> None:
     config = escape_interpolations(composed.config | {"resume": None}) | {"hydra": again}
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
     again_with = [*map(for_shell, select_search_path(composed.overrides)), "--config-path <this folder>"]
-    header = f"{FROZEN}{' '.join(again_with)} --config-name config\n"
+    header = f"{FROZEN}{type_command(' '.join(again_with))} --config-name config\n"
     write_atomically(composed.run_folder / CONFIG_FILE, header + text, fsync=True)
 
 

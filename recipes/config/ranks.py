@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from recipes.config.traits import ModeTraits, StrategyTraits
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_command
 from recipes.mesh import Mesh
 from recipes.runtime.world import (
     TORCHRUN_VARIABLES,
@@ -56,7 +56,7 @@ def find_ranks(
         raise ConfigError(
             f"mode={mode.name} with WORLD_SIZE={found.world_size}",
             "only training is split over ranks: each of these would repeat all of it",
-            "ignore_slurm=true" if found.started_by == "slurm" else "python train.py … without torchrun or srun",
+            "ignore_slurm=true" if found.started_by == "slurm" else type_command("… without torchrun or srun"),
         )
     if mode.trains:
         reject_other_launcher(environ)
@@ -107,7 +107,7 @@ def _reject_missing_variables(environ: Mapping[str, str]) -> None:
 def _reject_several_ranks(trainer: Mapping[str, Any], found: Ranks | None) -> None:
     """Reject several ranks or devices for a strategy that runs on one device."""
     if found is not None and found.world_size > 1:
-        fix = "ignore_slurm=true" if found.started_by == "slurm" else "python train.py … without torchrun"
+        fix = "ignore_slurm=true" if found.started_by == "slurm" else type_command("… without torchrun")
         raise ConfigError(
             f"strategy=single with WORLD_SIZE={found.world_size}",
             "each of these ranks would train the same run in the same folder",

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from recipes.config.overrides import for_shell, make_override
 from recipes.config.trust import CONF, SEARCH_PATH, find_own_folders, parse_values
+from recipes.errors import type_command
 
 
 def select_search_path(overrides: Sequence[str]) -> list[str]:
@@ -52,7 +53,7 @@ def resume_command(folder: Path, overrides: Sequence[str]) -> str:
         overrides: Overrides that the run was started with.
     """
     typed = [*select_search_path(overrides), make_override("resume", str(folder))]
-    return f"python train.py {' '.join(map(for_shell, typed))}"
+    return type_command(" ".join(map(for_shell, typed)))
 
 
 class OwnFolders(SearchPathPlugin):

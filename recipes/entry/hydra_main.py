@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from recipes.config.trust import CONF, find_trusted_folders, restrict_variables
-from recipes.errors import ConfigError, ConfigErrors, find_mistake, format_report
+from recipes.errors import ConfigError, ConfigErrors, find_mistake, format_report, shell, type_command
 from recipes.runtime.exit_codes import ExitCode
 
 _FLAGS = ("help", "hydra_help", "cfg", "info", "shell_completion")
@@ -99,7 +99,7 @@ def _explain_flag(message: str) -> ConfigError:
     missing = re.fullmatch(r"argument (--[\w-]+)\S*: expected one argument", message)
     if missing:
         return ConfigError(missing[1], "it needs a value", f"{missing[1]} <value>")
-    return ConfigError("the flags of this command", message, "python train.py --hydra-help for what there is")
+    return ConfigError("the flags of this command", message, type_command("--hydra-help for what there is"))
 
 
 def for_hydra(args: Namespace, words: Sequence[str]) -> list[str]:
@@ -146,10 +146,9 @@ def find_wrong_flags(args: Namespace) -> list[ConfigError]:
         reason = "a setting has its place here, which names the folders of your own options"
         mistakes.append(ConfigError(f"--config-dir {args.config_dir}", reason, fix))
     folder, name = args.config_path, args.config_name or "config"
-    if not folder and "/" in name and os.path.isfile(CONF / f"{name}.yaml"):
-        group, _, option = name.rpartition("/")
-        fix = f"{group}={option}"
-        mistakes.append(ConfigError(f"--config-name {name}", "it is an option of a group, not a whole config", fix))
+    if not folder and (found := _find_own_file(name, args.overrides)):
+        mistakes.append(found)
+        return mistakes
     if folder and not os.path.isdir(folder):
         fix = "--config-path <a run folder or a folder like conf/>"
         mistakes.append(ConfigError(f"--config-path {folder}", "there is no such folder", fix))
@@ -164,6 +163,23 @@ def describe_version() -> str:
     """Return the version of this project, and those of what it runs on."""
     packages = ("lightning-recipes", "torch", "lightning", "hydra-core")
     return ", ".join(f"{name} {metadata.version(name)}" for name in packages)
+
+
+def _find_own_file(name: str, overrides: Sequence[str]) -> ConfigError | None:
+    """Return the error in `--config-name` of what is no whole config: an option, by whatever name, or a file of one."""
+    from recipes.config.search_path import find_config_folders
+
+    typed = f"--config-name {name}"
+    for folder in find_config_folders(overrides):
+        for option in (name, f"recipe/{name}"):
+            if "/" in option and os.path.isfile(folder / f"{option}.yaml"):
+                group, _, chosen = option.rpartition("/")
+                return ConfigError(typed, "it is an option of a group, not a whole config", f"{group}={chosen}")
+        if folder != CONF and os.path.isfile(folder / f"{name}.yaml"):
+            move = shell("mv", folder / f"{name}.yaml", folder / "recipe")
+            fix = f"{move}, with # @package _global_ as its first line, and then recipe={name}"
+            return ConfigError(typed, "an experiment is an option of the group recipe, which has its own folder", fix)
+    return None
 
 
 def run_through_hydra(folder: Path, name: str, run: Callable[..., int], overrides: Sequence[str] = ()) -> int:

@@ -1,6 +1,10 @@
-"""Console script `lightning-recipes`: runs train.py of an installed wheel like `python train.py` in a clone."""
+"""Console script `lightning-recipes`: runs train.py of an installed wheel like `python train.py` in a clone.
+
+In the folder of a project it adds the options and the code of that project.
+"""
 
 import importlib.util
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -9,7 +13,7 @@ _INVALID = 2  # `ExitCode.INVALID_CONFIG`: `recipes` cannot be imported before i
 
 
 def main() -> None:
-    """Put the installed folder first on `sys.path`, as Python does for a script, and run its train.py."""
+    """Put the installed folder first on `sys.path`, as Python does for a script, open a project, and run train.py."""
     if importlib.util.find_spec("hydra") is None:  # the callbacks need none of the recipes' packages
         print(
             "lightning-recipes was installed for its callbacks; the recipes need more packages\n"
@@ -19,4 +23,10 @@ def main() -> None:
         sys.exit(_INVALID)
     root = Path(__file__).parents[2]  # contains recipes/ and callbacks/
     sys.path.insert(0, str(root))
+    from recipes.errors import COMMAND_VARIABLE, INSTALLED
+    from recipes.project import NEW, open_project
+
+    os.environ[COMMAND_VARIABLE] = INSTALLED
+    if sys.argv[1:2] != [NEW]:
+        sys.argv[1:1] = open_project(sys.argv[1:])
     runpy.run_path(str(root / "train.py"), run_name="__main__")

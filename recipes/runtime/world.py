@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_command
 
 Starter = Literal["torchrun", "slurm", "spawn"]
 
@@ -245,7 +245,7 @@ def settle_ranks(environ: MutableMapping[str, str] = os.environ) -> list[str]:
             environ.pop(name, None)
         lines.append(
             f"This is an interactive shell of srun (SLURM_STEP_NUM_TASKS={num_tasks}): this command starts its own"
-            " ranks; ignore_slurm=true makes this explicit, srun python train.py … starts them by SLURM"
+            f" ranks; ignore_slurm=true makes this explicit, srun {type_command('…')} starts them by SLURM"
         )
     starter = started_by(environ)
     if starter is None:

@@ -40,7 +40,7 @@ from recipes.config.overrides import (
 from recipes.config.search_path import find_config_folders
 from recipes.config.signature import TargetNotFoundError, read_signature
 from recipes.config.traits import select
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_command
 from recipes.launcher.job import JOB_FILE
 from recipes.run_folder import PAGE_FILE, SWEEP_FILE, has_run, is_page, may_replace
 from recipes.sweep.search_space import read_space
@@ -142,7 +142,7 @@ def job_overrides(overrides: Sequence[str]) -> list[str]:
 def train_command(overrides: Sequence[str]) -> str:
     """Return the command that runs one job of a sweep on its own."""
     single = ["hydra.mode=RUN"] if any(text.startswith("sweep=") for text in overrides) else []
-    return f"python train.py {shlex.join([*overrides, *single])}"
+    return type_command(shlex.join([*overrides, *single]))
 
 
 def resume_command(typed: Sequence[str], folder: Path) -> str:
@@ -153,7 +153,7 @@ def resume_command(typed: Sequence[str], folder: Path) -> str:
         folder: The sweep's folder.
     """
     others = [text for text in typed if not text.startswith("hydra.sweep.dir=")]
-    return f"python train.py {shlex.join([*others, make_override('hydra.sweep.dir', str(folder))])}"
+    return type_command(shlex.join([*others, make_override("hydra.sweep.dir", str(folder))]))
 
 
 def _reject_mode(typed: Sequence[str]) -> Iterator[ConfigError]:

@@ -13,7 +13,7 @@ from hydra.plugins.plugin import Plugin
 
 from recipes.config.overrides import for_shell
 from recipes.entry.hydra_main import run_through_hydra
-from recipes.errors import ConfigError, format_report
+from recipes.errors import ConfigError, format_report, type_command
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.world import global_rank, started_by
 
@@ -63,7 +63,7 @@ def run_sweep(overrides: list[str], folder: Path, name: str, run: Callable[..., 
             mistake = ConfigError(
                 f"-m under {started_by()}",
                 "every rank would run the whole sweep",
-                "python train.py -m … launcher.devices_per_job=<ranks of each job>",
+                type_command("-m … launcher.devices_per_job=<ranks of each job>"),
             )
             print(format_report([mistake]), file=sys.stderr)
         return ExitCode.INVALID_CONFIG

@@ -9,7 +9,7 @@ from hydra.errors import HydraException
 
 from recipes.config.compose import MODE_OF_SWEEPS
 from recipes.config.overrides import parse_override
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_command
 from recipes.sweep.leaderboard import LOGGED_METRICS
 from recipes.sweep.search_space import Choice, Interval, SearchSpace
 
@@ -109,7 +109,7 @@ def parameter_name(key: str) -> str:
         raise ConfigError(
             f"{key}=<a sweep>",
             "the names of W&B's parameters have letters, digits and _ . - only",
-            f"{key}=<one value>, or the same sweep with python train.py -m",
+            f"{key}=<one value>, or the same sweep with {type_command('-m')}",
         )
     return name
 

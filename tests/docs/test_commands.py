@@ -12,6 +12,8 @@ from support import ROOT
 
 from recipes.config import compose_and_check
 from recipes.config.compose import CONF
+from recipes.errors import INSTALLED
+from recipes.project import NEW, open_project, write_project
 from recipes.run_folder import CONFIG_FILE
 from recipes.sweep.command_line import check_command
 
@@ -42,7 +44,17 @@ def test_a_command_that_needs_more_than_this_machine_composes_and_is_valid(
 ) -> None:
     monkeypatch.chdir(_make_workplace(tmp_path))
     monkeypatch.syspath_prepend(tmp_path / "my_code")
-    for overrides in read_commands(block):
+    commands = read_commands(block)
+    if block.page.name == "project.md":
+        project = _make_project(tmp_path)
+        monkeypatch.syspath_prepend(project / "src")
+    if INSTALLED in block.text:
+        monkeypatch.setenv("PYTHONPATH", "")
+        monkeypatch.chdir(project)
+        if "resume=logs/" in block.text:
+            Path("logs").symlink_to(tmp_path / "logs")
+        commands = [[*open_project(words), *words] for words in commands if words[0] != NEW]
+    for overrides in commands:
         mistakes = _check(overrides)
         if any(override.startswith("strategy.nvme_path=") for override in overrides):  # a disk, and a library for it
             mistakes = [mistake for mistake in mistakes if not re.search("nvme_path|libaio", mistake)]
@@ -87,6 +99,14 @@ def _make_workplace(folder: Path) -> Path:
         OmegaConf.save(OmegaConf.create(composed.config), folder / "logs" / run / CONFIG_FILE)
         (folder / "logs" / run / "environment.json").write_text('{"overrides": []}')
     return folder
+
+
+def _make_project(folder: Path) -> Path:
+    """Make the project that a page names, with the recipe there."""
+    project = write_project([str(folder / "my_project")])
+    wide = next(block for block in BLOCKS if block.page.name == "project.md" and block.language == "yaml")
+    (project / "conf/recipe/wide.yaml").write_text(wide.text)
+    return project
 
 
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=name)

@@ -53,7 +53,7 @@ from recipes.config.search_path import select_search_path
 from recipes.config.signature import TargetNotFoundError, find_signature, read_signature
 from recipes.config.traits import DATA_GROUPS, is_place_of_data, is_place_of_model
 from recipes.config.trust import find_own_folders
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_command
 
 _TOKENIZER = re.compile(r"(data|eval_data)\.(.*\.)?tokenizer")  # of a data source
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_][\w.@/-]*")
@@ -333,7 +333,7 @@ def _answer_options(override: Override, typed: str, others: Sequence[str]) -> Co
     if is_about_sweep(group) or group == "sweep":
         options = " | ".join(name for name in list_options(group, others) if f"{group}={name}" != "sweep=none")
         return ConfigError(typed, "a command takes one option", f"{group}=<{options}>")
-    sweep = f"python train.py -m {for_shell(typed)}"
+    sweep = type_command(f"-m {for_shell(typed)}")
     swept = override.value()
     if is_list_of_options(group) and isinstance(swept, ChoiceSweep):
         chosen = [str(option) for option in swept.list]
@@ -357,7 +357,7 @@ def join_words(typed: Sequence[str]) -> tuple[list[str], list[ConfigError]]:
     command = [word for word in typed if _OF_COMMAND.fullmatch(word)]
     if command:
         reason = "the command itself is among its settings"
-        mistakes.append(ConfigError(" ".join(command), reason, "python train.py and the settings, once"))
+        mistakes.append(ConfigError(" ".join(command), reason, type_command("and the settings, once")))
     waiting = [word for word in typed if word not in command]
     while waiting:
         word, *rest = waiting

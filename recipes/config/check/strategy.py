@@ -21,7 +21,7 @@ from recipes.config.resolved import ResolvedRun
 from recipes.config.signature import read_signature
 from recipes.config.traits import StrategyTraits, read_strategy
 from recipes.config.trust import CONF
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_command
 from recipes.runtime.world import num_gpus
 
 _FSDP = "strategy=fsdp strategy.cpu_offload=true"
@@ -61,7 +61,7 @@ def check_strategy(run: ResolvedRun) -> Iterator[ConfigError]:
         yield ConfigError(
             f"trainer.devices=[{ids}] {traits.typed}",
             "DeepSpeed counts the GPUs it sees from 0",  # it uses the one whose index is the local rank
-            f"CUDA_VISIBLE_DEVICES={ids} python train.py … trainer.devices={len(devices)}",
+            f"CUDA_VISIBLE_DEVICES={ids} {type_command(f'… trainer.devices={len(devices)}')}",
         )
     if trainer.get("sync_batchnorm"):
         yield from _check_sync_batchnorm(traits, to_setting(trainer["sync_batchnorm"]))

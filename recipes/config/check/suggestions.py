@@ -15,6 +15,7 @@ from recipes.config.check.types import matches_type
 from recipes.config.epochs import MAX_STEPS
 from recipes.config.overrides import for_shell
 from recipes.config.search_path import find_config_folders
+from recipes.errors import type_command
 
 # common names of a precision or a strategy -> option
 _OPTION_ALIASES = {
@@ -364,7 +365,7 @@ def find_nearest(
         near.sort(key=lambda name: value not in list_options(name, typed))
         return f"{'.'.join([*section, near[0], *below])}={value}"
     if not section:
-        return "python train.py --help for the list of settings"
+        return type_command("--help for the list of settings")
     if below and names and section in (["callbacks"], ["metrics"], ["logger"]):
         key = f"{'.'.join([*section, '<name>', *below])}"
         return f"{key}={value}, where <name> is one of {' '.join(names)}"

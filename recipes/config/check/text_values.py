@@ -13,7 +13,7 @@ from recipes.config.check.sections import SETTINGS
 from recipes.config.check.types import annotation_from, matches_type
 from recipes.config.overrides import for_shell, is_about_sweep, parse_override, quote
 from recipes.config.signature import find_signature
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_command
 
 _NUMBERS = re.compile(r"-?[\d.]+(,-?[\d.]+)+")  # 0,1 of trainer.devices
 _TWO_NUMBERS = re.compile(r"-?\d+,\d+")
@@ -72,7 +72,7 @@ def answer_sweep(typed: str, override: Override, config: Any) -> str | ConfigErr
     key, _, value = typed.partition("=")
     annotation = find_annotation(config, override.key_or_group)
     sweeper = "hydra/sweeper=optuna " if "interval(" in value else ""  # a grid needs single values
-    sweep = f"python train.py -m {sweeper}{for_shell(typed)}"
+    sweep = type_command(f"-m {sweeper}{for_shell(typed)}")
     if override.key_or_group in _FOLDERS or is_about_sweep(key):  # of the run, not a value that jobs could differ in
         return ConfigError(typed, "a comma separates the values of a sweep", f'"{key}={quote(value)}"')
     if annotation is not None and _NUMBERS.fullmatch(value) and _is_list(value, annotation):
