@@ -164,6 +164,12 @@ def test_what_cannot_work_is_refused_before_the_run(name: str) -> None:
     assert any(reason in str(mistake) for mistake in mistakes), mistakes
 
 
+def test_passes_over_loaders_of_ones_own_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = own("trainer.max_steps=3epochs", f"hydra.run.dir={tmp_path}")
+    assert execute(*overrides) == ExitCode.INVALID_CONFIG
+    assert "say only then how many batches they have" in " ".join(capsys.readouterr().out.split())
+
+
 def test_another_class_is_named_with_what_to_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [text for text in own() if not text.startswith("task.module")]
     wrong = "task.module={_target_: own_modules.Rows}"
