@@ -23,7 +23,7 @@ from recipes.config.check.lr_scaling import check_lr_scaling
 from recipes.config.check.mesh import check_batch_size, check_mesh, check_moe, check_ranks
 from recipes.config.check.metrics import check_metrics, check_readers, check_thresholds
 from recipes.config.check.nodes import NO_DEFAULT, check_nodes
-from recipes.config.check.own_classes import check_own_classes
+from recipes.config.check.own_classes import check_classes_of_lightning, check_own_classes
 from recipes.config.check.own_options import check_own_options
 from recipes.config.check.own_training import check_own_training
 from recipes.config.check.parameter_rules import check_parameter_rules
@@ -94,6 +94,8 @@ def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
         return locate_mistakes(flat, overrides)  # its arguments are among the others, and they among its arguments
     if misplaced := [*check_own_options(run, overrides)]:
         return misplaced  # whose settings the others lack
+    if not structure and (of_lightning := [*check_classes_of_lightning(config)]):
+        return of_lightning  # all other mistakes are consequences
     frozen = () if any(mistake.setting.startswith("task") for mistake in structure) else run.task.frozen_sections
     found = [*structure, *check_settings(config, models=frozen), *check_nodes(config), *check_parameter_rules(config)]
     if not structure:  # the others read its sections

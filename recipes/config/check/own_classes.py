@@ -8,6 +8,26 @@ from recipes.config.traits import select
 from recipes.errors import ConfigError
 
 _LOSS = "recipes.loss.Loss"
+_TASK = "recipes.task.base.TrainingTask"
+# section -> the class of Lightning that may be meant, and what takes an object of it
+_OF_LIGHTNING = {
+    "model": ("lightning.pytorch.core.module.LightningModule", "task=lightning 'task.module={{_target_: {}, …}}'"),
+    "task": ("lightning.pytorch.core.module.LightningModule", "task=lightning 'task.module={{_target_: {}, …}}'"),
+    "data": (
+        "lightning.pytorch.core.datamodule.LightningDataModule",
+        "data=lightning 'data.module={{_target_: {}, …}}'",
+    ),
+}
+
+
+def check_classes_of_lightning(config: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Answer a LightningModule or LightningDataModule in the place of a class of ours with what trains it."""
+    for section, (base, command) in _OF_LIGHTNING.items():
+        target = str(select(config, f"{section}._target_"))
+        lineage = set() if target.startswith("recipes.") else find_lineage(target) or set()
+        if base in lineage and _TASK not in lineage:
+            reason = f"{target.rpartition('.')[2]} is a {base.rpartition('.')[2]}, which is trained as it is"
+            yield ConfigError(f"{section}._target_={target}", reason, command.format(target))
 
 
 def check_own_classes(config: Mapping[str, Any]) -> Iterator[ConfigError]:

@@ -164,6 +164,19 @@ def test_what_cannot_work_is_refused_before_the_run(name: str) -> None:
     assert any(reason in str(mistake) for mistake in mistakes), mistakes
 
 
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("model._target_=own_modules.Classifier", "task=lightning 'task.module={_target_: own_modules.Classifier, …}'"),
+        ("task._target_=own_modules.Classifier", "task=lightning 'task.module={_target_: own_modules.Classifier, …}'"),
+        ("data._target_=own_modules.Rows", "data=lightning 'data.module={_target_: own_modules.Rows, …}'"),
+    ],
+)
+def test_a_class_of_lightning_in_another_place_is_answered_with_the_command(override: str, fix: str) -> None:
+    mistakes = compose_and_check([override, "data=digits", "model=resnet18"])[1]
+    assert fix in [mistake.fix for mistake in mistakes], mistakes
+
+
 def test_passes_over_loaders_of_ones_own_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = own("trainer.max_steps=3epochs", f"hydra.run.dir={tmp_path}")
     assert execute(*overrides) == ExitCode.INVALID_CONFIG
