@@ -110,6 +110,28 @@ class Adversaries(lightning.LightningModule):
         return [torch.optim.Adam(part.parameters(), lr=self.lr, betas=(0.5, 0.999)) for part in parts]
 
 
+class WithStrayTensor(Classifier):
+    """A module that optimizes a tensor that it does not own."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), torch.zeros(2, requires_grad=True)], lr=0.1)
+
+
+class Words(lightning.LightningDataModule):
+    """Batches without a tensor."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(["a", "bc", "def", "gh"], batch_size=2)  # type: ignore[arg-type]  # any sequence
+
+
+class Reader(Classifier):
+    """A module that makes its inputs of text."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows = torch.tensor([[float(len(word))] * 8 for word in batch])
+        return super().training_step((rows, torch.zeros(len(batch), dtype=torch.long)), batch_idx)
+
+
 class WithLoaders(Classifier):
     """A module that has its loaders itself."""
 

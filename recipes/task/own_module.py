@@ -5,15 +5,16 @@ its class: nothing wraps it, so that names of parameters, `self.log` and everyth
 """
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import lightning.pytorch as lightning
 import torch
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from recipes.blocks import list_blocks
@@ -85,6 +86,8 @@ class OwnModule:
             )
         of_user: Any = type(module)
         bases = (_TakesTuples, Adopted, of_user) if self._of_run.batch else (Adopted, of_user)
+        if self._of_run.batch:  # as it is meant
+            warnings.filterwarnings("ignore", message="You have overridden `on_after_batch_transfer`")
         module.__class__ = type(of_user.__name__, bases, {"__module__": of_user.__module__})
         adopted: Any = module
         adopted.recipes_of_run = self._of_run
@@ -248,8 +251,15 @@ class Adopted(OnEngine):
         optimizers = _list_optimizers(configured)
         names = {id(parameter): name for name, parameter in self.named_parameters()}
         groups = itertools.chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
+        optimized = [parameter for group in groups for parameter in group["params"]]
+        if any(id(parameter) not in names for parameter in optimized):
+            raise ConfigError(
+                f"task.module._target_={type(self).__name__}",
+                "its optimizer has tensors that are no parameters of the module, so no checkpoint would hold them",
+                "nn.Parameter attributes of the module in their place",
+            )
         # now, because an engine may put flat shards in the place of the parameters
-        self.optimized_parameters = [names[id(parameter)] for group in groups for parameter in group["params"]]
+        self.optimized_parameters = [names[id(parameter)] for parameter in optimized]
         for optimizer in optimizers:
             prepared = self.engine.prepare_optimizer(optimizer)
             assert prepared is optimizer, "the config check rejects an engine that replaces it"
@@ -383,9 +393,10 @@ def _join(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _count_samples(batch: Any) -> int:
+    """Return the samples of a batch of ours, or the length of the first tensor in any other; 0 without one."""
     if isinstance(batch, Mapping) and isinstance(batch.get("num_samples"), int):
         return int(batch["num_samples"])
-    return extract_batch_size(batch)
+    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 0)
 
 
 def leave_optimization_to_module(trainer: lightning.Trainer, *, typed: Sequence[str]) -> None:

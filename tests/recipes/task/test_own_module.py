@@ -177,6 +177,17 @@ def test_a_class_of_lightning_in_another_place_is_answered_with_the_command(over
     assert fix in [mistake.fix for mistake in mistakes], mistakes
 
 
+def test_a_batch_may_hold_no_tensor(tmp_path: Path) -> None:
+    run(tmp_path, *own("trainer.max_steps=4", module="Reader", data="{_target_: own_modules.Words}"))
+    assert [*get_column(tmp_path, "train/loss")] == [1, 2, 3, 4]
+
+
+def test_a_tensor_that_no_checkpoint_would_hold_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = own("trainer.max_steps=2", f"hydra.run.dir={tmp_path}", module="WithStrayTensor")
+    assert execute(*overrides) == ExitCode.INVALID_CONFIG
+    assert "no checkpoint would hold them" in " ".join(capsys.readouterr().out.split())
+
+
 def test_passes_over_loaders_of_ones_own_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = own("trainer.max_steps=3epochs", f"hydra.run.dir={tmp_path}")
     assert execute(*overrides) == ExitCode.INVALID_CONFIG
