@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import lightning.pytorch as lightning
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
@@ -87,6 +88,27 @@ def is_accumulating(trainer: lightning.Trainer) -> bool:
 def is_ending(trainer: lightning.Trainer) -> bool:
     """Return whether the run ends after the current step: below `min_steps`, `should_stop` has no effect (2.6.6)."""
     return trainer.should_stop and trainer.fit_loop._can_stop_early
+
+
+def get_training_loader(trainer: lightning.Trainer) -> Any:
+    """Return the training loaders as Lightning combines them (2.6.6)."""
+    return trainer.fit_loop._combined_loader
+
+
+def begin_epoch(trainer: lightning.Trainer, epoch: int) -> None:
+    """Begin an epoch of the training loaders, which Lightning does itself except after a resume (2.6.6)."""
+    loop: Any = trainer.fit_loop
+    for loader in loop._combined_loader.flattened:
+        _set_sampler_epoch(loader, epoch)
+    iter(loop._data_fetcher)
+
+
+def read_again(trainer: lightning.Trainer, num_batches: int) -> None:
+    """Read batches of the epoch that a checkpoint has counted (2.6.6)."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    for _ in range(num_batches):
+        next(fetcher)
+    fetcher.fetched -= num_batches  # Lightning adds those of the checkpoint to what the fetcher has read
 
 
 def is_row_due(trainer: lightning.Trainer) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -71,7 +72,8 @@ class SummaryWriter(Callback):
             status = "diverged"
         by = None
         if isinstance(exception, Preempted):
-            status, by = "preempted", exception.by
+            is_lost = exception.by == signal.SIGINT.name and not exception.saved
+            status, by = "interrupted" if is_lost else "preempted", exception.by
         of_peer = is_peer_failure(exception) and read_oom_of_other_rank(self._folder) is not None
         if is_out_of_memory(exception) or of_peer:
             status = "out_of_memory"

@@ -99,6 +99,7 @@ class _StopRequest:
         self.handler: Callable[[], None] | None = None  # None before training
         self.announcement = _IS_ENDING  # logged at Ctrl-C
         self.on_second: OnSecond = "exit"
+        self.is_of_run = False  # whether a run in this process listens, and forgets the request when it ends
 
 
 _REQUEST = _StopRequest()
@@ -138,10 +139,12 @@ def listening(*, on_second: OnSecond = "exit") -> Iterator[None]:
         return
     handlers_before = {number: signal.getsignal(number) for number in SIGNALS}
     listen(on_second=on_second)
+    _REQUEST.is_of_run = True
     try:
         yield
     finally:
         signal.set_wakeup_fd(-1)
+        _REQUEST.is_of_run = False
         _REQUEST.arrived, _REQUEST.by = {}, None  # of this run: another one in this process is not asked to stop
         for number, handler in handlers_before.items():
             signal.signal(number, handler)
@@ -274,6 +277,8 @@ def forward_signals_to(forward: Callable[[int], None]) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(pipe_before, warn_on_full_buffer=False)
+        if not _REQUEST.is_of_run:  # of a sweep: a run in this process is not asked to stop
+            _REQUEST.by = None
         for number, handler in handlers_before.items():
             signal.signal(number, handler)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning.pytorch as lightning
 import torch
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
@@ -20,6 +19,7 @@ from recipes.checkpoint.rng_state import read_states, restore, rng_state
 from recipes.checkpoint.saved_tensor import SavedTensor
 from recipes.checkpoint.shard_file import Part
 from recipes.checkpoint.shards import unsharded_part
+from recipes.lightning_internals import begin_epoch, get_training_loader, read_again
 
 LOGGER = logging.getLogger("lightning_recipes")
 _EPOCH = "epoch_"  # before the source of a generator's state, of the beginning of the epoch
@@ -57,7 +57,7 @@ class RecordedLoader(CombinedLoader):
 
 def get_place(trainer: lightning.Trainer) -> dict[str, Part]:
     """Return this rank's place in the epoch of loaders of one's own, for a checkpoint; empty for other data."""
-    loader = trainer.fit_loop._combined_loader
+    loader = get_training_loader(trainer)
     if not isinstance(loader, RecordedLoader) or loader.epoch_began is None:
         return {}
     num_read = torch.tensor(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
@@ -73,8 +73,8 @@ def go_on_in_epoch(trainer: lightning.Trainer, place: Mapping[str, SavedTensor] 
         place: What `get_place` returned, among the generator states of this rank; None: another number of ranks.
     """
     loop: Any = trainer.fit_loop
-    loader, fetcher = loop._combined_loader, loop._data_fetcher
-    if not isinstance(loader, RecordedLoader) or fetcher is None:
+    loader = get_training_loader(trainer)
+    if not isinstance(loader, RecordedLoader):
         return
     if any(hasattr(one, "load_state_dict") for one in loader.flattened):
         return  # it has gone on from its own state
@@ -84,7 +84,7 @@ def go_on_in_epoch(trainer: lightning.Trainer, place: Mapping[str, SavedTensor] 
         return
     if num_read >= trainer.num_training_batches:
         if loop.epoch_loop.restarted_on_train_batch_end:  # else Lightning ends the epoch first, and begins the next one
-            _begin_epoch(trainer, loop.epoch_progress.current.processed)
+            begin_epoch(trainer, loop.epoch_progress.current.processed)
         return
     began = {source.removeprefix(_EPOCH): state for source, state in place.items() if source.startswith(_EPOCH)}
     del began[_NUM_READ.removeprefix(_EPOCH)]
@@ -92,14 +92,5 @@ def go_on_in_epoch(trainer: lightning.Trainer, place: Mapping[str, SavedTensor] 
         LOGGER.info(f"data: reading {num_read:,} batches of the epoch again, to go on where the checkpoint was saved")
     with isolate_rng():
         restore(read_states([began], rank=0, world_size=1), seed=0, rank=0, step=0)
-        _begin_epoch(trainer, loop.epoch_progress.current.processed)
-        for _ in range(num_read):
-            next(fetcher)
-    fetcher.fetched -= num_read  # Lightning adds the batches of the checkpoint to those that the fetcher has read
-
-
-def _begin_epoch(trainer: lightning.Trainer, epoch: int) -> None:
-    loop: Any = trainer.fit_loop
-    for one in loop._combined_loader.flattened:
-        _set_sampler_epoch(one, epoch)
-    iter(loop._data_fetcher)
+        begin_epoch(trainer, loop.epoch_progress.current.processed)
+        read_again(trainer, num_read)

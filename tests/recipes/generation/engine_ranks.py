@@ -55,7 +55,7 @@ class Generates(Callback):
             "difference": max(self._compare(task, index, row) for index, row in enumerate(completions)),
             "gathers": sum(name.startswith("c10d::") and "gather" in name.replace("_", "") for name in names),
             "is_independent": is_independent,
-            "gathered_bytes": count_gathered_bytes(strategy._root) if hasattr(strategy, "_root") else None,
+            "gathered_bytes": count_gathered_bytes(strategy._roots[0]) if hasattr(strategy, "_roots") else None,
         }
 
     @torch.no_grad()

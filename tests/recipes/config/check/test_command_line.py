@@ -244,7 +244,6 @@ def test_every_error_has_a_setting_a_reason_and_a_fix() -> None:
         ("validate", "mode=evaluate"),
         ("generate", "mode=sample"),
         ("infer", "mode=sample"),
-        ("chat", "mode=sample mode.apply_chat_template=true"),
         ("merge", "mode=export"),
         ("profile", "mode=fit callbacks=[default,step_profiler]"),
         ("train", "mode=fit"),

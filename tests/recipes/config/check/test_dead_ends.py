@@ -131,7 +131,7 @@ TOGETHER = {
         "~optimizer.lr=1e-3: ~ removes a setting, and this one has another value; type optimizer.lr=1e-3"
     ),
     "mode=train": (
-        "mode=train: the options are batch_find convert_gguf dashboard diagnose evaluate export fit lr_find"
+        "mode=train: the options are batch_find chat convert_gguf dashboard diagnose evaluate export fit lr_find"
         " noise_scale plan predict preflight prepare replay report sample test wandb_sweep; type mode=fit"
     ),
     "optimizer.block_size=0": (
@@ -201,7 +201,7 @@ ALONE = {
     ),
     "mode._target_=null": (
         "mode._target_=null: it names the class or function to call;"
-        " type mode=<batch_find | convert_gguf | dashboard | diagnose | evaluate | export | fit | lr_find |"
+        " type mode=<batch_find | chat | convert_gguf | dashboard | diagnose | evaluate | export | fit | lr_find |"
         " noise_scale | plan | predict | preflight | prepare | replay | report | sample | test | wandb_sweep>"
     ),
     "logger.csv=null": "logger.csv=null: every run writes metrics.csv; type logger=none to write only metrics.csv",
