@@ -14,7 +14,6 @@ import lightning.pytorch as lightning
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from recipes.blocks import list_blocks
@@ -33,6 +32,7 @@ from recipes.numerics.collectives import average_over_ranks
 from recipes.precision import Precision
 from recipes.task.own_loaders import get_place, go_on_in_epoch
 from recipes.task.resumable import OnEngine
+from recipes.torch_internals import tree_leaves
 
 _LOSS = "train/loss"
 # of an optimizer's groups: how torch computes a step on this run's device
