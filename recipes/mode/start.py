@@ -196,9 +196,8 @@ def _describe_own(run: Run, setup: str) -> Iterator[str]:
         return
     num = trainer.num_training_batches
     loaders = "one's own loaders" if run.data is None else f"the loaders of {type(run.data).__name__}"
-    epoch = (
-        "an endless stream" if num == float("inf") else f"{_count(int(num), 'batch', 'batches')} an epoch on each rank"
-    )
+    length = _count(int(num), "batch", "batches") if num != float("inf") else "an unknown number of batches"
+    epoch = f"{length} an epoch on each rank"
     yield f"batch: of {loaders}, {_count(trainer.accumulate_grad_batches, 'batch', 'batches')} a step; {epoch}"
 
 
