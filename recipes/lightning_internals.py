@@ -6,11 +6,12 @@ Overrides of private Lightning methods stay in the subclass that needs them
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import lightning.pytorch as lightning
+import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -136,6 +137,63 @@ def get_step_metrics(trainer: lightning.Trainer) -> dict[str, Any]:
     """Return what the module has logged in this micro-batch with `logger=True` and `on_step=True` (2.6.6)."""
     results: Any = trainer._results
     return {} if results is None else dict(results.metrics(True)["log"])
+
+
+def get_monitored(trainer: lightning.Trainer) -> dict[str, float]:
+    """Return the value of each metric that a ReduceLROnPlateau follows, if it has been logged (2.6.6)."""
+    names = {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
+    if not names:
+        return {}
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    known = dict(trainer.callback_metrics)
+    if epoch_loop._num_ready_batches_reached():
+        known |= epoch_loop._results.metrics(False)["callback"]  # of the epoch, which Lightning computes at its end
+    return {name: float(known[name]) for name in names if name in known}
+
+
+def set_monitored(trainer: lightning.Trainer, values: Mapping[str, float]) -> None:
+    """Set the last values of metrics, as `get_monitored` returned them, where nothing has logged them yet (2.6.6)."""
+    connector: Any = trainer._logger_connector
+    for name, value in values.items():
+        connector._callback_metrics.setdefault(name, torch.tensor(value, dtype=torch.float64))
+
+
+def complete_batch(trainer: lightning.Trainer) -> bool:
+    """Take the steps of each ReduceLROnPlateau that a resume leaves out, and begin the epoch that follows as a new one.
+
+    Lightning takes these steps after the last hook of a batch and of an epoch, and a checkpoint is saved in a hook.
+    After a resume it takes none until the end of the epoch, and it skips `on_train_epoch_start` of the epoch after a
+    checkpoint of the last batch (2.6.6). Call this in `on_train_start`.
+
+    Returns:
+        Whether all metrics that such a step needs were known.
+    """
+    loop = trainer.fit_loop
+    epoch_loop: Any = loop.epoch_loop
+    if not epoch_loop.restarted_on_train_batch_end:
+        return True  # saved after a validation: Lightning goes on from there
+    ends = epoch_loop._num_ready_batches_reached()
+    if ends:
+        loop.reset_restart_stage()
+    plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    if any(config.monitor not in trainer.callback_metrics for config in plateaus):
+        return False
+    epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+    if ends:
+        progress = loop.epoch_progress.current
+        progress.completed -= 1  # counts of schedulers are those of the epoch that ends
+        epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        progress.completed += 1
+    return True
+
+
+def end_restart(trainer: lightning.Trainer) -> None:
+    """Let the end of an epoch be like any other, though the run was resumed in it. Call it in `on_train_epoch_end`.
+
+    Lightning 2.6.6 takes no step of a ReduceLROnPlateau there, since it does not save the metrics.
+    """
+    loop: Any = trainer.fit_loop
+    loop._restarting = False
 
 
 def is_validation_due(trainer: lightning.Trainer) -> bool:

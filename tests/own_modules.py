@@ -75,6 +75,28 @@ class Classifier(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)}
 
 
+class Plateau(Classifier):
+    """A learning rate that is halved whenever a loss has not risen; names the epochs it begins."""
+
+    def __init__(self, monitor: str = "val_loss", interval: str = "epoch", frequency: int = 1) -> None:
+        super().__init__()
+        self.schedule = {"monitor": monitor, "interval": interval, "frequency": frequency}
+
+    def on_train_epoch_start(self) -> None:
+        self.log("epoch_begun", float(self.current_epoch))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss: Tensor = self.loss(self(x), y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.3)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **self.schedule}}
+
+
 class Adversaries(lightning.LightningModule):
     """Manual optimization with two optimizers."""
 

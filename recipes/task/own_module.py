@@ -5,6 +5,7 @@ its class: nothing wraps it, so that names of parameters, `self.log` and everyth
 """
 
 import itertools
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +22,15 @@ from recipes.checkpoint.rng_state import GeneratorStates, read_states, restore, 
 from recipes.compile import compile_blocks
 from recipes.errors import ConfigError
 from recipes.lightning_internals import (
+    complete_batch,
+    end_restart,
+    get_monitored,
     get_step_metrics,
     is_accumulating,
     is_at_last_step,
     is_row_due,
     is_validation_due,
+    set_monitored,
     unwrap_optimizer,
 )
 from recipes.numerics.collectives import average_over_ranks
@@ -34,6 +39,7 @@ from recipes.task.own_loaders import get_place, go_on_in_epoch
 from recipes.task.resumable import OnEngine
 from recipes.torch_internals import tree_leaves
 
+LOGGER = logging.getLogger("lightning_recipes")
 _LOSS = "train/loss"
 # of an optimizer's groups: how torch computes a step on this run's device
 _OF_DEVICE = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -109,10 +115,12 @@ class _OfRun:
     num_samples: int = 0
     window_loss: Tensor | None = None  # 0-dim, of the micro-batches of a step so far
     resumed_groups: list[dict[str, Any]] = field(default_factory=list)
+    resumed_monitored: Mapping[str, float] = field(default_factory=dict)
     resumed_rng: GeneratorStates | None = None
     resumed_place: Mapping[str, Any] | None = None  # of loaders of one's own
     is_resumed: bool = False
     rng_before_end: dict[str, Any] | None = None  # of the generators, before a validation that only ends the run
+    monitored_before_end: dict[str, float] = field(default_factory=dict)  # then, too
     is_rng_restored: bool = False
 
 
@@ -188,7 +196,7 @@ class Adopted(OnEngine):
             trainer.should_stop = True  # makes Lightning log and validate the last step regardless of the intervals
         if trainer.should_stop and not is_validation_due(trainer):
             # its loaders draw from the same generators, and a run with more steps has no validation here
-            of_run.rng_before_end = rng_state()
+            of_run.rng_before_end, of_run.monitored_before_end = rng_state(), get_monitored(trainer)
         mean, of_run.window_loss = of_run.window_loss, None
         if not is_row_due(trainer):
             return
@@ -271,11 +279,12 @@ class Adopted(OnEngine):
         for key in [key for key in checkpoint if key.startswith(("hparams_", "hyper_parameters", "datamodule_hp"))]:
             del checkpoint[key]  # of `save_hyperparameters`: objects of any kind; config.yaml has the settings
         checkpoint["optimizer_states"] = [_join(checkpoint["optimizer_states"])]
+        of_run, is_at_end = self.recipes_of_run, self.recipes_of_run.rng_before_end is not None
         first: dict[int, str] = {}
         every = self.named_parameters(remove_duplicate=False)
         tied = {name: first[id(p)] for name, p in every if first.setdefault(id(p), name) != name}
         checkpoint |= {
-            "consumed": {"samples": self.recipes_of_run.num_samples, "tokens": 0},
+            "consumed": {"samples": of_run.num_samples, "tokens": 0},
             "strategy": type(self.engine).__name__,
             "mesh": self.engine.mesh.sizes(),
             "loggers": {type(logger).__name__: logger.version for logger in self.trainer.loggers},
@@ -283,8 +292,9 @@ class Adopted(OnEngine):
             "parameters": self.optimized_parameters,
             "group_values": [],
             "tied": tied,
-            "validated_to_end": self.recipes_of_run.rng_before_end is not None,
-            "rng": (self.recipes_of_run.rng_before_end or rng_state()) | get_place(self.trainer),
+            "validated_to_end": is_at_end,
+            "monitored": of_run.monitored_before_end if is_at_end else get_monitored(self.trainer),
+            "rng": (of_run.rng_before_end or rng_state()) | get_place(self.trainer),
         }
 
     @override
@@ -296,10 +306,11 @@ class Adopted(OnEngine):
             if hasattr(logger, "on_load_checkpoint"):
                 logger.on_load_checkpoint(self.trainer, self, checkpoint)
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        if checkpoint["validated_to_end"] and progress["is_last_batch"]:
-            # as if saved before that validation: Lightning would train on in the epoch that is over (2.6.6)
+        if checkpoint["validated_to_end"]:
+            # as if saved before that validation: Lightning would train on in an epoch that is over (2.6.6)
             for counts in (progress["total"], progress["current"]):
                 counts["completed"] = counts["processed"] - 1
+        of_run.resumed_monitored = checkpoint["monitored"]
         of_run.resumed_groups = checkpoint["optimizer_states"][0]["param_groups"]
         checkpoint["optimizer_states"] *= max(1, len(checkpoint["optimizer"]))  # Lightning counts them
         states = checkpoint["rng"] if self.is_of_same_mesh(checkpoint) else []
@@ -323,7 +334,17 @@ class Adopted(OnEngine):
         if of_run.is_resumed:
             self._resume_groups()
             go_on_in_epoch(self.trainer, of_run.resumed_place)
+            set_monitored(self.trainer, of_run.resumed_monitored)  # now: Lightning forgets all metrics before a run
+            if not complete_batch(self.trainer):
+                LOGGER.warning(
+                    "ReduceLROnPlateau makes no step for the epoch of the checkpoint: its metric was not logged by then"
+                )
         super().on_train_start()
+
+    @override
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        end_restart(self.trainer)
 
     def _resume_groups(self) -> None:
         """Set learning rates and the rest of all groups to those of the checkpoint, which the schedules go on from."""

@@ -79,6 +79,33 @@ def test_a_run_goes_on_within_an_epoch_and_at_its_end_as_if_it_had_not_stopped(
     assert to_float32(losses.values()) == expected
 
 
+@pytest.mark.parametrize(
+    ("stop", "monitor", "interval", "frequency"),
+    [
+        (37, "val_loss", "epoch", 1),  # after the last validation of an epoch, before its end
+        (26, "val_loss", "epoch", 2),  # at its end
+        (26, "train_loss_epoch", "epoch", 1),
+        (10, "train_loss", "step", 5),  # with a validation
+        (23, "train_loss", "step", 5),
+    ],
+)
+def test_reduce_lr_on_plateau_makes_the_steps_of_a_run_that_has_not_stopped(
+    tmp_path: Path, stop: int, monitor: str, interval: str, frequency: int
+) -> None:
+    settings: dict[str, Any] = {"monitor": monitor, "interval": interval, "frequency": frequency}
+    rows = train_in_a_script(lambda: own_modules.Plateau(**settings), 60)
+    described = ", ".join(f"{name}: {value}" for name, value in settings.items())
+    module = f"task.module={{_target_: own_modules.Plateau, {described}}}"
+    run(tmp_path, *own(f"trainer.max_steps={stop}", module))
+    run(tmp_path, *own("trainer.max_steps=60", "resume=auto", module))
+    rates = [*get_column(tmp_path, "lr").values()]
+    assert len({*rates}) > 1
+    losses = get_column(tmp_path, "train/loss").values()
+    assert to_float32(losses) == to_float32(row["train_loss_step"] for row in rows)
+    begun = get_column(tmp_path, "epoch_begun")
+    assert [*begun.values()] == [float(epoch) for epoch in range(len(begun))]
+
+
 def test_accumulation_and_clipping_give_the_losses_of_its_own_trainer(tmp_path: Path) -> None:
     rows = train_in_a_script(own_modules.Classifier, 20, accumulate_grad_batches=2, val_check_interval=20)
     run(tmp_path, *own("trainer.max_steps=20", "trainer.accumulate_grad_batches=2"))
