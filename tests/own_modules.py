@@ -36,6 +36,9 @@ class Rows(lightning.LightningDataModule):
     def val_dataloader(self) -> Any:
         return DataLoader(self.val_set, batch_size=25)
 
+    def test_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(*self.val_set[:30]), batch_size=20)
+
 
 class Classifier(lightning.LightningModule):
     """Automatic optimization with a schedule by epochs; names of attributes that tasks of ours have, too."""
@@ -73,6 +76,25 @@ class Classifier(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)}
+
+
+class Tested(Classifier):
+    """Logs in a test, and predicts classes, scores and a text for each row."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("test_acc", (self(x).argmax(1) == y).float().mean())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        scores = self(batch[0]).softmax(1)
+        return {"class": scores.argmax(1), "scores": scores, "shown": [f"row of {len(x)}" for x in batch[0]]}
+
+
+class Averaging(Classifier):
+    """Predicts one number for a whole batch."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0]).mean()
 
 
 class Plateau(Classifier):

@@ -38,6 +38,7 @@ class ModeTraits:
         reads_logits: Whether it reads the logits of complete sequences on every rank.
         reads_micro_batches: Whether it reads the gradients of single micro-batches.
         takes_evaluator: Whether `evaluator=` says on which tasks it evaluates.
+        takes_own_training: Whether it takes a LightningModule of one's own, by the steps that it has.
     """
 
     name: str
@@ -51,6 +52,7 @@ class ModeTraits:
     reads_logits: bool = False
     reads_micro_batches: bool = False
     takes_evaluator: bool = False
+    takes_own_training: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

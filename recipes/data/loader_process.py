@@ -38,11 +38,12 @@ class SignalProofLoader(DataLoader[Batch]):
 
     Args:
         dataset: As for `DataLoader`.
-        **arguments: As for `DataLoader`, without `worker_init_fn`.
+        **arguments: As for `DataLoader`. `worker_init_fn` is replaced: Lightning, which makes some loaders anew from
+            their attributes (2.6.6), passes the one of this class.
     """
 
     def __init__(self, dataset: Any, **arguments: Any) -> None:
-        super().__init__(dataset, worker_init_fn=_start_worker, **arguments)
+        super().__init__(dataset, **arguments | {"worker_init_fn": _start_worker})
 
     @override
     def __iter__(self) -> Any:  # of batches; torch declares its own iterator class

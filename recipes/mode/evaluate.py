@@ -13,6 +13,7 @@ from recipes.config.traits import declare_mode
 from recipes.evaluator import Evaluator
 from recipes.files import write_atomically
 from recipes.lightning_internals import get_callbacks
+from recipes.mode import own_module
 from recipes.mode.load import load_task, load_tokenizer
 from recipes.run_folder import SUMMARY_FILE, add_evaluations, claim_output, has_keys, has_run, is_summary, read_summary
 from recipes.runtime import status
@@ -35,7 +36,7 @@ class _ShowBatches(Callback):
         status.say(f"batch {of}" + (f", part {dataloader_idx + 1} of {len(totals)}" if len(totals) > 1 else ""))
 
 
-@declare_mode(needs_checkpoint=True, takes_evaluator=True)
+@declare_mode(needs_checkpoint=True, takes_evaluator=True, takes_own_training=True)
 def evaluate(
     run: Run,
     *,
@@ -66,14 +67,16 @@ def evaluate(
     written = {SUMMARY_FILE: is_summary, _file_name(name): has_keys("checkpoint")}
     claim_output(run.folder, "hydra.run.dir", replaces=None if has_run(run.folder) else written)
     read_summary(run.folder)  # before the work: results are added to it
-    if chosen is not None:
+    if run.has_own_training:
+        _evaluate_own(run, split)
+    elif chosen is not None:
         _evaluate_tasks(run, chosen, weights)
     else:
         _evaluate_split(run, split, weights, answers)
     return 0
 
 
-@declare_mode(needs_checkpoint=True)
+@declare_mode(needs_checkpoint=True, takes_own_training=True)
 def test(run: Run, *, weights: Weights) -> int:
     """Print the metrics of a checkpoint on the test split, and write them as `evaluate` does.
 
@@ -117,6 +120,13 @@ def _evaluate_split(run: Run, split: Split, weights: Weights, answers: Callback 
     _write(run, split, record | results)
     described = {"checkpoint": checkpoint.name, "weights": weights, "data": run.data.source.fingerprint}
     add_evaluations(run.folder, {split: described | results})
+
+
+def _evaluate_own(run: Run, split: Split) -> None:
+    results, checkpoint = own_module.measure(run, split)
+    LOGGER.info(f"{checkpoint} on {split}: {_list_metrics(results) or 'its step logged nothing'}")
+    _write(run, split, {"checkpoint": str(checkpoint), "split": split, "weights": "trained"} | results)
+    add_evaluations(run.folder, {split: {"checkpoint": checkpoint.name, "weights": "trained"} | results})
 
 
 def _describe_part(run: Run, split: Split, whole: Sequence[str], num_samples: int) -> str:

@@ -34,19 +34,14 @@ def load_task(run: Run, weights: Literal["trained", "ema"], *, moves_data: bool 
     Raises:
         ConfigError: There is no checkpoint (`resume=auto` in a folder without one), or no average in it.
     """
-    if run.checkpoint is None:
-        raise ConfigError(
-            "resume=auto",
-            f"{run.folder} holds no complete checkpoint",
-            "resume=<a run that saved one>",
-        )
+    checkpoint = require_checkpoint(run)
     task = run.task
     task.trainer = run.trainer
     with run.trainer.precision_plugin.module_init_context():
         task.configure_model()
-    status.say(f"reading {run.checkpoint.name}")
+    status.say(f"reading {checkpoint.name}")
     with restoring(run):
-        state = get_engine(run.trainer).load_checkpoint(run.checkpoint)
+        state = get_engine(run.trainer).load_checkpoint(checkpoint)
         optimizer_state = state["optimizer_states"][0]["state"]
         if weights == "trained" and any(OPTIMIZER_AVERAGE in of_parameter for of_parameter in optimizer_state.values()):
             LOGGER.info("This run's optimizer averages the weights; to use that average, set mode.weights=ema")
@@ -58,6 +53,18 @@ def load_task(run: Run, weights: Literal["trained", "ema"], *, moves_data: bool 
     loaded_path = get_checkpoint_io(run).loaded  # may be an older one: damaged checkpoints are skipped
     assert loaded_path is not None
     return task.eval(), loaded_path
+
+
+def require_checkpoint(run: Run) -> Path:
+    """Return the checkpoint of a run.
+
+    Raises:
+        ConfigError: There is none: `resume=auto` in a folder without one.
+    """
+    if run.checkpoint is None:
+        reason = f"{run.folder} holds no complete checkpoint"
+        raise ConfigError("resume=auto", reason, "resume=<a run that saved one>")
+    return run.checkpoint
 
 
 @contextmanager

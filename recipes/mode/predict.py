@@ -3,7 +3,7 @@
 import csv
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,6 +15,7 @@ from recipes.config.traits import declare_mode
 from recipes.engine import get_engine
 from recipes.errors import ConfigError
 from recipes.files import count, replacing
+from recipes.mode import own_module
 from recipes.mode.evaluate import Split, Weights, hold_out_other_data
 from recipes.mode.load import load_task
 from recipes.run_folder import claim_output
@@ -25,8 +26,8 @@ _SUFFIXES = (".jsonl", ".csv")
 Row = dict[str, Any]
 
 
-@declare_mode(needs_checkpoint=True)
-def predict(run: Run, *, split: Split, path: str | None, weights: Weights) -> int:
+@declare_mode(needs_checkpoint=True, takes_own_training=True)
+def predict(run: Run, *, split: Split | None, path: str | None, weights: Weights) -> int:
     """Write a row per sample, in the order of the data: what the loss reads of the outputs, and the loss.
 
     The columns are `sample`, the index in the split; `class` and `probabilities`, `labels` and `probabilities`, or
@@ -35,7 +36,7 @@ def predict(run: Run, *, split: Split, path: str | None, weights: Weights) -> in
 
     Args:
         run: A run with a checkpoint.
-        split: Split of the data.
+        split: Split of the data; None: val, or the `predict_dataloader` of one's own.
         path: File to write, `.jsonl` or `.csv`; None: `predictions_<split>.jsonl` in the run folder.
         weights: `trained`, or `ema` for their moving average.
 
@@ -45,12 +46,17 @@ def predict(run: Run, *, split: Split, path: str | None, weights: Weights) -> in
     Raises:
         ConfigError: There is no checkpoint, no average in it or no test split, or the file cannot be written.
     """
-    target = str(run.folder / f"predictions_{split}.jsonl") if path is None else path
+    name = split or ("predict" if run.has_own_training else "val")
+    target = str(run.folder / f"predictions_{name}.jsonl") if path is None else path
     suffix = Path(target).suffix
     if suffix not in _SUFFIXES:
         reason = f"the format follows from the end of the name, {' or '.join(_SUFFIXES)}"
         raise ConfigError(f"mode.path={path}", reason, f"mode.path={target.removesuffix(suffix)}.jsonl")
     file = claim_output(target, "mode.path", is_file=True, replaces=_is_own)
+    if run.has_own_training:
+        _predict_own(run, split, file)
+        return 0
+    split = split or "val"
     task, checkpoint = load_task(run, weights)
     if split == "val":
         hold_out_other_data(run)
@@ -67,6 +73,21 @@ def predict(run: Run, *, split: Split, path: str | None, weights: Weights) -> in
     assert num_written == num_samples, f"{num_written} rows of {num_samples} samples"
     LOGGER.info(f"Predictions of {checkpoint} for {count(num_samples, 'sample')} of {split}: {file}")
     return 0
+
+
+def _predict_own(run: Run, split: Split | None, file: Path) -> None:
+    num_written = 0
+    with replacing(file) as unfinished, unfinished.open("w", encoding="utf-8", newline="") as text:
+        table = _Table(text, is_csv=file.suffix == ".csv")
+
+        def write(columns: own_module.Columns) -> None:
+            nonlocal num_written
+            for row in _transpose(columns):
+                table.write({"sample": num_written} | row)
+                num_written += 1
+
+        read, checkpoint = own_module.predict(run, split, write)
+    LOGGER.info(f"Predictions of {checkpoint} for {count(num_written, 'sample')} of {read}: {file}")
 
 
 class _Table:
@@ -102,7 +123,11 @@ def _predict(run: Run, task: TrainingTask, loader: Iterable[Any]) -> Iterator[Ro
 
 def _list_rows(predictions: dict[str, Tensor]) -> Iterator[Row]:
     """Yield the values of each sample of a batch, from tensors [B, …]; those that are not finite as None."""
-    columns = {name: value.detach().cpu().tolist() for name, value in predictions.items()}
+    return _transpose({name: value.detach().cpu().tolist() for name, value in predictions.items()})
+
+
+def _transpose(columns: Mapping[str, list[Any]]) -> Iterator[Row]:
+    """Yield rows of columns."""
     for values in zip(*columns.values(), strict=True):
         yield {name: _without_nan(value) for name, value in zip(columns, values, strict=True)}
 

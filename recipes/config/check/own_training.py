@@ -20,6 +20,7 @@ _OF_MODULE = (
     ),
     *("freeze", "ema_decay", "label_smoothing", "z_loss", "loss_chunk_tokens", "warmup_steps", "start_from"),
 )
+_OF_MODELS = ("evaluator", "reward")
 _OF_LOADERS = ("global_batch_size", "micro_batch_size", "eval_samples", "eval_data", "loader")
 _SIZES = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
 
@@ -43,8 +44,12 @@ def check_own_training(run: ResolvedRun) -> Iterator[ConfigError]:
             reason = "the loaders of data.module decide what a batch is, so it has no effect"
             fix = "an argument of data.module, or trainer.accumulate_grad_batches=<batches of a step>"
             yield ConfigError(override, reason, fix)
+        elif key.partition(".")[0] in _OF_MODELS or override == "mode.weights=ema":
+            reason = "it is for models of ours; a LightningModule is asked by its own steps, with the trained weights"
+            yield ConfigError(override, reason, f"the same command without {key}")
     mode = run.mode
-    if (mode.takes_steps or mode.plans_steps or mode.needs_checkpoint or mode.reads_logits) and not mode.trains:
+    asks = mode.takes_steps or mode.plans_steps or mode.needs_checkpoint or mode.reads_logits
+    if asks and not mode.trains and not mode.takes_own_training:
         reason = "it asks the model and the loss, which a LightningModule keeps to itself"
         yield ConfigError(f"mode={mode.name} task=lightning", reason, "mode=fit")
     for key in _SIZES:
