@@ -24,11 +24,12 @@ from recipes.config.signature import read_signature
 from recipes.entry.hydra_main import find_missing_folder
 from recipes.entry.light_import import without_unused_packages
 from recipes.entry.run import Outcome, run_to_outcome
-from recipes.errors import ConfigError, format_report, type_command
+from recipes.errors import ConfigError, ConfigErrors, format_report, type_command
 from recipes.project import open_project
 from recipes.run_folder import (
     CONFIG_FILE,
     EVENTS_FILE,
+    EXPORT_RECORD,
     METRICS_FILE,
     PAGE_FILE,
     PICTURE_FILE,
@@ -57,6 +58,7 @@ _PLAN_PAGE = "plan.html"
 # missing data is no error of weights
 _OF_DATA = ("data.path=", "data.val_path=", "eval_data.")
 _PAGE_HEIGHT = "75vh"
+_NOT_LOADED = "The weights cannot be loaded."
 
 
 class InvalidConfigError(ValueError):
@@ -242,17 +244,20 @@ def compose(*overrides: str) -> ComposedRun:
 def load(run: str | Path, *overrides: str, weights: Weights = "trained") -> "nn.Module":
     """Return the model of a run with the weights of its newest valid checkpoint, in eval mode, on the CPU.
 
-    The model has an attribute `tokenizer`: that of the run; None if its data is not text. The data of the run need not
-    be there. Neither the random number generators nor the precision of float32 products change.
+    Or the model of an export, from its files alone. The model has an attribute `tokenizer`: that of the run; None if
+    its data is not text. The data of the run need not be there. Neither the random number generators nor the precision
+    of float32 products change.
 
     Args:
-        run: Run folder, or a checkpoint in it.
+        run: Run folder, a checkpoint in it, or a folder that `mode=export` has written.
         overrides: As on the command line: `hydra.searchpath=[…]` for a run with options from there, or
-            `trainer.accelerator=gpu` to load the weights on a GPU.
+            `trainer.accelerator=gpu` to load the weights on a GPU. A folder may not choose code of its own: for an
+            export of a class that no option names, `model._target_=<module.Class>`.
         weights: `trained`, or `ema` for their moving average.
 
     Raises:
-        InvalidConfigError: There is no run, no valid checkpoint in it, or no average.
+        InvalidConfigError: There is no run, no valid checkpoint in it, or no average; or an export that cannot be
+            loaded.
 
     Example:
         >>> import lightning_recipes as lr
@@ -268,7 +273,9 @@ def load(run: str | Path, *overrides: str, weights: Weights = "trained") -> "nn.
         mistake = ConfigError(
             f"weights={weights!r}", "there are the trained weights and their average", 'weights="ema"'
         )
-        raise InvalidConfigError(format_report([mistake], "The weights cannot be loaded."))
+        raise InvalidConfigError(format_report([mistake], _NOT_LOADED))
+    if (export := Path(os.path.expanduser(run)) / EXPORT_RECORD).is_file():
+        return _load_export(export.parent, overrides, weights)
     typed = ["mode=evaluate", *overrides, make_override("resume", str(run))]
     resolved = _compose(typed, ignores=_OF_DATA)
     if not any(override.lstrip("+").startswith("trainer.accelerator=") for override in overrides):
@@ -288,6 +295,30 @@ def load(run: str | Path, *overrides: str, weights: Weights = "trained") -> "nn.
             model.tokenizer = load_tokenizer(built, "load") if has_text else None
     found: nn.Module = model
     return found
+
+
+def _load_export(folder: Path, overrides: Sequence[str], weights: Weights) -> "nn.Module":
+    """Return the model of an export.
+
+    Raises:
+        InvalidConfigError: It is damaged, names a class that it may not choose, or holds no module.
+    """
+    shown = f"load({str(folder)!r})"
+    others = [text for text in overrides if not text.lstrip("+").startswith(("hydra.searchpath=", "model."))]
+    if others or weights != "trained":
+        typed = others[0] if others else f"weights={weights!r}"
+        reason = "an export has one set of weights, on the CPU"
+        raise InvalidConfigError(format_report([ConfigError(typed, reason, f"{shown} without {typed}")], _NOT_LOADED))
+    with _quietly(), _reporting_mistakes(_NOT_LOADED):
+        from lightning.pytorch.utilities.seed import isolate_rng
+
+        from recipes.mode.export.record import load_export
+
+        with isolate_rng():
+            model, tokenizer = load_export(folder, [*open_project(overrides), *overrides], shown=shown)
+    found: Any = model
+    found.tokenizer = tokenizer
+    return model
 
 
 def read(run: str | Path) -> RecordedRun:
@@ -411,6 +442,8 @@ def _quietly() -> Iterator[None]:
 def _reporting_mistakes(head: str | None = None) -> Iterator[None]:
     try:
         yield
+    except ConfigErrors as error:
+        raise InvalidConfigError(format_report(error.mistakes, head)) from error
     except ConfigError as mistake:
         mistake = ConfigError(*(text.replace("mode.weights=", "weights=") for text in mistake.args))
         raise InvalidConfigError(format_report([mistake], head)) from mistake
@@ -421,7 +454,8 @@ def _keeping_float32_products() -> Iterator[None]:
     """Keep whether float32 products use TF32, which building a run sets for the whole process."""
     import torch
 
-    places: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn.conv]  # type: ignore[attr-defined]
+    cudnn: Any = torch.backends.cudnn
+    places: list[Any] = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
     before = [place.fp32_precision for place in places]
     try:
         yield

@@ -86,6 +86,9 @@ class Run:
         checkpoint: Checkpoint to resume from; None: start from step 0.
         tokenizer_folder: Tokenizer of the run that `checkpoint` belongs to; without a checkpoint, of this run.
         published: Folder or hub name of the model that its weights or its architecture came from.
+        model_node: Config node of the model, without adapter; empty for a LightningModule of one's own.
+        data_names: Options of its data, or where that was published.
+        target_kind: Kind of its targets, such as `classes`.
         overrides: Command-line overrides as typed.
         tags: User-defined labels.
         has_own_training: Whether `task` is a LightningModule of one's own, with none of the members of `TrainingTask`
@@ -108,10 +111,19 @@ class Run:
     overrides: list[str]
     tags: list[str]
     published: str | None = None
+    model_node: Mapping[str, Any] = field(default_factory=dict)
+    data_names: Sequence[str] = ()
+    target_kind: str = ""
     has_own_training: bool = False
     other_data: Sequence[str] = ()
     freeze: Callable[[], None] = lambda: None
     endings: Endings = field(default_factory=lambda: Endings({}, {}))
+
+    @property
+    def base(self) -> str | None:
+        """Folder, file or hub name of the published weights that it started from; None: there are none."""
+        base: str | None = self.model_node.get("pretrained")
+        return base
 
 
 def execute(resolved: ResolvedRun, *, check_room: Callable[[Any], None] | None = None) -> int:
@@ -191,6 +203,9 @@ def build(resolved: ResolvedRun) -> Run:
         checkpoint=checkpoint,
         tokenizer_folder=find_tokenizer(checkpoint) or folder / TOKENIZER_FOLDER,
         published=published,
+        model_node=model,
+        data_names=_name_data(resolved),
+        target_kind=resolved.target_kind,
         has_own_training=resolved.task.has_own_training,
         overrides=resolved.overrides,
         tags=resolved.tags,
@@ -358,6 +373,15 @@ def _list_sources(data: Config) -> list[Config]:
     """Return the node of a data source, or those in it if it is a mixture."""
     sources = data.get("sources")
     return [node for node in (data, *(sources.values() if isinstance(sources, dict) else ())) if isinstance(node, dict)]
+
+
+def _name_data(resolved: ResolvedRun) -> list[str]:
+    """Return the names of the data, for whoever reads an export: no paths of this machine."""
+    nodes = _list_sources(resolved.config["data"])
+    sources = resolved.config["data"].get("sources")
+    names = [resolved.choices.get("data", "data"), *(sources if isinstance(sources, dict) else ())]
+    paths = [node.get("path") for node in nodes]
+    return [path if isinstance(path, str) and "://" in path else name for name, path in zip(names, paths, strict=True)]
 
 
 def _locate(node: Config) -> list[str]:

@@ -30,6 +30,7 @@ SWEEP_FILE = "sweep.csv"
 EVALUATIONS = "evaluations"  # field of the summary that mode=evaluate writes
 CHECKPOINTS = "checkpoints"
 EXPORT_FOLDER = "export"
+EXPORT_RECORD = "export.json"  # in it: of which run it is, and what its model is
 OOM_FOLDER = "oom"
 PROFILE_FOLDER = "profile"
 ROLLED_BACK_FOLDER = "rolled_back"

@@ -56,6 +56,37 @@ class SmallClassifier(nn.Module):
     def init_buffers(self) -> None: ...
 
 
+class WrappedGPT(nn.Module):
+    """A language model of one's own class, of which nobody knows a published form."""
+
+    input_kind: ClassVar[str] = "tokens"
+
+    def __init__(
+        self, *, vocab_size: int, max_seq_len: int, num_layers: int, num_heads: int, hidden_size: int, dropout: float
+    ) -> None:
+        super().__init__()
+        self.vocab_size, self.max_seq_len = vocab_size, max_seq_len
+        self.gpt = GPT2(
+            vocab_size=vocab_size, max_seq_len=max_seq_len, num_layers=num_layers, num_heads=num_heads,
+            hidden_size=hidden_size, dropout=dropout,
+        )  # fmt: skip
+        self.blocks = self.gpt.blocks
+
+    def forward(self, tokens: Tensor, cache: Any = None) -> Tensor:
+        """[B, T] -> [B, T, V]"""
+        logits: Tensor = self.gpt(tokens, cache)
+        return logits
+
+    def init_weights(self, seed: int) -> None:
+        self.gpt.init_weights(seed)
+
+    def init_buffers(self) -> None:
+        self.gpt.init_buffers()
+
+    def flops_per_token(self, seq_len: float) -> Any:
+        return self.gpt.flops_per_token(seq_len)
+
+
 class _Tower(nn.Module):
     """Blocks of one width."""
 

@@ -109,6 +109,19 @@ class OwnDataset:
         """The number of validation samples, and a hash of some of them."""
         return self._samples["val"].fingerprint
 
+    @property
+    def class_names(self) -> list[str] | None:
+        """Names of the classes, in `classes` of the training set as in torchvision's; None: it has none."""
+        names = self._samples["train"].get_property("classes")
+        is_named = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+        return [*names] if is_named else None
+
+    @property
+    def transform(self) -> str | None:
+        """What the validation set does to an input, as its `transform` prints itself; None: it has none."""
+        transform = self._samples["val"].get_property("transform")
+        return None if transform is None else repr(transform)
+
     def describe(self) -> str:
         """Return the number of samples and what one of them is."""
         train, val = self._samples["train"], self._samples["val"]
@@ -245,6 +258,10 @@ class Samples(Dataset[dict[str, Tensor]]):
             return self._read(self._dataset.sample(index, rng))
         with seeded_generators(rng):
             return self._read(self._dataset[index])
+
+    def get_property(self, name: str) -> Any:
+        """Return an attribute that a dataset may have, None if it has not."""
+        return getattr(self._dataset, name, None)
 
     def padding(self) -> dict[str, Tensor]:
         """Return a sample without a loss."""

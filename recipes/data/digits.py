@@ -56,7 +56,9 @@ class Digits:
     sample_kind: ClassVar[str] = "images"
     num_channels: ClassVar[int] = 1
     num_classes: ClassVar[int] = 10
+    class_names: ClassVar[tuple[str, ...]] = tuple("0123456789")
     image_size: ClassVar[int] = 8
+    transform: ClassVar[str] = "dark pixels in each 4 x 4 cell of the scan, 0 to 16, divided by 16"
     val_fingerprint: ClassVar[str] = "digits"
     tokenizer: ClassVar[Tokenizer | None] = None  # the samples are not text
 

@@ -62,15 +62,16 @@ _DTYPES: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype]] = {
 
 
 def set_float32_products(precision: Precision) -> None:
-    """Enable or disable TF32 for float32 matmuls and convolutions on GPUs, for the whole process.
+    """Enable or disable TF32 for float32 matmuls, convolutions and recurrent layers on GPUs, for the whole process.
 
     TF32 rounds inputs to 10 mantissa bits, like float16, and accumulates in float32. By default, torch 2.13 allows it
-    for convolutions but not for matmuls; `32-true` disables both.
+    for convolutions and recurrent layers but not for matmuls; `32-true` disables all.
     """
     kind = "tf32" if precision.name == "tf32" else "ieee"
     cudnn: Any = torch.backends.cudnn
     torch.backends.cuda.matmul.fp32_precision = kind
     cudnn.conv.fp32_precision = kind
+    cudnn.rnn.fp32_precision = kind
 
 
 def to_deepspeed_config(precision: Precision) -> dict[str, Any]:

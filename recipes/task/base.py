@@ -171,7 +171,7 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
     input_kind: ClassVar[str | tuple[str, ...]]
     has_fixed_shapes: ClassVar[bool] = False
     is_causal: ClassVar[bool] = False
-    supports: ClassVar[frozenset[str]] = frozenset()
+    supports: ClassVar[frozenset[str]] = frozenset({"export"})
     frozen_sections: ClassVar[tuple[str, ...]] = ()
     training_measures: ClassVar[Mapping[str, str]] = {}
     model: nn.Module

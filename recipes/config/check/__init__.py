@@ -18,6 +18,7 @@ from recipes.config.check.compatibility import (
 from recipes.config.check.dashboard import PLACES, check_dashboards
 from recipes.config.check.data import check_data
 from recipes.config.check.devices import check_devices
+from recipes.config.check.export import check_export
 from recipes.config.check.frozen_models import check_frozen_models
 from recipes.config.check.lr_scaling import check_lr_scaling
 from recipes.config.check.mesh import check_batch_size, check_mesh, check_moe, check_ranks
@@ -150,6 +151,7 @@ def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
         *check_thresholds(config),
         *check_frozen_models(run),
         *check_evaluator(run),
+        *check_export(run),
         *check_own_training(run),
         *check_unread(run, overrides),
         *check_rewards(run, overrides),

@@ -71,7 +71,7 @@ def _check_values(found: Sequence[tuple[Place, Any]], typed: Sequence[str], orig
             yield from _check_file(place, value, admitted, typed_values, origin)
         is_known = (place, value) in admitted.texts if isinstance(value, str) else False
         if _is_written_elsewhere(place, value) and not is_known and not _is_typed(place, value, typed_values):
-            why = "a folder may not choose the files and shell commands that are written outside of it"
+            why = "a folder may not choose the files, repositories and shell commands that are written outside of it"
             yield _reject(place, value, why, origin)
         if _names_tasks(place, value) and not _is_typed(_to_original(place), value, typed_values):
             yield _reject(place, value, "a folder may not choose tasks: their YAML files may run code", origin)
@@ -143,7 +143,7 @@ def _reject(place: Place, value: object, reason: str, origin: Path) -> ConfigErr
 def _is_written_elsewhere(place: Place, value: object) -> bool:
     """Return whether a value is written into a shell script, or names a file outside the run folder."""
     if _to_original(place)[:1] == ("mode",):
-        return place[-1] in ("path", "output") and value is not None
+        return place[-1] in ("path", "output", "push_to") and value is not None
     if len(place) != 2 or place[0] != "launcher" or place[1] == TARGET:
         return False
     return not _WORD.fullmatch(value) if isinstance(value, str) else bool(value) and isinstance(value, list | Mapping)

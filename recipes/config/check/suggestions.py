@@ -148,10 +148,6 @@ _REPLACED = {
     "paths.log_dir": "hydra.run.dir=<run folder>",
     "strategy.offload": "strategy=fsdp strategy.cpu_offload=true, or strategy=deepspeed_stage_2_offload",
 }
-# what a mode and a setting that it has not are about -> what to type
-_OF_MODES = {
-    ("export", "dtype"): "the same command without it: an export has the dtype in which the run keeps its weights",
-}
 _MAX_OPTIONS = 2  # named in a suggestion
 _SEVERAL = ("callbacks", "logger", "reward")  # groups of which a list of options may be chosen
 
@@ -275,8 +271,6 @@ def suggest_setting(
     alias = _SETTING_ALIASES.get(wrong)
     if override.key_or_group in _REPLACED:
         return _REPLACED[override.key_or_group]
-    if section == ["mode"] and (fix := _OF_MODES.get((get_choice("mode", config), wrong))):
-        return fix
     if "/" in wrong:  # a group that does not exist
         return suggest_nested(wrong, value, config, search_path)
     if wrong in _SWITCHES and not section:

@@ -5,6 +5,7 @@ Whatever is wrong with such a file is one `ConfigError`: cut downloads, Git LFS 
 
 import json
 import logging
+import math
 import os
 import pickle
 import re
@@ -47,6 +48,7 @@ _MAX_SHOWN = 100  # characters of a name in an error
 _NUM_SHOWN = 3  # names of tensors in a line of the log
 # dtypes that hold weights as they are; all others (int8, uint8, float8 …) need scales, which no reader here knows
 _OF_WEIGHTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_DTYPES_IN_HEADER = dict(zip(("F64", "F32", "F16", "BF16"), _OF_WEIGHTS, strict=True))  # of safetensors
 
 
 def locate(name_or_folder: str) -> Path:
@@ -179,6 +181,14 @@ class WeightFile:
         is_pickle = isinstance(self._opened, dict)
         return tuple(self._opened[own].shape if is_pickle else self._opened.get_slice(own).get_shape())
 
+    def describe(self, name: str) -> tuple[torch.dtype | None, int]:
+        """Return the dtype, None for one that holds no plain weights, and the number of values; reads the header."""
+        own = self._names[name]
+        if isinstance(self._opened, dict):
+            return self._opened[own].dtype, self._opened[own].numel()
+        part = self._opened.get_slice(own)
+        return _DTYPES_IN_HEADER.get(part.get_dtype()), math.prod(part.get_shape())
+
     def hash(self, name: str) -> str:
         """Return a hash of the kind, shape and values of a tensor."""
         with reading(self.path, self._setting, copy_of(self._setting)):
@@ -259,6 +269,10 @@ class PublishedWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
         return self._files[name].shape(name)
+
+    def describe(self, name: str) -> tuple[torch.dtype | None, int]:
+        """Return the dtype and the number of values of a tensor; see `WeightFile.describe`."""
+        return self._files[name].describe(name)
 
     def hash(self) -> str:
         """Return a hash of all tensors by name, whichever files they are in."""

@@ -87,6 +87,11 @@ def load_pretrained(model: nn.Module, name_or_folder: str | Path) -> None:
                 fill(tensor, entry.assemble(read, shape=tensor.shape, setting=setting))
 
 
+def has_format(model: nn.Module) -> bool:
+    """Return whether a model has a published form, which transformers loads."""
+    return isinstance(model, GPT2 | Llama | HuggingFace)
+
+
 def export_pretrained(
     model: nn.Module,
     folder: str | Path,
@@ -162,8 +167,7 @@ def _language_model(model: nn.Module) -> Any:
         raise ConfigError(
             f"model._target_={type(model).__module__}.{type(model).__name__}",
             "no published format is known for a model of this class",
-            "the lines of docs/guides/models.md that read a checkpoint in Python; models of gpt2, llama, mixtral,"
-            " deepseek and huggingface have a format",
+            "mode.format=safetensors for an export; models of gpt2, llama, mixtral, deepseek and huggingface have one",
         )
     return model
 

@@ -15,6 +15,7 @@ from recipes.data.conversations.chat_template import find_stop_ids, find_templat
 from recipes.errors import ConfigError
 from recipes.files import write_atomically
 from recipes.model.weights.files import SMALL_FILES, WEIGHT_FILES, published_folder, read_settings
+from recipes.run_folder import EXPORT_RECORD
 from recipes.tokenizer import (
     CODE_SETTINGS,
     GENERATION_FILE,
@@ -31,14 +32,13 @@ from recipes.tokenizer import (
 log = logging.getLogger("lightning_recipes")
 
 _NOT_COPIED = {MODEL_FILE, GENERATION_FILE, TOKENIZER_FILE, SETTINGS_FILE, TEMPLATE_FILE}  # written here
-EXPORT_RECORD = "export.json"  # of which run an export is
 _NOT_COPIED |= {"chat_template.json", "adapter_config.json", "trainer_state.json", "all_results.json", "tekken.json"}
-_NOT_COPIED |= {EXPORT_RECORD}
+_NOT_COPIED |= {EXPORT_RECORD}  # of the export of another run
 _MODULE = "tokenization_export"
 # all that readers of an export look for: what one export lacks, it must not have from an earlier one, of whatever kind
 EXPORT_FILES: tuple[str, ...] = (MODEL_FILE, *WEIGHT_FILES, GENERATION_FILE, TOKENIZER_FILE, SETTINGS_FILE)
 EXPORT_FILES += (TEMPLATE_FILE, MORE_TEMPLATES, "special_tokens_map.json", "added_tokens.json", "vocab.json")
-EXPORT_FILES += ("merges.txt", "tokenizer.model", f"{_MODULE}.py")
+EXPORT_FILES += ("merges.txt", "tokenizer.model", f"{_MODULE}.py", "model.onnx", "model.onnx.data")
 # settings of generation that change neither the text nor where it ends; all others are logged
 _HARMLESS: tuple[str, ...] = ("transformers_version", "use_cache", "cache_implementation", "cache_config")
 _HARMLESS += ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")

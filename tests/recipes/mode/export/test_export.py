@@ -17,7 +17,18 @@ PLAIN = Text(is_like_sentencepiece=False, has_start=False, has_several_ends=Fals
 
 def make_run(folder: Path, published: Path) -> Any:
     tokenizer = folder / "tokenizer"
-    return SimpleNamespace(folder=folder, tokenizer_folder=tokenizer, published=str(published), checkpoint=None)
+    accumulation = SimpleNamespace(global_batch_size=8)
+    of_model = {"base": str(published), "model_node": {"pretrained": str(published)}, "data_names": ["text_files"]}
+    return SimpleNamespace(
+        folder=folder, name="mine", tokenizer_folder=tokenizer, published=str(published), checkpoint=None,
+        accumulation=accumulation, **of_model,
+    )  # fmt: skip
+
+
+def export_separately(run: Any, path: str | None) -> int:
+    return export(
+        run, path=path, weights="trained", adapter="separate", format="auto", dtype=None, push_to=None, private=True
+    )
 
 
 def test_an_export_never_replaces_the_published_model_that_its_run_started_from(tmp_path: Path) -> None:
@@ -33,7 +44,7 @@ def test_an_export_never_replaces_the_published_model_that_its_run_started_from(
         (None, f"mode.path={run_folder / 'export'}"),
     ):
         with pytest.raises(ConfigError, match="holds the published model that the run started from") as raised:
-            export(run, path=path, weights="trained", adapter="separate")
+            export_separately(run, path)
         assert (raised.value.setting, raised.value.fix) == (setting, "mode.path=<another folder>")
     assert [*source.iterdir()] == []
 
@@ -49,7 +60,7 @@ def test_an_export_replaces_an_earlier_one_of_its_run_and_nothing_else(
     run = make_run(tmp_path / "run", source)
 
     def export_into(folder: Path, run: Any = run) -> int:
-        return export(run, path=str(folder), weights="trained", adapter="separate")
+        return export_separately(run, str(folder))
 
     for name in ("config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "export.json"):
         foreign = tmp_path / f"with_{name}"
@@ -73,7 +84,7 @@ def test_an_export_replaces_an_earlier_one_of_its_run_and_nothing_else(
     own = run.folder / "export"
     target.rename(own)
     with pytest.raises(ConfigError, match="which is not of an export of this run") as raised:
-        export(run, path=None, weights="trained", adapter="separate")
+        export_separately(run, None)
     assert (raised.value.setting, raised.value.fix) == (f"mode.path={own}", "mode.path=<another folder>")
 
 
@@ -86,12 +97,12 @@ def test_an_export_is_that_of_its_run_after_the_run_has_moved(tmp_path: Path, mo
         (tmp_path / name).mkdir()
         (tmp_path / name / "events.jsonl").write_text(f'{{"time": {time}, "step": 0, "event": "start"}}\n')
     run = make_run(tmp_path / "run", source)
-    assert export(run, path=None, weights="trained", adapter="separate") == 0
+    assert export_separately(run, None) == 0
     moved = make_run(run.folder.rename(tmp_path / "moved"), source)
-    assert export(moved, path=None, weights="trained", adapter="separate") == 0
+    assert export_separately(moved, None) == 0
     copied = shutil.copytree(moved.folder / "export", tmp_path / "another" / "export")
     with pytest.raises(ConfigError, match="which is not of an export of this run"):
-        export(make_run(copied.parent, source), path=None, weights="trained", adapter="separate")
+        export_separately(make_run(copied.parent, source), None)
 
 
 @pytest.mark.parametrize(("adapter", "num_lines"), [("lora", 0), ("qlora", 1)])
@@ -104,5 +115,5 @@ def test_only_an_adapter_beside_nf4_is_said_to_depend_on_it(
     loaded = (SimpleNamespace(model=model), tmp_path / "step_0000002.ckpt")
     monkeypatch.setattr("recipes.mode.export.load_task", lambda run, weights: loaded)
     run = make_run(tmp_path / "run", source)
-    assert export(run, path=str(tmp_path / "export"), weights="trained", adapter="separate") == 0
+    assert export_separately(run, str(tmp_path / "export")) == 0
     assert caplog.text.count("trained on NF4-quantized weights") == num_lines

@@ -1,0 +1,139 @@
+"""The model card of an export, README.md: what it is, what it was trained on, and how to load it."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recipes.build import Run
+from recipes.errors import ConfigError
+from recipes.model.weights.files import published_folder
+from recipes.run_folder import METRICS_FILE, read_rows
+from recipes.runtime.console import LOGGER
+
+CARD_FILE = "README.md"
+_LIBRARIES = {"transformers": "transformers", "peft": "peft", "onnx": "onnx"}
+_FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
+_STEP = re.compile(r"step_(\d+)")
+_DOWNLOAD = """from huggingface_hub import snapshot_download
+
+folder = snapshot_download("{place}")"""
+_LOADED = {
+    "transformers": """from transformers import AutoModelForCausalLM{tokenizer_class}
+
+model = AutoModelForCausalLM.from_pretrained("{place}")
+{tokenizer}""",
+    "peft": """from peft import AutoPeftModelForCausalLM
+
+model = AutoPeftModelForCausalLM.from_pretrained("{place}")  # with the weights of {base}""",
+    "safetensors": """import lightning_recipes as lr
+{download}
+model = lr.load(folder)  # {target}, in eval mode""",
+    "onnx": """import onnxruntime
+{download}
+session = onnxruntime.InferenceSession(f"{{folder}}/model.onnx")
+[outputs] = session.run(None, {{"inputs": inputs}})  # a numpy array; any number of samples""",
+}
+
+
+def make_card(
+    run: Run, record: Mapping[str, Any], *, checkpoint: Path, push_to: str | None, num_parameters: int
+) -> str:
+    """Return the text of the card.
+
+    Args:
+        run: The run.
+        record: What export.json says.
+        checkpoint: Checkpoint that was exported.
+        push_to: Repository that it will be pushed to.
+        num_parameters: Parameters of the exported model.
+    """
+    layout, base = record["format"], run.base
+    base_of_hub = base if base is not None and not Path(base).expanduser().exists() else None
+    licence, is_beside = _find_licence(base)
+    front: dict[str, Any] = {"library_name": _LIBRARIES.get(layout, "lightning-recipes"), "tags": ["lightning-recipes"]}
+    if layout in ("transformers", "peft"):
+        front["pipeline_tag"] = "text-generation"
+    front |= {} if licence is None else {"license": licence}
+    front |= {} if base_of_hub is None else {"base_model": base_of_hub}
+    step = _read_step(checkpoint)
+    facts = {
+        "model": record["model"]["_target_"].rpartition(".")[2] if record.get("model") else "an adapter",
+        "parameters": f"{num_parameters:,}",
+        "dtype": record["dtype"],
+        "trained from": base_of_hub or ("a published model" if base else "random weights"),
+        "data": ", ".join(run.data_names),
+        "optimizer steps": checkpoint.name if step is None else f"{step:,}",
+        "samples per step": f"{run.accumulation.global_batch_size:,}",
+    }
+    facts |= _list_measures(checkpoint, step) | _list_shapes(record)
+    lines = [f"# {run.name}", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())]
+    lines += ["", "```python", _tell_how_to_load(record, push_to, base), "```", ""]
+    if base is not None and (licence or is_beside):
+        beside = ", beside it here" if is_beside else ""
+        lines += [
+            f"The model that it was trained from has a licence of its own ({licence or 'see LICENSE'}{beside}).",
+            "",
+        ]
+    lines += ["Written by `mode=export` of lightning-recipes; `export.json` has its settings.", ""]
+    return f"---\n{yaml.safe_dump(front, sort_keys=True)}---\n\n" + "\n".join(lines)
+
+
+def _find_licence(base: str | None) -> tuple[str | None, bool]:
+    """Return the licence that the card of a published model names, and whether its folder has the text of one."""
+    folder = None if base is None else published_folder(base)
+    if folder is None:
+        return None, False
+    is_beside = any(folder.glob("LICENSE*"))
+    card = folder / CARD_FILE
+    found = _FRONT_MATTER.match(card.read_text("utf-8", errors="replace")) if card.is_file() else None
+    try:
+        licence = yaml.safe_load(found[1]).get("license") if found else None
+    except (yaml.YAMLError, AttributeError) as error:  # no mapping: somebody else's file
+        LOGGER.info(f"{card} does not say which licence the model has: {type(error).__name__}")
+        licence = None
+    return licence if isinstance(licence, str) else None, is_beside
+
+
+def _read_step(checkpoint: Path) -> int | None:
+    found = _STEP.match(checkpoint.name)
+    return int(found[1]) if found else None
+
+
+def _list_measures(checkpoint: Path, step: int | None) -> dict[str, str]:
+    """Return what was validated at the step of a checkpoint."""
+    try:
+        rows = read_rows(checkpoint.resolve().parents[1] / METRICS_FILE)
+    except ConfigError as mistake:
+        LOGGER.info(f"The card has no metrics: {mistake.setting}: {mistake.reason}")
+        return {}
+    row = next((row for row in rows if row["step"] == step), {})
+    return {name: f"{value:.6g}" for name, value in row.items() if name.startswith("val/")}
+
+
+def _list_shapes(record: Mapping[str, Any]) -> dict[str, str]:
+    inputs, outputs = record.get("inputs") or {}, record.get("outputs") or {}
+    shape = f" {inputs['shape']}, {inputs['dtype']}" if "shape" in inputs else ""
+    shown = {"inputs": f"{inputs['kind']}{shape}"} if inputs.get("kind") else {}
+    shown |= {"transform": " ".join(inputs["transform"].split())} if "transform" in inputs else {}
+    shown |= {"outputs": " ".join(str(outputs[key]) for key in ("number", "kind") if key in outputs)} if outputs else {}
+    return shown | ({"classes": ", ".join(map(str, outputs["classes"]))} if "classes" in outputs else {})
+
+
+def _tell_how_to_load(record: Mapping[str, Any], push_to: str | None, base: str | None) -> str:
+    has_tokenizer = record["has_tokenizer"]
+    place = push_to or "<this folder>"
+    return (
+        _LOADED[record["format"]]
+        .format(
+            place=place,
+            download=_DOWNLOAD.format(place=place) if push_to else '\nfolder = "<this folder>"',
+            target=(record.get("model") or {}).get("_target_"),
+            base=base if base is None or not Path(base).expanduser().exists() else "the published model",
+            tokenizer_class=", AutoTokenizer" if has_tokenizer else "",
+            tokenizer=f'tokenizer = AutoTokenizer.from_pretrained("{place}")' if has_tokenizer else "",
+        )
+        .rstrip()
+    )

@@ -1,0 +1,159 @@
+"""What an export says of itself in export.json, and how its model is constructed from that.
+
+Beside the run and the checkpoint, that is the config node of the model, what it takes and what it returns. A folder may
+come from anywhere: it may choose only constructors that the options of conf/, of a project or of the command line name
+for a model, as the config of a run folder, and its weights are safetensors.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from recipes.build import Run
+from recipes.config.check.origin import check_origin
+from recipes.config.instantiate import TARGET, make
+from recipes.errors import ConfigError, ConfigErrors
+from recipes.foreign_file import reading
+from recipes.model.huggingface import HuggingFace
+from recipes.model.weights import any_module, await_checkpoint, load_published
+from recipes.run_folder import EXPORT_RECORD, read_json
+from recipes.runtime.console import LOGGER
+from recipes.tokenizer import TOKENIZER_FILE, Tokenizer, read_folder
+
+NUM_EXAMPLES = 3  # samples in the example, one more than a traced batch has
+_NUM_TOKENS = 8  # in a row of the example
+_ANOTHER = "load(<a folder that mode=export has written>)"
+# formats that hold no module -> what loads them
+_LOADED_BY = {
+    "onnx": 'onnxruntime.InferenceSession("model.onnx"), or mode.format=safetensors for an export that it loads',
+    "peft": "peft.PeftModel.from_pretrained, or mode.adapter=merged for an export that it loads",
+}
+
+
+def describe_model(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the node of a model without where it came from: the weights are here, and the paths of this machine."""
+    places = ("pretrained", "name") if node[TARGET] == _name(HuggingFace) else ("pretrained",)
+    return {key: None if key in places else value for key, value in node.items()}
+
+
+def _name(of: type) -> str:
+    return f"{of.__module__}.{of.__qualname__}"
+
+
+def construct(node: Mapping[str, Any]) -> nn.Module:
+    """Return the model of a node in eval mode, its buffers set and its parameters NaN."""
+    with torch.device("meta"):
+        model: nn.Module = make(node)
+    model.to_empty(device="cpu")
+    await_checkpoint(model, seed=0)
+    return model.eval()
+
+
+def make_example(run: Run, model: Any) -> Tensor:
+    """Return inputs of a few samples, [3, …]: tokens that are made up, or the first ones of the validation split.
+
+    Raises:
+        ConfigError: The data is not there, or its inputs are not one tensor.
+    """
+    if getattr(model, "input_kind", None) == "tokens":
+        num_tokens = min(_NUM_TOKENS, model.max_seq_len)
+        return torch.arange(NUM_EXAMPLES * num_tokens).reshape(NUM_EXAMPLES, num_tokens) % model.vocab_size
+    source = run.data.source
+    source.prepare()
+    dataset = source.val()
+    collate = getattr(source, "collate", None) or default_collate
+    inputs = collate([dataset[index % len(dataset)] for index in range(NUM_EXAMPLES)])["inputs"]
+    if not isinstance(inputs, Tensor):
+        reason = f"a batch of the data has a {type(inputs).__name__} as its inputs, not one tensor"
+        raise ConfigError("mode=export", reason, "data.collate with a function that returns one tensor as inputs")
+    return inputs
+
+
+def describe_inputs(run: Run, model: Any, example: Tensor | None) -> dict[str, Any]:
+    """Return what the model takes: kind, shape and dtype of a sample, and how the data has transformed it."""
+    kind = getattr(model, "input_kind", None)
+    if kind == "tokens":
+        return {"kind": kind, "shape": ["tokens"], "dtype": "int64", "max_seq_len": model.max_seq_len}
+    if example is None:
+        return {"kind": kind}
+    dtype = str(example.dtype).removeprefix("torch.")
+    described = {"kind": kind, "shape": [*example.shape[1:]], "dtype": dtype}
+    transform = getattr(run.data.source, "transform", None)
+    return described if transform is None else described | {"transform": transform}
+
+
+def describe_outputs(run: Run, model: Any, example: Tensor | None) -> dict[str, Any]:
+    """Return what the model returns: what the targets were, how many outputs there are, and the names of classes."""
+    if getattr(model, "input_kind", None) == "tokens":
+        return {"kind": "logits of the next token", "number": model.vocab_size}
+    number = getattr(model, "num_classes", None)
+    described = {"kind": run.target_kind} | ({} if number is None else {"number": number})
+    names = None if example is None else getattr(run.data.source, "class_names", None)
+    return described if names is None else described | {"classes": [*names]}
+
+
+def find_example(run: Run, model: Any) -> Tensor | None:
+    """Return the example, None with a line in the log if the data is not there."""
+    try:
+        return make_example(run, model)
+    except ConfigError as mistake:
+        LOGGER.info(f"{EXPORT_RECORD} does not say which shape the inputs have: {mistake.setting}: {mistake.reason}")
+        return None
+
+
+def load_export(folder: Path, typed: Sequence[str], *, shown: str) -> tuple[nn.Module, Tokenizer | None]:
+    """Return the model of an export in eval mode, on the CPU, and its tokenizer if it has one.
+
+    A model of ours has its own dtypes, float32, and the values of the file.
+
+    Args:
+        folder: Folder with an export.json.
+        typed: Overrides: a search path, or the constructor of the model, which its folder alone may not choose.
+        shown: The call, for errors.
+
+    Raises:
+        ConfigErrors: The folder names a constructor that it may not choose.
+        ConfigError: It is damaged, of another program, or holds something else than a module.
+    """
+    file = folder / EXPORT_RECORD
+    record = read_json(file, fix=_ANOTHER)
+    if (loader := _LOADED_BY.get(str(record.get("format")))) is not None:
+        raise ConfigError(shown, f"it holds no module, but what {record['format']} is for", loader)
+    node = record.get("model")
+    if not isinstance(node, dict) or not isinstance(node.get(TARGET), str):
+        raise ConfigError(shown, f"{file} does not say how its model is constructed", _ANOTHER)
+    if untrusted := [*check_origin({"model": node}, typed, file)]:
+        raise ConfigErrors(untrusted, "The export cannot be loaded.")
+    if node[TARGET] == _name(HuggingFace):
+        node = node | {"name": str(folder), "pretrained": str(folder)}
+    with reading(file, shown, _ANOTHER):
+        model = construct(node)
+    if record.get("format") == "safetensors":
+        any_module.load_weights(model, folder, setting=shown, fix=_ANOTHER)
+    else:
+        load_published(model, str(folder))
+    return model.eval(), read_folder(folder) if (folder / TOKENIZER_FILE).is_file() else None
+
+
+def check_loads(model: nn.Module, node: Mapping[str, Any], folder: Path) -> None:
+    """Load a folder of safetensors into a new model and compare it with the one that was written, bit by bit.
+
+    Raises:
+        OSError: A tensor differs.
+    """
+    again = construct(node)
+    any_module.load_weights(again, folder, setting="mode=export", fix="the same command")
+    written = any_module.list_weights(model)
+    for name, tensor in any_module.list_weights(again).items():
+        if not torch.equal(tensor.to(written[name].dtype), written[name].detach().cpu()):
+            raise OSError(f"{folder / any_module.WEIGHTS}: {name} reads back differently")
+
+
+def format_record(record: Mapping[str, Any]) -> str:
+    """Return the text of export.json."""
+    return json.dumps(record, indent=2) + "\n"
