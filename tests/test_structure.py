@@ -11,6 +11,7 @@ OPTIONAL = {
     "deepspeed",
     "huggingface_hub",
     "matplotlib",
+    "onnxruntime",
     "optuna",
     "rich",
     "sklearn",

@@ -1,5 +1,6 @@
 """A project of one's own: what a new one holds and does, and what is found in the folder where a command runs."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from support import ROOT, read_metrics, write_texts
 
 import lightning_recipes as lr
@@ -19,6 +21,7 @@ from recipes.project import open_project, write_project
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.process import python_path
 
+FILES_OF_EXPORT = ["README.md", "export.json", "model.safetensors"]
 FOUND = ["hydra.searchpath=[conf]"]
 COMMAND = (sys.executable, "-c", "from lightning_recipes.recipes.entry.installed import main; main()")
 
@@ -142,6 +145,16 @@ def test_a_project_trains_resumes_evaluates_and_loads(project: Path, monkeypatch
     model = lr.load("logs/mine")
     assert (type(model).__module__, type(model).__name__) == ("my_net.model", "Classifier")
     assert lr.read("logs/mine").rows[-1]["step"] == 310
+    printed = run(project, "resume=logs/mine", "mode=export")
+    assert printed.splitlines()[-1].endswith("every file was read back and is equal")
+    assert sorted(path.name for path in Path("logs/mine/export").iterdir()) == FILES_OF_EXPORT
+    same = lr.load("logs/mine/export")
+    points = torch.linspace(-1.0, 1.0, 10).reshape(5, 2)
+    with torch.no_grad():
+        assert torch.equal(same(points), model(points))
+    record = json.loads(Path("logs/mine/export/export.json").read_text())
+    assert record["inputs"] == {"kind": "tensors", "shape": [2], "dtype": "float32"}
+    assert record["outputs"] == {"kind": "classes", "number": 3}
     assert lr.compose("recipe=first").config["data"]["train"]["_target_"] == "my_net.data.Spirals"
 
 

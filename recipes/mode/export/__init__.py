@@ -39,7 +39,7 @@ from recipes.model.weights.adapter import has_adapter, merge_adapter
 from recipes.model.weights.any_module import list_weights, save_weights
 from recipes.model.weights.dtypes import DTYPES, convert_parameters, find_dtype
 from recipes.model.weights.files import published_folder
-from recipes.model.weights.huggingface import export_pretrained, has_format
+from recipes.model.weights.huggingface import export_pretrained, why_no_format
 from recipes.model.weights.peft_folder import save_adapter
 from recipes.model.weights.text_side import (
     EXPORT_FILES,
@@ -63,6 +63,7 @@ from recipes.runtime.exit_codes import ExitCode
 from recipes.task.base import TrainingTask
 from recipes.tokenizer import TOKENIZER_FILE
 
+_READ_BACK = "every file was read back and is equal"
 _CONFIGS = ("config.json", "adapter_config.json")
 
 
@@ -112,14 +113,14 @@ def export(
     what = f"the adapter of {checkpoint}, for peft," if is_separate else str(checkpoint)
     _convert(run, task, layout, adapter=adapter, dtype=dtype)
     example = None if layout in ("transformers", "peft") else find_example(run, model)
-    _write(run, model, folder, layout, example)
-    record = _describe(folder, run) | {"checkpoint": checkpoint.name, "format": layout}
+    verified = _write(run, model, folder, layout, example)
+    record: dict[str, Any] = _describe(folder, run) | {"checkpoint": checkpoint.name, "format": layout}
     record |= _describe_content(run, model, folder, layout, example)
     earlier = _read_record(folder)
     card = make_card(run, record, checkpoint=checkpoint, push_to=push_to, num_parameters=_count(model))
     record["card"] = _write_card(folder, card, earlier.get("card"))
     write_atomically(folder / EXPORT_RECORD, format_record(record))
-    LOGGER.info(f"Exported {what} to {folder}; every file was read back and is equal")
+    LOGGER.info(f"Exported {what} to {folder}; {verified}")
     if push_to is None:
         return ExitCode.FINISHED
     files = [name for name in _list_files(folder, run) if (folder / name).is_file()]
@@ -160,7 +161,11 @@ def _choose_layout(model: nn.Module, format: str) -> str:
     """Return the format of a whole model."""
     if format != "auto":
         return format
-    return "transformers" if has_format(model) else "safetensors"
+    if (reason := why_no_format(model)) is None:
+        return "transformers"
+    if getattr(model, "input_kind", None) == "tokens":
+        LOGGER.info(f"Exported as safetensors, not for transformers: {reason}")
+    return "safetensors"
 
 
 def _convert(run: Run, task: TrainingTask, layout: str, *, adapter: str, dtype: str | None) -> None:
@@ -196,8 +201,8 @@ def _find_own_dtype(model: nn.Module) -> torch.dtype:
     return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
 
 
-def _write(run: Run, model: Any, folder: Path, layout: str, example: Tensor | None) -> None:
-    """Write the files of a format and verify them.
+def _write(run: Run, model: Any, folder: Path, layout: str, example: Tensor | None) -> str:
+    """Write the files of a format, verify them, and return what that showed.
 
     Raises:
         ConfigError: The model cannot be in this format.
@@ -206,8 +211,9 @@ def _write(run: Run, model: Any, folder: Path, layout: str, example: Tensor | No
     status.say(f"writing {folder}, and reading it back")
     if layout == "transformers":
         export_pretrained(model, folder, tokenizer_folder=tokenizer_folder, published=run.published)
-        return
+        return _READ_BACK
     tokenizer = None if tokenizer_folder is None else load_exported_tokenizer(tokenizer_folder, run.published)
+    verified = _READ_BACK
     with filling(folder, owned=EXPORT_FILES) as unfinished:
         if layout == "peft":
             save_adapter(model, unfinished)
@@ -218,9 +224,10 @@ def _write(run: Run, model: Any, folder: Path, layout: str, example: Tensor | No
             difference = write_onnx(
                 _make_eager(run, model), make_example(run, model) if example is None else example, unfinished
             )
-            LOGGER.info(f"onnxruntime computes the same outputs, to {difference:.1e} of the largest")
+            verified = f"onnxruntime computes the same outputs, to {difference:.0e} of the largest"
         if layout == "peft" or tokenizer is not None:
             write_text_side(unfinished, tokenizer=tokenizer, published=run.published)
+    return verified
 
 
 @torch.no_grad()

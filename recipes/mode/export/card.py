@@ -52,7 +52,7 @@ def make_card(
     """
     layout, base = record["format"], run.base
     base_of_hub = base if base is not None and not Path(base).expanduser().exists() else None
-    licence, is_beside = _find_licence(base)
+    licence, is_beside = find_licence(base)
     front: dict[str, Any] = {"library_name": _LIBRARIES.get(layout, "lightning-recipes"), "tags": ["lightning-recipes"]}
     if layout in ("transformers", "peft"):
         front["pipeline_tag"] = "text-generation"
@@ -81,7 +81,7 @@ def make_card(
     return f"---\n{yaml.safe_dump(front, sort_keys=True)}---\n\n" + "\n".join(lines)
 
 
-def _find_licence(base: str | None) -> tuple[str | None, bool]:
+def find_licence(base: str | None) -> tuple[str | None, bool]:
     """Return the licence that the card of a published model names, and whether its folder has the text of one."""
     folder = None if base is None else published_folder(base)
     if folder is None:
@@ -115,7 +115,7 @@ def _list_measures(checkpoint: Path, step: int | None) -> dict[str, str]:
 
 def _list_shapes(record: Mapping[str, Any]) -> dict[str, str]:
     inputs, outputs = record.get("inputs") or {}, record.get("outputs") or {}
-    shape = f" {inputs['shape']}, {inputs['dtype']}" if "shape" in inputs else ""
+    shape = f" [{', '.join(map(str, inputs['shape']))}], {inputs['dtype']}" if "shape" in inputs else ""
     shown = {"inputs": f"{inputs['kind']}{shape}"} if inputs.get("kind") else {}
     shown |= {"transform": " ".join(inputs["transform"].split())} if "transform" in inputs else {}
     shown |= {"outputs": " ".join(str(outputs[key]) for key in ("number", "kind") if key in outputs)} if outputs else {}

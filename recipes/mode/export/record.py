@@ -61,8 +61,9 @@ def make_example(run: Run, model: Any) -> Tensor:
         ConfigError: The data is not there, or its inputs are not one tensor.
     """
     if getattr(model, "input_kind", None) == "tokens":
-        num_tokens = min(_NUM_TOKENS, model.max_seq_len)
-        return torch.arange(NUM_EXAMPLES * num_tokens).reshape(NUM_EXAMPLES, num_tokens) % model.vocab_size
+        num_tokens: int = min(_NUM_TOKENS, model.max_seq_len)
+        vocab_size: int = model.vocab_size
+        return torch.arange(NUM_EXAMPLES * num_tokens).reshape(NUM_EXAMPLES, num_tokens) % vocab_size
     source = run.data.source
     source.prepare()
     dataset = source.val()

@@ -37,7 +37,7 @@ def find_dtype(published: str) -> torch.dtype | None:
     with open_file(file, f"model.pretrained={file}") if folder is None else open_weights(folder) as weights:
         for name in weights.names():
             dtype, num_values = weights.describe(name)
-            if dtype in DTYPES.values():
+            if dtype is not None and dtype in DTYPES.values():
                 sizes[dtype] += num_values
     return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
 

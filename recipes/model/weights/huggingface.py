@@ -87,9 +87,15 @@ def load_pretrained(model: nn.Module, name_or_folder: str | Path) -> None:
                 fill(tensor, entry.assemble(read, shape=tensor.shape, setting=setting))
 
 
-def has_format(model: nn.Module) -> bool:
-    """Return whether a model has a published form, which transformers loads."""
-    return isinstance(model, GPT2 | Llama | HuggingFace)
+def why_no_format(model: nn.Module) -> str | None:
+    """Return why a model has no published form; None if transformers loads it."""
+    if isinstance(model, HuggingFace):
+        return None
+    try:
+        _format(model).config()
+    except ConfigError as mistake:
+        return mistake.reason
+    return None
 
 
 def export_pretrained(

@@ -145,7 +145,7 @@ MESSAGES = {
         " type model=gpt2_nano, or data=digits"
     ),
     "task=classification": (
-        "model=gpt2_nano task=classification: the model takes tokens, the task images; type task=language_modeling"
+        "model=gpt2_nano task=classification: the model takes tokens, the task images or tensors; type task=language_modeling"
     ),
     "scheduler=wsd trainer.max_steps=100": (
         "warmup_steps=70 scheduler.decay_steps=200: together they are longer than trainer.max_steps=100; type warmup_steps=10 scheduler.decay_steps=20"
@@ -162,8 +162,8 @@ MESSAGES = {
         "resume=auto: each start of this command creates a new run folder, so there is nothing to resume; type resume=auto hydra.run.dir=<folder>"
     ),
     "mode=sample": ("mode=sample: it needs a checkpoint; type mode=sample resume=<run folder>"),
-    "mode=export model=resnet18 resume=auto hydra.run.dir=x": (
-        "mode=export: it is for language models only; type mode=evaluate resume=<run folder>"
+    "mode=sample model=resnet18 resume=auto hydra.run.dir=x": (
+        "mode=sample: it is for language models only; type mode=evaluate resume=<run folder>"
     ),
     "mode=sample mode.temperature=-1 resume=auto hydra.run.dir=x": (
         "mode.temperature=-1: it must be from 0 to 1000; type mode.temperature=<from 0 to 1000>"

@@ -87,6 +87,13 @@ def test_a_file_with_any_name_that_was_typed_is_written(run: Path) -> None:
     assert settings(config, "mode.path=4") == ["mode.path='3'"]
 
 
+def test_a_repository_that_a_folder_names_gets_nothing(run: Path) -> None:
+    forge(run, {"mode": {"_target_": "recipes.mode.export.export", "_partial_": True, "push_to": "else/where"}})
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert settings(config) == ["mode.push_to=else/where"]
+    assert settings(config, "mode.push_to=else/where") == []
+
+
 FORGED: dict[str, tuple[Config, str]] = {
     "a callback": ({"callbacks.x": COMMAND}, "callbacks.x._target_=os.system"),
     "precision": ({"precision": COMMAND}, "precision._target_=os.system"),

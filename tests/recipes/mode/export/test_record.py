@@ -1,4 +1,4 @@
-"""What an export says of itself, and that `lr.load` constructs its model from that with the same outputs, to the bit."""
+"""What an export says of itself, from which `lr.load` constructs a model with the same outputs, to the bit."""
 
 import json
 import re
@@ -124,6 +124,24 @@ def test_a_language_model_of_ones_own_is_exported_with_its_tokenizer(tmp_path: P
     assert len(load_file(exported / "model.safetensors")) == len([*of_run.parameters()])
 
 
+def test_a_model_of_which_transformers_has_no_form_is_exported_all_the_same(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The experts of Mixtral have no biases there."""
+    routed = ["model=mixtral_nano", "model.balance_rate=1e-3", "model.router_aux_loss_coef=0", "model.num_kv_heads=2"]
+    texts, run = f"data.path={write_texts(tmp_path / 'texts')}", tmp_path / "run"
+    assert execute(*routed, *OF_TEXT, texts, f"hydra.run.dir={run}") == 0
+    model, of_run = lr.load(export(run)), lr.load(run)
+    assert "not for transformers: the experts have biases (model.balance_rate)" in capfd.readouterr().out
+    assert json.loads((run / "export/export.json").read_text())["format"] == "safetensors"
+    tokens = torch.arange(20).reshape(2, 10)
+    with torch.no_grad():
+        assert torch.equal(model(tokens), of_run(tokens))
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("router.bias")]
+    assert all(bias.any() for bias in biases)
+    assert biases
+
+
 def test_the_layout_of_transformers_is_loaded_as_our_model_to_the_bit(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert execute(*OF_TEXT, f"data.path={write_texts(tmp_path / 'texts')}", f"hydra.run.dir={run}") == 0
@@ -173,7 +191,9 @@ def test_a_folder_may_not_choose_the_code_that_runs(runs: dict[str, Path], tmp_p
         assert "a folder may not choose the code that runs" in str(caught.value) or "no such key" in str(caught.value)
     assert not (tmp_path / "touched").exists()
     # a class of one's own is constructed where it is typed, and nowhere else
-    with pytest.raises(lr.InvalidConfigError, match=r"type: \+\+model\._target_=dataset_cases\.Perceptron if you trust it"):
+    with pytest.raises(
+        lr.InvalidConfigError, match=r"type: \+\+model\._target_=dataset_cases\.Perceptron if you trust it"
+    ):
         lr.load(runs["values"] / "export")
     assert type(lr.load(runs["values"] / "export", PERCEPTRON)).__name__ == "Perceptron"
 
