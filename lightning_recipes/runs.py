@@ -58,6 +58,7 @@ _PLAN_PAGE = "plan.html"
 # missing data is no error of weights
 _OF_DATA = ("data.path=", "data.val_path=", "eval_data.")
 _PAGE_HEIGHT = "75vh"
+_OF_EXPORT = ("hydra.searchpath=", "model.", "task.module.")  # which code a folder may choose
 _NOT_LOADED = "The weights cannot be loaded."
 
 
@@ -304,7 +305,7 @@ def _load_export(folder: Path, overrides: Sequence[str], weights: Weights) -> "n
         InvalidConfigError: It is damaged, names a class that it may not choose, or holds no module.
     """
     shown = f"load({str(folder)!r})"
-    others = [text for text in overrides if not text.lstrip("+").startswith(("hydra.searchpath=", "model."))]
+    others = [text for text in overrides if not text.lstrip("+").startswith(_OF_EXPORT)]
     if others or weights != "trained":
         typed = others[0] if others else f"weights={weights!r}"
         reason = "an export has one set of weights, on the CPU"

@@ -86,7 +86,7 @@ class Run:
         checkpoint: Checkpoint to resume from; None: start from step 0.
         tokenizer_folder: Tokenizer of the run that `checkpoint` belongs to; without a checkpoint, of this run.
         published: Folder or hub name of the model that its weights or its architecture came from.
-        model_node: Config node of the model, without adapter; empty for a LightningModule of one's own.
+        model_node: Config node of the model, without adapter, or of a LightningModule of one's own.
         data_names: Options of its data, or where that was published.
         target_kind: Kind of its targets, such as `classes`.
         overrides: Command-line overrides as typed.
@@ -122,8 +122,8 @@ class Run:
     @property
     def base(self) -> str | None:
         """Folder, file or hub name of the published weights that it started from; None: there are none."""
-        base: str | None = self.model_node.get("pretrained")
-        return base
+        named = self.model_node.get("pretrained")
+        return named if isinstance(named, str) and not self.has_own_training else None
 
 
 def execute(resolved: ResolvedRun, *, check_room: Callable[[Any], None] | None = None) -> int:
@@ -203,7 +203,7 @@ def build(resolved: ResolvedRun) -> Run:
         checkpoint=checkpoint,
         tokenizer_folder=find_tokenizer(checkpoint) or folder / TOKENIZER_FOLDER,
         published=published,
-        model_node=model,
+        model_node=config["task"]["module"] if resolved.task.has_own_training else model,
         data_names=_name_data(resolved),
         target_kind=resolved.target_kind,
         has_own_training=resolved.task.has_own_training,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from recipes.config.instantiate import TARGET
 from recipes.config.resolved import ResolvedRun
 
 _OF_TRAINING = (
@@ -62,12 +63,14 @@ _READ = {
 def list_unread(run: ResolvedRun) -> list[str]:
     """Return the overrides of this command line that have no effect in its mode.
 
-    Not those beside `resume=auto`: they are the whole command of a run, with a mode.
+    Not those beside `resume=auto`: they are the whole command of a run, with a mode. Nor those that name a class, which
+    the folder of the run alone may not.
 
     Args:
         run: The run.
     """
-    keys = {override: override.lstrip("+~").partition("=")[0].partition("@")[0] for override in run.typed}
+    typed = [override for override in run.typed if TARGET not in override]
+    keys = {override: override.lstrip("+~").partition("=")[0].partition("@")[0] for override in typed}
     mode = run.mode.name
     if mode in _UNREAD and run.resume != "auto":
         return [override for override, key in keys.items() if _is_of(key, _UNREAD[mode])]

@@ -60,6 +60,7 @@ class OwnModule:
     """
 
     has_own_training: ClassVar[bool] = True
+    supports: ClassVar[frozenset[str]] = frozenset({"export"})
     deferred: ClassVar[tuple[str, ...]] = ("module",)
 
     def __init__(

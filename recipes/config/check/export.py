@@ -26,6 +26,10 @@ def check_export(run: ResolvedRun) -> Iterator[ConfigError]:
     if adapter == "separate" and layout != "auto":
         reason = "an adapter alone has the layout of peft"
         yield ConfigError(f"{shown} mode.adapter=separate", reason, f"{shown} mode.adapter=merged")
+    if run.task.has_own_training and layout not in ("auto", "safetensors"):
+        reason = "what a LightningModule takes and returns is known to itself alone"
+        yield ConfigError(f"{shown} task=lightning", reason, "mode.format=safetensors")
+        return
     model = str(run.config["model"]["_target_"])
     if layout == "transformers" and find_signature(model).constants.get("input_kind") in ("images", "tensors"):
         reason = f"transformers has no layout for {model.rpartition('.')[2]}"

@@ -48,8 +48,9 @@ def check_own_training(run: ResolvedRun) -> Iterator[ConfigError]:
             reason = "it is for models of ours; a LightningModule is asked by its own steps, with the trained weights"
             yield ConfigError(override, reason, f"the same command without {key}")
     mode = run.mode
-    asks = mode.takes_steps or mode.plans_steps or mode.needs_checkpoint or mode.reads_logits
-    if asks and not mode.trains and not mode.takes_own_training:
+    asks_model = mode.takes_steps or mode.plans_steps or mode.needs_checkpoint or mode.reads_logits
+    takes_it = mode.trains or mode.takes_own_training or mode.needs in run.task.supports
+    if asks_model and not takes_it:
         reason = "it asks the model and the loss, which a LightningModule keeps to itself"
         yield ConfigError(f"mode={mode.name} task=lightning", reason, "mode=fit")
     for key in _SIZES:

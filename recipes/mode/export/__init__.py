@@ -107,12 +107,13 @@ def export(
     if push_to is not None:
         check_token(push_to)
     task, checkpoint = load_task(run, weights)
-    model: Any = task.model
+    model: Any = task if run.has_own_training else task.model
     is_separate = has_adapter(model) and adapter == "separate"
     layout = "peft" if is_separate else _choose_layout(model, format)
     what = f"the adapter of {checkpoint}, for peft," if is_separate else str(checkpoint)
-    _convert(run, task, layout, adapter=adapter, dtype=dtype)
-    example = None if layout in ("transformers", "peft") else find_example(run, model)
+    _convert(run, task, model, layout, adapter=adapter, dtype=dtype)
+    needs_no_data = run.has_own_training or layout in ("transformers", "peft")
+    example = None if needs_no_data else find_example(run, model)
     verified = _write(run, model, folder, layout, example)
     record: dict[str, Any] = _describe(folder, run) | {"checkpoint": checkpoint.name, "format": layout}
     record |= _describe_content(run, model, folder, layout, example)
@@ -168,13 +169,12 @@ def _choose_layout(model: nn.Module, format: str) -> str:
     return "safetensors"
 
 
-def _convert(run: Run, task: TrainingTask, layout: str, *, adapter: str, dtype: str | None) -> None:
+def _convert(run: Run, task: TrainingTask, model: nn.Module, layout: str, *, adapter: str, dtype: str | None) -> None:
     """Merge an adapter, in float32, and give the parameters the dtype of the export, rounding them once.
 
     Raises:
         ConfigError: A value is beyond the dtype.
     """
-    model = task.model
     setting, wanted = f"mode.dtype={'null' if dtype is None else dtype}", None if dtype is None else DTYPES[dtype]
     if layout == "peft":
         if any(list_nf4(model)):
@@ -219,7 +219,8 @@ def _write(run: Run, model: Any, folder: Path, layout: str, example: Tensor | No
             save_adapter(model, unfinished)
         elif layout == "safetensors":
             save_weights(model, unfinished)
-            check_loads(model, describe_model(run.model_node), unfinished)
+            node = describe_model(run.model_node)
+            check_loads(model, node, unfinished, is_own_training=run.has_own_training)
         else:
             difference = write_onnx(
                 _make_eager(run, model), make_example(run, model) if example is None else example, unfinished
@@ -251,6 +252,8 @@ def _describe_content(run: Run, model: Any, folder: Path, layout: str, example: 
     described["has_tokenizer"] = (folder / TOKENIZER_FILE).is_file()
     if layout == "peft":
         return described
+    if run.has_own_training:
+        return described | {"module": describe_model(run.model_node)}
     described["model"] = describe_model(run.model_node)
     described["inputs"] = describe_inputs(run, model, example)
     return described | {"outputs": describe_outputs(run, model, example)}

@@ -58,9 +58,9 @@ def make_card(
         front["pipeline_tag"] = "text-generation"
     front |= {} if licence is None else {"license": licence}
     front |= {} if base_of_hub is None else {"base_model": base_of_hub}
-    step = _read_step(checkpoint)
+    step, target = _read_step(checkpoint), _get_target(record)
     facts = {
-        "model": record["model"]["_target_"].rpartition(".")[2] if record.get("model") else "an adapter",
+        "model": target.rpartition(".")[2] if target else "an adapter",
         "parameters": f"{num_parameters:,}",
         "dtype": record["dtype"],
         "trained from": base_of_hub or ("a published model" if base else "random weights"),
@@ -122,6 +122,13 @@ def _list_shapes(record: Mapping[str, Any]) -> dict[str, str]:
     return shown | ({"classes": ", ".join(map(str, outputs["classes"]))} if "classes" in outputs else {})
 
 
+def _get_target(record: Mapping[str, Any]) -> str | None:
+    """Return the class of the model; None of an adapter."""
+    node = record.get("model") or record.get("module") or {}
+    target: str | None = node.get("_target_")
+    return target
+
+
 def _tell_how_to_load(record: Mapping[str, Any], push_to: str | None, base: str | None) -> str:
     has_tokenizer = record["has_tokenizer"]
     place = push_to or "<this folder>"
@@ -130,7 +137,7 @@ def _tell_how_to_load(record: Mapping[str, Any], push_to: str | None, base: str 
         .format(
             place=place,
             download=_DOWNLOAD.format(place=place) if push_to else '\nfolder = "<this folder>"',
-            target=(record.get("model") or {}).get("_target_"),
+            target=_get_target(record),
             base=base if base is None or not Path(base).expanduser().exists() else "the published model",
             tokenizer_class=", AutoTokenizer" if has_tokenizer else "",
             tokenizer=f'tokenizer = AutoTokenizer.from_pretrained("{place}")' if has_tokenizer else "",

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 
 from recipes.build import Run
 from recipes.config.check.origin import check_origin
-from recipes.config.instantiate import TARGET, make
+from recipes.config.instantiate import PARTIAL, TARGET, make
 from recipes.errors import ConfigError, ConfigErrors
 from recipes.foreign_file import reading
 from recipes.model.huggingface import HuggingFace
@@ -37,7 +37,7 @@ _LOADED_BY = {
 
 def describe_model(node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the node of a model without where it came from: the weights are here, and the paths of this machine."""
-    places = ("pretrained", "name") if node[TARGET] == _name(HuggingFace) else ("pretrained",)
+    places: tuple[str, ...] = ("pretrained", "name") if node[TARGET] == _name(HuggingFace) else ("pretrained",)
     return {key: None if key in places else value for key, value in node.items()}
 
 
@@ -45,8 +45,18 @@ def _name(of: type) -> str:
     return f"{of.__module__}.{of.__qualname__}"
 
 
-def construct(node: Mapping[str, Any]) -> nn.Module:
-    """Return the model of a node in eval mode, its buffers set and its parameters NaN."""
+def construct(node: Mapping[str, Any], *, is_own_training: bool = False) -> nn.Module:
+    """Return the model of a node in eval mode, its parameters still to be filled.
+
+    Args:
+        node: Node of the model.
+        is_own_training: Whether it is a LightningModule of one's own, whose constructor may compute what it likes.
+    """
+    if is_own_training:
+        module: Any = make({key: value for key, value in node.items() if key != PARTIAL})
+        module.configure_model()
+        own: nn.Module = module.eval()
+        return own
     with torch.device("meta"):
         model: nn.Module = make(node)
     model.to_empty(device="cpu")
@@ -125,15 +135,17 @@ def load_export(folder: Path, typed: Sequence[str], *, shown: str) -> tuple[nn.M
     record = read_json(file, fix=_ANOTHER)
     if (loader := _LOADED_BY.get(str(record.get("format")))) is not None:
         raise ConfigError(shown, f"it holds no module, but what {record['format']} is for", loader)
-    node = record.get("model")
+    is_own_training = "module" in record
+    node = record.get("module" if is_own_training else "model")
     if not isinstance(node, dict) or not isinstance(node.get(TARGET), str):
         raise ConfigError(shown, f"{file} does not say how its model is constructed", _ANOTHER)
-    if untrusted := [*check_origin({"model": node}, typed, file)]:
+    place = {"task": {"module": node}} if is_own_training else {"model": node}
+    if untrusted := [*check_origin(place, typed, file)]:
         raise ConfigErrors(untrusted, "The export cannot be loaded.")
     if node[TARGET] == _name(HuggingFace):
         node = node | {"name": str(folder), "pretrained": str(folder)}
     with reading(file, shown, _ANOTHER):
-        model = construct(node)
+        model = construct(node, is_own_training=is_own_training)
     if record.get("format") == "safetensors":
         any_module.load_weights(model, folder, setting=shown, fix=_ANOTHER)
     else:
@@ -141,13 +153,13 @@ def load_export(folder: Path, typed: Sequence[str], *, shown: str) -> tuple[nn.M
     return model.eval(), read_folder(folder) if (folder / TOKENIZER_FILE).is_file() else None
 
 
-def check_loads(model: nn.Module, node: Mapping[str, Any], folder: Path) -> None:
+def check_loads(model: nn.Module, node: Mapping[str, Any], folder: Path, *, is_own_training: bool) -> None:
     """Load a folder of safetensors into a new model and compare it with the one that was written, bit by bit.
 
     Raises:
         OSError: A tensor differs.
     """
-    again = construct(node)
+    again = construct(node, is_own_training=is_own_training)
     any_module.load_weights(again, folder, setting="mode=export", fix="the same command")
     written = any_module.list_weights(model)
     for name, tensor in any_module.list_weights(again).items():

@@ -10,7 +10,7 @@ from recipes.config import compose_and_check
 EXPORT = ["mode=export", "resume=auto", "hydra.run.dir=x"]
 WRONG = {
     "mode.dtype=float8": [
-        "mode.dtype=float8: it takes float32 or bfloat16 or float16 or null; type mode.dtype=float16"
+        "mode.dtype=float8: it takes float32 or bfloat16 or float16 or null; type mode.dtype=float32"
     ],
     "mode.format=gguf": [
         "mode.format=gguf: it takes auto or transformers or safetensors or onnx; type mode.format=<auto or"
@@ -27,6 +27,10 @@ WRONG = {
     "mode.format=transformers model=resnet18": [
         "mode.format=transformers: transformers has no layout for ResNet18; type mode.format=safetensors, which"
         " lightning_recipes.load loads"
+    ],
+    "task=lightning 'task.module={_target_: own_modules.Classifier}' data=digits mode.format=onnx": [
+        "mode.format=onnx task=lightning: what a LightningModule takes and returns is known to itself alone; type"
+        " mode.format=safetensors"
     ],
     "mode.push_to=mine": [
         "mode.push_to=mine: a repository of the hub has the name of its user or organization, a slash, and its own;"

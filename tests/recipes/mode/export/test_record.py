@@ -124,6 +124,33 @@ def test_a_language_model_of_ones_own_is_exported_with_its_tokenizer(tmp_path: P
     assert len(load_file(exported / "model.safetensors")) == len([*of_run.parameters()])
 
 
+OF_MODULE = "task.module._target_=own_modules.Classifier"
+
+
+def test_a_lightning_module_of_ones_own_comes_back_as_it_was_saved(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    data = ["data=lightning", "data.module={_target_: own_modules.Rows}"]
+    typed = ["task=lightning", "task.module={_target_: own_modules.Classifier, dropout: 0.3}", *data]
+    steps = ["trainer.max_steps=2", "trainer.accelerator=cpu", "callbacks=[]"]
+    assert execute(*typed, *steps, f"hydra.run.dir={run}") == 0
+    capfd.readouterr()
+    exported = export(run, OF_MODULE, "data.module._target_=own_modules.Rows")
+    assert "has no effect" not in capfd.readouterr().out, "it says which class the folder may name"
+    with pytest.raises(lr.InvalidConfigError, match=rf"type: \+\+{re.escape(OF_MODULE)} if you trust it"):
+        lr.load(exported)
+    module: Any = lr.load(exported, OF_MODULE)
+    assert (type(module).__name__, module.training, module.hparams["dropout"]) == ("Classifier", False, 0.3)
+    saved: dict[str, torch.Tensor] = {}
+    for file in (run / "checkpoints/last").glob("*.safetensors"):
+        saved |= {name: tensor for name, tensor in load_file(file).items() if name.startswith("model.")}
+    assert {"model.0.weight", "model.3.bias"} <= module.state_dict().keys()
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, saved[name]), name
+    assert json.loads((exported / "export.json").read_text())["module"]["dropout"] == 0.3
+
+
 def test_a_model_of_which_transformers_has_no_form_is_exported_all_the_same(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
