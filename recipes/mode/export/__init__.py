@@ -90,7 +90,7 @@ def export(
         format: `transformers`, which knows the architecture; `safetensors`, which `lr.load` loads; or `onnx`. `auto` is
             the first one where it can be, else the second.
         dtype: Dtype of the parameters; None is that of the published weights that the run started from, else that in
-            which the run keeps them. An ONNX graph and an adapter have that of the run.
+            which the run keeps them, as of an adapter alone. An ONNX graph is in float32.
         push_to: Repository of the Hugging Face hub, `<user or organization>/<name>`; None: nothing is pushed.
         private: Whether a repository that is created there is private.
 
@@ -118,7 +118,10 @@ def export(
     record: dict[str, Any] = _describe(folder, run) | {"checkpoint": checkpoint.name, "format": layout}
     record |= _describe_content(run, model, folder, layout, example)
     earlier = _read_record(folder)
-    card = make_card(run, record, checkpoint=checkpoint, push_to=push_to, num_parameters=_count(model))
+    card = make_card(
+        run, record, _list_parameters(model, layout), checkpoint=checkpoint, push_to=push_to,
+        is_of_chain=bool(getattr(task, "started_from", ())),
+    )  # fmt: skip
     record["card"] = _write_card(folder, card, earlier.get("card"))
     write_atomically(folder / EXPORT_RECORD, format_record(record))
     LOGGER.info(f"Exported {what} to {folder}; {verified}")
@@ -247,11 +250,12 @@ def _name_architecture(run: Run) -> dict[str, Any]:
 
 def _describe_content(run: Run, model: Any, folder: Path, layout: str, example: Tensor | None) -> dict[str, Any]:
     """Return what export.json says about the model."""
-    dtypes = [value for name, value in model.named_parameters() if layout != "peft" or is_adapter(name)]
-    described: dict[str, Any] = {"dtype": str(dtypes[0].dtype).removeprefix("torch.")}
+    dtype = _list_parameters(model, layout)[0].dtype
+    described: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
     described["has_tokenizer"] = (folder / TOKENIZER_FILE).is_file()
     if layout == "peft":
-        return described
+        return described | {"architecture": f"adapter, {model.adapter_config.peft_type.value}"}
+    described["architecture"] = getattr(model, "title", type(model).__name__)
     if run.has_own_training:
         return described | {"module": describe_model(run.model_node)}
     described["model"] = describe_model(run.model_node)
@@ -259,8 +263,9 @@ def _describe_content(run: Run, model: Any, folder: Path, layout: str, example: 
     return described | {"outputs": describe_outputs(run, model, example)}
 
 
-def _count(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+def _list_parameters(model: nn.Module, layout: str) -> list[nn.Parameter]:
+    """Return the parameters that are exported."""
+    return [value for name, value in model.named_parameters() if layout != "peft" or is_adapter(name)]
 
 
 def _write_card(folder: Path, card: str, earlier: object) -> object:

@@ -1,11 +1,12 @@
 """The model card of an export, README.md: what it is, what it was trained on, and how to load it."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from torch import Tensor
 
 from recipes.build import Run
 from recipes.errors import ConfigError
@@ -39,16 +40,23 @@ session = onnxruntime.InferenceSession(f"{{folder}}/model.onnx")
 
 
 def make_card(
-    run: Run, record: Mapping[str, Any], *, checkpoint: Path, push_to: str | None, num_parameters: int
+    run: Run,
+    record: Mapping[str, Any],
+    parameters: Sequence[Tensor],
+    *,
+    checkpoint: Path,
+    push_to: str | None,
+    is_of_chain: bool,
 ) -> str:
     """Return the text of the card.
 
     Args:
         run: The run.
         record: What export.json says.
+        parameters: What is exported.
         checkpoint: Checkpoint that was exported.
         push_to: Repository that it will be pushed to.
-        num_parameters: Parameters of the exported model.
+        is_of_chain: Whether the run started from the weights of another one.
     """
     layout, base = record["format"], run.base
     base_of_hub = base if base is not None and not Path(base).expanduser().exists() else None
@@ -58,12 +66,13 @@ def make_card(
         front["pipeline_tag"] = "text-generation"
     front |= {} if licence is None else {"license": licence}
     front |= {} if base_of_hub is None else {"base_model": base_of_hub}
-    step, target = _read_step(checkpoint), _get_target(record)
+    step = _read_step(checkpoint)
+    first = "a published model" if base else "another run" if is_of_chain else "random weights"
     facts = {
-        "model": target.rpartition(".")[2] if target else "an adapter",
-        "parameters": f"{num_parameters:,}",
+        "model": record["architecture"],
+        "parameters": f"{sum(parameter.numel() for parameter in parameters):,}",
         "dtype": record["dtype"],
-        "trained from": base_of_hub or ("a published model" if base else "random weights"),
+        "trained from": base_of_hub or first,
         "data": ", ".join(run.data_names),
         "optimizer steps": checkpoint.name if step is None else f"{step:,}",
         "samples per step": f"{run.accumulation.global_batch_size:,}",
@@ -122,13 +131,6 @@ def _list_shapes(record: Mapping[str, Any]) -> dict[str, str]:
     return shown | ({"classes": ", ".join(map(str, outputs["classes"]))} if "classes" in outputs else {})
 
 
-def _get_target(record: Mapping[str, Any]) -> str | None:
-    """Return the class of the model; None of an adapter."""
-    node = record.get("model") or record.get("module") or {}
-    target: str | None = node.get("_target_")
-    return target
-
-
 def _tell_how_to_load(record: Mapping[str, Any], push_to: str | None, base: str | None) -> str:
     has_tokenizer = record["has_tokenizer"]
     place = push_to or "<this folder>"
@@ -137,7 +139,7 @@ def _tell_how_to_load(record: Mapping[str, Any], push_to: str | None, base: str 
         .format(
             place=place,
             download=_DOWNLOAD.format(place=place) if push_to else '\nfolder = "<this folder>"',
-            target=_get_target(record),
+            target=(record.get("model") or record.get("module") or {}).get("_target_"),
             base=base if base is None or not Path(base).expanduser().exists() else "the published model",
             tokenizer_class=", AutoTokenizer" if has_tokenizer else "",
             tokenizer=f'tokenizer = AutoTokenizer.from_pretrained("{place}")' if has_tokenizer else "",

@@ -21,7 +21,7 @@ def make_run(folder: Path, published: Path) -> Any:
     of_model = {"base": str(published), "model_node": {"pretrained": str(published)}, "data_names": ["text_files"]}
     return SimpleNamespace(
         folder=folder, name="mine", tokenizer_folder=tokenizer, published=str(published), checkpoint=None,
-        accumulation=accumulation, **of_model,
+        accumulation=accumulation, has_own_training=False, **of_model,
     )  # fmt: skip
 
 
