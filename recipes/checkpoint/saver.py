@@ -28,7 +28,7 @@ from recipes.checkpoint.retention import (
 from recipes.checkpoint.writer import CheckpointWriter, Outcome
 from recipes.engine import get_engine
 from recipes.errors import ConfigError, shell
-from recipes.lightning_internals import is_accumulating, is_ending, validate_now, validates_now
+from recipes.lightning_internals import is_accumulating, is_ending, list_validated, validate_now, validates_now
 from recipes.optimizer import hold_averages
 from recipes.run_folder import CHECKPOINTS
 from recipes.runtime.exit_codes import ExitCode
@@ -225,6 +225,7 @@ class CheckpointSaver(Checkpoint):
         self._saved_step = -1
         self._seen_step = self._step_before = -1
         self._validated_step = -1
+        self._validated: set[str] = set()  # names that validation logs
         self._saved_at = 0.0  # monotonic seconds
         self._validation_due = False
         self._save_requested = False  # by the clock
@@ -342,6 +343,7 @@ class CheckpointSaver(Checkpoint):
     @override
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         if trainer.state.fn == "fit" and not self._is_in_window:  # as after a short window at the end of an epoch
+            self._validated |= list_validated(trainer)
             self._check_metric(trainer)
             self._validated_step = trainer.global_step
             self._save_if_due(trainer)  # now that the metrics of its validation are known
@@ -367,7 +369,7 @@ class CheckpointSaver(Checkpoint):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._validation_due = state_dict["validation_due"]
-        if self.chooses_metric:
+        if self.chooses_metric and "monitor" in state_dict:  # not if the earlier run was told which
             self._retention = replace(self._retention, metric=state_dict["monitor"])
 
     def _may_stop_in_validation(self, trainer: lightning.Trainer, *, in_validation: bool) -> None:
@@ -430,7 +432,7 @@ class CheckpointSaver(Checkpoint):
         self.checkpoint_io.metrics = {
             name: float(value)
             for name, value in trainer.callback_metrics.items()
-            if self._validated_step == step or not name.startswith("val/")
+            if self._validated_step == step or not (name.startswith("val/") or name in self._validated)
         }
         ending = ending or self.endings.find(trainer)
         self.checkpoint_io.ended = None if ending is None else ending.as_fields()
@@ -449,7 +451,7 @@ class CheckpointSaver(Checkpoint):
         metric, known = self._retention.metric, trainer.callback_metrics
         is_of_validation = metric.startswith("val/") or "/" not in metric
         if self._retention.keep_best and is_of_validation and metric not in known and self.chooses_metric:
-            self._choose_metric([name for name in known if name.startswith("val") and "loss" in name])
+            self._choose_metric([name for name in known if name in self._validated and "loss" in name])
         elif self._retention.keep_best and is_of_validation and metric not in known:
             names = sorted(name for name in known if name.startswith("val/"))
             raise ConfigError(
@@ -460,6 +462,8 @@ class CheckpointSaver(Checkpoint):
 
     def _choose_metric(self, losses: list[str]) -> None:
         """Rank checkpoints by the loss that validation has logged, if it is one; else say that none is the best."""
+        # logged by step and by epoch, it has three names
+        losses = [name for name in losses if f"{name}_epoch" not in losses and not name.endswith("_step")]
         if len(losses) == 1:
             self._retention = replace(self._retention, metric=losses[0])
             LOGGER.info(f"The best checkpoint is the one with the lowest {losses[0]}")

@@ -94,12 +94,14 @@ def check_thresholds(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 def find_unknown_metric(config: Mapping[str, Any], setting: str, name: object) -> Iterator[ConfigError]:
     """Yield the error in a setting that names a validation metric which is not computed.
 
-    Other prefixes are those of callbacks, and of training; a task or callback of another package may log anything.
+    Other prefixes are those of callbacks, and of training; a task, LightningModule or callback of another package may
+    log anything.
     """
-    callbacks = [node for node in (config.get("callbacks") or {}).values() if node is not None]
+    logging = [node for node in (config.get("callbacks") or {}).values() if node is not None] + [config["task"]]
+    logging += [node for node in (config["task"].get("module"),) if isinstance(node, Mapping)]
     ours = ("recipes.", "callbacks.")
     is_of_validation = isinstance(name, str) and (name.startswith(_PREFIX) or "/" not in name)
-    if not is_of_validation or not all(str(n["_target_"]).startswith(ours) for n in (config["task"], *callbacks)):
+    if not is_of_validation or not all(str(node.get("_target_")).startswith(ours) for node in logging):
         return
     computed = [*_list_computed(config)]
     if name not in computed:

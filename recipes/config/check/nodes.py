@@ -93,7 +93,9 @@ def check_node_tree(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     nodes = dict(list_nodes(config))
     for path, node in nodes.items():
         if not is_repeated(path):
-            mistakes = [*_check_node(path, node)]
+            mistakes = [
+                *_check_node(path, node, is_called_elsewhere=_lies_in_own(path, nodes) and bool(node.get(PARTIAL)))
+            ]
             yield from mistakes
             if not any(mistake.setting.startswith(f"{path}._target_=") for mistake in mistakes):
                 yield from _check_partial(path, node, nodes)
@@ -118,7 +120,14 @@ def is_repeated(path: str) -> bool:
     return any(path == section or path.startswith(f"{section}.") for section in _REPEATED)
 
 
-def _check_node(path: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
+def _lies_in_own(path: str, nodes: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Return whether a node lies in that of a class of another package, which may call what it is given, or keep it."""
+    within = (node for other, node in nodes.items() if path.startswith(f"{other}."))
+    return any(node[TARGET].partition(".")[0] not in ("recipes", "callbacks") for node in within)
+
+
+def _check_node(path: str, node: Mapping[str, Any], *, is_called_elsewhere: bool) -> Iterator[ConfigError]:
+    """Check the arguments of a node; one that a class of another package calls later may lack some."""
     target: str = node["_target_"]
     try:
         signature = read_signature(target)
@@ -158,7 +167,7 @@ def _check_node(path: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
             offload = misplaced_offload(node, key, value, shown) if path == "strategy" else None
             yield offload or _unknown(where, value, signature, target)
     for key, parameter in signature.parameters.items():
-        if parameter.required and key not in node and key not in provided:
+        if parameter.required and key not in node and key not in provided and not is_called_elsewhere:
             yield ConfigError(f"no {path}.{key}", f"{_get_name(target)} needs it", f"+{path}.{key}=<value>")
 
 
@@ -178,7 +187,8 @@ def _check_partial(path: str, node: Mapping[str, Any], nodes: Mapping[str, Mappi
         provided = set()
     slot = find_signature(nodes[parent][TARGET]).parameters.get(key) if parent in nodes else None
     declared = "Any" if slot is None or slot.annotation is None else ast.unparse(slot.annotation)
-    is_free = parent in nodes and ("Callable" in declared or "Any" in declared)  # takes a function, or whatever it is
+    # takes a function, or whatever it is; what another package declares for one is often the type of its result
+    is_free = _lies_in_own(path, nodes) or (parent in nodes and ("Callable" in declared or "Any" in declared))
     if not isinstance(is_partial, bool):
         yield ConfigError(
             f"{where}={to_setting(is_partial)}", "it takes true or false", f"the same command without {where}"

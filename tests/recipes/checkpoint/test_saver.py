@@ -32,7 +32,9 @@ def test_a_best_metric_that_the_first_validation_lacks_ends_the_run(metric: str,
     node = {"_target_": "recipes.checkpoint.saver.CheckpointSaver", "save_every": None, "save_every_minutes": None}
     node |= {"eval_every": 1, "keep_last": 1, "keep_every": None, "monitor": metric, "mode": "max"}
     node |= {"async_save": False, "verify_hashes": True, "on_save_error": "stop"}
-    trainer = SimpleNamespace(state=SimpleNamespace(fn="fit"), global_step=3, callback_metrics={"val/f1": 0.5})
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(fn="fit"), global_step=3, callback_metrics={"val/f1": 0.5}, _results=None
+    )
     ignoring: CheckpointSaver = make(node | {"keep_best": 0})
     ignoring.on_validation_end(trainer, None)  # type: ignore[arg-type]
     saver: CheckpointSaver = make(node | {"keep_best": 1})
