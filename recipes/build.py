@@ -46,7 +46,7 @@ from recipes.config.traits import read_free_at_resume, read_settings_of_weights
 from recipes.data.datamodule import StreamDataModule
 from recipes.engine import get_engine
 from recipes.errors import ConfigError
-from recipes.lightning_internals import disable_signal_handling, set_rank, skip_empty_hooks
+from recipes.lightning_internals import disable_signal_handling, set_rank, skip_empty_hooks, take_over_rows
 from recipes.logger.any_logger import AnyLogger
 from recipes.logger.csv import RowWriter
 from recipes.logger.summary import SummaryWriter
@@ -273,6 +273,7 @@ def _adopt(
     task: Adopted = make_task(seed=resolved.seed, precision=precision, compile_mode=resolved.compile_mode).adopt()
     if resolved.has_own_loaders:
         record_epochs(task if data is None else data)
+    take_over_rows(trainer, loss="train/loss")
     if not task.automatic_optimization:
         leave_optimization_to_module(trainer, typed=resolved.overrides)
     return task, data

@@ -124,13 +124,33 @@ def validates_now(trainer: lightning.Trainer) -> bool:
     return bool(epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)) and not epoch_loop._skip_next_val
 
 
-def take_over_step_rows(trainer: lightning.Trainer) -> None:
-    """Keep Lightning from logging what a module logs in a step: it is in the row of the step, before the save (2.6.6).
+def take_over_rows(trainer: lightning.Trainer, *, loss: str) -> None:
+    """Keep Lightning from logging what is in the row of a step, or is of no step (2.6.6).
 
-    Lightning logs it after all hooks of a batch, so a checkpoint would be ahead of its row.
+    It logs what a module logs in a step after all hooks of a batch, so a checkpoint would be ahead of its row; and what
+    one logs in a batch of validation under the number of that batch. A mean over the epoch gets a name of its own.
+
+    Args:
+        trainer: Before `fit`.
+        loss: Name of the loss of a step; a module may log the mean of the epoch by the same name.
     """
     connector: Any = trainer._logger_connector
+    log = connector.log_metrics
+
+    def log_of_epoch(metrics: dict[str, Any], step: int | None = None) -> None:
+        renamed = {f"{loss}_epoch" if name == loss else name: value for name, value in metrics.items()}
+        renamed.pop("step", None)  # by which a module may ask Lightning for another number
+        log(renamed, trainer.fit_loop.epoch_loop._batches_that_stepped if step is None else step)
+
     connector.update_train_step_metrics = lambda: None
+    connector.update_eval_step_metrics = lambda step: None
+    connector.log_metrics = log_of_epoch
+
+
+def list_validated(trainer: lightning.Trainer) -> set[str]:
+    """Return the names that the validation which has just ended has logged (2.6.6)."""
+    results: Any = trainer._results
+    return set() if results is None else set(results.metrics(False)["callback"])
 
 
 def get_step_metrics(trainer: lightning.Trainer) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import lightning.pytorch as lightning
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MaxMetric
+from torchmetrics.classification import Accuracy
 
 
 class Noisy(TensorDataset):
@@ -60,7 +62,7 @@ class Classifier(lightning.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         loss: Tensor = self.loss(self(x), y)
-        if self.trainer.fit_loop.epoch_loop.total_batch_idx == self.hparams["spike_at"]:
+        if self.trainer.fit_loop.epoch_loop.total_batch_idx == self.hparams.get("spike_at"):
             loss = 1000 * loss
         self.log("train_loss", loss)
         return loss
@@ -182,3 +184,48 @@ class WithLoaders(Classifier):
     def train_dataloader(self) -> Any:
         x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
         return DataLoader(Noisy(x, (x.sum(dim=1) > 0).long()), batch_size=16, shuffle=True)
+
+
+class Habitual(Classifier):
+    """What modules log in public projects: names that are logged by batch or by epoch, and to the logger itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss: Tensor = self.loss(self(x), y)
+        self.log("train/loss", loss, on_step=False, on_epoch=True)
+        self.logger.log_metrics({"of_module": 2.0})  # type: ignore[union-attr]
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", self.loss(self(x), y), on_step=True, on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("step", float(self.current_epoch))
+        for logger in self.loggers:
+            logger.experiment.add_scalar("epoch", self.current_epoch)  # type: ignore[attr-defined]
+            logger.log_metrics({"epochs_done": self.current_epoch + 1.0}, step=self.current_epoch)
+
+
+class Composed(Classifier):
+    """A module that is given its network, and functions that make optimizer and schedule, declared as their results."""
+
+    def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler) -> None:  # type: ignore[valid-type]  # as people write it
+        super().__init__()
+        self.save_hyperparameters("optimizer", "scheduler", logger=False)
+        self.model = net
+        self.accuracy, self.best = Accuracy(task="multiclass", num_classes=10), MaxMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.accuracy(self(x), y)
+        self.log("val/acc", self.accuracy, on_step=False, on_epoch=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.best(self.accuracy.compute())
+        self.log("val/acc_best", self.best.compute(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.model is not None
+        optimizer = self.hparams["optimizer"](params=self.trainer.model.parameters())
+        return {"optimizer": optimizer, "lr_scheduler": self.hparams["scheduler"](optimizer=optimizer)}

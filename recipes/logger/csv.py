@@ -4,12 +4,13 @@ A row costs about 0.2 ms; Lightning's `log` takes that per metric. Rows and even
 """
 
 import csv
+import functools
 import io
 import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,7 @@ class CsvLogger(Logger):
         self._rows: list[dict[str, float]] = []  # unwritten rows, then the newest row
         self._offset: int | None = None  # bytes of the file before `_rows`; None: the whole file
         self._is_written = True
+        self._experiment = NoExperiment()
 
     @property
     @override
@@ -127,9 +129,9 @@ class CsvLogger(Logger):
 
     @property
     @rank_zero_experiment
-    def experiment(self) -> "CsvLogger":
-        """Return the logger itself."""
-        return self
+    def experiment(self) -> "NoExperiment":
+        """Return what takes the calls that a module makes of the experiment of another logger."""
+        return self._experiment
 
     @override
     @rank_zero_only
@@ -139,8 +141,12 @@ class CsvLogger(Logger):
     @override
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Add to the row of a step. Lightning counts from 0; the file counts completed steps, so 1 is the first."""
-        assert step is not None, "Lightning always passes the step"
+        """Add to the row of a step. Lightning counts from 0; the file counts completed steps, so 1 is the first.
+
+        What a module logs without a step, or with the number of something else, belongs to the newest row.
+        """
+        newest = int(self._rows[-1]["step"]) - 1 if self._rows else 0
+        step = newest if step is None or step < newest else step
         if not self._rows or self._rows[-1]["step"] != step + 1:
             if self._is_written:
                 self._rows, self._offset = [], None
@@ -233,6 +239,23 @@ class CsvLogger(Logger):
                     self._offset = self._path.stat().st_size
                 replace_end(self._path, newest, self._offset)
             self._is_written = True
+
+
+class NoExperiment:
+    """Takes what a module calls of another logger's experiment, such as `add_image`, and says so once for each."""
+
+    def __init__(self) -> None:
+        self._called: set[str] = set()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return functools.partial(self._skip, name)
+
+    def _skip(self, name: str, *args: Any, **kwargs: Any) -> None:
+        if name not in self._called:
+            self._called.add(name)
+            LOGGER.warning(f"{METRICS_FILE} keeps nothing of {name}(…), which a logger such as logger=tensorboard has")
 
 
 class EventFile:

@@ -115,6 +115,7 @@ class _OfRun:
     is_placed: bool = False
     num_samples: int = 0
     window_loss: Tensor | None = None  # 0-dim, of the micro-batches of a step so far
+    step_loss: Tensor | None = None  # 0-dim, of the newest step on this rank
     resumed_groups: list[dict[str, Any]] = field(default_factory=list)
     resumed_monitored: Mapping[str, float] = field(default_factory=dict)
     resumed_rng: GeneratorStates | None = None
@@ -198,13 +199,18 @@ class Adopted(OnEngine):
         if trainer.should_stop and not is_validation_due(trainer):
             # its loaders draw from the same generators, and a run with more steps has no validation here
             of_run.rng_before_end, of_run.monitored_before_end = rng_state(), get_monitored(trainer)
-        mean, of_run.window_loss = of_run.window_loss, None
+        of_run.step_loss, of_run.window_loss = of_run.window_loss, None
         if not is_row_due(trainer):
             return
         row = dict(self._list_learning_rates()) | get_step_metrics(trainer)
-        if mean is not None:
-            row.setdefault(_LOSS, self.engine.sum_over_data_ranks(mean.float()) / self.engine.data_size)
-        self.recipes_row |= row
+        if _LOSS in row:
+            of_run.step_loss = None  # it logs one of its own
+        self.recipes_row |= self._get_loss() | row
+
+    def _get_loss(self) -> dict[str, float | Tensor]:
+        """Return the loss of the newest step, averaged over the ranks; empty under manual optimization."""
+        loss = self.recipes_of_run.step_loss
+        return {} if loss is None else {_LOSS: self.engine.sum_over_data_ranks(loss.float()) / self.engine.data_size}
 
     def _list_learning_rates(self) -> Iterator[tuple[str, float]]:
         """Yield the learning rate of each optimizer by name, as of the next step."""
@@ -213,7 +219,8 @@ class Adopted(OnEngine):
             yield "lr" if len(optimizers) == 1 else f"lr/optimizer_{index}", float(optimizer.param_groups[0]["lr"])
 
     def recipes_log_last_step(self) -> None:
-        """Do nothing: a module logs what it logs."""
+        """Log the loss of the last step, in whose place a module may have logged the mean of the epoch."""
+        self.recipes_row |= self._get_loss()
 
     def recipes_consumed(self) -> tuple[int, int]:
         """Return the samples consumed so far over all ranks; tokens of a module of one's own are not known."""

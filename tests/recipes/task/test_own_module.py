@@ -10,7 +10,7 @@ import torch
 from support import execute, read_metrics
 
 from recipes.config import compose_and_check
-from recipes.run_folder import EVENTS_FILE, read_events
+from recipes.run_folder import EVENTS_FILE, read_events, read_summary
 from recipes.runtime.exit_codes import ExitCode
 
 MODULE, LOADERS = "task.module._target_=own_modules.Classifier", "data.module._target_=own_modules.Rows"
@@ -172,6 +172,34 @@ def test_a_spike_is_rolled_back_and_later_batches_are_trained_on(tmp_path: Path)
 def test_the_best_checkpoint_is_by_the_one_loss_that_validation_logs(tmp_path: Path) -> None:
     run(tmp_path, *own("trainer.max_steps=30", "save_every=10"))
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step_0000030.ckpt"
+
+
+def test_rows_are_of_steps_whatever_a_module_logs_by_batch_or_by_epoch(tmp_path: Path, expected: list[float]) -> None:
+    run(tmp_path, *own("trainer.max_steps=14", module="Habitual"))
+    run(tmp_path, *own("trainer.max_steps=30", "resume=auto", module="Habitual"))
+    losses = get_column(tmp_path, "train/loss")
+    assert to_float32(losses.values()) == expected
+    assert [*losses] == [*range(1, 31)]
+    assert [int(row["step"]) for row in read_metrics(tmp_path)] == [*range(1, 31)]
+    assert [*get_column(tmp_path, "val_loss_epoch")] == [10, 14, 20, 30]  # the first run ended at 14
+    assert [*get_column(tmp_path, "epochs_done")] == [*get_column(tmp_path, "train/loss_epoch")] == [13, 14, 26, 30]
+    assert read_summary(tmp_path)["train_loss"] == pytest.approx(losses[30], rel=1e-8)
+    log = (tmp_path / "train.log").read_text()
+    assert log.count("keeps nothing of add_scalar") == 2  # once a run
+    assert "The best checkpoint is the one with the lowest val_loss_epoch" in log
+    # a step without a validation of its own is not ranked by an earlier one
+    assert (tmp_path / "checkpoints" / "best").resolve().name == "step_0000030.ckpt"
+
+
+def test_a_module_may_be_given_its_network_and_functions_that_make_its_optimizer(tmp_path: Path) -> None:
+    net = "net: {_target_: own_modules.Classifier, dropout: 0.2}"
+    optimizer = "optimizer: {_target_: torch.optim.Adam, _partial_: true, lr: 0.01}"
+    scheduler = "scheduler: {_target_: torch.optim.lr_scheduler.StepLR, _partial_: true, step_size: 1}"
+    module = f"task.module={{_target_: own_modules.Composed, {net}, {optimizer}, {scheduler}}}"
+    run(tmp_path, *own("trainer.max_steps=10", module), "checkpoint.monitor=val/acc_best", "checkpoint.mode=max")
+    run(tmp_path, *own("trainer.max_steps=20", module, "resume=auto"))
+    assert len(get_column(tmp_path, "train/loss")) == 20
+    assert [*get_column(tmp_path, "val/acc_best")] == [10, 20]
 
 
 REFUSED = {
