@@ -64,6 +64,7 @@ from recipes.runtime.meeting import meet
 from recipes.runtime.world import Ranks, global_rank
 from recipes.task.base import CompilationLog, TrainingTask
 from recipes.task.frozen import FrozenModel
+from recipes.task.one_lightning import import_as_one
 from recipes.task.own_loaders import record_epochs
 from recipes.task.own_module import Adopted, leave_optimization_to_module
 
@@ -180,6 +181,8 @@ def build(resolved: ResolvedRun) -> Run:
         accumulation = accumulation.in_one()
     loss: Loss = make(config["loss"])
     saver: CheckpointSaver = make(config["checkpoint"])
+    if resolved.task.has_own_training:
+        import_as_one()
     trainer = _build_trainer(resolved, precision, accumulation, saver)
     if isinstance(trainer.accelerator, CPUAccelerator):
         keep_freed_memory()

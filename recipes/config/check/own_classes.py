@@ -9,14 +9,12 @@ from recipes.errors import ConfigError
 
 _LOSS = "recipes.loss.Loss"
 _TASK = "recipes.task.base.TrainingTask"
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # each defines every class separately
 # section -> the class of Lightning that may be meant, and what takes an object of it
 _OF_LIGHTNING = {
-    "model": ("lightning.pytorch.core.module.LightningModule", "task=lightning 'task.module={{_target_: {}, …}}'"),
-    "task": ("lightning.pytorch.core.module.LightningModule", "task=lightning 'task.module={{_target_: {}, …}}'"),
-    "data": (
-        "lightning.pytorch.core.datamodule.LightningDataModule",
-        "data=lightning 'data.module={{_target_: {}, …}}'",
-    ),
+    "model": ("core.module.LightningModule", "task=lightning 'task.module={{_target_: {}, …}}'"),
+    "task": ("core.module.LightningModule", "task=lightning 'task.module={{_target_: {}, …}}'"),
+    "data": ("core.datamodule.LightningDataModule", "data=lightning 'data.module={{_target_: {}, …}}'"),
 }
 
 
@@ -25,7 +23,7 @@ def check_classes_of_lightning(config: Mapping[str, Any]) -> Iterator[ConfigErro
     for section, (base, command) in _OF_LIGHTNING.items():
         target = str(select(config, f"{section}._target_"))
         lineage = set() if target.startswith("recipes.") else find_lineage(target) or set()
-        if base in lineage and _TASK not in lineage:
+        if lineage & {f"{package}.{base}" for package in _PACKAGES} and _TASK not in lineage:
             reason = f"{target.rpartition('.')[2]} is a {base.rpartition('.')[2]}, which is trained as it is"
             yield ConfigError(f"{section}._target_={target}", reason, command.format(target))
 

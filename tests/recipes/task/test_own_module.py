@@ -1,5 +1,6 @@
 """A LightningModule of one's own: its own Trainer's losses bit for bit, also after a resume anywhere."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,22 @@ def test_a_module_may_be_given_its_network_and_functions_that_make_its_optimizer
     run(tmp_path, *own("trainer.max_steps=20", module, "resume=auto"))
     assert len(get_column(tmp_path, "train/loss")) == 20
     assert [*get_column(tmp_path, "val/acc_best")] == [10, 20]
+
+
+def test_a_module_that_imports_pytorch_lightning_is_trained_as_one_of_lightning(
+    tmp_path: Path, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pytorch_lightning"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.syspath_prepend(tmp_path)
+    source = Path(own_modules.__file__).read_text()
+    (tmp_path / "of_the_other.py").write_text(source.replace("lightning.pytorch as", "pytorch_lightning as"))
+    module, data = "task.module={_target_: of_the_other.Classifier}", "{_target_: of_the_other.Rows}"
+    run(tmp_path / "run", *own("trainer.max_steps=30", module, data=data))
+    assert to_float32(get_column(tmp_path / "run", "train/loss").values()) == expected
+    mistakes = compose_and_check(["model._target_=of_the_other.Classifier", "data=digits", "model=resnet18"])[1]
+    assert any("Classifier is a LightningModule" in str(mistake) for mistake in mistakes), mistakes
 
 
 REFUSED = {
