@@ -65,7 +65,7 @@ from recipes.runtime.world import Ranks, global_rank
 from recipes.task.base import CompilationLog, TrainingTask
 from recipes.task.frozen import FrozenModel
 from recipes.task.one_lightning import import_as_one
-from recipes.task.own_loaders import record_epochs
+from recipes.task.own_loaders import end_after, record_epochs
 from recipes.task.own_module import Adopted, leave_optimization_to_module
 
 SINGLE_DEVICE = {"_target_": "recipes.strategy.single.SingleDevice", "_partial_": True}
@@ -139,7 +139,8 @@ def execute(resolved: ResolvedRun, *, check_room: Callable[[Any], None] | None =
     if "resolved" in inspect.signature(mode).parameters:
         return int(mode(resolved))
     run = build(resolved)
-    run = replace(run, freeze=functools.partial(freeze, resolved))
+    length = {} if resolved.epochs is None else {MAX_STEPS: f"{resolved.epochs}epochs"}
+    run = replace(run, freeze=functools.partial(freeze, resolved.with_settings(length)))
     if check_room is not None and resolved.mode.trains:
         run.task.check_room = check_room
     cluster = getattr(run.trainer.strategy, "cluster_environment", None)
@@ -276,6 +277,8 @@ def _adopt(
     task: Adopted = make_task(seed=resolved.seed, precision=precision, compile_mode=resolved.compile_mode).adopt()
     if resolved.has_own_loaders:
         record_epochs(task if data is None else data)
+    if resolved.epochs is not None:
+        end_after(trainer, resolved.epochs)
     take_over_rows(trainer, loss="train/loss")
     if not task.automatic_optimization:
         leave_optimization_to_module(trainer, typed=resolved.overrides)
@@ -493,6 +496,8 @@ def _build_trainer(
         nodes = {f"callbacks.{name}": node for name, node in config["callbacks"].items() if node is not None}
         configured = {key: _make_member(key, node) for key, node in nodes.items()}
         limits = {key: config["trainer"].get(key.partition(".")[2]) for key in (MAX_STEPS, MAX_TIME)}
+        if resolved.epochs is not None:
+            limits[MAX_STEPS] = f"{resolved.epochs}epochs"
         saver.endings = Endings(limits | nodes, configured)
         if (grace_seconds := config["launcher"].get("signal_seconds")) is not None:
             saver.wait_seconds = _SHARE_OF_GRACE * grace_seconds

@@ -96,6 +96,24 @@ def get_training_loader(trainer: lightning.Trainer) -> Any:
     return trainer.fit_loop._combined_loader
 
 
+def end_after_epochs(trainer: lightning.Trainer, num_epochs: int, count_steps: Callable[[], int]) -> None:
+    """Set the length of a run once its loaders are there (2.6.6).
+
+    Args:
+        trainer: Before `fit`.
+        num_epochs: Epochs begun, which the module reads as `trainer.max_epochs`.
+        count_steps: Returns the optimizer steps.
+    """
+    loop: Any = trainer.fit_loop
+    load = loop.setup_data
+
+    def load_and_count() -> None:
+        load()
+        loop.epoch_loop.max_steps = count_steps()
+
+    loop.max_epochs, loop.setup_data = num_epochs, load_and_count
+
+
 def begin_epoch(trainer: lightning.Trainer, epoch: int) -> None:
     """Begin an epoch of the training loaders, which Lightning does itself except after a resume (2.6.6)."""
     loop: Any = trainer.fit_loop

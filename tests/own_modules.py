@@ -1,11 +1,14 @@
 """LightningModules and a LightningDataModule as people write them, which know nothing of recipes."""
 
+import os
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as lightning
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MaxMetric
 from torchmetrics.classification import Accuracy
 
@@ -229,3 +232,39 @@ class Composed(Classifier):
         assert self.trainer.model is not None
         optimizer = self.hparams["optimizer"](params=self.trainer.model.parameters())
         return {"optimizer": optimizer, "lr_scheduler": self.hparams["scheduler"](optimizer=optimizer)}
+
+
+class Annealed(Classifier):
+    """A module whose schedules depend on the length that the Trainer was given; it ends once it is told to."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        super().__init__()
+        self.stop_at = stop_at
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.fit_loop.epoch_loop.total_batch_idx == self.stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
+        assert self.trainer.max_epochs is not None
+        warmup = self.trainer.estimated_stepping_batches / self.trainer.max_epochs / 2
+        by_step = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
+        by_epoch = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.trainer.max_epochs)
+        return [optimizer], [{"scheduler": by_step, "interval": "step"}, by_epoch]
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Rows without end, as an agent collects them."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            x = torch.randn(8)
+            yield x, (x.sum() > 0).long()
+
+
+class OfStream(Classifier):
+    """A module that makes its data itself, without end."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Stream(), batch_size=16)

@@ -28,6 +28,8 @@ def settle_length(resolved: ResolvedRun) -> ResolvedRun:
     epochs = resolved.epochs
     if epochs is None or not (resolved.mode.takes_steps or resolved.mode.plans_steps):
         return resolved
+    if resolved.has_own_loaders:
+        return resolved  # they are made once the ranks have met, and say only then how many batches they have
     num_samples = _count_samples(resolved)
     steps = count_steps(epochs, num_samples=num_samples, global_batch_size=resolved.global_batch_size)
     passes = count(1, "epoch") if epochs == "1" else f"{epochs} epochs"
@@ -44,12 +46,6 @@ def settle_length(resolved: ResolvedRun) -> ResolvedRun:
 
 def _count_samples(resolved: ResolvedRun) -> int:
     """Return the samples of one pass: of the whole training split, or of what the run repeats of it."""
-    if resolved.has_own_loaders:
-        raise ConfigError(
-            f"{MAX_STEPS}={resolved.epochs}epochs data=lightning",
-            "the loaders of data.module are made once the ranks have met, and say only then how many batches they have",
-            f"{MAX_STEPS}=<batches of an epoch x {resolved.epochs}>; the first lines of a run say how many there are",
-        )
     overfit_batches: int | None = resolved.config["loader"].get("overfit_batches")
     if overfit_batches is not None:
         return overfit_batches * resolved.global_batch_size

@@ -6,7 +6,9 @@ reads these batches without training on them. Nothing but time is lost, whatever
 """
 
 import logging
+import math
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 import lightning.pytorch as lightning
@@ -19,7 +21,8 @@ from recipes.checkpoint.rng_state import read_states, restore, rng_state
 from recipes.checkpoint.saved_tensor import SavedTensor
 from recipes.checkpoint.shard_file import Part
 from recipes.checkpoint.shards import unsharded_part
-from recipes.lightning_internals import begin_epoch, get_training_loader, read_again
+from recipes.errors import ConfigError
+from recipes.lightning_internals import begin_epoch, end_after_epochs, get_training_loader, read_again
 
 LOGGER = logging.getLogger("lightning_recipes")
 _EPOCH = "epoch_"  # before the source of a generator's state, of the beginning of the epoch
@@ -53,6 +56,37 @@ class RecordedLoader(CombinedLoader):
         self.epoch_began = rng_state()
         super().__iter__()
         return self
+
+
+def end_after(trainer: lightning.Trainer, epochs: str) -> None:
+    """Set the length of a run in epochs of its loaders, such as "3" or "1.5", once they are there."""
+
+    def count_steps() -> int:
+        setting = f"trainer.max_steps={epochs}epochs"
+        if trainer.num_training_batches == math.inf:
+            raise ConfigError(
+                setting, "the loaders do not say how many batches they have", "trainer.max_steps=<optimizer steps>"
+            )
+        if not trainer.lightning_module.automatic_optimization:
+            reason = "the module optimizes manually, and only it knows how many steps it makes in a batch"
+            batches = f"{trainer.num_training_batches:,} batches of an epoch"
+            raise ConfigError(setting, reason, f"trainer.max_steps=<{batches} x steps of a batch x {epochs}>")
+        return math.ceil(Fraction(epochs) * _steps_per_epoch(trainer))
+
+    end_after_epochs(trainer, math.ceil(Fraction(epochs)), count_steps)
+
+
+def leave_room(trainer: lightning.Trainer) -> None:
+    """Let a run in epochs begin another one if it cannot make its steps in those left: a rollback skips batches."""
+    if trainer.max_epochs is None or trainer.max_epochs < 0:
+        return
+    done = math.ceil(trainer.fit_loop.epoch_loop.batch_progress.current.ready / trainer.accumulate_grad_batches)
+    ahead = math.ceil((trainer.max_steps - trainer.global_step + done) / _steps_per_epoch(trainer))
+    trainer.fit_loop.max_epochs = max(trainer.max_epochs, trainer.current_epoch + ahead)
+
+
+def _steps_per_epoch(trainer: lightning.Trainer) -> int:
+    return math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
 
 
 def get_place(trainer: lightning.Trainer) -> dict[str, Part]:

@@ -35,7 +35,7 @@ from recipes.lightning_internals import (
 )
 from recipes.numerics.collectives import average_over_ranks
 from recipes.precision import Precision
-from recipes.task.own_loaders import get_place, go_on_in_epoch
+from recipes.task.own_loaders import get_place, go_on_in_epoch, leave_room
 from recipes.task.resumable import OnEngine
 from recipes.torch_internals import tree_leaves
 
@@ -339,6 +339,7 @@ class Adopted(OnEngine):
     def on_train_start(self) -> None:
         of_run = self.recipes_of_run
         self.restore_rng()
+        leave_room(self.trainer)
         if of_run.is_resumed:
             self._resume_groups()
             go_on_in_epoch(self.trainer, of_run.resumed_place)
@@ -371,6 +372,7 @@ class Adopted(OnEngine):
             to_step: Optimizer step whose state has been restored.
         """
         self.recipes_of_run.window_loss = None
+        leave_room(trainer)
         if from_step == trainer.max_steps:
             trainer.should_stop = False  # the run was about to end, but now has steps to repeat
 

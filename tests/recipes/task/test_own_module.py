@@ -260,10 +260,40 @@ def test_a_tensor_that_no_checkpoint_would_hold_is_refused(tmp_path: Path, capsy
     assert "no checkpoint would hold them" in " ".join(capsys.readouterr().out.split())
 
 
-def test_passes_over_loaders_of_ones_own_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = own("trainer.max_steps=3epochs", f"hydra.run.dir={tmp_path}")
+def test_a_run_in_epochs_has_the_schedules_of_its_own_trainer_and_resumes(tmp_path: Path) -> None:
+    length = {"max_epochs": 3, "val_check_interval": 1000}
+    rows = train_in_a_script(own_modules.Annealed, -1, accumulate_grad_batches=2, **length)
+    annealed = own("trainer.max_epochs=3", "trainer.accumulate_grad_batches=2", "eval_every=500", module="Annealed")
+    stopped = "task.module={_target_: own_modules.Annealed, stop_at: 16}"
+    assert execute(*annealed, stopped, f"hydra.run.dir={tmp_path}") == ExitCode.PREEMPTED
+    run(tmp_path, *annealed, "resume=auto")
+    losses = get_column(tmp_path, "train_loss")
+    # an epoch has 13 batches, so its seventh step is of one
+    ends = [number for number in range(len(rows)) if number % 13 % 2 or number % 13 == 12]
+    assert [*losses] == [*range(1, 22)]
+    assert to_float32(losses.values()) == to_float32(rows[number]["train_loss"] for number in ends)
+    run(tmp_path, *annealed, "resume=auto")
+    assert "Nothing to do" in (tmp_path / "train.log").read_text()
+
+
+def test_a_rollback_in_the_last_epoch_begins_another_one(tmp_path: Path) -> None:
+    spike = "task.module={_target_: own_modules.Classifier, spike_at: 24}"
+    rollback = ("callbacks.loss_spike.action=rollback", "callbacks.loss_spike.warmup_steps=10")
+    run(tmp_path, *own("trainer.max_epochs=2", spike, *rollback, "callbacks.loss_spike.max_skips=0"))
+    assert [event["event"] for event in read_events(tmp_path / EVENTS_FILE)].count("rollback") == 1
+    assert [*get_column(tmp_path, "train/loss")] == [*range(1, 27)]
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"), [("Adversaries", "how many steps it makes in a batch"), ("OfStream", "do not say how many")]
+)
+def test_epochs_that_cannot_be_counted_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], module: str, reason: str
+) -> None:
+    data = "null" if module == "OfStream" else "{_target_: own_modules.Rows}"
+    overrides = own("trainer.max_epochs=3", f"hydra.run.dir={tmp_path}", module=module, data=data)
     assert execute(*overrides) == ExitCode.INVALID_CONFIG
-    assert "say only then how many batches they have" in " ".join(capsys.readouterr().out.split())
+    assert reason in " ".join(capsys.readouterr().out.split())
 
 
 def test_another_class_is_named_with_what_to_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
