@@ -268,3 +268,13 @@ class OfStream(Classifier):
 
     def train_dataloader(self) -> Any:
         return DataLoader(Stream(), batch_size=16)
+
+
+class OfLightning1(Classifier):
+    """A module with the argument and the hook that Lightning 2 has removed."""
+
+    def training_step(self, batch: Any, batch_idx: int, optimizer_idx: int = 0) -> Tensor:
+        return super().training_step(batch, batch_idx)
+
+    def training_epoch_end(self, outputs: Any) -> None:
+        """Do nothing."""

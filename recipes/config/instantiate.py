@@ -69,7 +69,29 @@ def _defer(node: Mapping[str, Any] | None, data_section: str | None) -> Any:
     """Return a function that builds a node, of an argument that a class lists as `deferred` because it may be slow."""
     if node is None:
         return None
-    return functools.partial(make, {key: value for key, value in node.items() if key != PARTIAL})
+    return functools.partial(_make_own, {key: value for key, value in node.items() if key != PARTIAL})
+
+
+def _make_own(node: Mapping[str, Any]) -> Any:
+    """Build a node of one's own code.
+
+    Raises:
+        ConfigError: A file of its classes cannot be imported.
+    """
+    from hydra.errors import InstantiationException
+
+    try:
+        return make(node)
+    except InstantiationException as error:
+        if not isinstance(error.__cause__, ImportError) or error.__cause__.__cause__ is None:
+            raise
+        cause = error.__cause__.__cause__
+        module = node[TARGET].rpartition(".")[0]
+        package = cause.name if isinstance(cause, ModuleNotFoundError) else None
+        fix = f"pip install <the package of {package}>" if package else f"python -c 'import {module}', and mend it"
+        raise ConfigError(
+            f"{TARGET}={node[TARGET]}", f"importing it raises {type(cause).__name__}: {cause}", fix
+        ) from error
 
 
 def _make_within(value: Any, data_section: str | None) -> Any:

@@ -4,6 +4,7 @@ Its steps, hooks, optimizers and schedules are its own. `adopt` gives the object
 its class: nothing wraps it, so that names of parameters, `self.log` and everything else are what the author expects.
 """
 
+import inspect
 import itertools
 import logging
 import warnings
@@ -92,6 +93,12 @@ class OwnModule:
                 "model={_target_: …} for an nn.Module, with task=classification or another of conf/task/",
             )
         of_user: Any = type(module)
+        if removed := _list_removed(of_user):
+            raise ConfigError(
+                f"task.module._target_={of_user.__name__}",
+                f"it is written for Lightning 1: Lightning {lightning.__version__} takes no {' and no '.join(removed)}",
+                f"a class of yours derived from {of_user.__name__}, with the steps and hooks of Lightning 2",
+            )
         bases = (_TakesTuples, Adopted, of_user) if self._of_run.batch else (Adopted, of_user)
         if self._of_run.batch:  # as it is meant
             warnings.filterwarnings("ignore", message="You have overridden `on_after_batch_transfer`")
@@ -397,6 +404,14 @@ class _TakesTuples(lightning.LightningModule):
         if isinstance(batch, dict) and all(key in batch for key in keys):
             batch = tuple(batch[key] for key in keys)
         return super().on_after_batch_transfer(batch, dataloader_idx)
+
+
+def _list_removed(of_user: Any) -> list[str]:
+    """Return the hooks and arguments of a module that Lightning 2 has removed, and stops at once for."""
+    ends = [f"{stage}_epoch_end" for stage in ("training", "validation", "test")]
+    found = [name for name in ends if callable(getattr(of_user, name, None))]
+    step = inspect.signature(of_user.training_step).parameters
+    return found + [f"{name} of training_step" for name in ("optimizer_idx",) if name in step]
 
 
 def _list_optimizers(configured: Any) -> list[torch.optim.Optimizer]:

@@ -296,6 +296,23 @@ def test_epochs_that_cannot_be_counted_are_refused(
     assert reason in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_module_of_lightning_1_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = own("trainer.max_steps=2", f"hydra.run.dir={tmp_path}", module="OfLightning1")
+    assert execute(*overrides) == ExitCode.INVALID_CONFIG
+    assert "no training_epoch_end and no optimizer_idx of training_step" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_file_that_cannot_be_imported_is_named_with_its_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "half_installed.py").write_text("import a_package_that_is_missing\n\nclass Net: ...\n")
+    wrong = "task.module={_target_: half_installed.Net}"
+    assert execute(*own("trainer.max_steps=2", wrong), f"hydra.run.dir={tmp_path / 'run'}") == ExitCode.INVALID_CONFIG
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "importing it raises ModuleNotFoundError: No module named 'a_package_that_is_missing'" in shown
+
+
 def test_another_class_is_named_with_what_to_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [text for text in own() if not text.startswith("task.module")]
     wrong = "task.module={_target_: own_modules.Rows}"
