@@ -96,7 +96,7 @@ class OwnModule:
         if removed := _list_removed(of_user):
             raise ConfigError(
                 f"task.module._target_={of_user.__name__}",
-                f"it is written for Lightning 1: Lightning {lightning.__version__} takes no {' and no '.join(removed)}",
+                f"it is written for Lightning 1: Lightning 2 takes no {' and no '.join(removed)}",
                 f"a class of yours derived from {of_user.__name__}, with the steps and hooks of Lightning 2",
             )
         bases = (_TakesTuples, Adopted, of_user) if self._of_run.batch else (Adopted, of_user)
