@@ -58,7 +58,7 @@ def test_a_command_that_needs_more_than_this_machine_composes_and_is_valid(
         mistakes = _check(overrides)
         if any(override.startswith("strategy.nvme_path=") for override in overrides):  # a disk, and a library for it
             mistakes = [mistake for mistake in mistakes if not re.search("nvme_path|libaio", mistake)]
-        if "resume=logs/mine" in overrides:  # here of GPT-2 on texts, elsewhere of a module of one's own or on conversations
+        if "resume=logs/mine" in overrides:  # here of GPT-2 on texts, on two pages not
             others = ("the data has no answers", "its weights are those of GPT2")
             mistakes = [mistake for mistake in mistakes if not any(other in mistake for other in others)]
         if "hydra.run.dir=logs/mine" in overrides:  # which other pages resume
