@@ -352,7 +352,10 @@ def _class_signature(node: ast.ClassDef, module: str, path: Path) -> Signature:
         base = _base_signature(node, module, path)
         if not own.takes_any:
             return Signature(parameters=own.parameters, constants=base.constants | constants)
-        passed = _passed_to_base(init, base)
+        calls = _base_calls(init)
+        if not any(word.arg is None for call in calls for word in call.keywords):  # its kwargs go elsewhere
+            return Signature(parameters=own.parameters, takes_any=True, constants=base.constants | constants)
+        passed = _passed_to_base(calls, base)
         inherited = {name: parameter for name, parameter in base.parameters.items() if name not in passed}
         return Signature(
             parameters=inherited | own.parameters,
@@ -388,11 +391,17 @@ def _base_signature(node: ast.ClassDef, module: str, path: Path) -> Signature:
     return Signature(parameters={}, takes_any=bool(node.bases))
 
 
-def _passed_to_base(init: ast.FunctionDef, base: Signature) -> set[str]:
+def _base_calls(init: ast.FunctionDef) -> list[ast.Call]:
+    """Return the calls of the base class's constructor: `super().__init__(…)`, or `Base.__init__(self, …)`."""
+    calls = [node for node in ast.walk(init) if isinstance(node, ast.Call)]
+    return [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "__init__"]
+
+
+def _passed_to_base(calls: Sequence[ast.Call], base: Signature) -> set[str]:
     """Return the base class arguments that a constructor passes itself; a node must not set these as well."""
     passed: set[str] = set()
-    for call in ast.walk(init):
-        if isinstance(call, ast.Call) and re.fullmatch(r"super\(.*\)\.__init__", ast.unparse(call.func)):
+    for call in calls:
+        if re.fullmatch(r"super\(.*\)\.__init__", ast.unparse(call.func)):
             num_positional = sum(not isinstance(argument, ast.Starred) for argument in call.args)
             passed |= {*list(base.parameters)[:num_positional], *(word.arg for word in call.keywords if word.arg)}
     return passed

@@ -55,6 +55,12 @@ def test_an_inherited_constructor_is_found_and_kwargs_are_those_of_the_base() ->
     assert not read.takes_any
 
 
+def test_kwargs_that_a_constructor_does_not_pass_to_its_base_are_anything() -> None:
+    assert read_signature("lightning.pytorch.loggers.CometLogger").takes_any  # for Comet: offline_directory, log_code
+    assert read_signature("lightning.pytorch.loggers.WandbLogger").takes_any  # for wandb.init: entity, tags
+    assert not read_signature("lightning.pytorch.loggers.MLFlowLogger").takes_any
+
+
 def test_an_argument_that_a_constructor_passes_to_its_base_is_none_of_its_own() -> None:
     read = read_signature("torchmetrics.classification.MulticlassF1Score")
     assert [name for name, parameter in read.parameters.items() if parameter.required] == ["num_classes"]
