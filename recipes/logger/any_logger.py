@@ -1,4 +1,4 @@
-"""Log to any logger of Lightning or of another package: MLflow, Comet, Neptune, Aim, or one of your own.
+"""Log to any logger of Lightning or of another package: MLflow, Aim, Comet, or one of your own.
 
 It gets what metrics.csv has: the same names, the same steps, one call per row, in a thread of its own, so that training
 does not wait for a service: a row of 24 metrics takes MLflow half a second in a database on this machine. A resumed run
@@ -29,8 +29,8 @@ from recipes.run_folder import CONFIG_FILE, METRICS_FILE, read_rows
 LOGGER = logging.getLogger("lightning_recipes")
 # in the run folder, for each logger by its name: the run of the service, and the last step that it is known to have
 RUNS_FILE = "logger_runs.json"
-# by which a constructor opens a run that exists: MLflow, Aim, Comet, Neptune
-_ID_PARAMETERS = ("run_id", "run_hash", "experiment_key", "with_id")
+_RUNS_LOCK = threading.Lock()  # each logger has a thread, and all have this one file
+_ID_PARAMETERS = ("run_id", "run_hash", "experiment_key")  # a run that exists: MLflow, Aim, Comet
 _PIP = re.compile(r"pip install [^`]+")  # in what Lightning says of a package that is not installed
 _BEFORE_EXIT = ("end", "preempted")
 _FLUSH_SECONDS = 60.0  # at the end of a run, for rows that are not sent yet
@@ -133,13 +133,15 @@ class AnyLogger(Logger):
             if not isinstance(logger, Logger):
                 reason = f"{type(logger).__name__} is no logger of Lightning"
                 raise ConfigError(f"{self._key}._target_=…", reason, f"'~{self._key}'")
-            _ = getattr(logger, "experiment", None)  # opens the run
+            experiment = getattr(logger, "experiment", None)  # opens the run
         except ConfigError:
             raise
         except Exception as error:  # of another package, which raises what it likes
             hint = _PIP.search(str(error))
             reason = _describe(error).partition(" HINT: ")[0]
             raise ConfigError(f"{self._key}=…", reason, hint[0] if hint else f"'~{self._key}'") from error
+        if getattr(experiment, "disabled", False) is True:  # Comet with online=false, in Lightning 2.6.6
+            LOGGER.warning(f"{self._key} records nothing: its {type(experiment).__name__} is disabled")
         self._logger = logger
         self._run = {"run": str(logger.version), "sent": known["sent"] if arguments else 0}
         threading.Thread(target=self._send, args=(logger,), name=self._key, daemon=True).start()
@@ -164,7 +166,7 @@ class AnyLogger(Logger):
 
         def write(logger: Logger) -> None:
             self._run["sent"] = step
-            with tolerating(self._run_folder / RUNS_FILE):
+            with _RUNS_LOCK, tolerating(self._run_folder / RUNS_FILE):
                 runs = self._read_runs() | {self._key: self._run}
                 write_atomically(self._run_folder / RUNS_FILE, json.dumps(runs, indent=2) + "\n")
 

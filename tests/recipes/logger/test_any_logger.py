@@ -1,5 +1,7 @@
 """Loggers of other packages get the rows of metrics.csv, each once, in one run of theirs, also after a crash."""
 
+import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from recipes.build import build
 from recipes.config import compose_and_check
 from recipes.entry.run import run_resolved
 from recipes.errors import ConfigError
+from recipes.logger.aim import make_aim_logger
 from recipes.logger.any_logger import AnyLogger
 
 
@@ -139,27 +142,45 @@ def test_a_logger_that_cannot_be_constructed_ends_the_run_before_its_first_step(
         logger.log_event("start", 0)
 
 
-def make_logger(folder: Path) -> AnyLogger:
+def make_logger(folder: Path, key: str = "logger.mine") -> AnyLogger:
     def construct(run_id: str | None = None) -> RecordingLogger:
         return RecordingLogger(str(folder / "service"), run_id)
 
-    return AnyLogger(key="logger.mine", construct=construct, run_folder=folder)
+    return AnyLogger(key=key, construct=construct, run_folder=folder)
 
 
-def test_mlflow_has_the_rows_of_metrics_csv_after_a_crash(tmp_path: Path, text_folder: str) -> None:
-    pytest.importorskip("mlflow", reason="pip install -e '.[mlflow]'")
-    from mlflow.tracking import MlflowClient
+def test_the_runs_of_several_services_are_remembered_although_each_has_a_thread(tmp_path: Path) -> None:
+    loggers = [make_logger(tmp_path, key=f"logger.{name}") for name in ("first", "second", "third")]
+    for step in range(100):
+        for logger in loggers:
+            logger.log_event("checkpoint" if step else "start", step)
+    for logger in loggers:
+        logger.finalize("success")
+    runs = json.loads((tmp_path / "logger_runs.json").read_text())
+    assert {key: run["sent"] for key, run in runs.items()} == dict.fromkeys(
+        ("logger.first", "logger.second", "logger.third"), 99
+    )
 
-    store = f"sqlite:///{tmp_path}/mlflow.db"
-    typed = ["logger=mlflow", f"logger.mlflow.tracking_uri={store}", "trainer.max_steps=6", "resume=auto"]
-    for crash in (["+callbacks.crash={_target_: support.CrashAt, step: 5}"], []):
-        train(tmp_path / "run", text_folder, *typed, *crash, target=None)
-    client = MlflowClient(store)
-    [experiment] = [found for found in client.search_experiments() if found.name == "lightning-recipes"]
-    [run] = client.search_runs([experiment.experiment_id])
-    assert run.info.status == "FINISHED"
-    assert run.data.params["optimizer/lr"] == "0.003"
-    for name in ("train/loss", "val/loss", "grad/norm"):
-        values = {point.step: point.value for point in client.get_metric_history(run.info.run_id, name)}
-        expected = {step: row[name] for step, row in in_csv(tmp_path / "run").items() if name in row}
-        assert values == pytest.approx(expected, rel=1e-8, abs=0), name
+
+@pytest.mark.skipif(find_spec("aim") is not None, reason="Aim is installed")
+def test_a_run_with_aim_names_the_package_that_is_missing() -> None:
+    with pytest.raises(ConfigError, match="logger=aim: aim is not installed; type pip install aim"):
+        make_aim_logger(repo=".", experiment="mine", run_name=None, system_tracking_interval=None)
+
+
+class Disabled(RecordingLogger):
+    """One that takes everything and records nothing, as Comet's does with online=false."""
+
+    @property
+    def experiment(self) -> Any:
+        class OfflineExperiment:
+            disabled = True
+
+        return OfflineExperiment()
+
+
+def test_a_run_of_a_service_that_records_nothing_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = str(tmp_path / "service")
+    logger = AnyLogger(key="logger.mine", construct=lambda: Disabled(folder), run_folder=tmp_path)
+    logger.log_event("start", 0)
+    assert "logger.mine records nothing: its OfflineExperiment is disabled" in caplog.messages
