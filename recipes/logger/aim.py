@@ -1,5 +1,7 @@
 """Log to Aim, which keeps its runs in a folder of this machine or on a server of its own."""
 
+from typing import Annotated
+
 from lightning.pytorch.loggers.logger import Logger
 
 from recipes.errors import ConfigError
@@ -10,7 +12,7 @@ def make_aim_logger(
     repo: str,
     experiment: str,
     run_name: str | None,
-    system_tracking_interval: float | None,
+    system_tracking_interval: Annotated[float, "> 0"] | None,
     run_hash: str | None = None,
 ) -> Logger:
     """Return Aim's own logger for Lightning.
