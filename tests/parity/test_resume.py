@@ -115,9 +115,9 @@ def test_an_export_has_the_weights_of_whatever_strategy_wrote_them(curves: dict[
         overrides = [*_case("single", world_size=1)["overrides"], "mode=export"]
         config = composed_config(*overrides, _checkpoint(curves["folder"], number))
         target = tmp_path / str(number)
-        assert export(build(resolved(config, tmp_path)), path=str(target), weights="trained", adapter="merged") == 0, (
-            name
-        )
+        settings: dict[str, Any] = {"format": "auto", "dtype": None, "push_to": None, "private": True}
+        settings |= {"path": str(target), "weights": "trained", "adapter": "merged"}
+        assert export(build(resolved(config, tmp_path)), **settings) == 0, name
         exported.append(load_file(target / "model.safetensors"))
     assert all(weights.keys() == exported[0].keys() for weights in exported)
     largest = max((weights[key] - exported[0][key]).abs().max().item() for weights in exported for key in weights)
