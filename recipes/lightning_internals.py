@@ -16,9 +16,10 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 # Attributes that Lightning sets from its connectors, so that its type annotations do not have them.
 
@@ -128,6 +129,16 @@ def read_again(trainer: lightning.Trainer, num_batches: int) -> None:
     for _ in range(num_batches):
         next(fetcher)
     fetcher.fetched -= num_batches  # Lightning adds those of the checkpoint to what the fetcher has read
+
+
+def forget_arguments(loaders: Any) -> None:
+    """Let Lightning make loaders anew from their attributes, as it does to predict, and not from their arguments.
+
+    It adds the batch size to the arguments that it has kept, and fails if that was given by position (2.6.6).
+    """
+    for loader in CombinedLoader(loaders, "sequential").flattened:
+        if type(loader) is DataLoader:
+            vars(loader).pop("__pl_saved_args", None)  # in a hook, Lightning would repeat `delattr`
 
 
 def is_row_due(trainer: lightning.Trainer) -> bool:

@@ -42,7 +42,7 @@ class Rows(lightning.LightningDataModule):
         return DataLoader(self.val_set, batch_size=25)
 
     def test_dataloader(self) -> Any:
-        return DataLoader(TensorDataset(*self.val_set[:30]), batch_size=20)
+        return DataLoader(TensorDataset(*self.val_set[:30]), 20)
 
 
 class Classifier(lightning.LightningModule):

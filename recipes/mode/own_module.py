@@ -1,5 +1,6 @@
 """Evaluate, test and predict with a LightningModule of one's own, by the steps and the loaders that it has for them."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing_extensions import override
 from recipes.build import Run
 from recipes.data.datamodule import StreamDataModule
 from recipes.errors import ConfigError
-from recipes.lightning_internals import get_callbacks, restore_within
+from recipes.lightning_internals import forget_arguments, get_callbacks, restore_within
 from recipes.mode.load import require_checkpoint, restoring
 from recipes.mode.start import get_checkpoint_io
 
@@ -33,7 +34,8 @@ def measure(run: Run, split: str) -> tuple[dict[str, float], Path]:
     call, step = ("validate", "validation_step") if split == "val" else ("test", "test_step")
     if not is_overridden(step, run.task, lightning.LightningModule):
         name = type(run.task).__name__
-        raise ConfigError(f"mode={'evaluate' if split == 'val' else 'test'}", f"{name} has no {step}", f"write {step}")
+        mode = "evaluate" if split == "val" else "test"
+        raise ConfigError(f"mode={mode}", f"{name} has no {step}", f"a {step} in {name}")
     loaders = _find_loaders(run, split)
     by_loader = _run(run, call, verbose=False, **loaders)
     return {name: value for metrics in by_loader for name, value in metrics.items()}, _find_loaded(run)
@@ -54,37 +56,29 @@ def predict(run: Run, split: str | None, write: Callable[[Columns], None]) -> tu
         ConfigError: There is no checkpoint, nothing has loaders of the split, or there is no row per sample.
     """
     split = split or ("predict" if _has_loader(_get_owner(run), "predict") else "val")
-    if split != "predict" and not isinstance(run.data, StreamDataModule):
-        _find_loaders(run, split)  # raises
+    loaders = _find_loaders(run, split)
+    if not isinstance(run.data, StreamDataModule):
         owner = _get_owner(run)
         of_user: Any = type(owner)
-        owner.__class__ = type(of_user.__name__, (_PREDICTED[split], of_user), {"__module__": of_user.__module__})
+        members = {"__module__": of_user.__module__, "recipes_split": split}
+        owner.__class__ = type(of_user.__name__, (_Predicted, of_user), members)
     get_callbacks(run.trainer).append(_Predictions(write))
-    _run(run, "predict", return_predictions=False, **_find_loaders(run, split))
+    _run(run, "predict", return_predictions=False, **loaders)
     return split, _find_loaded(run)
 
 
-class _PredictedVal:
-    """The first base of an owner of loaders, whose validation set is predicted."""
+class _Predicted:
+    """The first base of an owner of loaders, one of whose splits is predicted."""
+
+    recipes_split: str
 
     def setup(self, stage: str) -> None:
-        super().setup("validate")  # type: ignore[misc]
+        super().setup({"val": "validate"}.get(self.recipes_split, self.recipes_split))  # type: ignore[misc]
 
     def predict_dataloader(self) -> Any:
-        return self.val_dataloader()  # type: ignore[attr-defined]
-
-
-class _PredictedTest:
-    """The first base of an owner of loaders, whose test set is predicted."""
-
-    def setup(self, stage: str) -> None:
-        super().setup("test")  # type: ignore[misc]
-
-    def predict_dataloader(self) -> Any:
-        return self.test_dataloader()  # type: ignore[attr-defined]
-
-
-_PREDICTED = {"val": _PredictedVal, "test": _PredictedTest}
+        loaders = getattr(super(), f"{self.recipes_split}_dataloader")()
+        forget_arguments(loaders)
+        return loaders
 
 
 class _Predictions(Callback):
@@ -147,7 +141,8 @@ def _find_loaders(run: Run, split: str) -> dict[str, Any]:
         reason = "a training loader of one's own may shuffle and have no end"
         raise ConfigError("mode.split=train", reason, "mode.split=val, or a predict_dataloader with these samples")
     if not _has_loader(owner, split):
-        raise ConfigError(f"the split: {split}", f"{type(owner).__name__} has no {split}_dataloader", "write one")
+        name, loader = type(owner).__name__, f"{split}_dataloader"
+        raise ConfigError(f"the {split} split", f"{name} has no {loader}", f"a {loader} in {name}")
     return {"datamodule": run.data}
 
 
@@ -155,6 +150,8 @@ def _run(run: Run, call: str, **arguments: Any) -> Any:
     """Call a method of the Trainer with the weights of the checkpoint."""
     checkpoint = require_checkpoint(run)
     restore_within(run.trainer, lambda: restoring(run))
+    # those of the run that trained: they have nothing to do here
+    warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks")
     return getattr(run.trainer, call)(run.task, ckpt_path=checkpoint, weights_only=True, **arguments)
 
 
