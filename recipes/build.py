@@ -37,7 +37,7 @@ from recipes.config.check.metrics import find_wrong_directions
 from recipes.config.check.strategy import find_rate_of_another_optimizer
 from recipes.config.check.types import to_setting
 from recipes.config.compose import Config, freeze
-from recipes.config.instantiate import make, make_model, make_optimizer
+from recipes.config.instantiate import PARTIAL, make, make_model, make_optimizer
 from recipes.config.resolved import ResolvedRun
 from recipes.config.resume import find_tokenizer, is_other_data, list_saved_parts
 from recipes.config.signature import find_signature
@@ -440,6 +440,8 @@ def _make_schedule(node: Config) -> Callable[[int], float]:
     Hydra checks one call here; later calls run the same function with the same settings.
     """
     checked = make(node)
+    if not node.get(PARTIAL):  # an object of its own, called with the step
+        return checked  # type: ignore[no-any-return]
     checked(0)
     constructor = checked.func  # Hydra's partial of the function itself
     return functools.partial(constructor.func, *constructor.args, **constructor.keywords | checked.keywords)

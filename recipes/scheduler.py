@@ -1,8 +1,22 @@
-"""Learning-rate schedules as pure functions: optimizer step (0 = the first) -> multiplier of the peak learning rate."""
+"""Learning-rate schedules: optimizer step (0 = the first) -> multiplier of the peak learning rate.
 
+Most are functions of the step alone. Schedulers of torch are classes that are called with the step, too: they follow a
+scheduler of an optimizer that trains nothing, so that a run can be resumed and rolled back to any step under each.
+"""
+
+import logging
 import math
-from collections.abc import Sequence
-from typing import Annotated
+import warnings
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from recipes.errors import ConfigError
+
+LOGGER = logging.getLogger("lightning_recipes")
 
 
 def _warmup(step: int, warmup_steps: int) -> float:
@@ -159,3 +173,145 @@ def one_cycle(
     if step < warmup_steps:
         return _interpolate(start_fraction, 1.0, _cosine(_progress(step, 0, warmup_steps)))
     return _interpolate(1.0, min_lr_factor, _cosine(_progress(step, warmup_steps, num_steps)))
+
+
+def _make_optimizer(lr: float) -> torch.optim.Optimizer:
+    """Return an optimizer that trains nothing, whose rate a scheduler changes; one that has no momentum to change."""
+    return torch.optim.Adagrad([torch.zeros(())], lr=lr)
+
+
+class TorchSchedule:
+    """A scheduler of torch, or one of yours that takes an optimizer, stepped once per optimizer step.
+
+    Args:
+        torch: Constructs it, given the optimizer.
+        lr: Peak learning rate, to which rates that it is given, such as `eta_min`, are relative.
+        num_steps: Optimizer steps of the run, for which it must have a rate; 0 or less: not known.
+        warmup_steps: Optimizer steps of a linear warm-up, after which it begins; 0: none.
+
+    Raises:
+        ConfigError: It rejects its settings, follows a metric, changes more than the rate, or ends before the run.
+    """
+
+    is_schedule: ClassVar[bool] = True
+    deferred: ClassVar[tuple[str, ...]] = ("torch",)
+
+    def __init__(
+        self,
+        *,
+        torch: Callable[..., Any],
+        lr: Annotated[float, "> 0"],
+        num_steps: int,
+        warmup_steps: Annotated[int, ">= 0"],
+    ) -> None:
+        self._lr, self._warmup_steps = lr, warmup_steps
+        self._optimizer = _make_optimizer(lr)
+        self._scheduler = torch(optimizer=self._optimizer)
+        name = type(self._scheduler).__name__
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            reason = "it follows a metric of validation, and this schedule the steps"
+            raise ConfigError(f"scheduler.torch._target_=…{name}", reason, "scheduler=plateau scheduler.patience=10")
+        if not isinstance(self._scheduler, LRScheduler):
+            fix = "'scheduler.torch={_target_: torch.optim.lr_scheduler.StepLR, step_size: 100}'"
+            raise ConfigError("scheduler.torch=…", f"{name} is no scheduler of torch, which has a rate per step", fix)
+        self._rates = array("d", [self._read_rate()])  # of the steps so far
+        try:
+            self(max(num_steps - 1, 0))
+        except (ArithmeticError, TypeError, ValueError) as error:  # most check no argument before they use it
+            fix = f"other arguments of it, with a rate for each of {num_steps - warmup_steps} steps"
+            raise ConfigError(f"scheduler.torch._target_=…{name}", str(error), fix) from error
+
+    def __call__(self, step: int) -> float:
+        """Return the multiplier of a step."""
+        if step < self._warmup_steps:
+            return _warmup(step, self._warmup_steps)
+        while len(self._rates) <= step - self._warmup_steps:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+                self._scheduler.step()
+            self._rates.append(self._read_rate())
+        return self._rates[step - self._warmup_steps] / self._lr
+
+    def _read_rate(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"])
+
+
+class Plateau:
+    """Multiply the rate by `factor` when a metric of validation has stopped improving (torch's ReduceLROnPlateau).
+
+    Its state is what the validations found, by step, so that a rollback goes back in it.
+
+    Args:
+        monitor: Metric of validation.
+        mode: Whether the lowest or the highest value is best.
+        factor: Multiplier of the rate each time.
+        patience: Validations without an improvement that are tolerated; one more reduces the rate.
+        threshold: Smallest difference that is an improvement.
+        threshold_mode: Whether it is a fraction of the best value or absolute.
+        cooldown: Validations after a reduction that do not count.
+        min_lr: Smallest learning rate.
+        lr: Peak learning rate, to which `min_lr` is relative.
+        warmup_steps: Optimizer steps of the linear warm-up; 0: none.
+    """
+
+    is_schedule: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        monitor: str,
+        mode: Literal["min", "max"],
+        factor: Annotated[float, "> 0, < 1"],
+        patience: Annotated[int, ">= 0"],
+        threshold: Annotated[float, ">= 0"],
+        threshold_mode: Literal["rel", "abs"],
+        cooldown: Annotated[int, ">= 0"],
+        min_lr: Annotated[float, ">= 0"],
+        lr: Annotated[float, "> 0"],
+        warmup_steps: Annotated[int, ">= 0"],
+    ) -> None:
+        self.monitor = monitor
+        self._settings: dict[str, Any] = {
+            "mode": mode,
+            "factor": factor,
+            "patience": patience,
+            "threshold": threshold,
+            "threshold_mode": threshold_mode,
+            "cooldown": cooldown,
+            "min_lr": min_lr,
+        }
+        self._lr, self._warmup_steps = lr, warmup_steps
+        self._found: dict[int, float] = {}  # step of a validation -> value
+        self._factor = 1.0
+
+    def __call__(self, step: int) -> float:
+        """Return the multiplier of a step, after the validations so far."""
+        return _warmup(step, self._warmup_steps) * self._factor
+
+    def add(self, step: int, value: float) -> bool:
+        """Add the value of a validation after a number of optimizer steps; return whether the rate changes."""
+        before = self._factor
+        self._found[step] = value
+        self._compute()
+        return self._factor != before
+
+    def rewind(self, step: int) -> None:
+        """Forget the validations after a step."""
+        self._found = {each: value for each, value in self._found.items() if each <= step}
+        self._compute()
+
+    def _compute(self) -> None:
+        optimizer = _make_optimizer(self._lr)
+        scheduler = ReduceLROnPlateau(optimizer, **self._settings)
+        for value in self._found.values():
+            scheduler.step(value)
+        self._factor = float(optimizer.param_groups[0]["lr"]) / self._lr
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step of each validation and what it found."""
+        return {"steps": [*self._found], "values": [*self._found.values()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+        self._found = dict(zip(state["steps"], state["values"], strict=True))
+        self._compute()

@@ -115,7 +115,12 @@ def test_a_default_lives_in_the_yaml_or_in_the_signature_never_in_both() -> None
 def test_the_command_in_an_options_comment_composes(
     path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "mine.py").write_text("class Photos:\n    def __init__(self, *, folder: str) -> None: ...\n")
+    (tmp_path / "mine.py").write_text(
+        "import lightning.pytorch as lightning\n"
+        "class Photos:\n    def __init__(self, *, folder: str) -> None: ...\n"
+        "class Module(lightning.LightningModule):\n    def __init__(self, *, lr: float = 1.0) -> None: ...\n"
+        "class DataModule(lightning.LightningDataModule): ...\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     if path.parent.name == "precision":  # some are for those who have a GPU
         monkeypatch.setattr(resolved_module, "num_gpus", lambda: 1)

@@ -72,8 +72,8 @@ def _defer(node: Mapping[str, Any] | None, data_section: str | None) -> Any:
     return functools.partial(_make_own, {key: value for key, value in node.items() if key != PARTIAL})
 
 
-def _make_own(node: Mapping[str, Any]) -> Any:
-    """Build a node of one's own code.
+def _make_own(node: Mapping[str, Any], **further: Any) -> Any:
+    """Build a node of one's own code, with further arguments of which its section says nothing.
 
     Raises:
         ConfigError: A file of its classes cannot be imported.
@@ -81,7 +81,7 @@ def _make_own(node: Mapping[str, Any]) -> Any:
     from hydra.errors import InstantiationException
 
     try:
-        return make(node)
+        return make({**node, **further})
     except InstantiationException as error:
         if not isinstance(error.__cause__, ImportError) or error.__cause__.__cause__ is None:
             raise

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as lightning
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -32,6 +33,7 @@ from recipes.numerics.collectives import average_over_ranks
 from recipes.numerics.ema import average_weights
 from recipes.numerics.loss import sum_by_source, token_losses
 from recipes.optimizer import hold_averages
+from recipes.scheduler import Plateau
 from recipes.task.frozen import FrozenModel
 from recipes.task.resumable import OnEngine, Resumable
 
@@ -130,8 +132,14 @@ class Validated(OnEngine):
     @override
     def on_validation_epoch_end(self) -> None:
         hold_averages(self.trainer.optimizers, self.model, held=False)
+        found: dict[str, float] = {}
         for metrics in (self.val_metrics, *self.eval_metrics):
-            self.log_dict(metrics.compute())
+            found |= metrics.compute()
+        self.log_dict(found)
+        self.validated(found)
+
+    def validated(self, found: Mapping[str, float]) -> None:
+        """Take in what a validation has found, the same on all ranks."""
 
 
 LOGGER = logging.getLogger("lightning_recipes")
@@ -323,7 +331,8 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         self.remember_hyperparameters(optimizer)
         if self._ema_decay is not None:
             average_weights(optimizer, decay=self._ema_decay, step=lambda: self.trainer.global_step)
-        scheduler = LambdaLR(optimizer, self._schedule)
+        # a partial function, since the state of any other object would be in the checkpoint
+        scheduler = LambdaLR(optimizer, functools.partial(self._schedule))
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
@@ -335,6 +344,52 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         adaptive = None if isinstance(self.clipping, NoClipping) else self.clipping
         self.engine.clipping = adaptive
         self.resume_optimizer(self._schedule)
+
+    # A schedule that follows a metric of validation.
+
+    @override
+    def validated(self, found: Mapping[str, float]) -> None:
+        trainer, schedule, step = self.trainer, self._schedule, self.trainer.global_step
+        if not isinstance(schedule, Plateau) or trainer.state.fn != TrainerFn.FITTING:
+            return
+        every = trainer.val_check_batch  # micro-batches
+        assert every is not None
+        if step * trainer.accumulate_grad_batches % every:
+            return  # only because the run ends here, and one with more steps has no validation here
+        if schedule.monitor not in found:
+            fix = f"scheduler.monitor=<{' | '.join(found)}>"
+            raise ConfigError(f"scheduler.monitor={schedule.monitor}", "the task computes no such metric", fix)
+        if schedule.add(step, found[schedule.monitor]):
+            self._apply_schedule()
+            if trainer.is_global_zero:
+                rate = trainer.optimizers[0].param_groups[0]["lr"]
+                LOGGER.info(f"Step {step}: {schedule.monitor} no longer improves, the learning rate is now {rate:.3g}")
+
+    def _apply_schedule(self) -> None:
+        """Set the rates of the next step, for which Lightning has already asked the schedule."""
+        scheduler: Any = self.lr_schedulers()
+        for group, base in zip(self.trainer.optimizers[0].param_groups, scheduler.base_lrs, strict=True):
+            group["lr"] = base * self._schedule(scheduler.last_epoch)
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        if isinstance(self._schedule, Plateau):
+            checkpoint["schedule"] = self._schedule.state_dict()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        if isinstance(self._schedule, Plateau) and "schedule" in checkpoint:  # the run may have had another one
+            self._schedule.load_state_dict(checkpoint["schedule"])
+
+    @override
+    def on_rollback(self, trainer: lightning.Trainer, pl_module: Any, from_step: int, to_step: int) -> None:
+        super().on_rollback(trainer, pl_module, from_step, to_step)
+        if isinstance(self._schedule, Plateau):
+            # the snapshot is of before the validation of its step
+            self._schedule.rewind(to_step)
+            self._apply_schedule()
 
     @property
     def looks_ahead(self) -> bool:

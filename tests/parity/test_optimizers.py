@@ -16,14 +16,21 @@ OPTIMIZERS = {
     "muon": ["optimizer=muon", "optimizer.lr=3e-3"],
     "schedule_free": ["optimizer=schedule_free", "optimizer.lr=3e-3"],
     "adamw_8bit": ["optimizer=adamw_8bit", "optimizer.lr=3e-3"],
+    # a rate that each second validation halves, with what validation finds on all ranks together
+    "plateau": [
+        *("scheduler=plateau", "scheduler.patience=0", "scheduler.threshold=1.0", "scheduler.factor=0.5"),
+        *("eval_every=2", "optimizer.lr=1e-2"),
+    ],
 }
 ON_TWO = [(optimizer, engine) for optimizer in OPTIMIZERS for engine in ("ddp", "fsdp")]
-ON_TWO += [("lion", engine) for engine in ("ZeRO-1", "ZeRO-2, offload", "ZeRO-3")]
+ON_TWO += [(name, engine) for name in ("lion", "plateau") for engine in ("ZeRO-1", "ZeRO-2, offload", "ZeRO-3")]
 if not IS_LONG:
     ON_TWO = [(optimizer, "fsdp") for optimizer in OPTIMIZERS] + [("lion", "ZeRO-3"), ("muon", "ddp")]
+    ON_TWO += [("plateau", "ZeRO-3")]
 # optimizer, engine that wrote the checkpoint, engine that resumes
 RESUMED = [("muon", "ddp", "ddp"), ("adamw_8bit", "fsdp", "fsdp"), ("muon", "single", "fsdp")]
 RESUMED += [("lion", "ZeRO-3", "ZeRO-3"), ("lion", "ZeRO-3", "fsdp")]
+RESUMED += [("plateau", "fsdp", "fsdp"), ("plateau", "ZeRO-3", "fsdp")]
 ON_ONE = [("adamw_8bit", "fsdp"), ("adafactor", "fsdp")]
 if IS_LONG:  # test_optimizer_resume.py has these from a pipeline, which has the same shards
     RESUMED += [(optimizer, "fsdp", "fsdp") for optimizer in ("adafactor", "muon", "schedule_free")]

@@ -381,6 +381,19 @@ def _schedule(config: Mapping[str, Any], references: Mapping[str, str]) -> Itera
     scheduler, max_steps = config["scheduler"], config["trainer"]["max_steps"]
     own = "scheduler.warmup_steps"
     name = "warmup_steps" if references.get(own) == "warmup_steps" else own
+    of_torch = scheduler.get("torch") if isinstance(scheduler.get("torch"), Mapping) else {}
+    if str(of_torch.get("_target_")).endswith((".OneCycleLR", ".CyclicLR")) and of_torch.get("cycle_momentum", True):
+        reason = "only the learning rate follows a schedule"
+        fix = f"{'' if 'cycle_momentum' in of_torch else '+'}scheduler.torch.cycle_momentum=false"
+        yield ConfigError("scheduler.torch.cycle_momentum=true", reason, fix)
+    parts = of_torch.get("schedulers")
+    if isinstance(parts, Sequence) and any(isinstance(part, Mapping) for part in parts):
+        yield ConfigError(
+            "scheduler.torch.schedulers=…",
+            "these need the optimizer, which only code can give them",
+            "scheduler.warmup_steps=<steps> with the scheduler after the warm-up, or"
+            " 'scheduler.torch={_target_: <module.function>}', a function of yours that takes the optimizer",
+        )
     for key in ("decay_steps", "cooldown_steps"):
         warmup, decay = scheduler.get("warmup_steps"), scheduler.get(key)
         if None not in (warmup, decay) and warmup + decay > max_steps > 0:

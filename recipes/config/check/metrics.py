@@ -14,6 +14,7 @@ _PREFIX = "val/"
 # settings that name a metric -> they are in use if one of these is set
 _READERS = {
     "checkpoint.monitor": ("checkpoint.keep_best",),
+    "scheduler.monitor": ("scheduler.monitor",),
     "callbacks.early_stop.monitor": (
         "callbacks.early_stop.patience",
         "callbacks.early_stop.stopping_threshold",
@@ -23,6 +24,7 @@ _READERS = {
 # settings that name a metric -> the one that says which direction is better
 _DIRECTIONS = {
     "checkpoint.monitor": "checkpoint.mode",
+    "scheduler.monitor": "scheduler.mode",
     "callbacks.early_stop.monitor": "callbacks.early_stop.mode",
 }
 # the last part of a name says which direction is better; of any other name it is not known

@@ -28,6 +28,7 @@ _DERIVED = {"trainer.accumulate_grad_batches"}
 PROVIDED: dict[str, set[str]] = {
     "optimizer": {"model"},
     "scheduler": {"step"},
+    "scheduler.torch": {"optimizer"},
     "strategy": {"devices", "precision", "checkpoint_io", "mesh"},
     "task": {
         "make_model",
@@ -62,7 +63,7 @@ PROVIDED: dict[str, set[str]] = {
 NO_DEFAULT = "it has no default"  # of a setting that an option leaves to be typed
 _REPEATED = tuple(".".join(place) for place in COPIES)
 # groups whose target may be of another package -> what each of them is given by build.py
-_OF_ANY_PACKAGE = {"optimizer": "the model", "scheduler": "the step"}
+_OF_ANY_PACKAGE = {"optimizer": "the model", "scheduler": "the step", "scheduler.torch": "an optimizer"}
 _PACKAGES = ("recipes", "callbacks", "lightning", "torch", "torchmetrics", "transformers", "optuna", "deepspeed")
 _HYDRA_ONLY = ("_args_", "_convert_", "_recursive_")  # of Hydra's own instantiation, which builds no node here
 # what to type for a text, by the setting; in a data source by its last name
@@ -73,6 +74,7 @@ _EXAMPLES = {
     "val": "{_target_: <module.Class>}",
     "module": "{_target_: <module.Class>}",
     "task.module": "{_target_: <module.Class>}",
+    "scheduler.torch": "{_target_: torch.optim.lr_scheduler.StepLR, step_size: 100}",
     "template": "auto",
     "model.name": "<folder or hub id>",
     "tokenizer.name": "<folder or hub id>",
@@ -109,6 +111,11 @@ def get_provided(path: str) -> set[str]:
     return {"run_folder"} if group == "logger" and "." not in member else set()
 
 
+def _get_provided_to(path: str, signature: Signature) -> set[str]:
+    """Return the arguments that build.py passes to the node at this place, given what it is."""
+    return set() if is_any_logger(path, signature) or signature.constants.get("is_schedule") else get_provided(path)
+
+
 def is_any_logger(path: str, signature: Signature) -> bool:
     """Return whether a node is a logger of another package, which knows no run folder."""
     group, _, member = path.partition(".")
@@ -137,10 +144,10 @@ def _check_node(path: str, node: Mapping[str, Any], *, is_called_elsewhere: bool
         is_foreign = "no package" in str(error) and not get_close_matches(root, _PACKAGES, 1)
         yield ConfigError(f"{path}._target_={target}", str(error), own if is_foreign else _suggest_target(path, target))
         return
-    provided = set() if is_any_logger(path, signature) else get_provided(path)
+    provided = _get_provided_to(path, signature)
     untaken = sorted(provided - signature.parameters.keys())
     if untaken and not signature.takes_any and path.partition(".")[0] in _OF_ANY_PACKAGE:
-        yield _cannot_be_called(path, target, untaken[0])
+        yield _cannot_be_called(path, target, untaken[0], signature)
         return
     for key, value in node.items():
         if key in (TARGET, PARTIAL) or (path == "optimizer" and key in RULES):
@@ -171,21 +178,28 @@ def _check_node(path: str, node: Mapping[str, Any], *, is_called_elsewhere: bool
             yield ConfigError(f"no {path}.{key}", f"{_get_name(target)} needs it", f"+{path}.{key}=<value>")
 
 
-def _cannot_be_called(path: str, target: str, argument: str) -> ConfigError:
+def _cannot_be_called(path: str, target: str, argument: str, signature: Signature) -> ConfigError:
     """Return the error in a class or function that does not take what build.py passes to it."""
     group = path.partition(".")[0]
-    reason = f"a run calls it with {_OF_ANY_PACKAGE[group]}, and {_get_name(target)} takes no {argument!r}"
+    if group == "scheduler" and "optimizer" in signature.parameters:
+        fix = "scheduler=plateau scheduler.patience=10"
+        if not target.endswith(".ReduceLROnPlateau"):
+            fix = f"scheduler=torch {for_shell(f'scheduler.torch={{_target_: {target}, <argument>: <value>}}')}"
+        return ConfigError(f"{path}._target_={target}", "a scheduler of an optimizer has an option around it", fix)
+    given = _OF_ANY_PACKAGE.get(path, "further arguments")
+    reason = f"a run calls it with {given}, and {_get_name(target)} takes no {argument!r}"
     fix = f"{group}=<an option of conf/{group}/>, or a function of yours that takes {argument!r}, as theirs do"
+    if path in _EXAMPLES:
+        fix = for_shell(f"{path}={_EXAMPLES[path]}")
     return ConfigError(f"{path}._target_={target}", reason, fix)
 
 
 def _check_partial(path: str, node: Mapping[str, Any], nodes: Mapping[str, Mapping[str, Any]]) -> Iterator[ConfigError]:
     """Check that exactly the nodes which somebody calls with further arguments are partial."""
     where, is_partial = f"{path}.{PARTIAL}", node.get(PARTIAL, False)
-    provided, (parent, _, key) = get_provided(path), path.rpartition(".")
-    if is_any_logger(path, find_signature(node[TARGET])):
-        provided = set()
-    slot = find_signature(nodes[parent][TARGET]).parameters.get(key) if parent in nodes else None
+    provided, (parent, _, key) = _get_provided_to(path, find_signature(node[TARGET])), path.rpartition(".")
+    around = find_signature(nodes[parent][TARGET]) if parent in nodes else Signature(parameters={})
+    slot, is_deferred = around.parameters.get(key), key in _list_deferred(around)
     declared = "Any" if slot is None or slot.annotation is None else ast.unparse(slot.annotation)
     # takes a function, or whatever it is; what another package declares for one is often the type of its result
     is_free = _lies_in_own(path, nodes) or (parent in nodes and ("Callable" in declared or "Any" in declared))
@@ -193,12 +207,17 @@ def _check_partial(path: str, node: Mapping[str, Any], nodes: Mapping[str, Mappi
         yield ConfigError(
             f"{where}={to_setting(is_partial)}", "it takes true or false", f"the same command without {where}"
         )
-    elif provided and not is_partial:
+    elif provided and not is_partial and not is_deferred:
         reason = f"build.py calls it with {' and '.join(sorted(provided)[:2])}"
         shown, plus = (f"{where}=false", "") if PARTIAL in node else (f"no {where}", "+")
         yield ConfigError(shown, reason, f"{plus}{where}=true")
     elif is_partial and not provided and not is_free:
         yield ConfigError(f"{where}=true", "it is built at once: nobody calls it again", f"{where}=false")
+
+
+def _list_deferred(signature: Signature) -> Any:
+    """Return the arguments of a class that it builds itself, with or without `_partial_`."""
+    return signature.constants.get("deferred", ())
 
 
 def _suggest_target(path: str, target: str) -> str:
