@@ -46,7 +46,13 @@ from recipes.config.traits import read_free_at_resume, read_settings_of_weights
 from recipes.data.datamodule import StreamDataModule
 from recipes.engine import get_engine
 from recipes.errors import ConfigError
-from recipes.lightning_internals import disable_signal_handling, set_rank, skip_empty_hooks, take_over_rows
+from recipes.lightning_internals import (
+    disable_signal_handling,
+    set_rank,
+    skip_empty_hooks,
+    take_over_rows,
+    validate_every,
+)
 from recipes.logger.any_logger import AnyLogger
 from recipes.logger.csv import RowWriter
 from recipes.logger.summary import SummaryWriter
@@ -282,6 +288,8 @@ def _adopt(
     take_over_rows(trainer, loss="train/loss")
     if not task.automatic_optimization:
         leave_optimization_to_module(trainer, typed=resolved.overrides)
+    elif resolved.has_own_loaders:
+        validate_every(trainer, steps=resolved.eval_every, epochs=resolved.eval_epochs)
     return task, data
 
 
@@ -525,8 +533,11 @@ def _build_trainer(
         logger=loggers,
         max_epochs=-1,  # the stream is endless: trainer.max_steps ends the run
         min_epochs=0,  # with trainer.min_steps, Lightning would wait for the end of its first epoch (2.6.6)
-        val_check_interval=resolved.eval_every * accumulation.num_micro_batches,  # in micro-batches
-        check_val_every_n_epoch=None,
+        # in micro-batches, or as a fraction of an epoch
+        val_check_interval=resolved.eval_every * accumulation.num_micro_batches
+        if resolved.eval_epochs is None
+        else 1.0,
+        check_val_every_n_epoch=resolved.eval_epochs,
         log_every_n_steps=resolved.log_every,
         num_sanity_val_steps=0,
         default_root_dir=folder,

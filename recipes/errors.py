@@ -34,7 +34,7 @@ class ConfigError(ValueError):
         setting: The override as set, `key=value`.
         reason: Why it cannot work.
         fix: What to type instead.
-        is_late: Whether it was found while samples were read, after a run may have started.
+        late: First line of the report if it was found after a run may have started; None: nothing was built.
     """
 
     def __init__(self, setting: str, reason: str, fix: str) -> None:
@@ -42,7 +42,7 @@ class ConfigError(ValueError):
         self.setting = setting
         self.reason = reason
         self.fix = fix
-        self.is_late = False
+        self.late: str | None = None
 
     def __str__(self) -> str:
         return f"{self.setting}: {self.reason}; type {self.fix}"

@@ -153,6 +153,26 @@ def validates_now(trainer: lightning.Trainer) -> bool:
     return bool(epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)) and not epoch_loop._skip_next_val
 
 
+def validate_every(trainer: lightning.Trainer, *, steps: int, epochs: int | None) -> None:
+    """Validate after every so many optimizer steps or epochs, and at the end of the run (2.6.6).
+
+    Lightning counts micro-batches, and the last window of an epoch may have fewer of them than the others; in an epoch
+    that is not due it does not validate, even if the run ends there.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+
+    def is_due(data_fetcher: object) -> bool:
+        if not trainer.enable_validation or is_accumulating(trainer):
+            return False
+        if is_ending(trainer):
+            return True
+        if epochs is None:
+            return trainer.global_step % steps == 0
+        return bool(loop.batch_progress.is_last_batch) and (trainer.current_epoch + 1) % epochs == 0
+
+    loop._should_check_val_fx = is_due
+
+
 def take_over_rows(trainer: lightning.Trainer, *, loss: str) -> None:
     """Keep Lightning from logging what is in the row of a step, or is of no step (2.6.6).
 
@@ -171,7 +191,15 @@ def take_over_rows(trainer: lightning.Trainer, *, loss: str) -> None:
         renamed.pop("step", None)  # by which a module may ask Lightning for another number
         log(renamed, trainer.fit_loop.epoch_loop._batches_that_stepped if step is None else step)
 
-    connector.update_train_step_metrics = lambda: None
+    def announce_row() -> None:
+        """Let callbacks that follow the rows know of one that the loggers have already."""
+        if connector.should_update_logs and not (automatic() and is_accumulating(trainer)):
+            connector.log_metrics({})
+
+    def automatic() -> bool:
+        return trainer.lightning_module.automatic_optimization
+
+    connector.update_train_step_metrics = announce_row
     connector.update_eval_step_metrics = lambda step: None
     connector.log_metrics = log_of_epoch
 

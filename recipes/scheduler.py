@@ -201,7 +201,7 @@ class TorchSchedule:
         *,
         torch: Callable[..., Any],
         lr: Annotated[float, "> 0"],
-        num_steps: int,
+        num_steps: Annotated[int, ">= -1"],
         warmup_steps: Annotated[int, ">= 0"],
     ) -> None:
         self._lr, self._warmup_steps = lr, warmup_steps

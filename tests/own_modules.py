@@ -83,6 +83,17 @@ class Classifier(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)}
 
 
+class Grouped(Classifier):
+    """Two groups of parameters, of which one has a name, with a rate of its own in each step."""
+
+    def configure_optimizers(self) -> Any:
+        first, last = self.model[0].parameters(), self.model[3].parameters()
+        groups = [{"params": [*last], "name": "head"}, {"params": [*first], "lr": 1e-3}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 1e-3], total_steps=10)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
 class Tested(Classifier):
     """Logs in a test, and predicts classes, scores and a text for each row."""
 

@@ -4,6 +4,7 @@ import logging
 import shutil
 import time
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -170,7 +171,6 @@ class CheckpointSaver(Checkpoint):
     Args:
         save_every: Save every N optimizer steps; None disables step-based saving.
         save_every_minutes: Save every N minutes; None disables time-based saving. With both None nothing is saved.
-        eval_every: Optimizer steps between validations.
         keep_last: Number of newest checkpoints to keep.
         keep_every: Keep checkpoints whose step is a multiple of this permanently; None disables it.
         keep_best: Number of best checkpoints to keep.
@@ -194,7 +194,6 @@ class CheckpointSaver(Checkpoint):
         *,
         save_every: Annotated[int, ">= 1"] | None,
         save_every_minutes: Annotated[float, "> 0"] | None,
-        eval_every: Annotated[int, ">= 1"],
         keep_last: Annotated[int, ">= 1"],
         keep_every: Annotated[int, ">= 1"] | None,
         keep_best: Annotated[int, ">= 0"],
@@ -206,7 +205,6 @@ class CheckpointSaver(Checkpoint):
     ) -> None:
         self._save_every = save_every
         self._save_every_minutes = save_every_minutes
-        self._eval_every = eval_every
         self._retention = Retention(
             keep_last=keep_last,
             keep_every=keep_every,
@@ -453,12 +451,15 @@ class CheckpointSaver(Checkpoint):
         if self._retention.keep_best and is_of_validation and metric not in known and self.chooses_metric:
             self._choose_metric([name for name in known if name in self._validated and "loss" in name])
         elif self._retention.keep_best and is_of_validation and metric not in known:
-            names = sorted(name for name in known if name.startswith("val/"))
-            raise ConfigError(
+            names = sorted(self._validated or {name for name in known if name.startswith("val")}) or ["val/loss"]
+            near = (get_close_matches(metric, names, 1) or names)[0]
+            mistake = ConfigError(
                 f"checkpoint.monitor={metric}",
                 f"validation measures {' '.join(names)}, so no checkpoint would ever be the best",
-                f"checkpoint.monitor={names[0] if names else 'val/loss'}, or checkpoint.keep_best=0",
+                f"checkpoint.monitor={near}, or checkpoint.keep_best=0",
             )
+            mistake.late = "The run has ended after its first validation."
+            raise mistake
 
     def _choose_metric(self, losses: list[str]) -> None:
         """Rank checkpoints by the loss that validation has logged, if it is one; else say that none is the best."""

@@ -51,6 +51,12 @@ def take_epochs(config: DictConfig) -> str | None:
     return found[1]
 
 
+def read_epochs(interval: str) -> int | None:
+    """Return the epochs of an interval such as `2epochs`; None if it is none of whole epochs."""
+    found = re.fullmatch(r"\+?0*([1-9]\d*)\s*epochs?", interval.strip())
+    return None if found is None else int(found[1])
+
+
 def count_steps(epochs: str, *, num_samples: int, global_batch_size: int) -> int:
     """Return the optimizer steps in which every sample is trained on at least this often; the last may go on.
 

@@ -88,6 +88,8 @@ def _make_own(node: Mapping[str, Any], **further: Any) -> Any:
         cause = error.__cause__.__cause__
         module = node[TARGET].rpartition(".")[0]
         package = cause.name if isinstance(cause, ModuleNotFoundError) else None
+        if package is not None and package.partition(".")[0] == module.partition(".")[0]:
+            package = None  # its own
         fix = f"pip install <the package of {package}>" if package else f"python -c 'import {module}', and mend it"
         raise ConfigError(
             f"{TARGET}={node[TARGET]}", f"importing it raises {type(cause).__name__}: {cause}", fix

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from recipes.config.compose import Composed, Config
+from recipes.config.epochs import read_epochs
 from recipes.config.instantiate import make, make_model, make_optimizer
 from recipes.config.ranks import MODEL_SIZES, count_data_ranks, find_ranks, make_mesh, requested_devices
 from recipes.config.signature import find_signature
@@ -31,6 +32,8 @@ from recipes.config.traits import (
 from recipes.mesh import Mesh
 from recipes.numerics.accumulation import Accumulation, divide
 from recipes.runtime.world import Ranks, num_gpus
+
+_EVAL_STEPS = 100  # of `eval_every=auto`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,8 +319,17 @@ class ResolvedRun(Composed):
 
     @property
     def eval_every(self) -> int:
-        """Optimizer steps between two validations."""
-        return int(self.config["eval_every"])
+        """Optimizer steps between two validations, if they are not counted in epochs."""
+        typed: int | str = self.config["eval_every"]
+        return typed if isinstance(typed, int) else _EVAL_STEPS
+
+    @property
+    def eval_epochs(self) -> int | None:
+        """Epochs of loaders of one's own between two validations; None: `eval_every` counts steps."""
+        typed: int | str = self.config["eval_every"]
+        if not self.has_own_loaders or isinstance(typed, int):
+            return None
+        return 1 if typed == "auto" else read_epochs(typed)
 
     @property
     def log_every(self) -> int:

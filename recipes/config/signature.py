@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cache, cached_property, reduce
 from pathlib import Path
 
@@ -66,7 +67,15 @@ class Signature:
 
 
 class TargetNotFoundError(LookupError):
-    """A dotted path does not name a class or function with readable source."""
+    """A dotted path does not name a class or function with readable source.
+
+    Attributes:
+        meant: The module with the nearest name; None: there is none like it.
+    """
+
+    def __init__(self, text: str, *, meant: str | None = None) -> None:
+        super().__init__(text)
+        self.meant = meant
 
 
 @cache
@@ -296,6 +305,14 @@ def _find_file(package: Path, rest: Sequence[str], module: str) -> Path:
     for candidate in (path / "__init__.py", path.with_suffix(".py")):
         if candidate.is_file():
             return candidate
+    for number, part in enumerate(rest):
+        folder = package.joinpath(*rest[:number])
+        names = {each.stem for each in folder.iterdir() if each.suffix == ".py" or each.is_dir()}
+        if part not in names:
+            near = get_close_matches(part, names, 1)
+            root = module.split(".")[: -len(rest)]
+            meant = ".".join([*root, *rest[:number], *near, *rest[number + 1 :]]) if near else None
+            raise TargetNotFoundError(f"{module}: no such module", meant=meant)
     raise TargetNotFoundError(f"{module}: no such module")
 
 

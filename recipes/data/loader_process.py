@@ -19,6 +19,8 @@ from typing_extensions import override
 from recipes.errors import ConfigError
 from recipes.runtime.signals import waiting
 
+_BAD_SAMPLE = "The run has ended: a sample of its data cannot be used."  # while samples are read
+
 Batch = TypeVar("Batch", covariant=True)
 _SOCKET_BYTES = 107  # of the path of a socket, on Linux
 _SOCKET_NAME = "/listener-12345678"  # as multiprocessing names sockets, in a folder like the next one
@@ -55,7 +57,7 @@ class SignalProofLoader(DataLoader[Batch]):
                 except StopIteration:
                     return
                 except ConfigError as mistake:
-                    mistake.is_late = True
+                    mistake.late = _BAD_SAMPLE
                     raise
                 except RuntimeError as error:
                     raise explain(error, num_workers=self.num_workers) or error from None
@@ -81,7 +83,7 @@ def explain(error: RuntimeError, *, num_workers: int) -> ConfigError | None:
     """Return the mistake behind an error of a loader process: its own, or too little shared memory for its samples."""
     if found := _MISTAKE.findall(str(error)):  # the last: others are its causes
         mistake = ConfigError(*found[-1])
-        mistake.is_late = True
+        mistake.late = _BAD_SAMPLE
         return mistake
     if num_workers == 0 or not _NO_SHARED_MEMORY.search(str(error)):
         return None

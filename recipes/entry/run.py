@@ -225,8 +225,7 @@ def _report_mistake(mistake: ConfigError, resolved: ResolvedRun, shows_errors: b
     return Outcome(exit_code=ExitCode.INVALID_CONFIG, run_folder=resolved.run_folder, error=mistake, report=report)
 
 
-def _failure_from_mistake(mistake: ConfigError, *, is_late: bool = False) -> Failure:
-    head = "The run has ended: a sample of its data cannot be used." if is_late else None
+def _failure_from_mistake(mistake: ConfigError, *, head: str | None = None) -> Failure:
     return failure_from_exception(mistake, exit_code=ExitCode.INVALID_CONFIG, report=format_report([mistake], head))
 
 
@@ -264,7 +263,7 @@ def _end(error: BaseException, resolved: ResolvedRun, shows_errors: bool) -> Out
         failure = failure_from_exception(error, exit_code=ExitCode.INVALID_CONFIG, report=text)
         last_line = None
     elif (mistake := _find_mistake(error, resolved)) is not None:
-        failure = _failure_from_mistake(mistake, is_late=getattr(find_mistake(error), "is_late", False))
+        failure = _failure_from_mistake(mistake, head=getattr(find_mistake(error), "late", None))
         last_line = None
     elif isinstance(error, WriteError):
         # a result, a cache, a prepared document: training handles the files that it can go on without

@@ -67,6 +67,11 @@ def read_objective(folder: Path, name: str) -> float | None:
     return float(value) if value is not None and math.isfinite(value) else None
 
 
+def list_objectives(folder: Path) -> list[str]:
+    """Return the metrics of validation that a run has logged, any of which may be the objective."""
+    return [name for name in _last_values(folder / METRICS_FILE) if name.startswith("val")]
+
+
 def has_objective(folder: Path, name: str) -> bool:
     """Return whether the run has written the objective, as a number, NaN or inf; a summary has null for the latter."""
     logged_as = LOGGED_METRICS.get(name)

@@ -11,6 +11,7 @@ from recipes.run_folder import CONFIG_FILE, PAGE_FILE, SWEEP_FILE
 from recipes.runtime.console import LOGGER
 from recipes.sweep.command_line import resume_command, train_command
 from recipes.sweep.leaderboard import (
+    list_objectives,
     rank_jobs,
     read_objective,
     swept_overrides,
@@ -133,7 +134,9 @@ class Report:
         if value is not None and not job.state.has_failed:
             return f"{self._settings.objective} {value:.6g}"
         if job.state is State.FINISHED:
-            return f"no {self._settings.objective}"
+            others = list_objectives(job.folder)
+            hint = f"; sweep.objective=<{' | '.join(others)}> ranks the runs" if others else ""
+            return f"no {self._settings.objective}{hint}"
         return f"exit code {job.exit_code}"
 
     def _log_error_once(self, line: str) -> None:

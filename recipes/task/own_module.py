@@ -122,6 +122,8 @@ class _OfRun:
     is_placed: bool = False
     num_samples: int = 0
     window_loss: Tensor | None = None  # 0-dim, of the micro-batches of a step so far
+    num_in_window: int = 0  # micro-batches of a step so far
+    rates: dict[str, float] = field(default_factory=dict)  # with which the newest step was made, by name
     step_loss: Tensor | None = None  # 0-dim, of the newest step on this rank
     resumed_groups: list[dict[str, Any]] = field(default_factory=list)
     resumed_monitored: Mapping[str, float] = field(default_factory=dict)
@@ -199,6 +201,7 @@ class Adopted(OnEngine):
         if self.automatic_optimization and isinstance(loss, Tensor):
             earlier = of_run.window_loss
             of_run.window_loss = loss.detach() if earlier is None else earlier + loss.detach()
+            of_run.num_in_window += 1
         if is_accumulating(trainer):
             return
         if is_at_last_step(trainer):
@@ -207,9 +210,13 @@ class Adopted(OnEngine):
             # its loaders draw from the same generators, and a run with more steps has no validation here
             of_run.rng_before_end, of_run.monitored_before_end = rng_state(), get_monitored(trainer)
         of_run.step_loss, of_run.window_loss = of_run.window_loss, None
+        if of_run.step_loss is not None and of_run.num_in_window < trainer.accumulate_grad_batches:
+            # the last window of an epoch: Lightning divides by the micro-batches of a whole one, as in the gradient
+            of_run.step_loss = of_run.step_loss * (trainer.accumulate_grad_batches / of_run.num_in_window)
+        of_run.num_in_window = 0
         if not is_row_due(trainer):
             return
-        row = dict(self._list_learning_rates()) | get_step_metrics(trainer)
+        row = of_run.rates | get_step_metrics(trainer)
         if _LOSS in row:
             of_run.step_loss = None  # it logs one of its own
         self.recipes_row |= self._get_loss() | row
@@ -219,11 +226,21 @@ class Adopted(OnEngine):
         loss = self.recipes_of_run.step_loss
         return {} if loss is None else {_LOSS: self.engine.sum_over_data_ranks(loss.float()) / self.engine.data_size}
 
-    def _list_learning_rates(self) -> Iterator[tuple[str, float]]:
-        """Yield the learning rate of each optimizer by name, as of the next step."""
-        optimizers = self.trainer.optimizers
-        for index, optimizer in enumerate(optimizers):
-            yield "lr" if len(optimizers) == 1 else f"lr/optimizer_{index}", float(optimizer.param_groups[0]["lr"])
+    @override
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super().on_before_optimizer_step(optimizer)
+        self.recipes_of_run.rates |= self._list_learning_rates(optimizer)
+
+    def _list_learning_rates(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, float]]:
+        """Yield the learning rate of an optimizer, and of each of its groups if they differ, by name."""
+        name, known = "lr", [unwrap_optimizer(each) for each in self.trainer.optimizers]
+        if len(known) > 1:
+            name = f"lr/optimizer_{known.index(unwrap_optimizer(optimizer))}"
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        yield name, rates[0]
+        if len({*rates}) > 1:
+            for number, (group, rate) in enumerate(zip(optimizer.param_groups, rates, strict=True)):
+                yield f"{name}/{group.get('name', f'group_{number}')}", rate
 
     def recipes_log_last_step(self) -> None:
         """Log the loss of the last step, in whose place a module may have logged the mean of the epoch."""

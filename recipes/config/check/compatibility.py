@@ -12,6 +12,7 @@ from recipes.config.check.strategy import check_adapter
 from recipes.config.check.suggestions import list_options, read_option
 from recipes.config.check.types import to_setting
 from recipes.config.compose import CONF
+from recipes.config.epochs import read_epochs
 from recipes.config.published import read_size
 from recipes.config.resolved import ResolvedRun
 from recipes.config.signature import find_signature, read_signature
@@ -39,7 +40,7 @@ _CONTROLLED = {
     "default_root_dir": "hydra.run.dir=<folder>",
     "log_every_n_steps": "log_every=<optimizer steps>",
     "val_check_interval": "eval_every=<optimizer steps>",
-    "check_val_every_n_epoch": "eval_every=<optimizer steps>",
+    "check_val_every_n_epoch": "eval_every=<optimizer steps>, or with loaders of your own eval_every=1epochs",
     "max_epochs": "trainer.max_steps=3epochs, or trainer.max_steps=<optimizer steps>",
     "min_epochs": "trainer.min_steps=<optimizer steps>",
     "enable_checkpointing": "save_every=null for no checkpoints",
@@ -158,6 +159,7 @@ def check_compatibility(run: ResolvedRun) -> Iterator[ConfigError]:
     yield from _optimizer(config["optimizer"])
     yield from _model_shape(config["model"])
     yield from _schedule(config, run.references)
+    yield from _eval_every(run)
     if run.mode.needs is not None and run.mode.needs not in run.task.supports:
         yield ConfigError(
             f"mode={run.mode.name}",
@@ -374,6 +376,19 @@ def _model_shape(model: Mapping[str, Any]) -> Iterator[ConfigError]:
             f"model.num_heads={heads} is not divisible by {kv_heads} groups",
             f"model.num_kv_heads={_nearest_divisor(heads, kv_heads)}",
         )
+
+
+def _eval_every(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Check that an interval in epochs has epochs: the data of the recipes is a stream."""
+    typed = run.config["eval_every"]
+    if not isinstance(typed, str) or typed == "auto":
+        return
+    if read_epochs(typed) is None:
+        fix = "eval_every=<optimizer steps>" + (", or eval_every=1epochs" if run.has_own_loaders else "")
+        yield ConfigError(f"eval_every={typed}", "it takes a number of optimizer steps, auto, or whole epochs", fix)
+    elif not run.has_own_loaders:
+        reason = "the data of the recipes is a stream; only loaders of one's own have epochs"
+        yield ConfigError(f"eval_every={typed}", reason, f"eval_every={run.eval_every}, in optimizer steps")
 
 
 def _schedule(config: Mapping[str, Any], references: Mapping[str, str]) -> Iterator[ConfigError]:

@@ -1,6 +1,7 @@
 """Check every config node against the signature of its target: unknown, missing and mistyped arguments."""
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -65,6 +66,7 @@ _REPEATED = tuple(".".join(place) for place in COPIES)
 # groups whose target may be of another package -> what each of them is given by build.py
 _OF_ANY_PACKAGE = {"optimizer": "the model", "scheduler": "the step", "scheduler.torch": "an optimizer"}
 _PACKAGES = ("recipes", "callbacks", "lightning", "torch", "torchmetrics", "transformers", "optuna", "deepspeed")
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _HYDRA_ONLY = ("_args_", "_convert_", "_recursive_")  # of Hydra's own instantiation, which builds no node here
 # what to type for a text, by the setting; in a data source by its last name
 _EXAMPLES = {
@@ -142,7 +144,10 @@ def _check_node(path: str, node: Mapping[str, Any], *, is_called_elsewhere: bool
         root = target.partition(".")[0]
         own = f"PYTHONPATH=<the folder with {root}> before the command, if it is code of your own"
         is_foreign = "no package" in str(error) and not get_close_matches(root, _PACKAGES, 1)
-        yield ConfigError(f"{path}._target_={target}", str(error), own if is_foreign else _suggest_target(path, target))
+        fix = own if is_foreign else _suggest_target(path, target)
+        if error.meant is not None:
+            fix = f"{path}._target_={error.meant}.{_get_name(target)}"
+        yield ConfigError(f"{path}._target_={target}", str(error), fix)
         return
     provided = _get_provided_to(path, signature)
     untaken = sorted(provided - signature.parameters.keys())
@@ -241,7 +246,8 @@ def _check_value(where: str, value: object, signature: Signature, key: str) -> I
     example = _EXAMPLES.get(key if where.partition(".")[0] in ("data", "eval_data") else where)
     if value == "???":
         fix = f"{where}={example or f'<{blank}>'}"
-        yield ConfigError(f"no {where}", NO_DEFAULT, for_shell(fix) if "{" in fix else fix)
+        or_else = ", or data.module=null for the loaders of task.module" if where == "data.module" else ""
+        yield ConfigError(f"no {where}", NO_DEFAULT, (for_shell(fix) if "{" in fix else fix) + or_else)
     elif annotation is not None and not _is_node(value) and not matches_type(value, annotation):
         if key == "tokenizer" and where.startswith(("data.", "eval_data.")) and isinstance(value, str):
             yield explain_tokenizer(where, value)
@@ -249,6 +255,8 @@ def _check_value(where: str, value: object, signature: Signature, key: str) -> I
         fix = f"{where}={example}" if example and value is None else suggest(where, value, annotation)
         if example and example.startswith("{"):
             fix = for_shell(f"{where}={example}")
+        if example and example.startswith("{") and isinstance(value, str) and _DOTTED.fullmatch(value):
+            fix = for_shell(f"{where}={{_target_: {value}}}")
         if isinstance(value, str) and value.startswith("{") and not value.isascii():
             yield ConfigError(f"{where}={value}", NAME_RULE, for_shell(f"{where}={to_ascii(value)}"))
             return

@@ -32,7 +32,7 @@ SETTINGS: dict[str, str] = {
     "data_parallel_replicate": "Annotated[int, '>= 1'] | None",
     "data_parallel_shard": "Annotated[int, '>= 1'] | None",
     "log_every": "Annotated[int, '>= 1']",
-    "eval_every": "Annotated[int, '>= 1']",
+    "eval_every": "Annotated[int, '>= 1'] | str",
     "save_every": "Annotated[int, '>= 1'] | None",
     "save_every_minutes": "Annotated[float, '> 0'] | None",
     "eval_samples": "Annotated[int, '>= 1'] | Literal['auto'] | None",

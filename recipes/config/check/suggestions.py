@@ -1,5 +1,6 @@
 """Suggest a replacement for an unknown setting or option: the nearest name, or the option that has it."""
 
+import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
@@ -15,6 +16,7 @@ from recipes.config.check.types import matches_type
 from recipes.config.epochs import MAX_STEPS
 from recipes.config.overrides import for_shell
 from recipes.config.search_path import find_config_folders
+from recipes.config.signature import find_signature
 from recipes.errors import type_command
 
 # common names of a precision or a strategy -> option
@@ -138,6 +140,14 @@ _GROUP_ALIASES = {"experiment": "recipe", "hparams_search": "sweep", "datamodule
 # of Hydra's own settings, those that are read here
 _OF_HYDRA = ("run.dir", "sweep.dir", "searchpath", "mode")
 # common names of a number of passes over the data
+_CLASS = re.compile(r"[a-z_]\w*(\.\w+)*\.[A-Z]\w*")  # a dotted path
+# what takes a class of Lightning that was typed as an option of a group
+_OF_LIGHTNING = {
+    "model": ("task=lightning", "task.module={{_target_: {}}}"),
+    "task": ("task=lightning", "task.module={{_target_: {}}}"),
+    "data": ("data=lightning", "data.module={{_target_: {}}}"),
+}
+_OF_MODULE = ("optimizer.", "model.", "scheduler.")  # sections in whose place a LightningModule has arguments
 _EPOCHS = ("epochs", "max_epochs", "num_epochs", "num_train_epochs", "n_epochs")
 # settings that no other single setting replaces -> what to type
 _REPLACED = {
@@ -178,6 +188,9 @@ def suggest_option(group: str, wrong: str, typed: Sequence[str] = ()) -> str:
         return "logger=[csv,tensorboard,wandb]"
     if group == "trainer" and wrong.lower() in _TRAINERS:
         return _TRAINERS[wrong.lower()]
+    if not near and group in ("model", "task", "data") and _CLASS.fullmatch(wrong):
+        choice, section = _OF_LIGHTNING[group]
+        return f"{group}._target_={wrong}, or of Lightning {choice} {for_shell(section.format(wrong))}"
     if not near and group == "recipe":
         return f"'hydra.searchpath=[file://<the folder with recipe/{wrong}.yaml>]' recipe={wrong}"
     if not near:
@@ -277,8 +290,12 @@ def suggest_setting(
         return _SWITCHES[wrong] if value.lower() in ("true", "1", "yes", "on") else "the same command without it"
     if wrong in _EPOCHS and section in ([], ["trainer"]):
         return _suggest_epochs(value)
+    if alias is not None and not section and alias.startswith(_OF_MODULE) and _has_own_training(config):
+        return f"task.module.{wrong}={value}"
     if alias is not None and (not section or alias.rpartition(".")[0] in ("", ".".join(section))):
         return f"{alias}={value}"
+    if not section and wrong == "module" and _CLASS.fullmatch(value):
+        return suggest_option("model", value)
     if not section and wrong in _GROUP_ALIASES:
         return suggest_option(_GROUP_ALIASES[wrong], value, search_path)
     if section == ["hydra"] and len(missing) == 1 and (near := get_close_matches(wrong, _OF_HYDRA, 1)):
@@ -299,6 +316,12 @@ def suggest_setting(
         return ", or ".join(f"{choice} {for_shell(typed.lstrip('+'))}" for choice in choices)
     fitting = [name for name in names if len(missing) > 1 or _takes(config, ".".join([*section, name]), override)]
     return find_nearest(section, missing, names, value, search_path, fitting=fitting)
+
+
+def _has_own_training(config: Any) -> bool:
+    """Return whether the training is that of a LightningModule of one's own, with settings of its own."""
+    target = OmegaConf.select(config, "task._target_")
+    return find_signature(target).constants.get("has_own_training") is True
 
 
 def suggest_nested(group: str, option: str, config: Any, typed: Sequence[str]) -> str:

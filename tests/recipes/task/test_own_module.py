@@ -1,5 +1,6 @@
 """A LightningModule of one's own: its own Trainer's losses bit for bit, also after a resume anywhere."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,10 @@ def test_the_losses_are_those_of_its_own_trainer_bit_for_bit(tmp_path: Path, exp
     assert [*logged] == [*range(1, 31)]
     assert [*get_column(tmp_path, "val_loss")] == [10, 20, 30]
     assert get_column(tmp_path, "epochs") == {13: 1.0, 26: 2.0, 30: 3.0}
+    printed = re.findall(r"step +(\d+)/30  loss (\S+)", (tmp_path / "train.log").read_text())
+    assert [(int(step), float(loss)) for step, loss in printed] == [
+        (step, round(loss, 4)) for step, loss in returned.items()
+    ]
 
 
 @pytest.mark.parametrize("stop", [9, 13, 20, 26])
@@ -108,18 +113,52 @@ def test_reduce_lr_on_plateau_makes_the_steps_of_a_run_that_has_not_stopped(
 
 
 def test_accumulation_and_clipping_give_the_losses_of_its_own_trainer(tmp_path: Path) -> None:
-    rows = train_in_a_script(own_modules.Classifier, 20, accumulate_grad_batches=2, val_check_interval=20)
-    run(tmp_path, *own("trainer.max_steps=20", "trainer.accumulate_grad_batches=2"))
+    by_epoch = {"val_check_interval": 1.0, "check_val_every_n_epoch": 1}
+    rows = train_in_a_script(own_modules.Classifier, 20, accumulate_grad_batches=2, **by_epoch)
+    run(tmp_path, *own("trainer.max_steps=20", "trainer.accumulate_grad_batches=2", "eval_every=auto"))
     logged = [*get_column(tmp_path, "train_loss").values()]
     # an epoch has 13 batches, so its seventh step is of one
     ends = [number for number in range(len(rows)) if number % 13 % 2 or number % 13 == 12]
     found = [rows[number]["train_loss"] for number in ends]
     assert to_float32(logged) == to_float32(found)
+    # by default a validation is at the end of each epoch, and at that of the run
+    assert [*get_column(tmp_path, "val_loss")] == [7, 14, 20]
+    means = [
+        rows[end]["train_loss"] if end % 13 == 12 else (rows[end - 1]["train_loss"] + rows[end]["train_loss"]) / 2
+        for end in ends
+    ]
+    # sums of float32 in another order
+    assert [*get_column(tmp_path, "train/loss").values()] == pytest.approx(means, rel=1e-6)
     clipped = train_in_a_script(own_modules.Classifier, 20, gradient_clip_val=0.3)
     run(tmp_path / "clipped", *own("trainer.max_steps=20", "trainer.gradient_clip_val=0.3"))
     found = [*get_column(tmp_path / "clipped", "train_loss").values()]
     # ours adds the squares of the norm in float64
     assert found == pytest.approx([row["train_loss"] for row in clipped], rel=2e-6)
+
+
+def test_validations_are_counted_in_optimizer_steps_whatever_an_epoch_leaves_over(tmp_path: Path) -> None:
+    run(tmp_path, *own("trainer.max_steps=17", "trainer.accumulate_grad_batches=2", "eval_every=5"))
+    assert [*get_column(tmp_path, "val_loss")] == [5, 10, 15, 17]
+    run(tmp_path / "second", *own("trainer.max_steps=30", "eval_every=2epochs"))
+    assert [*get_column(tmp_path / "second", "val_loss")] == [26, 30]
+
+
+def test_a_row_has_the_learning_rate_of_each_group_that_its_step_was_made_with(tmp_path: Path) -> None:
+    run(tmp_path, *own("trainer.max_steps=9", module="Grouped"))
+    module = own_modules.Grouped()
+    configured: Any = module.configure_optimizers()
+    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    for step in range(1, 10):
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for name, rate in zip(("lr", "lr/head", "lr/group_1"), (rates[0], rates[0], rates[1]), strict=True):
+            assert get_column(tmp_path, name)[step] == pytest.approx(rate, rel=1e-8), (name, step)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_a_plateau_of_a_metric_of_validation_needs_no_setting(tmp_path: Path) -> None:
+    run(tmp_path, *own("trainer.max_epochs=2", "eval_every=auto", module="Plateau"))
+    assert [*get_column(tmp_path, "val_loss")] == [13, 26]
 
 
 def test_two_optimizers_of_a_module_step_and_resume_as_under_its_own_trainer(tmp_path: Path) -> None:
@@ -247,6 +286,57 @@ def test_what_cannot_work_is_refused_before_the_run(name: str) -> None:
 def test_a_class_of_lightning_in_another_place_is_answered_with_the_command(override: str, fix: str) -> None:
     mistakes = compose_and_check([override, "data=digits", "model=resnet18"])[1]
     assert fix in [mistake.fix for mistake in mistakes], mistakes
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("lr=1e-2", "task.module.lr=1e-2"),
+        ("task.module=own_modules.Classifier", "'task.module={_target_: own_modules.Classifier}'"),
+        (
+            "module=own_modules.Classifier",
+            "model._target_=own_modules.Classifier, or of Lightning"
+            " task=lightning 'task.module={_target_: own_modules.Classifier}'",
+        ),
+        (
+            "data=own_modules.Rows",
+            "data._target_=own_modules.Rows, or of Lightning data=lightning 'data.module={_target_: own_modules.Rows}'",
+        ),
+        (
+            "task.module={_target_: own_project.model.Net}",
+            "task.module._target_=own_project.models.Net",
+        ),
+        ("eval_every=half", "eval_every=<optimizer steps>, or eval_every=1epochs"),
+    ],
+)
+def test_a_word_for_a_class_or_setting_of_the_module_is_answered_with_the_command(
+    override: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_project").mkdir()
+    (tmp_path / "own_project/models.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    typed = [*own(*([] if override.startswith("task.module") else [MODULE]))]
+    typed = [word for word in typed if not (override.startswith("task.module") and word.startswith("task.module"))]
+    if override.startswith("data="):
+        typed = ["task=lightning", MODULE]
+    _, mistakes = compose_and_check([*typed, override])
+    assert fix in [mistake.fix for mistake in mistakes]
+
+
+def test_an_interval_in_epochs_needs_loaders_with_epochs() -> None:
+    _, mistakes = compose_and_check(["eval_every=2epochs"])
+    assert [mistake.fix for mistake in mistakes] == ["eval_every=100, in optimizer steps"]
+
+
+def test_a_loss_that_validation_does_not_log_ends_the_run_with_the_nearest_that_it_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = own("trainer.max_epochs=1", "eval_every=auto", "checkpoint.monitor=valloss")
+    assert execute(*overrides, f"hydra.run.dir={tmp_path}") == ExitCode.INVALID_CONFIG
+    printed = capsys.readouterr().out
+    assert "The run has ended after its first validation." in printed
+    assert "nothing was built" not in printed
+    assert "type: checkpoint.monitor=val_loss, or checkpoint.keep_best=0" in printed
 
 
 def test_a_batch_may_hold_no_tensor(tmp_path: Path) -> None:

@@ -18,12 +18,11 @@ from recipes.config.traits import list_nodes
 
 # command line -> what is said of it, in any order; several mistakes share a composition
 WRONG = {
-    "checkpoint.save_every=0 checkpoint.eval_every=-1 checkpoint.save_every_minutes=0 scheduler.num_steps=0"
+    "checkpoint.save_every=0 checkpoint.save_every_minutes=0 scheduler.num_steps=0"
     " optimizer.lr=1e39 optimizer.eps=1e-46 optimizer.weight_decay=inf trainer.gradient_clip_val=nan"
     " model.hidden_size=4294967296 plan.memory_gib=inf plan.dollars_per_hour=nan data.seq_len=0 save_every=0"
     " warmup_steps=10000000000000000000": [
         "checkpoint.save_every=0: it must be at least 1; type checkpoint.save_every=<at least 1>",
-        "checkpoint.eval_every=-1: it must be at least 1; type checkpoint.eval_every=<at least 1>",
         "checkpoint.save_every_minutes=0: it must be above 0; type checkpoint.save_every_minutes=<above 0>",
         "scheduler.num_steps=0: it must be at least 1; type scheduler.num_steps=<at least 1>",
         "optimizer.lr=1e39: it must be finite in float32 and above 0;"
