@@ -71,7 +71,7 @@ from recipes.runtime.world import Ranks, global_rank
 from recipes.task.base import CompilationLog, TrainingTask
 from recipes.task.frozen import FrozenModel
 from recipes.task.one_lightning import import_as_one
-from recipes.task.own_loaders import end_after, record_epochs
+from recipes.task.own_loaders import check_loaders, end_after, record_epochs
 from recipes.task.own_module import Adopted, leave_optimization_to_module
 
 SINGLE_DEVICE = {"_target_": "recipes.strategy.single.SingleDevice", "_partial_": True}
@@ -282,6 +282,7 @@ def _adopt(
     make_task = make(resolved.config["task"])
     task: Adopted = make_task(seed=resolved.seed, precision=precision, compile_mode=resolved.compile_mode).adopt()
     if resolved.has_own_loaders:
+        check_loaders(task, data)
         record_epochs(task if data is None else data)
     if resolved.epochs is not None:
         end_after(trainer, resolved.epochs)

@@ -6,6 +6,7 @@ Overrides of private Lightning methods stay in the subclass that needs them
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -20,6 +21,8 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+
+from recipes.errors import ConfigError
 
 # Attributes that Lightning sets from its connectors, so that its type annotations do not have them.
 
@@ -233,6 +236,27 @@ def set_monitored(trainer: lightning.Trainer, values: Mapping[str, float]) -> No
     connector: Any = trainer._logger_connector
     for name, value in values.items():
         connector._callback_metrics.setdefault(name, torch.tensor(value, dtype=torch.float64))
+
+
+_OF_PLATEAU = re.compile(r"ReduceLROnPlateau conditioned on metric (\S+) which is not .* are: \[(.*?)\]")
+_OF_EARLY_STOP = re.compile(
+    r"Early stopping conditioned on metric `(\S+)` which is not .* following: `(.*?)`$", re.DOTALL
+)
+
+
+def explain_missing_metric(error: BaseException) -> ConfigError | None:
+    """Return what to type where Lightning (2.6.6) lacks the metric that a schedule or EarlyStopping follows."""
+    if found := _OF_PLATEAU.match(str(error)):
+        setting, fix = "monitor of the ReduceLROnPlateau: ", "another monitor in configure_optimizers"
+        fix = f"eval_every=1epochs for a metric of validation, or {fix}"
+    elif found := _OF_EARLY_STOP.match(str(error)):
+        setting, fix = "callbacks.early_stop.monitor=", "callbacks.early_stop.monitor=<one of these>"
+    else:
+        return None
+    logged = " ".join(name.strip("'` ") for name in found[2].split(",")) or "nothing"
+    mistake = ConfigError(f"{setting}{found[1]}", f"it has not been logged by now; logged so far: {logged}", fix)
+    mistake.late = "The run has ended: it follows a metric that is not there."
+    return mistake
 
 
 def complete_batch(trainer: lightning.Trainer) -> bool:

@@ -289,3 +289,13 @@ class OfLightning1(Classifier):
 
     def training_epoch_end(self, outputs: Any) -> None:
         """Do nothing."""
+
+
+class WithoutLoaders(lightning.LightningDataModule):
+    """A data module that has lost its loaders."""
+
+
+class TrainingOnly(Rows):
+    """A data module without a validation."""
+
+    val_dataloader = lightning.LightningDataModule.val_dataloader  # type: ignore[assignment]  # not overridden

@@ -4,6 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
 from recipes.build import Run
 from recipes.checkpoint.ending import describe_ending
 from recipes.checkpoint.manifest import read_manifest
@@ -15,7 +17,7 @@ from recipes.data.datamodule import StreamDataModule
 from recipes.engine import get_engine
 from recipes.entry.out_of_memory import write_error_report
 from recipes.files import count
-from recipes.lightning_internals import get_callbacks, restore_within
+from recipes.lightning_internals import explain_missing_metric, get_callbacks, restore_within
 from recipes.logger.summary import SummaryWriter
 from recipes.mode.load import restoring
 from recipes.mode.start import RunStartCallback, get_checkpoint_io, log_event
@@ -112,6 +114,10 @@ def _fit(run: Run) -> None:
         restore_within(run.trainer, lambda: restoring(run))
     try:
         run.trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint, weights_only=True)
+    except (MisconfigurationException, RuntimeError) as error:
+        if (mistake := explain_missing_metric(error)) is None:
+            raise
+        raise mistake from error
     except SystemExit as exit_request:
         log_event(run, "end", run.trainer.global_step, status="interrupted")
         # Lightning turns Ctrl-C into exit(1), which looks like a crash

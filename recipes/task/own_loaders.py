@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as lightning
 import torch
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
@@ -27,6 +28,29 @@ from recipes.lightning_internals import begin_epoch, end_after_epochs, get_train
 LOGGER = logging.getLogger("lightning_recipes")
 _EPOCH = "epoch_"  # before the source of a generator's state, of the beginning of the epoch
 _NUM_READ = "epoch_batches"
+
+
+def check_loaders(task: lightning.LightningModule, data: lightning.LightningDataModule | None) -> None:
+    """Check that there are loaders to train on, and say so if there are none for a validation that is written.
+
+    Args:
+        task: The module.
+        data: Its data module; None: it has the loaders itself.
+
+    Raises:
+        ConfigError: Neither has training loaders.
+    """
+    owner: Any = task if data is None else data
+    name = type(owner).__name__
+    if not is_overridden("train_dataloader", owner):
+        setting = "data.module=null" if data is None else f"data.module._target_={name}"
+        fix = "'data.module={_target_: <module.Class>}', or data=digits 'task.batch=[inputs, targets]' for data of ours"
+        raise ConfigError(setting, f"{name} has no train_dataloader()", fix)
+    validates, has_loaders = is_overridden("validation_step", task), is_overridden("val_dataloader", owner)
+    if validates and not has_loaders:
+        LOGGER.warning(f"No validation: {name} has no val_dataloader(), so no checkpoint is the best")
+    elif has_loaders and not validates:
+        LOGGER.warning(f"No validation: {type(task).__name__} has no validation_step(), so no checkpoint is the best")
 
 
 def record_epochs(owner: Any) -> None:

@@ -408,3 +408,38 @@ def test_another_class_is_named_with_what_to_type(tmp_path: Path, capsys: pytest
     wrong = "task.module={_target_: own_modules.Rows}"
     assert execute(*arguments, wrong, f"hydra.run.dir={tmp_path}") == ExitCode.INVALID_CONFIG
     assert "it is not a LightningModule" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "said"),
+    [
+        (
+            "Classifier",
+            "null",
+            "1. data.module=null Classifier has no train_dataloader() type: 'data.module={_target_:",
+        ),
+        ("Classifier", "{_target_: own_modules.WithoutLoaders}", "WithoutLoaders has no train_dataloader()"),
+        ("{_target_: own_modules.Plateau, monitor: val_mae}", "{_target_: own_modules.Rows}", "Plateau: val_mae"),
+        ("Classifier", "{_target_: own_modules.Rows}", "callbacks.early_stop.monitor=val/loss"),
+    ],
+)
+def test_missing_loaders_and_metrics_are_answered_without_a_traceback(
+    module: str, data: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = own("trainer.max_epochs=1", "eval_every=auto", data=data, module="Classifier" if "{" in module else module)
+    changed = [f"task.module={module}"] if "{" in module else ["callbacks.early_stop.patience=1"]
+    assert execute(*typed, *changed, f"hydra.run.dir={tmp_path}") == ExitCode.INVALID_CONFIG
+    printed = " ".join(capsys.readouterr().out.split())
+    assert said in printed
+    assert "Traceback" not in printed
+    if "Rows" in data:
+        assert "nothing was built" not in printed
+        assert "logged so far: " in printed
+    if "Plateau" in said:
+        assert "type: eval_every=1epochs for a metric of validation" in printed
+
+
+def test_a_validation_without_loaders_is_said_to_be_none(tmp_path: Path) -> None:
+    run(tmp_path, *own("trainer.max_steps=3", "eval_every=auto", data="{_target_: own_modules.TrainingOnly}"))
+    assert "No validation: TrainingOnly has no val_dataloader()" in (tmp_path / "train.log").read_text()
+    assert get_column(tmp_path, "val_loss") == {}
