@@ -470,8 +470,7 @@ def _build_metrics(resolved: ResolvedRun, loss: Loss) -> dict[str, Metric]:
         if node is None:  # disabled by `metrics.f1=null`, as for a callback
             continue
         metric = _make_member(f"metrics.{name}", node)
-        if num_outputs is not None:
-            check_metric(name, metric, loss=loss, num_outputs=num_outputs, target_kind=resolved.target_kind)
+        check_metric(name, metric, loss=loss, num_outputs=num_outputs, target_kind=resolved.target_kind)
         metrics[name] = metric
     return metrics
 

@@ -19,6 +19,7 @@ from recipes.loss import Batch, Loss, Term, logged_by_count
 from recipes.numerics.loss import sum_by_source
 
 _PREFIX = "val/"
+_TO_METRICS = "def to_metrics(self, outputs, batch), returning predictions and targets,"  # of a loss of one's own
 _MAX_LOSS = 700.0  # e^710 overflows a float64; a loss that large means a broken model
 
 
@@ -187,6 +188,31 @@ class ValidationMetrics:
         divisors = torch.stack([counts[per].double() for per in measures.values()])  # [K]
         self._measured.update(sums, divisors.to(sums.device))
 
+    def try_outputs(self, outputs: Tensor, batch: Batch) -> None:
+        """Try the metrics on outputs of the model, so that what does not fit is found before the first step.
+
+        Raises:
+            ConfigError: The loss makes no predictions of them, or a metric rejects those.
+        """
+        if not self._reads_outputs:
+            return
+        try:
+            preds, target = self._loss.to_metrics(outputs, batch)  # [N, …] each
+        except Exception as error:  # it may be one's own
+            reason = f"its to_metrics() fails on what the model returns, {_first_line(error)}"
+            fix = f"metrics=none, or {_TO_METRICS} in that class"
+            raise ConfigError(f"loss._target_={_get_path(self._loss)}", reason, fix) from error
+        offered = {"preds": preds, "target": target}
+        for name, metric in self._metrics.items(keep_base=True):
+            if "preds" in inspect.signature(metric.update).parameters and len(target):
+                key = f"metrics.{name.removeprefix(self._prefix)}"
+                try:
+                    metric.clone().update(**metric._filter_kwargs(**offered))
+                except Exception as error:  # metrics raise many types for unsuitable input
+                    reason = f"it rejects predictions {[*preds.shape]} and targets {[*target.shape]} of the data"
+                    shown = f"{key}._target_={type(metric).__name__}"
+                    raise ConfigError(shown, f"{reason}: {_first_line(error)}", f"'~{key}'") from error
+
     def update_sources(self, losses: Tensor, targets: Tensor, sources: Tensor) -> None:
         """Add the loss of each target [B, T], by the source of its sample [B]."""
         self._by_source.update(*sum_by_source(losses, targets, sources, num_sources=len(self._sources)))
@@ -212,18 +238,19 @@ class ValidationMetrics:
         return found
 
 
-def check_metric(name: str, metric: object, *, loss: Loss, num_outputs: int, target_kind: str) -> None:
-    """Try a metric on two samples, so that an unsuitable one fails before the first step.
+def check_metric(name: str, metric: object, *, loss: Loss, num_outputs: int | None, target_kind: str) -> None:
+    """Try a metric on two samples, so that an unsuitable one fails before anything is loaded.
 
     Args:
         name: Key in the config section `metrics`.
         metric: Object instantiated from the node.
         loss: Loss whose predictions it gets.
-        num_outputs: V.
+        num_outputs: V; None: no setting of the model says, and the model's own first outputs are tried later.
         target_kind: Kind of the targets of the data.
 
     Raises:
-        ConfigError: `metric` is not a `torchmetrics.Metric`, rejects the predictions, or returns several values.
+        ConfigError: `metric` is not a `torchmetrics.Metric`, rejects the predictions, or returns several values; or it
+            reads predictions, and the loss makes none.
     """
     kind = type(metric).__name__
     if not isinstance(metric, Metric):
@@ -232,10 +259,17 @@ def check_metric(name: str, metric: object, *, loss: Loss, num_outputs: int, tar
             "it is not a torchmetrics.Metric",
             f"metrics.{name}._target_=<a class of torchmetrics.classification>",
         )
+    reads_outputs = "preds" in inspect.signature(metric.update).parameters
+    if reads_outputs and not loss.offers_predictions:
+        reason = f"metrics.{name} compares predictions with targets, and it has no to_metrics(), which returns them"
+        fix = f"metrics=none, or {_TO_METRICS} in that class"
+        raise ConfigError(f"loss._target_={_get_path(loss)}", reason, fix)
+    example = None if num_outputs is None else loss.example(num_outputs, target_kind)
+    if example is None:
+        return
     tried = metric.clone()
     tried.distributed_available_fn = lambda: False  # no collectives: this test is local to the rank
     collection = MetricCollection({name: tried}, compute_groups=False)
-    example = loss.example(num_outputs, target_kind)
     preds, target = loss.to_metrics(example.outputs, {"targets": example.targets})
     offered = {"preds": preds, "target": target, "loss_sum": torch.tensor(1.0), "num_targets": torch.tensor(2)}
     try:
@@ -244,7 +278,7 @@ def check_metric(name: str, metric: object, *, loss: Loss, num_outputs: int, tar
     except Exception as error:  # metrics raise many types for unsuitable input
         raise ConfigError(
             f"metrics.{name}._target_={kind}",
-            f"it rejects {example.offered}: {str(error).partition(chr(10))[0]}",
+            f"it rejects {example.offered}: {_first_line(error)}",
             f"metrics.{name}._target_=<{example.fitting}>, or '~metrics.{name}'",
         ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
@@ -253,3 +287,11 @@ def check_metric(name: str, metric: object, *, loss: Loss, num_outputs: int, tar
             "it returns several values, but val/… holds one",
             f"metrics.{name}.average=macro, or '~metrics.{name}'",
         )
+
+
+def _get_path(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -128,6 +128,15 @@ class Cubed(TargetLoss):
         return torch.where(targets.isnan(), 0.0, (outputs.float() - targets).abs() ** 3)
 
 
+class Absolute(TargetLoss):
+    """Absolute error of numbers, or of class numbers, which offers no predictions to metrics."""
+
+    target_kinds: ClassVar[tuple[str, ...]] = ("values", "classes")
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs.float() - targets).abs()
+
+
 class WithoutLosses(TargetLoss):
     """A loss that lacks its only method."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from recipes.numerics.head_loss import HeadLoss
-from recipes.numerics.loss import IGNORE_INDEX
+from recipes.numerics.loss import IGNORE_INDEX, widen
 
 Batch = Mapping[str, Any]
 NUM_TARGETS = "num_targets"
@@ -142,7 +142,12 @@ class Loss(ABC):
         Returns:
             [N, …] and [N, …], N predictions that carry loss.
         """
-        raise NotImplementedError(f"{type(self).__name__} offers no predictions to metrics: type metrics=none")
+        raise NotImplementedError("a loss without it is used with metrics=none, which the check before the run says")
+
+    @property
+    def offers_predictions(self) -> bool:
+        """Whether `to_metrics` is written."""
+        return type(self).to_metrics is not Loss.to_metrics
 
     def to_predictions(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return what `mode=predict` writes of each sample beside its target and loss, by column, [B, …].
@@ -153,20 +158,22 @@ class Loss(ABC):
         """
         return {}
 
-    def example(self, num_outputs: int, kind: str) -> Example:
-        """Return two samples, on which metrics are tried before the first step.
+    def example(self, num_outputs: int, kind: str) -> Example | None:
+        """Return two samples, on which metrics are tried before anything is loaded; None: there are none.
 
         Args:
             num_outputs: V.
             kind: Kind of the targets, one of `target_kinds`.
         """
-        raise NotImplementedError(f"{type(self).__name__} offers no predictions to metrics: type metrics=none")
+        return None
 
 
 class TargetLoss(Loss):
     """A loss of each target by itself, divided by the number of targets.
 
-    A subclass returns the losses of single targets; sums, counts and means of samples follow.
+    A subclass returns the losses of single targets; sums, counts and means of samples follow. Of a loss that reads
+    `values` and nothing else, metrics and `mode=predict` take the outputs for the predicted values: override
+    `to_metrics` and `to_predictions` where they are something else, such as logarithms.
     """
 
     @abstractmethod
@@ -194,6 +201,55 @@ class TargetLoss(Loss):
     def per_sample(self, outputs: Tensor, batch: Batch) -> Tensor:
         losses, carries = self.losses(outputs, batch["targets"]), self.has_loss(batch["targets"])
         return losses.reshape(len(losses), -1).sum(dim=1) / carries.reshape(len(losses), -1).sum(dim=1)  # [B]
+
+    @property
+    def _predicts_values(self) -> bool:
+        return tuple(self.target_kinds) == ("values",)
+
+    @property
+    def offers_predictions(self) -> bool:
+        return self._predicts_values or type(self).to_metrics is not TargetLoss.to_metrics
+
+    def to_metrics(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return predictions and targets of the samples of which all numbers are known, [N, V] or [N]."""
+        if not self._predicts_values:
+            return super().to_metrics(outputs, batch)
+        targets = batch["targets"]
+        predicted = match(widen(outputs), targets)
+        carries = self.has_loss(targets).reshape(len(targets), -1).all(dim=1)  # [B]
+        return predicted[carries], targets[carries].to(predicted.dtype)
+
+    def to_predictions(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Return the `values` in the shape of the targets; the `outputs` if they have another one."""
+        if not self._predicts_values:
+            return super().to_predictions(outputs, batch)
+        shape = batch["targets"].shape
+        if outputs.shape not in (shape, (*shape, 1)):
+            return {"outputs": widen(outputs)}
+        return {"values": widen(outputs).view(shape)}
+
+    def example(self, num_outputs: int, kind: str) -> Example | None:
+        if not self._predicts_values:
+            return super().example(num_outputs, kind)
+        targets = torch.arange(2 * num_outputs, dtype=torch.float32).view(2, num_outputs)  # [2, V]
+        offered = f"numbers [N, {num_outputs}] and numbers [N, {num_outputs}]"
+        return Example(targets + 1, targets, offered, "a metric of torchmetrics.regression")
+
+
+def match(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return outputs in the shape of the targets: [B, 1] becomes [B], which would else broadcast to [B, B].
+
+    Raises:
+        ValueError: The shapes differ otherwise.
+    """
+    if outputs.shape == (*targets.shape, 1):
+        return outputs.squeeze(-1)
+    if outputs.shape != targets.shape:
+        shapes = f"outputs {list(outputs.shape)} and targets {list(targets.shape)}"
+        raise ValueError(
+            f"{shapes}: a loss of numbers needs one output per number; set model.num_classes to their number"
+        )
+    return outputs
 
 
 def sum_by_count(terms: Sequence[Term]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from recipes.loss import Batch, Example, TargetLoss
+from recipes.loss import TargetLoss, match
 from recipes.numerics.loss import widen
 
 
@@ -26,45 +26,10 @@ class _Regression(TargetLoss):
 
     @override
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        predicted = _match(widen(outputs), targets)
+        predicted = match(widen(outputs), targets)
         carries = self.has_loss(targets)
         known = torch.where(carries, targets, 0.0).to(predicted.dtype)
         return torch.where(carries, self.compare(predicted, known), 0.0)
-
-    @override
-    def to_metrics(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return predictions and targets of the samples of which all numbers are known, [N, V] or [N]."""
-        targets = batch["targets"]
-        predicted = _match(widen(outputs), targets)
-        carries = self.has_loss(targets).reshape(len(targets), -1).all(dim=1)  # [B]
-        return predicted[carries], targets[carries].to(predicted.dtype)
-
-    @override
-    def to_predictions(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return the `values`, in the shape of the targets."""
-        return {"values": _match(widen(outputs), batch["targets"])}
-
-    @override
-    def example(self, num_outputs: int, kind: str) -> Example:
-        targets = torch.arange(2 * num_outputs, dtype=torch.float32).view(2, num_outputs)  # [2, V]
-        offered = f"numbers [N, {num_outputs}] and numbers [N, {num_outputs}]"
-        return Example(targets + 1, targets, offered, "a metric of torchmetrics.regression")
-
-
-def _match(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return outputs in the shape of the targets: [B, 1] becomes [B], which would else broadcast to [B, B].
-
-    Raises:
-        ValueError: The shapes differ otherwise.
-    """
-    if outputs.shape == (*targets.shape, 1):
-        return outputs.squeeze(-1)
-    if outputs.shape != targets.shape:
-        shapes = f"outputs {list(outputs.shape)} and targets {list(targets.shape)}"
-        raise ValueError(
-            f"{shapes}: a loss of numbers needs one output per number; set model.num_classes to their number"
-        )
-    return outputs
 
 
 class MSE(_Regression):

@@ -38,7 +38,8 @@ class Supervised(TrainingTask):
         """Try the loss of some samples on the host: a GPU would report a class that is out of range as a lost device.
 
         Raises:
-            ConfigError: The model takes other images, or returns another number of outputs than the targets have.
+            ConfigError: The model takes other images, or returns another number of outputs than the targets have; or
+                the metrics cannot read them.
         """
         super().on_fit_start()
         data = get_data(self.trainer)
@@ -58,7 +59,9 @@ class Supervised(TrainingTask):
         except (RuntimeError, TypeError, ValueError):
             return  # it reads values, or the first step raises this again, with its traceback
         if isinstance(outputs, Tensor):
-            self._try_loss(torch.zeros(outputs.shape), batch, model)
+            made_up = torch.zeros(outputs.shape)
+            self._try_loss(made_up, batch, model)
+            self.val_metrics.try_outputs(self._without_padding(made_up), batch)
 
     def _try_loss(self, outputs: Tensor, batch: Batch, model: nn.Module) -> None:
         try:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support import composed_config, execute, resolved
+from support import composed_config, execute, read_metrics, resolved
 
 from recipes.build import build
 from recipes.errors import ConfigError
@@ -41,6 +41,37 @@ def test_outputs_that_do_not_fit_the_targets_are_a_mistake(typed: list[str], mes
     with pytest.raises(ConfigError) as error:
         run.trainer.fit(run.task, datamodule=run.data)
     assert str(error.value) == message
+
+
+def test_a_loss_without_predictions_is_a_mistake_where_metrics_read_them(tmp_path: Path) -> None:
+    typed = [*SMALL, *ROWS, "loss._target_=dataset_cases.Absolute"]
+    with pytest.raises(ConfigError) as error:
+        build(resolved(composed_config(*typed, "metrics=regression"), tmp_path))
+    assert str(error.value) == (
+        "loss._target_=dataset_cases.Absolute: metrics.mean_absolute_error compares predictions with targets, and it"
+        " has no to_metrics(), which returns them; type metrics=none, or def to_metrics(self, outputs, batch),"
+        " returning predictions and targets, in that class"
+    )
+    build(resolved(composed_config(*typed), tmp_path))
+
+
+def test_outputs_that_are_no_predictions_are_a_mistake_before_the_first_step(tmp_path: Path) -> None:
+    typed = [*SMALL, *ROWS, "model.num_outputs=2", "loss._target_=dataset_cases.Likelihood", "metrics=regression"]
+    run = build(resolved(composed_config(*typed), tmp_path))
+    with pytest.raises(ConfigError) as error:
+        run.trainer.fit(run.task, datamodule=run.data)
+    assert str(error.value).startswith(
+        "loss._target_=dataset_cases.Likelihood: its to_metrics() fails on what the model returns, outputs [8, 2] and"
+        " targets [8, 1]"
+    )
+    assert run.trainer.global_step == 0
+
+
+def test_the_outputs_of_a_loss_of_ones_own_are_predicted_values(tmp_path: Path) -> None:
+    typed = [*SMALL, *ROWS, "loss._target_=dataset_cases.Cubed", "metrics=regression", "eval_every=2", "eval_samples=4"]
+    assert execute(*typed, f"hydra.run.dir={tmp_path}") == 0
+    last = read_metrics(tmp_path)[-1]
+    assert last["val/mean_absolute_error"] ** 3 <= last["val/loss"], "by Jensen's inequality"
 
 
 def test_a_loss_of_several_outputs_for_each_target_is_none(tmp_path: Path) -> None:
