@@ -119,6 +119,16 @@ class Perceptron(nn.Module):
     def init_buffers(self) -> None: ...
 
 
+class OfThreeClasses(Perceptron):
+    def __init__(self, *, num_classes: int = 3, width: int = 16) -> None:
+        super().__init__(num_outputs=num_classes, width=width)
+
+
+class OfComputedClasses(OfThreeClasses):
+    def __init__(self, *, num_classes: int = len("abc"), width: int = 16) -> None:
+        super().__init__(num_classes=num_classes, width=width)
+
+
 class Cubed(TargetLoss):
     """Mean cubed error, which takes no setting of `loss=mse` or `loss=cross_entropy`."""
 

@@ -1,6 +1,5 @@
 """Compose the command line into one plain, resolved config and its run folder; imports neither torch nor Lightning."""
 
-import copy
 import dataclasses
 import glob
 import os
@@ -20,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from recipes.config.cached_compose import compose_overrides
+from recipes.config.classes import leave_out_top_k, take_num_classes
 from recipes.config.epochs import take_epochs, write_epochs
 from recipes.config.instantiate import PARTIAL, RULES, TARGET
 from recipes.config.local_path import find_address
@@ -70,6 +70,7 @@ class Composed:
         typed: Overrides of this command line alone.
         dropped_overrides: Overrides of the resumed run that no longer apply, because another option was chosen.
         added_settings: Settings that the config of the resumed run does not have, because a later version added them.
+        left_out: Metrics that are left out, each with why.
         choices: Option chosen for each group, to name it in messages.
         references: Key of each setting that only refers to another one, and that one: `data.seq_len` to `seq_len`.
         sweep_overrides: Overrides that a sweep varies: `hydra.sweeper.params`, then those typed with
@@ -87,6 +88,7 @@ class Composed:
     typed: list[str] = field(default_factory=list)
     dropped_overrides: list[str] = field(default_factory=list)
     added_settings: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
     references: dict[str, str] = field(default_factory=dict)
     sweep_overrides: list[str] = field(default_factory=list)
     config_folder: str = str(CONF)
@@ -217,7 +219,7 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
     added: list[str] = []
     inherited, dropped = select_inherited(resumed, overrides, config_folder, config_name) if resumed else ([], [])
     node = compose_overrides([*inherited, *overrides], config_folder, config_name)
-    node = _leave_out_untaken(node, [*inherited, *overrides])
+    node = _fit_to_classes(node, [*inherited, *overrides])
     epochs = take_epochs(node)
     config = _to_plain(node)
     if isinstance(config.get("resume"), str):
@@ -227,11 +229,12 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
     if resumed is None:
         config = take_tokenizer(config, _get_run_folder(node), overrides)
     if resumed and recorded is not None:
-        before = _to_plain(_leave_out_untaken(recorded, resumed.overrides))
+        before = _to_plain(_fit_to_classes(recorded, resumed.overrides))
         completed, added = complete(resumed.config, before)
         frozen = completed | {key: config[key] for key in ("mode", "resume", "evaluator") if key in config}
         changed = apply_changes(frozen, before=before, now=config)
         config = _use_cache_of(config, take_typed(changed, config, overrides, _find_references(node)))
+    left_out = leave_out_top_k(config, [*inherited, *overrides])
     return Composed(
         config=config,
         choices={group: str(option) for group, option in node.hydra.runtime.choices.items()},
@@ -240,6 +243,7 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
         typed=[*overrides],
         dropped_overrides=dropped,
         added_settings=added,
+        left_out=left_out,
         references=_find_references(node),
         sweep_overrides=[*to_overrides(_get_sweeper_params(node)), *sweeps],
         config_folder=str(config_folder),
@@ -248,7 +252,14 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
     )
 
 
-def _leave_out_untaken(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
+def _fit_to_classes(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Fit the settings of a composed config to the classes that are typed, and return it."""
+    _leave_out_untaken(config, overrides)
+    take_num_classes(config)
+    return config
+
+
+def _leave_out_untaken(config: DictConfig, overrides: Sequence[str]) -> None:
     """Leave out the settings of an option that belong to its class, where another class is typed in its place.
 
     `loss._target_=focal.Focal` replaces the class of `loss=cross_entropy`, and with it the settings that Focal does not
@@ -273,13 +284,9 @@ def _leave_out_untaken(config: DictConfig, overrides: Sequence[str]) -> DictConf
         if signature is not None and not signature.takes_any:
             kept = (TARGET, PARTIAL, *signature.parameters, *(RULES if section == "optimizer" else ()))
             untaken += [(section, str(name)) for name in node if name not in kept and f"{section}.{name}" not in typed]
-    if not untaken:
-        return config
-    config = copy.deepcopy(config)
     with open_dict(config):
         for section, name in untaken:
             del OmegaConf.select(config, section)[name]
-    return config
 
 
 def _use_cache_of(now: Config, resumed: Config) -> Config:

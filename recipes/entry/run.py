@@ -115,6 +115,8 @@ def _launch(resolved: ResolvedRun, *, in_sweep: bool, shows_errors: bool) -> Out
     if resolved.added_settings and global_rank() == 0:
         added = ", ".join(resolved.added_settings)
         LOGGER.info(f"The config of the resumed run is of an earlier version; from conf/ are: {added}")
+    for line in resolved.left_out if global_rank() == 0 and resolved.mode.trains else ():
+        LOGGER.info(line)
     if global_rank() == 0 and (unread := list_unread(resolved)):
         verb = "has" if len(unread) == 1 else "have"
         LOGGER.info(f"{', '.join(unread)} {verb} no effect in mode={resolved.mode.name}")

@@ -22,7 +22,7 @@ from recipes.config.check.export import check_export
 from recipes.config.check.frozen_models import check_frozen_models
 from recipes.config.check.lr_scaling import check_lr_scaling
 from recipes.config.check.mesh import check_batch_size, check_mesh, check_moe, check_ranks
-from recipes.config.check.metrics import check_metrics, check_readers, check_thresholds
+from recipes.config.check.metrics import check_metrics, check_readers, check_thresholds, join_missing_classes
 from recipes.config.check.nodes import NO_DEFAULT, check_nodes
 from recipes.config.check.own_classes import check_classes_of_lightning, check_own_classes
 from recipes.config.check.own_options import check_own_options
@@ -105,6 +105,7 @@ def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
         # the arguments of a class that cannot be used are not worth a correction
         found = [mistake for mistake in found if not mistake.setting.removeprefix("no ").startswith(sections)]
         found += [*wrong_classes, *check_data(config), *check_metrics(config), *check_own_classes(config)]
+    found = join_missing_classes(config, found)
     dashboards = [*check_dashboards(config)]
     if dashboards:  # whose sections the others refer to
         found = [mistake for mistake in found if _get_key(mistake) not in PLACES]

@@ -1,7 +1,7 @@
 """Check the validation metrics: their nodes, and settings that name a metric that no validation computes."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -56,6 +56,25 @@ def check_metrics(config: Mapping[str, Any]) -> Iterator[ConfigError]:
                 yield ConfigError(
                     f"metrics.{name}.top_k={top_k}", f"the model has {num_classes} classes", f"metrics.{name}=null"
                 )
+
+
+def join_missing_classes(config: Mapping[str, Any], mistakes: Sequence[ConfigError]) -> list[ConfigError]:
+    """Replace the mistakes of all metrics that lack the number of classes with one of the model, which has none."""
+    ask = re.compile(r"metrics\.([\w-]+)\.(num_classes|num_labels)=null")
+    asking = [found[1] for mistake in mistakes if (found := ask.fullmatch(mistake.setting))]
+    target = str(select(config, "model._target_"))
+    if not asking or _count_classes(config.get("model")) is not None:
+        return [*mistakes]
+    signature = find_signature(target)
+    named = " and ".join(f"metrics.{name}" for name in asking)
+    reason = f"{named} need{'s' if len(asking) == 1 else ''} the number of classes"
+    if "num_classes" in signature.parameters or signature.takes_any:
+        mistake = ConfigError("no model.num_classes", reason, "model.num_classes=<whole number>")
+    else:
+        reason = f"{reason}, and {target.rpartition('.')[2]} has no argument num_classes"
+        fix = "num_classes: int = <whole number> in the __init__ of that class, or metrics=none"
+        mistake = ConfigError(f"model._target_={target}", reason, fix)
+    return [*(each for each in mistakes if not ask.fullmatch(each.setting)), mistake]
 
 
 def _suggest_metric(name: str, node: object, num_classes: int | None) -> str:

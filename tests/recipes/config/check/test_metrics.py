@@ -6,6 +6,8 @@ from recipes.config import compose_and_check
 from recipes.config.check.metrics import find_wrong_directions
 
 F1 = "torchmetrics.classification.MulticlassF1"
+OWN = "task=classification data=dataset data.train._target_=dataset_cases.Labelled data.train.kind=classes"
+OWN += " data.val=${data.train} model._target_=dataset_cases."
 MESSAGES = {
     "metrics=classification": (
         "metrics=classification task=language_modeling: they are computed from what task=classification predicts;"
@@ -30,8 +32,17 @@ MESSAGES = {
     f"+metrics.loss._target_={F1}Score +metrics.loss.num_classes=3": (
         "metrics.loss=…: every validation computes val/loss; type another name for this metric"
     ),
-    "model=resnet18 data=random_images model.num_classes=3": (
-        "metrics.accuracy_top5.top_k=5: the model has 3 classes; type metrics.accuracy_top5=null"
+    "model=resnet18 data=random_images model.num_classes=3 metrics.accuracy_top5.top_k=4": (
+        "metrics.accuracy_top5.top_k=4: the model has 3 classes; type metrics.accuracy_top5=null"
+    ),
+    OWN + "Perceptron": (
+        "model._target_=dataset_cases.Perceptron: metrics.f1 and metrics.calibration_error need the number of classes,"
+        " and Perceptron has no argument num_classes; type num_classes: int = <whole number> in the __init__ of that"
+        " class, or metrics=none"
+    ),
+    OWN + "OfComputedClasses": (
+        "no model.num_classes: metrics.f1 and metrics.calibration_error need the number of classes;"
+        " type model.num_classes=<whole number>"
     ),
     "model=resnet18 metrics.f1.average=maro": (
         "metrics.f1.average=maro: it takes micro or macro or weighted or none or null; type metrics.f1.average=macro"
@@ -52,6 +63,8 @@ MESSAGES = {
 # a loss that logs a quantity beside itself, in the place of that of the default
 TWO_COUNTS = "loss._target_=loss_cases.TwoCounts ~loss.label_smoothing ~loss.z_loss ~loss.chunk_tokens"
 VALID = [
+    OWN + "OfThreeClasses",
+    OWN + "OfComputedClasses model.num_classes=3",
     f"{TWO_COUNTS} checkpoint.monitor=val/even_square",
     "model=resnet18 data=random_images metrics.accuracy_top5=null model.num_classes=2",
     "model=resnet18 data=random_images ~metrics.accuracy_top5 model.num_classes=2",
@@ -104,3 +117,16 @@ def test_a_metric_whose_worst_value_would_count_as_the_best_is_named(overrides: 
     found = [str(mistake) for mistake in find_wrong_directions(composed.config)]
     assert len(found) == len(lines)
     assert all(line in text for line, text in zip(lines, found, strict=True))
+
+
+def test_the_number_of_classes_is_the_default_in_the_signature_and_too_few_for_a_metric_leave_it_out() -> None:
+    run, mistakes = compose_and_check((OWN + "OfThreeClasses").split())
+    assert run is not None
+    assert not mistakes
+    assert run.config["metrics"]["f1"]["num_classes"] == 3
+    assert run.config["metrics"]["accuracy_top5"] is None
+    assert run.left_out == ["metrics.accuracy_top5 is left out: it has top_k=5, and the model has 3 classes"]
+    run, _ = compose_and_check([*(OWN + "OfThreeClasses").split(), "model.num_classes=5"])
+    assert run is not None
+    assert run.left_out == []
+    assert run.config["metrics"]["accuracy_top5"]["num_classes"] == 5
