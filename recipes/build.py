@@ -33,8 +33,7 @@ from recipes.checkpoint.ending import MAX_STEPS, MAX_TIME, Endings
 from recipes.checkpoint.resume import find_checkpoint, get_fallbacks, names_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
 from recipes.checkpoint.start_from import FrozenBase, SourceRun, read_base
-from recipes.config.check.metrics import find_wrong_directions
-from recipes.config.check.strategy import find_rate_of_another_optimizer
+from recipes.config.check.doubts import find_doubts
 from recipes.config.check.types import to_setting
 from recipes.config.compose import Config, freeze
 from recipes.config.instantiate import PARTIAL, make, make_model, make_optimizer
@@ -175,8 +174,8 @@ def build(resolved: ResolvedRun) -> Run:
         resolved = resolved.with_settings(list_saved_parts(resolved.config, checkpoint))
     config = resolved.config
     if resolved.mode.trains and global_rank() == 0:
-        for mistake in (*find_wrong_directions(config), *find_rate_of_another_optimizer(resolved)):
-            LOGGER.warning(str(mistake))
+        for doubt in find_doubts(resolved, is_continued=checkpoint is not None):
+            LOGGER.warning(str(doubt))
     lightning.seed_everything(resolved.seed, verbose=False)
     precision: Precision = make(config["precision"])
     set_float32_products(precision)

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from typing_extensions import override
 
@@ -21,6 +21,8 @@ _ANSWERS: dict[str, Callable[[str], str]] = {
 
 class SyntheticTasks(Conversations):
     """Examples such as `rev:abcd>` with the answer `dcba`, as prompts and completions."""
+
+    fine_tunes: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -40,6 +40,7 @@ class Conversations:
 
     sample_kind: ClassVar[str] = "tokens"
     has_answers: ClassVar[bool] = True
+    fine_tunes: ClassVar[bool] = True  # rows from which random weights learn nothing of use
     pads_samples: ClassVar[bool] = True  # also a packed row, after its last example
 
     def __init__(
