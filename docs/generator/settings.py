@@ -32,7 +32,7 @@ the file `conf/group/option.yaml`, whose `_target_` is a class or function and w
 and ranges are those of the constructor, and are checked before anything is built. `null` switches a setting off where
 its type allows it. The options of `recipe=` have [a page of their own](recipes.md).
 """
-_TOP = "Settings that several groups share, in `conf/config.yaml`."
+_TOP = "Settings that several groups share, in `conf/config.yaml`; the default recipe sets some of them itself."
 _HIDDEN = ("_target_", "_partial_", "_convert_", "defaults")
 _SKIPPED = ("recipe", "hydra")
 _OURS = ("recipes.", "callbacks.")  # the words of other projects are not repeated
@@ -63,10 +63,16 @@ def _shared_rows() -> list[dict[str, str]]:
     comments = read_comments(CONF / "config.yaml")
     values = _load(CONF / "config.yaml")
     described = _described_in_help()
-    return [
+    rows = [
         _row(key, values.get(key), annotation_from(source), comments.get(key) or described.get(key, ""))
         for key, source in SETTINGS.items()
     ]
+    [recipe] = [entry["recipe"] for entry in values["defaults"] if isinstance(entry, dict) and "recipe" in entry]
+    own = _load(CONF / "recipe" / f"{recipe}.yaml")
+    for key, row in zip(SETTINGS, rows, strict=True):
+        if key != "name" and own.get(key, values.get(key)) != values.get(key):
+            row["default"] += f"; `{_show(own[key])}` in `recipe={recipe}`"
+    return rows
 
 
 def _described_in_help() -> dict[str, str]:

@@ -163,6 +163,14 @@ class StreamDataModule(lightning.LightningDataModule):
             loaders.append(self._loader(share, source))
         return loaders if self.eval_sources else loaders[0]
 
+    def describe_validation(self, source: DataSource) -> str:
+        """Return how many of the validation samples of a source a validation reads, for the log; empty: all."""
+        num_samples = len(source.val())
+        if self._period is not None or self._eval_samples is None or self._eval_samples >= num_samples:
+            return ""
+        part = f"{self._eval_samples:,} of {num_samples:,} samples"
+        return f"; each validation reads {part} (eval_samples=null: all)"
+
     @property
     def eval_names(self) -> list[str]:
         """Names of the additional validation sets, in the order of their loaders."""

@@ -78,10 +78,11 @@ def fit(run: Run) -> int:
 
 def _prepare_data(run: Run) -> None:
     run.data.prepare_data()
-    LOGGER.info(f"data: {run.data.source.describe()}")
+    LOGGER.info(f"data: {run.data.source.describe()}{run.data.describe_validation(run.data.source)}")
     for name, source in run.data.eval_sources.items():
         part = "all of it, as it is not trained on" if f"eval_data.{name}" in run.other_data else "its validation split"
-        LOGGER.info(f"eval_data.{name}: {source.describe()}; validated on {part}")
+        read = run.data.describe_validation(source)
+        LOGGER.info(f"eval_data.{name}: {source.describe()}; validated on {part}{read}")
 
 
 def _find_ending(run: Run, checkpoint: Path) -> str | None:

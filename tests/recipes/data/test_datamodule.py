@@ -145,6 +145,15 @@ def test_five_validation_samples_are_spread_over_the_split() -> None:
     assert indices == [0, 7, 14, 22, 29]
 
 
+@pytest.mark.parametrize(
+    ("eval_samples", "said"),
+    [(5, "; each validation reads 5 of 37 samples (eval_samples=null: all)"), (37, ""), (None, "")],
+)
+def test_a_part_of_the_validation_samples_is_said_to_be_one(eval_samples: int | None, said: str) -> None:
+    module = open_stream(NUMBERED, eval_samples=eval_samples)[0]
+    assert module.describe_validation(module.source) == said
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_one_batch_repeats_for_every_split_into_micro_batches(
     num_workers: int,
