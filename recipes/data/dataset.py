@@ -23,6 +23,7 @@ from recipes.data.draws import has_draws, rng_at
 from recipes.errors import ConfigError, type_setting
 from recipes.tokenizer import Tokenizer
 
+_NUM_PLACES = 5  # of NaN or inf that an error names
 _NUM_PROBED = 8  # samples that are read to find what they are: of each split, spread evenly
 # of a batch, whose values come from the stream
 _TAKEN = ("num_samples", "num_tokens", "num_token_pairs", "num_targets", "source", "positions", "num_inputs")
@@ -86,7 +87,8 @@ class OwnDataset:
         """Make both datasets and read a few samples; a second call does nothing.
 
         Raises:
-            ConfigError: A dataset cannot be read by index, or its samples are neither pairs nor dicts of tensors.
+            ConfigError: A dataset cannot be read by index, or its samples are neither pairs nor dicts of tensors, or
+                have inputs of NaN or inf.
         """
         if self._samples:
             return
@@ -97,6 +99,7 @@ class OwnDataset:
             made[split] = Samples(dataset, self._reader, setting=_describe(split, dataset), draws=self._draws)
             if not hasattr(self, "collate"):
                 made[split].check_shapes()
+                made[split].check_finite()
         self._samples = made
 
     @property
@@ -292,6 +295,25 @@ class Samples(Dataset[dict[str, Tensor]]):
                 reason = f"the {name} of its samples have different shapes, {[*shapes[0]]} and {[*shapes[-1]]}"
                 fix = "'data.collate={_target_: <module.function>, _partial_: true}', which pads a list of samples"
                 raise ConfigError(self._setting, reason, fix)
+
+    def check_finite(self) -> None:
+        """Check that the inputs are numbers: one NaN makes the loss of its whole batch NaN.
+
+        Raises:
+            ConfigError: Some inputs of those samples that are read are NaN or inf.
+        """
+        floats = [sample["inputs"] for sample in self._probed if sample["inputs"].is_floating_point()]
+        at_least_1d = [inputs.reshape(inputs.shape or (1,)) for inputs in floats]
+        wrong = [place for inputs in at_least_1d if len(place := (~inputs.isfinite()).nonzero())]  # each [number, axes]
+        if not wrong:
+            return
+        places = torch.cat(wrong).unique(dim=0).tolist()  # at most those of the samples tried
+        shown = ", ".join(str(place[0] if len(place) == 1 else place) for place in places[:_NUM_PLACES])
+        more = ", …" if len(places) > _NUM_PLACES else ""
+        tried = f"{len(wrong)} of the {len(self._probed)} samples tried"
+        reason = f"the inputs of {tried} hold NaN or inf, at index {shown}{more}, and with them the loss is NaN"
+        fix = "torch.nan_to_num(…), a mean, or no such rows in its __getitem__; or data.collate=, which sees each batch"
+        raise ConfigError(self._setting, reason, fix)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -223,6 +223,29 @@ def test_a_class_in_the_place_of_another_needs_no_deletion_of_its_settings() -> 
     assert plain["data"]["train"] == {"_target_": "dataset_cases.Rows", "seed": 7}
 
 
+@pytest.mark.parametrize(
+    ("inputs", "where"),
+    [
+        (torch.tensor([1.0, torch.nan, torch.inf]), "at index 1, 2"),
+        (torch.tensor([[1.0, torch.nan]]), "at index [0, 1]"),
+        (torch.tensor(torch.nan), "at index 0"),
+        (torch.full((9,), torch.nan), "at index 0, 1, 2, 3, 4, …"),
+    ],
+)
+def test_inputs_of_nan_or_inf_are_a_mistake_with_their_places(inputs: Tensor, where: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        own(dataset_cases.Whatever((torch.zeros_like(inputs), 0)), val=dataset_cases.Whatever((inputs, 0)))
+    assert error.value.setting == "data.val._target_=dataset_cases.Whatever"
+    assert error.value.reason == (
+        f"the inputs of 5 of the 5 samples tried hold NaN or inf, {where}, and with them the loss is NaN"
+    )
+
+
+def test_inputs_of_nan_are_left_to_a_collate_of_ones_own_and_targets_have_no_loss() -> None:
+    own(dataset_cases.Whatever((torch.tensor([torch.nan]), 0)), collate=torch.utils.data.default_collate)
+    own(dataset_cases.Whatever((torch.zeros(1), torch.nan)), target_kind="values")
+
+
 def test_a_typed_setting_that_the_class_lacks_is_still_a_mistake() -> None:
     assert mistakes_of(*ROWS, PERCEPTRON, "model.num_layers=4") != []
     assert mistakes_of(*ROWS, PERCEPTRON, "model.widht=4") == [
