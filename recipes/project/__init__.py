@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.config.trust import CONF, SEARCH_PATH
-from recipes.errors import ConfigError, type_command
+from recipes.errors import INSTALLED, ConfigError, type_command
 from recipes.files import describe, filling, write_atomically
 
 OPTIONS, CODE = "conf", "src"
 NEW = "new"  # the word that writes one
 _TEMPLATE = Path(__file__).parent / "template"
+_OF_CLONE = "lightning_recipes/one_name.py"  # a file that a clone of this project has, and no project of one's own
 _NAME = "my_project"  # of its package, in the paths and texts of the template
 
 
@@ -27,7 +28,8 @@ def open_project(typed: Sequence[str]) -> list[str]:
     """Return the override that adds the options of a project in the working folder, and let its code be imported.
 
     Its `conf/` has a group of this project's, which tells it from a folder of somebody else's. A typed search path
-    replaces it. Its `src/` stays on the import path of this process and of those that it starts.
+    replaces it. A clone of this project is none: it has the same options, and is run by its own train.py. Its `src/`
+    stays on the import path of this process and of those that it starts.
 
     Args:
         typed: Overrides of this command line.
@@ -39,6 +41,13 @@ def open_project(typed: Sequence[str]) -> list[str]:
     if not options.is_dir() or options.resolve() == CONF.resolve():
         return []
     if not any((CONF / group.name).is_dir() for group in options.iterdir() if group.is_dir()):
+        return []
+    if Path(_OF_CLONE).is_file():
+        print(
+            f"{INSTALLED} runs what is installed in {CONF.parent}, and reads nothing of this clone\n"
+            "type: python train.py, which runs the clone",
+            file=sys.stderr,
+        )
         return []
     code = Path(CODE)
     if code.is_dir() and (place := str(code.resolve())) not in sys.path:

@@ -91,6 +91,19 @@ def test_a_folder_of_somebody_else_is_no_project_and_neither_is_a_clone(monkeypa
 
 
 @pytest.mark.usefixtures("_as_it_was")
+def test_a_clone_that_is_not_the_installed_one_is_no_project_and_is_said_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in ("conf/config.yaml", "conf/recipe/quickstart.yaml", "lightning_recipes/one_name.py"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text((ROOT / file).read_text())
+    assert open_project([]) == []
+    assert capsys.readouterr().err.endswith("type: python train.py, which runs the clone\n")
+    (tmp_path / "lightning_recipes/one_name.py").unlink()
+    assert open_project([]) == FOUND
+
+
+@pytest.mark.usefixtures("_as_it_was")
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
