@@ -1,4 +1,4 @@
-"""Read rows of JSON, Parquet, Arrow and text files and of Hugging Face datasets, with their location for errors."""
+"""Read rows of JSON, CSV, Parquet, Arrow and text files and of Hugging Face datasets, with their place for errors."""
 
 import itertools
 import json
@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from recipes.data.compression import NEW_FILE, convert, find_compression
+from recipes.data import csv_rows
+from recipes.data.compression import convert, find_compression
 from recipes.data.encodings import explain_not_utf8, is_cut
 from recipes.data.file_kinds import NUM_HEAD_BYTES, holds_rows, is_table
 from recipes.data.found_files import DESCRIPTION, FoundFiles, find_files, make_printable, skip_unfinished
 from recipes.data.table_rows import BATCH_ROWS, check_offsets, choose_columns, list_rows, read_table
 from recipes.data.text.corpus import Document, content_digests, not_utf8, reject_other_kind
 from recipes.data.unpacked import open_unpacked
-from recipes.errors import ConfigError, for_shell, python, type_setting
+from recipes.errors import ConfigError, for_shell, type_setting
 from recipes.files import count
 from recipes.foreign_file import reading
 from recipes.home import expand_home
@@ -27,15 +28,13 @@ LOGGER = logging.getLogger("lightning_recipes")
 
 HUB = "hf://"
 DEFAULT_SPLIT = "train"
-SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".jl", ".json", ".parquet", ".feather")
+SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".jl", ".json", ".parquet", ".feather", *csv_rows.SUFFIXES)
 _TABLES = (".parquet", ".feather")  # compressed inside
 _STATE, _SPLITS = "state.json", "dataset_dict.json"  # of one dataset, and of a dictionary of them, by `datasets`
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")  # after any of them but those of tables
-_TEXT_TABLES = (".csv", ".tsv")
 _DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", _SPLITS}  # of a dataset, by `datasets`
-TO_ROWS = "to_json(sys.stdout, orient='records', lines=True)"  # of pandas
-_WANTED = "the same rows as a JSONL, JSON, Parquet or Arrow file"
+_WANTED = "the same rows as a JSONL, JSON, CSV, Parquet or Arrow file"
 _SHOWN_CHARACTERS = 60
 _MAX_LINE_BYTES = 1 << 30
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -213,10 +212,11 @@ class FileRows:
             if stem.endswith(".parquet") and head.lstrip()[:1] not in (b"{", b"["):
                 reason = "it is not a Parquet file: it does not begin with PAR1"
                 raise ConfigError(f"{self._setting}={document.path}", reason, f"{self._setting}=<another copy>")
-            if stem.endswith(_TEXT_TABLES):
-                reason = "it is a table of text, and rows are read from JSONL, JSON and Parquet"
-                fix = convert(_convert_table(document.name), document.path)
-                raise ConfigError(f"{self._setting}={document.path}", reason, fix)
+            if stem.endswith(csv_rows.SUFFIXES):
+                found = csv_rows.read_csv(file, path=document.path, name=document.name, setting=self._setting)
+                for line, cells in found:
+                    yield Row(f"{document.name}:{line}", cells, from_table=True, path=document.path)
+                return
             if self._may_be_text(document) and not holds_rows(head, self._text_field):
                 assert self._text_field is not None
                 yield self._text_row(document, file.read(), self._text_field)
@@ -243,7 +243,7 @@ class FileRows:
     def _find(self, path: str) -> FoundFiles:
         plain = SUFFIXES if self._text_field is None else SUFFIXES + TEXT_SUFFIXES
         packed = [f"{suffix}{packing}" for suffix in plain if suffix not in _TABLES for packing in COMPRESSED]
-        fix = f"{self._setting}=<JSONL, JSON, Parquet or Arrow file, a folder of them, or {HUB}<id> of a dataset>"
+        fix = f"{self._setting}=<JSONL, JSON, CSV, Parquet or Arrow file, a folder of them, or {HUB}<id> of a dataset>"
         folder = expand_home(path, self._setting)
         if os.path.isfile(folder) and _skip(folder) == DESCRIPTION and _is_saved(folder.parent):
             reason = "it describes a dataset that datasets saved, and holds no rows"
@@ -252,10 +252,7 @@ class FileRows:
             )
         if any(os.path.isfile(folder / name) for name in _DESCRIPTIONS):
             fix = f"{type_setting(self._setting, f'{HUB}{path}')}, as the folder was saved by datasets"
-        elsewhere = {suffix: f"{_convert_table(suffix)} < <file>{suffix} {NEW_FILE}" for suffix in _TEXT_TABLES}
-        return find_files(
-            path, setting=self._setting, fix=fix, suffixes=[*plain, *packed], skip=_skip, elsewhere=elsewhere
-        )
+        return find_files(path, setting=self._setting, fix=fix, suffixes=[*plain, *packed], skip=_skip)
 
 
 class HubRows:
@@ -460,12 +457,6 @@ def _skip(path: Path) -> str | None:
     """Return the kind of a file or folder without rows."""
     is_state = path.name == _STATE and path.with_name("dataset_info.json").is_file()
     return DESCRIPTION if is_state or path.name in _DESCRIPTIONS else skip_unfinished(path)
-
-
-def _convert_table(name: str) -> str:
-    """Return the command that converts a table of text, its standard input, to JSONL."""
-    separator = r", sep='\t'" if ".tsv" in name.lower() else ""
-    return python(f"import pandas, sys; pandas.read_csv(sys.stdin.buffer{separator}).{TO_ROWS}")
 
 
 def _strip_compression(name: str) -> str:

@@ -156,6 +156,7 @@ class Reader:
         """
         if from_table:
             row = {name: _as_json(value) for name, value in row.items()}
+        row = self._name_question(row)
         kind = self._format or self._recognize(row, place=place)
         values = [self._get(row, name, place=place) for name in _FIELDS[kind]]
         unread = self._find_unread(row, kind)
@@ -227,6 +228,12 @@ class Reader:
         # a row without an answer
         return next((kind for kind in kinds if all(self._own(name) in row for name in _FIELDS[kind])), None)
 
+    def _name_question(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a row of a question and an answer, and nothing else, with the names of a format, if none is set."""
+        if self._format is not None or self._fields or {*row} != {"question", "answer"}:
+            return row
+        return {"prompt": row["question"], "completion": row["answer"]}
+
     def _recognize(self, row: Mapping[str, Any], *, place: str) -> str:
         if (kind := self._find_kind(row)) is not None:
             return kind
@@ -251,7 +258,7 @@ class Reader:
 
     def has_fields(self, row: Mapping[str, Any]) -> bool:
         """Return whether a row has the fields of a format, by the names in `data.fields`."""
-        kinds = FORMATS if self._format is None else (self._format,)
+        row, kinds = self._name_question(row), FORMATS if self._format is None else (self._format,)
         return any(all(self._own(name) in row for name in _FIELDS[kind]) for kind in kinds)
 
     def suggest_fields(self, rows: Sequence[Mapping[str, Any]]) -> str | None:

@@ -32,7 +32,7 @@ _SHOWN_CHARACTERS = 200  # of the names of all fields
 
 
 class Conversations:
-    """Examples from rows of `path`: JSONL, JSON or Parquet files, or a hub dataset.
+    """Examples from rows of `path`: JSONL, JSON, CSV or Parquet files, or a hub dataset.
 
     Attributes:
         packs: Whether samples hold several examples and `positions`.

@@ -10,11 +10,12 @@ from typing import Any
 
 from recipes.data.compression import NEW_FILE, convert
 from recipes.data.encodings import UNKNOWN, guess_encoding
-from recipes.data.read_rows import TO_ROWS, Row, Rows, find_list, name_type
+from recipes.data.read_rows import Row, Rows, find_list, name_type
 from recipes.data.text.token_corpus import hash_text
 from recipes.errors import ConfigError, for_shell, python, type_setting
 
-_PANDAS = {".parquet": "read_parquet", ".feather": "read_feather"}
+_PANDAS = {".parquet": "read_parquet", ".feather": "read_feather", ".csv": "read_csv", ".tsv": "read_table"}
+_TO_ROWS = "to_json(sys.stdout, orient='records', lines=True)"  # of pandas
 _SHOWN_FIELDS = 4  # that hold text, in what to type
 _MAX_LOOKED_AT = 1000  # rows, once the first is no document
 # for rows that are not documents
@@ -175,7 +176,7 @@ def read_text(row: Row, field: str) -> str:
         raise ConfigError(row.place, reason, f"{other}{_DROP}") from error
     if isinstance(value, Mapping) and row.path is not None and {*value} == {*map(str, range(len(value)))} != set():
         reason = f"its field {field} holds the texts of all rows by number, as pandas.to_json writes them"
-        code = f"import pandas, sys; pandas.read_json(sys.stdin.buffer, dtype=False).{TO_ROWS}"
+        code = f"import pandas, sys; pandas.read_json(sys.stdin.buffer, dtype=False).{_TO_ROWS}"
         raise ConfigError(row.place, reason, convert(python(code), row.path))
     if not isinstance(value, str):
         raise ConfigError(row.place, f"its field {field} is {name_type(value)}, not text", f"{other}{_DROP}")
@@ -209,5 +210,5 @@ def _rewrite(path: Path, changed: str, *names: str) -> str:
         names: Fields.
     """
     read = _PANDAS.get(path.suffix.lower(), "read_parquet")
-    code = f"import functools, pandas, sys; t = pandas.{read}(sys.argv[1]); {changed}; t.{TO_ROWS}"
+    code = f"import functools, pandas, sys; t = pandas.{read}(sys.argv[1]); {changed}; t.{_TO_ROWS}"
     return f"{python(code, path, *names)} {NEW_FILE}"

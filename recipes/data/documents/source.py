@@ -14,7 +14,7 @@ from recipes.errors import ConfigError
 
 
 class Documents(TextSource):
-    """One document per row of `path`: JSONL, JSON, Parquet and text files, or a hub dataset."""
+    """One document per row of `path`: JSONL, JSON, CSV, Parquet and text files, or a hub dataset."""
 
     def __init__(self, *, path: str, text_field: str, domain_field: str | None, split: str, **settings: Any) -> None:
         """Store the settings; nothing is read before `prepare`.

@@ -471,7 +471,7 @@ def test_a_folder_gives_no_hidden_and_unfinished_copies_and_the_log_counts_what_
 ) -> None:
     kept = ("E.JSONL", "d.ndjson", "h.jsonlines", "i.jl", "sub/a.json")
     hidden = (".ipynb_checkpoints/a.jsonl", "__MACOSX/._a.jsonl", "._a.jsonl", "_temporary/0/a.jsonl", "_metadata.json")
-    others = ("c.csv", "d.csv", "README", "dataset_info.json", "state.json")
+    others = ("c.xml", "d.xml", "README", "dataset_info.json", "state.json")
     for name in (*kept, *hidden, *others):
         write_lines(tmp_path / name)
     (tmp_path / "again").symlink_to(tmp_path / "sub")
@@ -481,7 +481,7 @@ def test_a_folder_gives_no_hidden_and_unfinished_copies_and_the_log_counts_what_
     assert [row.place for row in rows] == [f"{name}:{line}" for name in kept for line in (1, 2)]
     (line,) = caplog.messages
     assert line.startswith(f"data.path={tmp_path}: 5 files are read; skipped: 12 (3 hidden folders, ")
-    for count in ("2 .csv", "2 hidden", "2 descriptions of a dataset", "1 link to a folder", "1 pipe or device"):
+    for count in ("2 .xml", "2 hidden", "2 descriptions of a dataset", "1 link to a folder", "1 pipe or device"):
         assert count in line
     caplog.clear()
     read(tmp_path / "E.JSONL")
@@ -752,18 +752,37 @@ def test_an_integer_of_more_digits_than_python_converts_is_text(tmp_path: Path) 
     assert [row.parse() for row in read(tmp_path / "a.jsonl")] == [{"n": "9" * 6000, "m": 7}]
 
 
-@pytest.mark.parametrize(("suffix", "separator"), [(".csv", ","), (".tsv", "\t")])
-def test_a_table_of_text_is_named_with_a_command_that_converts_it(suffix: str, separator: str, tmp_path: Path) -> None:
-    pytest.importorskip("pandas")
-    path = tmp_path / f"it's a{suffix}"
-    path.write_text(f"id{separator}text\n1{separator}ä b\n")
-    with pytest.raises(ConfigError, match="it is a table of text") as caught:
-        read(path).__iter__().__next__()
-    run_command(caught.value.fix, new := tmp_path / "new.jsonl")
-    assert [row.parse() for row in read(new)] == [{"id": 1, "text": "ä b"}]
-    new.unlink()
-    with pytest.raises(ConfigError, match=r"skipped: 1 \(1 \.[ct]sv\); type python -c"):
-        read(tmp_path)
+@pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("a.CSV.gz", ","), ("a.csv", ";"), ("a.tsv", "\t")])
+def test_lines_of_a_csv_are_rows(name: str, delimiter: str, tmp_path: Path) -> None:
+    text = f'\ufeffprompt{delimiter}completion\r\n"1{delimiter}\r\n2"{delimiter}"""a"""\r\n\r\nä{delimiter}\r\n'
+    data = text.encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    for path in (tmp_path / name, tmp_path):
+        rows = read(path)
+        assert [row.parse() for row in rows] == [
+            {"prompt": f"1{delimiter}\r\n2", "completion": '"a"'},
+            {"prompt": "ä", "completion": None},
+        ]
+        assert [row.place for row in rows] == [f"{name}:2", f"{name}:5"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"a,b\n1\n", "a.csv:2: it has 1 cells, and the first line names 2 columns"),
+        (b"a,b\n1,2\n\n1,2,3\n", "a.csv:4: it has 3 cells, and the first line names 2 columns"),
+        (b"a,a\n1,2\n", "its first line has the name 'a' twice, or none"),
+        (b"a,\n1,2\n", "its first line has the name '' twice, or none"),
+        (b"", "its first line has no names of columns"),
+        (b'a,b\n"1"2,3\n', "it is no CSV: ',' expected after '\"'"),
+        ("a,b\nä,ö\n".encode("latin-1") * 200, "not UTF-8"),
+    ],
+)
+def test_a_csv_that_cannot_be_read_is_named_with_its_line(text: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(text)
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path / "a.csv")
+    assert reason in str(caught.value)
 
 
 @pytest.mark.parametrize(

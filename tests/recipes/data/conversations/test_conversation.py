@@ -376,7 +376,7 @@ def test_a_row_whose_answer_is_null_has_no_answer(row: dict[str, Any]) -> None:
     ("row", "advice"),
     [
         ({"instruction": "a", "response": "b", "id": "x"}, "{output: response}"),
-        ({"question": "a", "answer": "b"}, "{prompt: question, completion: answer}"),
+        ({"query": "a", "answer": "b"}, "{prompt: query, completion: answer}"),
         ({"instruction": "a", "context": "", "response": "b", "category": "c"}, "{output: response, input: context}"),
         ({"question": "a", "context": "c", "answer": "b"}, "{instruction: question, output: answer, input: context}"),
         ({"prompt": "a", "chosen": "b"}, "{completion: chosen}"),
@@ -395,6 +395,14 @@ def test_names_of_other_formats_are_mapped_by_what_is_advised(row: dict[str, Any
         read(row)
     assert caught.value.fix == f"'data.fields={advice}'"
     read(row, **dict(pair.split(": ") for pair in advice.strip("{}").split(", ")))
+
+
+def test_a_question_and_an_answer_alone_need_no_other_names() -> None:
+    found = read({"question": "a", "answer": "b"})
+    assert (found.prompt, found.answer, found.question) == ("a", "b", "a")
+    assert read({"question": "a", "answer": None}).answer == []
+    with pytest.raises(ConfigError, match="expected"):
+        read({"question": "a", "answer": "b", "difficulty": "c"})
 
 
 def test_lists_of_both_formats_are_known_by_the_names_in_their_messages() -> None:

@@ -255,14 +255,14 @@ def test_what_a_tokenizer_is_trained_on_is_part_of_its_name(tmp_path: Path) -> N
 
 
 def test_files_of_two_kinds_of_fields_are_answered_once_for_both(tmp_path: Path) -> None:
-    asked = [{"question": f"{i}?", "answer": "x"} for i in range(9)]
+    asked = [{"query": f"{i}?", "answer": "x"} for i in range(9)]
     for val, fix in (
         (sums(3), "data.val_path=<rows with the fields of data.path>"),
-        ([{"question": "1?", "answer": "y", "prompt": "z"}], "'data.fields={prompt: question, completion: answer}'"),
+        ([{"query": "1?", "answer": "y", "prompt": "z"}], "'data.fields={prompt: query, completion: answer}'"),
     ):
         val_path = write(tmp_path / "val.jsonl", val)
-        for fields in ({}, {"prompt": "question", "completion": "answer"}):
-            if fields and "prompt: question" in fix:
+        for fields in ({}, {"prompt": "query", "completion": "answer"}):
+            if fields and "prompt: query" in fix:
                 source_of(tmp_path, asked, val_path=val_path, fields=fields)
                 continue
             with pytest.raises(ConfigError, match="and data.fields is for both") as caught:
