@@ -45,6 +45,17 @@ class Rows(Dataset[Any]):
         return {"x": self._rows[index], "y": [self._rows[index].sum()], "weight": 2.0, "file": "rows.csv"}
 
 
+class Incomplete(Dataset[Any]):
+    """Rows without the column that is read."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        row: dict[str, float] = {"area": 1.0}
+        return row["area"], row["price"]
+
+
 class Labelled(Rows):
     """Nine rows with one of three classes, or with three labels."""
 

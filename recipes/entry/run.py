@@ -24,6 +24,7 @@ from recipes.config.unread import list_unread
 from recipes.entry.length import settle_length
 from recipes.entry.light_import import without_unused_packages
 from recipes.entry.out_of_memory import advise, check_room, describe_out_of_memory, log_exit
+from recipes.entry.own_code import name_own_code
 from recipes.entry.spawn import spawn_ranks
 from recipes.errors import ConfigError, ConfigErrors, find_mistake, format_report, shell
 from recipes.files import DISK_ERRORS, WriteError, count, describe
@@ -274,6 +275,8 @@ def _end(error: BaseException, resolved: ResolvedRun, shows_errors: bool) -> Out
         last_line = None
     else:
         report = "".join(traceback.format_exception(error))
+        if (own := name_own_code(error)) is not None:
+            report = f"{report}\n{own}"
         failure = failure_from_exception(error, exit_code=ExitCode.CRASHED, report=report)
     _report_failure(failure, last_line, ranks, shows_errors)
     if failure.exit_code == ExitCode.OUT_OF_MEMORY and ranks.started_by is None:
