@@ -10,6 +10,7 @@ from support import ROOT
 
 from recipes.errors import INSTALLED
 
+OWN_DATA = ("mine.py", "houses.py", "reviews.py")  # files of own_data.md, in the order of their blocks
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 _BLOCK = re.compile(

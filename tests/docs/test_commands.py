@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from doc_pages import BLOCKS, Block, read_commands
+from doc_pages import BLOCKS, OWN_DATA, Block, read_commands
 from support import ROOT
 
 from recipes.config import compose_and_check
@@ -78,15 +78,19 @@ def _check(overrides: list[str]) -> list[str]:
 def _make_workplace(folder: Path) -> Path:
     """Make the files that the pages name: texts, tokens and a finished run."""
     (folder / "my_code").mkdir()
-    for page, file in (("own_data.md", "mine.py"), ("own_module.md", "net.py")):
-        own = next(block for block in BLOCKS if block.page.name == page and block.language == "python")
-        (folder / "my_code" / file).write_text(own.text)
+    for page, files in (("own_data.md", OWN_DATA), ("own_module.md", ["net.py"])):
+        own = [
+            block for block in BLOCKS if block.page.name == page and block.language == "python" and not block.comment
+        ]
+        for file, block in zip(files, own, strict=False):
+            (folder / "my_code" / file).write_text(block.text)
     (folder / "my_texts").mkdir()
     (folder / "my_texts/a.txt").write_text("text\n" * 100)
     (folder / "tokens.bin").write_bytes(bytes(2000))
     (folder / "SmolLM2-135M-Instruct").mkdir()
     (folder / "SmolLM2-135M-Instruct/config.json").write_text('{"model_type": "llama", "vocab_size": 49152}')
     (folder / "chats.jsonl").write_text('{"prompt": "1 + 1 = ", "completion": "2"}\n')
+    (folder / "qa.csv").write_text("question,answer\n1 + 1,2\n")
     (folder / "questions.jsonl").write_text('{"question": "1 + 1 = "}\n')
     for name in ("raw", "tokens", "prepared/documents"):
         (folder / name).mkdir(parents=True)

@@ -1,7 +1,9 @@
 """A torch Dataset of one's own: its samples, order and draws are those of any source, bit for bit."""
 
+import csv
 import random
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import dataset_cases
 import numpy as np
 import pytest
 import torch
-from doc_pages import BLOCKS
+from doc_pages import BLOCKS, OWN_DATA
 from streams import open_stream, take
 from support import composed_config, execute, read_metrics
 from torch import Tensor
@@ -312,6 +314,50 @@ def test_rows_train_resume_and_are_evaluated_as_by_a_loop_of_plain_torch(tmp_pat
         optimizer.step()
         expected.append(loss.item())
     assert losses == [float(f"{loss:.9g}") for loss in expected], "as metrics.csv has them, all digits of float32"
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    """Make the files of the page in the working folder; return its commands that have a text, without `python`."""
+    blocks = [block for block in BLOCKS if block.page.name == "own_data.md"]
+    code = [block.text for block in blocks if block.language == "python" and block.comment is None]
+    for file, text in zip(OWN_DATA, code, strict=False):
+        (tmp_path / file).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    commands = [block.text for block in blocks if block.language == "sh"]
+
+    def type_command(part: str) -> list[str]:
+        words = shlex.split(next(text for text in commands if part in text).replace("\\\n", " "))
+        return words[words.index("train.py") + 1 :]
+
+    return type_command
+
+
+def test_the_table_of_the_page_trains_predicts_and_loads(page: Callable[[str], list[str]]) -> None:
+    draw = random.Random(1)
+    lines = ["area,rooms,age,city,price"]
+    for row in range(100):
+        area, rooms, city = draw.randint(30, 200), draw.randint(1, 6), draw.choice(["Bonn", "Mainz", "Trier"])
+        lines.append(f"{area if row % 9 else ''},{rooms},{draw.randint(0, 90)},{city},{2000 * area + 9000 * rooms}")
+    Path("houses.csv").write_text("\n".join(lines) + "\n")
+    assert execute(*page("split: val"), "callbacks=[]") == 0
+    assert read_metrics(Path("logs/houses"))[-1]["val/r2"] > 0.5
+    assert execute(*page("mode=predict")) == 0
+    predicted = list(csv.DictReader(Path("predictions.csv").read_text().splitlines()))
+    found: dict[str, Any] = {}
+    exec(next(block.text for block in BLOCKS if block.page.name == "own_data.md" and block.comment == "excerpt"), found)
+    val, prices = found["new"], [float(line.rpartition(",")[2]) for line in lines[1::5]]
+    values = torch.tensor([float(row["values"]) for row in predicted])
+    torch.testing.assert_close(found["prices"], val.to_price(values))
+    torch.testing.assert_close(val.to_price(val.y), torch.tensor(prices))
+
+
+def test_the_texts_with_labels_of_the_page_are_learned(page: Callable[[str], list[str]]) -> None:
+    rows = [f"a {'fine' if row % 2 else 'dull'} film {row},{'good' if row % 2 else 'bad'}" for row in range(60)]
+    Path("reviews.csv").write_text("text,label\n" + "\n".join(rows) + "\n")
+    assert execute(*page("reviews.Reviews"), "callbacks=[]") == 0
+    assert read_metrics(Path("logs/reviews"))[-1]["val/accuracy"] == 1.0
 
 
 def test_the_example_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
