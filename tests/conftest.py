@@ -35,7 +35,7 @@ os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(sys.prefix) / "torch_extensions")
 
 # a test file that mentions one of these starts processes
 _STARTS_PROCESSES = re.compile(
-    r"\b(subprocess|multiprocessing|run_train|run_on_ranks|Started|Sweeps|Killer|Browser|slurm|os\.fork)\b"
+    r"\b(subprocess|multiprocessing|run_train|run_on_ranks|nbclient|Started|Sweeps|Killer|Browser|slurm|os\.fork)\b"
 )
 _STARTERS = {"run_group", "rows", "results", "browser", "sweeps", "slurm"}  # fixtures that start processes
 

@@ -1,1 +1,1 @@
-"""Print progress: a live bar on a terminal, lines elsewhere."""
+"""Show progress: a live bar on a terminal, with a chart in a notebook, lines elsewhere."""

@@ -15,7 +15,18 @@ from ..lightning_internals import Row, RowTap, as_floats, get_learning_rates
 from ..lightning_packages import ProgressBar
 from ..logged_step import StepCounter, completed_steps
 from ..protocols import SupportsRow
-from .text import clock_text, epoch_text, find_val_loss, position_text, shown_text, step_text, train_text, val_text
+from .notebook import NotebookBar, is_notebook
+from .text import (
+    clock_text,
+    epoch_text,
+    find_train_loss,
+    find_val_loss,
+    position_text,
+    shown_text,
+    step_text,
+    train_text,
+    val_text,
+)
 
 if TYPE_CHECKING:
     from .bar import LiveBar
@@ -24,7 +35,9 @@ log = logging.getLogger("lightning_recipes")
 
 
 class ProgressLine(ProgressBar):
-    """Shows progress on rank 0: a bar redrawn in place on a terminal, a plain line per logged step elsewhere.
+    """Shows progress on rank 0: a bar redrawn in place on a terminal, in a notebook with a chart of the losses.
+
+    Elsewhere, it prints a plain line per logged step.
 
     Replaces Lightning's progress bar. `self.log(prog_bar=True)` adds a metric; the loss, gradient norm, learning rate
     and speed are shown if they are logged. The bar needs the package rich; without it, a terminal gets the lines too.
@@ -59,7 +72,7 @@ class ProgressLine(ProgressBar):
         self._min_redraw_seconds = 1.0 / refresh_per_second
         self._steps = StepCounter()
         self._is_showing: logging.Handler | None = None
-        self._bar: LiveBar | None = None
+        self._bar: LiveBar | NotebookBar | None = None
         self._tap: RowTap | None = None
         self._begin()
 
@@ -69,7 +82,7 @@ class ProgressLine(ProgressBar):
         self._timed_from: tuple[int, float] | None = None  # step and time at the end of the first step
         self._redrawn_at = -math.inf
         self._module_row: Mapping[str, float | Tensor] = {}  # current step's row, if the module is a SupportsRow
-        self._train_text = ""
+        self._shown: tuple[dict[str, float], str] = ({}, "")  # metrics of the newest row, and what else it shows
         self._val_loss: float | None = None
 
     @override
@@ -95,7 +108,15 @@ class ProgressLine(ProgressBar):
             self._is_showing = show_info(log)
 
     def _start_bar(self) -> bool:
-        """Start the bar if both streams are terminals, and return whether they are; `| tee log` gets plain lines."""
+        """Start the bar in a notebook, and where both streams are terminals; return whether there is one.
+
+        `| tee log` gets plain lines.
+        """
+        if self._is_enabled and self._bar is None and is_notebook():
+            self._bar = NotebookBar()
+            self._bar.start()
+        if isinstance(self._bar, NotebookBar):
+            return True
         # a stream that the shell has closed is None
         is_terminal = all(stream is not None and stream.isatty() for stream in (sys.stderr, sys.stdout))
         if not (self._is_enabled and is_terminal) or self._lacks_rich:
@@ -141,9 +162,11 @@ class ProgressLine(ProgressBar):
             metrics |= as_floats(self._module_row)
             shown = shown_text(self._select_shown(trainer, pl_module, row), beside=metrics)
             parts = [self._where(trainer), train_text(metrics), shown, self._time_left()]
-            self._train_text = "  ".join(part for part in (train_text(metrics, val_loss=self._val_loss), shown) if part)
+            self._shown = (metrics, shown)
+            self._chart("train loss", find_train_loss(metrics))
         elif row.kind == "evaluation":
             self._val_loss = find_val_loss(metrics)
+            self._chart("val loss", self._val_loss)
             parts = [self._where(trainer), text] if (text := val_text(metrics)) else []
         else:
             # per-step metrics have been shown already; epoch-level values have different names
@@ -151,6 +174,16 @@ class ProgressLine(ProgressBar):
         if parts:
             line = "  ".join(part for part in parts if part)
             log.info("%s", line, extra={"console": self._bar is None})
+
+    def _train_text(self) -> str:
+        """Return the metrics of the newest row with the newest validation loss; "" before the first row."""
+        metrics, shown = self._shown
+        text = train_text(metrics, val_loss=self._val_loss) if metrics else ""
+        return "  ".join(part for part in (text, shown) if part)
+
+    def _chart(self, name: str, loss: float | None) -> None:
+        if isinstance(self._bar, NotebookBar) and loss is not None:
+            self._bar.add_loss(name, self._step, loss)
 
     def _select_shown(self, trainer: Trainer, pl_module: LightningModule, row: Row) -> dict[str, Any]:
         """Return the metrics of `get_metrics` without values from earlier epochs, which Lightning keeps."""
@@ -196,7 +229,7 @@ class ProgressLine(ProgressBar):
         }[name]()
         assert self._bar is not None, "started above"
         fraction = (batch_idx + 1) / total if math.isfinite(total) and total else None
-        self._bar.draw(fraction=fraction, before=position_text(name, batch_idx + 1, total), after=self._train_text)
+        self._bar.draw(fraction=fraction, before=position_text(name, batch_idx + 1, total), after=self._train_text())
         self._redrawn_at = self.clock()
 
     @override
@@ -229,8 +262,8 @@ class ProgressLine(ProgressBar):
     def _redraw(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._bar is not None
         fraction = self._step / self._total if self._total else None
-        parts = [self._train_text, self._time_left()]
-        if not self._train_text:  # no row yet
+        parts = [self._train_text(), self._time_left()]
+        if not parts[0]:  # no row yet
             parts[0] = shown_text(self.get_metrics(trainer, pl_module), beside={})
         self._bar.draw(fraction=fraction, before=self._where(trainer), after="  ".join(part for part in parts if part))
         self._redrawn_at = self.clock()

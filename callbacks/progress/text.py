@@ -24,8 +24,7 @@ def step_text(step: int, total: int | None) -> str:
 def train_text(metrics: Mapping[str, float], *, val_loss: float | None = None) -> str:
     """Return `loss 3.4512  grad 0.81  lr 9.8e-04  12,345 tok/s`: the available metrics, in this order."""
     parts = []
-    loss = next((metrics[name] for name in TRAIN_LOSS if name in metrics), None)
-    if loss is not None:
+    if (loss := find_train_loss(metrics)) is not None:
         parts.append(f"loss {loss:.4f}")
     if val_loss is not None:
         parts.append(f"val {val_loss:.4f}")
@@ -78,6 +77,11 @@ def shown_text(shown: Mapping[str, Any], *, beside: Mapping[str, float]) -> str:
 def position_text(name: str, done: int, total: float) -> str:
     """Return `validation 3/10`; omit the total if it is unknown."""
     return f"{name} {done}" if math.isinf(total) else f"{name} {done}/{int(total)}"
+
+
+def find_train_loss(metrics: Mapping[str, float]) -> float | None:
+    """Return the training loss by any of its usual names; None if it was not logged."""
+    return next((metrics[name] for name in TRAIN_LOSS if name in metrics), None)
 
 
 def find_val_loss(metrics: Mapping[str, float]) -> float | None:
