@@ -69,8 +69,16 @@ def type_command(words: str) -> str:
     Args:
         words: Overrides and flags, quoted for a shell; `…` for any.
     """
-    is_installed = COMMAND_VARIABLE in os.environ or (Path(__file__).parents[1] / "one_name.py").is_file()
-    return f"{INSTALLED if is_installed else 'python train.py'} {words}"
+    return f"{INSTALLED if _is_installed() else 'python train.py'} {words}"
+
+
+def type_extra(name: str) -> str:
+    """Return the command that installs an extra, beside what is installed or in the folder of a clone."""
+    return f"pip install '{INSTALLED}[{name}]'" if _is_installed() else f"pip install -e '.[{name}]'"
+
+
+def _is_installed() -> bool:
+    return COMMAND_VARIABLE in os.environ or (Path(__file__).parents[1] / "one_name.py").is_file()
 
 
 def type_setting(key: str, value: object) -> str:

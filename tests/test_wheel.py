@@ -219,14 +219,25 @@ def test_the_installed_command_writes_a_project_that_trains_resumes_and_loads(py
     main = "from lightning_recipes.recipes.entry.installed import main; main()"
     load = "import lightning_recipes as lr; print(type(lr.load('logs/mine')).__module__)"
     printed = []
-    for folder, code, *overrides in (
-        (tmp_path, main, "new", "my_net"),
-        (tmp_path / "my_net", main, "recipe=first", "trainer.max_steps=4", "eval_every=4", "hydra.run.dir=logs/mine"),
-        (tmp_path / "my_net", main, "resume=logs/mine", "trainer.max_steps=6"),
-        (tmp_path / "my_net", load),
+    for folder, *words in (
+        (tmp_path, "-c", main, "new", "my_net"),
+        (
+            tmp_path / "my_net",
+            "-c",
+            main,
+            "recipe=first",
+            "trainer.max_steps=4",
+            "eval_every=4",
+            "hydra.run.dir=logs/mine",
+        ),
+        (tmp_path / "my_net", "-c", main, "resume=logs/mine", "trainer.max_steps=6"),
+        (tmp_path / "my_net", "-c", load),
+        # its classes alone, before anything of ours has made the name `recipes`
+        (tmp_path / "my_net", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "one_logit_per_class"),
     ):
-        done = subprocess.run([python, "-c", code, *overrides], cwd=folder, capture_output=True, text=True, check=False)
+        done = subprocess.run([python, *words], cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         printed.append(done.stdout)
     assert "resumed from" in printed[2]
     assert printed[3] == "my_net.model\n"
+    assert printed[4].splitlines()[-1].startswith("1 passed")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 from torch import nn
 
 from recipes.blocks import list_blocks
-from recipes.errors import ConfigError, type_setting
+from recipes.errors import ConfigError, type_extra, type_setting
 from recipes.numerics.torchao_import import without_warnings_of_torchao
 
 ALL = "all"
@@ -137,7 +137,7 @@ def check_peft() -> None:
             import peft  # noqa: F401
     except ImportError as error:
         reason = "adapters need the package peft, which is not installed"
-        raise ConfigError("adapter=…", reason, "pip install -e '.[peft]', or adapter=none") from error
+        raise ConfigError("adapter=…", reason, f"{type_extra('peft')}, or adapter=none") from error
 
 
 def _is_linear(module: nn.Module) -> bool:

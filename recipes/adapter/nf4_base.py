@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.blocks import list_blocks
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_extra
 from recipes.numerics.linear import Linear
 from recipes.numerics.nf4 import BLOCK, NF4Linear, dequantize, list_nf4, num_bytes
 
@@ -25,7 +25,7 @@ def hold_in_nf4(model: nn.Module) -> None:
         ConfigError: torchao is not installed, or no layer can be converted.
     """
     if importlib.util.find_spec("torchao") is None:
-        raise ConfigError("adapter.quantization=nf4", "torchao is not installed", "pip install -e '.[fp8]'")
+        raise ConfigError("adapter.quantization=nf4", "torchao is not installed", type_extra("fp8"))
     layers = [layer for block in list_blocks(model) for layer in _find_layers(block)]
     if not layers:
         reason = f"{type(model).__name__} has no linear layer whose inputs divide into blocks of {BLOCK}"

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_extra
 from recipes.foreign_file import missing_config, missing_folder, reading
 
 _FILE = "config.json"
@@ -73,7 +73,7 @@ def _find_on_hub(name: str) -> Path | ConfigError:
         from huggingface_hub import constants, hf_hub_download
     except ImportError:
         reason = "not a local folder, and the hub needs huggingface-hub, which is not installed"
-        return ConfigError(f"model.name={name}", reason, "pip install -e '.[huggingface]'")
+        return ConfigError(f"model.name={name}", reason, type_extra("huggingface"))
     host = str(urlsplit(constants.ENDPOINT).hostname)
     is_found = _is_found(host)  # else the hub library retries for half a minute
     try:

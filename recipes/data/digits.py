@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from recipes.data import SampleDataset
 from recipes.data.augmentation import Augmentation
 from recipes.data.order import mix64
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_extra
 from recipes.tokenizer import Tokenizer
 
 _MAX_INK = 16.0  # each pixel counts the dark pixels in a 4 x 4 cell of the scan
@@ -94,7 +94,7 @@ class Digits:
             raise ConfigError(
                 "data=digits",
                 "it needs scikit-learn, which is not installed",
-                "pip install -e '.[digits]'",
+                type_extra("digits"),
             ) from error
         pixels, labels = load_digits(return_X_y=True)
         self._images = torch.from_numpy(pixels / _MAX_INK).float().view(-1, 1, 8, 8)  # [N, 1, 8, 8]

@@ -19,7 +19,7 @@ from recipes.data.found_files import DESCRIPTION, FoundFiles, find_files, make_p
 from recipes.data.table_rows import BATCH_ROWS, check_offsets, choose_columns, list_rows, read_table
 from recipes.data.text.corpus import Document, content_digests, not_utf8, reject_other_kind
 from recipes.data.unpacked import open_unpacked
-from recipes.errors import ConfigError, for_shell, type_setting
+from recipes.errors import ConfigError, for_shell, type_extra, type_setting
 from recipes.files import count
 from recipes.foreign_file import reading
 from recipes.home import expand_home
@@ -278,7 +278,7 @@ class HubRows:
         try:
             import datasets
         except ImportError as error:
-            fix = "pip install -e '.[datasets]'"
+            fix = type_extra("datasets")
             raise ConfigError(
                 self._typed, "data sets of the hub need the package datasets, which is not installed", fix
             ) from error

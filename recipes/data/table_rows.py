@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.data.file_kinds import PARQUET
-from recipes.errors import ConfigError, type_setting
+from recipes.errors import ConfigError, type_extra, type_setting
 from recipes.foreign_file import describe_error
 
 BATCH_ROWS = 1024  # rows in memory at a time
@@ -33,7 +33,7 @@ def read_table(
         import pyarrow.parquet
     except ImportError as error:
         reason = f"{kind} files need the package pyarrow, which is not installed"
-        raise ConfigError(f"{setting}={path}", reason, "pip install -e '.[datasets]'") from error
+        raise ConfigError(f"{setting}={path}", reason, type_extra("datasets")) from error
     if kind == "Arrow":
         if path.with_name(_STATE).is_file():
             reason = f"it is a part of a dataset that datasets saved, whose rows are chosen and ordered by {_STATE}"

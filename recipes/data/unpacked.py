@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from recipes.data.compression import find_compression, unpack
 from recipes.data.file_kinds import NUM_HEAD_BYTES, is_text
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_extra
 
 _BUFFER_BYTES = 1 << 20
 # text is compressed to a fifth, or a fiftieth if it repeats itself; a few kilobytes of a bomb are terabytes of zeros
@@ -55,7 +55,7 @@ def _unpack(file: BinaryIO, kind: str, typed: str) -> Any:
         import pyarrow
     except ImportError as error:
         reason = "files compressed with zstd need the package pyarrow, which is not installed"
-        raise ConfigError(typed, reason, "pip install -e '.[datasets]'") from error
+        raise ConfigError(typed, reason, type_extra("datasets")) from error
     return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
 
 

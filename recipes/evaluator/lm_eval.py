@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Annotated, Any, cast
 
 from recipes.data.conversations.chat_template import find_template
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_extra
 from recipes.evaluator.scorer import Scorer
 from recipes.model import LanguageModel
 from recipes.runtime.console import LOGGER
@@ -22,7 +22,7 @@ from recipes.task.language_modeling import LanguageModeling
 from recipes.tokenizer import Tokenizer
 
 _BOOTSTRAP = 1000  # bootstrap samples for the standard error of a metric without a formula; the harness: 100,000
-_INSTALL = "pip install -e '.[eval]'"
+_INSTALL = type_extra("eval")
 
 
 @dataclass(kw_only=True)

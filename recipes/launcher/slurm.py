@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_extra
 from recipes.files import write_atomically
 from recipes.launcher import Handle
 from recipes.launcher.environ import clean_environ
@@ -349,7 +349,7 @@ def _import_submitit() -> Any:
     try:
         import submitit
     except ImportError as error:
-        raise ConfigError("launcher=slurm", "submitit is not installed", "pip install -e '.[slurm]'") from error
+        raise ConfigError("launcher=slurm", "submitit is not installed", type_extra("slurm")) from error
     return submitit
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_extra
 from recipes.run_folder import (
     CONFIG_FILE,
     EVENTS_FILE,
@@ -56,7 +56,7 @@ class TensorBoardLogger(Logger):
         try:
             import torch.utils.tensorboard  # noqa: F401
         except ImportError as error:
-            raise ConfigError("logger=tensorboard", str(error), "pip install -e '.[tensorboard]'") from error
+            raise ConfigError("logger=tensorboard", str(error), type_extra("tensorboard")) from error
         self._run_folder = Path(run_folder)
         self._writer: SummaryWriter | None = None
         self._step = 0  # completed optimizer steps at the pending row

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from recipes.config.resolved import ResolvedRun
-from recipes.errors import ConfigError, type_setting
+from recipes.errors import ConfigError, type_extra, type_setting
 from recipes.files import filling, write_atomically
 from recipes.foreign_file import reading, recognize
 from recipes.model.rope import LLAMA3_ROPE, frequencies
@@ -148,7 +148,7 @@ def _load(file: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         from transformers.utils.logging import tqdm
     except ImportError as error:
         reason = f"it needs the package {error.name}, which is not installed"
-        raise ConfigError("mode=convert_gguf", reason, "pip install -e '.[huggingface]'") from error
+        raise ConfigError("mode=convert_gguf", reason, type_extra("huggingface")) from error
     typed = f"mode.path={file}"
     with reading(file, typed, _ANOTHER), tempfile.TemporaryDirectory() as alone:
         # in a folder of its own: transformers also reads the config.json that it finds beside a file, and asks on the

@@ -11,7 +11,7 @@ from typing import Any
 from recipes.config.check.dashboard import DEFAULTS, check_sections
 from recipes.config.overrides import for_shell, make_override
 from recipes.config.resolved import ResolvedRun
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_extra
 from recipes.files import write_atomically
 from recipes.run_folder import claim_output, has_keys
 from recipes.runtime.console import LOGGER
@@ -77,7 +77,7 @@ def _check_packages() -> None:
         raise ConfigError(
             "mode=dashboard",
             f"it needs the package {str(error.name).partition('.')[0]}, which is not installed",
-            "pip install -e '.[dashboard]'",
+            type_extra("dashboard"),
         ) from error
 
 

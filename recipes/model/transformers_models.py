@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipes.errors import ConfigError, type_setting
+from recipes.errors import ConfigError, type_extra, type_setting
 from recipes.foreign_file import missing_config, missing_folder, reading
 from recipes.model import Stack
 from recipes.model.init import unsharded_shape
@@ -96,7 +96,7 @@ def load_config(name: str) -> Any:
         import transformers  # noqa: F401
     except ImportError as error:
         reason = "it needs the package transformers, which is not installed"
-        raise ConfigError("model=huggingface", reason, "pip install -e '.[huggingface]'") from error
+        raise ConfigError("model=huggingface", reason, type_extra("huggingface")) from error
     folder = os.path.expanduser(name)
     is_folder = os.path.isdir(folder)  # unlike Path.is_dir, False if the name is too long
     if not is_folder and (wrong := missing_folder(name, "model.name")) is not None:

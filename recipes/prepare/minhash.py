@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_extra
 from recipes.prepare.ngrams import MULTIPLIER, Hashes, hash_ngrams, hash_words, split_words
 
 NO_KEY = np.uint64(0)  # key of a document without shingles in every band; never matches another document
@@ -96,7 +96,7 @@ class BandHasher:
             from datasketch import MinHash
         except ImportError as error:
             reason = "datasketch (needed for near copies) is not installed"
-            fix = "pip install -e '.[prepare]', or mode.near_copies=null"
+            fix = f"{type_extra('prepare')}, or mode.near_copies=null"
             raise ConfigError("mode.near_copies", reason, fix) from error
         self.num_bands = num_bands
         self.num_rows = num_rows

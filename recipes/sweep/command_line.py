@@ -40,7 +40,7 @@ from recipes.config.overrides import (
 from recipes.config.search_path import find_config_folders
 from recipes.config.signature import TargetNotFoundError, read_signature
 from recipes.config.traits import select
-from recipes.errors import ConfigError, type_command
+from recipes.errors import ConfigError, type_command, type_extra
 from recipes.launcher.job import JOB_FILE
 from recipes.run_folder import PAGE_FILE, SWEEP_FILE, has_run, is_page, may_replace
 from recipes.sweep.search_space import read_space
@@ -337,7 +337,7 @@ def _check_sweeper(swept: dict[str, Override], sweeper: str) -> list[ConfigError
             fix = f"hydra/sweeper=optuna {for_shell(text)}, or {override.get_key_element()}=<values with commas>"
             mistakes.append(ConfigError(text, "a grid needs single values", fix))
     if sweeper == "optuna" and importlib.util.find_spec("optuna") is None:
-        fix = "pip install -e '.[optuna]'"
+        fix = type_extra("optuna")
         mistakes.append(ConfigError("hydra/sweeper=optuna", "Optuna is not installed", fix))
     return mistakes
 

@@ -6,7 +6,7 @@ import logging
 import os
 from pathlib import Path
 
-from recipes.errors import ConfigError, python, type_setting
+from recipes.errors import ConfigError, python, type_extra, type_setting
 from recipes.files import count
 from recipes.foreign_file import reading
 from recipes.tokenizer import (
@@ -89,7 +89,7 @@ class HuggingFace:
             raise ConfigError(
                 f"tokenizer.name={self.name}",
                 "it is not a local folder, and a download from the hub needs huggingface-hub, which is not installed",
-                "pip install -e '.[huggingface]', or tokenizer.name=<folder with tokenizer.json>",
+                f"{type_extra('huggingface')}, or tokenizer.name=<folder with tokenizer.json>",
             ) from error
         try:
             tokenizer_file = Path(hf_hub_download(self.name, TOKENIZER_FILE))

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import train
 from recipes.config import compose_and_check
 from recipes.config.check.config_folder import check_config_folder
 from recipes.config.compose import CONF
-from recipes.errors import COMMAND_VARIABLE, ConfigError, type_command
+from recipes.errors import COMMAND_VARIABLE, ConfigError, type_command, type_extra
 from recipes.project import open_project, write_project
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.process import python_path
@@ -137,6 +138,20 @@ def test_a_printed_command_has_the_name_that_was_typed(monkeypatch: pytest.Monke
     assert type_command("seed=3") == "python train.py seed=3"
     monkeypatch.setenv(COMMAND_VARIABLE, "lightning-recipes")
     assert type_command("seed=3") == "lightning-recipes seed=3"
+
+
+def test_an_extra_is_installed_from_a_clone_or_beside_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(COMMAND_VARIABLE, raising=False)
+    assert type_extra("onnx") == "pip install -e '.[onnx]'"
+    monkeypatch.setenv(COMMAND_VARIABLE, "lightning-recipes")
+    assert type_extra("onnx") == "pip install 'lightning-recipes[onnx]'"
+
+
+def test_the_torch_that_ci_installs_is_the_one_that_the_recipes_need(project: Path) -> None:
+    """Another one would be replaced by the next line, with the build for GPUs."""
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["recipes"]
+    [torch_needed] = [each for each in needed if each.startswith("torch>")]
+    assert f"pip install '{torch_needed}' --index-url" in (project / ".github/workflows/tests.yaml").read_text()
 
 
 @pytest.fixture(scope="module")

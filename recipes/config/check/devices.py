@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from recipes.config.check.strategy import missing_compiler
 from recipes.config.check.types import to_setting
 from recipes.config.resolved import ResolvedRun
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_extra
 
 
 def check_devices(run: ResolvedRun) -> Iterator[ConfigError]:
@@ -34,7 +34,7 @@ def check_devices(run: ResolvedRun) -> Iterator[ConfigError]:
 def _check_float8(run: ResolvedRun) -> Iterator[ConfigError]:
     """Check for torchao, a GPU unless float8 is emulated, and a strategy that does not shard its modules."""
     if importlib.util.find_spec("torchao") is None:
-        yield ConfigError("precision=fp8-mixed", "torchao is not installed", "pip install -e '.[fp8]'")
+        yield ConfigError("precision=fp8-mixed", "torchao is not installed", type_extra("fp8"))
     if not (run.on_gpu or run.config["precision"]["emulate"]):
         yield ConfigError(
             "precision=fp8-mixed",

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from recipes.config.resolved import ResolvedRun
 from recipes.config.signature import find_signature
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_extra
 
 _MODE = "export"
 _PACKAGES_OF_ONNX = ("onnx", "onnxscript", "onnxruntime")
@@ -43,7 +43,7 @@ def check_export(run: ResolvedRun) -> Iterator[ConfigError]:
         if missing := [name for name in _PACKAGES_OF_ONNX if find_spec(name) is None]:
             verb = "is" if len(missing) == 1 else "are"
             reason = f"it needs {' and '.join(missing)}, which {verb} not installed"
-            yield ConfigError(shown, reason, "pip install -e '.[onnx]'")
+            yield ConfigError(shown, reason, type_extra("onnx"))
     if push_to is None:
         yield from _find_unread(run)
         return
@@ -53,7 +53,7 @@ def check_export(run: ResolvedRun) -> Iterator[ConfigError]:
         name = re.sub(r"[^\w.-]+", "-", push_to.rpartition("/")[2], flags=re.ASCII).strip("-.") or "<name>"
         yield ConfigError(shown, reason, f"mode.push_to=<user or organization>/{name}")
     elif find_spec("huggingface_hub") is None:
-        yield ConfigError(shown, "it needs huggingface_hub, which is not installed", "pip install -e '.[huggingface]'")
+        yield ConfigError(shown, "it needs huggingface_hub, which is not installed", type_extra("huggingface"))
 
 
 def _find_unread(run: ResolvedRun) -> Iterator[ConfigError]:

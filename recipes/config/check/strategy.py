@@ -21,7 +21,7 @@ from recipes.config.resolved import ResolvedRun
 from recipes.config.signature import read_signature
 from recipes.config.traits import StrategyTraits, read_strategy
 from recipes.config.trust import CONF
-from recipes.errors import ConfigError, type_command
+from recipes.errors import ConfigError, type_command, type_extra
 from recipes.runtime.world import num_gpus
 
 _FSDP = "strategy=fsdp strategy.cpu_offload=true"
@@ -247,7 +247,7 @@ def check_toolchain(run: ResolvedRun) -> Iterator[ConfigError]:
         yield ConfigError(
             run.strategy.typed,
             "DeepSpeed is not installed",
-            "pip install -e '.[deepspeed]'",
+            type_extra("deepspeed"),
         )
         return
     disk, device = get_disk_settings(run.strategy), run.strategy.offload_optimizer

@@ -14,7 +14,7 @@ from typing import Any
 from recipes.data.conversations.bounded_template import render
 from recipes.data.conversations.conversation import Message
 from recipes.data.found_files import describe_missing
-from recipes.errors import ConfigError, type_setting
+from recipes.errors import ConfigError, type_extra, type_setting
 from recipes.foreign_file import describe_error, reading
 from recipes.tokenizer import Tokenizer
 
@@ -89,7 +89,7 @@ class ChatTemplate:
             return render(self.source_for(tools), variables, num_input_characters=num_characters)
         except ImportError as error:
             reason = "chat templates need the package transformers, which is not installed"
-            raise ConfigError("data=conversations", reason, "pip install -e '.[huggingface]'") from error
+            raise ConfigError("data=conversations", reason, type_extra("huggingface")) from error
         except Exception as error:  # a template is a program: it raises what it likes
             uses_tools = bool(tools) or any(message.get("tool_calls") for message in messages)
             raise self._explain(error, uses_tools=uses_tools) from error

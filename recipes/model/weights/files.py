@@ -20,7 +20,7 @@ import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, type_extra
 from recipes.foreign_file import describe_error, missing_published, reading
 
 log = logging.getLogger("lightning_recipes")
@@ -68,7 +68,7 @@ def locate(name_or_folder: str) -> Path:
         raise ConfigError(
             f"model.pretrained={name_or_folder}",
             "not a local folder, and the hub needs huggingface_hub",
-            "pip install -e '.[huggingface]'",
+            type_extra("huggingface"),
         ) from error
     try:
         return _download(snapshot_download, name_or_folder)

@@ -2,9 +2,8 @@
 
 from typing import ClassVar
 
+from lightning_recipes.recipes.model.init import constant_, named_parameters, normal_
 from torch import Tensor, nn
-
-from recipes.model.init import constant_, named_parameters, normal_
 
 
 class Block(nn.Module):
