@@ -55,14 +55,21 @@ class LiveBar:
 def bar_line(width: int, *, fraction: float | None, before: str, after: str) -> Text:
     """Return `before ━━━━━─── after` in at most `width` cells; drop the bar first if it does not fit.
 
+    Then drop fields of `after` in its middle: the loss is its first, speed and time left are its last two.
+
     Args:
         width: Width of the terminal, in cells.
         fraction: Completed fraction of the run, 0 to 1; None draws no bar.
         before: Text left of the bar.
-        after: Text right of the bar.
+        after: Text right of the bar, fields with two spaces between them.
     """
     line = Text(before, no_wrap=True, overflow="ellipsis")
     width -= 1  # some terminals wrap a line that fills the full width
+    fields = after.split("  ")
+    while len(fields) > 2 and len(before) + 2 + len("  ".join(fields)) > width:
+        del fields[-3 if len(fields) > 3 else -2]
+    if (short := "  ".join(fields)) != after:
+        after, fraction = short, None
     cells = min(MAX_BAR_CELLS, width - len(before) - len(after) - 4)
     if fraction is not None and cells >= MIN_BAR_CELLS:
         done = round(min(1.0, max(0.0, fraction)) * cells)

@@ -1,11 +1,15 @@
 """Handle command lines for Hydra itself: `--help`, `--cfg`, and `-m` with its sweepers and launchers."""
 
+import contextlib
+import io
 import itertools
 import os
 import re
+import shutil
 import sys
+import textwrap
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -219,7 +223,7 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int], override
     is_own = folder.resolve() in find_trusted_folders(overrides)
     register_resolvers(*([] if is_own else [restrict_variables(overrides)]))
     try:
-        with listing_own_options(overrides):
+        with listing_own_options(overrides), _breaking_help():
             hydra.main(version_base="1.3", config_path=str(folder.resolve()), config_name=name)(run_job)()
         if sys.stdout is not None:  # closed by the shell, `>&-`
             sys.stdout.flush()
@@ -251,3 +255,22 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int], override
     except KeyboardInterrupt:
         return max(exit_codes) or ExitCode.INTERRUPTED
     return max(exit_codes)
+
+
+@contextlib.contextmanager
+def _breaking_help() -> Iterator[None]:
+    """Break the lines of `--help` between words; a terminal breaks them within."""
+    if {"--help", "-h"}.isdisjoint(sys.argv) or sys.stdout is None or not sys.stdout.isatty():
+        yield
+        return
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(text):
+            yield
+    finally:
+        width = shutil.get_terminal_size().columns - 1
+        wrapper = textwrap.TextWrapper(width, break_on_hyphens=False, break_long_words=False)
+        for line in text.getvalue().splitlines():
+            name = re.match(r"\S.*?\s{2,}", line)  # of a setting, with its meaning in a second column
+            wrapper.subsequent_indent = " " * (len(name[0]) if name and len(name[0]) <= width // 2 else 4)
+            print(wrapper.fill(line))

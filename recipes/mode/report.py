@@ -92,6 +92,10 @@ def _expand(pattern: str) -> list[Path]:
         raise ConfigError(f"mode.runs=[{pattern}]", "there is no such folder", fix)
     runs = [run for match in sorted(matches) for run in _runs_below(match, depth=2)]
     if not runs:
+        if any(event for match in matches for event in match.glob("**/events.out.tfevents.*")):
+            reason = f"it has the events of TensorBoard, and no {METRICS_FILE}"
+            fix = "mode=diagnose mode.runs=[<a CSV that TensorBoard exports>], or Trainer(logger=CSVLogger(…))"
+            raise ConfigError(f"mode.runs=[{pattern}]", reason, fix)
         raise ConfigError(f"mode.runs=[{pattern}]", "there is no run in it", fix)
     return runs
 

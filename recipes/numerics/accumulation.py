@@ -44,20 +44,24 @@ def divide(
         ConfigError: The global batch does not divide evenly, or the settings contradict each other.
     """
     if micro_batch_size is None:
+        sizes = range(0)
         num_micro_batches = 1 if accumulate_grad_batches is None else accumulate_grad_batches
         unit = num_micro_batches * num_devices
         micro_batch_size = max(global_batch_size // unit, 1)
         count = "" if num_micro_batches == 1 else f"{num_micro_batches} micro-batches on "
         parts = f"{count}{_devices(num_devices)}"
     else:
+        sizes = range(micro_batch_size - 1, 0, -1)  # which may divide it
         unit = micro_batch_size * num_devices
         num_micro_batches = max(global_batch_size // unit, 1)
         parts = f"micro-batches of {micro_batch_size} on {_devices(num_devices)}"
     if global_batch_size % unit:
+        fitting = next((size for size in sizes if global_batch_size % (size * num_devices) == 0), None)
+        smaller = "" if fitting is None else f", or micro_batch_size={fitting}"
         raise ConfigError(
             f"global_batch_size={global_batch_size}",
             f"{global_batch_size} samples do not divide evenly into {parts}",
-            f"global_batch_size={_multiples_around(global_batch_size, unit)}",
+            f"global_batch_size={_multiples_around(global_batch_size, unit)}{smaller}",
         )
     if accumulate_grad_batches not in (None, num_micro_batches):
         raise ConfigError(

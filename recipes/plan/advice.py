@@ -8,7 +8,7 @@ from recipes.config import compose_and_check
 from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
 from recipes.plan.hardware import Cluster
-from recipes.plan.plan import Plan, gib, make_plan, plan_state
+from recipes.plan.plan import Plan, gib, make_plan, plan_state, size_unit
 from recipes.plan.recorded import divide_ranks
 from recipes.runtime import status
 
@@ -77,7 +77,9 @@ def advise_settings(resolved: ResolvedRun, planner: Planner) -> Iterator[str]:
     total = advice.plan.peak.total
     shown = " ".join(advice.overrides)
     yield f"advice: {shown}"
-    yield f"  fills {gib(total):.2f} of {gib(advice.plan.limit_bytes):.2f} GiB, the least sharding that fits"
+    unit, unit_bytes = size_unit(total)
+    filled, limit = total / unit_bytes, advice.plan.limit_bytes / unit_bytes
+    yield f"  fills {filled:,.2f} of {limit:,.2f} {unit}, the least sharding that fits"
     if not planned.fits:
         yield "savings of each measure on its own, in GiB at peak:"
         yield from (f"  {line}" for line in measures(resolved, planner))

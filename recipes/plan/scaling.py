@@ -10,7 +10,7 @@ from recipes.errors import ConfigError
 from recipes.numerics.accumulation import divide
 from recipes.plan.advice import with_overrides
 from recipes.plan.hardware import GIB, Cluster
-from recipes.plan.plan import make_plan
+from recipes.plan.plan import make_plan, size_unit
 from recipes.plan.roofline import Rates
 
 STRATEGIES = ("ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "fsdp", "hsdp")
@@ -125,9 +125,11 @@ def describe_scaling(
         batch: Samples per step.
         price: Dollars per device-hour; None: unknown.
     """
-    unit, factor = ("samples/s", 1) if seq_len is None else ("tokens/s", seq_len)
+    speed, factor = ("samples/s", 1) if seq_len is None else ("tokens/s", seq_len)
+    unit, unit_bytes = size_unit(max((point.peak_bytes for points in curves.values() for point in points), default=GIB))
     yield f"scaling at {batch:,} samples per step:"
-    yield f"  {'strategy':<18} {'ranks':>6} {'GiB per rank':>12} {unit:>14} {'waiting':>8} {'hours':>9} {'dollars':>11}"
+    memory = f"{unit} per rank"
+    yield f"  {'strategy':<18} {'ranks':>6} {memory:>12} {speed:>14} {'waiting':>8} {'hours':>9} {'dollars':>11}"
     for strategy, points in curves.items():
         if points and not any(point.fits for point in points):
             smallest = min(point.peak_bytes for point in points) / GIB
@@ -138,7 +140,7 @@ def describe_scaling(
             hours = steps * batch / point.samples_per_second / 3600
             cost = "" if price is None else f"{hours * point.num_ranks * price:11,.0f}"
             yield (
-                f"  {strategy:<18} {point.num_ranks:>6,} {point.peak_bytes / GIB:>12.1f}"
+                f"  {strategy:<18} {point.num_ranks:>6,} {point.peak_bytes / unit_bytes:>12.1f}"
                 f" {point.samples_per_second * factor:>14,.0f} {point.exposed_fraction:>8.0%} {hours:>9,.1f} {cost:>11}"
             )
         limit = find_limit(points)

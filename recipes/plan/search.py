@@ -22,6 +22,7 @@ from recipes.plan.estimate import Estimate, Estimator, Layout, Recordings, Shape
 from recipes.plan.hardware import Cluster
 from recipes.plan.pipeline import Pipeline
 from recipes.plan.places import Places, describe_places, with_seconds
+from recipes.plan.plan import size_unit
 from recipes.plan.recorded import Recorded, record_config
 from recipes.plan.roofline import Rates, time_step
 from recipes.plan.trace import GRADIENTS, OPTIMIZER, WEIGHTS
@@ -157,10 +158,11 @@ def describe_search(found: Sequence[Found], smallest: Found, *, limit_bytes: flo
         yield f"search: nothing fits into {limit_bytes / 2**30:.1f} GiB; the smallest needs {gib:.1f} GiB:"
         yield f"  {' '.join(smallest.overrides())}"
         return
+    unit, unit_bytes = size_unit(max(each.estimate.peak_bytes for each in found[:_AT_MOST]))
     yield f"search: the fastest of {len(found)} meshes that fit, estimated from a few recorded blocks:"
     yield (
         f"  {'tensor':>6} {'context':>7} {'pipeline':>8} {'shard':>6} {'replicate':>9} {'micro-batch':>11}"
-        f" {'recompute':<11} {'GiB':>6} {'step, s':>8} {'MFU':>5} {'waiting':>7} {'bubble':>6}"
+        f" {'recompute':<11} {unit:>6} {'step, s':>8} {'MFU':>5} {'waiting':>7} {'bubble':>6}"
     )
     for each in found[:_AT_MOST]:
         estimate, layout = each.estimate, each.estimate.layout
@@ -170,7 +172,7 @@ def describe_search(found: Sequence[Found], smallest: Found, *, limit_bytes: flo
         yield (
             f"  {mesh.tensor:>6} {mesh.context:>7} {layout.pipeline.num_stages:>8} {mesh.shard:>6}"
             f" {mesh.replicate:>9} {f'{layout.micro_batch_size} x {layout.num_micro_batches}':>11}"
-            f" {each.recompute:<11} {estimate.peak_bytes / 2**30:>6.1f} {estimate.step_seconds:>8.3g} {mfu:>5}"
+            f" {each.recompute:<11} {estimate.peak_bytes / unit_bytes:>6.1f} {estimate.step_seconds:>8.3g} {mfu:>5}"
             f" {waiting:>7.0%} {estimate.bubble:>6.0%}"
         )
     yield f"search: {' '.join(found[0].overrides())}"

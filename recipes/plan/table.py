@@ -232,10 +232,11 @@ def _describe_parts(plan: Plan, times: Times, rates: Rates | None) -> Iterator[s
         )
     if times.transfer is not None:
         moved = times.transfer
+        unit, unit_bytes = size_unit(moved.num_bytes)
         yield (
-            f"  offload: {gib(moved.num_bytes):.2f} GiB of activations to host memory and back per micro-batch,"
-            f" {moved.seconds:.3g} s at {PCIE_BYTES_PER_SECOND / 1e9:.0f} GB/s, of which {moved.exposed_seconds:.3g} s"
-            " not hidden by computation"
+            f"  offload: {moved.num_bytes / unit_bytes:,.2f} {unit} of activations to host memory and back per"
+            f" micro-batch, {moved.seconds:.3g} s at {PCIE_BYTES_PER_SECOND / 1e9:.0f} GB/s,"
+            f" of which {moved.exposed_seconds:.3g} s not hidden by computation"
         )
     if rates is None:
         yield "  each operator was timed on this machine; the time between operators and waiting for data come on top"
@@ -250,16 +251,17 @@ def _describe_parts(plan: Plan, times: Times, rates: Rates | None) -> Iterator[s
 
 def _describe_communication(sent: Communication) -> Iterator[str]:
     """Yield the totals, and a table with a row per mesh dimension if there are several."""
+    unit, unit_bytes = size_unit(sent.num_bytes)
     yield (
-        f"  communication: {gib(sent.num_bytes):.2f} GiB sent per rank and step, {sent.seconds:.3g} s,"
+        f"  communication: {sent.num_bytes / unit_bytes:,.2f} {unit} sent per rank and step, {sent.seconds:.3g} s,"
         f" of which {sent.exposed_seconds:.3g} s not hidden by computation"
     )
     if len(sent.traffic) == 1:
         return
-    yield f"    {'dimension':<12} {'ranks':>6} {'GiB per step':>12} {'seconds':>9} {'not hidden':>11}"
+    yield f"    {'dimension':<12} {'ranks':>6} {f'{unit} per step':>12} {'seconds':>9} {'not hidden':>11}"
     for part in sent.traffic:
         yield (
-            f"    {part.dimension:<12} {part.num_ranks:>6,} {gib(part.num_bytes):>12.2f} {part.seconds:>9.3g}"
+            f"    {part.dimension:<12} {part.num_ranks:>6,} {part.num_bytes / unit_bytes:>12,.2f} {part.seconds:>9.3g}"
             f" {part.exposed_seconds:>11.3g}"
         )
 

@@ -59,7 +59,7 @@ def check_batch_size(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigErr
     counts = (run.global_batch_size, run.micro_batch_size, run.accumulate_grad_batches)
     # 0 is out of range and reported by that check
     if has_ranks and all(count is None or count > 0 for count in counts):
-        wrong = [_offer_micro_batch(run, mistake) for mistake in _find_mistake(lambda: run.accumulation)]
+        wrong = [_name_micro_batch(run, mistake) for mistake in _find_mistake(lambda: run.accumulation)]
         yield from wrong or _check_batch_norm(run)
     max_seq_len = run.config["model"].get("max_seq_len")
     data_seq_len = run.config["data"].get("seq_len")
@@ -71,19 +71,13 @@ def check_batch_size(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigErr
         )
 
 
-def _offer_micro_batch(run: ResolvedRun, mistake: ConfigError) -> ConfigError:
-    """Return the error of a global batch that its micro-batches do not divide, with a micro-batch that does."""
-    if run.micro_batch_size is None or not mistake.setting.startswith("global_batch_size="):
-        return mistake
-    sizes = range(run.micro_batch_size - 1, 0, -1)
-    fitting = next((size for size in sizes if run.global_batch_size % (size * run.num_data_ranks) == 0), None)
+def _name_micro_batch(run: ResolvedRun, mistake: ConfigError) -> ConfigError:
+    """Return the error of a global batch that its micro-batches do not divide, as one of what was typed."""
+    larger, _, smaller = mistake.fix.partition(", or ")
     typed = [override.lstrip("+").partition("=")[0] for override in run.typed]
-    if fitting is None:
+    if not smaller or "micro_batch_size" not in typed or "global_batch_size" in typed:
         return mistake
-    if "micro_batch_size" in typed and "global_batch_size" not in typed:
-        setting, fix = f"micro_batch_size={run.micro_batch_size}", f"micro_batch_size={fitting}, or {mistake.fix}"
-        return ConfigError(setting, mistake.reason, fix)
-    return ConfigError(mistake.setting, mistake.reason, f"{mistake.fix}, or micro_batch_size={fitting}")
+    return ConfigError(f"micro_batch_size={run.micro_batch_size}", mistake.reason, f"{smaller}, or {larger}")
 
 
 def _check_batch_norm(run: ResolvedRun) -> Iterator[ConfigError]:

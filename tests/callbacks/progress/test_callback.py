@@ -303,6 +303,20 @@ def test_a_line_never_reaches_the_edge_of_the_terminal(width: int) -> None:
         assert line.plain.endswith(after)
 
 
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (90, "loss 3.4512  val 3.6011  grad 1.09  lr 9.8e-04  12,345 tok/s  0:32 left"),
+        (80, "loss 3.4512  val 3.6011  grad 1.09  12,345 tok/s  0:32 left"),
+        (60, "loss 3.4512  12,345 tok/s  0:32 left"),
+        (40, "loss 3.4512  0:32 left"),
+    ],
+)
+def test_a_narrow_line_keeps_the_loss_and_the_time_left(width: int, shown: str) -> None:
+    after = "loss 3.4512  val 3.6011  grad 1.09  lr 9.8e-04  12,345 tok/s  0:32 left"
+    assert bar_line(width, fraction=0.25, before="step 150/600", after=after).plain == f"step 150/600  {shown}"
+
+
 def test_a_quarter_of_forty_cells_is_ten() -> None:
     line = bar_line(200, fraction=0.25, before="step 1/4", after="loss 1")
     assert [span.end - span.start for span in line.spans] == [10, 30]

@@ -1,8 +1,14 @@
 """Hydra's own flags and sweeps: each mistake is one report and exit code 2, in process."""
 
+import contextlib
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from support import ROOT
 
 import train
 from recipes.entry.hydra_main import parse_flags
@@ -127,3 +133,22 @@ def test_a_variable_of_ranks_that_cannot_be_one_is_named(
 def test_what_a_flag_is_answered_with_is_a_setting_there_is(words: str, fix: str) -> None:
     _, [mistake] = parse_flags(words.split())
     assert mistake.fix == fix
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_the_help_on_a_terminal_breaks_no_word(columns: int) -> None:
+    environ = os.environ | {"COLUMNS": str(columns), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "train.py"), "--help"]
+    piped = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
+    terminal, other_end = pty.openpty()
+    with subprocess.Popen(command, stdout=other_end, stderr=other_end, env=environ) as process:
+        os.close(other_end)
+        shown = b""
+        with contextlib.suppress(OSError):  # the program has ended
+            while chunk := os.read(terminal, 4096):
+                shown += chunk
+    os.close(terminal)
+    assert process.returncode == 0
+    assert shown.decode().split() == piped.split()
+    assert max(map(len, shown.decode().splitlines())) < columns
+    assert max(map(len, piped.splitlines())) > columns, "a pipe gets a line for each group"

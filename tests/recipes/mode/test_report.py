@@ -58,6 +58,14 @@ def test_a_pattern_that_names_no_run_is_an_error(logs: Path, name: str, reason: 
     assert raised.value.fix.startswith("mode.runs=[")
 
 
+def test_the_events_of_tensorboard_are_no_table_and_are_answered_with_one(tmp_path: Path) -> None:
+    (tmp_path / "version_0").mkdir()
+    (tmp_path / "version_0/events.out.tfevents.1.host.2.0").touch()
+    for folder in (tmp_path, tmp_path / "version_0"):
+        with pytest.raises(ConfigError, match="events of TensorBoard, and no metrics.csv; type mode=diagnose"):
+            find_runs([str(folder)])
+
+
 def test_an_empty_list_of_runs_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"mode.runs=\[\]: no run is named; type mode.runs=\[logs/"):
         find_runs([])

@@ -37,9 +37,9 @@ def test_micro_batch_size_times_their_number_times_devices_is_the_global_batch(
 @pytest.mark.parametrize(
     ("global_batch", "micro", "devices", "explicit", "fix"),
     [
-        (10, 4, 1, None, "global_batch_size=12 (or 8)"),
+        (10, 4, 1, None, "global_batch_size=12 (or 8), or micro_batch_size=2"),
         (9, None, 2, None, "global_batch_size=10 (or 8)"),
-        (3, 4, 1, None, "global_batch_size=4"),
+        (3, 4, 1, None, "global_batch_size=4, or micro_batch_size=3"),
         (16, 4, 1, 2, "trainer.accumulate_grad_batches=4"),
         (16, None, 1, 3, "global_batch_size=18 (or 15)"),
     ],
