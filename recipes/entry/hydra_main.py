@@ -223,7 +223,7 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int], override
     is_own = folder.resolve() in find_trusted_folders(overrides)
     register_resolvers(*([] if is_own else [restrict_variables(overrides)]))
     try:
-        with listing_own_options(overrides), _breaking_help():
+        with listing_own_options(overrides), _editing_help():
             hydra.main(version_base="1.3", config_path=str(folder.resolve()), config_name=name)(run_job)()
         if sys.stdout is not None:  # closed by the shell, `>&-`
             sys.stdout.flush()
@@ -258,9 +258,9 @@ def run_through_hydra(folder: Path, name: str, run: Callable[..., int], override
 
 
 @contextlib.contextmanager
-def _breaking_help() -> Iterator[None]:
-    """Break the lines of `--help` between words; a terminal breaks them within."""
-    if {"--help", "-h"}.isdisjoint(sys.argv) or sys.stdout is None or not sys.stdout.isatty():
+def _editing_help() -> Iterator[None]:
+    """Name the command as it was typed in `--help`, and break lines between words; a terminal breaks them within."""
+    if {"--help", "-h"}.isdisjoint(sys.argv) or sys.stdout is None:
         yield
         return
     text = io.StringIO()
@@ -268,9 +268,10 @@ def _breaking_help() -> Iterator[None]:
         with contextlib.redirect_stdout(text):
             yield
     finally:
+        lines = text.getvalue().replace("python train.py", type_command("").rstrip()).splitlines()
         width = shutil.get_terminal_size().columns - 1
         wrapper = textwrap.TextWrapper(width, break_on_hyphens=False, break_long_words=False)
-        for line in text.getvalue().splitlines():
+        for line in lines:
             name = re.match(r"\S.*?\s{2,}", line)  # of a setting, with its meaning in a second column
             wrapper.subsequent_indent = " " * (len(name[0]) if name and len(name[0]) <= width // 2 else 4)
-            print(wrapper.fill(line))
+            print(wrapper.fill(line) if sys.stdout.isatty() else line)

@@ -12,6 +12,7 @@ from support import ROOT
 
 import train
 from recipes.entry.hydra_main import parse_flags
+from recipes.errors import COMMAND_VARIABLE
 from recipes.runtime.exit_codes import ExitCode
 
 
@@ -152,3 +153,17 @@ def test_the_help_on_a_terminal_breaks_no_word(columns: int) -> None:
     assert shown.decode().split() == piped.split()
     assert max(map(len, shown.decode().splitlines())) < columns
     assert max(map(len, piped.splitlines())) > columns, "a pipe gets a line for each group"
+
+
+def test_the_help_of_the_installed_command_has_its_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, shown in (("lightning-recipes", "lightning-recipes"), (None, "python train.py")):
+        monkeypatch.delenv(COMMAND_VARIABLE, raising=False)
+        if name is not None:
+            monkeypatch.setenv(COMMAND_VARIABLE, name)
+        monkeypatch.setattr("sys.argv", ["train.py", "--help"])
+        assert train.main() == ExitCode.FINISHED
+        printed = capsys.readouterr().out
+        assert f"\n{shown} [group=option …] [key=value …]\n" in printed
+        assert f"\nSweep: {shown} -m optimizer.lr" in printed
