@@ -55,8 +55,6 @@ if TYPE_CHECKING:
 
 Weights = Literal["trained", "ema"]
 _PLAN_PAGE = "plan.html"
-# missing data is no error of weights
-_OF_DATA = ("data.path=", "data.val_path=", "eval_data.")
 _PAGE_HEIGHT = "75vh"
 _OF_EXPORT = ("hydra.searchpath=", "model.", "task.module.")  # which code a folder may choose
 _NOT_LOADED = "The weights cannot be loaded."
@@ -245,9 +243,10 @@ def compose(*overrides: str) -> ComposedRun:
 def load(run: str | Path, *overrides: str, weights: Weights = "trained") -> "nn.Module":
     """Return the model of a run with the weights of its newest valid checkpoint, in eval mode, on the CPU.
 
-    Or the model of an export, from its files alone. The model has an attribute `tokenizer`: that of the run; None if
-    its data is not text. The data of the run need not be there. Neither the random number generators nor the precision
-    of float32 products change.
+    Or the model of an export, from its files alone. Of a run of task=lightning, the LightningModule itself. Unless it
+    has an attribute `tokenizer` of its own, that is the tokenizer of the run; None if its data is not text. Neither the
+    data of the run nor its class need be there. Neither the random number generators nor the precision of float32
+    products change.
 
     Args:
         run: Run folder, a checkpoint in it, or a folder that `mode=export` has written.
@@ -278,7 +277,7 @@ def load(run: str | Path, *overrides: str, weights: Weights = "trained") -> "nn.
     if (export := Path(os.path.expanduser(run)) / EXPORT_RECORD).is_file():
         return _load_export(export.parent, overrides, weights)
     typed = ["mode=evaluate", *overrides, make_override("resume", str(run))]
-    resolved = _compose(typed, ignores=_OF_DATA)
+    resolved = _compose(typed, only_weights=True)
     if not any(override.lstrip("+").startswith("trainer.accelerator=") for override in overrides):
         resolved = resolved.with_settings({"trainer.accelerator": "cpu", "trainer.devices": 1, "compile": False})
     with _quietly():
@@ -287,15 +286,14 @@ def load(run: str | Path, *overrides: str, weights: Weights = "trained") -> "nn.
         from lightning.pytorch.utilities.seed import isolate_rng
 
         from recipes.mode.load import load_task, load_tokenizer
+        from recipes.mode.own_module import release
 
         with _reporting_mistakes(), isolate_rng(), _keeping_float32_products():
             built = build(resolved)
             task, _ = load_task(built, weights)
-            model: Any = task.model
-            has_text = built.tokenizer_folder.is_dir()
-            model.tokenizer = load_tokenizer(built, "load") if has_text else None
-    found: nn.Module = model
-    return found
+            model = release(task) if built.has_own_training else task.model
+            tokenizer = load_tokenizer(built, "load") if built.tokenizer_folder.is_dir() else None
+    return _with_tokenizer(model, tokenizer)
 
 
 def _load_export(folder: Path, overrides: Sequence[str], weights: Weights) -> "nn.Module":
@@ -317,9 +315,15 @@ def _load_export(folder: Path, overrides: Sequence[str], weights: Weights) -> "n
 
         with isolate_rng():
             model, tokenizer = load_export(folder, [*open_project(overrides), *overrides], shown=shown)
-    found: Any = model
-    found.tokenizer = tokenizer
-    return model
+    return _with_tokenizer(model, tokenizer)
+
+
+def _with_tokenizer(model: Any, tokenizer: object) -> "nn.Module":
+    """Return a model with an attribute `tokenizer`; one of its own stays."""
+    if not hasattr(model, "tokenizer"):
+        model.tokenizer = tokenizer
+    loaded: nn.Module = model
+    return loaded
 
 
 def read(run: str | Path) -> RecordedRun:
@@ -389,12 +393,12 @@ def plan(*overrides: str) -> Plan:
         return Plan(record=record, text="\n".join(lines), page=page.read_text(encoding="utf-8"))
 
 
-def _compose(overrides: Sequence[str], *, ignores: tuple[str, ...] = ()) -> ResolvedRun:
+def _compose(overrides: Sequence[str], *, only_weights: bool = False) -> ResolvedRun:
     """Compose and check what train.py would.
 
     Args:
         overrides: As on the command line.
-        ignores: Beginnings of settings whose mistakes do not matter.
+        only_weights: Whether nothing but weights is loaded, see `compose_and_check`.
     """
     read_signature.cache_clear()  # one's own classes may have been edited since the last call
     words = quote_options(drop_replaced([*open_project(overrides), *overrides]))
@@ -405,9 +409,8 @@ def _compose(overrides: Sequence[str], *, ignores: tuple[str, ...] = ()) -> Reso
         mistakes.append(ConfigError(typed, "a call takes the overrides of one run, without flags", command))
     resolved: ResolvedRun | None = None
     if not mistakes:
-        resolved, found = compose_and_check(words)
-        mistakes = [mistake for mistake in found if not mistake.setting.startswith(ignores or ("\0",))]
-        mistakes = [*reject_settings_of_sweep(words), *mistakes]
+        resolved, found = compose_and_check(words, only_weights=only_weights)
+        mistakes = [*reject_settings_of_sweep(words), *found]
     if mistakes or resolved is None:
         raise InvalidConfigError(format_report(mistakes))
     return resolved

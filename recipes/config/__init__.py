@@ -9,13 +9,18 @@ from recipes.config.check.command_line import compose_typed
 from recipes.config.check.origin import check_origin
 from recipes.config.check.sections import find_missing_groups, is_of_file
 from recipes.config.compose import CONF
-from recipes.config.resolved import ResolvedRun, resolve
+from recipes.config.resolved import UNREAD_BY_LOADING, ResolvedRun, resolve
 from recipes.config.trust import find_origin
 from recipes.errors import ConfigError
 
 
 def compose_and_check(
-    overrides: Sequence[str], *, config_folder: Path = CONF, config_name: str = "config", continues: bool = False
+    overrides: Sequence[str],
+    *,
+    config_folder: Path = CONF,
+    config_name: str = "config",
+    continues: bool = False,
+    only_weights: bool = False,
 ) -> tuple[ResolvedRun | None, list[ConfigError]]:
     """Compose a run and collect all of its errors; builds nothing and creates no folder.
 
@@ -24,6 +29,8 @@ def compose_and_check(
         config_folder: Config folder.
         config_name: Primary config, without its suffix.
         continues: Whether the run folder holds an earlier start of this same run, as in a resumed sweep.
+        only_weights: Whether nothing but the weights of a checkpoint is loaded: what that does not read, such as the
+            data, may be missing, and a folder may name any class there.
 
     Returns:
         The run, None if it cannot be composed; and the errors.
@@ -33,10 +40,11 @@ def compose_and_check(
     if composed is not None:
         if missing := find_missing_groups(composed.config):
             return None, [*mistakes, _explain_part(config_folder, config_name, missing)]
-        origin = find_origin(config_folder, overrides)
-        if origin is not None and (untrusted := [*check_origin(composed.config, overrides, origin)]):
-            return None, [*mistakes, *untrusted]  # the checks below look for the constructors
         run = resolve(replace(composed, continues=continues))
+        built = run.only_weights() if only_weights else run
+        origin = find_origin(config_folder, overrides)
+        if origin is not None and (untrusted := [*check_origin(built.config, overrides, origin)]):
+            return None, [*mistakes, *untrusted]  # the checks below look for the constructors
         rejected = {f"no {mistake.setting.partition('=')[0]}" for mistake in mistakes}
         rejected |= {mistake.setting for mistake in mistakes}
         found = check_config(run, overrides)
@@ -44,7 +52,15 @@ def compose_and_check(
         files = tuple(f"{mistake.setting.partition('=')[0]}." for mistake in found if is_of_file(mistake))
         mistakes = [mistake for mistake in mistakes if not mistake.setting.startswith(files)]
         mistakes = [*mistakes, *(mistake for mistake in found if mistake.setting not in rejected)]
+        if only_weights:
+            mistakes = [mistake for mistake in mistakes if _get_section(mistake) not in UNREAD_BY_LOADING]
+        run = built
     return run, mistakes
+
+
+def _get_section(mistake: ConfigError) -> str:
+    """Return the section of the setting that a mistake is about."""
+    return mistake.setting.removeprefix("no ").partition("=")[0].partition(".")[0]
 
 
 def _explain_part(folder: Path, name: str, missing: Sequence[str]) -> ConfigError:

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from recipes.config.compose import Composed, Config
 from recipes.config.epochs import read_epochs
-from recipes.config.instantiate import make, make_model, make_optimizer
+from recipes.config.instantiate import PARTIAL, RULES, TARGET, make, make_model, make_optimizer
 from recipes.config.ranks import MODEL_SIZES, count_data_ranks, find_ranks, make_mesh, requested_devices
 from recipes.config.signature import find_signature
 from recipes.config.traits import (
@@ -34,6 +34,13 @@ from recipes.numerics.accumulation import Accumulation, divide
 from recipes.runtime.world import Ranks, num_gpus
 
 _EVAL_STEPS = 100  # of `eval_every=auto`
+# sections that loading weights does not read, see `ResolvedRun.only_weights`
+UNREAD_BY_LOADING = frozenset(
+    {
+        *("callbacks", "clipping", "data", "eval_data", "evaluator", "logger", "loss", "metrics", "optimizer"),
+        *("reward", "scheduler", "tokenizer"),
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +90,25 @@ class ResolvedRun(Composed):
                 node = node[section]
             node[name] = value
         return dataclasses.replace(self, config=config)
+
+    def only_weights(self) -> Self:
+        """Return the run with parts that read nothing, and that conf/ has, in the sections that loading does not read.
+
+        Of the optimizer the rules stay, which freeze parts of the model.
+        """
+        config = self.config
+        rules = {key: config["optimizer"][key] for key in RULES if key in config["optimizer"]}
+        size = {"vocab_size": config["model"].get("vocab_size") or 2, "seq_len": 1, "num_samples": 1}
+        random_tokens = {TARGET: "recipes.data.random_tokens.RandomTokens"} | size
+        own_loaders = {TARGET: "recipes.data.own_datamodule.OwnDataModule", "module": None}
+        neutral: Config = {
+            "data": own_loaders if self.has_own_loaders else random_tokens,
+            "loss": {TARGET: "recipes.loss.cross_entropy.CrossEntropy"},
+            "optimizer": {TARGET: "recipes.optimizer.sgd.sgd", PARTIAL: True, "lr": 0.0} | rules,
+            "scheduler": {TARGET: "recipes.scheduler.constant", PARTIAL: True, "warmup_steps": 0},
+            "clipping": {TARGET: "recipes.clipping.none.NoClipping"},
+        }
+        return self.with_settings({name: neutral.get(name, {}) for name in UNREAD_BY_LOADING if name in config})
 
     def list_followers(self, key: str) -> list[str]:
         """Return a setting and all that only refer to it, directly or through others."""
@@ -192,7 +218,7 @@ class ResolvedRun(Composed):
     @cached_property
     def has_own_loaders(self) -> bool:
         """Whether the data is a LightningDataModule of one's own, whose loaders decide what a batch is."""
-        return find_signature(self.config["data"]["_target_"]).constants.get("has_own_loaders") is True
+        return find_signature(str(select(self.config, "data._target_"))).constants.get("has_own_loaders") is True
 
     @cached_property
     def accumulation(self) -> Accumulation:

@@ -1,4 +1,7 @@
-"""Evaluate, test and predict with a LightningModule of one's own, by the steps and the loaders that it has for them."""
+"""Evaluate, test and predict with a LightningModule of one's own, by the steps and the loaders that it has for them.
+
+And `release` it from the run that has adopted it.
+"""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +20,7 @@ from recipes.errors import ConfigError
 from recipes.lightning_internals import forget_arguments, get_callbacks, restore_within
 from recipes.mode.load import require_checkpoint, restoring
 from recipes.mode.start import get_checkpoint_io
+from recipes.task.own_module import Adopted
 
 Columns = dict[str, list[Any]]
 
@@ -65,6 +69,17 @@ def predict(run: Run, split: str | None, write: Callable[[Columns], None]) -> tu
     get_callbacks(run.trainer).append(_Predictions(write))
     _run(run, "predict", return_predictions=False, **loaders)
     return split, _find_loaded(run)
+
+
+def release(task: Any) -> lightning.LightningModule:
+    """Return a module without anything of the run that has adopted it: an object of its own class, with no Trainer."""
+    task.trainer = None
+    while isinstance(task, Adopted):
+        task.__class__ = type(task).__bases__[-1]  # towards that of its author, see `OwnModule.adopt`
+    for name in Adopted.__annotations__:
+        vars(task).pop(name, None)
+    module: lightning.LightningModule = task
+    return module
 
 
 class _Predicted:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from own_modules import Classifier
 from safetensors.torch import load_file, save_file
 from support import TINY, execute, write_texts
 from torch import nn
@@ -149,6 +150,11 @@ def test_a_lightning_module_of_ones_own_comes_back_as_it_was_saved(
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, saved[name]), name
     assert json.loads((exported / "export.json").read_text())["module"]["dropout"] == 0.3
+    of_run: Any = lr.load(run, f"++{OF_MODULE}")  # without the class of its data, of which nothing is read
+    assert type(of_run) is type(module) is Classifier, "not a part of it that is called model, and no class of ours"
+    assert (of_run.training, of_run.tokenizer, of_run._trainer) == (False, None, None)
+    assert vars(of_run).keys() == vars(module).keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in of_run.state_dict().items())
 
 
 def test_a_model_of_which_transformers_has_no_form_is_exported_all_the_same(
