@@ -10,6 +10,8 @@ import copy
 import html
 import io
 import os
+import re
+import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +22,9 @@ from recipes.config import compose_and_check
 from recipes.config.compose import quote_options
 from recipes.config.overrides import drop_replaced, for_shell, make_override
 from recipes.config.resolved import ResolvedRun
+from recipes.config.search_path import select_search_path
 from recipes.config.signature import read_signature
+from recipes.config.trust import recall_typed, remember_typed
 from recipes.entry.hydra_main import find_missing_folder
 from recipes.entry.light_import import without_unused_packages
 from recipes.entry.run import Outcome, run_to_outcome
@@ -57,6 +61,7 @@ Weights = Literal["trained", "ema"]
 _PLAN_PAGE = "plan.html"
 _PAGE_HEIGHT = "75vh"
 _OF_EXPORT = ("hydra.searchpath=", "model.", "task.module.")  # which code a folder may choose
+_FOLDER_OF_CODE = re.compile(r"PYTHONPATH=(<[^>]*>)")
 _NOT_LOADED = "The weights cannot be loaded."
 
 
@@ -194,6 +199,7 @@ class ComposedRun:
             raise InvalidConfigError(format_report([mistake], "This run cannot be trained from Python."))
         with restoring_console():
             outcome = run_to_outcome(self._resolved, shows_errors=False, on_second="raise")
+        remember_typed(outcome.run_folder, self._resolved.typed)
         _raise_unless_finished(outcome)
         return read(outcome.run_folder)
 
@@ -401,7 +407,9 @@ def _compose(overrides: Sequence[str], *, only_weights: bool = False) -> Resolve
         only_weights: Whether nothing but weights is loaded, see `compose_and_check`.
     """
     read_signature.cache_clear()  # one's own classes may have been edited since the last call
-    words = quote_options(drop_replaced([*open_project(overrides), *overrides]))
+    of_project, recalled = open_project(overrides), select_search_path(recall_typed(overrides))
+    paths = [] if select_search_path(overrides) else recalled or of_project
+    words = quote_options(drop_replaced([*paths, *overrides]))
     mistakes = [*find_missing_folder(), *find_wrong_variables(), *find_variables_of_torch()]
     if is_sweep(words) or (flags := [word for word in words if word.startswith("-")]):
         typed = next((word for word in words if word.startswith(("sweep=", "hydra.mode="))), "") or flags[0]
@@ -412,8 +420,17 @@ def _compose(overrides: Sequence[str], *, only_weights: bool = False) -> Resolve
         resolved, found = compose_and_check(words, only_weights=only_weights)
         mistakes = [*reject_settings_of_sweep(words), *found]
     if mistakes or resolved is None:
-        raise InvalidConfigError(format_report(mistakes))
+        raise InvalidConfigError(format_report([*map(_in_python, mistakes)]))
     return resolved
+
+
+def _in_python(mistake: ConfigError) -> ConfigError:
+    """Return a mistake with what helps in a program, where no variable is set before a command."""
+    if not (found := _FOLDER_OF_CODE.match(mistake.fix)):
+        return mistake
+    words = ", ".join(repr(word) for word in shlex.split(mistake.fix.replace(found[0], "")) if word.startswith("++"))
+    fix = f'sys.path.insert(0, "{found[1]}"), and the same call with {words} if you trust it'
+    return ConfigError(mistake.setting, mistake.reason, fix)
 
 
 def _raise_unless_finished(outcome: Outcome) -> None:

@@ -10,7 +10,7 @@ from recipes.config.check.origin import check_origin
 from recipes.config.check.sections import find_missing_groups, is_of_file
 from recipes.config.compose import CONF
 from recipes.config.resolved import UNREAD_BY_LOADING, ResolvedRun, resolve
-from recipes.config.trust import find_origin
+from recipes.config.trust import find_origin, recall_typed
 from recipes.errors import ConfigError
 
 
@@ -43,7 +43,8 @@ def compose_and_check(
         run = resolve(replace(composed, continues=continues))
         built = run.only_weights() if only_weights else run
         origin = find_origin(config_folder, overrides)
-        if origin is not None and (untrusted := [*check_origin(built.config, overrides, origin)]):
+        known = [*recall_typed(overrides), *overrides]
+        if origin is not None and (untrusted := [*check_origin(built.config, known, origin)]):
             return None, [*mistakes, *untrusted]  # the checks below look for the constructors
         rejected = {f"no {mistake.setting.partition('=')[0]}" for mistake in mistakes}
         rejected |= {mistake.setting for mistake in mistakes}

@@ -71,7 +71,10 @@ class TargetNotFoundError(LookupError):
 
     Attributes:
         meant: The module with the nearest name; None: there is none like it.
+        missing_package: Its top-level package if nobody has that name here; else None.
     """
+
+    missing_package: str | None = None
 
     def __init__(self, text: str, *, meant: str | None = None) -> None:
         super().__init__(text)
@@ -295,7 +298,9 @@ def module_file(module: str) -> Path:
     if spec is None or not spec.submodule_search_locations:
         is_of_python = root in sys.stdlib_module_names
         why = f"{root!r} is part of Python itself" if is_of_python else f"no package {root!r} is installed"
-        raise TargetNotFoundError(f"{module}: {why}")
+        error = TargetNotFoundError(f"{module}: {why}")
+        error.missing_package = None if is_of_python or not root.isidentifier() else root
+        raise error
     return _find_file(Path(spec.submodule_search_locations[0]), rest, module)
 
 

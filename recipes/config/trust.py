@@ -25,6 +25,7 @@ COPIES = {
 # classes that execute a Python file -> the argument that names it
 RUNS_FILE = {"recipes.reward.mine.OwnFunction": "path"}
 _FILE, _PACKAGE = "file://", "pkg://"
+_TYPED_HERE: dict[Path, list[str]] = {}  # run folder, resolved -> what was typed for it in this process
 _VARIABLE = re.compile(r"oc\.env:\s*(\w+)")
 
 
@@ -72,6 +73,26 @@ def find_resumed_run(typed: Sequence[str]) -> Path | None:
             named = value if parsed is None or parsed.is_sweep_override() else str(parsed.value())
             return find_run_folder(Path(os.path.expanduser(named)))  # a shell does not expand the ~ in key=~/x
     return None
+
+
+def remember_typed(folder: Path, typed: Sequence[str]) -> None:
+    """Trust what was typed for a run that this process has started, wherever its folder is named again.
+
+    Args:
+        folder: Run folder.
+        typed: Overrides of the call, without those of a resumed run.
+    """
+    _TYPED_HERE.setdefault(folder.resolve(), []).extend(typed)
+
+
+def recall_typed(typed: Sequence[str]) -> list[str]:
+    """Return what was typed in this process for the run that `resume=` names; empty if it started elsewhere.
+
+    Args:
+        typed: Overrides of this command line.
+    """
+    resumed = find_resumed_run(typed)
+    return [] if resumed is None else list(_TYPED_HERE.get(resumed.resolve(), ()))
 
 
 def find_origin(config_folder: Path, typed: Sequence[str]) -> Path | None:

@@ -211,10 +211,26 @@ def test_the_weights_are_read_without_the_data_and_those_that_are_not_there_are_
 def test_a_model_of_images_has_no_tokenizer_and_a_class_that_only_the_folder_names_is_not_run(tmp_path: Path) -> None:
     target = "model._target_=small_models.SmallClassifier"
     overrides = ["model=resnet18", target, "trainer.max_steps=1", "global_batch_size=4", "eval_samples=4"]
-    run = lr.compose(*overrides, "callbacks=[]", "trainer.accelerator=cpu", f"hydra.run.dir={tmp_path}").fit()
+    run = lr.compose(*overrides, "callbacks=[]", "trainer.accelerator=cpu", f"hydra.run.dir={tmp_path / 'run'}").fit()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")  # as if from elsewhere
     with pytest.raises(lr.InvalidConfigError, match=re.escape(f"type: ++{target} if you trust it")):
+        lr.load(tmp_path / "copy")
+    model = lr.load(tmp_path / "copy", f"++{target}")
+    # the class of a run that was composed here has been typed, and not what somebody writes into its folder since
+    assert torch.equal(model.state_dict()["head.weight"], run.load().state_dict()["head.weight"])
+    again = lr.compose(f"resume={run.folder}", "trainer.max_steps=2")
+    assert again.config["model"]["_target_"] == "small_models.SmallClassifier"
+    text = (run.folder / "config.yaml").read_text()
+    (run.folder / "config.yaml").write_text(text.replace("SmallClassifier", "Other"))
+    with pytest.raises(lr.InvalidConfigError, match="may not choose the code"):
         run.load()
-    model = run.load(f"++{target}")
+    (run.folder / "config.yaml").write_text(text.replace("small_models.", "not_here."))
+    with pytest.raises(lr.InvalidConfigError) as caught:
+        run.load()
+    assert str(caught.value).splitlines()[-1] == (
+        '   type: sys.path.insert(0, "<the folder with not_here>"), and the same call with'
+        " '++model._target_=not_here.SmallClassifier' if you trust it"
+    )
     assert model.tokenizer is None
     with torch.no_grad():
         assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)

@@ -5,7 +5,6 @@ its own place. Anything else must be given on the command line.
 """
 
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,19 @@ from typing import Any
 import yaml
 
 from recipes.config.instantiate import PARTIAL, TARGET
-from recipes.config.overrides import to_grammar
+from recipes.config.overrides import for_shell, to_grammar
 from recipes.config.signature import TargetNotFoundError, read_signature
 from recipes.config.traits import is_place_of_model
-from recipes.config.trust import CONF, COPIES, RUNS_FILE, find_trusted_folders, parse_values, read_yaml_files
-from recipes.errors import ConfigError
+from recipes.config.trust import (
+    CONF,
+    COPIES,
+    RUNS_FILE,
+    find_resumed_run,
+    find_trusted_folders,
+    parse_values,
+    read_yaml_files,
+)
+from recipes.errors import ConfigError, type_command
 
 Place = tuple[str, ...]  # keys from the root of the config to a node
 _ANY = "*"  # in groups of named nodes, such as callbacks, the name is arbitrary
@@ -30,6 +37,21 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _WORD = re.compile(r"[\w.:,@%+-]*")
 _READER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _FIX_OF_A_FORGERY = "a folder written by a run"
+_CODE = "a folder may not choose the code that runs"
+
+
+class _CodeError(ConfigError):
+    """A class or a file of code that only the folder names, and that may be typed.
+
+    Attributes:
+        word: What is typed, if one trusts it.
+        missing_package: Package of the class if it cannot be imported here.
+    """
+
+    def __init__(self, mistake: ConfigError, missing_package: str | None = None) -> None:
+        super().__init__(mistake.setting, mistake.reason, mistake.fix)
+        self.word = f"++{mistake.setting}"
+        self.missing_package = missing_package
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +81,45 @@ def check_origin(config: Mapping[str, Any], typed: Sequence[str], origin: Path) 
         yield ConfigError(str(origin), reason, _FIX_OF_A_FORGERY)
         return
     rejected = _check_values(found, typed, origin)
-    yield from {str(mistake): mistake for mistake in rejected}.values()  # once, of a section that others refer to
+    # once, of a section that others refer to
+    yield from _gather([*{str(mistake): mistake for mistake in rejected}.values()], typed, origin)
+
+
+def list_untrusted(config: Mapping[str, Any], typed: Sequence[str], origin: Path) -> list[str]:
+    """Return the overrides without which a folder's config is rejected for the code that it names.
+
+    Args:
+        config: Composed config, plain values.
+        typed: Other overrides of the command line.
+        origin: Source of the config.
+    """
+    rejected = _check_values(list(_walk(config)), typed, origin)
+    return list(dict.fromkeys(mistake.word for mistake in rejected if isinstance(mistake, _CodeError)))
+
+
+def _gather(mistakes: Sequence[ConfigError], typed: Sequence[str], origin: Path) -> Iterator[ConfigError]:
+    """Yield the mistakes, with one in place of those that are about code: all of it is typed in one line."""
+    code = [mistake for mistake in mistakes if isinstance(mistake, _CodeError)]
+    missing = {mistake.missing_package for mistake in code} - {None}
+    for mistake in mistakes:
+        if mistake is (code[0] if code else None):
+            setting, reason, fix = mistake.setting, mistake.reason, mistake.fix
+            words = [mistake.word for mistake in code]
+            if len(code) > 1:
+                setting = " ".join(mistake.setting for mistake in code)
+                reason = f"{origin} sets them, and {_CODE}: no file in conf/ names them there"
+                fix = f"{' '.join(map(for_shell, words))} if you trust it"
+            if missing:
+                packages = " and ".join(sorted(map(str, missing)))
+                reason += f"; no package {packages} is found here"
+                place = f"PYTHONPATH=<the folder with {packages}>"
+                if find_resumed_run(typed) is None:
+                    fix = f"{place} before the same command, and {fix}"
+                else:
+                    fix = f"{place} {type_command(' '.join(map(for_shell, [*typed, *words])))} if you trust it"
+            yield ConfigError(setting, reason, fix)
+        elif not isinstance(mistake, _CodeError):
+            yield mistake
 
 
 def _check_values(found: Sequence[tuple[Place, Any]], typed: Sequence[str], origin: Path) -> Iterator[ConfigError]:
@@ -95,14 +155,16 @@ def _check_node(
     is_known = isinstance(target, str) and any((known, target, is_partial) in admitted.nodes for known in places)
     if not is_known and not _is_typed((*place, TARGET), target, typed_values):
         group = place[0] if place else ""
-        why = f"a folder may not choose the code that runs: no file in conf/{group} names it there"
-        rejected = _reject((*place, TARGET), target, why, origin)
+        rejected = _reject((*place, TARGET), target, f"{_CODE}: no file in conf/{group} names it there", origin)
         try:
             read_signature(str(target))
-        except TargetNotFoundError as error:  # typed, it would be rejected as well
-            reason = f"{rejected.reason}, and none can ({error})"
-            rejected = ConfigError(rejected.setting, reason, _FIX_OF_A_FORGERY)
-        yield rejected
+            yield _CodeError(rejected)
+        except TargetNotFoundError as error:
+            if error.missing_package is not None:
+                yield _CodeError(rejected, error.missing_package)
+            else:  # typed, it would be rejected as well
+                reason = f"{rejected.reason}, and none can ({error})"
+                yield ConfigError(rejected.setting, reason, _FIX_OF_A_FORGERY)
     for key in special:
         if key not in (TARGET, PARTIAL):
             where = ".".join([*place, key])
@@ -123,7 +185,7 @@ def _check_file(
     where, value = (*_to_original(place), argument), node[argument]
     is_known = (where, value) in admitted.texts or ((where[0], _ANY, *where[2:]), value) in admitted.texts
     if not is_known and not _is_typed(where, value, typed_values):
-        yield _reject(where, value, "a folder may not choose the code that runs", origin)
+        yield _CodeError(_reject(where, value, _CODE, origin))
 
 
 def _as_option(place: Place) -> Place:
@@ -137,7 +199,7 @@ def _as_option(place: Place) -> Place:
 
 def _reject(place: Place, value: object, reason: str, origin: Path) -> ConfigError:
     setting = f"{'.'.join(place)}={to_grammar(value)}"
-    return ConfigError(setting, f"{origin} sets it, and {reason}", f"{shlex.quote(f'++{setting}')} if you trust it")
+    return ConfigError(setting, f"{origin} sets it, and {reason}", f"{for_shell(f'++{setting}')} if you trust it")
 
 
 def _is_written_elsewhere(place: Place, value: object) -> bool:

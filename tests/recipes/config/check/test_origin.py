@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 import train
 from recipes.config import compose_and_check
 from recipes.config.check.config_folder import check_config_folder
-from recipes.config.check.origin import check_origin
+from recipes.config.check.origin import check_origin, list_untrusted
 from recipes.config.compose import Composed, compose_run, freeze, register_resolvers
 from recipes.config.instantiate import make
 from recipes.config.trust import restrict_variables
@@ -175,6 +176,34 @@ def test_the_error_says_who_names_it_and_what_to_type(composed: Composed) -> Non
         "callbacks.x._target_=support.StopAt: run/config.yaml sets it, and a folder may not choose the code that runs:"
         " no file in conf/callbacks names it there; type ++callbacks.x._target_=support.StopAt if you trust it"
     )
+
+
+def test_all_classes_of_a_folder_are_one_mistake_and_one_line_to_type(composed: Composed) -> None:
+    """The line is accepted as it is, and there is another mistake for what is no code."""
+    changes = {"callbacks.x": STOP, "model._target_": "small_models.SmallClassifier", "launcher.setup": ["y"]}
+    forged = change(composed.config, changes)
+    classes, setup = check_origin(forged, [], FOLDER)
+    assert classes.fix == (
+        "++callbacks.x._target_=support.StopAt ++model._target_=small_models.SmallClassifier if you trust it"
+    )
+    assert setup.setting == "launcher.setup=[y]"
+    assert classes.fix.replace("++", "").startswith(classes.setting)
+    words = shlex.split(classes.fix.removesuffix(" if you trust it"))
+    assert list_untrusted(forged, [], FOLDER) == words
+    assert settings(forged, *words) == ["launcher.setup=[y]"]
+    assert list_untrusted(forged, words, FOLDER) == []
+
+
+def test_a_package_that_is_not_found_is_a_folder_to_name(run: Path) -> None:
+    forge(run, {"model._target_": "src_of_mine.models.Net", "callbacks.x": STOP})
+    _, [mistake] = compose_and_check([f"resume={run}"])
+    assert mistake.reason.endswith("; no package src_of_mine is found here")
+    assert mistake.fix == (
+        f"PYTHONPATH=<the folder with src_of_mine> python train.py resume={run}"
+        " ++callbacks.x._target_=support.StopAt ++model._target_=src_of_mine.models.Net if you trust it"
+    )
+    _, [mistake] = compose_and_check([], config_folder=run)
+    assert mistake.fix.startswith("PYTHONPATH=<the folder with src_of_mine> before the same command, and ++callbacks")
 
 
 def test_what_no_config_can_name_is_not_to_be_typed(composed: Composed) -> None:
