@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from recipes.config import compose_and_check
+from recipes.config.commands import repeat_command
 from recipes.config.compose import quote_options
 from recipes.config.overrides import drop_replaced, for_shell, make_override
 from recipes.config.resolved import ResolvedRun
@@ -179,7 +180,7 @@ class ComposedRun:
     @property
     def command(self) -> str:
         """The command that trains the same run."""
-        return type_command(" ".join(map(for_shell, self._resolved.typed)))
+        return repeat_command(self._resolved.typed)
 
     def fit(self) -> RecordedRun:
         """Train in this process, or with several ranks in one new process per rank; return what the run has written.

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 INSTALLED = "lightning-recipes"  # the console script; in a clone it is `python train.py`
+PROJECT_VARIABLE = "RECIPES_PROJECT"  # the folder of code that the command adds to PYTHONPATH in a project
 COMMAND_VARIABLE = "RECIPES_COMMAND"  # set by that script, for the ranks and jobs, which print commands too
 
 # C0 and C1 control characters except tab and newline, and bidirectional controls: a terminal interprets them; and

@@ -14,9 +14,8 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from typing_extensions import override
 
-from recipes.config.overrides import for_shell, make_override
+from recipes.config.overrides import make_override
 from recipes.config.trust import CONF, SEARCH_PATH, find_own_folders, parse_values
-from recipes.errors import type_command
 
 
 def select_search_path(overrides: Sequence[str]) -> list[str]:
@@ -43,17 +42,6 @@ def _expand(place: str) -> str:
 def find_config_folders(typed: Sequence[str]) -> list[Path]:
     """Return conf/ and the folders of the typed search path that exist."""
     return [CONF, *(folder for folder in find_own_folders(typed) if folder.is_dir())]
-
-
-def resume_command(folder: Path, overrides: Sequence[str]) -> str:
-    """Return the command that resumes a run; one with options from a search path needs the path again.
-
-    Args:
-        folder: Run folder.
-        overrides: Overrides that the run was started with.
-    """
-    typed = [*select_search_path(overrides), make_override("resume", str(folder))]
-    return type_command(" ".join(map(for_shell, typed)))
 
 
 class OwnFolders(SearchPathPlugin):

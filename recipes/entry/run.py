@@ -16,9 +16,9 @@ from typing import Any
 from recipes.checkpoint.retention import recover_interrupted
 from recipes.config.check.paths import check_run_folder
 from recipes.config.check.types import to_setting
+from recipes.config.commands import resume_command
 from recipes.config.compose import claim_folder
 from recipes.config.resolved import ResolvedRun
-from recipes.config.search_path import resume_command
 from recipes.config.traits import list_nodes, select
 from recipes.config.unread import list_unread
 from recipes.entry.length import settle_length

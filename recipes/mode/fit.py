@@ -11,7 +11,7 @@ from recipes.checkpoint.ending import describe_ending
 from recipes.checkpoint.manifest import read_manifest
 from recipes.checkpoint.resume import newest_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
-from recipes.config.search_path import resume_command
+from recipes.config.commands import resume_command
 from recipes.config.traits import declare_mode
 from recipes.data.datamodule import StreamDataModule
 from recipes.engine import get_engine

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.config.trust import CONF, SEARCH_PATH
-from recipes.errors import INSTALLED, ConfigError, type_command
+from recipes.errors import INSTALLED, PROJECT_VARIABLE, ConfigError, type_command
 from recipes.files import describe, filling, write_atomically
 
 OPTIONS, CODE = "conf", "src"
@@ -54,6 +54,7 @@ def open_project(typed: Sequence[str]) -> list[str]:
         sys.path.insert(1, place)  # after the folder of the script, as with PYTHONPATH
         others = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join([place, others] if others else [place])
+        os.environ[PROJECT_VARIABLE] = place
     if any(text.lstrip("+").startswith(f"{SEARCH_PATH}=") for text in typed):
         return []
     return [f"{SEARCH_PATH}=[{OPTIONS}]"]

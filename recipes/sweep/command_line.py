@@ -4,7 +4,6 @@ import importlib.util
 import math
 import os
 import re
-import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -25,6 +24,7 @@ from recipes.config.check.ranges import check_ranges
 from recipes.config.check.renamed import answer_renamed, restore_sweeps
 from recipes.config.check.suggestions import list_options, read_option, suggest_option
 from recipes.config.check.text_values import decimal_point
+from recipes.config.commands import repeat_command
 from recipes.config.compose import CONF, MODE_OF_SWEEPS, Composed
 from recipes.config.instantiate import OPTUNA, PLUGINS
 from recipes.config.local_path import find_address
@@ -40,7 +40,7 @@ from recipes.config.overrides import (
 from recipes.config.search_path import find_config_folders
 from recipes.config.signature import TargetNotFoundError, read_signature
 from recipes.config.traits import select
-from recipes.errors import ConfigError, type_command, type_extra
+from recipes.errors import ConfigError, type_extra
 from recipes.launcher.job import JOB_FILE
 from recipes.run_folder import PAGE_FILE, SWEEP_FILE, has_run, is_page, may_replace
 from recipes.sweep.search_space import read_space
@@ -142,7 +142,7 @@ def job_overrides(overrides: Sequence[str]) -> list[str]:
 def train_command(overrides: Sequence[str]) -> str:
     """Return the command that runs one job of a sweep on its own."""
     single = ["hydra.mode=RUN"] if any(text.startswith("sweep=") for text in overrides) else []
-    return type_command(shlex.join([*overrides, *single]))
+    return repeat_command([*overrides, *single])
 
 
 def resume_command(typed: Sequence[str], folder: Path) -> str:
@@ -153,7 +153,7 @@ def resume_command(typed: Sequence[str], folder: Path) -> str:
         folder: The sweep's folder.
     """
     others = [text for text in typed if not text.startswith("hydra.sweep.dir=")]
-    return type_command(shlex.join([*others, make_override("hydra.sweep.dir", str(folder))]))
+    return repeat_command([*others, make_override("hydra.sweep.dir", str(folder))])
 
 
 def _reject_mode(typed: Sequence[str]) -> Iterator[ConfigError]:

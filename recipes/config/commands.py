@@ -1,0 +1,58 @@
+"""Commands of a run as a shell needs them: where their code is, and which classes of a run folder have to be typed."""
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from recipes.config.check.origin import list_untrusted
+from recipes.config.overrides import for_shell, make_override, unescape_interpolations
+from recipes.config.search_path import select_search_path
+from recipes.config.trust import find_own_folders, read_yaml_files
+from recipes.errors import PROJECT_VARIABLE, type_command
+from recipes.run_folder import CONFIG_FILE, read_config
+
+_ROOT = Path(__file__).parents[2]  # of this project, which every command finds
+_PACKAGE = re.compile(r"_target_['\"]?\s*[:=]\s*['\"]?([A-Za-z_]\w*)\.")  # in an override or in YAML
+
+
+def resume_command(folder: Path, overrides: Sequence[str]) -> str:
+    """Return the command that resumes a run.
+
+    It has what may not come from a folder: the search path, and the classes that no option names.
+
+    Args:
+        folder: Run folder.
+        overrides: Overrides that the run was started with.
+    """
+    typed = [*select_search_path(overrides), make_override("resume", str(folder))]
+    file = folder / CONFIG_FILE
+    if file.is_file():
+        typed += list_untrusted(unescape_interpolations(read_config(folder)), typed, file)
+    return repeat_command(typed)
+
+
+def repeat_command(overrides: Sequence[str]) -> str:
+    """Return the command with these overrides, and with those folders of PYTHONPATH that hold packages it names.
+
+    Args:
+        overrides: Overrides, as the program gets them.
+    """
+    command = type_command(" ".join(map(for_shell, overrides)))
+    folders = os.pathsep.join(_find_folders_of_code(overrides))
+    return f"PYTHONPATH={shlex.quote(folders)} {command}" if folders else command
+
+
+def _find_folders_of_code(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield the folders of PYTHONPATH, as they were typed, of the packages that overrides and their options name."""
+    entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if not entries:
+        return
+    files = [text for folder in find_own_folders(overrides) for _, text in read_yaml_files(folder)]
+    packages = {name for text in [*overrides, *files] for name in _PACKAGE.findall(text)}
+    for entry in dict.fromkeys(entries):
+        if Path(entry).resolve() == _ROOT or entry == os.environ.get(PROJECT_VARIABLE):
+            continue
+        if any((Path(entry) / name).is_dir() or (Path(entry) / f"{name}.py").is_file() for name in packages):
+            yield entry
