@@ -11,8 +11,9 @@ from support import TINY, execute, write_texts
 import train
 from recipes.config import compose_and_check
 from recipes.config.check.config_folder import check_config_folder
+from recipes.config.commands import resume_command
 from recipes.config.compose import CONF, freeze
-from recipes.config.search_path import OwnFolders, resume_command
+from recipes.config.search_path import OwnFolders
 from recipes.config.trust import find_own_folders
 from recipes.launcher.local import Local
 from recipes.mode.wandb_sweep import _parse
