@@ -37,6 +37,13 @@ __all__ = [
     "read",
 ]
 
+# what people look for -> what does it
+_INSTEAD = {
+    **dict.fromkeys(("fit", "train", "run"), 'lr.compose("model=gpt2", …).fit()'),
+    "resume": 'lr.compose("resume=<run folder>").fit()',
+    **dict.fromkeys(("load_model", "from_pretrained"), 'lr.load("<run folder>")'),
+}
+
 if str(ROOT) not in __path__:  # a clone, where recipes/ and callbacks/ lie beside this folder
     __path__.append(str(ROOT))
 install()
@@ -44,7 +51,8 @@ install()
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        instead = f"; type: {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
     import_module(f"{__name__}.recipes")  # from here on, `recipes` can be imported
     return getattr(import_module(f"{__name__}.runs"), name)
 

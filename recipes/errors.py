@@ -3,12 +3,15 @@
 import os
 import re
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 INSTALLED = "lightning-recipes"  # the console script; in a clone it is `python train.py`
 PROJECT_VARIABLE = "RECIPES_PROJECT"  # the folder of code that the command adds to PYTHONPATH in a project
-COMMAND_VARIABLE = "RECIPES_COMMAND"  # set by that script, for the ranks and jobs, which print commands too
+NOTEBOOK = "!{sys.executable} -m lightning_recipes"  # in a cell; after `import sys`
+COMMAND_VARIABLE = "RECIPES_COMMAND"  # the command that has started this program, for its ranks and jobs
 
 # C0 and C1 control characters except tab and newline, and bidirectional controls: a terminal interprets them; and
 # surrogates, which no encoding has: Python puts them into the names of files that are not UTF-8
@@ -70,7 +73,10 @@ def type_command(words: str) -> str:
     Args:
         words: Overrides and flags, quoted for a shell; `…` for any.
     """
-    return f"{INSTALLED if _is_installed() else 'python train.py'} {words}"
+    if in_notebook():  # which replaces {…}, and nothing at all if it cannot
+        return f"{NOTEBOOK} {words.replace('{', '{{').replace('}', '}}')}"
+    program = INSTALLED if _is_installed() else "python train.py"
+    return f"{os.environ.get(COMMAND_VARIABLE, program)} {words}"
 
 
 def type_extra(name: str) -> str:
@@ -79,7 +85,14 @@ def type_extra(name: str) -> str:
 
 
 def _is_installed() -> bool:
-    return COMMAND_VARIABLE in os.environ or (Path(__file__).parents[1] / "one_name.py").is_file()
+    """Return whether this is a package, not a clone."""
+    return (Path(__file__).parents[1] / "one_name.py").is_file()
+
+
+def in_notebook() -> bool:
+    """Return whether IPython runs this program, or the one that has started it as a rank."""
+    shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell is not None or os.environ.get(COMMAND_VARIABLE) == NOTEBOOK
 
 
 def type_setting(key: str, value: object) -> str:

@@ -1,5 +1,6 @@
 """Commands of a run as a shell needs them: where their code is, and which classes of a run folder have to be typed."""
 
+import json
 import os
 import re
 import shlex
@@ -10,7 +11,7 @@ from recipes.config.check.origin import list_untrusted
 from recipes.config.overrides import for_shell, make_override, unescape_interpolations
 from recipes.config.search_path import select_search_path
 from recipes.config.trust import find_own_folders, read_yaml_files
-from recipes.errors import PROJECT_VARIABLE, type_command
+from recipes.errors import PROJECT_VARIABLE, in_notebook, type_command
 from recipes.run_folder import CONFIG_FILE, read_config
 
 _ROOT = Path(__file__).parents[2]  # of this project, which every command finds
@@ -18,7 +19,7 @@ _PACKAGE = re.compile(r"_target_['\"]?\s*[:=]\s*['\"]?([A-Za-z_]\w*)\.")  # in a
 
 
 def resume_command(folder: Path, overrides: Sequence[str]) -> str:
-    """Return the command that resumes a run.
+    """Return the command that resumes a run; in a notebook, the call.
 
     It has what may not come from a folder: the search path, and the classes that no option names.
 
@@ -30,6 +31,8 @@ def resume_command(folder: Path, overrides: Sequence[str]) -> str:
     file = folder / CONFIG_FILE
     if file.is_file():
         typed += list_untrusted(unescape_interpolations(read_config(folder)), typed, file)
+    if in_notebook():
+        return f"lr.compose({', '.join(map(json.dumps, typed))}).fit()"
     return repeat_command(typed)
 
 
@@ -41,7 +44,10 @@ def repeat_command(overrides: Sequence[str]) -> str:
     """
     command = type_command(" ".join(map(for_shell, overrides)))
     folders = os.pathsep.join(_find_folders_of_code(overrides))
-    return f"PYTHONPATH={shlex.quote(folders)} {command}" if folders else command
+    if not folders:
+        return command
+    mark = "!" if command.startswith("!") else ""  # of a cell
+    return f"{mark}PYTHONPATH={shlex.quote(folders)} {command.removeprefix(mark)}"
 
 
 def _find_folders_of_code(overrides: Sequence[str]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from recipes.config.resolved import ResolvedRun, to_json
-from recipes.errors import ConfigError
+from recipes.errors import COMMAND_VARIABLE, NOTEBOOK, ConfigError, in_notebook
 from recipes.files import describe, probe
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.failure import ERROR_FILE, STACK_SUFFIX, Failure, read_failure
@@ -177,7 +177,7 @@ def rank_environ(rank: int, world_size: int, port: int, composed: Path) -> dict[
 def _start(rank: int, world_size: int, port: int, folder: Path) -> _RankProcess:
     """Start a rank in a separate process group, so that Ctrl-C reaches it only once, through this process."""
     environ = os.environ | rank_environ(rank, world_size, port, folder / _COMPOSED_FILE)
-    environ |= {"PYTHONPATH": python_path()}
+    environ |= {"PYTHONPATH": python_path()} | ({COMMAND_VARIABLE: NOTEBOOK} if in_notebook() else {})
     environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")  # no other machine may connect
     environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // world_size)))
     log_file = folder / f"rank_{rank}.log" if rank else None

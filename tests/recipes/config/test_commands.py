@@ -3,15 +3,17 @@
 import json
 import os
 import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from recipes.config import compose_and_check
 from recipes.config.commands import repeat_command, resume_command
 from recipes.config.compose import compose_run, freeze
-from recipes.errors import PROJECT_VARIABLE
+from recipes.errors import COMMAND_VARIABLE, NOTEBOOK, PROJECT_VARIABLE, type_command
 
 NET = """import torch
 
@@ -76,3 +78,21 @@ def test_the_folders_of_classes_that_are_typed_or_of_own_options_are_in_a_comman
     )
     monkeypatch.setenv(PROJECT_VARIABLE, "my code")  # which the command adds by itself
     assert repeat_command(typed) == "python train.py 'hydra.searchpath=[own]' model=mine"
+
+
+def test_a_notebook_is_answered_with_a_cell_or_a_call(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = start("run", "model=resnet18", "model._target_=net_of_mine.Net")
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
+    assert resume_command(Path("run"), overrides) == (
+        'lr.compose("resume=run", "++model._target_=net_of_mine.Net").fit()'
+    )
+    python = "{sys.executable} -m lightning_recipes"
+    assert type_command("mode=evaluate resume=run") == f"!{python} mode=evaluate resume=run"
+    typed = "model={_target_: net_of_mine.Net, width: 3}"  # IPython replaces {…}, but not {{…}}
+    assert repeat_command([typed]) == (
+        f"!PYTHONPATH='my code' {python} 'model={{{{_target_: net_of_mine.Net, width: 3}}}}'"
+    )
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))  # imported by a script
+    assert type_command("seed=3") == "python train.py seed=3"
+    monkeypatch.setenv(COMMAND_VARIABLE, NOTEBOOK)  # of a rank that a notebook has started
+    assert resume_command(Path("run"), ["seed=3"]).startswith("lr.compose(")
