@@ -12,10 +12,12 @@ import io
 import os
 import re
 import shlex
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from recipes.config import compose_and_check
@@ -54,11 +56,15 @@ from recipes.runtime.torch_variables import find_variables_of_torch
 from recipes.runtime.world import find_wrong_variables, started_by
 from recipes.sweep.main import is_sweep, reject_settings_of_sweep
 
+from .arguments import check_weights, find_best, find_run, read_overrides
+
 if TYPE_CHECKING:
     import pandas
     from torch import nn
 
-Weights = Literal["trained", "ema"]
+Weights = Literal["trained", "best", "ema"]
+_COUNTS = ("step", "train/tokens", "train/samples")
+_NO_ADVICE = "mode.advise=false"
 _PLAN_PAGE = "plan.html"
 _PAGE_HEIGHT = "75vh"
 _OF_EXPORT = ("hydra.searchpath=", "model.", "task.module.")  # which code a folder may choose
@@ -113,7 +119,7 @@ class RecordedRun:
         frame = pandas.DataFrame(self.rows, columns=list(dict.fromkeys(name for row in self.rows for name in row)))
         return frame.astype({"step": int}).set_index("step") if self.rows else frame
 
-    def load(self, *overrides: str, weights: Weights = "trained") -> "nn.Module":
+    def load(self, *overrides: str | Sequence[str], weights: Weights = "trained") -> "nn.Module":
         """Return the model with the weights of the newest checkpoint, see `load`."""
         return load(self.folder, *overrides, weights=weights)
 
@@ -223,11 +229,12 @@ class ComposedRun:
         return f"ComposedRun({', '.join(map(repr, self._resolved.typed))})"
 
 
-def compose(*overrides: str) -> ComposedRun:
+def compose(*overrides: str | Sequence[str], **settings: object) -> ComposedRun:
     """Compose a run and check it; builds nothing, creates no folder, and takes a second.
 
     Args:
-        overrides: As on the command line, without quotation marks for a shell.
+        overrides: As on the command line, each a text, or lists of them.
+        settings: None: an error has the override.
 
     Raises:
         InvalidConfigError: Some are wrong; its text lists all mistakes.
@@ -244,10 +251,10 @@ def compose(*overrides: str) -> ComposedRun:
         ...
            type: model=llama_nano
     """
-    return ComposedRun(_compose(overrides))
+    return ComposedRun(_compose(_read_overrides("compose", overrides, settings)))
 
 
-def load(run: str | Path, *overrides: str, weights: Weights = "trained") -> "nn.Module":
+def load(run: "str | Path | RecordedRun", *overrides: str | Sequence[str], weights: Weights = "trained") -> "nn.Module":
     """Return the model of a run with the weights of its newest valid checkpoint, in eval mode, on the CPU.
 
     Or the model of an export, from its files alone. Of a run of task=lightning, the LightningModule itself. Unless it
@@ -256,11 +263,12 @@ def load(run: str | Path, *overrides: str, weights: Weights = "trained") -> "nn.
     products change.
 
     Args:
-        run: Run folder, a checkpoint in it, or a folder that `mode=export` has written.
+        run: Run folder, a checkpoint in it, a folder that `mode=export` has written, or what `fit` or `read` returns.
         overrides: As on the command line: `hydra.searchpath=[…]` for a run with options from there, or
             `trainer.accelerator=gpu` to load the weights on a GPU. A folder may not choose code of its own: for an
             export of a class that no option names, `model._target_=<module.Class>`.
-        weights: `trained`, or `ema` for their moving average.
+        weights: `trained`; `best` for those of the best checkpoint instead of the newest; or `ema` for the moving
+            average of a run with `ema_decay`.
 
     Raises:
         InvalidConfigError: There is no run, no valid checkpoint in it, or no average; or an export that cannot be
@@ -276,16 +284,18 @@ def load(run: str | Path, *overrides: str, weights: Weights = "trained") -> "nn.
         >>> model.training, model.tokenizer.encode("abc")
         (False, [97, 98, 99])
     """
-    if weights not in ("trained", "ema"):
-        mistake = ConfigError(
-            f"weights={weights!r}", "there are the trained weights and their average", 'weights="ema"'
-        )
-        raise InvalidConfigError(format_report([mistake], _NOT_LOADED))
-    if (export := Path(os.path.expanduser(run)) / EXPORT_RECORD).is_file():
-        return _load_export(export.parent, overrides, weights)
-    typed = ["mode=evaluate", *overrides, make_override("resume", str(run))]
+    with _reporting_mistakes(_NOT_LOADED):
+        check_weights(weights)
+        path = find_run("load", run)
+    words = _read_overrides("load", overrides)
+    if (path / EXPORT_RECORD).is_file():
+        return _load_export(path, words, weights)
+    if weights == "best":
+        with _reporting_mistakes(_NOT_LOADED):
+            path = find_best(path)
+    typed = ["mode=evaluate", *words, make_override("resume", str(path))]
     resolved = _compose(typed, only_weights=True)
-    if not any(override.lstrip("+").startswith("trainer.accelerator=") for override in overrides):
+    if not any(word.lstrip("+").startswith("trainer.accelerator=") for word in words):
         resolved = resolved.with_settings({"trainer.accelerator": "cpu", "trainer.devices": 1, "compile": False})
     with _quietly():
         with without_unused_packages(resolved.list_targets()):
@@ -297,7 +307,7 @@ def load(run: str | Path, *overrides: str, weights: Weights = "trained") -> "nn.
 
         with _reporting_mistakes(), isolate_rng(), _keeping_float32_products():
             built = build(resolved)
-            task, _ = load_task(built, weights)
+            task, _ = load_task(built, "ema" if weights == "ema" else "trained")
             model = release(task) if built.has_own_training else task.model
             tokenizer = load_tokenizer(built, "load") if built.tokenizer_folder.is_dir() else None
     return _with_tokenizer(model, tokenizer)
@@ -333,11 +343,11 @@ def _with_tokenizer(model: Any, tokenizer: object) -> "nn.Module":
     return loaded
 
 
-def read(run: str | Path) -> RecordedRun:
+def read(run: str | Path | RecordedRun) -> RecordedRun:
     """Read what a run has written, while it is running or after it has ended; imports no torch.
 
     Args:
-        run: Run folder, or a checkpoint in it.
+        run: Run folder, a checkpoint in it, or a run that was read before.
 
     Raises:
         InvalidConfigError: There is no run, or one of its files is damaged.
@@ -350,29 +360,37 @@ def read(run: str | Path) -> RecordedRun:
         lightning_recipes.runs.InvalidConfigError: The run cannot be read.
         ...
         1. read('nothing')
-           there is no run in this folder
-           type: read(<a run folder, such as logs/quickstart/2026-01-31_12-00-00>)
+           there is no such folder
+           type: read(<a run folder>)
     """
-    typed = Path(os.path.expanduser(run))
-    folder = find_run_folder(typed) or typed
     with _reporting_mistakes("The run cannot be read."):
+        typed = find_run("read", run)
+        folder = find_run_folder(typed) or typed
         if not has_run(folder) and not any((folder / name).is_file() for name in (METRICS_FILE, SUMMARY_FILE)):
             example = "a run folder, such as logs/quickstart/2026-01-31_12-00-00"
-            raise ConfigError(f"read({str(run)!r})", "there is no run in this folder", f"read(<{example}>)")
+            raise ConfigError(f"read({str(typed)!r})", "there is no run in this folder", f"read(<{example}>)")
         return RecordedRun(
             folder=folder,
-            rows=read_rows(folder / METRICS_FILE),
+            rows=[*map(_with_counts, read_rows(folder / METRICS_FILE))],
             events=read_events(folder / EVENTS_FILE),
             summary=read_summary(folder) or {},
             config=read_config(folder) if (folder / CONFIG_FILE).is_file() else {},
         )
 
 
-def plan(*overrides: str) -> Plan:
-    """Predict memory, time and disk usage of a run; trains nothing, needs no GPU, and takes seconds.
+def _with_counts(row: dict[str, float]) -> dict[str, float]:
+    """Return a row with counts as whole numbers."""
+    return {name: int(value) if name in _COUNTS and value.is_integer() else value for name, value in row.items()}
+
+
+def plan(*overrides: str | Sequence[str], **settings: object) -> Plan:
+    """Predict memory, time and disk usage of a run; trains nothing, and needs no GPU.
+
+    It takes up to a minute, because it also plans variations of the run for its advice; without, some seconds.
 
     Args:
         overrides: As on the command line; `plan.hardware=h100x8` names GPUs, `mode.advise=false` is faster.
+        settings: None: an error has the override.
 
     Raises:
         InvalidConfigError: Some overrides are wrong; its text lists all mistakes.
@@ -383,11 +401,14 @@ def plan(*overrides: str) -> Plan:
         >>> plan.record["num_parameters"], plan.record["peak_memory_gib"] < 80
         (1752768, True)
     """
-    if (typed := next((word for word in overrides if word.startswith("mode=")), "mode=plan")) != "mode=plan":
+    words = _read_overrides("plan", overrides, settings)
+    if (typed := next((word for word in words if word.startswith("mode=")), "mode=plan")) != "mode=plan":
         mistake = ConfigError(typed, "plan() has a mode of its own", f"plan() without {typed}")
         raise InvalidConfigError(format_report([mistake]))
     with tempfile.TemporaryDirectory(prefix="recipes_plan_") as temporary:
-        resolved = _compose(["mode=plan", make_override("mode.path", temporary), *overrides])
+        resolved = _compose(["mode=plan", make_override("mode.path", temporary), *words])
+        if _NO_ADVICE not in words:
+            print("plan: with variations of the run for its advice; mode.advise=false takes seconds", file=sys.stderr)
         printed = io.StringIO()
         with restoring_console(), contextlib.redirect_stdout(printed):
             outcome = run_to_outcome(resolved, shows_errors=False, on_second="raise")
@@ -398,6 +419,13 @@ def plan(*overrides: str) -> Plan:
         with _reporting_mistakes():
             record = read_json(folder / PLAN_FILE, fix="the same call again")
         return Plan(record=record, text="\n".join(lines), page=page.read_text(encoding="utf-8"))
+
+
+def _read_overrides(
+    call: str, arguments: tuple[object, ...], settings: Mapping[str, object] = MappingProxyType({})
+) -> list[str]:
+    with _reporting_mistakes():
+        return read_overrides(call, arguments, settings)
 
 
 def _compose(overrides: Sequence[str], *, only_weights: bool = False) -> ResolvedRun:
@@ -430,7 +458,7 @@ def _in_python(mistake: ConfigError) -> ConfigError:
     if not (found := _FOLDER_OF_CODE.match(mistake.fix)):
         return mistake
     words = ", ".join(repr(word) for word in shlex.split(mistake.fix.replace(found[0], "")) if word.startswith("++"))
-    fix = f'sys.path.insert(0, "{found[1]}"), and the same call with {words} if you trust it'
+    fix = f'sys.path.insert(0, "{found[1]}"), and the same call{words and f" with {words} if you trust it"}'
     return ConfigError(mistake.setting, mistake.reason, fix)
 
 

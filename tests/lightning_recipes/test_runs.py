@@ -184,8 +184,10 @@ def test_the_weights_are_those_of_the_checkpoint_and_their_average_is_another(
     text: Any = model.tokenizer
     assert text.decode(text.encode("a = 1")) == "a = 1"
     tokens = torch.tensor([text.encode("a = 1")])  # [1, T]
+    best, of_folder = lr.load(run, weights="best"), lr.load(run.folder / "checkpoints" / "best")
     with torch.no_grad():
         assert torch.equal(model(tokens), lr.load(run.folder)(tokens))
+        assert torch.equal(best(tokens), of_folder(tokens))
 
 
 def test_the_weights_are_read_without_the_data_and_those_that_are_not_there_are_a_mistake(tmp_path: Path) -> None:
@@ -204,7 +206,7 @@ def test_the_weights_are_read_without_the_data_and_those_that_are_not_there_are_
     ]:
         with pytest.raises(lr.InvalidConfigError, match=re.escape(text)):
             run.load(*typed, weights=weights)
-    with pytest.raises(lr.InvalidConfigError, match="resume=nothing"):
+    with pytest.raises(lr.InvalidConfigError, match=re.escape("load('nothing')")):
         lr.load("nothing")
 
 

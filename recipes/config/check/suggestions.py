@@ -172,6 +172,10 @@ def list_options(group: str, typed: Sequence[str] = ()) -> list[str]:
     return sorted({path.stem for folder in find_config_folders(typed) for path in (folder / group).glob("*.yaml")})
 
 
+# where an option may be that was typed in another group
+_GROUPS_OF_OPTIONS = ("model", "data", "task", "recipe", "strategy", "optimizer", "precision", "mode")
+
+
 def suggest_option(group: str, wrong: str, typed: Sequence[str] = ()) -> str:
     """Return the override with the intended option: ignoring case, an alias, or the closest name."""
     options = list_options(group, typed)
@@ -191,6 +195,9 @@ def suggest_option(group: str, wrong: str, typed: Sequence[str] = ()) -> str:
     if not near and group in ("model", "task", "data") and _CLASS.fullmatch(wrong):
         choice, section = _OF_LIGHTNING[group]
         return f"{group}._target_={wrong}, or of Lightning {choice} {for_shell(section.format(wrong))}"
+    of_another = [other for other in _GROUPS_OF_OPTIONS if not near and wrong.lower() in list_options(other, typed)]
+    if of_another:
+        return f"{of_another[0]}={wrong.lower()}"
     if not near and group == "recipe":
         return f"'hydra.searchpath=[file://<the folder with recipe/{wrong}.yaml>]' recipe={wrong}"
     if not near:
