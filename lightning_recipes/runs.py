@@ -94,6 +94,8 @@ class RunError(RuntimeError):
 class RecordedRun:
     """What a run has written to its folder, as plain data. A notebook shows it as curves and the report.
 
+    Both are of the callback `report`; a notebook says so where there are none since the last start.
+
     Attributes:
         folder: Run folder.
         rows: Rows of metrics.csv, by metric; each has a `step`, and only the metrics that were logged there.
@@ -136,15 +138,22 @@ class RecordedRun:
         shown.append(f"<code>{html.escape(str(self.folder))}</code>")
         parts = [f"<p>{', '.join(shown)}</p>"]
         picture, page = self.folder / PICTURE_FILE, self.folder / PAGE_FILE
-        if picture.is_file():
+        if not self._has_current(picture) and not self._has_current(page):
+            parts.append(f"<p>There is no current {PICTURE_FILE}: the callback <code>report</code> draws it.</p>")
+        if self._has_current(picture):
             data = base64.b64encode(picture.read_bytes()).decode()
             parts.append(
                 f'<img alt="curves of {html.escape(name)}" style="max-width:100%" src="data:image/png;base64,{data}">'
             )
-        if page.is_file():
+        if self._has_current(page):
             frame = _embed(page.read_text(encoding="utf-8"))
             parts.append(f"<details><summary>{PAGE_FILE}</summary>{frame}</details>")
         return "\n".join(parts)
+
+    def _has_current(self, file: Path) -> bool:
+        """Return whether a file was written since the run has last started: one that resumes may write none."""
+        starts = [float(event.get("time", 0)) for event in self.events if event.get("event") in ("start", "resume")]
+        return file.is_file() and file.stat().st_mtime >= max(starts, default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

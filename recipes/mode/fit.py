@@ -1,5 +1,6 @@
 """Train a run, and report how it ended as events, a final log line and an exit code."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ def fit(run: Run) -> int:
         run = replace(run, checkpoint=checkpoint)
         if (ended := _find_ending(run, checkpoint)) is not None:
             return _end_as_finished(run, ended)
+    began = time.time()
     LOGGER.info(f"{run.name}: run folder {run.folder}")
     if isinstance(run.data, StreamDataModule):
         _prepare_data(run)
@@ -70,7 +72,7 @@ def fit(run: Run) -> int:
     if summary["status"] == "diverged":
         LOGGER.error(f"Diverged: the training loss is NaN or inf; run folder: {run.folder}")
         return ExitCode.DIVERGED
-    LOGGER.info(_last_line(summary, run.folder))
+    LOGGER.info(_last_line(summary, run.folder, since=began))
     if failed is not None:
         LOGGER.error(failed)
     return exit_code
@@ -198,11 +200,13 @@ def _judge_last_save(run: Run) -> tuple[int, str | None]:
     return ExitCode.DIVERGED if newest.rejected is not None else ExitCode.UNSAVED, line
 
 
-def _last_line(summary: dict[str, Any], folder: Path) -> str:
+def _last_line(summary: dict[str, Any], folder: Path, *, since: float = 0.0) -> str:
+    """Return the line of a finished run; with its report, unless that is of a start before a time in Unix seconds."""
     values = {name: summary.get(name) for name in ("steps", "train_loss", "val_loss", "tokens_per_second")}
     known = {name: value for name, value in values.items() if isinstance(value, int | float)}  # of any summary.json
     parts = [count(int(known["steps"]), "step")] if "steps" in known else []
     parts += [f"{name.replace('_', ' ')} {known[name]:.4f}" for name in ("train_loss", "val_loss") if name in known]
     parts += [f"{known['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in known else []
     page = folder / PAGE_FILE
-    return f"Finished: {', '.join([*parts, f'report {page}' if page.is_file() else f'in {folder}'])}"
+    is_current = page.is_file() and page.stat().st_mtime >= since
+    return f"Finished: {', '.join([*parts, f'report {page}' if is_current else f'in {folder}'])}"

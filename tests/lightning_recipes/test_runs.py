@@ -280,6 +280,13 @@ def test_a_notebook_shows_the_curves_and_the_report(run: lr.RecordedRun, tmp_pat
     head = shown.partition("</p>")[0]
     assert f"val loss {run.summary['val_loss']:,.6g}" in head
     assert "a&lt;b&gt;" in head
+    assert "the callback" not in shown
+    for name in ("curves.png", "report.html"):  # as if the run had been resumed without the callback since
+        os.utime(tmp_path / "a<b>" / name, (1, 1))
+    shown = lr.read(tmp_path / "a<b>")._repr_html_()
+    assert "the callback <code>report</code> draws it" in shown
+    assert "<img" not in shown
+    assert "<iframe" not in shown
 
 
 def test_a_plan_has_the_figures_of_the_command(

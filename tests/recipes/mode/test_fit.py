@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,9 +178,13 @@ def test_a_finished_run_returns_0_and_its_last_line_names_losses_speed_and_folde
 
 
 def test_the_last_line_names_the_report_if_there_is_one(run_fit: Callable[..., Outcome], tmp_path: Path) -> None:
-    (tmp_path / "report.html").touch()
-    outcome = run_fit(summary={"val_loss": None, "tokens_per_second": None})
-    assert outcome.lines[-1] == f"Finished: 7 steps, train loss 1.5000, report {tmp_path / 'report.html'}"
+    """Of this start: without the callback that writes it, a resumed run has that of the start before."""
+    known, page = {"val_loss": None, "tokens_per_second": None}, tmp_path / "report.html"
+    page.touch()
+    os.utime(page, (time.time() - 60,) * 2)
+    assert run_fit(summary=known).lines[-1] == f"Finished: 7 steps, train loss 1.5000, in {tmp_path}"
+    outcome = run_fit(lambda: os.utime(page, (time.time() + 1,) * 2), summary=known)
+    assert outcome.lines[-1] == f"Finished: 7 steps, train loss 1.5000, report {page}"
 
 
 def test_the_last_line_omits_what_the_summary_does_not_know(run_fit: Callable[..., Outcome], tmp_path: Path) -> None:
