@@ -135,6 +135,27 @@ class Plateau(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **self.schedule}}
 
 
+class Taught(Classifier):
+    """A student and the moving average of its weights; draws in the last hooks of a batch and of a validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("teacher", torch.zeros(10, 16))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss: Tensor = self.loss(self(x), y) + (self.model[3].weight - self.teacher).square().sum()
+        self.log("train_loss", loss)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.teacher.lerp_(self.model[3].weight.detach(), 0.1 + 0.1 * float(torch.rand(())))
+        self.log("teacher_norm", self.teacher.norm())
+
+    def on_validation_end(self) -> None:
+        self.drawn = torch.randn(10)
+
+
 class Adversaries(lightning.LightningModule):
     """Manual optimization with two optimizers."""
 

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
+from recipes.after_module import AfterModule
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.ending import Ending, Endings
 from recipes.checkpoint.layout import split_state
@@ -162,7 +163,7 @@ LOGGER = logging.getLogger("lightning_recipes")
 _STOP, _SAVE, _GIVE_UP = "stop", "save", "give up"
 
 
-class CheckpointSaver(Checkpoint):
+class CheckpointSaver(AfterModule, Checkpoint):
     """Saves in the background and applies `Retention`.
 
     A step that is validated is saved after its validation, so that its metrics are in the checkpoint. A signal does
@@ -274,9 +275,7 @@ class CheckpointSaver(Checkpoint):
             self._writer.wait_until_copied()
 
     @override
-    def on_train_batch_end(
-        self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def end_batch(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any) -> None:
         step = trainer.global_step
         if step == self._seen_step:  # inside an accumulation window
             # a time limit may end in it; Lightning would validate, save and end here, between two steps
@@ -324,7 +323,7 @@ class CheckpointSaver(Checkpoint):
             except OSError as error:  # reported: the other ranks wait at the barrier
                 LOGGER.error(f"Checkpoints after step {to_step} keep their names: {error.strerror}")
         get_engine(trainer).barrier()
-        self._seen_step = self._step_before = to_step - 1  # so that `on_train_batch_end` handles the current step
+        self._seen_step = self._step_before = to_step - 1  # so that `end_batch` handles the current step
         self._saved_step = self._validated_step = -1
         self._rolled_back = True
         self._num_rolled_back += from_step - to_step
@@ -339,7 +338,7 @@ class CheckpointSaver(Checkpoint):
         self._may_stop_in_validation(trainer, in_validation=False)
 
     @override
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+    def end_validation(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         if trainer.state.fn == "fit" and not self._is_in_window:  # as after a short window at the end of an epoch
             self._validated |= list_validated(trainer)
             self._check_metric(trainer)

@@ -17,11 +17,11 @@ from typing import Any
 import lightning.pytorch as lightning
 import torch
 from lightning.fabric.loggers.logger import rank_zero_experiment
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
+from recipes.after_module import AfterModule
 from recipes.files import LineFile, count, get_causes, replace_end, tolerating, write_atomically
 from recipes.lightning_internals import align_row_step, align_validation_step, get_callbacks
 from recipes.run_folder import (
@@ -41,7 +41,7 @@ LOGGER = logging.getLogger("lightning_recipes")
 PROCESS_EVENTS = ("start", "resume", "checkpoint_rejected", "checkpoint_failed", "preempted", "oom", "stop", "end")
 
 
-class RowWriter(Callback):
+class RowWriter(AfterModule):
     """Passes the row collected by the task and the earlier callbacks to every logger.
 
     It comes before the checkpoint saver, so that no checkpoint is ahead of its own row. A callback with an
@@ -53,9 +53,7 @@ class RowWriter(Callback):
         align_row_step(trainer)
 
     @override
-    def on_train_batch_end(
-        self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def end_batch(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any) -> None:
         if hasattr(pl_module, "recipes_add_step"):  # a module of one's own
             pl_module.recipes_add_step(outputs)
         self._write_row(trainer, pl_module)
@@ -66,7 +64,7 @@ class RowWriter(Callback):
                 callback.after_row(trainer, pl_module)
 
     @override
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+    def end_validation(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         if trainer.state.fn == "fit" and trainer.should_stop:
             self._write_last(trainer, pl_module)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
+from recipes.after_module import AfterModule
 from recipes.blocks import list_blocks
 from recipes.checkpoint.rng_state import GeneratorStates, read_states, restore, rng_state
 from recipes.compile import compile_blocks
@@ -25,6 +26,7 @@ from recipes.errors import ConfigError
 from recipes.lightning_internals import (
     complete_batch,
     end_restart,
+    get_callbacks,
     get_monitored,
     get_step_metrics,
     is_accumulating,
@@ -149,6 +151,7 @@ class Adopted(OnEngine):
     optimized_parameters: list[str]
     # of `Resumable`, which engines and the start of a run read
     has_known_state: ClassVar[bool] = False
+    recipes_calls_last: ClassVar[bool] = True  # see `AfterModule`
 
     # Model: placed once the ranks are known.
 
@@ -189,6 +192,21 @@ class Adopted(OnEngine):
         if response != -1:
             self.recipes_of_run.num_samples += _count_samples(batch) * self.engine.data_size
         return response
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        for callback in self._list_last():
+            callback.end_batch(self.trainer, self, outputs)
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        for callback in self._list_last():
+            callback.end_validation(self.trainer, self)
+
+    def _list_last(self) -> list[AfterModule]:
+        return [callback for callback in get_callbacks(self.trainer) if isinstance(callback, AfterModule)]
 
     def recipes_add_step(self, outputs: Any) -> None:
         """Add to the row of a step, after its last micro-batch, the loss and what the module has logged in it.

@@ -39,7 +39,7 @@ def test_a_best_metric_that_the_first_validation_lacks_ends_the_run(metric: str,
     ignoring.on_validation_end(trainer, None)  # type: ignore[arg-type]
     saver: CheckpointSaver = make(node | {"keep_best": 1})
     if is_known:
-        saver.on_validation_end(trainer, None)  # type: ignore[arg-type]
+        saver.end_validation(trainer, None)  # type: ignore[arg-type]
         return
     with pytest.raises(ConfigError, match=f"checkpoint.monitor={metric}: validation measures val/f1"):
-        saver.on_validation_end(trainer, None)  # type: ignore[arg-type]
+        saver.end_validation(trainer, None)  # type: ignore[arg-type]

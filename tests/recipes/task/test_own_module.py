@@ -85,6 +85,15 @@ def test_a_run_goes_on_within_an_epoch_and_at_its_end_as_if_it_had_not_stopped(
     assert to_float32(losses.values()) == expected
 
 
+@pytest.mark.parametrize("stop", [9, 20])  # after a batch, after a validation
+def test_a_checkpoint_has_what_the_last_hooks_of_the_module_do(tmp_path: Path, stop: int) -> None:
+    rows = train_in_a_script(own_modules.Taught, 30)
+    run(tmp_path, *own(f"trainer.max_steps={stop}", module="Taught"))
+    run(tmp_path, *own("trainer.max_steps=30", "resume=auto", module="Taught"))
+    assert to_float32(get_column(tmp_path, "train/loss").values()) == to_float32(row["train_loss"] for row in rows)
+    assert [*get_column(tmp_path, "teacher_norm")] == [*range(1, 31)]
+
+
 @pytest.mark.parametrize(
     ("stop", "monitor", "interval", "frequency"),
     [
