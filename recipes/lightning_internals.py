@@ -144,6 +144,13 @@ def forget_arguments(loaders: Any) -> None:
             vars(loader).pop("__pl_saved_args", None)  # in a hook, Lightning would repeat `delattr`
 
 
+def collect_checkpoint(trainer: lightning.Trainer) -> dict[str, Any]:
+    """Return what `save_checkpoint` would save now (2.6.6)."""
+    untyped: Any = trainer
+    checkpoint: dict[str, Any] = untyped._checkpoint_connector.dump_checkpoint(weights_only=False)
+    return checkpoint
+
+
 def is_row_due(trainer: lightning.Trainer) -> bool:
     """Return whether a row is logged at the end of the current micro-batch (2.6.6)."""
     connector: Any = trainer._logger_connector

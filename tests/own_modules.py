@@ -156,6 +156,33 @@ class Taught(Classifier):
         self.drawn = torch.randn(10)
 
 
+class Keeping(Classifier):
+    """Adds a number and an object to its checkpoints, beside its settings, and takes all of them back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_batches, self.scale = 0, Scale(2.0)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.num_batches += 1
+        self.log("num_batches", float(self.num_batches))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["hyper_parameters"].update(of_module=self.scale)
+        checkpoint["counted"], checkpoint["scale"] = self.num_batches, self.scale
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert checkpoint["hyper_parameters"]["lr"] == self.hparams["lr"]
+        self.num_batches, self.scale = checkpoint["counted"], checkpoint["scale"]
+
+
+class Scale:
+    """An object that no file is loaded with."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+
 class Adversaries(lightning.LightningModule):
     """Manual optimization with two optimizers."""
 

@@ -288,6 +288,11 @@ def serialize(plain: Mapping[str, Any]) -> bytes:
     return content
 
 
+def is_loadable(value: Any) -> bool:
+    """Return whether a value is plain data, which `serialize` accepts."""
+    return _round_trip(value)[1] is None
+
+
 def _round_trip(value: Any) -> tuple[bytes, str | None]:
     """Return the bytes, and the error when loading them; None if they load."""
     file = io.BytesIO()

@@ -30,7 +30,14 @@ from recipes.checkpoint.retention import (
 from recipes.checkpoint.writer import CheckpointWriter, Outcome
 from recipes.engine import get_engine
 from recipes.errors import ConfigError, shell
-from recipes.lightning_internals import is_accumulating, is_ending, list_validated, validate_now, validates_now
+from recipes.lightning_internals import (
+    collect_checkpoint,
+    is_accumulating,
+    is_ending,
+    list_validated,
+    validate_now,
+    validates_now,
+)
 from recipes.optimizer import hold_averages
 from recipes.run_folder import CHECKPOINTS
 from recipes.runtime.exit_codes import ExitCode
@@ -142,16 +149,10 @@ def warn_if_short(trainer: lightning.Trainer, folder: Path, retention: Retention
 
 def get_checkpoint_bytes(trainer: lightning.Trainer) -> int:
     """Return the total size of one checkpoint's tensors over all ranks. A collective."""
-    engine = get_engine(trainer)
-    checkpoint: dict[str, Any] = {
-        "state_dict": engine.lightning_module_state_dict(),
-        "optimizer_states": [engine.optimizer_state(optimizer) for optimizer in trainer.optimizers],
-    }
-    trainer.lightning_module.on_save_checkpoint(checkpoint)
-    _, _, parts = split_state(checkpoint, rank=trainer.global_rank)
+    _, _, parts = split_state(collect_checkpoint(trainer), rank=trainer.global_rank)
     # float64 is exact up to 2^53 bytes
     on_rank = torch.tensor(float(sum(part.tensor.nbytes for part in parts.values())), dtype=torch.float64)  # 0-dim
-    return int(engine.sum_over_ranks(on_rank))
+    return int(get_engine(trainer).sum_over_ranks(on_rank))
 
 
 def _gib(num_bytes: float) -> str:

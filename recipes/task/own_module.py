@@ -4,6 +4,7 @@ Its steps, hooks, optimizers and schedules are its own. `adopt` gives the object
 its class: nothing wraps it, so that names of parameters, `self.log` and everything else are what the author expects.
 """
 
+import copy
 import inspect
 import itertools
 import logging
@@ -20,6 +21,7 @@ from typing_extensions import override
 
 from recipes.after_module import AfterModule
 from recipes.blocks import list_blocks
+from recipes.checkpoint.layout import is_loadable
 from recipes.checkpoint.rng_state import GeneratorStates, read_states, restore, rng_state
 from recipes.compile import compile_blocks
 from recipes.errors import ConfigError
@@ -127,6 +129,7 @@ class _OfRun:
     num_in_window: int = 0  # micro-batches of a step so far
     rates: dict[str, float] = field(default_factory=dict)  # with which the newest step was made, by name
     step_loss: Tensor | None = None  # 0-dim, of the newest step on this rank
+    is_object: dict[str, bool] = field(default_factory=dict)  # what the module adds to a checkpoint
     resumed_groups: list[dict[str, Any]] = field(default_factory=list)
     resumed_monitored: Mapping[str, float] = field(default_factory=dict)
     resumed_rng: GeneratorStates | None = None
@@ -325,9 +328,11 @@ class Adopted(OnEngine):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        of_lightning = {*checkpoint}
         super().on_save_checkpoint(checkpoint)
         for key in [key for key in checkpoint if key.startswith(("hparams_", "hyper_parameters", "datamodule_hp"))]:
             del checkpoint[key]  # of `save_hyperparameters`: objects of any kind; config.yaml has the settings
+        self._leave_out_objects(checkpoint, [key for key in checkpoint if key not in of_lightning])
         checkpoint["optimizer_states"] = [_join(checkpoint["optimizer_states"])]
         of_run, is_at_end = self.recipes_of_run, self.recipes_of_run.rng_before_end is not None
         first: dict[int, str] = {}
@@ -347,9 +352,29 @@ class Adopted(OnEngine):
             "rng": (of_run.rng_before_end or rng_state()) | get_place(self.trainer),
         }
 
+    def _leave_out_objects(self, checkpoint: dict[str, Any], added: Sequence[str]) -> None:
+        """Take from a checkpoint what the module adds to it and no file could be loaded with."""
+        is_object = self.recipes_of_run.is_object
+        for key in added:
+            if key not in is_object:
+                is_object[key] = not is_loadable(checkpoint[key])
+                if is_object[key] and self.trainer.is_global_zero:
+                    LOGGER.info(f"No checkpoint has '{key}', objects that the module adds: a resume makes them again")
+            if is_object[key]:
+                del checkpoint[key]
+        checkpoint["left_out"] = [key for key in added if key not in checkpoint]
+
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
+        given = dict(checkpoint)
+        if self.hparams:
+            given[self.CHECKPOINT_HYPER_PARAMS_KEY] = dict(self.hparams)
+        if checkpoint.get("left_out"):
+            of_new = {key: copy.copy(value) for key, value in given.items()}
+            super().on_save_checkpoint(of_new)
+            given |= {key: of_new[key] for key in checkpoint["left_out"]}
+        super().on_load_checkpoint(given)
+        checkpoint |= {key: given[key] for key in checkpoint if key in given}
         of_run = self.recipes_of_run
         of_run.num_samples = checkpoint["consumed"]["samples"]
         for logger in self.trainer.loggers:

@@ -94,6 +94,14 @@ def test_a_checkpoint_has_what_the_last_hooks_of_the_module_do(tmp_path: Path, s
     assert [*get_column(tmp_path, "teacher_norm")] == [*range(1, 31)]
 
 
+def test_objects_that_a_module_adds_to_a_checkpoint_are_made_again(tmp_path: Path) -> None:
+    run(tmp_path, *own("trainer.max_steps=5", module="Keeping"))
+    run(tmp_path, *own("trainer.max_steps=10", "resume=auto", module="Keeping"))
+    assert [*get_column(tmp_path, "num_batches").values()] == [float(number) for number in range(1, 11)]
+    log = (tmp_path / "train.log").read_text()
+    assert log.count("No checkpoint has 'scale'") == 2  # once a run
+
+
 @pytest.mark.parametrize(
     ("stop", "monitor", "interval", "frequency"),
     [
