@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as lightning
 import torch
+from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MaxMetric
@@ -223,6 +224,17 @@ class WithStrayTensor(Classifier):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([*self.parameters(), torch.zeros(2, requires_grad=True)], lr=0.1)
+
+
+class Unfreezing(Classifier):
+    """A module that brings a callback, by which its optimizer grows."""
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self.model[0]
+
+    def configure_callbacks(self) -> Any:
+        return BackboneFinetuning(1)
 
 
 class Words(lightning.LightningDataModule):

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as lightning
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
@@ -307,9 +308,32 @@ class Adopted(OnEngine):
     # Optimizers and checkpoints.
 
     @override
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        if getattr(self.engine, "shards_weights", False):
+            raise ConfigError(
+                f"task.module._target_={type(self).__name__}",
+                "it freezes parameters by toggle_optimizer, and FSDP2 goes by their first forward pass",
+                "strategy=ddp",
+            )
+        super().toggle_optimizer(optimizer)
+
+    @override
     def configure_optimizers(self) -> Any:
+        for callback in get_callbacks(self.trainer):  # the config check has read those of the command line
+            if isinstance(callback, BaseFinetuning):
+                raise ConfigError(
+                    f"{type(callback).__name__} of configure_callbacks",
+                    "it adds parameters to the optimizer during the run, which checkpoints do not follow",
+                    "all parameters in the groups of configure_optimizers, and requires_grad in a hook of the module",
+                )
         configured = super().configure_optimizers()
         optimizers = _list_optimizers(configured)
+        if len(optimizers) > 1 and getattr(self.engine, "steps_one_optimizer", False):
+            raise ConfigError(
+                f"task.module._target_={type(self).__name__}",
+                f"it has {len(optimizers)} optimizers, and DeepSpeed steps one",
+                "strategy=ddp",
+            )
         names = {id(parameter): name for name, parameter in self.named_parameters()}
         groups = itertools.chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
         optimized = [parameter for group in groups for parameter in group["params"]]

@@ -8,7 +8,7 @@ from support import ROOT, read_metrics, run_train
 
 OWN = (
     "task=lightning",
-    "task.module={_target_: own_modules.Classifier, dropout: 0}",
+    "task.module={_target_: own_modules.Classifier, dropout: 0.2}",
     "data=lightning",
     "data.module={_target_: own_modules.Rows, noisy: false}",
     *(
@@ -46,3 +46,21 @@ def test_engines_agree_and_a_resume_within_an_epoch_goes_on(
         assert own["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-5)
         if "grad/norm" in own:  # ZeRO knows it for the whole window
             assert own["grad/norm"] == pytest.approx(expected["grad/norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"), [("fsdp", "it freezes parameters"), ("deepspeed_stage_1", "it has 2 optimizers")]
+)
+def test_what_an_engine_cannot_do_with_two_optimizers_is_refused(tmp_path: Path, engine: str, reason: str) -> None:
+    own = [override for override in OWN if not override.startswith("task.module")]
+    adversaries = "task.module={_target_: own_modules.Adversaries}"
+    alone = (
+        "trainer.devices=1",
+        "trainer.accumulate_grad_batches=1",
+        f"strategy={engine}",
+        f"hydra.run.dir={tmp_path}",
+    )
+    done = run_train([*own, adversaries, *alone], python_path=str(ROOT / "tests"))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert reason in done.stdout + done.stderr
+    assert "strategy=ddp" in done.stdout + done.stderr

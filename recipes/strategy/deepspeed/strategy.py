@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -268,6 +269,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
     option: ClassVar[str] = "deepspeed_stage_{stage}"
     clips_by_value: ClassVar[bool] = False
     state_layout: ClassVar[str] = "zero"
+    steps_one_optimizer: ClassVar[bool] = True
     accepts_device_list: ClassVar[bool] = False  # each rank uses the GPU of its local rank
 
     frees_gradients = True
@@ -344,6 +346,7 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
             backend: Any = importlib.import_module("deepspeed.comm.torch")
             assert callable(backend.build_shm_op), "DeepSpeed's backend calls it first"
             backend.build_shm_op = lambda: None
+        reset_seed()  # as DDP does: a module of one's own then draws the same numbers under both
         join_deepspeed_process_group(self)
 
     @override

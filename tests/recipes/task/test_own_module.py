@@ -403,6 +403,14 @@ def test_epochs_that_cannot_be_counted_are_refused(
     assert reason in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_callback_of_the_module_by_which_its_optimizer_grows_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = own("trainer.max_steps=2", f"hydra.run.dir={tmp_path}", module="Unfreezing")
+    assert execute(*overrides) == ExitCode.INVALID_CONFIG
+    assert "it adds parameters to the optimizer during the run" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_module_of_lightning_1_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = own("trainer.max_steps=2", f"hydra.run.dir={tmp_path}", module="OfLightning1")
     assert execute(*overrides) == ExitCode.INVALID_CONFIG
