@@ -3,7 +3,7 @@
 import fnmatch
 import glob
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Kind = Literal["line", "bar", "parallel"]
@@ -43,10 +43,11 @@ class Panel:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Panels under one heading."""
+    """Panels under one heading; with `adds_own`, also of metrics that no panel names, see `add_own`."""
 
     title: str
     panels: tuple[Panel, ...]
+    adds_own: bool = False
 
 
 def get_sections(dashboard: Sequence[Mapping[str, Any]]) -> list[Section]:
@@ -56,7 +57,11 @@ def get_sections(dashboard: Sequence[Mapping[str, Any]]) -> list[Section]:
         TypeError: A panel has an unknown key.
     """
     return [
-        Section(title=section["title"], panels=tuple(_parse_panel(panel) for panel in section["panels"]))
+        Section(
+            title=section["title"],
+            panels=tuple(_parse_panel(panel) for panel in section["panels"]),
+            adds_own=section.get("adds_own", False),
+        )
         for section in dashboard
     ]
 
@@ -96,6 +101,25 @@ def sections_for(written: Iterable[str]) -> list[Section]:
     ]
 
 
+def add_own(sections: Sequence[Section], written: Iterable[str]) -> list[Section]:
+    """Add what a module logs under names of its own, without a prefix such as `grad/`, and no panel draws.
+
+    Its losses and learning rates join the panels of the same title. Nothing is added if no section `adds_own`.
+    """
+    if not any(section.adds_own for section in sections):
+        return list(sections)
+    panels = [panel for section in sections for panel in section.panels if panel.kind == "line"]
+    names = [name for name in written if "/" not in name or name.partition("/")[0] in _LEARNING_PREFIXES]
+    drawn = {name for panel in panels for name in panel.metrics_among(names)}
+    merged = {section.title: {panel.title: panel for panel in section.panels} for section in sections}
+    for section in sections_for(name for name in names if name not in drawn):
+        shown = merged.setdefault(section.title, {})
+        for panel in section.panels:
+            named = shown.get(panel.title)
+            shown[panel.title] = panel if named is None else replace(named, metrics=named.metrics + panel.metrics)
+    return [Section(title=title, panels=tuple(shown.values())) for title, shown in merged.items()]
+
+
 def _parse_panel(node: Mapping[str, Any]) -> Panel:
     lists = {name: tuple(node[name]) for name in ("metrics", "parameters") if name in node}
     return Panel(**{**node, **lists})
@@ -113,7 +137,7 @@ def _place(name: str) -> tuple[str, str]:
         if prefix not in _LEARNING_PREFIXES or not rest:
             if name.startswith("lr"):  # LearningRateMonitor writes lr-Adam
                 return "learning", "learning rate"
-            return ("learning", name) if name == "loss" else ("other", name.replace("_", " "))
+            return ("learning", "loss") if "loss" in name.lower() else ("other", name.replace("_", " "))
     if prefix == "lr":
         return "learning", "learning rate"
     short = rest.removesuffix("_step").removesuffix("_epoch")

@@ -17,7 +17,7 @@ from .charts.png import write_png
 from .charts.series import Group, Mark, get_groups, get_marks, is_marked, metrics_not_drawn
 from .compare.values import get_directions
 from .config import config_lines
-from .dashboard import get_sections, sections_for
+from .dashboard import add_own, get_sections, sections_for
 from .html import anchor_id, flatten, measure_text, render, time_text, value_text, write_page
 from .mode_pages import memory_figure
 from .run_record import RecordedFit, RunRecord, add_fit, get_status, is_finite, read_run, status_class
@@ -52,7 +52,7 @@ def write_report(
     run = read_run(run_folder, needs_metrics=fit is None)
     if fit is not None:
         run = add_fit(run, fit)
-    sections = sections_for(run.series) if dashboard is None else get_sections(dashboard)
+    sections = sections_for(run.series) if dashboard is None else add_own(get_sections(dashboard), run.series)
     groups, marks = get_groups(run, sections), get_marks(run.events)
     page = page_html(run, groups, marks)
     for damage in run.damaged:

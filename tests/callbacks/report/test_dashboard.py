@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from callbacks.report.dashboard import Panel, get_sections, sections_for
+from callbacks.report.dashboard import Panel, add_own, get_sections, sections_for
 
 ROOT = Path(__file__).parents[3]
 
@@ -32,6 +32,15 @@ def test_the_default_dashboard_is_valid_and_its_picture_begins_with_the_loss() -
     panels = [panel for section in get_sections(config["sections"]) for panel in section.panels]
     assert next(panel for panel in panels if panel.picture).metrics == ("train/loss", "val/loss")
     assert {panel.kind for panel in panels} == {"line", "bar", "parallel"}
+
+
+def test_what_a_module_logs_under_names_of_its_own_is_drawn_with_its_losses_in_the_panel_of_the_loss() -> None:
+    loss = {"title": "loss", "metrics": ["train/loss"], "picture": True}
+    named = get_sections([{"title": "learning", "panels": [loss], "adds_own": True}])
+    names = ["train/loss", "g_loss", "val_acc", "KLD", "grad/norm"]
+    drawn = {p.title: p.metrics_among(names) for section in add_own(named, names) for p in section.panels}
+    assert drawn == {"loss": ["train/loss", "g_loss"], "acc": ["val_acc"], "KLD": ["KLD"]}
+    assert add_own(named, names)[0].panels[0].picture
 
 
 def test_lightnings_usual_metric_names_share_the_panels_of_learning() -> None:
