@@ -10,7 +10,7 @@ KINDS = ("line", "bar", "parallel")
 DEFAULTS: dict[str, Any] = {"kind": "line", "log_scale": False}
 # the first names them; the others refer to it unless they are typed
 PLACES = ("dashboard.sections", "callbacks.report.dashboard", "mode.dashboard", "mode.sections", "sweep.dashboard")
-_SECTION_KEYS = {"title": str, "panels": list}
+_SECTION_KEYS = {"title": str, "panels": list, "adds_own": bool}
 _PANEL_KEYS = {
     "title": str,
     "metrics": list,
