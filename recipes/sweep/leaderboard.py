@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -32,6 +33,8 @@ _SUMMARY_NUMBERS = (
     "num_parameters",
 )
 
+_OF_MODULE = re.compile(r"(val|valid|train|test)_")
+_TYPO = 0.9  # similarity of a name to one that it is taken for
 # the metric that is logged during the run for a number of summary.json
 LOGGED_METRICS = {"best_val_loss": "val/loss", "val_loss": "val/loss", "train_loss": "train/loss"}
 
@@ -46,7 +49,9 @@ def check_objective(name: str, direction: Direction = "minimize") -> None:
     Raises:
         ConfigError: It is neither.
     """
-    if name not in _SUMMARY_NUMBERS and "/" not in name and name != "lr":
+    # a LightningModule of one's own names what it logs as it likes
+    is_of_module = _OF_MODULE.match(name) and not get_close_matches(name, _SUMMARY_NUMBERS, 1, cutoff=_TYPO)
+    if name not in _SUMMARY_NUMBERS and "/" not in name and name != "lr" and not is_of_module:
         raise ConfigError(
             f"sweep.objective={name}",
             f"no run has this metric; a summary has {' '.join(_SUMMARY_NUMBERS)}",

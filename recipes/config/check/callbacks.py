@@ -37,7 +37,7 @@ _REPLACED: dict[str, tuple[str, str]] = {
     ),
     "finetuning.BaseFinetuning": (
         "it adds parameters to the optimizer during the run, which schedule and checkpoints do not follow",
-        "adapter=lora, which trains a part of the weights",
+        "freeze=… or adapter=lora for a part of the weights; of a LightningModule requires_grad in a hook of its own",
     ),
     "pruning.ModelPruning": (
         "it replaces weights by masked ones, under other names than those of the checkpoints",

@@ -71,7 +71,11 @@ def test_the_objective_may_be_the_last_value_of_a_metric(tmp_path: Path) -> None
 def test_an_unknown_objective_is_rejected_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"type sweep.objective=val_loss"):
         check_objective("valloss")
+    with pytest.raises(ConfigError, match=r"type sweep.objective=val_loss"):
+        check_objective("val_los")
     check_objective("val/perplexity")
+    check_objective("val_loss_epoch")
+    check_objective("val_acc", "maximize")
 
 
 def test_an_objective_with_the_wrong_direction_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
