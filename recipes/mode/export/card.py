@@ -9,6 +9,7 @@ import yaml
 from torch import Tensor
 
 from recipes.build import Run
+from recipes.data.datamodule import StreamDataModule
 from recipes.errors import ConfigError
 from recipes.model.weights.files import published_folder
 from recipes.run_folder import METRICS_FILE, read_rows
@@ -75,8 +76,9 @@ def make_card(
         "trained from": base_of_hub or first,
         "data": ", ".join(run.data_names),
         "optimizer steps": checkpoint.name if step is None else f"{step:,}",
-        "samples per step": f"{run.accumulation.global_batch_size:,}",
     }
+    if isinstance(run.data, StreamDataModule):  # other loaders decide it themselves
+        facts["samples per step"] = f"{run.accumulation.global_batch_size:,}"
     facts |= _list_measures(checkpoint, step) | _list_shapes(record)
     lines = [f"# {run.name}", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())]
     lines += ["", "```python", _tell_how_to_load(record, push_to, base), "```", ""]

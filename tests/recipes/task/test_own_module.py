@@ -9,6 +9,7 @@ import lightning.pytorch as lightning
 import own_modules
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from support import execute, read_metrics
 
 from recipes.config import compose_and_check
@@ -198,9 +199,12 @@ def test_a_module_may_have_its_loaders_itself(tmp_path: Path) -> None:
     assert to_float32(found.values()) == to_float32(row["train_loss"] for row in rows)
 
 
-def test_mixed_precision_gives_the_losses_of_its_own_trainer(tmp_path: Path) -> None:
-    rows = train_in_a_script(own_modules.Classifier, 8, precision="bf16-mixed")
-    run(tmp_path, *own("trainer.max_steps=8", "precision=bf16-mixed"))
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_mixed_precision_gives_the_losses_of_its_own_trainer(tmp_path: Path, precision: str) -> None:
+    # with the argument `precision`, Lightning takes float16 on GPUs only; its plugin runs on a CPU as well
+    own_precision = {"plugins": [MixedPrecision(precision, "cpu")]}  # type: ignore[arg-type]  # a literal
+    rows = train_in_a_script(own_modules.Classifier, 8, **own_precision)
+    run(tmp_path, *own("trainer.max_steps=8", f"precision={precision}"))
     assert to_float32(get_column(tmp_path, "train/loss").values()) == to_float32(row["train_loss"] for row in rows)
 
 
