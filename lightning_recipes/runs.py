@@ -286,7 +286,7 @@ def load(run: "str | Path | RecordedRun", *overrides: str | Sequence[str], weigh
     Example:
         >>> import lightning_recipes as lr
         >>> text = ["data=text_files", "data.path=my_texts", "tokenizer=bytes", "model.vocab_size=257"]
-        >>> run = lr.compose(*text, "trainer.max_steps=2", "callbacks=[]", "hydra.run.dir=mine").fit()
+        >>> run = lr.compose(*text, "trainer.max_steps=2", "warmup_steps=0", "callbacks=[]", "hydra.run.dir=mine").fit()
         quickstart: run folder mine
         ...
         >>> model = lr.load("mine")

@@ -281,7 +281,8 @@ def _adopt(
     make_task = make(resolved.config["task"])
     task: Adopted = make_task(seed=resolved.seed, precision=precision, compile_mode=resolved.compile_mode).adopt()
     if resolved.has_own_loaders:
-        check_loaders(task, data)
+        if resolved.mode.trains:
+            check_loaders(task, data)
         record_epochs(task if data is None else data)
     if resolved.epochs is not None:
         end_after(trainer, resolved.epochs)

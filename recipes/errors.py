@@ -85,8 +85,8 @@ def type_extra(name: str) -> str:
 
 
 def _is_installed() -> bool:
-    """Return whether this is a package, not a clone."""
-    return (Path(__file__).parents[1] / "one_name.py").is_file()
+    """Return whether this is an installed package, not only a clone."""
+    return os.environ.get(COMMAND_VARIABLE) == INSTALLED or (Path(__file__).parents[1] / "one_name.py").is_file()
 
 
 def in_notebook() -> bool:

@@ -18,6 +18,8 @@ CONF = Path(__file__).parents[2] / "conf" / "callbacks"
 # values of interpolations in conf/callbacks
 INTERPOLATED: dict[str, Any] = {
     "${profile_steps}": 2,
+    "${checkpoint.monitor}": "val/loss",
+    "${checkpoint.mode}": "min",
     "${dashboard.sections}": yaml.safe_load((CONF.parent / "dashboard/default.yaml").read_text())["sections"],
 }
 DEFAULT: list[str] = yaml.safe_load((CONF / "default.yaml").read_text())["defaults"]
@@ -79,6 +81,7 @@ def test_default_holds_every_callback_that_has_a_file_but_those_that_cost_or_nee
 
 def test_no_callback_imports_recipes_or_hydra() -> None:
     allowed = {
+        "IPython",
         "callbacks",
         "jinja2",
         "lightning",

@@ -146,4 +146,5 @@ def test_a_mistake_found_in_a_sample_is_one_of_a_run_that_may_have_started(num_w
 
     with pytest.raises(ConfigError) as caught:
         next(iter(SignalProofLoader(Damaged(), num_workers=num_workers)))
-    assert (caught.value.setting, caught.value.is_late) == ("data.path=x", True)
+    assert caught.value.setting == "data.path=x"
+    assert caught.value.late == "The run has ended: a sample of its data cannot be used."
