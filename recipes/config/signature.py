@@ -113,6 +113,8 @@ def find_lineage(target: str) -> set[str] | None:
     Returns:
         None if it is not a class, or if the source of one of these classes cannot be read.
     """
+    if target.removeprefix(_INSTALLED).startswith(_OWN):  # one module, whichever name it is imported by
+        target = target.removeprefix(_INSTALLED)
     module, _, name = target.rpartition(".")
     try:
         path = module_file(module)

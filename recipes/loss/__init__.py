@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from recipes.errors import ConfigError
 from recipes.numerics.head_loss import HeadLoss
 from recipes.numerics.loss import IGNORE_INDEX, widen
 
@@ -196,10 +197,27 @@ class TargetLoss(Loss):
         return None if num_targets is None else {NUM_TARGETS: num_targets}
 
     def __call__(self, outputs: Tensor, batch: Batch) -> list[Term]:
-        return [Term(self.losses(outputs, batch["targets"]).sum())]
+        return [Term(self._losses_of_targets(outputs, batch["targets"]).sum())]
+
+    def _losses_of_targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the losses, one of each target: outputs [B, 1] less targets [B] would be [B, B], and train.
+
+        Raises:
+            ConfigError: A subclass returns another number of losses.
+        """
+        losses, shape = self.losses(outputs, targets), self.has_loss(targets).shape
+        if losses.numel() != shape.numel():
+            found = f"losses() returns {list(losses.shape)} for {list(shape)} targets"
+            raise ConfigError(
+                f"loss._target_={type(self).__name__}",
+                f"{found} and outputs {list(outputs.shape)}: it must return the loss of each target",
+                "outputs.squeeze(-1) in losses() if these have an axis of 1, and no mean",
+            )
+        return losses
 
     def per_sample(self, outputs: Tensor, batch: Batch) -> Tensor:
-        losses, carries = self.losses(outputs, batch["targets"]), self.has_loss(batch["targets"])
+        losses = self._losses_of_targets(outputs, batch["targets"])
+        carries = self.has_loss(batch["targets"])
         return losses.reshape(len(losses), -1).sum(dim=1) / carries.reshape(len(losses), -1).sum(dim=1)  # [B]
 
     @property

@@ -73,6 +73,8 @@ class Supervised(TrainingTask):
                 needed, what = targets[0].numel(), f"{targets[0].numel()} targets"
             else:
                 needed, what = int(targets.max()) + 1, f"the class {int(targets.max())}"
+            if isinstance(error, ConfigError) and num_outputs == needed:
+                raise  # the fault of the loss
             name = f"{type(model).__module__}.{type(model).__name__}"
             reason = f"it returns {num_outputs} outputs, and samples of the data have {what} ({error})"
             is_setting = getattr(model, "num_classes", None) == num_outputs

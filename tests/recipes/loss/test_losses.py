@@ -1,5 +1,6 @@
 """Each loss against torch's own function, and the sums and counts that make it exact for any split of a batch."""
 
+import re
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -9,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipes.data.batches import sum_counts
-from recipes.loss import Loss, Term, add_up, detach, divide, get_mean, logged_by_count, sum_by_count
+from recipes.errors import ConfigError
+from recipes.loss import Loss, TargetLoss, Term, add_up, detach, divide, get_mean, logged_by_count, sum_by_count
 from recipes.loss.bce import BCE
 from recipes.loss.cross_entropy import CrossEntropy
 from recipes.loss.regression import MAE, MSE, Huber
@@ -240,3 +242,23 @@ def test_the_terms_of_micro_batches_add_up_to_those_of_the_batch() -> None:
     assert [term._replace(sum=None) for term in added] == [term._replace(sum=None) for term in whole]  # type: ignore[arg-type]
     for one, other in zip(added, whole, strict=True):
         torch.testing.assert_close(one.sum, other.sum, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("losses", "shape"),
+    [
+        (lambda outputs, targets: (outputs - targets) ** 2, [4, 4]),  # [4, 1] - [4]
+        (lambda outputs, targets: ((outputs.squeeze(-1) - targets) ** 2).mean(), []),
+    ],
+)
+def test_more_or_fewer_losses_than_targets_are_refused_instead_of_summed(losses: Any, shape: list[int]) -> None:
+    class Own(TargetLoss):
+        target_kinds = ("values",)
+
+        def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return losses(outputs, targets)  # type: ignore[no-any-return]
+
+    batch = {"targets": torch.zeros(4)}
+    for ask in (Own(), Own().per_sample):
+        with pytest.raises(ConfigError, match=re.escape(f"losses() returns {shape} for [4] targets")):
+            ask(torch.zeros(4, 1), batch)
