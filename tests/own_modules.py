@@ -359,3 +359,20 @@ class TrainingOnly(Rows):
     """A data module without a validation."""
 
     val_dataloader = lightning.LightningDataModule.val_dataloader  # type: ignore[assignment]  # not overridden
+
+
+class Interrupted(Classifier):
+    """A module whose run is told to stop in a validation, before its first batch or in it."""
+
+    def __init__(self, stop_at: int | None = None, in_batch: bool = False) -> None:
+        super().__init__()
+        self.stop_at, self.in_batch = stop_at, in_batch
+
+    def on_validation_start(self) -> None:
+        if self.trainer.global_step == self.stop_at and not self.in_batch:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == self.stop_at and self.in_batch and batch_idx == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        super().validation_step(batch, batch_idx)

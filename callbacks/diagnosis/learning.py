@@ -264,6 +264,8 @@ def find_unfinished_decay(run: Run) -> Finding | None:
     """Detect a schedule that is longer than the finished run, so that the decay was never reached."""
     rates = run.curves["learning_rate"].finite
     planned, ran = run.number("scheduler.num_steps"), run.last_step
+    if run.has("task.module"):  # a LightningModule, with a schedule of its own
+        return None
     if planned is None or run.status != "finished" or len(rates) < 3 or planned < 1.25 * ran:
         return None
     peak, last = max(rates.values), rates.values[-1]

@@ -106,6 +106,10 @@ class Run:
         value = self._find(key)
         return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
+    def has(self, key: str) -> bool:
+        """Return whether a setting or section of this dotted name is there and not null."""
+        return self._find(key) not in (None, _MISSING)
+
     @property
     def resume(self) -> str:
         """Return the override that resumes this run, as it is typed in a shell."""

@@ -105,6 +105,9 @@ def leave_room(trainer: lightning.Trainer) -> None:
     if trainer.max_epochs is None or trainer.max_epochs < 0:
         return
     done = math.ceil(trainer.fit_loop.epoch_loop.batch_progress.current.ready / trainer.accumulate_grad_batches)
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    if epochs.processed == epochs.started:
+        done = 0  # a resume has counted the epoch, and its batches are still there
     ahead = math.ceil((trainer.max_steps - trainer.global_step + done) / _steps_per_epoch(trainer))
     trainer.fit_loop.max_epochs = max(trainer.max_epochs, trainer.current_epoch + ahead)
 

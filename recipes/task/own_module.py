@@ -137,6 +137,7 @@ class _OfRun:
     resumed_place: Mapping[str, Any] | None = None  # of loaders of one's own
     is_resumed: bool = False
     rng_before_end: dict[str, Any] | None = None  # of the generators, before a validation that only ends the run
+    rng_before_validation: dict[str, Any] | None = None  # of the generators, before the newest one
     monitored_before_end: dict[str, float] = field(default_factory=dict)  # then, too
     is_rng_restored: bool = False
 
@@ -228,7 +229,9 @@ class Adopted(OnEngine):
             return
         if is_at_last_step(trainer):
             trainer.should_stop = True  # makes Lightning log and validate the last step regardless of the intervals
-        if trainer.should_stop and not is_validation_due(trainer):
+        if is_validation_due(trainer):
+            of_run.rng_before_validation = rng_state()
+        elif trainer.should_stop:
             # its loaders draw from the same generators, and a run with more steps has no validation here
             of_run.rng_before_end, of_run.monitored_before_end = rng_state(), get_monitored(trainer)
         of_run.step_loss, of_run.window_loss = of_run.window_loss, None
@@ -359,6 +362,8 @@ class Adopted(OnEngine):
         self._leave_out_objects(checkpoint, [key for key in checkpoint if key not in of_lightning])
         checkpoint["optimizer_states"] = [_join(checkpoint["optimizer_states"])]
         of_run, is_at_end = self.recipes_of_run, self.recipes_of_run.rng_before_end is not None
+        # stopped in a validation, a run begins with it again
+        before_validation = of_run.rng_before_validation if _is_validation_due(checkpoint) else None
         first: dict[int, str] = {}
         every = self.named_parameters(remove_duplicate=False)
         tied = {name: first[id(p)] for name, p in every if first.setdefault(id(p), name) != name}
@@ -373,7 +378,7 @@ class Adopted(OnEngine):
             "tied": tied,
             "validated_to_end": is_at_end,
             "monitored": of_run.monitored_before_end if is_at_end else get_monitored(self.trainer),
-            "rng": (of_run.rng_before_end or rng_state()) | get_place(self.trainer),
+            "rng": (of_run.rng_before_end or before_validation or rng_state()) | get_place(self.trainer),
         }
 
     def _leave_out_objects(self, checkpoint: dict[str, Any], added: Sequence[str]) -> None:
@@ -405,8 +410,8 @@ class Adopted(OnEngine):
             if hasattr(logger, "on_load_checkpoint"):
                 logger.on_load_checkpoint(self.trainer, self, checkpoint)
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        if checkpoint["validated_to_end"]:
-            # as if saved before that validation: Lightning would train on in an epoch that is over (2.6.6)
+        if checkpoint["validated_to_end"] or _is_validation_due(checkpoint):
+            # as if saved before that validation: Lightning would go on in an epoch that is over (2.6.6)
             for counts in (progress["total"], progress["current"]):
                 counts["completed"] = counts["processed"] - 1
         of_run.resumed_monitored = checkpoint["monitored"]
@@ -488,6 +493,12 @@ class _TakesTuples(lightning.LightningModule):
         if isinstance(batch, dict) and all(key in batch for key in keys):
             batch = tuple(batch[key] for key in keys)
         return super().on_after_batch_transfer(batch, dataloader_idx)
+
+
+def _is_validation_due(checkpoint: Mapping[str, Any]) -> bool:
+    """Return whether a run was stopped before or in a validation, which the saver then does first."""
+    of_callbacks = checkpoint.get("callbacks", {}).values()
+    return any(isinstance(state, Mapping) and bool(state.get("validation_due")) for state in of_callbacks)
 
 
 def _list_removed(of_user: Any) -> list[str]:

@@ -168,3 +168,11 @@ def test_thirty_thousand_rows_take_a_second() -> None:
     }
     val = [3 - step / 3e4 if step % 1000 == 0 else math.nan for step in range(30_000)]
     assert names(columns | {"grad_norm": [1 + n for n in loss], "lr": [1e-3] * 30_000, "val_loss": val}) == []
+
+
+def test_a_module_with_a_schedule_of_its_own_is_not_told_of_that_of_the_config() -> None:
+    columns = {"train/loss": falling(), "lr": [1e-3] * STEPS}
+    schedule = {"scheduler": {"num_steps": 10**9}}
+    assert names(columns, config=schedule, status="finished") == ["ended_before_decay"]
+    own = schedule | {"task": {"module": {"_target_": "mine.Net"}}}
+    assert names(columns, config=own, status="finished") == []

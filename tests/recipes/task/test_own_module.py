@@ -103,6 +103,20 @@ def test_objects_that_a_module_adds_to_a_checkpoint_are_made_again(tmp_path: Pat
     assert log.count("No checkpoint has 'scale'") == 2  # once a run
 
 
+@pytest.mark.parametrize(("stop", "in_batch"), [(13, False), (13, True), (26, True)])
+def test_a_run_stopped_in_the_validation_of_an_epoch_goes_on_as_if_it_had_not_stopped(
+    tmp_path: Path, stop: int, in_batch: bool
+) -> None:
+    by_epoch = ("eval_every=auto", "trainer.max_epochs=3", "checkpoint.keep_best=0")
+    run(tmp_path / "whole", *own(*by_epoch))
+    stopped = f"task.module={{_target_: own_modules.Interrupted, stop_at: {stop}, in_batch: {in_batch}}}"
+    assert execute(*own(*by_epoch, stopped), f"hydra.run.dir={tmp_path}") == ExitCode.PREEMPTED
+    run(tmp_path, *own(*by_epoch, "resume=auto", module="Interrupted"))
+    for name in ("train/loss", "lr", "val_loss"):
+        assert get_column(tmp_path, name) == get_column(tmp_path / "whole", name), name
+    assert "epoch 3/3  step 39/39" in (tmp_path / "train.log").read_text()
+
+
 @pytest.mark.parametrize(
     ("stop", "monitor", "interval", "frequency"),
     [
