@@ -297,8 +297,12 @@ def suggest_setting(
         return _SWITCHES[wrong] if value.lower() in ("true", "1", "yes", "on") else "the same command without it"
     if wrong in _EPOCHS and section in ([], ["trainer"]):
         return _suggest_epochs(value)
-    if alias is not None and not section and alias.startswith(_OF_MODULE) and _has_own_training(config):
-        return f"task.module.{wrong}={value}"
+    if alias is not None and not section and _has_own_training(config):
+        places = [key for key in owners if key.startswith(("task.module", "data.module"))]
+        places += ["task.module"] if alias.startswith(_OF_MODULE) else []
+        places += ["data.module"] if alias.endswith("batch_size") else []
+        if places:
+            return f"{places[0]}.{wrong}={value}"
     if alias is not None and (not section or alias.rpartition(".")[0] in ("", ".".join(section))):
         return f"{alias}={value}"
     if not section and wrong == "module" and _CLASS.fullmatch(value):

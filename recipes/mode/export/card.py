@@ -77,7 +77,7 @@ def make_card(
         "data": ", ".join(run.data_names),
         "optimizer steps": checkpoint.name if step is None else f"{step:,}",
     }
-    if isinstance(run.data, StreamDataModule):  # other loaders decide it themselves
+    if not run.has_own_training or isinstance(run.data, StreamDataModule):  # loaders of one's own decide it themselves
         facts["samples per step"] = f"{run.accumulation.global_batch_size:,}"
     facts |= _list_measures(checkpoint, step) | _list_shapes(record)
     lines = [f"# {run.name}", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())]

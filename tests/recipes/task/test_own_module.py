@@ -327,6 +327,7 @@ def test_a_class_of_lightning_in_another_place_is_answered_with_the_command(over
     ("override", "fix"),
     [
         ("lr=1e-2", "task.module.lr=1e-2"),
+        ("batch_size=8", "data.module.batch_size=8"),
         ("task.module=own_modules.Classifier", "'task.module={_target_: own_modules.Classifier}'"),
         (
             "module=own_modules.Classifier",
