@@ -52,6 +52,7 @@ from recipes.run_folder import (
 )
 from recipes.runtime.console import open_console, restoring_console
 from recipes.runtime.exit_codes import ExitCode
+from recipes.runtime.own_code import describe_error
 from recipes.runtime.torch_variables import find_variables_of_torch
 from recipes.runtime.world import find_wrong_variables, started_by
 from recipes.sweep.main import is_sweep, reject_settings_of_sweep
@@ -481,10 +482,9 @@ def _raise_unless_finished(outcome: Outcome) -> None:
         raise InvalidConfigError(outcome.report or "The config is invalid.") from outcome.error
     code, folder = ExitCode(outcome.exit_code), outcome.run_folder
     ended = code.name.lower().replace("_", " ")
-    if outcome.error is not None:  # its message may have several lines, of which a traceback ends with the last
-        reason = f"{type(outcome.error).__name__}: {outcome.error}".partition("\n")[0]
-    else:
-        reason = (outcome.report or "").strip().rpartition("\n")[2]
+    # of ranks in processes of their own there is the report alone, which ends with the same line
+    last_line = (outcome.report or "").strip().rpartition("\n")[2]
+    reason = last_line if outcome.error is None else describe_error(outcome.error)
     text = f"the run has ended: {ended}{f', {reason}' if reason else ''}; its log is {folder / 'train.log'}"
     raise RunError(text, exit_code=code, folder=folder) from outcome.error
 

@@ -66,6 +66,7 @@ from recipes.runtime.allocator import keep_freed_memory
 from recipes.runtime.console import LOGGER
 from recipes.runtime.devices import get_devices
 from recipes.runtime.meeting import meet
+from recipes.runtime.own_code import name_own_code
 from recipes.runtime.world import Ranks, global_rank
 from recipes.task.base import CompilationLog, TrainingTask
 from recipes.task.frozen import FrozenModel
@@ -479,13 +480,16 @@ def _make_member(key: str, node: Config) -> Any:
     """Return a metric or callback, whose class may be of any package.
 
     Raises:
-        ConfigError: Its constructor raises an exception, of whatever type.
+        ConfigError: The constructor of an installed package raises an exception, of whatever type.
+        Exception: Code of somebody's own fails in it.
     """
     try:
         return make(node)
     except (ConfigError, OSError):
         raise
     except Exception as error:  # a constructor of another package raises what it likes
+        if name_own_code(error) is not None:
+            raise  # the report names its line
         if isinstance(error, InstantiationException) and key.startswith("callbacks."):
             raise  # the report names the argument
         reason = str(error.__cause__ or error).strip().partition("\n")[0] or type(error).__name__

@@ -56,6 +56,20 @@ class Incomplete(Dataset[Any]):
         return row["area"], row["price"]
 
 
+class Ragged(Incomplete):
+    """Samples in which torch raises, not the code of the dataset."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.stack([torch.zeros(2), torch.zeros(3)]), index
+
+
+class Failing(Incomplete):
+    """Rows that cannot be read, by a mistake in the code that reads them."""
+
+    def __init__(self, size: Any) -> None:
+        self._size = len(size)
+
+
 class Labelled(Rows):
     """Nine rows with one of three classes, or with three labels."""
 
@@ -128,6 +142,22 @@ class Perceptron(nn.Module):
             normal_(parameter, name=name, seed=seed, std=0.3)
 
     def init_buffers(self) -> None: ...
+
+
+class OfFourInputs(Perceptron):
+    def __init__(self) -> None:
+        super().__init__(num_inputs=4)
+
+
+class OfTwoTensors(Perceptron):
+    def forward(self, rows: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(rows) * weights
+
+
+class ReadingValues(Perceptron):
+    def forward(self, rows: Tensor) -> Tensor:
+        size = int(rows.sum().item()) * 0 + len(rows)  # without storage, neither is there to be read
+        return super().forward(rows.reshape(size, -1))
 
 
 class OfThreeClasses(Perceptron):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from recipes.errors import ConfigError
+from recipes.runtime.own_code import name_own_code
 
 TARGET, PARTIAL = "_target_", "_partial_"
 PLUGINS = "hydra_plugins."  # a package that exists only while Hydra runs
@@ -28,6 +29,7 @@ def make(node: Mapping[str, Any], *, data_section: str | None = None) -> Any:
 
     Raises:
         hydra.errors.InstantiationException: There is no such constructor, Hydra blocks it, or it rejects a value.
+        Exception: Code of somebody's own fails in it.
     """
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
@@ -51,6 +53,8 @@ def make(node: Mapping[str, Any], *, data_section: str | None = None) -> Any:
             raise
         raise error.in_section(data_section) from error
     except (TypeError, ValueError) as error:
+        if name_own_code(error) is not None:
+            raise  # the arguments are those of its signature, which was checked: no other value need help
         raise InstantiationException(f"Error in call to target '{node[TARGET]}': {error!r}") from error
 
 

@@ -24,7 +24,6 @@ from recipes.config.unread import list_unread
 from recipes.entry.length import settle_length
 from recipes.entry.light_import import without_unused_packages
 from recipes.entry.out_of_memory import advise, check_room, describe_out_of_memory, log_exit
-from recipes.entry.own_code import name_own_code
 from recipes.entry.spawn import spawn_ranks
 from recipes.errors import ConfigError, ConfigErrors, find_mistake, format_report, shell
 from recipes.files import DISK_ERRORS, WriteError, count, describe
@@ -40,6 +39,7 @@ from recipes.runtime.failure import (
     write_failure,
 )
 from recipes.runtime.lock import lock_run_folder
+from recipes.runtime.own_code import name_own_code
 from recipes.runtime.signals import OnSecond, listening, requested_by, was_requested
 from recipes.runtime.world import Ranks, global_rank, num_cores, num_gpus, started_by
 

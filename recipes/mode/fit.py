@@ -26,6 +26,7 @@ from recipes.run_folder import PAGE_FILE, read_summary
 from recipes.runtime.console import LOGGER
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.failure import is_out_of_memory, is_peer_failure, read_oom_of_other_rank
+from recipes.runtime.own_code import describe_error
 from recipes.runtime.signals import NOT_STARTED, Preempted, shown_name, waiting
 
 
@@ -138,7 +139,7 @@ def _log_crash(run: Run, error: Exception) -> None:
         write_error_report(run.folder, rank=rank, step=step, error=first_line)
         _log_out_of_memory(run, rank=rank, step=step, error=first_line)
     elif not is_peer_failure(error):
-        log_event(run, "end", step, status="failed", error=f"{type(error).__name__}: {error}")
+        log_event(run, "end", step, status="failed", error=describe_error(error))
     elif (report := read_oom_of_other_rank(run.folder)) is not None:
         _log_out_of_memory(run, rank=report["rank"], step=report["step"], error=report["error"])
     else:

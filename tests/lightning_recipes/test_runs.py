@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import support
 import torch
 from safetensors.torch import load_file
 from support import TINY, execute, read_metrics, write_texts
@@ -158,10 +159,14 @@ def test_a_crash_is_an_exception_with_its_cause_and_is_printed_once(
         composed.fit()
     assert (caught.value.exit_code, caught.value.folder) == (1, tmp_path / "run")
     assert isinstance(caught.value.__cause__, OSError)
-    assert "crash at 1" in str(caught.value)
+    where = f"support.CrashAt.on_train_batch_start failed, {support.__file__} line "
+    assert where in str(caught.value)
+    assert "OSError: crash at 1; its log is " in str(caught.value)
     assert "Traceback" not in "".join(capsys.readouterr()), "Python prints that of the exception"
     assert "Traceback" in (tmp_path / "run" / "train.log").read_text()
-    assert lr.read(caught.value.folder).events[-1]["status"] == "failed"
+    ended = lr.read(caught.value.folder).events[-1]
+    assert ended["status"] == "failed"
+    assert ended["error"].startswith(where)
     with pytest.raises(lr.InvalidConfigError, match="the folder contains a run, which this one would overwrite"):
         lr.compose(*RUN, f"data.path={text_folder}", f"hydra.run.dir={run.folder}")
 
