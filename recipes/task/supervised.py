@@ -1,5 +1,7 @@
 """Supervised learning on images or tensors: classes, labels or numbers, one loss per target."""
 
+import inspect
+import re
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +13,9 @@ from recipes.errors import ConfigError
 from recipes.lightning_internals import get_data
 from recipes.task.base import Batch, TrainingTask
 
+# what torch says of sizes that do not fit, and of what it cannot do without values or on this device
+_OF_SIZES = re.compile(r"\b(shapes?|sizes?|dim(ension)?s?|channels|elements)\b|input_size")
+_OF_DEVICE = re.compile(r"\b(meta|cpu|cuda|device)\b", re.IGNORECASE)
 _NUM_TRIED = 8  # samples, spread evenly, that are compared with the model before the first step
 
 
@@ -38,7 +43,7 @@ class Supervised(TrainingTask):
         """Try the loss of some samples on the host: a GPU would report a class that is out of range as a lost device.
 
         Raises:
-            ConfigError: The model takes other images, or returns another number of outputs than the targets have; or
+            ConfigError: The model takes other inputs, or returns another number of outputs than the targets have; or
                 the metrics cannot read them.
         """
         super().on_fit_start()
@@ -54,14 +59,47 @@ class Supervised(TrainingTask):
         if channels is not None and inputs.ndim == 4 and inputs.shape[1] != channels:
             reason = f"the images of the data have {inputs.shape[1]} channels"
             raise ConfigError(f"model.in_channels={channels}", reason, f"model.in_channels={inputs.shape[1]}")
+        _check_forward(model)
         try:
             outputs = model(inputs.to("meta"))
-        except (RuntimeError, TypeError, ValueError):
+        except (RuntimeError, TypeError, ValueError) as error:
+            said = str(error)
+            if type(error) is RuntimeError and _OF_SIZES.search(said) and not _OF_DEVICE.search(said):
+                raise self._explain_sizes(model, inputs, said) from error
             return  # it reads values, or the first step raises this again, with its traceback
         if isinstance(outputs, Tensor):
             made_up = torch.zeros(outputs.shape)
             self._try_loss(made_up, batch, model)
             self.val_metrics.try_outputs(self._without_padding(made_up), batch)
+
+    def _explain_sizes(self, model: nn.Module, inputs: Tensor, said: str) -> ConfigError:
+        """Return the error of a model that takes other inputs, with the setting by which it takes these.
+
+        Args:
+            model: Without storage.
+            inputs: Inputs [B, …] of a batch.
+            said: What torch says of their sizes.
+        """
+        sizes = [*inputs.shape[1:]]
+        said = said.partition("\n")[0].rstrip(".")
+        reason = f"the inputs of a sample are [{', '.join(map(str, sizes))}], and torch says: {said}"
+        numbers = {name: value for name, value in self.model_settings.items() if type(value) is int}
+        for name, value in numbers.items():
+            for size in dict.fromkeys(sizes):
+                if size != value and self._takes(type(model), {name: size}, inputs):
+                    return ConfigError(f"model.{name}={value}", reason, f"model.{name}={size}")
+        shown = ", ".join(f"model.{name}=" for name in numbers)
+        fix = f"its settings for such inputs, of {shown}" if shown else "a model for such inputs"
+        return ConfigError(f"model._target_={_get_path(model)}", reason, fix)
+
+    def _takes(self, model_class: Any, changed: dict[str, int], inputs: Tensor) -> bool:
+        """Return whether a model with a changed setting takes these inputs."""
+        try:
+            with torch.device("meta"):
+                model_class(**self.model_settings | changed).eval()(inputs.to("meta"))
+        except (RuntimeError, TypeError, ValueError):
+            return False
+        return True
 
     def _try_loss(self, outputs: Tensor, batch: Batch, model: nn.Module) -> None:
         try:
@@ -75,12 +113,31 @@ class Supervised(TrainingTask):
                 needed, what = int(targets.max()) + 1, f"the class {int(targets.max())}"
             if isinstance(error, ConfigError) and num_outputs == needed:
                 raise  # the fault of the loss
-            name = f"{type(model).__module__}.{type(model).__name__}"
+            name = _get_path(model)
             reason = f"it returns {num_outputs} outputs, and samples of the data have {what} ({error})"
             is_setting = getattr(model, "num_classes", None) == num_outputs
             setting = f"model.num_classes={num_outputs}" if is_setting else f"model._target_={name}"
             fix = f"model.num_classes={needed}" if is_setting else f"the settings with which it returns {needed}"
             raise ConfigError(setting, reason, fix) from error
+
+
+def _check_forward(model: nn.Module) -> None:
+    """Check that a model can be called with the inputs alone.
+
+    Raises:
+        ConfigError: It takes nothing, or several tensors.
+    """
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        reason = f"its forward{signature} is called with one tensor, the inputs of a batch: {error}"
+        fix = "def forward(self, inputs) in that class, or a LightningModule with task=lightning, which calls it itself"
+        raise ConfigError(f"model._target_={_get_path(model)}", reason, fix) from error
+
+
+def _get_path(model: nn.Module) -> str:
+    return f"{type(model).__module__}.{type(model).__name__}"
 
 
 def _last(inputs: Tensor) -> Tensor:

@@ -34,13 +34,35 @@ IMAGES += [f"data.{split}={{_target_: dataset_cases.Colored}}" for split in ("tr
             " (outputs [8, 3] and targets [8, 1]: a loss of numbers needs one output per number; set model.num_classes"
             " to their number); type the settings with which it returns 1",
         ),
+        (
+            [*ROWS, "model.num_inputs=16"],  # as many as it has hidden units: both are in torch's message
+            "model.num_inputs=16: the inputs of a sample are [8], and torch says: a and b must have same reduction dim,"
+            " but got [8, 8] X [16, 16]; type model.num_inputs=8",
+        ),
+        (
+            [*ROWS, "model._target_=dataset_cases.OfFourInputs"],
+            "model._target_=dataset_cases.OfFourInputs: the inputs of a sample are [8], and torch says: a and b must"
+            " have same reduction dim, but got [8, 8] X [4, 16]; type a model for such inputs",
+        ),
+        (
+            [*ROWS, "model._target_=dataset_cases.OfTwoTensors"],
+            "model._target_=dataset_cases.OfTwoTensors: its forward(rows: torch.Tensor, weights: torch.Tensor) ->"
+            " torch.Tensor is called with one tensor, the inputs of a batch: missing a required argument: 'weights';"
+            " type def forward(self, inputs) in that class, or a LightningModule with task=lightning, which calls it"
+            " itself",
+        ),
     ],
 )
-def test_outputs_that_do_not_fit_the_targets_are_a_mistake(typed: list[str], message: str, tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_the_samples_is_a_mistake(typed: list[str], message: str, tmp_path: Path) -> None:
     run = build(resolved(composed_config(*SMALL, *typed), tmp_path))
     with pytest.raises(ConfigError) as error:
         run.trainer.fit(run.task, datamodule=run.data)
     assert str(error.value) == message
+
+
+def test_a_model_that_reads_values_is_not_tried_without_them(tmp_path: Path) -> None:
+    typed = [*SMALL, *ROWS, "model._target_=dataset_cases.ReadingValues"]
+    assert execute(*typed, f"hydra.run.dir={tmp_path / 'run'}") == 0
 
 
 def test_a_loss_without_predictions_is_a_mistake_where_metrics_read_them(tmp_path: Path) -> None:
