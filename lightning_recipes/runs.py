@@ -469,6 +469,7 @@ def _in_python(mistake: ConfigError) -> ConfigError:
         return mistake
     words = ", ".join(repr(word) for word in shlex.split(mistake.fix.replace(found[0], "")) if word.startswith("++"))
     fix = f'sys.path.insert(0, "{found[1]}"), and the same call{words and f" with {words} if you trust it"}'
+    fix += "".join(mistake.fix.partition(", or pip ")[1:])
     return ConfigError(mistake.setting, mistake.reason, fix)
 
 

@@ -255,8 +255,18 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
 def _fit_to_classes(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Fit the settings of a composed config to the classes that are typed, and return it."""
     _leave_out_untaken(config, overrides)
+    _name_after_module(config, overrides)
     take_num_classes(config)
     return config
+
+
+def _name_after_module(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Name a run of a LightningModule of one's own after its class, where neither a recipe nor a name is typed."""
+    target = OmegaConf.select(config, "task.module._target_", throw_on_missing=False)
+    if isinstance(target, str) and not any(
+        override.lstrip("+").startswith(("recipe=", "name=")) for override in overrides
+    ):
+        config.name = target.rpartition(".")[2]
 
 
 def _leave_out_untaken(config: DictConfig, overrides: Sequence[str]) -> None:
@@ -275,7 +285,7 @@ def _leave_out_untaken(config: DictConfig, overrides: Sequence[str]) -> None:
         nested = parse_override(override).value() if value[:1] == "{" and TARGET in value else {}
         typed += [key, *(f"{key}.{name}" for name in (nested if isinstance(nested, dict) else {}))]
     untaken: list[tuple[str, str]] = []
-    for section in [key.removesuffix(f".{TARGET}") for key in typed if key.endswith(f".{TARGET}")]:
+    for section in {key.removesuffix(f".{TARGET}"): key for key in typed if key.endswith(f".{TARGET}")}:
         node = OmegaConf.select(config, section)
         try:
             signature = read_signature(str(node[TARGET])) if OmegaConf.is_dict(node) and TARGET in node else None
@@ -283,7 +293,9 @@ def _leave_out_untaken(config: DictConfig, overrides: Sequence[str]) -> None:
             continue
         if signature is not None and not signature.takes_any:
             kept = (TARGET, PARTIAL, *signature.parameters, *(RULES if section == "optimizer" else ()))
-            untaken += [(section, str(name)) for name in node if name not in kept and f"{section}.{name}" not in typed]
+            # `task.module.optimizer.lr` types the section `optimizer`, too
+            is_typed = {str(name): any(f"{key}.".startswith(f"{section}.{name}.") for key in typed) for name in node}
+            untaken += [(section, name) for name in is_typed if name not in kept and not is_typed[name]]
     with open_dict(config):
         for section, name in untaken:
             del OmegaConf.select(config, section)[name]

@@ -29,12 +29,20 @@ def make(node: Mapping[str, Any], *, data_section: str | None = None) -> Any:
 
     Raises:
         hydra.errors.InstantiationException: There is no such constructor, Hydra blocks it, or it rejects a value.
+        ConfigError: A file of its class cannot be imported.
         Exception: Code of somebody's own fails in it.
     """
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
-    constructor = instantiate({TARGET: _as_imported(node[TARGET]), PARTIAL: True})  # rejects those that run commands
+    try:
+        constructor = instantiate(
+            {TARGET: _as_imported(node[TARGET]), PARTIAL: True}
+        )  # rejects those that run commands
+    except InstantiationException as error:
+        if (mistake := _explain_import(node[TARGET], error)) is None:
+            raise
+        raise mistake from error
     deferred = getattr(constructor.func, "deferred", ())
     arguments = {
         key: (_defer if key in deferred and value is not None else _make_within)(
@@ -73,31 +81,22 @@ def _defer(node: Mapping[str, Any] | None, data_section: str | None) -> Any:
     """Return a function that builds a node, of an argument that a class lists as `deferred` because it may be slow."""
     if node is None:
         return None
-    return functools.partial(_make_own, {key: value for key, value in node.items() if key != PARTIAL})
+    own = {key: value for key, value in node.items() if key != PARTIAL}
+    return lambda **further: make({**own, **further})
 
 
-def _make_own(node: Mapping[str, Any], **further: Any) -> Any:
-    """Build a node of one's own code, with further arguments of which its section says nothing.
-
-    Raises:
-        ConfigError: A file of its classes cannot be imported.
-    """
-    from hydra.errors import InstantiationException
-
-    try:
-        return make({**node, **further})
-    except InstantiationException as error:
-        if not isinstance(error.__cause__, ImportError) or error.__cause__.__cause__ is None:
-            raise
-        cause = error.__cause__.__cause__
-        module = node[TARGET].rpartition(".")[0]
-        package = cause.name if isinstance(cause, ModuleNotFoundError) else None
-        if package is not None and package.partition(".")[0] == module.partition(".")[0]:
-            package = None  # its own
-        fix = f"pip install <the package of {package}>" if package else f"python -c 'import {module}', and mend it"
-        raise ConfigError(
-            f"{TARGET}={node[TARGET]}", f"importing it raises {type(cause).__name__}: {cause}", fix
-        ) from error
+def _explain_import(target: str, error: BaseException) -> ConfigError | None:
+    """Return the error of a class whose file cannot be imported; None if it is another one."""
+    if not isinstance(error.__cause__, ImportError) or error.__cause__.__cause__ is None:
+        return None
+    cause = error.__cause__.__cause__
+    module = target.rpartition(".")[0]
+    package = (cause.name or "").partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
+    fix = f"python -c 'import {module}', and mend it"
+    if package and package != module.partition(".")[0]:  # not a name of its own
+        install = f"pip install {package.replace('_', '-')}"
+        fix = f"{install}, or PYTHONPATH=<the folder with {package}> before the command if it is code of your own"
+    return ConfigError(f"{TARGET}={target}", f"importing it raises {type(cause).__name__}: {cause}", fix)
 
 
 def _make_within(value: Any, data_section: str | None) -> Any:

@@ -142,7 +142,7 @@ def _check_node(path: str, node: Mapping[str, Any], *, is_called_elsewhere: bool
         signature = read_signature(target)
     except TargetNotFoundError as error:
         root = target.partition(".")[0]
-        own = f"PYTHONPATH=<the folder with {root}> before the command, if it is code of your own"
+        own = f"PYTHONPATH=<the folder with {root}> before the command if it is code of your own, or {_install(root)}"
         is_foreign = "no package" in str(error) and not get_close_matches(root, _PACKAGES, 1)
         fix = own if is_foreign else _suggest_target(path, target)
         if error.meant is not None:
@@ -223,6 +223,11 @@ def _check_partial(path: str, node: Mapping[str, Any], nodes: Mapping[str, Mappi
 def _list_deferred(signature: Signature) -> Any:
     """Return the arguments of a class that it builds itself, with or without `_partial_`."""
     return signature.constants.get("deferred", ())
+
+
+def _install(package: str) -> str:
+    """Return the command that installs a package, whose distribution often has its name with dashes."""
+    return f"pip install {package.replace('_', '-')} if it is published"
 
 
 def _suggest_target(path: str, target: str) -> str:

@@ -298,11 +298,12 @@ def suggest_setting(
     if wrong in _EPOCHS and section in ([], ["trainer"]):
         return _suggest_epochs(value)
     if alias is not None and not section and _has_own_training(config):
-        places = [key for key in owners if key.startswith(("task.module", "data.module"))]
-        places += ["task.module"] if alias.startswith(_OF_MODULE) else []
-        places += ["data.module"] if alias.endswith("batch_size") else []
+        names_of_it = dict.fromkeys((wrong, alias.rpartition(".")[2]))
+        places = [f"{place}.{name}" for name in names_of_it for place in _find_takers(name, config)]
+        places += [f"task.module.{wrong}"] if alias.startswith(_OF_MODULE) else []
+        places += [f"data.module.{wrong}"] if alias.endswith("batch_size") else []
         if places:
-            return f"{places[0]}.{wrong}={value}"
+            return f"{places[0]}={value}"
     if alias is not None and (not section or alias.rpartition(".")[0] in ("", ".".join(section))):
         return f"{alias}={value}"
     if not section and wrong == "module" and _CLASS.fullmatch(value):
@@ -333,6 +334,18 @@ def _has_own_training(config: Any) -> bool:
     """Return whether the training is that of a LightningModule of one's own, with settings of its own."""
     target = OmegaConf.select(config, "task._target_")
     return find_signature(target).constants.get("has_own_training") is True
+
+
+def _find_takers(name: str, config: Any) -> list[str]:
+    """Return the sections of modules of one's own, and those in them, that take a setting; first those that have it."""
+    places = [key for key in _list_sections(config) if f"{key}.".startswith(("task.module.", "data.module."))]
+    nodes = {key: OmegaConf.select(config, key) for key in places}
+    takers = [
+        key
+        for key, node in nodes.items()
+        if name in node or ("_target_" in node and name in find_signature(str(node["_target_"])).parameters)
+    ]
+    return sorted(takers, key=lambda key: name not in nodes[key])
 
 
 def suggest_nested(group: str, option: str, config: Any, typed: Sequence[str]) -> str:
@@ -408,15 +421,19 @@ def get_choice(group: str, config: Any) -> str:
 
 
 def _find_sections_with(name: str, config: Any) -> list[str]:
-    """Return the sections, and the sections in them, that have a setting of this name."""
-    sections = [str(key) for key in config if OmegaConf.is_dict(config[key])]
-    deeper = [
-        f"{key}.{part}"
-        for key in sections
-        for part in config[key]
-        if not OmegaConf.is_missing(config[key], part) and OmegaConf.is_dict(config[key][part])
-    ]
-    return [key for key in [*sections, *deeper] if name in OmegaConf.select(config, key)]
+    """Return the sections, and those in them, that have a setting of this name; outer ones first."""
+    sections = sorted(_list_sections(config), key=lambda key: key.count("."))
+    return [key for key in sections if name in OmegaConf.select(config, key)]
+
+
+def _list_sections(node: Any, path: str = "") -> list[str]:
+    """Return the keys of all sections in a node, which may itself be none."""
+    names = [name for name in node if not OmegaConf.is_missing(node, name)] if OmegaConf.is_dict(node) else []
+    found: list[str] = []
+    for name in names:
+        if OmegaConf.is_dict(child := node._get_node(name)) and not child._is_none() and not child._is_interpolation():
+            found += [f"{path}{name}", *_list_sections(child, f"{path}{name}.")]
+    return found
 
 
 def _find_options(

@@ -84,3 +84,19 @@ def test_the_same_words_with_a_resumed_run_delete_what_they_deleted(tmp_path: Pa
     again = compose_run([*typed, f"resume={tmp_path}"])
     assert again.config["callbacks"] == began.config["callbacks"]
     assert "report" not in again.config["callbacks"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ([], "Classifier"),
+        (["name=mine"], "mine"),
+        (["recipe=single_bf16"], "single_bf16"),
+        (["recipe=quickstart"], "quickstart"),
+    ],
+)
+def test_a_run_of_a_module_of_ones_own_has_the_name_of_its_class(typed: list[str], name: str) -> None:
+    own = ["task=lightning", "task.module={_target_: own_modules.Classifier}", "data.module=null"]
+    composed = compose_run([*own, *typed])
+    assert composed.config["name"] == name
+    assert composed.run_folder.parent == Path("logs", name)

@@ -359,6 +359,28 @@ def test_a_word_for_a_class_or_setting_of_the_module_is_answered_with_the_comman
     assert fix in [mistake.fix for mistake in mistakes]
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "typed", "fix"),
+    [
+        ("torch.optim.Adam, _partial_: true, lr: 0.01", "lr=0.1", "task.module.optimizer.lr=0.1"),
+        ("torch.optim.Adam, _partial_: true", "learning_rate=0.1", "task.module.optimizer.lr=0.1"),
+        ("torch.optim.Adam, _partial_: true", "wd=0.1", "task.module.optimizer.weight_decay=0.1"),
+    ],
+)
+def test_a_word_for_a_setting_in_the_module_is_answered_with_where_it_is(optimizer: str, typed: str, fix: str) -> None:
+    module = (
+        f"{{_target_: own_modules.Composed, net: {{_target_: torch.nn.Linear}}, optimizer: {{_target_: {optimizer}}}}}"
+    )
+    _, mistakes = compose_and_check([*OWN, f"task.module={module}", "data.module=null", typed])
+    assert fix in [mistake.fix for mistake in mistakes]
+
+
+def test_no_setting_in_a_section_that_the_module_does_not_take_is_dropped() -> None:
+    typed = [*OWN, "task.module._target_=own_modules.Classifier", "data.module=null", "+task.module.optimizer.lr=0.1"]
+    [mistake] = compose_and_check(typed)[1]
+    assert str(mistake).startswith("task.module.optimizer=…: Classifier has no argument 'optimizer'; type ")
+
+
 def test_an_interval_in_epochs_needs_loaders_with_epochs() -> None:
     _, mistakes = compose_and_check(["eval_every=2epochs"])
     assert [mistake.fix for mistake in mistakes] == ["eval_every=100, in optimizer steps"]
