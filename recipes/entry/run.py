@@ -254,6 +254,8 @@ def _end(error: BaseException, resolved: ResolvedRun, shows_errors: bool) -> Out
             LOGGER.error(f"Interrupted{_describe_folder(resolved)}")
             if has_checkpoint(folder):
                 LOGGER.error(f"To resume: {resume_command(folder, resolved.overrides)}")
+            elif resolved.mode.trains:
+                LOGGER.error("No checkpoint has been saved; to start again: the same command")
         return Outcome(exit_code=ExitCode.INTERRUPTED, run_folder=folder, error=error)
     last_line: str | None = f"The run crashed{_describe_folder(resolved)}"
     if is_out_of_memory(error):

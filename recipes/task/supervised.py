@@ -96,7 +96,7 @@ class Supervised(TrainingTask):
         """Return whether a model with a changed setting takes these inputs."""
         try:
             with torch.device("meta"):
-                model_class(**self.model_settings | changed).eval()(inputs.to("meta"))
+                model_class(**{**self.model_settings, **changed}).eval()(inputs.to("meta"))
         except (RuntimeError, TypeError, ValueError):
             return False
         return True

@@ -18,6 +18,7 @@ from recipes.run_folder import (
     CHECKPOINTS,
     CONFIG_FILE,
     EVENTS_FILE,
+    LOG_FILE,
     METRICS_FILE,
     RUN_FOLDERS,
     SAMPLES_FILE,
@@ -188,6 +189,9 @@ def _explain_no_checkpoint(resume: str, folder: Path, above: Path | None) -> Con
         reason = "it holds a published model, not a checkpoint of a run"
         if above is None:
             fix = f"model=huggingface {type_setting('model.name', resume)}, without resume"
+    elif above is None and (folder / LOG_FILE).is_file():
+        reason = "the run in it has saved no checkpoint, so there is no step to go on from"
+        fix = "the command that started it, without resume"
     return ConfigError(f"resume={resume}", reason, fix)
 
 

@@ -62,8 +62,8 @@ def test_a_package_that_a_file_of_ones_own_imports_is_named_not_that_file(
         construct()
     assert str(raised.value) == (
         "_target_=needing_others.Net: importing it raises ModuleNotFoundError: No module named 'an_absent_package';"
-        " type pip install an-absent-package, or PYTHONPATH=<the folder with an_absent_package> before the command if it"
-        " is code of your own"
+        " type pip install an-absent-package, or PYTHONPATH=<the folder with an_absent_package> before the command"
+        " if it is code of your own"
     )
 
 

@@ -316,3 +316,10 @@ def test_an_address_is_no_place_to_write_to(tmp_path: Path, monkeypatch: pytest.
                 write(path, setting)
             assert (caught.value.setting, caught.value.fix) == (f"{setting}={path}", f"{setting}={fix}")
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_run_that_has_saved_nothing_is_started_again_not_resumed(composed: ResolvedRun, tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text("Interrupted\n")
+    [mistake] = _check_resume(resolved(composed.config | {"resume": str(tmp_path)}), [])
+    assert mistake.reason == "the run in it has saved no checkpoint, so there is no step to go on from"
+    assert mistake.fix == "the command that started it, without resume"
