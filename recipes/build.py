@@ -187,7 +187,7 @@ def build(resolved: ResolvedRun) -> Run:
     if resolved.mesh.pipeline > 1:  # the pipeline schedule takes all micro-batches of a step at once
         accumulation = accumulation.in_one()
     loss: Loss = make(config["loss"])
-    saver: CheckpointSaver = make(config["checkpoint"])
+    saver: CheckpointSaver = make(config["checkpoint"] | {"save_every": resolved.save_every})
     if resolved.task.has_own_training:
         import_as_one()
     trainer = _build_trainer(resolved, precision, accumulation, saver)

@@ -163,6 +163,11 @@ def validates_now(trainer: lightning.Trainer) -> bool:
     return bool(epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)) and not epoch_loop._skip_next_val
 
 
+def is_epoch_over(trainer: lightning.Trainer) -> bool:
+    """Return whether the current micro-batch is the last one of an epoch of the training loaders (2.6.6)."""
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+
+
 def validate_every(trainer: lightning.Trainer, *, steps: int, epochs: int | None) -> None:
     """Validate after every so many optimizer steps or epochs, and at the end of the run (2.6.6).
 
@@ -178,7 +183,7 @@ def validate_every(trainer: lightning.Trainer, *, steps: int, epochs: int | None
             return True
         if epochs is None:
             return trainer.global_step % steps == 0
-        return bool(loop.batch_progress.is_last_batch) and (trainer.current_epoch + 1) % epochs == 0
+        return is_epoch_over(trainer) and (trainer.current_epoch + 1) % epochs == 0
 
     loop._should_check_val_fx = is_due
 
@@ -215,9 +220,13 @@ def take_over_rows(trainer: lightning.Trainer, *, loss: str) -> None:
 
 
 def list_validated(trainer: lightning.Trainer) -> set[str]:
-    """Return the names that the validation which has just ended has logged (2.6.6)."""
+    """Return the names that the validation which has just ended has logged, of all its loaders (2.6.6).
+
+    What Lightning calls its metrics is then what was logged outside of the batches of a loader.
+    """
     results: Any = trainer._results
-    return set() if results is None else set(results.metrics(False)["callback"])
+    logged = [] if results is None else [item for item in results.values() if item.meta.on_epoch and not item.has_reset]
+    return {name for item in logged for name in results._forked_name(item, False)}
 
 
 def get_step_metrics(trainer: lightning.Trainer) -> dict[str, Any]:

@@ -95,6 +95,69 @@ class Grouped(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Measured(Classifier):
+    """Logs given losses, one for each validation."""
+
+    def __init__(self, losses: list[float]) -> None:
+        super().__init__()
+        self.losses = losses
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", float(self.losses[self.current_epoch]))
+
+
+class TwoSets(Rows):
+    """A data module with two sets to validate."""
+
+    def val_dataloader(self) -> Any:
+        return [DataLoader(self.val_set, batch_size=25), DataLoader(self.train_set, batch_size=50)]
+
+
+class OnTwoSets(Classifier):
+    """Logs a loss, and rows, of each set."""
+
+    def __init__(self, logs_loss: bool = True) -> None:
+        super().__init__()
+        self.logs_loss = logs_loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        x, y = batch
+        self.log("val_rows", float(len(x)))
+        if self.logs_loss:
+            self.log("val_loss", self.loss(self(x), y))
+
+
+class Normalized(Classifier):
+    """Running statistics of batches; says what each rank validates with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        mean = self.model[1].running_mean
+        self.log("val_mean", mean.norm(), sync_dist=True)
+        self.log("val_spread", (self.all_gather(mean) - mean).abs().max())
+
+
+class ByHand(Classifier):
+    """Manual optimization with two batches a step, whatever an epoch leaves over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.num_batches = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(self(batch[0]), batch[1]))
+        self.num_batches += 1
+        if self.num_batches % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 class Tested(Classifier):
     """Logs in a test, and predicts classes, scores and a text for each row."""
 

@@ -49,6 +49,11 @@ class Retention:
             kept |= {step for step in steps if step % self.keep_every == 0}
         return kept
 
+    def is_best(self, metrics: Mapping[str, float], metrics_by_step: Mapping[int, Mapping[str, float]]) -> bool:
+        """Return whether a step with these metrics, after those on disk, is one of the best."""
+        step = max(metrics_by_step, default=0) + 1
+        return step in self.get_best({**metrics_by_step, step: metrics})
+
     def get_best(self, metrics_by_step: Mapping[int, Mapping[str, float]]) -> list[int]:
         """Return the steps with the best metric, best first; ties go to the earlier step."""
         sign = 1 if self.mode == "min" else -1

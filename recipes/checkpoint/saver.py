@@ -29,11 +29,12 @@ from recipes.checkpoint.retention import (
 )
 from recipes.checkpoint.writer import CheckpointWriter, Outcome
 from recipes.engine import get_engine
-from recipes.errors import ConfigError, shell
+from recipes.errors import ConfigError, shell, type_setting
 from recipes.lightning_internals import (
     collect_checkpoint,
     is_accumulating,
     is_ending,
+    is_epoch_over,
     list_validated,
     validate_now,
     validates_now,
@@ -162,6 +163,10 @@ def _gib(num_bytes: float) -> str:
 LOGGER = logging.getLogger("lightning_recipes")
 # requests on which all ranks agree
 _STOP, _SAVE, _GIVE_UP = "stop", "save", "give up"
+# between two checkpoints of `save_every=auto` of which the second is not the best: a run of short epochs writes few,
+# and loses a minute if it is killed
+_AUTO_SECONDS = 60.0
+_MOST_NAMED = 4  # metrics that a line offers
 
 
 class CheckpointSaver(AfterModule, Checkpoint):
@@ -171,7 +176,9 @@ class CheckpointSaver(AfterModule, Checkpoint):
     not wait for that: the resumed run first runs the missed validation.
 
     Args:
-        save_every: Save every N optimizer steps; None disables step-based saving.
+        save_every: Save every N optimizer steps, or with loaders of one's own epochs, as `2epochs`. `auto`: after a
+            validation, or an epoch if nothing is validated, that is the best so far or a minute after the last save.
+            None disables all of these.
         save_every_minutes: Save every N minutes; None disables time-based saving. With both None nothing is saved.
         keep_last: Number of newest checkpoints to keep.
         keep_every: Keep checkpoints whose step is a multiple of this permanently; None disables it.
@@ -194,7 +201,7 @@ class CheckpointSaver(AfterModule, Checkpoint):
     def __init__(
         self,
         *,
-        save_every: Annotated[int, ">= 1"] | None,
+        save_every: Annotated[int, ">= 1"] | str | None,
         save_every_minutes: Annotated[float, "> 0"] | None,
         keep_last: Annotated[int, ">= 1"],
         keep_every: Annotated[int, ">= 1"] | None,
@@ -221,6 +228,7 @@ class CheckpointSaver(AfterModule, Checkpoint):
         self.wait_seconds = WAIT_SECONDS
         self.chooses_metric = False
         self._is_in_window = False  # micro-batches of the next step have changed RNG state and buffers
+        self._was_in_window = False  # when an epoch ended after which a checkpoint was due; the next step is saved
         self._stop_is_held = False  # until the end of the accumulation window
         self._saved_step = -1
         self._seen_step = self._step_before = -1
@@ -283,6 +291,7 @@ class CheckpointSaver(AfterModule, Checkpoint):
             self._stop_is_held |= trainer.should_stop
             trainer.should_stop = False
             self._is_in_window = True
+            self._was_in_window |= self._ends_epochs(trainer)
             return
         self._is_in_window = False
         if self.saves and not self._space_checked:
@@ -397,10 +406,34 @@ class CheckpointSaver(AfterModule, Checkpoint):
         if not self.saves or step == self._saved_step:
             return
         every, before = self._save_every, self._step_before
-        # under manual optimization a batch may make several steps
-        by_steps = every is not None and (step % every == 0 or before // every < step // every)
-        if self._save_requested or by_steps or is_ending(trainer):
+        if every == "auto":
+            due = self._is_due_by_itself(trainer)
+        elif isinstance(every, str):
+            due = self._ends_epochs(trainer)
+        else:
+            # under manual optimization a batch may make several steps
+            due = every is not None and (step % every == 0 or before // every < step // every)
+        if self._save_requested or due or self._was_in_window or is_ending(trainer):
             self._save(trainer, step)
+
+    def _ends_epochs(self, trainer: lightning.Trainer) -> bool:
+        """Return whether the current micro-batch ends the epochs of `save_every=2epochs`, or of `auto` any."""
+        every = self._save_every
+        if not isinstance(every, str) or not is_epoch_over(trainer):
+            return False
+        return every == "auto" or (trainer.current_epoch + 1) % int(every.partition("epoch")[0]) == 0
+
+    def _is_due_by_itself(self, trainer: lightning.Trainer) -> bool:
+        """Return whether `save_every=auto` saves a step; the same on all ranks."""
+        is_validated = self._validated_step == trainer.global_step
+        if not is_validated and (trainer.enable_validation or not is_epoch_over(trainer)):
+            return False
+        due = time.monotonic() - self._saved_at >= _AUTO_SECONDS
+        if not due and is_validated and trainer.is_global_zero:
+            on_disk = {saved: manifest.metrics for saved, manifest in get_manifests(self._folder(trainer)).items()}
+            due = self._retention.is_best(self._list_metrics(trainer), on_disk)
+        # ranks have clocks of their own, and a module may log a metric without averaging it over them
+        return get_engine(trainer).broadcast(due)
 
     def _stop_waiting(self, trainer: lightning.Trainer) -> None:
         """Give up a wait for data of the only rank: in a window, the state of the last completed step is gone."""
@@ -426,12 +459,7 @@ class CheckpointSaver(AfterModule, Checkpoint):
     def _save(self, trainer: lightning.Trainer, step: int, ending: Ending | None = None) -> None:
         # also raises on all ranks, before the collectives of the next save, if the previous one failed on any
         self.save_log.report(trainer, self._writer.poll(wait=True))
-        # a checkpoint must not include the validation of an earlier step: `best` would rank it by the wrong metrics
-        self.checkpoint_io.metrics = {
-            name: float(value)
-            for name, value in trainer.callback_metrics.items()
-            if self._validated_step == step or not (name.startswith("val/") or name in self._validated)
-        }
+        self.checkpoint_io.metrics = self._list_metrics(trainer)
         ending = ending or self.endings.find(trainer)
         self.checkpoint_io.ended = None if ending is None else ending.as_fields()
         # only rank 0 writes batch norm statistics: those of the other ranks would be lost
@@ -442,12 +470,24 @@ class CheckpointSaver(AfterModule, Checkpoint):
         path = self._folder(trainer) / checkpoint_name(step)
         trainer.save_checkpoint(path, weights_only=False)
         self._saved_step, self._saved_at = step, time.monotonic()
-        self._save_requested = False
+        self._save_requested = self._was_in_window = False
+
+    def _list_metrics(self, trainer: lightning.Trainer) -> dict[str, float]:
+        """Return the metrics of the current step.
+
+        A checkpoint must not include the validation of an earlier step: `best` would rank it by the wrong metrics.
+        """
+        is_validated = self._validated_step == trainer.global_step
+        return {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if is_validated or not (name.startswith("val/") or name in self._validated)
+        }
 
     def _check_metric(self, trainer: lightning.Trainer) -> None:
         """Reject a validation metric that the run does not log; for tasks that do not declare their metrics."""
         metric, known = self._retention.metric, trainer.callback_metrics
-        is_of_validation = metric.startswith("val/") or "/" not in metric
+        is_of_validation = metric.startswith("val") or "/" not in metric  # not of a callback, as grad/norm
         if self._retention.keep_best and is_of_validation and metric not in known and self.chooses_metric:
             self._choose_metric([name for name in known if name in self._validated and "loss" in name])
         elif self._retention.keep_best and is_of_validation and metric not in known:
@@ -464,14 +504,16 @@ class CheckpointSaver(AfterModule, Checkpoint):
     def _choose_metric(self, losses: list[str]) -> None:
         """Rank checkpoints by the loss that validation has logged, if it is one; else say that none is the best."""
         # logged by step and by epoch, it has three names
-        losses = [name for name in losses if f"{name}_epoch" not in losses and not name.endswith("_step")]
+        losses = sorted(name for name in losses if f"{name}_epoch" not in losses and not name.endswith("_step"))
         if len(losses) == 1:
             self._retention = replace(self._retention, metric=losses[0])
             LOGGER.info(f"The best checkpoint is the one with the lowest {losses[0]}")
         else:
             self._retention = replace(self._retention, keep_best=0)
+            names = losses or sorted(self._validated) or ["<a metric that validation logs>"]
+            named = " or ".join(type_setting("checkpoint.monitor", name) for name in names[:_MOST_NAMED])
             LOGGER.info(
-                "No checkpoint is the best: checkpoint.monitor=<a metric that the module logs> names what ranks them"
+                f"No checkpoint is the best: validation logs {len(losses) or 'no'} losses; to rank them: {named}"
             )
 
     @staticmethod

@@ -34,6 +34,7 @@ from recipes.numerics.accumulation import Accumulation, divide
 from recipes.runtime.world import Ranks, num_gpus
 
 _EVAL_STEPS = 100  # of `eval_every=auto`
+_SAVE_STEPS = 100  # of `save_every=auto`
 # sections that loading weights does not read, see `ResolvedRun.only_weights`
 UNREAD_BY_LOADING = frozenset(
     {
@@ -356,6 +357,17 @@ class ResolvedRun(Composed):
         if not self.has_own_loaders or isinstance(typed, int):
             return None
         return 1 if typed == "auto" else read_epochs(typed)
+
+    @property
+    def save_every(self) -> int | str | None:
+        """Optimizer steps between two checkpoints; epochs of loaders of one's own, `2epochs`, or `auto`; None: neither.
+
+        A stream has no epochs, and validations of a language model take longer than a checkpoint: `auto` is a number.
+        """
+        typed: int | str | None = self.config["checkpoint"]["save_every"]
+        if typed != "auto" or self.has_own_loaders:
+            return typed
+        return self.eval_every if self.task.has_own_training else _SAVE_STEPS
 
     @property
     def log_every(self) -> int:

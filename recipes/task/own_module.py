@@ -205,6 +205,11 @@ class Adopted(OnEngine):
             callback.end_batch(self.trainer, self, outputs)
 
     @override
+    def on_validation_epoch_start(self) -> None:
+        self.share_statistics()  # as before a save: what is measured is what a checkpoint would have
+        super().on_validation_epoch_start()
+
+    @override
     def on_validation_end(self) -> None:
         super().on_validation_end()
         for callback in self._list_last():

@@ -6,6 +6,8 @@ import pytest
 from cases import IS_LONG
 from support import ROOT, read_metrics, run_train
 
+from recipes.run_folder import EVENTS_FILE, read_events
+
 OWN = (
     "task=lightning",
     "task.module={_target_: own_modules.Classifier, dropout: 0.2}",
@@ -46,6 +48,16 @@ def test_engines_agree_and_a_resume_within_an_epoch_goes_on(
         assert own["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-5)
         if "grad/norm" in own:  # ZeRO knows it for the whole window
             assert own["grad/norm"] == pytest.approx(expected["grad/norm"], rel=1e-5)
+
+
+def test_ranks_validate_with_the_same_statistics_and_agree_on_the_best(tmp_path: Path) -> None:
+    module = "~task.module.dropout", "task.module._target_=own_modules.Normalized"
+    rows = train(tmp_path, *module, "strategy=ddp", "eval_every=auto", "save_every=auto", "trainer.max_epochs=2")
+    validated = [row for row in rows if "val_loss" in row]
+    assert [(row["step"], row["val_spread"]) for row in validated] == [(4, 0.0), (8, 0.0)]
+    assert all(row["val_mean"] > 0 for row in validated)
+    saved = [event["step"] for event in read_events(tmp_path / EVENTS_FILE) if event["event"] == "checkpoint"]
+    assert saved == [4, 8]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ _REPLACED: dict[str, tuple[str, str]] = {
     ),
     "checkpoint.Checkpoint": (
         "it saves beside checkpoint=, in a form that neither resume= nor a rollback reads",
-        "save_every=<optimizer steps>, with checkpoint.keep_best=1 for the best of checkpoint.monitor",
+        "save_every=auto or <optimizer steps>, with checkpoint.keep_best=1 for the best of checkpoint.monitor",
     ),
     "finetuning.BaseFinetuning": (
         "it adds parameters to the optimizer during the run, which schedule and checkpoints do not follow",

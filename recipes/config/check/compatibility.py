@@ -159,7 +159,8 @@ def check_compatibility(run: ResolvedRun) -> Iterator[ConfigError]:
     yield from _optimizer(config["optimizer"])
     yield from _model_shape(config["model"])
     yield from _schedule(config, run.references)
-    yield from _eval_every(run)
+    for interval in ("eval_every", "save_every"):
+        yield from _interval(run, interval)
     if run.mode.needs is not None and run.mode.needs not in run.task.supports:
         yield ConfigError(
             f"mode={run.mode.name}",
@@ -378,17 +379,17 @@ def _model_shape(model: Mapping[str, Any]) -> Iterator[ConfigError]:
         )
 
 
-def _eval_every(run: ResolvedRun) -> Iterator[ConfigError]:
+def _interval(run: ResolvedRun, name: str) -> Iterator[ConfigError]:
     """Check that an interval in epochs has epochs: the data of the recipes is a stream."""
-    typed = run.config["eval_every"]
+    typed = run.config[name]
     if not isinstance(typed, str) or typed == "auto":
         return
     if read_epochs(typed) is None:
-        fix = "eval_every=<optimizer steps>" + (", or eval_every=1epochs" if run.has_own_loaders else "")
-        yield ConfigError(f"eval_every={typed}", "it takes a number of optimizer steps, auto, or whole epochs", fix)
+        fix = f"{name}=<optimizer steps>" + (f", or {name}=1epochs" if run.has_own_loaders else "")
+        yield ConfigError(f"{name}={typed}", "it takes a number of optimizer steps, auto, or whole epochs", fix)
     elif not run.has_own_loaders:
         reason = "the data of the recipes is a stream; only loaders of one's own have epochs"
-        yield ConfigError(f"eval_every={typed}", reason, f"eval_every={run.eval_every}, in optimizer steps")
+        yield ConfigError(f"{name}={typed}", reason, f"{name}=100, in optimizer steps")
 
 
 def _schedule(config: Mapping[str, Any], references: Mapping[str, str]) -> Iterator[ConfigError]:

@@ -33,7 +33,7 @@ SETTINGS: dict[str, str] = {
     "data_parallel_shard": "Annotated[int, '>= 1'] | None",
     "log_every": "Annotated[int, '>= 1']",
     "eval_every": "Annotated[int, '>= 1'] | str",
-    "save_every": "Annotated[int, '>= 1'] | None",
+    "save_every": "Annotated[int, '>= 1'] | str | None",
     "save_every_minutes": "Annotated[float, '> 0'] | None",
     "eval_samples": "Annotated[int, '>= 1'] | Literal['auto'] | None",
     "ema_decay": "Annotated[float, '> 0, < 1'] | None",

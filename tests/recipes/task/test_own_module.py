@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from support import execute, read_metrics
 
+from recipes.checkpoint.manifest import read_manifest
 from recipes.config import compose_and_check
 from recipes.run_folder import EVENTS_FILE, read_events, read_summary
 from recipes.runtime.exit_codes import ExitCode
@@ -249,6 +250,74 @@ def test_the_best_checkpoint_is_by_the_one_loss_that_validation_logs(tmp_path: P
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step_0000030.ckpt"
 
 
+def list_saved(folder: Path) -> list[int]:
+    return [event["step"] for event in read_events(folder / EVENTS_FILE) if event["event"] == "checkpoint"]
+
+
+def by_epoch(*overrides: str, module: str = "Classifier", data: str = "{_target_: own_modules.Rows}") -> list[str]:
+    overrides = ("eval_every=auto", "trainer.max_epochs=4", *overrides)
+    return own("save_every=auto", *overrides, module=module, data=data)
+
+
+def test_a_checkpoint_follows_each_validation_that_is_the_best_and_the_end(tmp_path: Path) -> None:
+    run(tmp_path, *by_epoch(module="Measured, losses: [3, 1, 2, 2]"))
+    assert list_saved(tmp_path) == [13, 26, 52]
+    assert (tmp_path / "checkpoints" / "best").resolve().name == "step_0000026.ckpt"
+    assert (tmp_path / "checkpoints" / "last").resolve().name == "step_0000052.ckpt"
+
+
+def test_a_checkpoint_that_is_not_the_best_follows_a_minute_after_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recipes.checkpoint.saver._AUTO_SECONDS", 0.0)
+    run(tmp_path, *by_epoch(module="Measured, losses: [3, 1, 2, 2]"))
+    assert list_saved(tmp_path) == [13, 26, 39, 52]
+    run(tmp_path / "unvalidated", *by_epoch(data="{_target_: own_modules.TrainingOnly}"))
+    assert list_saved(tmp_path / "unvalidated") == [13, 26, 39, 52]
+
+
+def test_a_resumed_run_knows_the_best_of_the_run_before(tmp_path: Path) -> None:
+    run(tmp_path / "whole", *by_epoch(module="Measured, losses: [3, 1, 2, 0]"))
+    run(tmp_path, *by_epoch("trainer.max_epochs=2", module="Measured, losses: [3, 1, 2, 0]"))
+    run(tmp_path, *by_epoch("resume=auto", module="Measured, losses: [3, 1, 2, 0]"))
+    assert list_saved(tmp_path) == [13, 26, 52]
+    assert get_column(tmp_path, "train/loss") == get_column(tmp_path / "whole", "train/loss")
+
+
+def test_checkpoints_are_counted_in_epochs(tmp_path: Path) -> None:
+    run(tmp_path, *by_epoch("save_every=2epochs", "trainer.max_epochs=5"))
+    assert list_saved(tmp_path) == [26, 52, 65]
+
+
+def test_an_epoch_that_ends_within_a_window_is_saved_with_the_next_step(tmp_path: Path) -> None:
+    run(tmp_path, *own("save_every=1epochs", "eval_every=auto", "trainer.max_steps=12", module="ByHand"))
+    assert list_saved(tmp_path) == [7, 12]
+
+
+def test_of_two_validation_loaders_a_typed_loss_chooses_the_best(tmp_path: Path) -> None:
+    data = "{_target_: own_modules.TwoSets}"
+    one, two = "val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"
+    run(tmp_path / "two", *by_epoch("trainer.max_epochs=1", module="OnTwoSets", data=data))
+    line = "No checkpoint is the best: validation logs 2 losses; to rank them: checkpoint.monitor="
+    assert f"{line}{one} or checkpoint.monitor={two}\n" in (tmp_path / "two/train.log").read_text()
+    run(tmp_path / "none", *by_epoch("trainer.max_epochs=1", module="OnTwoSets, logs_loss: false", data=data))
+    assert "logs no losses; to rank them: checkpoint.monitor=val_rows/data" in (tmp_path / "none/train.log").read_text()
+    run(tmp_path, *by_epoch(f"checkpoint.monitor={two}", module="OnTwoSets", data=data))
+    best = read_manifest((tmp_path / "checkpoints/best").resolve())
+    assert best is not None
+    assert best.metrics[two] == pytest.approx(min(get_column(tmp_path, two).values()), rel=1e-6)
+
+
+def test_a_name_that_two_validation_loaders_share_ends_the_run_with_those_of_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = by_epoch(
+        "checkpoint.monitor=val_loss/dataloader_idx_2", module="OnTwoSets", data="{_target_: own_modules.TwoSets}"
+    )
+    assert execute(*overrides, f"hydra.run.dir={tmp_path}") == ExitCode.INVALID_CONFIG
+    assert "type: checkpoint.monitor=val_loss/dataloader_idx_1, or" in capsys.readouterr().out
+
+
 def test_rows_are_of_steps_whatever_a_module_logs_by_batch_or_by_epoch(tmp_path: Path, expected: list[float]) -> None:
     run(tmp_path, *own("trainer.max_steps=14", module="Habitual"))
     run(tmp_path, *own("trainer.max_steps=30", "resume=auto", module="Habitual"))
@@ -382,8 +451,24 @@ def test_no_setting_in_a_section_that_the_module_does_not_take_is_dropped() -> N
 
 
 def test_an_interval_in_epochs_needs_loaders_with_epochs() -> None:
-    _, mistakes = compose_and_check(["eval_every=2epochs"])
-    assert [mistake.fix for mistake in mistakes] == ["eval_every=100, in optimizer steps"]
+    for name in ("eval_every", "save_every"):
+        _, mistakes = compose_and_check([f"{name}=2epochs"])
+        assert [mistake.fix for mistake in mistakes] == [f"{name}=100, in optimizer steps"]
+        _, mistakes = compose_and_check(by_epoch(f"{name}=often"))
+        assert [mistake.fix for mistake in mistakes] == [f"{name}=<optimizer steps>, or {name}=1epochs"]
+
+
+def test_auto_is_a_number_of_steps_for_a_stream() -> None:
+    def save_every(*overrides: str) -> object:
+        resolved, mistakes = compose_and_check([*overrides])
+        assert not mistakes
+        assert resolved is not None
+        return resolved.save_every
+
+    assert save_every() == 100
+    assert save_every("task=lightning", MODULE, "data=digits", "task.batch=[inputs, targets]", "eval_every=50") == 50
+    assert save_every("task=lightning", MODULE, LOADERS) == "auto"
+    assert save_every("save_every=null") is None
 
 
 def test_a_loss_that_validation_does_not_log_ends_the_run_with_the_nearest_that_it_does(
