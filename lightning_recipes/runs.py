@@ -53,11 +53,13 @@ from recipes.run_folder import (
 from recipes.runtime.console import open_console, restoring_console
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.own_code import describe_error
+from recipes.runtime.status import showing_in_cell
 from recipes.runtime.torch_variables import find_variables_of_torch
 from recipes.runtime.world import find_wrong_variables, started_by
 from recipes.sweep.main import is_sweep, reject_settings_of_sweep
 
 from .arguments import check_weights, find_best, find_run, read_overrides
+from .edited import reload_edited, remember_imported
 
 if TYPE_CHECKING:
     import pandas
@@ -214,8 +216,11 @@ class ComposedRun:
         """
         if (mistake := self._find_refusal()) is not None:
             raise InvalidConfigError(format_report([mistake], "This run cannot be trained from Python."))
+        with _reporting_mistakes():
+            reload_edited()
         with restoring_console():
             outcome = run_to_outcome(self._resolved, shows_errors=False, on_second="raise")
+        remember_imported()
         remember_typed(outcome.run_folder, self._resolved.typed)
         _raise_unless_finished(outcome)
         return read(outcome.run_folder)
@@ -396,7 +401,8 @@ def _with_counts(row: dict[str, float]) -> dict[str, float]:
 def plan(*overrides: str | Sequence[str], **settings: object) -> Plan:
     """Predict memory, time and disk usage of a run; trains nothing, and needs no GPU.
 
-    It takes up to a minute, because it also plans variations of the run for its advice; without, some seconds.
+    It takes up to a minute, because it also plans variations of the run for its advice, and says which; without, some
+    seconds.
 
     Args:
         overrides: As on the command line; `plan.hardware=h100x8` names GPUs, `mode.advise=false` is faster.
@@ -420,7 +426,8 @@ def plan(*overrides: str | Sequence[str], **settings: object) -> Plan:
         if _NO_ADVICE not in words:
             print("plan: with variations of the run for its advice; mode.advise=false takes seconds", file=sys.stderr)
         printed = io.StringIO()
-        with restoring_console(), contextlib.redirect_stdout(printed):
+        shown = showing_in_cell("plan", "loading torch")
+        with shown, restoring_console(), contextlib.redirect_stdout(printed):
             outcome = run_to_outcome(resolved, shows_errors=False, on_second="raise")
         _raise_unless_finished(outcome)
         folder = Path(os.path.expanduser(resolved.config["mode"]["path"] or temporary))
@@ -446,6 +453,8 @@ def _compose(overrides: Sequence[str], *, only_weights: bool = False) -> Resolve
         only_weights: Whether nothing but weights is loaded, see `compose_and_check`.
     """
     read_signature.cache_clear()  # one's own classes may have been edited since the last call
+    with _reporting_mistakes():
+        reload_edited()
     of_project, recalled = open_project(overrides), select_search_path(recall_typed(overrides))
     paths = [] if select_search_path(overrides) else recalled or of_project
     words = quote_options(drop_replaced([*paths, *overrides]))

@@ -94,7 +94,9 @@ def plan(
     ]
     _show(shown, lines)
     if advise and not found and planned.not_recorded is None:  # slower than everything above
-        _show(advise_settings(resolved, Planner(cluster)), lines)
+        planner = Planner(cluster)
+        planner.keep(chosen, planned)
+        _show(advise_settings(resolved, planner), lines)
     record = as_json(planned, length, planned.flops)
     if found:
         record["search"] = search_as_json(found)

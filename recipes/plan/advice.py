@@ -52,13 +52,22 @@ class Planner:
 
     def plan(self, resolved: ResolvedRun) -> Plan:
         """Return the plan of a run, without times."""
-        key = resolved.describe_settings(without=("hydra", "mode", "name", "plan"))
+        key = _describe(resolved)
         if key not in self._plans:
             status.say(
                 f"plan {len(self._plans) + 1}: {' '.join(resolved.overrides[-3:])}" if self._plans else "planning"
             )
             self._plans[key] = make_plan(resolved, self.cluster, rates=None)
         return self._plans[key]
+
+    def keep(self, resolved: ResolvedRun, plan: Plan) -> None:
+        """Keep a plan that has been made, for `plan` to return."""
+        self._plans[_describe(resolved)] = plan
+
+
+def _describe(resolved: ResolvedRun) -> str:
+    """Return what a plan depends on."""
+    return resolved.describe_settings(without=("hydra", "mode", "name", "plan"))
 
 
 def advise_settings(resolved: ResolvedRun, planner: Planner) -> Iterator[str]:

@@ -33,11 +33,11 @@ def name_own_code(error: BaseException) -> str | None:
     """
     for each in _chain(error):
         for found in reversed([*_LINE.finditer(str(each))]):
-            if _is_own(found["file"]):
+            if is_own(found["file"]):
                 name = _qualify(found["name"], found["file"], int(found["line"]))
                 return f"{name} failed, {found['file']} line {found['line']}: {_shorten(each)}"
         for frame, line in reversed([*traceback.walk_tb(each.__traceback__)]):
-            if _is_own(file := frame.f_code.co_filename):
+            if is_own(file := frame.f_code.co_filename):
                 name = f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"
                 return f"{name} failed, {file} line {line}: {_shorten(each)}"
     return None
@@ -49,7 +49,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _is_own(file: str) -> bool:
+def is_own(file: str) -> bool:
+    """Return whether a file is neither installed nor of this project."""
     is_installed = "site-packages" in file or "dist-packages" in file
     is_ours = file.startswith(_PACKAGES) or file == str(_ROOT / "train.py")
     has_no_file = file.startswith(_NO_FILE) and not file.startswith(_TYPED)

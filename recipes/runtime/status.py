@@ -1,6 +1,7 @@
 """One line at the bottom of a terminal that says what a process does now and for how long. Elsewhere it shows nothing.
 
-A thread redraws it every half second, also during an import. Lines of the log go above it (`hidden`).
+A thread redraws it every half second, also during an import. Lines of the log go above it (`hidden`). In the output of
+a notebook's cell it is redrawn whenever something else is done.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 _REDRAW_SECONDS = 0.5
 _ERASE = "\r\x1b[2K"
@@ -24,16 +26,19 @@ class _Status:
         self.began = 0.0
         self.is_drawn = False
         self.ended = threading.Event()
+        self.cell: Any = None  # what IPython has displayed in a notebook
+
+    def describe(self) -> str:
+        minutes, seconds = divmod(int(time.monotonic() - self.began), 60)
+        return f"{self.title}: {self.text}  {minutes}:{seconds:02d}"
 
     def draw(self) -> None:
         with self.lock:
             if self.title is None or sys.stderr is None:
                 return
-            minutes, seconds = divmod(int(time.monotonic() - self.began), 60)
-            line = f"{self.title}: {self.text}  {minutes}:{seconds:02d}"
             width = shutil.get_terminal_size().columns - 1
             with contextlib.suppress(OSError):  # the terminal is gone, and the run need not end for it
-                sys.stderr.write(_ERASE + line[:width])
+                sys.stderr.write(_ERASE + self.describe()[:width])
                 sys.stderr.flush()
             self.is_drawn = True
 
@@ -68,9 +73,37 @@ def showing(title: str, text: str) -> Iterator[None]:
         end()
 
 
+@contextlib.contextmanager
+def showing_in_cell(title: str, text: str) -> Iterator[None]:
+    """Show the line in the output of the running cell until the context ends; as `showing` outside of a notebook.
+
+    Args:
+        title: What runs, such as the mode.
+        text: What it does first.
+    """
+    ipython: Any = sys.modules.get("IPython")
+    if ipython is None or not hasattr(ipython.get_ipython(), "kernel") or _STATUS.title is not None:
+        with showing(title, text):
+            yield
+        return
+    _STATUS.title, _STATUS.text, _STATUS.began = title, text, time.monotonic()
+    _STATUS.cell = ipython.display.display(_as_output(_STATUS.describe()), raw=True, display_id=True)
+    try:
+        yield
+    finally:
+        _STATUS.cell.update(_as_output(""), raw=True)
+        _STATUS.cell = _STATUS.title = None
+
+
+def _as_output(line: str) -> dict[str, str]:
+    return {"text/plain": line}
+
+
 def say(text: str) -> None:
-    """Say what is done now, such as `evaluating batch 3 of 40`; costs a microsecond."""
+    """Say what is done now, such as `evaluating batch 3 of 40`; costs a microsecond, in a cell a millisecond."""
     _STATUS.text = text
+    if _STATUS.cell is not None:
+        _STATUS.cell.update(_as_output(_STATUS.describe()), raw=True)
 
 
 def end() -> None:

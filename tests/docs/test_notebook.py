@@ -117,3 +117,55 @@ def test_a_run_is_its_curves_and_its_report(cells: list[Any], tmp_path: Path) ->
     assert pixels[..., :3].std() > 0.02, "not one colour"
     [page] = re.findall(r'srcdoc="([^"]*)"', shown)
     assert "train/loss" in html.unescape(page)
+
+
+NET = """%%writefile edited_net.py
+import lightning.pytorch as lightning
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = torch.nn.Linear(8, 2)
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(64, 8), torch.randint(2, (64,))), 8)
+"""
+WORDS = ("task=lightning", "task.module._target_=edited_net.Net", "data.module=null", "trainer.max_steps=2")
+FIT = f"lr.compose({WORDS}).fit()"
+LATE = "%load_ext autoreload\n%autoreload 2"
+
+
+def test_a_class_edited_between_two_runs_is_the_new_one_and_a_plan_says_how_far_it_is(tmp_path: Path) -> None:
+    edited = [NET.replace("Linear(8, 2)", f"Linear(8, {size})") for size in (5, 7)]
+    plan = 'lr.plan("recipe=ddp_bf16", "model=gpt2_nano", "plan.hardware=h100x8");'
+    sources = ["import lightning_recipes as lr", NET, FIT, edited[0], LATE, FIT, edited[1], FIT, plan]
+    notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, sources)))
+    client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
+    shown = []
+    process = client.process_message
+
+    def record(message: Any, *of_cell: Any) -> Any:
+        if message["msg_type"] == "update_display_data":
+            shown.append(message["content"]["data"]["text/plain"])
+        return process(message, *of_cell)
+
+    client.process_message = record
+    path = os.pathsep.join([str(ROOT), str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    client.execute(env=os.environ | {"PYTHONPATH": path})
+    fits = [cell for cell in notebook.cells if cell.source == FIT]
+    numbers = [re.findall(r"model: Net, (\d+) parameters", read_text(cell)) for cell in fits]
+    assert numbers == [["18"], ["45"], ["63"]]
+    assert "imported again: edited_net" in read_text(fits[1]), "autoreload was switched on after the edit"
+    of_plan = [line for line in shown if line.startswith("plan: plan ")]
+    assert re.match(r"plan: plan 2: .* strategy=ddp .*  0:\d\d$", of_plan[0])
+    assert len(of_plan) >= 2
+    assert shown[-1] == ""
