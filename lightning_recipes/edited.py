@@ -50,8 +50,10 @@ def _list_own() -> dict[str, ModuleType]:
     found = {}
     for name, module in [*sys.modules.items()]:
         spec = getattr(module, "__spec__", None)
-        is_file = isinstance(spec, ModuleSpec) and str(spec.origin).endswith(".py") and name == spec.name
-        if is_file and is_own(spec.origin) and name != "__main__" and Path(spec.origin).is_file():
+        if not isinstance(spec, ModuleSpec) or name in ("__main__", "__mp_main__") or name != spec.name:
+            continue
+        file = spec.origin or ""
+        if file.endswith(".py") and is_own(file) and Path(file).is_file():
             found[name] = module
     return found
 
