@@ -155,6 +155,11 @@ class ResolvedRun(Composed):
         """What `mode=` does."""
         return read_mode(self.config["mode"])
 
+    @property
+    def reads_data(self) -> bool:
+        """Whether the mode reads samples of the data; an evaluator has tasks of its own."""
+        return self.mode.reads_data and not (self.mode.takes_evaluator and self.config.get("evaluator"))
+
     @cached_property
     def strategy(self) -> StrategyTraits:
         """What `strategy=` declares, and its settings."""

@@ -32,6 +32,7 @@ class ModeTraits:
         takes_steps: Whether it takes optimizer steps on the ranks and under the strategy of the run, as `trains` does.
         plans_steps: Whether it plans the steps of a run under its strategy, without taking any.
         prepares_data: Whether it writes documents to train on.
+        reads_data: Whether it reads samples, or starts runs that do; others run where the data is not.
         needs_checkpoint: Whether it reads a checkpoint of a run.
         needs: What the task must support, such as `generate`; None: nothing.
         writes: Folder that it writes in the run folder, unless `mode.path` names another; None: none.
@@ -46,6 +47,7 @@ class ModeTraits:
     takes_steps: bool = False
     plans_steps: bool = False
     prepares_data: bool = False
+    reads_data: bool = False
     needs_checkpoint: bool = False
     needs: str | None = None
     writes: str | None = None

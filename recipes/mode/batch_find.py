@@ -147,6 +147,7 @@ class Trial:
     failure: ProcessExit | None = None
 
 
+@declare_mode(reads_data=True)
 def batch_find(
     resolved: ResolvedRun, *, margin: Annotated[float, ">= 0, < 1"], path: str | None, write_page: Callable[..., None]
 ) -> int:
@@ -198,7 +199,7 @@ def batch_find(
     return ExitCode.FINISHED if any(trial.fits for trial in trials) else ExitCode.OUT_OF_MEMORY
 
 
-@declare_mode(takes_steps=True)
+@declare_mode(takes_steps=True, reads_data=True)
 def try_size(resolved: ResolvedRun, *, path: str) -> int:
     """Take a few steps as one rank of a trial; rank 0 writes the peak memory over all ranks and the step time.
 

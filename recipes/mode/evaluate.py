@@ -36,7 +36,7 @@ class _ShowBatches(Callback):
         status.say(f"batch {of}" + (f", part {dataloader_idx + 1} of {len(totals)}" if len(totals) > 1 else ""))
 
 
-@declare_mode(needs_checkpoint=True, takes_evaluator=True, takes_own_training=True)
+@declare_mode(needs_checkpoint=True, reads_data=True, takes_evaluator=True, takes_own_training=True)
 def evaluate(
     run: Run,
     *,
@@ -76,7 +76,7 @@ def evaluate(
     return 0
 
 
-@declare_mode(needs_checkpoint=True, takes_own_training=True)
+@declare_mode(needs_checkpoint=True, reads_data=True, takes_own_training=True)
 def test(run: Run, *, weights: Weights) -> int:
     """Print the metrics of a checkpoint on the test split, and write them as `evaluate` does.
 

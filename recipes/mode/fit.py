@@ -30,7 +30,7 @@ from recipes.runtime.own_code import describe_error
 from recipes.runtime.signals import NOT_STARTED, Preempted, shown_name, waiting
 
 
-@declare_mode(trains=True, takes_steps=True)
+@declare_mode(trains=True, takes_steps=True, reads_data=True)
 def fit(run: Run) -> int:
     """Train from the beginning or from a checkpoint, to `trainer.max_steps`.
 

@@ -107,7 +107,7 @@ def _find_divergence(learning_rates: Sequence[float], smoothed: Sequence[float],
 _LOST = 4.0  # times the lowest loss so far
 
 
-@declare_mode(takes_steps=True)
+@declare_mode(takes_steps=True, reads_data=True)
 def lr_find(
     resolved: ResolvedRun,
     *,

@@ -137,7 +137,7 @@ _NUM_WINDOWS = 5
 _FEWEST_MICRO_BATCHES = 4  # unless the micro-batch is set: smaller ones separate noise from signal in fewer steps
 
 
-@declare_mode(takes_steps=True, reads_micro_batches=True)
+@declare_mode(takes_steps=True, reads_data=True, reads_micro_batches=True)
 def noise_scale(
     resolved: ResolvedRun, *, num_steps: Annotated[int, ">= 10"], path: str | None, write_page: Callable[..., None]
 ) -> int:

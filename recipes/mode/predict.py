@@ -26,7 +26,7 @@ _SUFFIXES = (".jsonl", ".csv")
 Row = dict[str, Any]
 
 
-@declare_mode(needs_checkpoint=True, takes_own_training=True)
+@declare_mode(needs_checkpoint=True, reads_data=True, takes_own_training=True)
 def predict(run: Run, *, split: Split | None, path: str | None, weights: Weights) -> int:
     """Write a row per sample, in the order of the data: what the loss reads of the outputs, and the loss.
 

@@ -42,7 +42,7 @@ _SHOWN = 16
 _DRAWN = 32  # micro-batches per rank
 
 
-@declare_mode(takes_steps=True, reads_logits=True)
+@declare_mode(takes_steps=True, reads_data=True, reads_logits=True)
 def preflight(
     resolved: ResolvedRun, *, overfit_steps: Annotated[int, ">= 10"], path: str | None, write_page: Callable[..., None]
 ) -> int:

@@ -30,7 +30,7 @@ PAGE = "report.html"
 TEXT_FIELD = "text"  # of data=documents, if none is typed
 
 
-@declare_mode(prepares_data=True)
+@declare_mode(prepares_data=True, reads_data=True)
 def prepare(
     resolved: ResolvedRun,
     *,

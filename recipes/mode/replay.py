@@ -52,7 +52,7 @@ _OF_A_LINE = '{"position": '  # begins each line of it
 _SHOWN_VALUES = 4
 
 
-@declare_mode(needs_checkpoint=True, writes="spikes")
+@declare_mode(needs_checkpoint=True, reads_data=True, writes="spikes")
 def replay(run: Run, *, step: Annotated[int, ">= 1"] | None) -> int:
     """Recompute a step from its dump, or read its batch again, and print its samples.
 

@@ -16,6 +16,7 @@ from recipes.config.compose import CONF, Composed
 from recipes.config.overrides import make_override, parse_override
 from recipes.config.resolved import ResolvedRun, resolve
 from recipes.config.search_path import listing_own_options
+from recipes.config.traits import declare_mode
 from recipes.errors import ConfigError, format_report
 from recipes.files import write_atomically
 from recipes.logger.wandb.session import DEFAULT_PROJECT
@@ -38,6 +39,7 @@ _HEADER = (
 )
 
 
+@declare_mode(reads_data=True)
 def wandb_sweep(
     resolved: ResolvedRun,
     *,

@@ -51,7 +51,7 @@ def check_paths(run: ResolvedRun, overrides: Sequence[str]) -> Iterator[ConfigEr
         run: The run.
         overrides: Overrides typed on this command line.
     """
-    for section, node in list_data(run.config):
+    for section, node in list_data(run.config) if run.reads_data else ():
         yield from _check_data_path(section, node)
     yield from _check_addresses(run.config)
     yield from _check_cache(run.config)

@@ -485,3 +485,21 @@ def test_an_output_that_takes_no_file_is_rejected_before_the_work(
     [named] = [line for line in output.splitlines() if str(tmp_path / "file/below") in line and line.startswith("1. ")]
     assert named.startswith(f"1. {setting.partition('=')[0]}=")
     assert f"it cannot be written to: {tmp_path / 'file'} is a file, not a folder" in output
+
+
+def test_modes_that_read_no_sample_run_where_the_data_is_gone(
+    run: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RECIPES_CACHE", str(tmp_path / "cache"))
+    gone = texts.rename(texts.with_name("elsewhere"))
+    try:
+        assert execute("mode=sample", "mode.max_new_tokens=2", f"resume={run}") == 0
+        assert execute("mode=export", f"mode.path={tmp_path / 'export'}", f"resume={run}") == 0
+        tasks = ("evaluator=lm_eval", "evaluator.tasks=[arc_easy]")
+        for mode in (("mode=chat",), ("mode=plan",), ("mode=evaluate", *tasks)):
+            assert compose_and_check([*mode, f"resume={run}"])[1] == []
+        for mode in (("mode=evaluate",), ("mode=predict",), ("mode=replay",), ()):
+            [mistake] = compose_and_check([*mode, f"resume={run}", f"hydra.run.dir={tmp_path / 'new'}"])[1]
+            assert mistake.setting == f"data.path={texts}"
+    finally:
+        gone.rename(texts)
