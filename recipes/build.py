@@ -187,6 +187,7 @@ def build(resolved: ResolvedRun) -> Run:
     if resolved.mesh.pipeline > 1:  # the pipeline schedule takes all micro-batches of a step at once
         accumulation = accumulation.in_one()
     loss: Loss = make(config["loss"])
+    loss.target_kind = resolved.target_kind
     saver: CheckpointSaver = make(config["checkpoint"] | {"save_every": resolved.save_every})
     if resolved.task.has_own_training:
         import_as_one()

@@ -62,12 +62,15 @@ class RandomSampleDataset(SampleDataset, Protocol):
 class DataSource(Protocol):
     """One option of conf/data.
 
-    Optional members: `test`, which returns the dataset of `mode=test`, or None; `collate`, which makes a batch, a dict
-    of tensors, of a list of samples; without it they have equal shapes and are stacked. `questions`, which returns
-    questions and answers as tokens; `hold_out_all`, which makes all data validation data; `val_fingerprint`, like
-    `fingerprint` for the validation samples alone; for text sources `corpus`, in which case `prepare` accepts a
-    tokenizer to use instead of the source's own; and `split_texts` with `hold_out`, by which sources of equal texts
-    agree on one split.
+    Optional members: `test`, which returns the dataset of `mode=test`, or None, and `predict`, that of
+    `mode=predict`, whose samples need no targets, with `has_new_samples`, whether there is one;
+    `prepare_split(split)`, where splits are made apart from each other: a mode that reads one of them calls it in
+    the place of `prepare`, and nothing of the others. `class_names`, a list of texts, where it knows them;
+    `collate`, which makes a batch, a dict of tensors, of a list of samples; without it they have equal shapes and
+    are stacked. `questions`, which returns questions and answers as tokens; `hold_out_all`, which makes all data
+    validation data; `val_fingerprint`, like `fingerprint` for the validation samples alone; for text sources
+    `corpus`, in which case `prepare` accepts a tokenizer to use instead of the source's own; and `split_texts` with
+    `hold_out`, by which sources of equal texts agree on one split.
 
     A batch of training also has `num_samples`, the samples that it was made of, whatever the rows of its tensors are.
 
@@ -117,13 +120,21 @@ _OF_TRAINING = {
 }  # read of no other dataset
 
 
-def prepare_with(source: Any, tokenizer: Tokenizer | None) -> None:
+def prepare_with(source: Any, tokenizer: Tokenizer | None, *, split: str | None = None) -> None:
     """Prepare a data source, with this tokenizer if one is given and the source reads text.
+
+    Args:
+        source: A data source.
+        tokenizer: Tokenizer to use in place of its own; None: its own.
+        split: The only split that is read, so that others need not be there; None: those of training.
 
     Raises:
         ConfigError: It, or a dataset of it, lacks a member of its protocol; all that are missing are named.
     """
     _check_members("data", source, ("prepare",))
+    if split is not None and hasattr(source, "prepare_split"):
+        source.prepare_split(split)
+        return
     if tokenizer is not None and hasattr(source, "corpus"):
         source.prepare(tokenizer)
     else:

@@ -72,6 +72,7 @@ class StreamDataModule(lightning.LightningDataModule):
         self._eval_samples = eval_samples
         self._num_workers = num_workers
         self.looks_ahead = False
+        self._recorded_names: list[str] | None = None
         self._has_warned = False
         self._period: int | None = None  # samples after which the stream repeats
         if overfit_batches is not None:
@@ -89,6 +90,17 @@ class StreamDataModule(lightning.LightningDataModule):
     def window(self) -> list[Batch]:
         """Micro-batches of this rank in the current optimizer step, on the host, of a task that looks ahead."""
         return [] if self._stream is None else self._stream.window
+
+    @property
+    def class_names(self) -> list[str] | None:
+        """Names of the classes, those of the run where a checkpoint of it is loaded; None: they are not known."""
+        names = getattr(self.source, "class_names", None) if self._recorded_names is None else self._recorded_names
+        return None if names is None else [*names]
+
+    @property
+    def has_new_samples(self) -> bool:
+        """Whether the data has a split of new samples, of `mode=predict`."""
+        return bool(getattr(self.source, "has_new_samples", False))
 
     @property
     def global_batch_size(self) -> int:
@@ -115,6 +127,20 @@ class StreamDataModule(lightning.LightningDataModule):
             with in_section(f"eval_data.{name}"):
                 prepare_with(source, self.source.tokenizer)
         self._warn_of_shared_texts()
+
+    def prepare_split(self, split: str, *, alone: bool = False) -> None:
+        """Prepare what `split_dataloaders` reads, and no other split where splits are apart from each other.
+
+        Args:
+            split: train, val, test or predict.
+            alone: Whether to leave out the additional validation sets, which belong to "val".
+        """
+        prepare_with(self.source, None, split=split)
+        if split == "val" and not alone:
+            for name, source in self.eval_sources.items():
+                with in_section(f"eval_data.{name}"):
+                    prepare_with(source, self.source.tokenizer, split="val")
+            self._warn_of_shared_texts()
 
     @override
     def setup(self, stage: str) -> None:
@@ -177,24 +203,28 @@ class StreamDataModule(lightning.LightningDataModule):
         return [] if self._period is not None else list(self.eval_sources)
 
     def get_split(self, split: str) -> Any:
-        """Return all samples of a split of the data: train, val or test.
+        """Return all samples of a split of the data: train, val, test or predict.
 
         Raises:
-            ConfigError: The data has no test split.
+            ConfigError: The data has no such split.
         """
         found = getattr(self.source, split, lambda: None)()
+        if found is None and split == "predict":
+            reason = f"{type(self.source).__name__} has none"
+            fix = "data.path=<new texts> of a run on texts, or 'data.predict={_target_: <its class>}' of data=dataset"
+            raise ConfigError("mode.split=predict", reason, fix)
         if found is None:
             reason = f"{type(self.source).__name__} keeps no part of the data for it"
             fix = "mode=evaluate or mode.split=val, or data=dataset with 'data.test={_target_: <its class>}'"
             raise ConfigError("the test split", reason, fix)
         return found
 
-    def split_dataloaders(self, split: str) -> list[DataLoader[Batch]]:
+    def split_dataloaders(self, split: str, *, alone: bool = False) -> list[DataLoader[Batch]]:
         """Return loaders of complete splits, for `mode=evaluate`; for "val", including additional validation sets.
 
-        Nothing is drawn: training samples are as they are by index.
+        Nothing is drawn: training samples are as they are by index. Arguments: see `prepare_split`.
         """
-        further = self.eval_sources.values() if split == "val" else ()
+        further = self.eval_sources.values() if split == "val" and not alone else ()
         splits = [(self.source, self.get_split(split)), *((source, source.val()) for source in further)]
         return [self._loader(self._rank_share(dataset, of=dataset), source) for source, dataset in splits]
 
@@ -219,7 +249,7 @@ class StreamDataModule(lightning.LightningDataModule):
     @override
     def state_dict(self) -> dict[str, Any]:
         validation = {"validation": self._validation_identity()}
-        return {"position": self.position} | self._stream_identity() | validation
+        return {"position": self.position, "class_names": self.class_names} | self._stream_identity() | validation
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -230,6 +260,10 @@ class StreamDataModule(lightning.LightningDataModule):
                 " measured on different samples, and `best` compares the two; checkpoint.keep_best=0 keeps no best"
                 " checkpoint"
             )
+
+    def restore_names(self, state_dict: dict[str, Any]) -> None:
+        """Take the names of the classes from a checkpoint, whose data need not be there; earlier ones have none."""
+        self._recorded_names = state_dict.get("class_names")
 
     def restore_position(self, state_dict: dict[str, Any]) -> None:
         """Continue at the position of a checkpoint; log if it now refers to other samples."""

@@ -10,6 +10,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -48,6 +49,8 @@ class OwnDataset:
     Args:
         train: Makes the training set; called in `prepare`, so that a mode that reads no data needs none.
         val: Makes the validation set.
+        test: Makes that of `mode=test`; None: there is none.
+        predict: Makes that of `mode=predict`, whose samples need no targets; None: there is none.
         kind: What the inputs are: `tensors` of any shape, `images` [C, H, W] float, or `tokens` [T] with targets [T].
         target_kind: What the targets are: `classes`, whole numbers; or, per sample, V `labels` from 0 to 1, V
             `probabilities`, or one or V `values`.
@@ -59,7 +62,7 @@ class OwnDataset:
 
     sample_kind: ClassVar[str] = "{kind}"
     target_kind: ClassVar[str] = "{target_kind}"
-    deferred: ClassVar[tuple[str, ...]] = ("train", "val", "test")
+    deferred: ClassVar[tuple[str, ...]] = ("train", "val", "test", "predict")
     tokenizer: ClassVar[Tokenizer | None] = None  # of samples that are tokens already, it is unknown
 
     def __init__(
@@ -68,6 +71,7 @@ class OwnDataset:
         train: Deferred,
         val: Deferred,
         test: Deferred | None,
+        predict: Deferred | None,
         kind: Kind,
         target_kind: TargetKind,
         inputs: str,
@@ -76,7 +80,8 @@ class OwnDataset:
         collate: Callable[..., Any] | None,
     ) -> None:
         self.sample_kind = kind  # type: ignore[misc]  # the class says which setting it is, for the config check
-        self._make = {"train": train, "val": val} | ({} if test is None else {"test": test})
+        made = {"train": train, "val": val, "test": test, "predict": predict}
+        self._make = {split: make for split, make in made.items() if make is not None}
         self._reader = _Reader(kind=kind, target_kind=target_kind, inputs=inputs, targets=targets)
         self._draws = draws
         self._samples: dict[str, Samples] = {}
@@ -84,28 +89,41 @@ class OwnDataset:
             self.collate = collate
 
     def prepare(self) -> None:
-        """Make both datasets and read a few samples; a second call does nothing.
+        """Make all datasets but that of new samples, and read a few of each; a second call does nothing.
 
         Raises:
             ConfigError: A dataset cannot be read by index, or its samples are neither pairs nor dicts of tensors, or
                 have inputs of NaN or inf.
         """
-        if self._samples:
-            return
+        self._prepare([split for split in self._make if split != "predict"])
+
+    @property
+    def has_new_samples(self) -> bool:
+        """Whether there is a dataset of new samples."""
+        return "predict" in self._make
+
+    def prepare_split(self, split: str) -> None:
+        """Make the dataset of one split, if there is one, and no other."""
+        self._prepare([split] if split in self._make else [])
+
+    def _prepare(self, splits: Sequence[str]) -> None:
         made = {}
-        for split, make in self._make.items():
-            dataset = make()
+        for split in splits:
+            if split in self._samples:
+                continue
+            dataset = self._make[split]()
             _check_members(f"data.{split}", dataset)
-            made[split] = Samples(dataset, self._reader, setting=_describe(split, dataset), draws=self._draws)
+            reader = replace(self._reader, needs_targets=split != "predict")
+            made[split] = Samples(dataset, reader, setting=_describe(split, dataset), draws=self._draws)
             if not hasattr(self, "collate"):
                 made[split].check_shapes()
                 made[split].check_finite()
-        self._samples = made
+        self._samples |= made
 
     @property
     def fingerprint(self) -> str:
-        """The number of training samples, and a hash of some of them."""
-        return self._samples["train"].fingerprint
+        """The number of training samples, and a hash of some of them; of the split that alone is prepared."""
+        return next(iter(self._samples.values())).fingerprint
 
     @property
     def val_fingerprint(self) -> str:
@@ -114,8 +132,12 @@ class OwnDataset:
 
     @property
     def class_names(self) -> list[str] | None:
-        """Names of the classes, in `classes` of the training set as in torchvision's; None: it has none."""
-        names = self._samples["train"].get_property("classes")
+        """Names of the classes, in `classes` of the training set as in torchvision's; None: it has none.
+
+        Those of the split that alone is prepared.
+        """
+        first = next(iter(self._samples.values()), None)
+        names: Any = None if first is None else first.get_property("classes")
         is_named = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
         return [*names] if is_named else None
 
@@ -142,14 +164,30 @@ class OwnDataset:
         """Return the test samples; None: there are none."""
         return self._samples.get("test")
 
+    def predict(self) -> "Samples | None":
+        """Return the new samples, which may have no targets; None: there are none."""
+        return self._samples.get("predict")
 
+
+@dataclass(frozen=True, kw_only=True)
 class _Reader:
-    """What the samples of a dataset are, and how one becomes `inputs` and `targets`. Arguments: see `OwnDataset`."""
+    """What the samples of a dataset are, and how one becomes `inputs` and `targets`.
 
-    def __init__(self, *, kind: Kind, target_kind: TargetKind, inputs: str, targets: str) -> None:
-        self.kind = kind
-        self._target_kind = target_kind
-        self._names = {"inputs": inputs, "targets": targets}
+    Args:
+        needs_targets: Whether a sample must have targets.
+
+    Other arguments: see `OwnDataset`.
+    """
+
+    kind: Kind
+    target_kind: TargetKind
+    inputs: str
+    targets: str
+    needs_targets: bool = True
+
+    @property
+    def _names(self) -> dict[str, str]:
+        return {"inputs": self.inputs, "targets": self.targets}
 
     def read(self, sample: Any, setting: str) -> dict[str, Tensor]:
         """Return `inputs`, `targets` and whatever else of a dict is a number or a tensor.
@@ -159,6 +197,8 @@ class _Reader:
         """
         if isinstance(sample, Mapping):
             parts = self._name_parts(sample, setting)
+        elif not self.needs_targets and isinstance(sample, Tensor | np.ndarray):
+            parts = {"inputs": sample}
         elif isinstance(sample, Sequence) and not isinstance(sample, str) and len(sample) == 2:
             parts = dict(zip(("inputs", "targets"), sample, strict=True))
         else:
@@ -166,6 +206,8 @@ class _Reader:
             raise ConfigError(setting, reason, 'return x, y, or return {"inputs": x, "targets": y}, in its __getitem__')
         read: dict[str, Tensor] = {}
         for name, value in parts.items():
+            if name == "targets" and value is None and not self.needs_targets:
+                continue
             tensor = _to_tensor(value)
             if tensor is not None:
                 read[name] = tensor
@@ -176,7 +218,8 @@ class _Reader:
 
     def _name_parts(self, sample: Mapping[str, Any], setting: str) -> dict[str, Any]:
         """Return the values of a dict, the inputs and targets under these names."""
-        missing = [name for name, key in self._names.items() if key not in sample]
+        needed = self._names if self.needs_targets else {"inputs": self.inputs}
+        missing = [name for name, key in needed.items() if key not in sample]
         if missing:
             known = ", ".join(map(str, sample)) or "nothing"
             asked = " and no ".join(repr(self._names[name]) for name in missing)
@@ -188,7 +231,7 @@ class _Reader:
             clash = own[0] if own else next(name for name in self._names if name in rest)
             reason = f"a sample of it has {clash!r}, which is a name of the batch's own"
             raise ConfigError(setting, reason, f"another name for {clash!r} in the dict that its __getitem__ returns")
-        return rest | {name: sample[key] for name, key in self._names.items()}
+        return rest | {name: sample[key] for name, key in self._names.items() if key in sample}
 
     def _check_kind(self, sample: dict[str, Tensor], setting: str) -> dict[str, Tensor]:
         """Return a sample with targets of the dtype that losses read.
@@ -196,16 +239,19 @@ class _Reader:
         Raises:
             ConfigError: Inputs or targets are not what `data.kind` and `data.target_kind` say.
         """
-        inputs, targets = sample["inputs"], sample["targets"]
-        shown = f"{_show(inputs)} inputs and {_show(targets)} targets"
+        inputs, targets = sample["inputs"], sample.get("targets")
+        shown = f"{_show(inputs)} inputs and {'no' if targets is None else _show(targets)} targets"
         if self.kind == "images" and not (inputs.ndim == 3 and inputs.is_floating_point()):
             reason = f"a sample has {shown}, and images are floating-point numbers [C, H, W]"
             raise ConfigError(f"data.kind={self.kind} {setting}", reason, "data.kind=tensors, or such images")
-        if self.kind == "tokens" and (inputs.ndim != 1 or inputs.is_floating_point() or targets.shape != inputs.shape):
+        shape = None if targets is None else targets.shape
+        if self.kind == "tokens" and (inputs.ndim != 1 or inputs.is_floating_point() or shape != inputs.shape):
             reason = f"a sample has {shown}, and tokens are whole numbers [T] with targets [T]"
             raise ConfigError(f"data.kind={self.kind} {setting}", reason, "data.kind=tensors, or such tokens")
+        if targets is None:
+            return sample
         is_whole = not targets.is_floating_point()
-        if self._target_kind == "classes":
+        if self.target_kind == "classes":
             if not is_whole:
                 reason = f"a sample has {shown}, and classes are whole numbers"
                 fix = "data.target_kind=values task=regression, or whole numbers as targets"
@@ -271,6 +317,8 @@ class Samples(Dataset[dict[str, Tensor]]):
         if hasattr(self._dataset, "padding"):
             return self._read(self._dataset.padding())
         sample = self[0]
+        if "targets" not in sample:
+            return sample
         ignored = torch.nan if sample["targets"].is_floating_point() else -100
         empty = {"num_inputs": torch.zeros_like(sample["num_inputs"])} if "num_inputs" in sample else {}
         return sample | {"targets": torch.full_like(sample["targets"], ignored)} | empty
@@ -290,7 +338,7 @@ class Samples(Dataset[dict[str, Tensor]]):
             ConfigError: Some of those that are read have other shapes.
         """
         for name in ("inputs", "targets"):
-            shapes = sorted({tuple(sample[name].shape) for sample in self._probed})
+            shapes = sorted({tuple(sample[name].shape) for sample in self._probed if name in sample})
             if len(shapes) > 1:
                 reason = f"the {name} of its samples have different shapes, {[*shapes[0]]} and {[*shapes[-1]]}"
                 fix = "'data.collate={_target_: <module.function>, _partial_: true}', which pads a list of samples"

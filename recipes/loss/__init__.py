@@ -46,6 +46,12 @@ class Term(NamedTuple):
 
 
 MULTICLASS = "a Multiclass… of torchmetrics.classification"
+MULTILABEL = "a Multilabel… of torchmetrics.classification"
+_THRESHOLD = 0.5  # of a probability, above which a label is predicted, as in torchmetrics
+NO_PREDICTIONS = "neither its predicts nor its target_kinds, with one kind alone, says what the outputs are"
+SAY_PREDICTIONS = 'predicts = "classes" in that class where they are logits of classes, or def to_predictions(…)'
+# kind of targets -> what the outputs of a loss that reads this kind alone are taken for
+_PREDICTED_FOR = {"classes": "classes", "probabilities": "classes", "labels": "labels", "values": "values"}
 
 
 class Example(NamedTuple):
@@ -74,19 +80,26 @@ class Loss(ABC):
     Attributes:
         target_kinds: Kinds of targets that it reads: `classes`, `labels`, `values`, or any other word that a data
             option has as its `target_kind`; a plain literal, which the config check reads from the source. Empty: any.
+        predicts: What metrics and `mode=predict` take the outputs for: `classes`, which are logits [B, …, V]; `labels`,
+            logits [B, V]; or `values`, in the shape of the targets. None: the only one of `target_kinds`; where there
+            are several or none, nothing is known of the outputs. Override `to_metrics` and `to_predictions` where they
+            are something else, such as logarithms.
         count_names: Names of the counts, all of which `counts` returns.
         measures: What the loss logs beside itself: names of terms with `logged_as` -> the count that divides each; a
             plain literal, so that `checkpoint.monitor=val/<name>` is checked before the run starts.
         higher_is_better: Those of the measures of which a higher value is better; a plain literal.
         num_outputs: V without padding; outputs beyond it are padding. Set by the task once it has a model; None: no
             output is padding.
+        target_kind: Kind of the targets of the data; None: not known. Set where the run is built.
     """
 
     target_kinds: ClassVar[tuple[str, ...]] = ()
+    predicts: ClassVar[str | None] = None
     count_names: Sequence[str] = (NUM_TARGETS,)
     measures: ClassVar[Mapping[str, str]] = {}
     higher_is_better: ClassVar[tuple[str, ...]] = ()
     num_outputs: int | None = None
+    target_kind: str | None = None
 
     @abstractmethod
     def counts(self, batch: Batch) -> dict[str, Tensor]:
@@ -133,6 +146,22 @@ class Loss(ABC):
         """
         return None
 
+    def has_loss(self, targets: Tensor) -> Tensor:
+        """Return which targets carry loss: whole numbers but `IGNORE_INDEX`, floating-point numbers but NaN."""
+        return ~targets.isnan() if targets.is_floating_point() else targets != IGNORE_INDEX
+
+    @property
+    def predicted(self) -> str | None:
+        """What the outputs are taken for, one of `classes`, `labels` and `values`; None: nobody has said it."""
+        kinds = [self.predicts] if self.predicts is not None else [*self.target_kinds]
+        kind = kinds[0] if len(kinds) == 1 else None
+        return _PREDICTED_FOR.get(kind) if kind is not None else None
+
+    @property
+    def offers_predictions(self) -> bool:
+        """Whether it is known what the outputs are, or `to_metrics` is written."""
+        return self.predicted is not None or type(self).to_metrics is not Loss.to_metrics
+
     def to_metrics(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the predictions and targets that torchmetrics read, without padding.
 
@@ -141,23 +170,49 @@ class Loss(ABC):
             batch: The batch.
 
         Returns:
-            [N, …] and [N, …], N predictions that carry loss.
+            Logits [N, V] and classes [N], probabilities [N, V] and labels [N, V], or values [N, …] and [N, …]: of N
+            targets, or samples all of whose numbers are known.
         """
-        raise NotImplementedError("a loss without it is used with metrics=none, which the check before the run says")
-
-    @property
-    def offers_predictions(self) -> bool:
-        """Whether `to_metrics` is written."""
-        return type(self).to_metrics is not Loss.to_metrics
+        targets = batch["targets"]
+        if self.predicted == "classes":
+            _check_logits(outputs, batch)
+            carries = self.has_loss(targets)
+            if carries.ndim == outputs.ndim:  # of each probability
+                carries = carries.all(dim=-1)  # [B, …]
+            logits = outputs.flatten(0, -2)  # [N, V]
+            classes = (targets.argmax(dim=-1) if targets.is_floating_point() else targets).flatten()  # [N]
+            if not carries.all():  # avoid a copy otherwise
+                logits, classes = logits[carries.flatten()], classes[carries.flatten()]
+            return _recognizable(logits) if len(logits) else logits, classes
+        assert self.predicted is not None, "a loss without it is used with metrics=none, which the check says"
+        predicted = match(widen(outputs), targets)
+        carries = self.has_loss(targets).reshape(len(targets), -1).all(dim=1)  # [B]
+        if self.predicted == "labels":
+            return predicted[carries].sigmoid(), targets[carries].round().long()
+        return predicted[carries], targets[carries].to(predicted.dtype)
 
     def to_predictions(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return what `mode=predict` writes of each sample beside its target and loss, by column, [B, …].
 
+        The most probable `class` and the `probabilities`, the `labels`, 0 or 1, and theirs, or the `values`; the
+        `outputs` where these have another shape; nothing where nobody says what they are.
+
         Args:
             outputs: What the task's model returned, without padding columns.
-            batch: The batch.
+            batch: The batch; targets that are not known carry no loss.
         """
-        return {}
+        targets = batch["targets"]
+        if self.predicted is None:
+            return {}
+        if self.predicted == "classes":
+            if not _are_logits(outputs, targets):
+                return {"outputs": widen(outputs)}
+            probabilities = widen(outputs).softmax(dim=-1)
+            return {"class": probabilities.argmax(dim=-1), "probabilities": probabilities}
+        if outputs.shape not in (targets.shape, (*targets.shape, 1)):
+            return {"outputs": widen(outputs)}
+        values = widen(outputs).view(targets.shape)
+        return {"values": values} if self.predicted == "values" else describe_labels(values.sigmoid())
 
     def example(self, num_outputs: int, kind: str) -> Example | None:
         """Return two samples, on which metrics are tried before anything is loaded; None: there are none.
@@ -166,15 +221,27 @@ class Loss(ABC):
             num_outputs: V.
             kind: Kind of the targets, one of `target_kinds`.
         """
+        if self.predicted == "classes":
+            classes = torch.tensor([0, num_outputs - 1])  # [2]
+            one_hot = torch.eye(num_outputs)[classes]  # [2, V]
+            offered = f"logits [N, {num_outputs}] and classes [N]"
+            return Example(
+                torch.eye(2, num_outputs), one_hot if kind == "probabilities" else classes, offered, MULTICLASS
+            )
+        if self.predicted == "labels":
+            offered = f"probabilities [N, {num_outputs}] and labels [N, {num_outputs}]"
+            return Example(torch.eye(2, num_outputs), torch.eye(2, num_outputs), offered, MULTILABEL)
+        if self.predicted == "values":
+            targets = torch.arange(2 * num_outputs, dtype=torch.float32).view(2, num_outputs)  # [2, V]
+            offered = f"numbers [N, {num_outputs}] and numbers [N, {num_outputs}]"
+            return Example(targets + 1, targets, offered, "a metric of torchmetrics.regression")
         return None
 
 
 class TargetLoss(Loss):
     """A loss of each target by itself, divided by the number of targets.
 
-    A subclass returns the losses of single targets; sums, counts and means of samples follow. Of a loss that reads
-    `values` and nothing else, metrics and `mode=predict` take the outputs for the predicted values: override
-    `to_metrics` and `to_predictions` where they are something else, such as logarithms.
+    A subclass returns the losses of single targets; sums, counts and means of samples follow.
     """
 
     @abstractmethod
@@ -185,10 +252,6 @@ class TargetLoss(Loss):
             outputs: [B, …] in any float dtype, with padding columns.
             targets: [B, …].
         """
-
-    def has_loss(self, targets: Tensor) -> Tensor:
-        """Return which targets carry loss: whole numbers but `IGNORE_INDEX`, floating-point numbers but NaN."""
-        return ~targets.isnan() if targets.is_floating_point() else targets != IGNORE_INDEX
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         return {NUM_TARGETS: self.has_loss(batch["targets"]).sum()}
@@ -220,39 +283,6 @@ class TargetLoss(Loss):
         carries = self.has_loss(batch["targets"])
         return losses.reshape(len(losses), -1).sum(dim=1) / carries.reshape(len(losses), -1).sum(dim=1)  # [B]
 
-    @property
-    def _predicts_values(self) -> bool:
-        return tuple(self.target_kinds) == ("values",)
-
-    @property
-    def offers_predictions(self) -> bool:
-        return self._predicts_values or type(self).to_metrics is not TargetLoss.to_metrics
-
-    def to_metrics(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return predictions and targets of the samples of which all numbers are known, [N, V] or [N]."""
-        if not self._predicts_values:
-            return super().to_metrics(outputs, batch)
-        targets = batch["targets"]
-        predicted = match(widen(outputs), targets)
-        carries = self.has_loss(targets).reshape(len(targets), -1).all(dim=1)  # [B]
-        return predicted[carries], targets[carries].to(predicted.dtype)
-
-    def to_predictions(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return the `values` in the shape of the targets; the `outputs` if they have another one."""
-        if not self._predicts_values:
-            return super().to_predictions(outputs, batch)
-        shape = batch["targets"].shape
-        if outputs.shape not in (shape, (*shape, 1)):
-            return {"outputs": widen(outputs)}
-        return {"values": widen(outputs).view(shape)}
-
-    def example(self, num_outputs: int, kind: str) -> Example | None:
-        if not self._predicts_values:
-            return super().example(num_outputs, kind)
-        targets = torch.arange(2 * num_outputs, dtype=torch.float32).view(2, num_outputs)  # [2, V]
-        offered = f"numbers [N, {num_outputs}] and numbers [N, {num_outputs}]"
-        return Example(targets + 1, targets, offered, "a metric of torchmetrics.regression")
-
 
 def match(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return outputs in the shape of the targets: [B, 1] becomes [B], which would else broadcast to [B, B].
@@ -268,6 +298,33 @@ def match(outputs: Tensor, targets: Tensor) -> Tensor:
             f"{shapes}: a loss of numbers needs one output per number; set model.num_classes to their number"
         )
     return outputs
+
+
+def describe_labels(probabilities: Tensor) -> dict[str, Tensor]:
+    """Return the columns of `mode=predict` for labels, of their probabilities [B, V]."""
+    return {"labels": (probabilities > _THRESHOLD).long(), "probabilities": probabilities}
+
+
+def _are_logits(outputs: Tensor, targets: Tensor) -> bool:
+    """Return whether outputs [B, …, V] are of two classes or more for each target: an index, or probabilities."""
+    of_targets = targets.shape[:-1] if targets.is_floating_point() else targets.shape
+    return outputs.shape[:-1] == of_targets and outputs.shape[-1] > 1
+
+
+def _check_logits(outputs: Tensor, batch: Batch) -> None:
+    targets = batch["targets"]
+    if not _are_logits(outputs, targets):
+        shapes = f"outputs {list(outputs.shape)} and targets {list(targets.shape)}"
+        raise ValueError(f"{shapes}: a loss of classes needs one output per class")
+
+
+def _recognizable(logits: Tensor) -> Tensor:
+    """Shift logits [N, V] that all lie in [0, 1], which torchmetrics would treat as probabilities.
+
+    A zero-initialized head produces such logits. A constant shift changes neither softmax nor ranking.
+    """
+    first = logits[0]  # [V]; a single value outside [0, 1] suffices
+    return logits.float() - 2.0 if ((first >= 0) & (first <= 1)).all() else logits
 
 
 def sum_by_count(terms: Sequence[Term]) -> dict[str, Tensor]:

@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from recipes.loss import MULTICLASS, Batch, Example, TargetLoss
+from recipes.loss import MULTICLASS, MULTILABEL, Batch, Example, TargetLoss, describe_labels
 from recipes.numerics.loss import IGNORE_INDEX, widen
-
-_THRESHOLD = 0.5  # above it a label is predicted, as in torchmetrics
 
 
 class BCE(TargetLoss):
@@ -66,7 +64,7 @@ class BCE(TargetLoss):
         """Return the `probabilities` [B, V], and the most probable `class` [B] or the `labels` [B, V], 0 or 1."""
         probabilities = widen(outputs).sigmoid()
         if batch["targets"].is_floating_point():
-            return {"labels": (probabilities > _THRESHOLD).long(), "probabilities": probabilities}
+            return describe_labels(probabilities)
         return {"class": probabilities.argmax(dim=-1), "probabilities": probabilities}
 
     @override
@@ -74,5 +72,4 @@ class BCE(TargetLoss):
         outputs, probabilities = torch.eye(2, num_outputs), f"probabilities [N, {num_outputs}]"
         if kind == "classes":
             return Example(outputs, torch.tensor([0, num_outputs - 1]), f"{probabilities} and classes [N]", MULTICLASS)
-        fitting = "a Multilabel… of torchmetrics.classification"
-        return Example(outputs, torch.eye(2, num_outputs), f"{probabilities} and labels [N, {num_outputs}]", fitting)
+        return Example(outputs, torch.eye(2, num_outputs), f"{probabilities} and labels [N, {num_outputs}]", MULTILABEL)

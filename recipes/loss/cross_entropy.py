@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from recipes.loss import MULTICLASS, NUM_TARGETS, Batch, Example, TargetLoss, Term
+from recipes.loss import NUM_TARGETS, Batch, TargetLoss, Term
 from recipes.numerics.head_loss import HeadLoss
 from recipes.numerics.loss import (
     IGNORE_INDEX,
@@ -40,6 +40,7 @@ class CrossEntropy(TargetLoss):
     """
 
     target_kinds: ClassVar[tuple[str, ...]] = ("classes", "probabilities")
+    predicts: ClassVar[str] = "classes"
 
     def __init__(
         self,
@@ -136,34 +137,3 @@ class CrossEntropy(TargetLoss):
             flat, known, weight=weights, ignore_index=IGNORE_INDEX, label_smoothing=label_smoothing, reduction="none"
         )  # [N]
         return torch.where(carries, losses.view_as(carries), 0.0)
-
-    @override
-    def to_metrics(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        targets = batch["targets"]
-        carries = self.has_loss(targets)  # [B, …]
-        logits = outputs.flatten(0, -2)  # [N, V]
-        classes = (targets.argmax(dim=-1) if targets.is_floating_point() else targets).flatten()  # [N]
-        if not carries.all():  # avoid a copy otherwise
-            logits, classes = logits[carries.flatten()], classes[carries.flatten()]
-        return _recognizable(logits) if len(logits) else logits, classes
-
-    @override
-    def to_predictions(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return the most probable `class` [B] and the `probabilities` [B, V]."""
-        probabilities = widen(outputs).softmax(dim=-1)
-        return {"class": probabilities.argmax(dim=-1), "probabilities": probabilities}
-
-    @override
-    def example(self, num_outputs: int, kind: str) -> Example:
-        classes = torch.tensor([0, num_outputs - 1])  # [2]
-        targets = F.one_hot(classes, num_outputs).float() if kind == "probabilities" else classes
-        return Example(torch.eye(2, num_outputs), targets, f"logits [N, {num_outputs}] and classes [N]", MULTICLASS)
-
-
-def _recognizable(logits: Tensor) -> Tensor:
-    """Shift logits [N, V] that all lie in [0, 1], which torchmetrics would treat as probabilities.
-
-    A zero-initialized head produces such logits. A constant shift changes neither softmax nor ranking.
-    """
-    first = logits[0]  # [V]; a single value outside [0, 1] suffices
-    return logits.float() - 2.0 if ((first >= 0) & (first <= 1)).all() else logits

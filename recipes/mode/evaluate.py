@@ -98,7 +98,7 @@ def _evaluate_split(run: Run, split: Split, weights: Weights, answers: Callback 
     # a run has trained on no part of another text: all of it is validation data
     whole = hold_out_other_data(run) if split == "val" else []
     run.data.trainer = run.trainer
-    run.data.prepare_data()
+    run.data.prepare_split(split)
     if isinstance(task, LanguageModeling) and answers is not None and split == "val":
         task.source, task.tokenizer = run.data.source, run.data.source.tokenizer
         get_callbacks(run.trainer).append(answers)
@@ -133,7 +133,7 @@ def _describe_part(run: Run, split: Split, whole: Sequence[str], num_samples: in
     """Return which part of which data was evaluated."""
     is_whole = "data" in whole
     part = f"all {num_samples:,} samples of the data" if is_whole else f"the {num_samples:,} samples of {split}"
-    if not is_whole and split != "test":
+    if not is_whole and split != "test" and not hasattr(run.data.source, "prepare_split"):  # parts of one data
         other = run.data.source.val() if split == "train" else run.data.source.train()
         part += f", {num_samples / (num_samples + len(other)):.2g} of the data"
     if others := [name for name in whole if name != "data"]:

@@ -10,6 +10,7 @@ from recipes.build import Run
 from recipes.checkpoint.checkpoint_io import FIX_OF_A_FORGERY
 from recipes.checkpoint.layout import select_weights
 from recipes.checkpoint.shards import load_module
+from recipes.data.datamodule import StreamDataModule
 from recipes.engine import get_engine
 from recipes.errors import ConfigError
 from recipes.foreign_file import reading
@@ -48,8 +49,11 @@ def load_task(run: Run, weights: Literal["trained", "ema"], *, moves_data: bool 
         state_dict = select_weights(state, weights, setting="mode.weights=ema", fix="mode.weights=trained")
         task.on_load_checkpoint(state)
         load_module(task, state_dict)
-        if moves_data:
-            run.data.restore_position(state[type(run.data).__qualname__])
+        if isinstance(run.data, StreamDataModule):
+            of_data = state[type(run.data).__qualname__]
+            run.data.restore_names(of_data)
+            if moves_data:
+                run.data.restore_position(of_data)
     loaded_path = get_checkpoint_io(run).loaded  # may be an older one: damaged checkpoints are skipped
     assert loaded_path is not None
     return task.eval(), loaded_path

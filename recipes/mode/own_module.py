@@ -149,7 +149,7 @@ def _find_loaders(run: Run, split: str) -> dict[str, Any]:
     """Return the arguments of the Trainer that say what it goes over."""
     if isinstance(run.data, StreamDataModule):
         run.data.trainer = run.trainer
-        run.data.prepare_data()
+        run.data.prepare_split(split)
         return {"dataloaders": run.data.split_dataloaders(split)}
     owner = _get_owner(run)
     if split == "train":

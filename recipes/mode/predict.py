@@ -3,26 +3,29 @@
 import csv
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import torch
 from torch import Tensor
 
 from recipes.build import Run
 from recipes.config.traits import declare_mode
+from recipes.data.datamodule import StreamDataModule
 from recipes.engine import get_engine
 from recipes.errors import ConfigError
 from recipes.files import count, replacing
+from recipes.loss import NO_PREDICTIONS, SAY_PREDICTIONS
 from recipes.mode import own_module
-from recipes.mode.evaluate import Split, Weights, hold_out_other_data
+from recipes.mode.evaluate import Weights, hold_out_other_data
 from recipes.mode.load import load_task
 from recipes.run_folder import claim_output
 from recipes.runtime.console import LOGGER
 from recipes.task.base import TrainingTask
 
 _SUFFIXES = (".jsonl", ".csv")
+Split = Literal["train", "val", "test", "predict"]
 Row = dict[str, Any]
 
 
@@ -30,13 +33,15 @@ Row = dict[str, Any]
 def predict(run: Run, *, split: Split | None, path: str | None, weights: Weights) -> int:
     """Write a row per sample, in the order of the data: what the loss reads of the outputs, and the loss.
 
-    The columns are `sample`, the index in the split; `class` and `probabilities`, `labels` and `probabilities`, or
-    `values`; `target`; and `loss`. Of tokens, the loss alone is written, the mean over those of the sample. What is
-    unknown or not finite is null, but for an unknown class, -100.
+    The columns are `sample`, the index in the split; `class`, `class_name` where the data named them, and
+    `probabilities`, `labels` and `probabilities`, or `values`; and of samples with targets `target` and `loss`. Of
+    tokens, the loss alone is written, the mean over those of the sample. What is unknown or not finite is null, but for
+    an unknown class, -100.
 
     Args:
         run: A run with a checkpoint.
-        split: Split of the data; None: val, or the `predict_dataloader` of one's own.
+        split: Split of the data; None: the new samples of `data.predict` or the `predict_dataloader` of one's own,
+            where there are any, else val.
         path: File to write, `.jsonl` or `.csv`; None: `predictions_<split>.jsonl` in the run folder.
         weights: `trained`, or `ema` for their moving average.
 
@@ -44,9 +49,12 @@ def predict(run: Run, *, split: Split | None, path: str | None, weights: Weights
         The exit code, 0.
 
     Raises:
-        ConfigError: There is no checkpoint, no average in it or no test split, or the file cannot be written.
+        ConfigError: There is no checkpoint, no average in it or no such split, nothing says what the outputs are of
+            samples without targets, or the file cannot be written.
     """
-    name = split or ("predict" if run.has_own_training else "val")
+    if split is None and isinstance(run.data, StreamDataModule):
+        split = "predict" if run.data.has_new_samples else "val"
+    name = split or "predict"
     target = str(run.folder / f"predictions_{name}.jsonl") if path is None else path
     suffix = Path(target).suffix
     if suffix not in _SUFFIXES:
@@ -56,15 +64,15 @@ def predict(run: Run, *, split: Split | None, path: str | None, weights: Weights
     if run.has_own_training:
         _predict_own(run, split, file)
         return 0
-    split = split or "val"
+    assert split is not None, "own loaders alone have another default"
     task, checkpoint = load_task(run, weights)
     if split == "val":
         hold_out_other_data(run)
     run.data.trainer = run.trainer
-    run.data.prepare_data()
+    run.data.prepare_split(split, alone=True)
     num_samples = len(run.data.get_split(split))
     LOGGER.info(f"predicting {count(num_samples, 'sample')} of {split} with {checkpoint}")
-    loader, *_ = run.data.split_dataloaders(split)
+    [loader] = run.data.split_dataloaders(split, alone=True)
     with replacing(file) as unfinished, unfinished.open("w", encoding="utf-8", newline="") as text:
         table, num_written = _Table(text, is_csv=suffix == ".csv"), 0
         for row in _predict(run, task, loader):
@@ -116,9 +124,19 @@ def _predict(run: Run, task: TrainingTask, loader: Iterable[Any]) -> Iterator[Ro
     for batch in loader:
         with torch.inference_mode(), plugin.forward_context():
             predictions = task.predictions(engine.batch_to_device(plugin.convert_input(batch)))
+        if number == 0 and predictions.keys() == {"target", "loss"}:
+            LOGGER.info(f"Only target and loss are written: of the loss, {NO_PREDICTIONS}; type {SAY_PREDICTIONS}")
         for values in _list_rows(predictions):
-            yield {"sample": number} | values
+            yield {"sample": number} | dict(_name_class(values, run.data.class_names))
             number += 1
+
+
+def _name_class(row: Row, names: Sequence[str] | None) -> Iterator[tuple[str, Any]]:
+    """Yield the cells of a row, with the name of a predicted class after its number."""
+    for column, value in row.items():
+        yield column, value
+        if column == "class" and names is not None and isinstance(value, int):
+            yield "class_name", names[value] if value < len(names) else None
 
 
 def _list_rows(predictions: dict[str, Tensor]) -> Iterator[Row]:

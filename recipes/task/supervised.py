@@ -11,6 +11,8 @@ from typing_extensions import override
 
 from recipes.errors import ConfigError
 from recipes.lightning_internals import get_data
+from recipes.loss import NO_PREDICTIONS, SAY_PREDICTIONS
+from recipes.numerics.loss import IGNORE_INDEX
 from recipes.task.base import Batch, TrainingTask
 
 # what torch says of sizes that do not fit, and of what it cannot do without values or on this device
@@ -35,8 +37,21 @@ class Supervised(TrainingTask):
     @override
     def predictions(self, batch: Batch) -> dict[str, Tensor]:
         outputs = self.outputs(batch)
-        predictions = self.loss.to_predictions(self._without_padding(outputs), batch)
+        real = self._without_padding(outputs)
+        if "targets" not in batch:
+            predictions = self.loss.to_predictions(real, {**batch, "targets": self._make_unknown(real)})
+            if not predictions:
+                raise ConfigError(f"loss._target_={_get_path(self.loss)}", NO_PREDICTIONS, SAY_PREDICTIONS)
+            return predictions
+        predictions = self.loss.to_predictions(real, batch)
         return predictions | {"target": batch["targets"], "loss": self.loss.per_sample(outputs, batch)}
+
+    def _make_unknown(self, outputs: Tensor) -> Tensor:
+        """Return targets without a loss of samples that have none, of the kind that the data has elsewhere."""
+        if self.loss.target_kind == "classes":
+            return torch.full(outputs.shape[:-1], IGNORE_INDEX, device=outputs.device)
+        is_one = self.loss.target_kind == "values" and outputs.shape[-1] == 1
+        return torch.full(outputs.shape[:-1] if is_one else outputs.shape, torch.nan, device=outputs.device)
 
     @override
     def on_fit_start(self) -> None:
@@ -136,8 +151,8 @@ def _check_forward(model: nn.Module) -> None:
         raise ConfigError(f"model._target_={_get_path(model)}", reason, fix) from error
 
 
-def _get_path(model: nn.Module) -> str:
-    return f"{type(model).__module__}.{type(model).__name__}"
+def _get_path(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _last(inputs: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Every command of README.md and the pages is run (tests/test_train.py) or composed and checked, with the reason."""
 
+import json
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ from recipes.project import NEW, open_project, write_project
 from recipes.run_folder import CONFIG_FILE
 from recipes.sweep.command_line import check_command
 
+OWN_RUNS = ("houses", "reviews")  # of own_data.md
 CHECKED = [block for block in BLOCKS if block.language == "sh" and block.reason is not None and read_commands(block)]
 PYTHON_PAGES = sorted({block.page for block in BLOCKS if block.language == "python" and block.comment != "excerpt"})
 
@@ -42,8 +44,8 @@ def test_a_reason_is_given_where_a_command_is_not_run() -> None:
 def test_a_command_that_needs_more_than_this_machine_composes_and_is_valid(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(_make_workplace(tmp_path))
     monkeypatch.syspath_prepend(tmp_path / "my_code")
+    monkeypatch.chdir(_make_workplace(tmp_path))
     commands = read_commands(block)
     if block.page.name == "project.md":
         project = _make_project(tmp_path)
@@ -61,7 +63,8 @@ def test_a_command_that_needs_more_than_this_machine_composes_and_is_valid(
         if "resume=logs/mine" in overrides:  # here of GPT-2 on texts, on two pages not
             others = ("the data has no answers", "its weights are those of GPT2")
             mistakes = [mistake for mistake in mistakes if not any(other in mistake for other in others)]
-        if "hydra.run.dir=logs/mine" in overrides:  # which other pages resume
+        made = [f"hydra.run.dir=logs/{run}" for run in ("mine", *OWN_RUNS)]
+        if not {*made}.isdisjoint(overrides):  # which other commands resume
             mistakes = [mistake for mistake in mistakes if "the folder contains a run" not in mistake]
         assert mistakes == [], overrides
 
@@ -94,17 +97,22 @@ def _make_workplace(folder: Path) -> Path:
     (folder / "questions.jsonl").write_text('{"question": "1 + 1 = "}\n')
     for name in ("raw", "tokens", "prepared/documents"):
         (folder / name).mkdir(parents=True)
-    composed, _ = compose_and_check(["hydra.run.dir=logs/mine"])
-    assert composed is not None
     from omegaconf import OmegaConf
 
-    for run in ("mine", "long", "run1"):
+    trained = [words for block in BLOCKS if block.page.name == "own_data.md" for words in read_commands(block)]
+    typed = {run: ["hydra.run.dir=logs/mine"] for run in ("mine", "long", "run1")}
+    typed |= {run: next(words for words in trained if f"hydra.run.dir=logs/{run}" in words) for run in OWN_RUNS}
+    for run, words in typed.items():
+        composed, _ = compose_and_check(words)
+        assert composed is not None
         checkpoint = folder / f"logs/{run}/checkpoints/step_0000700.ckpt"
         checkpoint.mkdir(parents=True)
         (checkpoint / "manifest.json").write_text("{}")
         (checkpoint.parent / "last").symlink_to(checkpoint.name)
         OmegaConf.save(OmegaConf.create(composed.config), folder / "logs" / run / CONFIG_FILE)
-        (folder / "logs" / run / "environment.json").write_text('{"overrides": []}')
+        (folder / "logs" / run / "environment.json").write_text(
+            json.dumps({"overrides": words if run in OWN_RUNS else []})
+        )
     return folder
 
 

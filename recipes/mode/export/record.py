@@ -75,7 +75,7 @@ def make_example(run: Run, model: Any) -> Tensor:
         vocab_size: int = model.vocab_size
         return torch.arange(NUM_EXAMPLES * num_tokens).reshape(NUM_EXAMPLES, num_tokens) % vocab_size
     source = run.data.source
-    source.prepare()
+    run.data.prepare_split("val", alone=True)
     dataset = source.val()
     collate = getattr(source, "collate", None) or default_collate
     inputs = collate([dataset[index % len(dataset)] for index in range(NUM_EXAMPLES)])["inputs"]
@@ -104,8 +104,8 @@ def describe_outputs(run: Run, model: Any, example: Tensor | None) -> dict[str, 
         return {"kind": "logits of the next token", "number": model.vocab_size}
     number = getattr(model, "num_classes", None)
     described = {"kind": run.target_kind} | ({} if number is None else {"number": number})
-    names = None if example is None else getattr(run.data.source, "class_names", None)
-    return described if names is None else described | {"classes": [*names]}
+    names = run.data.class_names
+    return described if names is None else described | {"classes": names}
 
 
 def find_example(run: Run, model: Any) -> Tensor | None:
@@ -113,8 +113,11 @@ def find_example(run: Run, model: Any) -> Tensor | None:
     try:
         return make_example(run, model)
     except ConfigError as mistake:
-        LOGGER.info(f"{EXPORT_RECORD} does not say which shape the inputs have: {mistake.setting}: {mistake.reason}")
-        return None
+        reason = f"{mistake.setting}: {mistake.reason}"
+    except OSError as error:  # of a dataset of one's own
+        reason = f"data.val: {error}"
+    LOGGER.info(f"{EXPORT_RECORD} does not say which shape the inputs have: {reason}")
+    return None
 
 
 def load_export(folder: Path, typed: Sequence[str], *, shown: str) -> tuple[nn.Module, Tokenizer | None]:

@@ -1,6 +1,7 @@
 """A torch Dataset of one's own: its samples, order and draws are those of any source, bit for bit."""
 
 import csv
+import json
 import random
 import shlex
 from collections.abc import Callable
@@ -32,7 +33,8 @@ def own(dataset: Any, val: Any = None, **settings: Any) -> OwnDataset:
     """Return the source of a dataset, prepared."""
     defaults = {"kind": "tensors", "target_kind": "classes", "inputs": "inputs", "targets": "targets"}
     source = OwnDataset(
-        **{"train": lambda: dataset, "val": lambda: val or dataset, "test": None, "draws": True, "collate": None}
+        **{"train": lambda: dataset, "val": lambda: val or dataset, "test": None, "predict": None}
+        | {"draws": True, "collate": None}
         | defaults
         | settings
     )
@@ -351,6 +353,12 @@ def test_the_table_of_the_page_trains_predicts_and_loads(page: Callable[[str], l
     values = torch.tensor([float(row["values"]) for row in predicted])
     torch.testing.assert_close(found["prices"], val.to_price(values))
     torch.testing.assert_close(val.to_price(val.y), torch.tensor(prices))
+    Path("houses.csv").unlink()
+    Path("new.csv").write_text("\n".join(line.rpartition(",")[0] for line in [lines[0], *lines[1::5]]) + "\n")
+    assert execute(*page("new_prices.csv")) == 0
+    again = list(csv.DictReader(Path("new_prices.csv").read_text().splitlines()))
+    assert [list(row) for row in again] == [["sample", "values"]] * 20
+    assert [float(row["values"]) for row in again] == pytest.approx(values.tolist(), rel=1e-5)
 
 
 def test_the_texts_with_labels_of_the_page_are_learned(page: Callable[[str], list[str]]) -> None:
@@ -358,6 +366,11 @@ def test_the_texts_with_labels_of_the_page_are_learned(page: Callable[[str], lis
     Path("reviews.csv").write_text("text,label\n" + "\n".join(rows) + "\n")
     assert execute(*page("reviews.Reviews"), "callbacks=[]") == 0
     assert read_metrics(Path("logs/reviews"))[-1]["val/accuracy"] == 1.0
+    Path("reviews.csv").unlink()
+    Path("new.csv").write_text("text\na dull evening\nfine\n")
+    assert execute(*page("labels.jsonl")) == 0
+    rows = [json.loads(line) for line in Path("labels.jsonl").read_text().splitlines()]
+    assert [row["class_name"] for row in rows] == ["bad", "good"]
 
 
 def test_the_example_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

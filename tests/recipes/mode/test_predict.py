@@ -27,6 +27,35 @@ def regression(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+CLASSES = (
+    *("task=classification", "data=dataset", "model._target_=dataset_cases.OfThreeClasses"),
+    *(f"data.{split}._target_=dataset_cases.OfFile" for split in ("train", "val")),
+)
+
+
+def write_rows(file: Path, num_rows: int, *, labels: bool = True) -> Path:
+    """Write a CSV of rows whose class follows from their first number."""
+    drawn = torch.rand(num_rows, 8, generator=torch.Generator().manual_seed(num_rows)).tolist()
+    names = ["low", "middle", "high"]
+    with file.open("w", newline="") as text:
+        table = csv.writer(text)
+        table.writerow([*(f"x{place}" for place in range(8)), *(["label"] if labels else [])])
+        table.writerows([*row, *([names[int(3 * row[0])]] if labels else [])] for row in drawn)
+    return file
+
+
+@pytest.fixture(scope="module", params=["loss=cross_entropy", "loss._target_=dataset_cases.ClassesAlone"])
+def classes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Path, list[str], Path]:
+    """Return a run on classes whose training rows are gone, the classes to type, and its validation rows."""
+    folder = tmp_path_factory.mktemp("classes")
+    train, val = write_rows(folder / "train.csv", 24), write_rows(folder / "val.csv", 9)
+    paths = [f"data.train.path={train}", f"data.val.path={val}"]
+    typed = [*CLASSES, request.param]
+    assert execute(*typed, *paths, *SHORT, "eval_every=2", f"hydra.run.dir={folder / 'run'}") == 0
+    train.unlink()
+    return folder / "run", typed, val
+
+
 def read_lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -105,3 +134,64 @@ def test_a_text_has_the_mean_loss_of_its_tokens(tmp_path: Path, capsys: pytest.C
     assert execute("mode=test", f"resume={run}") == 2
     shown = capsys.readouterr()
     assert "TextFiles keeps no part of the data for it" in shown.out + shown.err
+
+
+def test_new_rows_without_a_target_get_the_name_and_the_probabilities_of_their_class(
+    classes: tuple[Path, list[str], Path], tmp_path: Path
+) -> None:
+    run, typed, val = classes
+    new = write_rows(tmp_path / "new.csv", 7, labels=False)
+    val.rename(val.with_name("gone.csv"))
+    try:
+        ask = [*typed, "mode=predict", f"resume={run}"]
+        assert execute(*ask, f"data.predict={{_target_: dataset_cases.OfFile, path: {new}}}") == 0
+    finally:
+        val.with_name("gone.csv").rename(val)
+    rows = read_lines(run / "predictions_predict.jsonl")
+    assert [row["sample"] for row in rows] == list(range(7))
+    for row in rows:
+        assert list(row) == ["sample", "class", "class_name", "probabilities"]
+        assert row["class_name"] == ["low", "middle", "high"][row["class"]], "of the run, as the file has none"
+        assert row["class"] == torch.tensor(row["probabilities"]).argmax().item()
+        assert sum(row["probabilities"]) == pytest.approx(1.0)
+
+
+def test_a_split_is_predicted_and_evaluated_and_the_model_exported_where_the_others_are_gone(
+    classes: tuple[Path, list[str], Path],
+) -> None:
+    run, typed, val = classes
+    assert execute(*typed, "mode=predict", f"resume={run}") == 0
+    rows = read_lines(run / "predictions_val.jsonl")
+    assert list(rows[0]) == ["sample", "class", "class_name", "probabilities", "target", "loss"]
+    assert execute(*typed, "mode=evaluate", f"resume={run}") == 0
+    measured = json.loads((run / "evaluate_val.json").read_text())
+    assert measured["loss"] == pytest.approx(sum(row["loss"] for row in rows) / 9, rel=1e-5)
+    correct = [row["class"] == row["target"] for row in rows]
+    assert measured["accuracy"] == pytest.approx(sum(correct) / 9)
+    val.rename(val.with_name("gone.csv"))
+    try:
+        assert execute(*typed, "mode=export", f"resume={run}") == 0
+    finally:
+        val.with_name("gone.csv").rename(val)
+    outputs = json.loads((run / "export/export.json").read_text())["outputs"]
+    assert outputs["classes"] == ["low", "middle", "high"]
+
+
+def test_new_rows_of_values_have_values_and_a_loss_that_says_nothing_of_its_outputs_predicts_none(
+    regression: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = "data.predict={_target_: dataset_cases.Whatever, sample: {x: [0, 0, 0, 0, 0, 0, 0, 1.0]}}"
+    assert execute(*ROWS, TEST, new, "mode=predict", f"resume={regression}") == 0
+    rows = read_lines(regression / "predictions_predict.jsonl")
+    assert [list(row) for row in rows] == [["sample", "values"]] * 5
+    unknown = "loss._target_=dataset_cases.Unknown"
+    labelled = [f"data.{split}={{_target_: dataset_cases.Labelled, kind: classes}}" for split in ("train", "val")]
+    typed = ["task=classification", "data=dataset", *labelled, "model._target_=dataset_cases.OfThreeClasses", unknown]
+    assert execute(*typed, *SHORT, "metrics=none", f"hydra.run.dir={tmp_path}") == 0
+    assert execute(*typed, "metrics=none", "mode=predict", f"resume={tmp_path}") == 0
+    shown = capsys.readouterr()
+    assert 'type predicts = "classes" in that class' in shown.out + shown.err
+    new = "data.predict={_target_: dataset_cases.Whatever, sample: {inputs: [0, 0, 0, 0, 0, 0, 0, 1.0]}}"
+    assert execute(*typed, new, "metrics=none", "mode=predict", f"resume={tmp_path}") == 2
+    shown = capsys.readouterr()
+    assert "loss._target_=dataset_cases.Unknown" in shown.out + shown.err

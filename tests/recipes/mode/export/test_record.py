@@ -272,4 +272,4 @@ def test_an_export_without_its_data_says_so_in_one_line(
     )
     record = json.loads((tmp_path / "out/export.json").read_text())
     assert record["inputs"] == {"kind": "images"}
-    assert record["outputs"] == {"kind": "classes", "number": 10}
+    assert record["outputs"] == {"kind": "classes", "number": 10, "classes": list("0123456789")}, "of the checkpoint"
