@@ -4,7 +4,7 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 import lightning.pytorch as lightning
@@ -23,11 +23,13 @@ from recipes.errors import ConfigError
 from recipes.files import count
 from recipes.loss import Loss
 from recipes.numerics.accumulation import Accumulation
+from recipes.numerics.loss import IGNORE_INDEX
 from recipes.runtime.world import num_cores
 
 LOGGER = logging.getLogger("lightning_recipes")
 # loader processes per device: enough to hide reading a memory map or small images behind a 50 ms step
 GPU_WORKERS = 4
+_NUM_TRIED = 1000  # samples of a split that are read, at most, until two have different targets
 
 
 class StreamDataModule(lightning.LightningDataModule):
@@ -141,6 +143,25 @@ class StreamDataModule(lightning.LightningDataModule):
                 with in_section(f"eval_data.{name}"):
                     prepare_with(source, self.source.tokenizer, split="val")
             self._warn_of_shared_texts()
+
+    def find_doubts(self) -> Iterator[ConfigError]:
+        """Yield the splits in which every target is the same, so that a model that ignores its inputs is right.
+
+        Of usual data, two or three samples are read; of a split with a rare class, up to 1,000 that are spread evenly.
+        """
+        if getattr(self.source, "sample_kind", "tokens") == "tokens":
+            return
+        for split in ("train", "val"):
+            dataset: Any = getattr(self.source, split)()
+            num_tried = min(_NUM_TRIED, len(dataset))
+            targets = (dataset[place * len(dataset) // num_tried].get("targets") for place in range(num_tried))
+            known = (target for target in targets if isinstance(target, torch.Tensor) and _has_any_loss(target))
+            first = next(known, None)
+            if first is None or num_tried == 1 or not all(torch.equal(first, other) for other in known):
+                continue
+            tried = f"all {num_tried:,} samples" if num_tried == len(dataset) else f"{num_tried:,} samples tried, all"
+            reason = f"{tried} of {split} have the target {first.tolist()}: a model that ignores its inputs is right"
+            yield ConfigError(f"data.{split}", reason, "data with other targets, too, or the right column as targets")
 
     @override
     def setup(self, stage: str) -> None:
@@ -389,6 +410,12 @@ class StreamDataModule(lightning.LightningDataModule):
     def _trainer(self) -> lightning.Trainer:
         assert self.trainer is not None, "the loaders need the Trainer's ranks and device"
         return self.trainer
+
+
+def _has_any_loss(target: torch.Tensor) -> bool:
+    """Return whether some number of a target is known: not NaN, and not -100 of a class."""
+    known = ~target.isnan() if target.is_floating_point() else target != IGNORE_INDEX
+    return bool(known.any())
 
 
 @functools.cache  # log once, however many loaders there are

@@ -86,6 +86,8 @@ def _prepare_data(run: Run) -> None:
         part = "all of it, as it is not trained on" if f"eval_data.{name}" in run.other_data else "its validation split"
         read = run.data.describe_validation(source)
         LOGGER.info(f"eval_data.{name}: {source.describe()}; validated on {part}{read}")
+    for doubt in run.data.find_doubts():
+        LOGGER.warning(str(doubt))
 
 
 def _find_ending(run: Run, checkpoint: Path) -> str | None:

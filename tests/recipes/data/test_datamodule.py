@@ -12,6 +12,8 @@ import torch
 from streams import open_stream
 from support import MaskedTokens, RaggedTokens
 
+from recipes.build import build
+from recipes.config import compose_and_check
 from recipes.data import datamodule
 from recipes.data.text.token_cache import SPLIT_TEXT
 from recipes.data.text_files import TextFiles
@@ -250,3 +252,31 @@ def test_tokens_of_a_step_are_those_of_its_samples_whatever_the_split(micro_batc
             lengths = source.lengths[data._order(source).indices(np.arange(first, first + 8))]
             assert sum(batch["num_tokens"] for batch in window) == lengths.sum()
             assert sum(batch["num_token_pairs"] for batch in window) == (lengths**2).sum()
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "doubts"),
+    [
+        ("{_target_: dataset_cases.Whatever, sample: [[1.0], 3]}", None, ["data.train: all 5 samples of train", "3"]),
+        (
+            None,
+            "{_target_: dataset_cases.Whatever, sample: [[1.0], 0], length: 4000}",
+            ["data.val: 1,000 samples tried, all of val", "0"],
+        ),
+        (None, None, []),
+        ("{_target_: dataset_cases.Whatever, sample: [[1.0], -100]}", None, []),  # without a loss
+    ],
+)
+def test_targets_that_are_all_the_same_are_doubted(train: str | None, val: str | None, doubts: list[str]) -> None:
+    usual = "{_target_: dataset_cases.Labelled, kind: classes}"
+    typed = ["task=classification", "data=dataset", f"data.train={train or usual}", f"data.val={val or usual}"]
+    composed, _ = compose_and_check([*typed, "model._target_=dataset_cases.OfThreeClasses", "metrics=none"])
+    assert composed is not None
+    data = build(composed).data
+    data.prepare_data()
+    found = [str(doubt) for doubt in data.find_doubts()]
+    assert found == [
+        f"{start} have the target {target}: a model that ignores its inputs is right; type data with other targets,"
+        " too, or the right column as targets"
+        for start, target in [doubts] * bool(doubts)
+    ]
