@@ -75,10 +75,14 @@ def make_example(run: Run, model: Any) -> Tensor:
         vocab_size: int = model.vocab_size
         return torch.arange(NUM_EXAMPLES * num_tokens).reshape(NUM_EXAMPLES, num_tokens) % vocab_size
     source = run.data.source
-    run.data.prepare_split("val", alone=True)
-    dataset = source.val()
     collate = getattr(source, "collate", None) or default_collate
-    inputs = collate([dataset[index % len(dataset)] for index in range(NUM_EXAMPLES)])["inputs"]
+    try:
+        run.data.prepare_split("val", alone=True)
+        dataset = source.val()
+        inputs = collate([dataset[index % len(dataset)] for index in range(NUM_EXAMPLES)])["inputs"]
+    except OSError as error:  # of a dataset of one's own
+        fix = "the validation data, where it was, or mode.format=safetensors, which needs none"
+        raise ConfigError("data.val", str(error), fix) from error
     if not isinstance(inputs, Tensor):
         reason = f"a batch of the data has a {type(inputs).__name__} as its inputs, not one tensor"
         raise ConfigError("mode=export", reason, "data.collate with a function that returns one tensor as inputs")
@@ -113,11 +117,8 @@ def find_example(run: Run, model: Any) -> Tensor | None:
     try:
         return make_example(run, model)
     except ConfigError as mistake:
-        reason = f"{mistake.setting}: {mistake.reason}"
-    except OSError as error:  # of a dataset of one's own
-        reason = f"data.val: {error}"
-    LOGGER.info(f"{EXPORT_RECORD} does not say which shape the inputs have: {reason}")
-    return None
+        LOGGER.info(f"{EXPORT_RECORD} does not say which shape the inputs have: {mistake.setting}: {mistake.reason}")
+        return None
 
 
 def load_export(folder: Path, typed: Sequence[str], *, shown: str) -> tuple[nn.Module, Tokenizer | None]:

@@ -10,6 +10,11 @@ import pytest
 import torch
 from support import TINY, execute, write_texts
 
+from recipes.build import build
+from recipes.config import compose_and_check
+from recipes.errors import ConfigError
+from recipes.mode.export.record import make_example
+
 ROWS = (
     *("task=regression", "data=dataset", "data.target_kind=values", "data.inputs=x", "data.targets=y"),
     "data.train={_target_: dataset_cases.Rows, seed: 1}",
@@ -171,6 +176,11 @@ def test_a_split_is_predicted_and_evaluated_and_the_model_exported_where_the_oth
     val.rename(val.with_name("gone.csv"))
     try:
         assert execute(*typed, "mode=export", f"resume={run}") == 0
+        composed, _ = compose_and_check([*typed, "mode=export", f"resume={run}"])
+        assert composed is not None
+        built = build(composed)
+        with pytest.raises(ConfigError, match="where it was, or mode.format=safetensors"):
+            make_example(built, built.task.meta_model())
     finally:
         val.with_name("gone.csv").rename(val)
     outputs = json.loads((run / "export/export.json").read_text())["outputs"]
