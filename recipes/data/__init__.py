@@ -140,9 +140,10 @@ def prepare_with(source: Any, tokenizer: Tokenizer | None, *, split: str | None 
     else:
         source.prepare()
     _check_members("data", source, _OF_SOURCE)
-    for split, needed in (("train", _OF_DATASET | _OF_TRAINING), ("val", _OF_DATASET)):
-        origin = f", the dataset of {type(source).__name__}.{split}(),"
-        _check_members("data", getattr(source, split)(), needed, origin=origin)
+    for name, needed in (("train", _OF_DATASET | _OF_TRAINING), ("val", _OF_DATASET)):
+        if split is None or name == split:  # of other data, all of which is held out, there is no training split
+            origin = f", the dataset of {type(source).__name__}.{name}(),"
+            _check_members("data", getattr(source, name)(), needed, origin=origin)
 
 
 def _check_members(section: str, value: Any, needed: Iterable[str], *, origin: str = "") -> None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -223,11 +224,9 @@ class Loss(ABC):
         """
         if self.predicted == "classes":
             classes = torch.tensor([0, num_outputs - 1])  # [2]
-            one_hot = torch.eye(num_outputs)[classes]  # [2, V]
+            targets = F.one_hot(classes, num_outputs).float() if kind == "probabilities" else classes
             offered = f"logits [N, {num_outputs}] and classes [N]"
-            return Example(
-                torch.eye(2, num_outputs), one_hot if kind == "probabilities" else classes, offered, MULTICLASS
-            )
+            return Example(torch.eye(2, num_outputs), targets, offered, MULTICLASS)
         if self.predicted == "labels":
             offered = f"probabilities [N, {num_outputs}] and labels [N, {num_outputs}]"
             return Example(torch.eye(2, num_outputs), torch.eye(2, num_outputs), offered, MULTILABEL)

@@ -159,3 +159,14 @@ def test_an_export_is_ready_to_chat(runs: dict[str, Path]) -> None:
         assert written["bos_token_id"] is None, "no text begins with the end of one"
         assert asked == "<|im_start|>user\n7?<|endoftext|>\n<|im_start|>assistant\n"
         assert hf.AutoModelForCausalLM.from_pretrained(runs[name] / "export").config.vocab_size == 257
+
+
+def test_other_conversations_are_evaluated_and_predicted_as_a_whole(runs: dict[str, Path], tmp_path: Path) -> None:
+    file = tmp_path / "other.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{i} + 1 = ", "completion": str(i + 1)}) + "\n" for i in range(7)))
+    ask = (f"resume={runs['chats']}", f"data.path={file}")
+    assert execute("mode=evaluate", "mode.answers=null", *ask) == 0
+    measured = json.loads((runs["chats"] / "evaluate_val.json").read_text())
+    assert measured["whole"] == ["data"]
+    assert execute("mode=predict", *ask) == 0
+    assert len((runs["chats"] / "predictions_val.jsonl").read_text().splitlines()) == measured["samples"]
