@@ -126,6 +126,25 @@ def list_targets(model: nn.Module) -> list[str]:
     ]
 
 
+@contextmanager
+def switched_off(model: nn.Module) -> Iterator[None]:
+    """Let a model compute what it would without its adapter.
+
+    peft's own `disable_adapter_layers` (0.21) also changes `requires_grad` of the adapter, and with it the gradients
+    that an engine waits for.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
 def check_peft() -> None:
     """Check that peft is installed.
 

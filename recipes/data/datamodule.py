@@ -249,6 +249,16 @@ class StreamDataModule(lightning.LightningDataModule):
         splits = [(self.source, self.get_split(split)), *((source, source.val()) for source in further)]
         return [self._loader(self._rank_share(dataset, of=dataset), source) for source, dataset in splits]
 
+    def list_datasets(self) -> list[tuple[Any, DataSource]]:
+        """Return every dataset that a run reads, training first, with its source."""
+        return [(self.source.train(), self.source), (self.source.val(), self.source)] + [
+            (source.val(), source) for source in self.eval_sources.values()
+        ]
+
+    def load_samples(self, dataset: Any, source: DataSource, indices: range) -> DataLoader[Batch]:
+        """Return a loader of this rank's part of some samples of a dataset, each as it is by index."""
+        return self._loader(self._rank_share(Subset(dataset, indices), of=dataset), source)
+
     def count_source_tokens(self) -> dict[str, int]:
         """Return the tokens consumed so far from each source of a mixture; empty for other data."""
         dataset: Any = self.source.train()

@@ -4,6 +4,7 @@ What a row says about itself is either used, or rejected if it would change what
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -69,6 +70,8 @@ class Example:
         unread: Fields of the row that were not read.
         absent: Names in `data.fields` that the row does not have.
         silenced_by: Names of the weights of 0 or false that keep a part of it from being learned.
+        value: What the row says about it, such as whether it is good; NaN: nothing.
+        left_out: Why the row is not to be learned; empty: it is.
     """
 
     place: str
@@ -79,6 +82,8 @@ class Example:
     unread: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     silenced_by: tuple[str, ...] = ()
+    value: float = math.nan
+    left_out: str = ""
 
     @property
     def question(self) -> str:
@@ -174,6 +179,10 @@ class Reader:
             prompt, completion = (_text(value, name, place) for name, value in zip(_FIELDS[kind], values, strict=True))
             return Example(place=place, prompt=prompt, answer=completion, unread=tuple(unread))
         return self._conversation(row, kind, values, unread, place)
+
+    def read_all(self, row: Mapping[str, Any], *, place: str, from_table: bool) -> list[Example]:
+        """Return the only example of a row; arguments as for `read`."""
+        return [self.read(row, place=place, from_table=from_table)]
 
     def _conversation(
         self, row: Mapping[str, Any], kind: str, values: list[Any], unread: list[str], place: str

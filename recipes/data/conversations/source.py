@@ -15,7 +15,7 @@ from recipes.data.conversations.chat_template import TRAINING_DAY, ChatTemplate,
 from recipes.data.conversations.conversation import Reader
 from recipes.data.conversations.loss_mask import ExampleTokenizer
 from recipes.data.conversations.rows import ExampleRows, pad_rows
-from recipes.data.conversations.store import ExampleStore, cached_examples
+from recipes.data.conversations.store import AnyReader, ExampleStore, cached_examples
 from recipes.data.read_rows import Rows, check_split, open_rows
 from recipes.data.text.token_cache import SPLIT_TEXT
 from recipes.errors import ConfigError
@@ -94,7 +94,7 @@ class Conversations:
         self._path = path
         self._val_path = val_path
         self._val_fraction = val_fraction
-        self._reader = Reader(format=format, fields=fields)
+        self._reader: AnyReader = Reader(format=format, fields=fields)
         self._format = f"{format} {sorted(fields.items(), key=str)}"
         self._template = chat_template
         self._train_on = train_on
@@ -320,7 +320,7 @@ class Conversations:
         yield "val", train, np.flatnonzero(is_val)
 
     def _rows(self, store: ExampleStore, examples: NDArray[np.int64], split: str) -> ExampleRows:
-        rows = ExampleRows(store, examples, seq_len=self.seq_len, packs=self.packs)
+        rows = self._make_rows(store, examples)
         if len(rows):
             return rows
         if len(examples):
@@ -332,6 +332,9 @@ class Conversations:
         questions = count(len(np.unique(store.questions)), "question")
         reason = f"the {split} split is empty: {count(len(store), 'example')} with {questions}"
         raise ConfigError(f"data.path={self._path}", reason, fix)
+
+    def _make_rows(self, store: ExampleStore, examples: NDArray[np.int64]) -> ExampleRows:
+        return ExampleRows(store, examples, seq_len=self.seq_len, packs=self.packs)
 
     def _explain_two_files(self, mistake: ConfigError, sources: Mapping[str, Rows]) -> ConfigError | None:
         """Return the error for rows of other fields in `val_path`: what is typed for one file is wrong for the other.
@@ -371,6 +374,9 @@ class Conversations:
                 places = ", ".join(dropped[:_SHOWN_PLACES]) + (", …" if len(dropped) > _SHOWN_PLACES else "")
                 rows_without = count(len(dropped), "row without an answer to learn is", _ROWS_WITHOUT)
                 LOGGER.warning("%s skipped: %s", rows_without, places)
+            for reason, left_out in store.meta.left_out.items():
+                places = ", ".join(left_out[:_SHOWN_PLACES]) + (", …" if len(left_out) > _SHOWN_PLACES else "")
+                LOGGER.warning("%s left out, because %s: %s", _are(len(left_out)), reason, places)
             for name in store.meta.absent:
                 LOGGER.warning("data.fields names the field %s, which no row has", name)
         if "val" in stores:
@@ -416,6 +422,10 @@ def _find_limit(questions: NDArray[np.uint64], val_fraction: float) -> tuple[np.
     return np.uint64(kept), kept != limit
 
 
+def _are(num_rows: int) -> str:
+    return "1 row is" if num_rows == 1 else f"{num_rows:,} rows are"
+
+
 def _shorten(text: str) -> str:
     return f"{text[:_SHOWN_CHARACTERS]}…" if len(text) > _SHOWN_CHARACTERS else text
 
@@ -423,7 +433,7 @@ def _shorten(text: str) -> str:
 class _RowTexts:
     """Text of the rows, for training a tokenizer."""
 
-    def __init__(self, rows: Rows, reader: Reader, *, content_hash: str, cache_dir: Path) -> None:
+    def __init__(self, rows: Rows, reader: AnyReader, *, content_hash: str, cache_dir: Path) -> None:
         self.cache_dir = cache_dir
         self.content_hash = content_hash
         self._rows = rows
@@ -432,10 +442,10 @@ class _RowTexts:
     def texts(self, max_bytes: int) -> Iterator[str]:
         num_bytes = 0
         for row in self._rows:
-            example = self._reader.read(row.parse(), place=row.place, from_table=row.from_table)
-            for part in (example.prompt or "", example.answer):
-                for text in [part] if isinstance(part, str) else [str(message["content"]) for message in part]:
-                    num_bytes += len(text)
-                    yield text
+            for example in self._reader.read_all(row.parse(), place=row.place, from_table=row.from_table):
+                for part in (example.prompt or "", example.answer):
+                    for text in [part] if isinstance(part, str) else [str(message["content"]) for message in part]:
+                        num_bytes += len(text)
+                        yield text
             if num_bytes >= max_bytes:
                 return

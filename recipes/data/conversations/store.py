@@ -9,36 +9,50 @@ import json
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from recipes.cache import build_once
-from recipes.data.conversations.conversation import Reader
+from recipes.data.conversations.conversation import Example
 from recipes.data.conversations.loss_mask import ExampleTokenizer, Tokenized
 from recipes.data.parallel import group_by_bytes, map_in_order
 from recipes.data.read_rows import Row
 from recipes.data.text.token_corpus import hash_text
 from recipes.errors import ConfigError, type_setting
+from recipes.files import count
 
 log = logging.getLogger("lightning_recipes")
 
-FORMAT_VERSION = 3  # increase when the same key produces different files
+FORMAT_VERSION = 4  # increase when the same key produces different files
 _TASK_BYTES = 1024 * 1024
 _TASK_ROWS = 4096
 _ROWS_PER_PROCESS = 2000  # with fewer per process, starting it (~2 s with a chat template) does not pay off
 _CARRIES_LOSS, _IS_ANSWER = 1, 2  # bits of a mark
-_ARRAYS = {"starts": np.int64, "questions": np.uint64, "targets": np.int64}
+_ARRAYS = ("starts", "questions", "targets", "values")
 _MAX_NAMES = 100  # of fields; a row may have others than every other row
 
 
+class AnyReader(Protocol):
+    """Turns rows into examples; picklable."""
+
+    def read_all(self, row: Mapping[str, Any], *, place: str, from_table: bool) -> Sequence[Example]:
+        """Return the examples of a row, all of which are kept or none; arguments as for `Reader.read`."""
+
+    def has_fields(self, row: Mapping[str, Any]) -> bool:
+        """Return whether a row has the fields that are read."""
+
+    def suggest_fields(self, rows: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the mapping, as it is typed, with which the rows can be read; None if there is none."""
+
+
 class Encoded(NamedTuple):
-    """One row, tokenized.
+    """One example of a row, tokenized.
 
     Attributes:
         place: Where it is.
@@ -48,6 +62,8 @@ class Encoded(NamedTuple):
         unread: Fields that were not read.
         absent: Fields that were not there.
         tokenized: Its tokens.
+        value: What the row says about this example, such as whether it is good; NaN: nothing.
+        left_out: Why the row is not trained on; empty: it is.
     """
 
     place: str
@@ -57,6 +73,8 @@ class Encoded(NamedTuple):
     unread: tuple[str, ...]
     absent: tuple[str, ...]
     tokenized: Tokenized
+    value: float
+    left_out: str
 
 
 @dataclass(frozen=True)
@@ -69,7 +87,8 @@ class StoreMeta:
         unread: Fields that were not read, with the number of rows that have them.
         hidden: What the template does not show, with the number of rows.
         absent: Names in `data.fields` that no conversation has.
-        dropped: Locations of rows in which no token has a loss.
+        dropped: Locations of rows in which no token has a loss, or of which an example has none.
+        left_out: Why other rows are not trained on, with their locations.
     """
 
     format_version: int
@@ -82,6 +101,7 @@ class StoreMeta:
     hidden: dict[str, int]
     absent: list[str]
     dropped: list[str]
+    left_out: dict[str, list[str]] = field(default_factory=dict)
 
 
 class ExampleStore:
@@ -120,6 +140,11 @@ class ExampleStore:
     def num_targets(self) -> NDArray[np.int64]:
         """Number of tokens with a loss of each example, [N]; the first token of an example is never a target."""
         return self._map("targets")
+
+    @property
+    def values(self) -> NDArray[np.float64]:
+        """What the rows say about their examples, [N]; NaN: nothing."""
+        return self._map("values")
 
     def tokens(self, example: int, *, stop: int | None = None) -> NDArray[np.int64]:
         """Return the first `stop` tokens of an example."""
@@ -160,7 +185,7 @@ def cached_examples(
     rows: Iterable[Row],
     *,
     setting: str,
-    reader: Reader,
+    reader: AnyReader,
     tokenizer: ExampleTokenizer,
     vocab_size: int,
     key: str,
@@ -206,8 +231,9 @@ def is_complete(folder: Path) -> bool:
 
 
 def _encode_all(
-    rows: Iterable[Row], reader: Reader, tokenizer: ExampleTokenizer, *, num_processes: int
-) -> Iterator[Encoded]:
+    rows: Iterable[Row], reader: AnyReader, tokenizer: ExampleTokenizer, *, num_processes: int
+) -> Iterator[list[Encoded]]:
+    """Yield the examples of each row."""
     tasks = group_by_bytes(rows, max_bytes=_TASK_BYTES, max_items=_TASK_ROWS)
     first = list(islice(tasks, 2))
     workers = 1 if len(first) < 2 and sum(map(len, first)) < _ROWS_PER_PROCESS else num_processes
@@ -216,20 +242,34 @@ def _encode_all(
         yield from encoded
 
 
-def _encode(rows: Sequence[Row], *, reader: Reader, tokenizer: ExampleTokenizer) -> list[Encoded]:
-    encoded = []
-    for row in rows:
-        example = reader.read(row.parse(), place=row.place, from_table=row.from_table)
-        is_chat = not isinstance(example.answer, str)
-        names = example.unread, example.absent
-        question, by = hash_text(example.question), tuple(dict.fromkeys(example.silenced_by))
-        encoded.append(Encoded(row.place, question, is_chat, by, *names, tokenizer(example)))
-    return encoded
+def _encode(rows: Sequence[Row], *, reader: AnyReader, tokenizer: ExampleTokenizer) -> list[list[Encoded]]:
+    return [
+        [
+            Encoded(
+                row.place,
+                hash_text(example.question),
+                not isinstance(example.answer, str),
+                tuple(dict.fromkeys(example.silenced_by)),
+                example.unread,
+                example.absent,
+                tokenizer(example),
+                example.value,
+                example.left_out,
+            )
+            for example in reader.read_all(row.parse(), place=row.place, from_table=row.from_table)
+        ]
+        for row in rows
+    ]
 
 
-def _no_examples(setting: str, *, num_rows: int, silenced: Counter[str]) -> ConfigError:
+def _no_examples(
+    setting: str, *, num_rows: int, silenced: Counter[str], left_out: Mapping[str, Sequence[str]]
+) -> ConfigError:
     """Return the error for rows of which none has a loss."""
     key = setting.partition("=")[0]
+    if left_out:
+        shown = "; ".join(f"{count(len(places), 'row')}: {why}" for why, places in left_out.items())
+        return ConfigError(setting, f"it has no row to learn from ({shown})", f"{key}=<other rows>")
     if not num_rows:
         return ConfigError(setting, "it has no rows", f"{key}=<rows with answers>")
     counted = "its only row has no" if num_rows == 1 else f"none of its {num_rows:,} rows has an"
@@ -242,41 +282,50 @@ def _no_examples(setting: str, *, num_rows: int, silenced: Counter[str]) -> Conf
     return ConfigError(setting, reason, fix)
 
 
-def _write(folder: Path, encoded: Iterator[Encoded], *, vocab_size: int, setting: str) -> None:
+def _write(folder: Path, encoded: Iterator[list[Encoded]], *, vocab_size: int, setting: str) -> None:
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-    starts, questions, targets, dropped = array("q", [0]), array("Q"), array("q"), list[str]()
+    starts, questions, targets, values = array("q", [0]), array("Q"), array("q"), array("d")
+    dropped, left_out = list[str](), dict[str, list[str]]()
     unread, hidden, absent = Counter[str](), Counter[str](), Counter[str]()
     num_conversations = num_ending = 0
     silenced = Counter[str]()
     files = [(folder / name).open("wb") for name in ("tokens.bin", "marks.bin", "places.txt")]
     tokens_file, marks_file, places_file = files
     try:
-        for place, question, is_conversation, silenced_by, fields, missing, example in encoded:
-            unread.update(fields)
-            num_targets = int(example.carries_loss[1:].sum())  # the first token cannot be a target
-            if num_targets == 0:
-                dropped.append(place)
-                silenced.update(silenced_by)
+        for examples in encoded:
+            unread.update({name for example in examples for name in example.unread})
+            if reason := next((example.left_out for example in examples if example.left_out), ""):
+                left_out.setdefault(reason, []).append(examples[0].place)
                 continue
-            tokens_file.write(example.tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
-            marks = example.carries_loss * np.uint8(_CARRIES_LOSS) + example.is_answer * np.uint8(_IS_ANSWER)
-            marks_file.write(marks.tobytes())
-            places_file.write(f"{place}\n".encode("utf-8", "surrogateescape"))
-            starts.append(starts[-1] + len(example.tokens))
-            questions.append(question)
-            targets.append(num_targets)
-            hidden.update(example.hidden)
-            absent.update(missing)
-            num_conversations += is_conversation
-            num_ending += example.ends
+            # the first token cannot be a target
+            num_targets = [int(example.tokenized.carries_loss[1:].sum()) for example in examples]
+            if not all(num_targets):
+                dropped.append(examples[0].place)
+                silenced.update({name for example in examples for name in example.silenced_by})
+                continue
+            for example in examples:
+                tokenized = example.tokenized
+                tokens_file.write(tokenized.tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
+                marks = tokenized.carries_loss * np.uint8(_CARRIES_LOSS) + tokenized.is_answer * np.uint8(_IS_ANSWER)
+                marks_file.write(marks.tobytes())
+                places_file.write(f"{example.place}\n".encode("utf-8", "surrogateescape"))
+                starts.append(starts[-1] + len(tokenized.tokens))
+                questions.append(example.question)
+                values.append(example.value)
+                absent.update(example.absent)
+                num_conversations += example.is_conversation
+                num_ending += tokenized.ends
+            targets.extend(num_targets)
+            hidden.update({name for example in examples for name in example.tokenized.hidden})
     finally:
         for file in files:
             file.close()
     if not questions:
-        raise _no_examples(setting, num_rows=len(dropped), silenced=silenced)
+        raise _no_examples(setting, num_rows=len(dropped), silenced=silenced, left_out=left_out)
     np.save(folder / "starts.npy", np.array(starts, dtype=np.int64))
     np.save(folder / "questions.npy", np.array(questions, dtype=np.uint64))
     np.save(folder / "targets.npy", np.array(targets, dtype=np.int64))
+    np.save(folder / "values.npy", np.array(values, dtype=np.float64))
     meta = StoreMeta(
         format_version=FORMAT_VERSION,
         dtype=dtype,
@@ -288,5 +337,6 @@ def _write(folder: Path, encoded: Iterator[Encoded], *, vocab_size: int, setting
         hidden=dict(hidden.most_common(_MAX_NAMES)),
         absent=[name for name, count in absent.items() if count == num_conversations],
         dropped=dropped,
+        left_out=left_out,
     )
     (folder / "meta.json").write_text(json.dumps(asdict(meta), indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,379 @@
+"""Data source for preferences: rows of a better and a worse answer to a prompt, or of answers that are good or bad.
+
+Shapes: B samples, T tokens of a row. A batch of pairs has 2 B rows: the chosen answer of each pair, then the rejected.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from recipes.data.conversations.conversation import Example, Message, Reader
+from recipes.data.conversations.rows import PAD_TO
+from recipes.data.conversations.source import Conversations
+from recipes.data.conversations.store import ExampleStore
+from recipes.data.draws import rng_at
+from recipes.errors import ConfigError
+from recipes.files import count
+from recipes.numerics.loss import IGNORE_INDEX
+
+Kind = Literal["pairs", "answers"]
+
+_OWN_FIELDS = ("prompt", "chosen", "rejected", "completion", "label", "margin")
+_EQUAL, _EMPTY = "both answers are the same", "an answer is empty"
+_TURN = "\n\nAssistant:"  # of transcripts such as those of Anthropic/hh-rlhf
+_MAX_DRAWS = 64
+
+
+class PreferenceReader:
+    """Turns rows into the examples of both answers, or of one that is labelled.
+
+    Args:
+        kind: `pairs`, or `answers`, which also takes the two of a pair as a good and a bad one.
+        fields: Field name in the format -> field name in this dataset, or None for a field that is not to be read.
+
+    Raises:
+        ConfigError: `fields` has an unknown name.
+    """
+
+    def __init__(self, *, kind: Kind, fields: Mapping[str, str | None]) -> None:
+        self._kind = kind
+        self._fields = {name: own for name, own in fields.items() if name in _OWN_FIELDS}
+        rest = {name: own for name, own in fields.items() if name not in _OWN_FIELDS}
+        try:
+            self._reader = Reader(format="prompt_completion", fields=rest)
+        except ConfigError as error:
+            known = ", ".join(_OWN_FIELDS)
+            raise ConfigError(error.setting, f"{error.reason}; of preferences {known}", error.fix) from error
+
+    def read_all(self, row: Mapping[str, Any], *, place: str, from_table: bool) -> list[Example]:
+        """Return the chosen and the rejected answer of a row, or its only one.
+
+        Raises:
+            ConfigError: A field is missing or has the wrong type, or the row has what changes its meaning and is not
+                read.
+        """
+        chosen, rejected = self._get(row, "chosen"), self._get(row, "rejected")
+        own = {self._fields.get(name, name) for name in _OWN_FIELDS}
+        rest = {name: value for name, value in row.items() if name not in own}
+        if chosen is not None and rejected is not None:
+            prompt, *answers = _divide(self._get(row, "prompt"), chosen, rejected, rest.get("system"), place)
+            values = (1.0, 0.0) if self._kind == "answers" else (self._margin(row, place), math.nan)
+            why = _EQUAL if answers[0] == answers[1] else ""
+        else:
+            prompt, answers = self._get(row, "prompt"), [self._get(row, "completion")]
+            values, why = (self._label(row, place),), ""
+            if isinstance(prompt, str) and rest.get("system"):
+                prompt, answers = _as_messages(prompt, "user"), [_as_messages(answers[0], "assistant")]
+        why = why or (_EMPTY if any(map(_is_empty, answers)) else "")
+        if why:
+            nothing = Example(place=place, prompt=None, answer="", left_out=why)
+            return [nothing] * len(answers)
+        examples = [
+            self._reader.read({**rest, "prompt": prompt, "completion": answer}, place=place, from_table=from_table)
+            for answer in answers
+        ]
+        return [replace(example, value=value) for example, value in zip(examples, values, strict=True)]
+
+    def has_fields(self, row: Mapping[str, Any]) -> bool:
+        """Return whether a row has the fields of a pair or of a labelled answer."""
+        pairs = all(self._get(row, name) is not None for name in ("chosen", "rejected"))
+        return pairs or all(self._get(row, name) is not None for name in ("completion", "label"))
+
+    def suggest_fields(self, rows: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return None: which of two other fields holds the better answer cannot be seen."""
+        return None
+
+    def _get(self, row: Mapping[str, Any], name: str) -> Any:
+        own = self._fields.get(name, name)
+        value = None if own is None else row.get(own)
+        if value is None and name == "prompt" and "prompt" not in self._fields:
+            return row.get("question")
+        return value
+
+    def _margin(self, row: Mapping[str, Any], place: str) -> float:
+        value = self._get(row, "margin")
+        if value is None:
+            return 0.0
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            fix = "a number there, or 'data.fields={margin: null}'"
+            raise ConfigError(place, f"its margin is {str(value)[:40]}, and not a number", fix)
+        return float(value)
+
+    def _label(self, row: Mapping[str, Any], place: str) -> float:
+        value = self._get(row, "label")
+        fields = ", ".join(map(str, row))
+        if value is None or self._get(row, "completion") is None:
+            wanted = "prompt, chosen and rejected"
+            wanted += "" if self._kind == "pairs" else "; or prompt, completion and label"
+            fix = "'data.fields={chosen: <field of the better answer>, rejected: <field of the worse one>}'"
+            raise ConfigError(place, f"its fields are {fields}, expected {wanted}", fix)
+        if self._kind == "pairs":
+            reason = "it has one answer with a label, and this loss compares two answers to a prompt"
+            raise ConfigError(place, reason, "recipe=kto, or rows of prompt, chosen and rejected")
+        if value not in (0, 1):
+            reason = f"its label is {str(value)[:40]}, and an answer is good or bad"
+            raise ConfigError(place, reason, "true or false there, or 'data.fields={label: <another field>}'")
+        return float(value)
+
+
+def _divide(prompt: Any, chosen: Any, rejected: Any, system: Any, place: str) -> tuple[Any, Any, Any]:
+    """Return prompt, chosen and rejected answer, all of them texts or all lists of messages."""
+    are_texts = [isinstance(value, str) for value in (chosen, rejected)]
+    if any(are_texts) != all(are_texts):
+        raise ConfigError(place, "one of its answers is text and the other is not", "two texts, or two lists there")
+    if all(are_texts):
+        if prompt is None:
+            prompt, chosen, rejected = _find_prompt(chosen, rejected, place)
+        if isinstance(prompt, str) and not system:
+            return prompt, chosen, rejected
+        return (
+            _as_messages(prompt, "user"),
+            _as_messages(chosen, "assistant"),
+            _as_messages(rejected, "assistant"),
+        )
+    if isinstance(chosen, Mapping) and isinstance(rejected, Mapping):  # one message each
+        chosen, rejected = [chosen], [rejected]
+    if not (isinstance(chosen, list) and isinstance(rejected, list)):
+        raise ConfigError(place, "its answers are no texts and no lists of messages", "a text, or messages there")
+    num_shared = 0
+    for one, other in zip(chosen, rejected, strict=False):
+        if one != other:
+            break
+        num_shared += 1
+    if num_shared == len(chosen) == len(rejected):
+        num_shared = max(num_shared - 1, 0)  # equal, which the caller says
+    shared = chosen[:num_shared]
+    given = [] if prompt is None else _as_messages(prompt, "user")
+    if given and shared[: len(given)] != given:  # the prompt is not in the conversations as well
+        shared = [*given, *shared]
+    if not shared:
+        raise ConfigError(place, "its conversations share no first message", "a field prompt, or rows that begin alike")
+    return shared, chosen[num_shared:], rejected[num_shared:]
+
+
+def _find_prompt(chosen: str, rejected: str, place: str) -> tuple[str, str, str]:
+    """Divide two transcripts where they begin to differ: after the last turn of the assistant that both begin."""
+    length = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    length = min(len(chosen), len(rejected)) if length is None else length
+    turn = chosen.rfind(_TURN, 0, length)
+    end = turn + len(_TURN) if turn >= 0 else 0
+    if not end:
+        raise ConfigError(place, "it has no prompt", "'data.fields={prompt: <field of the question>}'")
+    return chosen[:end], chosen[end:], rejected[end:]
+
+
+def _as_messages(value: Any, role: str) -> list[Message]:
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
+
+
+def _is_empty(answer: Any) -> bool:
+    """Return whether an answer says nothing, and calls no tool."""
+    if isinstance(answer, list):
+        last = answer[-1] if answer else None
+        return not isinstance(last, Mapping) or not (last.get("content") or last.get("value") or last.get("tool_calls"))
+    return not isinstance(answer, str) or not answer.strip()
+
+
+class PreferenceRows(Dataset[dict[str, Tensor]]):
+    """Pairs of answers, or single ones, each with its prompt in front.
+
+    Answers that begin beyond `seq_len` tokens have nothing to learn: they, and pairs with one of them, are left out.
+
+    Args:
+        store: All examples; of pairs the two of each, one after the other.
+        examples: Indices of the examples in this split.
+        seq_len: Longest row, in tokens; longer ones are cut at their end.
+        kind: What a sample is.
+
+    Attributes:
+        examples: Indices of the better answers.
+    """
+
+    targets_per_sample: int | None = None
+
+    def __init__(self, store: ExampleStore, examples: NDArray[np.int64], *, seq_len: int, kind: Kind) -> None:
+        self.seq_len = seq_len
+        self._store = store
+        self._kind = kind
+        num_answers = 2 if kind == "pairs" else 1
+        self.tokens_per_sample = num_answers * seq_len  # at most
+        of_samples = examples.reshape(-1, num_answers)  # [N, K]
+        lengths = store.lengths[of_samples] - 1  # [N, K], inputs
+        num_targets = np.array(store.num_targets[of_samples])
+        is_cut = lengths > seq_len
+        for place in zip(*np.nonzero(is_cut), strict=True):
+            num_targets[place] = store.carries_loss(int(of_samples[place]), stop=seq_len + 1)[1:].sum()
+        is_kept = (num_targets > 0).all(axis=1)
+        self.num_cut = int(is_cut.any(axis=1)[is_kept].sum())
+        self.num_without_targets = int((~is_kept).sum())
+        self._samples = of_samples[is_kept]
+        self._lengths = np.minimum(lengths[is_kept], seq_len).sum(axis=1)  # [N]
+        self.num_inputs, self.num_targets = int(self._lengths.sum()), int(num_targets[is_kept].sum())
+        self.values = np.array(store.values[self._samples[:, 0]])  # [N]
+        self.examples = self._samples[:, 0] if kind == "pairs" else self._samples[self.values > 0, 0]
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return a sample: `inputs` and `targets` [K, T], `num_inputs` [K], `id` [], and what is known of it.
+
+        The id is a hash of all its tokens. What is known is the `margin` of a pair; of a single answer the `label`, and
+        `other_inputs` and `other_targets` [T'], its prompt with the answer to another one.
+        """
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        index %= len(self)
+        rows = [self._row(example) for example in self._samples[index].tolist()]
+        sample, value = _stack(rows), torch.tensor(float(self.values[index]), dtype=torch.float32)
+        if self._kind == "pairs":
+            return sample | {"id": _hash(rows), "margin": value}
+        other = self._row_of(*self._mismatch(index))
+        others = {"other_inputs": torch.from_numpy(other[0]), "other_targets": torch.from_numpy(other[1])}
+        return sample | {"id": _hash([*rows, other]), "label": value} | others
+
+    def count_inputs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of inputs of each sample, without padding and without answers to other prompts."""
+        counts: NDArray[np.int64] = self._lengths[samples]
+        return counts
+
+    def padding(self) -> dict[str, Tensor]:
+        """Return a sample without a loss."""
+        sample = self[0]
+        names = ("targets", "other_targets")
+        empty = {name: torch.full_like(sample[name], IGNORE_INDEX) for name in names if name in sample}
+        return sample | empty | {"num_inputs": torch.zeros_like(sample["num_inputs"])}
+
+    def examples_of(self, index: int) -> list[int]:
+        """Return the examples of a sample."""
+        found: list[int] = self._samples[index].tolist()
+        return found
+
+    def _row(self, example: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return self._row_of(self._store.tokens(example), self._store.carries_loss(example))
+
+    def _row_of(
+        self, tokens: NDArray[np.int64], carries_loss: NDArray[np.bool_]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        tokens, carries_loss = tokens[: self.seq_len + 1], carries_loss[: self.seq_len + 1]
+        return tokens[:-1], np.where(carries_loss[1:], tokens[1:], IGNORE_INDEX)
+
+    def _mismatch(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return tokens and loss mask of the prompt of a sample and the answer to another one.
+
+        Which one is drawn from the index alone, so that a reference can be computed once for all epochs.
+        """
+        example = int(self._samples[index, 0])
+        questions, rng = self._store.questions, rng_at(0, index)
+        other = example
+        for _ in range(_MAX_DRAWS):
+            other = int(self._samples[rng.integers(len(self)), 0])
+            if questions[other] != questions[example]:
+                break
+        begins, other_begins = (int(self._store.carries_loss(each).argmax()) for each in (example, other))
+        tokens = np.concatenate([self._store.tokens(example)[:begins], self._store.tokens(other)[other_begins:]])
+        mask = np.concatenate([np.zeros(begins, dtype=np.bool_), self._store.carries_loss(other)[other_begins:]])
+        return tokens, mask
+
+
+def _hash(rows: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> Tensor:
+    """Return a hash of rows of inputs and targets, [] int64: equal for equal samples, whatever holds them."""
+    digest = xxhash.xxh3_64()
+    for inputs, targets in rows:
+        digest.update(len(inputs).to_bytes(8, "little"))
+        digest.update(inputs.tobytes())
+        digest.update(targets.tobytes())
+    return torch.tensor(digest.intdigest() >> 1)  # 63 bits
+
+
+def _stack(rows: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> dict[str, Tensor]:
+    """Return rows of different lengths as `inputs` and `targets` [K, T], and `num_inputs` [K]."""
+    width = max(len(inputs) for inputs, _ in rows)
+    inputs = torch.zeros(len(rows), width, dtype=torch.int64)
+    targets = torch.full((len(rows), width), IGNORE_INDEX)
+    for row, (tokens, wanted) in enumerate(rows):
+        inputs[row, : len(tokens)] = torch.from_numpy(tokens)
+        targets[row, : len(wanted)] = torch.from_numpy(wanted)
+    return {"inputs": inputs, "targets": targets, "num_inputs": torch.tensor([len(tokens) for tokens, _ in rows])}
+
+
+def pad_samples(samples: Sequence[dict[str, Tensor]], *, seq_len: int) -> dict[str, Tensor]:
+    """Return a batch: `inputs` and `targets` [B K, T], `num_inputs` [B K], and all else with one row per sample.
+
+    Rows are padded at the end to a multiple of 64 tokens, or `seq_len`; attention is causal.
+    """
+    batch: dict[str, Tensor] = {}
+    for name, first in samples[0].items():
+        values = [sample[name] for sample in samples]
+        if name in ("num_inputs",):
+            batch[name] = torch.cat(values)
+        elif name.endswith(("inputs", "targets")):
+            rows = [row for value in values for row in (value if value.ndim == 2 else [value])]
+            width = min(-(-max(len(row) for row in rows) // PAD_TO) * PAD_TO, seq_len)
+            fill = IGNORE_INDEX if name.endswith("targets") else 0
+            batch[name] = torch.full((len(rows), width), fill, dtype=first.dtype)
+            for index, row in enumerate(rows):
+                batch[name][index, : len(row)] = row
+        else:
+            batch[name] = torch.stack(values)
+    return batch
+
+
+class Preferences(Conversations):
+    """Preferences from rows of `path`: JSONL, JSON, CSV or Parquet files, or a hub dataset."""
+
+    target_kind: ClassVar[str] = "{kind}"
+
+    def __init__(self, *, kind: Kind, fields: Mapping[str, str | None], **settings: Any) -> None:
+        """Store the settings; nothing is read before `prepare`.
+
+        Args:
+            kind: What a row is: `pairs` of answers, or single `answers` with a label.
+            fields: Field name in the format -> field name in this dataset, or None for a field that is not to be read.
+            **settings: As for `Conversations`.
+        """
+        super().__init__(format="prompt_completion", fields={}, train_on="answers", packing=False, **settings)
+        self._reader = PreferenceReader(kind=kind, fields=fields)
+        self._format = f"{kind} {sorted(fields.items(), key=str)}"
+        self._kind = kind
+
+    @property
+    @override
+    def collate(self) -> Callable[[Sequence[Any]], Any]:
+        return functools.partial(pad_samples, seq_len=self.seq_len)
+
+    @override
+    def prepare(self, tokenizer: Any = None) -> None:
+        super().prepare(tokenizer)
+        if self._kind == "pairs":
+            return
+        for split, rows in self._ready()[2].items():
+            num_good = int((rows.values > 0).sum())
+            if num_good in (0, len(rows)):
+                label = "bad" if num_good == 0 else "good"
+                reason = f"all {count(len(rows), 'answer')} of the {split} split are {label}: nothing tells them apart"
+                raise ConfigError(f"data.path={self._path}", reason, "data.path=<rows of both labels>")
+            if len(np.unique(self._ready()[1]["train"].questions)) < 2:
+                reason = "all answers are to one prompt, and KTO compares with answers to others"
+                raise ConfigError(
+                    f"data.path={self._path}", reason, "data.path=<rows of several prompts>, or recipe=dpo"
+                )
+
+    @override
+    def describe(self) -> str:
+        noun = ("pair", "pairs") if self._kind == "pairs" else ("answer", "answers")
+        return super().describe().replace("training and", f"training {noun[1]} and", 1)
+
+    @override
+    def _make_rows(self, store: ExampleStore, examples: NDArray[np.int64]) -> Any:
+        return PreferenceRows(store, examples, seq_len=self.seq_len, kind=self._kind)
