@@ -67,11 +67,11 @@ class PreferenceReader:
         rest = {name: value for name, value in row.items() if name not in own}
         if chosen is not None and rejected is not None:
             prompt, *answers = _divide(self._get(row, "prompt"), chosen, rejected, rest.get("system"), place)
-            values = (1.0, 0.0) if self._kind == "answers" else (self._margin(row, place), math.nan)
+            values = [1.0, 0.0] if self._kind == "answers" else [self._margin(row, place), math.nan]
             why = _EQUAL if answers[0] == answers[1] else ""
         else:
             prompt, answers = self._get(row, "prompt"), [self._get(row, "completion")]
-            values, why = (self._label(row, place),), ""
+            values, why = [self._label(row, place)], ""
             if isinstance(prompt, str) and rest.get("system"):
                 prompt, answers = _as_messages(prompt, "user"), [_as_messages(answers[0], "assistant")]
         why = why or (_EMPTY if any(map(_is_empty, answers)) else "")
@@ -213,7 +213,7 @@ class PreferenceRows(Dataset[dict[str, Tensor]]):
         is_cut = lengths > seq_len
         for place in zip(*np.nonzero(is_cut), strict=True):
             num_targets[place] = store.carries_loss(int(of_samples[place]), stop=seq_len + 1)[1:].sum()
-        is_kept = (num_targets > 0).all(axis=1)
+        is_kept: NDArray[np.bool_] = np.all(num_targets > 0, axis=1)  # [N]
         self.num_cut = int(is_cut.any(axis=1)[is_kept].sum())
         self.num_without_targets = int((~is_kept).sum())
         self._samples = of_samples[is_kept]
@@ -357,7 +357,8 @@ class Preferences(Conversations):
         super().prepare(tokenizer)
         if self._kind == "pairs":
             return
-        for split, rows in self._ready()[2].items():
+        splits: Mapping[str, Any] = self._ready()[2]
+        for split, rows in splits.items():
             num_good = int((rows.values > 0).sum())
             if num_good in (0, len(rows)):
                 label = "bad" if num_good == 0 else "good"

@@ -329,9 +329,9 @@ class KTO(AnswerLoss):
     """KTO (Ethayarajh et al. 2024, arXiv 2402.01306): single answers, each of which is good or bad.
 
     With r the log-ratio of an answer to the reference and z the KL divergence from it, a good answer has the loss
-    desirable_weight (1 - sigmoid(beta (r - z))), a bad one undesirable_weight (1 - sigmoid(beta (z - r))). z is the mean
-    log-ratio of answers to other prompts, at least 0, over the global batch: TRL takes that of each micro-batch on its
-    rank, and its loss then depends on how the batch is split.
+    desirable_weight (1 - sigmoid(beta (r - z))), a bad one undesirable_weight (1 - sigmoid(beta (z - r))). z is the
+    mean log-ratio of answers to other prompts, at least 0, over the global batch: TRL takes that of each micro-batch on
+    its rank, and its loss then depends on how the batch is split.
 
     Args:
         beta: Strength of the tie to the reference.

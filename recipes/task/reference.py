@@ -1,8 +1,8 @@
 """Log-probabilities of answers under the first weights of a run, computed once and found again by a hash of the sample.
 
 Whatever splits, ranks and epochs there are, equal samples have equal ids. The values are in the cache, where runs with
-the same weights and data share them, in parts, so that an interrupted computation goes on; and in the folder of the run,
-which needs nothing else to be resumed.
+the same weights and data share them, in parts, so that an interrupted computation goes on; and in the folder of the
+run, which needs nothing else to be resumed.
 
 Shapes: N samples, K' columns: the answers of a sample, and of KTO the answer to another prompt.
 """

@@ -1,0 +1,142 @@
+"""Preference losses have one curve, whatever the engine, the split and the reference: answers of uneven lengths."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import COMMON, DECODER, ENGINES, IS_LONG, NUM_STEPS, count_data_ranks
+from ranks import run_on_ranks
+
+LOSSES = ("dpo", "orpo", "simpo", "kto", "nll")
+ON_TWO = ("ddp", "fsdp", "ZeRO-1", "ZeRO-2", "ZeRO-3", "tp2")
+SPLITS = (1, 2, 4)
+WITHOUT_REFERENCE = ("orpo", "simpo")
+
+
+def make_data(loss: str, folder: Path) -> dict[str, Any]:
+    """Write 61 rows whose answers have 1 to 9 letters, and return the data node that reads them."""
+    folder.mkdir(exist_ok=True)
+    kind, path = "answers" if loss == "kto" else "pairs", folder / f"{loss}.jsonl"
+    words = ["".join(chr(97 + (7 * row + 3 * place) % 26) for place in range(1 + row % 9)) for row in range(61)]
+    rows: list[dict[str, Any]] = []
+    for row, word in enumerate(words):
+        prompt = f"{word[::-1]}{row}>"
+        if loss == "kto":
+            rows.append({"prompt": prompt, "completion": word, "label": row % 3 != 0})
+        else:
+            rows.append({"prompt": prompt, "chosen": word, "rejected": word[: 1 + row % 4] + "zz" * (row % 3) + "!"})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "_target_": "recipes.data.preferences.Preferences",
+        "path": str(path),
+        "kind": kind,
+        "fields": {},
+        "chat_template": "auto",
+        "val_path": None,
+        "val_fraction": 0.3,
+        "split": "train",
+        "tokenizer": {"_target_": "recipes.tokenizer.bytes.Bytes"},
+        "seq_len": 24,
+        "vocab_size": 257,
+        "cache_dir": str(folder / "data"),
+    }
+
+
+def make_case(
+    loss: str, engine: str, folder: Path, *, accumulate: int, world_size: int, adapter: bool = False
+) -> dict[str, Any]:
+    name = f"{loss}-{engine}-{accumulate}-{adapter}".replace(" ", "").replace(",", "")
+    data = make_data(loss, folder)
+    size = 16 // accumulate // count_data_ranks(ENGINES[engine], world_size)
+    kept = [override for override in DECODER if override.partition("=")[0] not in ("data", "model.vocab_size")]
+    return {
+        "overrides": [
+            *kept,
+            *("model=gpt2_nano", "model.vocab_size=257", "model.max_seq_len=24", "tokenizer=bytes"),
+            *("task=preference", f"data.path={folder / loss}.jsonl", f"task.cache_dir={folder / name}"),
+            *(("loss=dpo", "loss.nll_weight=0.5", "loss.beta=0.5") if loss == "nll" else (f"loss={loss}",)),
+            *(("data.kind=answers",) if loss == "kto" else ()),
+            *(("adapter=lora", "adapter.r=4") if adapter else ()),
+            *(override for override in COMMON if not override.startswith("eval_samples")),
+            *("eval_samples=null", "trainer.gradient_clip_val=0.05"),
+            *ENGINES[engine],
+            *(f"micro_batch_size={size}", f"trainer.devices={world_size}"),
+        ],
+        "data": data,
+    }
+
+
+def make_cases(folder: Path, *, world_size: int) -> dict[str, Any]:
+    """Return the cases of a number of ranks by (loss, engine, micro-batches, adapter)."""
+    engines = ("single",) if world_size == 1 else ON_TWO
+    names = [
+        (loss, engine, accumulate, adapter)
+        for loss in LOSSES
+        for engine in engines
+        for accumulate in SPLITS
+        for adapter in (False, True)
+    ]
+    if not IS_LONG and world_size == 1:
+        names = [name for name in names if name[2] == 1 or (name[2] == 4 and not name[3])]
+    elif not IS_LONG:
+        short = {
+            *(("dpo", engine, 1, False) for engine in ON_TWO),
+            *(("kto", engine, 2, False) for engine in ("ddp", "fsdp", "ZeRO-3")),
+            *(("orpo", engine, 2, False) for engine in ("fsdp", "ZeRO-2")),
+            *(("dpo", engine, 2, True) for engine in ("fsdp", "ZeRO-2")),
+            *(("simpo", "ddp", 2, False), ("kto", "fsdp", 1, True), ("nll", "fsdp", 2, False)),
+        }
+        names = [name for name in names if name in short]
+    return {
+        json.dumps(name): make_case(*name[:2], folder, accumulate=name[2], world_size=world_size, adapter=name[3])
+        for name in names
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], list[dict[str, float]]]:
+    """Return the rows of each case by (loss, engine, micro-batches, adapter)."""
+    found: dict[tuple[Any, ...], Any] = {}
+    for world_size in (1, 2):
+        folder = tmp_path_factory.mktemp(f"of_{world_size}")
+        cases = make_cases(folder / "files", world_size=world_size)
+        for name, result in run_on_ranks(cases, world_size=world_size, folder=folder).items():
+            assert "error" not in result, f"{name}: {result['error']}"
+            found[tuple(json.loads(name))] = result["rows"]
+    return found
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_engine_and_split_has_the_curve_of_one_device(
+    loss: str, results: dict[tuple[Any, ...], list[dict[str, float]]]
+) -> None:
+    compared = 0
+    for (of, engine, accumulate, adapter), rows in results.items():
+        if of != loss or (engine, accumulate) == ("single", 1):
+            continue
+        reference = results[loss, "single", 1, adapter]
+        assert len(rows) == len(reference) == NUM_STEPS
+        for row, expected in zip(rows, reference, strict=True):
+            for name in ("train/loss", "grad/norm"):
+                # float32: other orders of the same sums, relative to the size of the loss
+                assert row[name] == pytest.approx(expected[name], rel=1e-5), (engine, accumulate, adapter, name)
+            for name in expected:
+                if name.startswith(("train/chosen", "train/rejected", "train/kl", "train/margin")):
+                    assert row[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), (engine, name)
+        last, expected = rows[-1], reference[-1]
+        assert last["val/loss"] == pytest.approx(expected["val/loss"], rel=1e-5), (engine, accumulate, adapter)
+        compared += 1
+    assert compared >= 2
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_dpo_begins_at_ln_2_with_rewards_of_zero(
+    adapter: bool, results: dict[tuple[Any, ...], list[dict[str, float]]]
+) -> None:
+    for (loss, engine, *_, of_adapter), rows in results.items():
+        if loss == "dpo" and of_adapter is adapter:
+            assert rows[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-6), engine
+            assert rows[0]["train/chosen_reward"] == pytest.approx(0, abs=1e-6), engine
+            assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 1e-3, "and it learns"
