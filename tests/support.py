@@ -50,9 +50,13 @@ def needed_by(recipe: str, folder: Path, *, model: str = "") -> list[str]:
         return [f"model.name={folder}", *needed_by(recipe, folder)]
     if recipe.endswith("_nvme"):
         return [f"strategy.nvme_path={folder}"]
+    path = folder / "rows.jsonl"
+    if recipe in ("dpo", "orpo", "simpo", "kto", "reward_model"):
+        pairs = ({"prompt": f"{i}+{i}=", "chosen": f"{2 * i}", "rejected": f"{2 * i + 1}"} for i in range(200))
+        path.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+        return [f"data.path={path}"]
     if recipe != "sft":
         return []
-    path = folder / "rows.jsonl"
     path.write_text("".join(f'{{"prompt": "{i}+{i}=", "completion": "{2 * i}"}}\n' for i in range(200)))
     return [f"data.path={path}"]
 

@@ -133,9 +133,7 @@ def switched_off(model: nn.Module) -> Iterator[None]:
     peft's own `disable_adapter_layers` (0.21) also changes `requires_grad` of the adapter, and with it the gradients
     that an engine waits for.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
     for layer in layers:
         layer._disable_adapters = True
     try:

@@ -376,5 +376,11 @@ class Preferences(Conversations):
         return super().describe().replace("training and", f"training {noun[1]} and", 1)
 
     @override
+    def describe_sample(self, sample: int) -> dict[str, Any]:
+        described = super().describe_sample(sample)
+        named = {document["name"]: document for document in described["documents"]}  # both answers of a row
+        return described | {"documents": [*named.values()]}
+
+    @override
     def _make_rows(self, store: ExampleStore, examples: NDArray[np.int64]) -> Any:
         return PreferenceRows(store, examples, seq_len=self.seq_len, kind=self._kind)

@@ -129,6 +129,10 @@ class Loss(ABC):
     def per_sample(self, outputs: Any, batch: Batch) -> Tensor:
         """Return the mean loss of each sample over its targets, [B] float32, without regularizers."""
 
+    def complete(self, batch: Batch) -> dict[str, Any]:
+        """Return a batch of one row per sample with all that the loss reads, for a plan, which has no data."""
+        return dict(batch)
+
     def compile(self) -> None:  # noqa: B027 - not every loss has a part that is worth it
         """Compile the elementwise part with torch.compile; called before the first batch of a compiled run."""
 

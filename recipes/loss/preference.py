@@ -45,6 +45,16 @@ def count_tokens(batch: Batch, *, num_answers: int) -> Tensor:
     return lengths
 
 
+def _complete(batch: Batch, *, num_answers: int) -> dict[str, Any]:
+    """Return a batch of rows of T tokens with K answers of each sample, see `recipes.data.preferences`."""
+    inputs, targets = (batch[name].repeat_interleave(num_answers, dim=0) for name in ("inputs", "targets"))
+    size, length = batch["inputs"].shape
+    known = {"margin": inputs.new_zeros(size, dtype=torch.float32), "label": inputs.new_ones(size, dtype=torch.float32)}
+    others = {"other_inputs": batch["inputs"], "other_targets": batch["targets"], "id": inputs.new_zeros(size)}
+    rows = {"inputs": inputs, "targets": targets, "num_inputs": inputs.new_full((len(inputs),), length)}
+    return {**batch, **rows, **known, **others, "kl": inputs.new_zeros((), dtype=torch.float32)}
+
+
 def log1mexp(x: Tensor) -> Tensor:
     """Return log(1 - exp(x)) of x < 0: `log1p(-exp(x))` is -inf for |x| below the rounding of 1."""
     is_near = x > -0.6931471805599453  # log 2: beyond it the other form is the more exact one (Maechler 2012)
@@ -73,6 +83,10 @@ class AnswerLoss(Loss):
 
     def __init__(self, *, chunk_tokens: Annotated[int, ">= 1"] | None = None) -> None:
         self.chunk_tokens = chunk_tokens
+
+    @override
+    def complete(self, batch: Batch) -> dict[str, Any]:
+        return _complete(batch, num_answers=self.num_answers)
 
     @override
     def per_sample(self, outputs: Likelihoods, batch: Batch) -> Tensor:
@@ -444,6 +458,10 @@ class BradleyTerry(Loss):
     @override
     def counts_of_sample(self, num_targets: int | None) -> dict[str, int]:
         return {NUM_PAIRS: 1}
+
+    @override
+    def complete(self, batch: Batch) -> dict[str, Any]:
+        return _complete(batch, num_answers=2)
 
     @override
     def per_sample(self, outputs: Tensor, batch: Batch) -> Tensor:

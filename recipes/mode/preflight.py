@@ -159,7 +159,7 @@ class Checklist:
             found = "the model has no setting num_classes, and its outputs are not known before it runs"
             check = data_checks.RANGE if kind == "classes" else data_checks.NUMBERS
             yield Result(check=check, status="skip", found=found)
-        elif kind == "classes":
+        elif kind == "classes" or is_text:
             yield data_checks.check_range(samples, num_outputs)
         else:
             yield data_checks.check_numbers(samples, num_outputs, are_labels=kind != "values")
@@ -168,6 +168,9 @@ class Checklist:
             yield Result(check="inputs are predictive of targets", status="skip", found=found)
         elif kind == "classes":
             yield data_checks.check_dependence(samples, is_text=is_text, kind=one)
+        elif is_text:
+            found = "answers are compared as a whole"
+            yield Result(check="inputs are predictive of targets", status="skip", found=found)
         else:
             yield data_checks.check_similarity(samples, kind=one)
         seen, held_out = data_checks.spread(train, 8 * _SAMPLES), data_checks.spread(val, _SAMPLES)

@@ -153,7 +153,7 @@ def describe_step(
     return Step(
         make_model=resolved.make_model,
         objective=objective,
-        make_batch=partial(_make_batch, resolved, loss.count_names, accumulation.micro_batch_size, shape, precision),
+        make_batch=partial(_make_batch, resolved, loss, accumulation.micro_batch_size, shape, precision),
         make_optimizer=resolved.make_optimizer(),
         precision=precision,
         activation_checkpoint=resolved.make("activation_checkpoint"),
@@ -180,9 +180,7 @@ def find_sample_shape(resolved: ResolvedRun) -> tuple[int, ...]:
     return tuple(source.train()[0]["inputs"].shape)
 
 
-def _make_batch(
-    resolved: ResolvedRun, count_names: Sequence[str], size: int, shape: tuple[int, ...], precision: Precision
-) -> Batch:
+def _make_batch(resolved: ResolvedRun, loss: Loss, size: int, shape: tuple[int, ...], precision: Precision) -> Batch:
     if "tokens" in resolved.task.input_kinds:
         inputs = torch.zeros(size, *shape, dtype=torch.int64)  # [B, T]
         targets = torch.zeros_like(inputs)
@@ -191,7 +189,7 @@ def _make_batch(
         targets = torch.zeros(size, dtype=torch.int64)  # [B]
         if resolved.target_kind != "classes":
             targets = torch.zeros(size, resolved.model.num_classes or 1)  # [B, V]
-    return {"inputs": inputs, "targets": targets, **dict.fromkeys(count_names, targets.numel())}
+    return loss.complete({"inputs": inputs, "targets": targets, **dict.fromkeys(loss.count_names, targets.numel())})
 
 
 @dataclass(frozen=True, kw_only=True)

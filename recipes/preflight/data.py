@@ -66,10 +66,11 @@ def check_shift(samples: Sequence[Sample]) -> Result:
     name = "targets are the next tokens"
     shifted = same = count = 0
     for sample in samples:
-        inputs, targets = sample["inputs"], sample["targets"]  # [T] each
+        inputs, targets = sample["inputs"], sample["targets"]  # [T] each, or [K, T]
+        inputs, targets = torch.atleast_2d(inputs).T, torch.atleast_2d(targets).T  # [T, K]
         counts = targets[:-1] != IGNORE_INDEX
         if "positions" in sample:  # the last target of a packed document is not the first input of the next one
-            counts = counts & (sample["positions"][1:] != 0)
+            counts = counts & (sample["positions"][1:, None] != 0)
         count += int(counts.sum())
         shifted += int((targets[:-1] == inputs[1:])[counts].sum())
         same += int((targets[:-1] == inputs[:-1])[counts].sum())
@@ -94,7 +95,7 @@ def check_shift(samples: Sequence[Sample]) -> Result:
 
 def check_range(samples: Sequence[Sample], num_classes: int) -> Result:
     """Check that every target is a class that the model predicts, and how many of those without padding carry loss."""
-    targets = torch.cat([sample["targets"].flatten()[: sample.get("num_inputs")] for sample in samples])  # [N * T]
+    targets = torch.cat([_without_padding(sample) for sample in samples])  # [N * T]
     carries = targets != IGNORE_INDEX
     wrong = carries & ((targets < 0) | (targets >= num_classes))
     if wrong.any():
@@ -110,6 +111,14 @@ def check_range(samples: Sequence[Sample], num_classes: int) -> Result:
     if share == 0.0:
         return Result(check=RANGE, status="fail", found=found, remedy="look at the mask of the data")
     return Result(check=RANGE, status="pass", found=found)
+
+
+def _without_padding(sample: Sample) -> torch.Tensor:
+    """Return the targets of a sample, [T], or of its rows one after the other."""
+    targets, num_inputs = sample["targets"], sample.get("num_inputs")
+    if num_inputs is None or num_inputs.ndim == 0:
+        return targets.flatten()[:num_inputs]
+    return torch.cat([row[:length] for row, length in zip(targets, num_inputs.tolist(), strict=True)])
 
 
 def check_numbers(samples: Sequence[Sample], num_outputs: int, *, are_labels: bool) -> Result:
@@ -301,6 +310,10 @@ def show_samples(samples: Sequence[Sample], decode: Any, *, is_text: bool = True
     shown = []
     for sample in samples:
         inputs, targets = sample["inputs"], sample["targets"]
+        if is_text and inputs.ndim == 2:  # rows of several answers
+            rows = [{"inputs": row, "targets": wanted} for row, wanted in zip(inputs, targets, strict=True)]
+            shown += show_samples(rows, decode)
+            continue
         if inputs.ndim > 1 or not is_text:
             shape = " x ".join(map(str, inputs.shape)) or "1"
             low, mean, high = float(inputs.min()), float(inputs.float().mean()), float(inputs.max())

@@ -272,10 +272,15 @@ class LanguageModeling(GeneratesText, PipelineTask):
         return self._run(batch)  # [B, T, V], compute dtype
 
     @functools.cached_property
+    def takes_reduce(self) -> bool:
+        """Whether the model passes hidden states and head weight to a function in the place of computing logits."""
+        has_argument = "reduce" in inspect.signature(self.model.forward).parameters
+        return has_argument and bool(getattr(self.model, "computes_loss_in_chunks", True))
+
+    @functools.cached_property
     def _head_loss(self) -> HeadLoss | None:
         """Loss computed from chunks of the logits; None: disabled, or not supported by the model."""
-        takes_reduce = "reduce" in inspect.signature(self.model.forward).parameters
-        if not takes_reduce or not getattr(self.model, "computes_loss_in_chunks", True):
+        if not self.takes_reduce:
             return None
         ranks: TensorRanks | None = getattr(getattr(self.model, "head", None), "ranks", None)
         stages: PipelineRanks | None = getattr(self.model, "pipeline", None)

@@ -4,7 +4,6 @@ Shapes: B samples, K answers of a sample, R = B K rows of T tokens.
 """
 
 import functools
-import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -64,7 +63,7 @@ class PreferenceTuning(LanguageModeling):
     def outputs(self, batch: Batch) -> Likelihoods:
         loss, num_answers = self.loss, self.loss.num_answers
         log_probs, of_prompts = self._log_probs(batch, with_prompts=loss.reads_prompts)  # [R] each
-        kl = batch.get("kl", self._kl) if loss.reads_kl else None
+        kl = self._find_kl(batch) if loss.reads_kl else None
         found = Likelihoods(
             log_probs.unflatten(0, (-1, num_answers)),
             reference=self._look_up(batch)[:, :num_answers] if loss.needs_reference else None,
@@ -116,10 +115,9 @@ class PreferenceTuning(LanguageModeling):
 
     @functools.cached_property
     def _computes_in_chunks(self) -> bool:
-        model: Any = self.model
-        has_head = "reduce" in inspect.signature(model.forward).parameters
-        is_sharded = getattr(getattr(model, "head", None), "ranks", None) is not None
-        return self.loss.chunk_tokens is not None and has_head and not is_sharded
+        # a sharded vocabulary has the loss of its own columns only, and joins the logits in the head
+        is_sharded = getattr(getattr(self.model, "head", None), "ranks", None) is not None
+        return self.loss.chunk_tokens is not None and self.takes_reduce and not is_sharded
 
     def _in_chunks(self, hidden: Tensor, weight: Tensor, *, targets: Tensor) -> Tensor:
         """Return the cross-entropy of each target [R, T] from hidden states [R, T, W], a chunk of logits at a time.
@@ -171,6 +169,11 @@ class PreferenceTuning(LanguageModeling):
         if self.loss.reads_kl:
             self._kl = self._measure_kl(self._validation_batches())
 
+    @override
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        self._kl = None
+
     @property
     def _uses_adapter(self) -> bool:
         """Whether the reference is the model without its adapter.
@@ -203,6 +206,8 @@ class PreferenceTuning(LanguageModeling):
         began = time.monotonic()
         sets = data.list_datasets()
         num_samples = sum(len(dataset) for dataset, _ in sets)
+        if self.trainer.is_global_zero:
+            LOGGER.info("Reference: log-probabilities of %s samples under the first weights", f"{num_samples:,}")
         with torch.no_grad(), _evaluating(self.model):
             table = ReferenceTable.build(
                 sets,
@@ -217,7 +222,7 @@ class PreferenceTuning(LanguageModeling):
         self._table = table
         if self.trainer.is_global_zero:
             seconds = time.monotonic() - began
-            LOGGER.info("Reference: log-probabilities of %s samples in %.1f s", f"{num_samples:,}", seconds)
+            LOGGER.info("Reference: ready in %.1f s", seconds)
 
     def _measure_samples(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the ids [B] and log-probabilities [B, K'] of a batch as it comes from a loader."""
@@ -261,6 +266,13 @@ class PreferenceTuning(LanguageModeling):
         """Add the divergence from the reference, over the global batch, to each micro-batch."""
         kl = self._measure_kl(iter(micro_batches))
         return [{**batch, "kl": kl} for batch in micro_batches]
+
+    def _find_kl(self, batch: Batch) -> Tensor:
+        """Return the divergence over the global batch, or the validation, of a batch; else over the batch itself."""
+        if "kl" in batch:
+            kl: Tensor = batch["kl"]
+            return kl
+        return self._measure_kl(iter([batch])) if self._kl is None else self._kl
 
     def _measure_kl(self, batches: Iterator[Batch]) -> Tensor:
         """Return the mean log-ratio of answers to other prompts over all batches of all ranks, at least 0; []."""

@@ -29,6 +29,7 @@ from recipes.config.check.own_options import check_own_options
 from recipes.config.check.own_training import check_own_training
 from recipes.config.check.parameter_rules import check_parameter_rules
 from recipes.config.check.paths import check_paths
+from recipes.config.check.preference import check_preferences
 from recipes.config.check.ranges import check_ranges
 from recipes.config.check.renamed import answer_renamed
 from recipes.config.check.resumed import check_resumed
@@ -151,6 +152,7 @@ def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
         *check_readers(config),
         *check_thresholds(config),
         *check_frozen_models(run),
+        *check_preferences(run),
         *check_evaluator(run),
         *check_export(run),
         *check_own_training(run),

@@ -79,6 +79,7 @@ _TASKS_OF_IMAGES = {
     "multilabel": (("labels",), "bce"),
     "regression": (("values",), "mse"),
 }
+_LOSSES_OF_ANSWERS = {"pairs": "dpo", "answers": "kto"}  # by what `data=preferences` gives
 _OFF = ("null", "false", "[]")
 _THRESHOLDS = ("stopping_threshold", "divergence_threshold")
 # settings that other settings alone make effective -> which ones, of which one must differ from these values; why
@@ -655,7 +656,14 @@ def _loss_of_other_targets(
     fixes = [f"task={task}"] if takes_images and task not in (None, choices.get("task")) else []
     if not fixes or any(override.startswith("loss=") for override in overrides):  # which the task does not set then
         fixes.append(f"loss={fitting}" if fitting is not None else f"loss=<one that reads {kind}>")
-    if setting is not None and not any(override.startswith(f"data.{setting}=") for override in overrides):
+    if kind in _LOSSES_OF_ANSWERS:  # of a task that reads no classes
+        is_of_answers = choices.get("task") in ("preference", "reward")
+        fixes = [f"loss={_LOSSES_OF_ANSWERS[kind]}" if is_of_answers else f"recipe={_LOSSES_OF_ANSWERS[kind]}"]
+    elif _LOSSES_OF_ANSWERS.keys() & {*read}:
+        fixes = ["data=preferences"]
+    is_typed = any(override.startswith(f"data.{setting}=") for override in overrides)
+    can_be_other = kind not in _LOSSES_OF_ANSWERS or read[0] in _LOSSES_OF_ANSWERS
+    if setting is not None and not is_typed and can_be_other:
         fixes = [f"data.{setting}={read[0]}"]
     loss, data = _get_option(config, choices, "loss"), _get_option(config, choices, "data")
     reason = f"the loss reads {' or '.join(read)}, the targets of the data are {kind}"
