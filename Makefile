@@ -66,6 +66,7 @@ benchmark: $(VENV)/.installed-test
 	$(RUN) benchmarks/optimizers.py
 	$(RUN) benchmarks/fine_tuning.py
 	$(RUN) benchmarks/forgetting.py
+	$(RUN) benchmarks/preferences.py
 	$(RUN) benchmarks/prepare.py
 	$(RUN) benchmarks/parity.py
 	$(RUN) benchmarks/memory.py
