@@ -18,10 +18,10 @@ from typing import Any
 from measure import report
 
 SEEDS = (1234, 7)
-NUM_WORDS = 4000
+NUM_WORDS = 30_000
 SFT_STEPS = 900
 COMMON = (
-    *("tokenizer=bytes", "model=gpt2_nano", "model.vocab_size=257", "model.max_seq_len=32", "eval_samples=null"),
+    *("tokenizer=bytes", "model=gpt2_nano", "model.vocab_size=257", "model.max_seq_len=32", "eval_samples=300"),
     *("callbacks.generation_eval.num_samples=300", "~callbacks.report"),
 )
 TUNED = (

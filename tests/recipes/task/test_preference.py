@@ -112,7 +112,7 @@ def test_a_run_without_its_table_says_what_is_missing(
 def test_logits_in_chunks_give_the_losses_of_all_at_once(pairs: Path, tmp_path: Path) -> None:
     names = ("train/loss", "grad/norm", "train/margin")
     rows = [
-        train(pairs, tmp_path / str(size), f"loss_chunk_tokens={size}", recipe=recipe, steps=3)
+        train(pairs, tmp_path / f"{recipe}_{size}", f"loss_chunk_tokens={size}", recipe=recipe, steps=3)
         for recipe in ("dpo", "orpo")
         for size in ("null", 40)
     ]
