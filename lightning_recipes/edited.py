@@ -12,8 +12,8 @@ from importlib.util import resolve_name
 from pathlib import Path
 from types import ModuleType
 
-from recipes.runtime.own_code import is_own
 from recipes.errors import ConfigError
+from recipes.runtime.own_code import is_own
 
 _Stamp = tuple[int, int]  # nanoseconds and bytes
 _HEADER_BYTES = 16  # of a compiled file: magic number, flags, seconds and bytes of its source (PEP 552)

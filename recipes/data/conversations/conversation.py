@@ -256,8 +256,9 @@ class Reader:
             reason += f"; its {_shorten(several)} is {name_type(row[several])}, and a row has one answer"
             raise ConfigError(place, reason, 'a row for each answer: {"prompt": …, "completion": …}')
         if all(name in row for name in _PAIR):
-            fix = f"recipe=dpo, which learns both, or {_to_override(self._fields | {'completion': 'chosen'})}"
-            raise ConfigError(place, f"{reason}; it holds a chosen and a rejected answer", fix)
+            one = _to_override(self._fields | {"completion": "chosen"})
+            reason += "; it holds a chosen and a rejected answer"
+            raise ConfigError(place, reason, f"recipe=dpo, which learns both, or {one}")
         fix = self.suggest_fields([row])
         lists = {name: value[0] for name, value in row.items() if isinstance(value, list) and value}
         plain = Reader(format=None, fields={})
