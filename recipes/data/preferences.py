@@ -213,8 +213,8 @@ class PreferenceRows(Dataset[dict[str, Tensor]]):
         is_cut = lengths > seq_len
         for place in zip(*np.nonzero(is_cut), strict=True):
             num_targets[place] = store.carries_loss(int(of_samples[place]), stop=seq_len + 1)[1:].sum()
-        is_kept = num_targets.min(axis=1, initial=1) > 0  # [N]
-        self.num_cut = int(is_cut.any(axis=1)[is_kept].sum())
+        is_kept = np.asarray(num_targets.min(axis=1, initial=1) > 0)  # [N]
+        self.num_cut = int(np.asarray(is_cut.any(axis=1))[is_kept].sum())
         self.num_without_targets = int((~is_kept).sum())
         self._samples = of_samples[is_kept]
         self._lengths = np.minimum(lengths[is_kept], seq_len).sum(axis=1)  # [N]
