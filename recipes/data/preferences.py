@@ -32,6 +32,7 @@ _OWN_FIELDS = ("prompt", "chosen", "rejected", "completion", "label", "margin")
 _EQUAL, _EMPTY = "both answers are the same", "an answer is empty"
 _TURN = "\n\nAssistant:"  # of transcripts such as those of Anthropic/hh-rlhf
 _MAX_DRAWS = 64
+_PROMPT_FIX = "'data.fields={prompt: <field of the question>}'"
 
 
 class PreferenceReader:
@@ -49,6 +50,7 @@ class PreferenceReader:
         self._kind = kind
         self._fields = {name: own for name, own in fields.items() if name in _OWN_FIELDS}
         rest = {name: own for name, own in fields.items() if name not in _OWN_FIELDS}
+        self._system = fields.get("system", "system")
         try:
             self._reader = Reader(format="prompt_completion", fields=rest)
         except ConfigError as error:
@@ -63,16 +65,20 @@ class PreferenceReader:
                 read.
         """
         chosen, rejected = self._get(row, "chosen"), self._get(row, "rejected")
-        own = {self._fields.get(name, name) for name in _OWN_FIELDS}
+        own = {self._name(row, name) for name in _OWN_FIELDS}
         rest = {name: value for name, value in row.items() if name not in own}
+        # also an empty one: rows with and without a system message are of one form
+        is_chat = self._system is not None and isinstance(row.get(self._system), str)
         if chosen is not None and rejected is not None:
-            prompt, *answers = _divide(self._get(row, "prompt"), chosen, rejected, rest.get("system"), place)
+            prompt, *answers = _divide(self._get(row, "prompt"), chosen, rejected, is_chat, place)
             values = [1.0, 0.0] if self._kind == "answers" else [self._margin(row, place), math.nan]
             why = _EQUAL if answers[0] == answers[1] else ""
         else:
             prompt, answers = self._get(row, "prompt"), [self._get(row, "completion")]
             values, why = [self._label(row, place)], ""
-            if isinstance(prompt, str) and rest.get("system"):
+            if prompt is None and isinstance(answers[0], list):  # a whole conversation
+                prompt, answers = answers[0][:-1], [answers[0][-1:]]
+            if isinstance(prompt, str) and is_chat:
                 prompt, answers = _as_messages(prompt, "user"), [_as_messages(answers[0], "assistant")]
         why = why or (_EMPTY if any(map(_is_empty, answers)) else "")
         if why:
@@ -93,12 +99,15 @@ class PreferenceReader:
         """Return None: which of two other fields holds the better answer cannot be seen."""
         return None
 
-    def _get(self, row: Mapping[str, Any], name: str) -> Any:
+    def _name(self, row: Mapping[str, Any], name: str) -> str | None:
+        """Return the field of a row that holds a field of the format; None: none is to be read."""
         own = self._fields.get(name, name)
-        value = None if own is None else row.get(own)
-        if value is None and name == "prompt" and "prompt" not in self._fields:
-            return row.get("question")
-        return value
+        is_question = name == "prompt" and "prompt" not in self._fields and row.get("prompt") is None
+        return "question" if is_question else own
+
+    def _get(self, row: Mapping[str, Any], name: str) -> Any:
+        own = self._name(row, name)
+        return None if own is None else row.get(own)
 
     def _margin(self, row: Mapping[str, Any], place: str) -> float:
         value = self._get(row, "margin")
@@ -116,6 +125,8 @@ class PreferenceReader:
             wanted = "prompt, chosen and rejected"
             wanted += "" if self._kind == "pairs" else "; or prompt, completion and label"
             fix = "'data.fields={chosen: <field of the better answer>, rejected: <field of the worse one>}'"
+            if self._kind == "answers":
+                fix = "'data.fields={completion: <field of the answer>, label: <field that says whether it is good>}'"
             raise ConfigError(place, f"its fields are {fields}, expected {wanted}", fix)
         if self._kind == "pairs":
             reason = "it has one answer with a label, and this loss compares two answers to a prompt"
@@ -126,15 +137,15 @@ class PreferenceReader:
         return float(value)
 
 
-def _divide(prompt: Any, chosen: Any, rejected: Any, system: Any, place: str) -> tuple[Any, Any, Any]:
-    """Return prompt, chosen and rejected answer, all of them texts or all lists of messages."""
+def _divide(prompt: Any, chosen: Any, rejected: Any, is_chat: bool, place: str) -> tuple[Any, Any, Any]:
+    """Return prompt, chosen and rejected answer, all of them texts or all lists of messages; texts unless `is_chat`."""
     are_texts = [isinstance(value, str) for value in (chosen, rejected)]
     if any(are_texts) != all(are_texts):
         raise ConfigError(place, "one of its answers is text and the other is not", "two texts, or two lists there")
     if all(are_texts):
         if prompt is None:
             prompt, chosen, rejected = _find_prompt(chosen, rejected, place)
-        if isinstance(prompt, str) and not system:
+        if isinstance(prompt, str) and not is_chat:
             return prompt, chosen, rejected
         return (
             _as_messages(prompt, "user"),
@@ -153,12 +164,30 @@ def _divide(prompt: Any, chosen: Any, rejected: Any, system: Any, place: str) ->
     if num_shared == len(chosen) == len(rejected):
         num_shared = max(num_shared - 1, 0)  # equal, which the caller says
     shared = chosen[:num_shared]
-    given = [] if prompt is None else _as_messages(prompt, "user")
-    if given and shared[: len(given)] != given:  # the prompt is not in the conversations as well
-        shared = [*given, *shared]
+    shared = _join(prompt, shared, place)
     if not shared:
-        raise ConfigError(place, "its conversations share no first message", "a field prompt, or rows that begin alike")
+        raise ConfigError(place, "its conversations share no first message", f"{_PROMPT_FIX}, or rows that begin alike")
     return shared, chosen[num_shared:], rejected[num_shared:]
+
+
+def _join(prompt: Any, shared: list[Message], place: str) -> list[Message]:
+    """Return the prompt of two conversations, of which the first messages are shared and may hold the prompt.
+
+    Raises:
+        ConfigError: They begin with another prompt.
+    """
+    given = [] if prompt is None else _as_messages(prompt, "user")
+    starts = range(len(shared) - len(given) + 1)
+    if isinstance(prompt, str) and prompt.strip() in [str(text).strip() for each in shared for text in each.values()]:
+        return shared
+    if not given or any(shared[start : start + len(given)] == given for start in starts):
+        return shared
+    if not shared or given[-len(shared) :] == shared:
+        return given
+    if shared[0].get("role", shared[0].get("from")) in ("system", "user", "human"):
+        reason = "its prompt is not in its conversations, which begin with another one"
+        raise ConfigError(place, reason, "'data.fields={prompt: null}', which takes what they share")
+    return [*given, *shared]
 
 
 def _find_prompt(chosen: str, rejected: str, place: str) -> tuple[str, str, str]:
@@ -168,7 +197,7 @@ def _find_prompt(chosen: str, rejected: str, place: str) -> tuple[str, str, str]
     turn = chosen.rfind(_TURN, 0, length)
     end = turn + len(_TURN) if turn >= 0 else 0
     if not end:
-        raise ConfigError(place, "it has no prompt", "'data.fields={prompt: <field of the question>}'")
+        raise ConfigError(place, "it has no prompt", _PROMPT_FIX)
     return chosen[:end], chosen[end:], rejected[end:]
 
 
