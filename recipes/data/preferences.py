@@ -297,18 +297,26 @@ class PreferenceRows(Dataset[dict[str, Tensor]]):
         tokens, carries_loss = tokens[: self.seq_len + 1], carries_loss[: self.seq_len + 1]
         return tokens[:-1], np.where(carries_loss[1:], tokens[1:], IGNORE_INDEX)
 
+    @property
+    def has_other_prompts(self) -> bool:
+        """Whether there is more than one prompt in the store."""
+        return len(np.unique(self._store.questions)) > 1
+
     def _mismatch(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return tokens and loss mask of the prompt of a sample and the answer to another one.
 
-        Which one is drawn from the index alone, so that a reference can be computed once for all epochs.
+        Which one is drawn from the index alone, so that a reference can be computed once for all epochs: from this
+        split, or from the whole store where the split has hardly an answer to another prompt.
         """
         example = int(self._samples[index, 0])
         questions, rng = self._store.questions, rng_at(0, index)
-        other = example
         for _ in range(_MAX_DRAWS):
             other = int(self._samples[rng.integers(len(self)), 0])
             if questions[other] != questions[example]:
                 break
+        else:
+            others = np.flatnonzero(questions != questions[example])
+            other = int(others[rng.integers(len(others))])
         begins, other_begins = (int(self._store.carries_loss(each).argmax()) for each in (example, other))
         tokens = np.concatenate([self._store.tokens(example)[:begins], self._store.tokens(other)[other_begins:]])
         mask = np.concatenate([np.zeros(begins, dtype=np.bool_), self._store.carries_loss(other)[other_begins:]])
@@ -388,16 +396,17 @@ class Preferences(Conversations):
             return
         splits: Mapping[str, Any] = self._ready()[2]
         for split, rows in splits.items():
+            typed = (
+                f"data.val_path={self._val_path}" if split == "val" and self._val_path else f"data.path={self._path}"
+            )
+            key, noun = typed.partition("=")[0], f"all {count(len(rows), 'answer')} of the {split} split are"
             num_good = int((rows.values > 0).sum())
-            if num_good in (0, len(rows)):
-                label = "bad" if num_good == 0 else "good"
-                reason = f"all {count(len(rows), 'answer')} of the {split} split are {label}: nothing tells them apart"
-                raise ConfigError(f"data.path={self._path}", reason, "data.path=<rows of both labels>")
-            if len(np.unique(self._ready()[1]["train"].questions)) < 2:
-                reason = "all answers are to one prompt, and KTO compares with answers to others"
-                raise ConfigError(
-                    f"data.path={self._path}", reason, "data.path=<rows of several prompts>, or recipe=dpo"
-                )
+            if split == "train" and num_good in (0, len(rows)):
+                reason = f"{noun} {'good' if num_good else 'bad'}: nothing tells them apart"
+                raise ConfigError(typed, reason, f"{key}=<rows of both labels>")
+            if not rows.has_other_prompts:
+                reason = f"{noun} to one prompt, and KTO compares with answers to others"
+                raise ConfigError(typed, reason, f"{key}=<rows of several prompts>, or recipe=dpo")
 
     @override
     def describe(self) -> str:
