@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from recipes.data.conversations.conversation import Example, Message, Reader
+from recipes.data.conversations.conversation import SHAREGPT_ROLES, Example, Message, Reader
 from recipes.data.conversations.rows import PAD_TO
 from recipes.data.conversations.source import Conversations
 from recipes.data.conversations.store import ExampleStore
@@ -51,6 +51,7 @@ class PreferenceReader:
         self._fields = {name: own for name, own in fields.items() if name in _OWN_FIELDS}
         rest = {name: own for name, own in fields.items() if name not in _OWN_FIELDS}
         self._system = fields.get("system", "system")
+        self._maps_messages = not fields.keys().isdisjoint(("role", "content"))
         try:
             self._reader = Reader(format="prompt_completion", fields=rest)
         except ConfigError as error:
@@ -107,7 +108,8 @@ class PreferenceReader:
 
     def _get(self, row: Mapping[str, Any], name: str) -> Any:
         own = self._name(row, name)
-        return None if own is None else row.get(own)
+        value = None if own is None else row.get(own)
+        return value if self._maps_messages else _with_roles(value)
 
     def _margin(self, row: Mapping[str, Any], place: str) -> float:
         value = self._get(row, "margin")
@@ -184,7 +186,7 @@ def _join(prompt: Any, shared: list[Message], place: str) -> list[Message]:
         return shared
     if not shared or given[-len(shared) :] == shared:
         return given
-    if shared[0].get("role", shared[0].get("from")) in ("system", "user", "human"):
+    if shared[0].get("role") in ("system", "user"):
         reason = "its prompt is not in its conversations, which begin with another one"
         raise ConfigError(place, reason, "'data.fields={prompt: null}', which takes what they share")
     return [*given, *shared]
@@ -199,6 +201,17 @@ def _find_prompt(chosen: str, rejected: str, place: str) -> tuple[str, str, str]
     if not end:
         raise ConfigError(place, "it has no prompt", _PROMPT_FIX)
     return chosen[:end], chosen[end:], rejected[end:]
+
+
+def _with_roles(value: Any) -> Any:
+    """Return messages of ShareGPT, with `from` and `value`, as messages with `role` and `content`; others unchanged."""
+    if isinstance(value, list):
+        return [_with_roles(message) for message in value]
+    if not isinstance(value, Mapping) or value.get("from") is None or value.get("role") is not None:
+        return value
+    role = SHAREGPT_ROLES.get(str(value["from"]), value["from"])
+    rest = {name: inner for name, inner in value.items() if name not in ("from", "value", "role", "content")}
+    return {"role": role, "content": value.get("value")} | rest
 
 
 def _as_messages(value: Any, role: str) -> list[Message]:

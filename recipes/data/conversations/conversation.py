@@ -25,7 +25,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 }
 _MESSAGE_FIELDS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_SHAREGPT_ROLES = {
+SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
@@ -413,14 +413,14 @@ class Reader:
     def _message(self, message: Mapping[str, Any], kind: str, place: str) -> Message:
         role_field, content_field = (str(self._own(name)) for name in _MESSAGE_FIELDS[kind])
         typed = message.get(role_field)
-        role = _SHAREGPT_ROLES.get(str(typed), typed) if kind == "sharegpt" or typed == "function" else typed
+        role = SHAREGPT_ROLES.get(str(typed), typed) if kind == "sharegpt" or typed == "function" else typed
         if role not in ROLES:
-            known = ROLES if kind == "messages" else (*ROLES, *_SHAREGPT_ROLES)
+            known = ROLES if kind == "messages" else (*ROLES, *SHAREGPT_ROLES)
             shown = f"no {role_field}" if typed is None else f"{role_field} {_shorten(json.dumps(typed, default=str))}"
             reason = f"a message has {shown}, expected one of {', '.join(known)}"
             others = [field for field, value in message.items() if isinstance(value, str) and value in known]
             fix = f"one of these as {role_field} there"
-            if kind == "messages" and str(typed) in _SHAREGPT_ROLES and self._format is None:
+            if kind == "messages" and str(typed) in SHAREGPT_ROLES and self._format is None:
                 turn = dict(zip(_MESSAGE_FIELDS["sharegpt"], (role_field, content_field), strict=True))
                 fix = _to_override({"conversations": self._own("messages")} | turn)
             raise ConfigError(place, reason, self._map(_MESSAGE_FIELDS[kind][0], others) or fix)
@@ -453,7 +453,7 @@ def _guess_fields(row: Mapping[str, Any]) -> Iterator[dict[str, str]]:
         if isinstance(row[name], list) and row[name] and isinstance(row[name][0], Mapping):
             message = row[name][0]
             texts = [field for field, value in message.items() if isinstance(value, str)]
-            roles = [field for field in texts if message[field] in (*ROLES, *_SHAREGPT_ROLES)]
+            roles = [field for field in texts if message[field] in (*ROLES, *SHAREGPT_ROLES)]
             yield {"messages": name}
             for role in roles:
                 kind, list_name = ("messages", "messages") if message[role] in ROLES else ("sharegpt", "conversations")

@@ -199,6 +199,25 @@ def test_published_layouts_give_prompt_and_both_answers(
     assert "question" not in source.describe(), "it is read"
 
 
+@pytest.mark.parametrize("as_list", [True, False])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_turns_of_sharegpt_are_read(suffix: str, as_list: bool, tmp_path: Path) -> None:
+    """The layout of LLaMA-Factory for rankings: a conversation, and a message of each kind beside it."""
+
+    def answer(text: str) -> Any:
+        message = {"from": "gpt", "value": text}
+        return [message] if as_list else message
+
+    rows = [
+        {"conversations": [{"from": "human", "value": f"{i}?"}], "chosen": answer("yes"), "rejected": answer("no")}
+        for i in range(12)
+    ]
+    source = source_of(tmp_path, rows, name=f"rows{suffix}", fields={"prompt": "conversations"}, val_fraction=0.2)
+    asked = {pair[0][0] for pair in samples_of(source)}
+    assert asked <= {chat(user(f"{i}?")) for i in range(12)}
+    assert {(pair[0][1], pair[1][1]) for pair in samples_of(source)} == {("yes<|endoftext|>", "no<|endoftext|>")}
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_unpaired_rows_have_a_label(is_chat: bool, suffix: str, tmp_path: Path) -> None:
