@@ -5,6 +5,7 @@ Shapes: B samples, T tokens of a row. A batch of pairs has 2 B rows: the chosen 
 
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
@@ -31,6 +32,8 @@ Kind = Literal["pairs", "answers"]
 _OWN_FIELDS = ("prompt", "chosen", "rejected", "completion", "label", "margin")
 _EQUAL, _EMPTY = "both answers are the same", "an answer is empty"
 _TURN = "\n\nAssistant:"  # of transcripts such as those of Anthropic/hh-rlhf
+_LABELS = {"true": 1, "1": 1, "false": 0, "0": 0}
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _MAX_DRAWS = 64
 _PROMPT_FIX = "'data.fields={prompt: <field of the question>}'"
 
@@ -115,6 +118,8 @@ class PreferenceReader:
         value = self._get(row, "margin")
         if value is None:
             return 0.0
+        if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):  # of a CSV file, whose cells are text
+            value = float(value)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             fix = "a number there, or 'data.fields={margin: null}'"
             raise ConfigError(place, f"its margin is {str(value)[:40]}, and not a number", fix)
@@ -133,6 +138,8 @@ class PreferenceReader:
         if self._kind == "pairs":
             reason = "it has one answer with a label, and this loss compares two answers to a prompt"
             raise ConfigError(place, reason, "recipe=kto, or rows of prompt, chosen and rejected")
+        if isinstance(value, str):  # of a CSV file, whose cells are text
+            value = _LABELS.get(value.strip().lower(), value)
         if value not in (0, 1):
             reason = f"its label is {str(value)[:40]}, and an answer is good or bad"
             raise ConfigError(place, reason, "true or false there, or 'data.fields={label: <another field>}'")

@@ -396,6 +396,24 @@ def test_margins_are_of_each_pair_and_0_where_there_is_none(tmp_path: Path) -> N
     assert losses.tolist() == pytest.approx([math.log(1 + math.exp(margin)) for margin in expected[:4]])
 
 
+def test_labels_and_margins_of_csv_files_are_read_from_their_text(tmp_path: Path) -> None:
+    (tmp_path / "labels.csv").write_text(
+        "prompt,completion,label\n" + "".join(f"{i}?,<{i}>,{(i % 2 == 0, i % 2)[i < 20]}\n" for i in range(40))
+    )
+    source = source_of(tmp_path, texts(), kind="answers", path=str(tmp_path / "labels.csv"))
+    train = rows_of(source)
+    numbers = [int(answers[0][1][1:].split(">")[0]) for answers in samples_of(source)]
+    expected = [i % 2 if i < 20 else int(i % 2 == 0) for i in numbers]
+    assert [int(train[i]["label"]) for i in range(len(train))] == expected
+    (tmp_path / "margins.csv").write_text(
+        "prompt,chosen,rejected,margin\n" + "".join(f"{i}?,<{i}>,no,{'' if i % 2 else i / 4}\n" for i in range(40))
+    )
+    source = source_of(tmp_path, texts(), path=str(tmp_path / "margins.csv"))
+    numbers = [int(answers[0][1][1:].split(">")[0]) for answers in samples_of(source)]
+    expected_margins = [0 if i % 2 else i / 4 for i in numbers]
+    assert [float(rows_of(source)[i]["margin"]) for i in range(len(numbers))] == expected_margins
+
+
 @pytest.mark.parametrize("num_rows", [3, 40, 41])
 def test_an_answer_to_another_prompt_is_never_one_to_the_same(num_rows: int, tmp_path: Path) -> None:
     """trl#1911, trl PR#1970: in an odd batch the middle is matched with itself; trl#2554: so is a batch of one."""
