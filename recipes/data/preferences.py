@@ -271,6 +271,11 @@ class PreferenceRows(Dataset[dict[str, Tensor]]):
         self.values = np.array(store.values[self._samples[:, 0]])  # [N]
         self.examples = self._samples[:, 0] if kind == "pairs" else self._samples[self.values > 0, 0]
 
+    @property
+    def num_examples(self) -> int:
+        """Number of samples."""
+        return len(self)
+
     def __len__(self) -> int:
         return len(self._samples)
 
@@ -428,10 +433,10 @@ class Preferences(Conversations):
                 reason = f"{noun} to one prompt, and KTO compares with answers to others"
                 raise ConfigError(typed, reason, f"{key}=<rows of several prompts>, or recipe=dpo")
 
+    @property
     @override
-    def describe(self) -> str:
-        noun = ("pair", "pairs") if self._kind == "pairs" else ("answer", "answers")
-        return super().describe().replace("training and", f"training {noun[1]} and", 1)
+    def noun(self) -> str:
+        return self._kind.removesuffix("s")
 
     @override
     def describe_sample(self, sample: int) -> dict[str, Any]:

@@ -56,6 +56,11 @@ class ExampleRows(Dataset[dict[str, Tensor]]):
         of_rows = np.add.reduceat(lengths[order], self._starts[:-1]) if len(order) else lengths
         self._lengths = of_rows.astype(np.int32)  # [R]
 
+    @property
+    def num_examples(self) -> int:
+        """Number of examples that are left."""
+        return len(self.examples)
+
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self._starts) - 1

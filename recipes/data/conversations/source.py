@@ -232,6 +232,11 @@ class Conversations:
         examples = hashlib.blake2b(self.val().examples.tobytes(), digest_size=12).hexdigest()
         return f"{store.folder.name}/{examples}/{self.seq_len}/{'packed' if self.packs else 'padded'}"
 
+    @property
+    def noun(self) -> str:
+        """What a sample is, in words."""
+        return "example"
+
     def describe(self) -> str:
         """Return the amount of data, the fraction of training tokens with a loss, and the fields that are not read."""
         _, stores, rows = self._ready()
@@ -242,11 +247,11 @@ class Conversations:
         more = f" and {len(unread) - len(shown)} more" if len(unread) > len(shown) else ""
         not_read = f"; fields not read: {', '.join(shown)}{more}" if shown else ""
         if "train" not in rows:
-            return f"{count(len(rows['val'].examples), 'validation example')}{not_read}"
+            return f"{count(rows['val'].num_examples, f'validation {self.noun}')}{not_read}"
         train, val = rows["train"], rows["val"]
         fill = train.num_inputs / (len(train) * self.seq_len)
         packed = f" in {count(len(train), 'row')} of {self.seq_len}, {fill:.0%} full" if self.packs else ""
-        counts = f"{len(train.examples):,} training{packed} and {count(len(val.examples), 'validation example')}"
+        counts = f"{train.num_examples:,} training{packed} and {count(val.num_examples, f'validation {self.noun}')}"
         share = train.num_targets / train.num_inputs
         trained = f"{train.num_targets:,} of {train.num_inputs:,} training tokens carry loss ({share:.0%})"
         return f"{counts}; {trained}{not_read}"
@@ -390,13 +395,13 @@ class Conversations:
             LOGGER.info(
                 "data.val_fraction=%s of so few questions would leave a split empty: %s examples are in the validation"
                 " split",
-                *(self._val_fraction, f"{len(rows['val'].examples):,}"),
+                *(self._val_fraction, f"{rows['val'].num_examples:,}"),
             )
         for split, found in rows.items():
             if found.num_cut or found.num_without_targets:
                 LOGGER.warning(
-                    "Of the %s examples, %d %s cut to %d tokens, and %d %s skipped: answers begin later",
-                    *(split, found.num_cut, "is" if found.num_cut == 1 else "are", self.seq_len),
+                    "Of the %s %ss, %d %s cut to %d tokens, and %d %s skipped: answers begin later",
+                    *(split, self.noun, found.num_cut, "is" if found.num_cut == 1 else "are", self.seq_len),
                     *(found.num_without_targets, "is" if found.num_without_targets == 1 else "are"),
                 )
 
