@@ -26,6 +26,7 @@ from recipes.errors import ConfigError
 from recipes.foreign_file import reading
 from recipes.model import as_model
 from recipes.model.init import fill, fill_through, named_buffers, named_parameters, without_wrappers
+from recipes.model.score import init_score
 from recipes.model.weights import load_published
 from recipes.model.weights.adapter import has_adapter
 from recipes.model.weights.files import hash_weights
@@ -375,6 +376,9 @@ class SourceRun:
             for name, buffer in named_buffers(model):
                 if name in persistent and name in self._saved:
                     buffer.copy_(self._saved[name].read())
+            for name, parameter in named_parameters(model):
+                if self._base is not None and name in self._saved:  # trained beside the adapter, such as a score
+                    fill(parameter, self._saved[name].read())
 
     def _fill(self, model: nn.Module, seed: int) -> None:
         assert self._saved is not None, "it has been prepared"
@@ -409,6 +413,7 @@ class SourceRun:
 
         for name, parameter in named_parameters(whole):
             fill_through(parameter, functools.partial(keep, name))
+        init_score(whole, seed=seed)
         as_model(whole).init_weights(seed)
         return drawn
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from recipes.config.signature import find_signature
 from recipes.errors import ConfigError
 from recipes.runtime.own_code import name_own_code
 
@@ -108,9 +109,12 @@ def _make_within(value: Any, data_section: str | None) -> Any:
 
 
 def make_model(config: Mapping[str, Any]) -> Any:
-    """Return the model of a config, with its adapter, frozen where its rules say so."""
+    """Return the model of a config, with its adapter and what its task attaches, frozen where its rules say so."""
     model = make(config["model"])
     make(config["adapter"]).apply(model)
+    attaches = find_signature(str(config["task"][TARGET])).constants.get("attaches")
+    if attaches is not None:  # after the adapter, which freezes all that is there
+        make({TARGET: attaches, PARTIAL: True})(model)
     rules = {key: config["optimizer"].get(key, default) for key, default in RULES.items()}
     # none in the config of an older run
     make({TARGET: _APPLY_RULES, PARTIAL: True, "freeze": config.get("freeze", [])} | rules)(model)

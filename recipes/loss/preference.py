@@ -69,6 +69,7 @@ class AnswerLoss(Loss):
     """A loss of the log-probabilities of answers.
 
     Attributes:
+        reads: What it compares, for `recipes.config.check.preference`.
         num_answers: K.
         needs_reference: Whether it compares with a reference model.
         reads_prompts: Whether it also trains on the prompts.
@@ -76,6 +77,7 @@ class AnswerLoss(Loss):
         chunk_tokens: Tokens whose logits are in memory at a time; None: all of a micro-batch.
     """
 
+    reads: ClassVar[str] = "log-probabilities"
     num_answers: ClassVar[int] = 2
     needs_reference: ClassVar[bool] = True
     reads_prompts: ClassVar[bool] = False
@@ -439,6 +441,7 @@ class BradleyTerry(Loss):
     """
 
     target_kinds: ClassVar[tuple[str, ...]] = ("pairs",)
+    reads: ClassVar[str] = "scores"
     count_names = (NUM_PAIRS,)
     measures: ClassVar[Mapping[str, str]] = {
         "accuracy": "num_pairs",

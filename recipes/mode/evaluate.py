@@ -99,7 +99,7 @@ def _evaluate_split(run: Run, split: Split, weights: Weights, answers: Callback 
     whole = hold_out_other_data(run) if split == "val" else []
     run.data.trainer = run.trainer
     run.data.prepare_split(split)
-    if isinstance(task, LanguageModeling) and answers is not None and split == "val":
+    if isinstance(task, LanguageModeling) and answers is not None and split == "val" and "generate" in task.supports:
         task.source, task.tokenizer = run.data.source, run.data.source.tokenizer
         get_callbacks(run.trainer).append(answers)
     get_callbacks(run.trainer).append(_ShowBatches())

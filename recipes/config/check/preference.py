@@ -6,15 +6,24 @@ from recipes.config.resolved import ResolvedRun
 from recipes.config.signature import find_signature
 from recipes.errors import ConfigError
 
-_TASK = "recipes.task.preference.PreferenceTuning"
+# what each task tells its loss of an answer
+_TASKS = {
+    "recipes.task.preference.PreferenceTuning": "log-probabilities",
+    "recipes.task.reward.RewardModeling": "scores",
+}
 
 
 def check_preferences(run: ResolvedRun) -> Iterator[ConfigError]:
     """Check a run whose task compares answers; nothing of other runs."""
     node = run.config["task"]
-    if node["_target_"] != _TASK:
+    if node["_target_"] not in _TASKS:
         return
+    reads = find_signature(run.config["loss"]["_target_"]).constants.get("reads")
     task = f"task={run.choices.get('task', 'preference')}"
+    if reads not in (None, _TASKS[node["_target_"]]):
+        reason = f"it compares {reads} of answers, and this task gives {_TASKS[node['_target_']]}"
+        fix = "task=reward" if reads == "scores" else "task=preference"
+        yield ConfigError(f"loss={run.choices.get('loss', '…')} {task}", reason, f"{fix}, or another loss")
     if node.get("reference") == "adapter_off" and run.adapter is None:
         reason = "the model has no adapter to switch off"
         yield ConfigError("task.reference=adapter_off", reason, "adapter=lora, or task.reference=precomputed")
@@ -23,7 +32,7 @@ def check_preferences(run: ResolvedRun) -> Iterator[ConfigError]:
         yield ConfigError(f"model={run.choices.get('model', '…')} {task}", reason, "model=<one without experts>")
     if run.config["context_parallel_size"] > 1:
         size = run.config["context_parallel_size"]
-        reason = "an answer has one log-probability, and its tokens would be on several ranks"
+        reason = "an answer has one log-probability or score, and its tokens would be on several ranks"
         yield ConfigError(f"context_parallel_size={size} {task}", reason, "context_parallel_size=1")
     if run.pipeline_parallel_size > 1:
         reason = "the rows of a pair would be in different micro-batches of the pipeline"

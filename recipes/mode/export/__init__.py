@@ -24,6 +24,7 @@ from recipes.mode.export.card import CARD_FILE, make_card
 from recipes.mode.export.hub import check_token, push
 from recipes.mode.export.onnx_file import write_onnx
 from recipes.mode.export.record import (
+    REWARD_MODEL,
     check_loads,
     construct,
     describe_inputs,
@@ -34,11 +35,13 @@ from recipes.mode.export.record import (
     make_example,
 )
 from recipes.mode.load import load_task
+from recipes.model.score import has_score
 from recipes.model.weights import restore_precision
 from recipes.model.weights.adapter import has_adapter, merge_adapter
 from recipes.model.weights.any_module import list_weights, save_weights
 from recipes.model.weights.dtypes import DTYPES, convert_parameters, find_dtype
 from recipes.model.weights.files import published_folder
+from recipes.model.weights.hf_reward import export_reward_model
 from recipes.model.weights.huggingface import export_pretrained, why_no_format
 from recipes.model.weights.peft_folder import save_adapter
 from recipes.model.weights.text_side import (
@@ -109,10 +112,13 @@ def export(
     task, checkpoint = load_task(run, weights)
     model: Any = task if run.has_own_training else task.model
     is_separate = has_adapter(model) and adapter == "separate"
-    layout = "peft" if is_separate else _choose_layout(model, format)
+    if has_score(model):
+        layout = _choose_layout_of_rewards(format, is_separate=is_separate)
+    else:
+        layout = "peft" if is_separate else _choose_layout(model, format)
     what = f"the adapter of {checkpoint}, for peft," if is_separate else str(checkpoint)
     _convert(run, task, model, layout, adapter=adapter, dtype=dtype)
-    needs_no_data = run.has_own_training or layout in ("transformers", "peft")
+    needs_no_data = run.has_own_training or layout in ("transformers", "peft", REWARD_MODEL)
     example = None if needs_no_data else find_example(run, model)
     verified = _write(run, model, folder, layout, example)
     record: dict[str, Any] = _describe(folder, run) | {"checkpoint": checkpoint.name, "format": layout}
@@ -172,6 +178,21 @@ def _choose_layout(model: nn.Module, format: str) -> str:
     return "safetensors"
 
 
+def _choose_layout_of_rewards(format: str, *, is_separate: bool) -> str:
+    """Return the format of a reward model: the only one in which another program reads its score.
+
+    Raises:
+        ConfigError: Another one was asked for.
+    """
+    if is_separate:
+        reason = "the score of a reward model is trained beside the adapter, and a folder of peft has none"
+        raise ConfigError("mode.adapter=separate", reason, "mode.adapter=merged")
+    if format not in ("auto", "transformers"):
+        reason = "a reward model is exported for AutoModelForSequenceClassification of transformers"
+        raise ConfigError(f"mode.format={format}", reason, "mode.format=transformers")
+    return REWARD_MODEL
+
+
 def _convert(run: Run, task: TrainingTask, model: nn.Module, layout: str, *, adapter: str, dtype: str | None) -> None:
     """Merge an adapter, in float32, and give the parameters the dtype of the export, rounding them once.
 
@@ -214,6 +235,9 @@ def _write(run: Run, model: Any, folder: Path, layout: str, example: Tensor | No
     status.say(f"writing {folder}, and reading it back")
     if layout == "transformers":
         export_pretrained(model, folder, tokenizer_folder=tokenizer_folder, published=run.published)
+        return _READ_BACK
+    if layout == REWARD_MODEL:
+        export_reward_model(model, folder, tokenizer_folder=tokenizer_folder, published=run.published)
         return _READ_BACK
     tokenizer = None if tokenizer_folder is None else load_exported_tokenizer(tokenizer_folder, run.published)
     verified = _READ_BACK

@@ -16,7 +16,7 @@ from recipes.run_folder import METRICS_FILE, read_rows
 from recipes.runtime.console import LOGGER
 
 CARD_FILE = "README.md"
-_LIBRARIES = {"transformers": "transformers", "peft": "peft", "onnx": "onnx"}
+_LIBRARIES = {"transformers": "transformers", "sequence_classification": "transformers", "peft": "peft", "onnx": "onnx"}
 _FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 _STEP = re.compile(r"step_(\d+)")
 _DOWNLOAD = """from huggingface_hub import snapshot_download
@@ -26,6 +26,10 @@ _LOADED = {
     "transformers": """from transformers import AutoModelForCausalLM{tokenizer_class}
 
 model = AutoModelForCausalLM.from_pretrained("{place}")
+{tokenizer}""",
+    "sequence_classification": """from transformers import AutoModelForSequenceClassification{tokenizer_class}
+
+model = AutoModelForSequenceClassification.from_pretrained("{place}")  # reward: model(**inputs).logits[:, 0]
 {tokenizer}""",
     "peft": """from peft import AutoPeftModelForCausalLM
 
@@ -65,6 +69,8 @@ def make_card(
     front: dict[str, Any] = {"library_name": _LIBRARIES.get(layout, "lightning-recipes"), "tags": ["lightning-recipes"]}
     if layout in ("transformers", "peft"):
         front["pipeline_tag"] = "text-generation"
+    if layout == "sequence_classification":
+        front["pipeline_tag"] = "text-classification"
     front |= {} if licence is None else {"license": licence}
     front |= {} if base_of_hub is None else {"base_model": base_of_hub}
     step = _read_step(checkpoint)

@@ -20,6 +20,7 @@ from recipes.config.instantiate import PARTIAL, TARGET, make
 from recipes.errors import ConfigError, ConfigErrors
 from recipes.foreign_file import reading
 from recipes.model.huggingface import HuggingFace
+from recipes.model.score import has_score
 from recipes.model.weights import any_module, await_checkpoint, load_published
 from recipes.run_folder import EXPORT_RECORD, read_json
 from recipes.runtime.console import LOGGER
@@ -27,11 +28,13 @@ from recipes.tokenizer import TOKENIZER_FILE, Tokenizer, read_folder
 
 NUM_EXAMPLES = 3  # samples in the example, one more than a traced batch has
 _NUM_TOKENS = 8  # in a row of the example
+REWARD_MODEL = "sequence_classification"  # format of a reward model
 _ANOTHER = "load(<a folder that mode=export has written>)"
 # formats that hold no module -> what loads them
 _LOADED_BY = {
     "onnx": 'onnxruntime.InferenceSession("model.onnx"), or mode.format=safetensors for an export that it loads',
     "peft": "peft.PeftModel.from_pretrained, or mode.adapter=merged for an export that it loads",
+    REWARD_MODEL: "transformers.AutoModelForSequenceClassification.from_pretrained, or load(<the run folder>)",
 }
 
 
@@ -105,6 +108,8 @@ def describe_inputs(run: Run, model: Any, example: Tensor | None) -> dict[str, A
 def describe_outputs(run: Run, model: Any, example: Tensor | None) -> dict[str, Any]:
     """Return what the model returns: what the targets were, how many outputs there are, and the names of classes."""
     if getattr(model, "input_kind", None) == "tokens":
+        if has_score(model):
+            return {"kind": "reward", "number": 1}
         return {"kind": "logits of the next token", "number": model.vocab_size}
     number = getattr(model, "num_classes", None)
     described = {"kind": run.target_kind} | ({} if number is None else {"number": number})

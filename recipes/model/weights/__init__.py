@@ -11,6 +11,7 @@ from recipes.adapter.nf4_base import unquantize
 from recipes.errors import ConfigError
 from recipes.model import as_model
 from recipes.model.init import constant_
+from recipes.model.score import init_score
 from recipes.model.weights.adapter import has_adapter, initialize_adapter
 from recipes.numerics.nf4 import dequantize
 
@@ -43,6 +44,7 @@ def initialize(model: nn.Module, seed: int) -> None:
             f"{name} has no init_buffers(), which a resume calls to set what a checkpoint does not hold",
             "def init_buffers(self): in that class, empty if there are no such buffers",
         )
+    init_score(model, seed=seed)  # first: published weights have none, and those of another run may have
     _initialize_base(model, seed)
     first_weights: FirstWeights | None = getattr(model, "first_weights", None)
     if has_adapter(model) and not (first_weights is not None and first_weights.load_adapter(model)):

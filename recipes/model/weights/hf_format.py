@@ -12,6 +12,7 @@ from recipes.errors import ConfigError
 from recipes.model.decoder import Decoder
 from recipes.model.init import named_parameters, pad_rows
 from recipes.model.moe.router import Scores
+from recipes.model.score import SCORE_WEIGHT
 
 HFConfig = Mapping[str, Any]  # config.json
 FITTING_FOLDER = "model.pretrained=<folder whose config.json describes its tensors>"
@@ -153,9 +154,11 @@ class Format(Protocol):
     blocks: ClassVar[str]
 
     def entries(self) -> list[Entry]:
-        """Return every parameter, tied ones once, and every published buffer."""
+        """Return every parameter of a language model, tied ones once, and every published buffer."""
         entries = []
         for name, parameter in named_parameters(self.model):
+            if name == SCORE_WEIGHT:  # a language model is published without
+                continue
             module, _, kind = name.rpartition(".")
             if module in self.outside:
                 # all others have one row per token id, and we pad the vocabulary

@@ -1,0 +1,102 @@
+"""Head of a reward model: one number for a text, read from the hidden state of its last token.
+
+It is a child of the language model, whose other weights keep their names, so that published weights and those of other
+runs load as they do without it.
+
+Shapes: R rows of T tokens, W hidden size.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from recipes.errors import ConfigError
+from recipes.model.init import INIT_STD, named_parameters, normal_
+from recipes.parallel.tensor import TensorRanks
+
+SCORE_WEIGHT = "score.weight"
+
+
+class Score(nn.Module):
+    """Hidden states [R, W] -> scores [R] float32, in whichever precision the model computes.
+
+    Args:
+        hidden_size: W.
+
+    Attributes:
+        ranks: Tensor-parallel ranks, each of which computes all scores; None: there are none.
+    """
+
+    ranks: TensorRanks | None = None
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, hidden_size))
+
+    @override
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight: Any = self.weight
+        if self.ranks is not None:
+            # each rank has the whole gradient: of the weight it is that of one rank, and of hidden states, whose
+            # gradient is summed over the ranks where they were gathered, a share
+            weight = weight.to_local(grad_placements=weight.placements)
+            if hidden.requires_grad:
+                hidden.register_hook(functools.partial(torch.mul, other=1 / self.ranks.size))
+        return (hidden.float() * weight.float()).sum(dim=-1)
+
+
+def attach_score(model: nn.Module) -> None:
+    """Add a score to a language model, in place, and freeze the head that predicts tokens, which it does not use.
+
+    Raises:
+        ConfigError: The model does not give its hidden states.
+    """
+    untyped: Any = model
+    gives_hidden = "reduce" in inspect.signature(untyped.forward).parameters
+    if not gives_hidden or not getattr(model, "computes_loss_in_chunks", True):
+        name = getattr(model, "title", type(model).__name__)
+        reason = f"a score is computed from hidden states, and those of {name} are not known here"
+        raise ConfigError("task=reward model=…", reason, "model=gpt2, llama_1b, or another model of model=huggingface")
+    inner = getattr(model, "inner", None)
+    head = untyped.head if inner is None else inner.get_output_embeddings()
+    embedding = untyped.embedding if inner is None else inner.get_input_embeddings()
+    untyped.score = Score(head.weight.shape[1])
+    if hasattr(model, "tensor_parallel"):
+        untyped.tensor_parallel = {**untyped.tensor_parallel, "score": "norm"}
+    if head.weight is not embedding.weight:
+        head.requires_grad_(False)
+
+
+def has_score(model: nn.Module) -> bool:
+    """Return whether a model is a reward model."""
+    return isinstance(getattr(model, "score", None), Score)
+
+
+def init_score(model: nn.Module, *, seed: int) -> None:
+    """Draw the weight of the score, if the model has one, from the seed and its name."""
+    for name, parameter in named_parameters(model):
+        if name == SCORE_WEIGHT:
+            normal_(parameter, name=name, seed=seed, std=INIT_STD)
+
+
+def compute_rewards(model: nn.Module, tokens: Tensor, last: Tensor) -> Tensor:
+    """Return the reward of each text, [R] float32.
+
+    Args:
+        model: Reward model, as of a run of task=reward.
+        tokens: [R, T] int64, padded at the end.
+        last: [R] int64, position of the last token of each text, that which ends the answer.
+    """
+
+    def read(hidden: Tensor, weight: Tensor) -> Tensor:
+        untyped: Any = model
+        rows = torch.arange(len(hidden), device=hidden.device)
+        scores: Tensor = untyped.score(hidden[rows, last])
+        return scores
+
+    rewards: Tensor = model(tokens, reduce=read)
+    return rewards
