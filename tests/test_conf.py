@@ -147,7 +147,7 @@ def declares(model: str, constant: str) -> bool:
     return constant in read_signature(node["_target_"]).constants
 
 
-SET_DATA = ("sft", "mixture", "dpo", "orpo", "simpo", "kto")
+SET_DATA = ("sft", "mixture", "dpo", "orpo", "simpo", "kto", "reward_model")
 # recipes whose ranks divide a model -> their smallest number; models that cannot be divided over two
 DIVIDED = {"tp_bf16": 2, "fsdp_tp_bf16": 2, "cp_bf16": 2, "ep_bf16": 2, "pp_bf16": 2, "fsdp_tp_pp_bf16": 4}
 WITH_EXPERTS = {"mixtral_nano", "mixtral_8x7b", "deepseek_nano", "deepseek_v3"}

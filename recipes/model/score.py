@@ -46,7 +46,8 @@ class Score(nn.Module):
             weight = weight.to_local(grad_placements=weight.placements)
             if hidden.requires_grad:
                 hidden.register_hook(functools.partial(torch.mul, other=1 / self.ranks.size))
-        return (hidden.float() * weight.float()).sum(dim=-1)
+        scores: Tensor = (hidden.float() * weight.float()).sum(dim=-1)
+        return scores
 
 
 def attach_score(model: nn.Module) -> None:

@@ -35,7 +35,8 @@ class RewardModeling(LanguageModeling):
     def outputs(self, batch: Batch) -> Tensor:
         max_seq_len: int = getattr(self.model, "max_seq_len")  # noqa: B009
         tokens, last = complete_rows(batch["inputs"], batch["targets"], max_seq_len=max_seq_len)
-        return compute_rewards(self.model, tokens, last).unflatten(0, (-1, 2))  # [B, 2]
+        rewards: Tensor = compute_rewards(self.model, tokens, last).unflatten(0, (-1, 2))  # [B, 2]
+        return rewards
 
     @override
     def _without_padding(self, outputs: Any) -> Any:
