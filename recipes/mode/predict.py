@@ -35,8 +35,8 @@ def predict(run: Run, *, split: Split | None, path: str | None, weights: Weights
 
     The columns are `sample`, the index in the split; `class`, `class_name` where the data named them, and
     `probabilities`, `labels` and `probabilities`, or `values`; and of samples with targets `target` and `loss`. Of
-    tokens, the loss alone is written, the mean over those of the sample. What is unknown or not finite is null, but for
-    an unknown class, -100.
+    tokens, the loss alone is written, the mean over those of the sample; a reward model writes `chosen_reward`,
+    `rejected_reward` and the loss of each pair. What is unknown or not finite is null, but for an unknown class, -100.
 
     Args:
         run: A run with a checkpoint.
