@@ -259,7 +259,8 @@ class PreferenceTuning(LanguageModeling):
     @property
     @override
     def looks_ahead(self) -> bool:
-        return self.loss.reads_kl
+        # whoever loads weights alone gives the task another loss
+        return isinstance(self.loss, AnswerLoss) and self.loss.reads_kl
 
     @override
     def before_window(self, micro_batches: list[Batch]) -> list[Batch]:

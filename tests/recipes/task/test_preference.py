@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import composed_config, execute, read_metrics, resolved
 
+import lightning_recipes as lr
 from recipes.build import build
 from recipes.task.reference import ReferenceTable
 
@@ -98,6 +99,15 @@ def test_the_table_is_what_a_forward_pass_of_the_first_weights_says(pairs: Path,
         expected = (log_p.gather(2, sample["targets"].clamp(min=0)[..., None]).squeeze(2) * is_target).sum(dim=1)
         torch.testing.assert_close(table.look_up(sample["id"][None])[0], expected, rtol=1e-5, atol=1e-5)
     assert table.look_up(torch.tensor([12345])).isnan().all(), "an unknown sample has no value"
+
+
+@pytest.mark.parametrize("recipe", ["kto", "simpo"])
+def test_a_run_is_loaded_without_its_rows(recipe: str, pairs: Path, tmp_path: Path) -> None:
+    rows = shutil.copy(pairs, tmp_path / "rows.jsonl")
+    train(Path(rows), tmp_path / "run", recipe=recipe, steps=3)
+    Path(rows).unlink()
+    model = lr.load(tmp_path / "run")
+    assert model(torch.zeros(1, 4, dtype=torch.int64)).shape[:2] == (1, 4)
 
 
 def test_a_run_without_its_table_says_what_is_missing(
