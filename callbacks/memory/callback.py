@@ -121,7 +121,9 @@ _FULL = re.compile(r"out of memory|_ALLOC_FAILED|can(no|')t allocate memory", re
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an exception or one of its causes is an out-of-memory error of the device or host."""
-    while error is not None:
+    seen = set[int]()  # a cause may lead back to its effect: `raise error from error`
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True
         if isinstance(error, OSError) and error.errno == errno.ENOMEM:

@@ -4,6 +4,7 @@ Shapes: B samples, T tokens of a row. A batch of pairs has 2 B rows: the chosen 
 """
 
 import functools
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +28,13 @@ from recipes.errors import ConfigError
 from recipes.files import count
 from recipes.numerics.loss import IGNORE_INDEX
 
+LOGGER = logging.getLogger("lightning_recipes")
 Kind = Literal["pairs", "answers"]
 
 _OWN_FIELDS = ("prompt", "chosen", "rejected", "completion", "label", "margin")
 _EQUAL, _EMPTY = "both answers are the same", "an answer is empty"
 _TURN = "\n\nAssistant:"  # of transcripts such as those of Anthropic/hh-rlhf
-_LABELS = {"true": 1, "1": 1, "false": 0, "0": 0}
+_LABELS = {"true": 1, "1": 1, "good": 1, "false": 0, "0": 0, "bad": 0}
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _MAX_DRAWS = 64
 _PROMPT_FIX = "'data.fields={prompt: <field of the question>}'"
@@ -138,7 +140,7 @@ class PreferenceReader:
         if self._kind == "pairs":
             reason = "it has one answer with a label, and this loss compares two answers to a prompt"
             raise ConfigError(place, reason, "recipe=kto, or rows of prompt, chosen and rejected")
-        if isinstance(value, str):  # of a CSV file, whose cells are text
+        if isinstance(value, str):  # as in a CSV file, whose cells are text
             value = _LABELS.get(value.strip().lower(), value)
         if value not in (0, 1):
             reason = f"its label is {str(value)[:40]}, and an answer is good or bad"
@@ -416,7 +418,14 @@ class Preferences(Conversations):
 
     @override
     def prepare(self, tokenizer: Any = None) -> None:
+        is_first = self._prepared is None
         super().prepare(tokenizer)
+        stores = self._ready()[1].values()
+        if is_first and self.tokenizer.chat_template and not any(store.meta.num_conversations for store in stores):
+            LOGGER.warning(
+                "The tokenizer has a chat template, and no row is a conversation: answers to plain text are compared."
+                " For a model that chats, give prompts and answers as lists of messages"
+            )
         if self._kind == "pairs":
             return
         splits: Mapping[str, Any] = self._ready()[2]

@@ -80,7 +80,9 @@ def is_host_out_of_memory(error: BaseException | None) -> bool:
 
 def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an exception and its chain of causes and contexts."""
-    while error is not None:
+    seen = set[int]()  # a cause may lead back to its effect: `raise error from error`
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
 

@@ -44,7 +44,9 @@ def name_own_code(error: BaseException) -> str | None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
+    seen = set[int]()  # a cause may lead back to its effect: `raise error from error`
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 

@@ -132,6 +132,10 @@ class _OfRun:
     step_loss: Tensor | None = None  # 0-dim, of the newest step on this rank
     is_object: dict[str, bool] = field(default_factory=dict)  # what the module adds to a checkpoint
     resumed_groups: list[dict[str, Any]] = field(default_factory=list)
+    configured_groups: list[dict[str, float]] = field(
+        default_factory=list
+    )  # numbers of groups as the module makes them
+    resumed_configured_groups: list[dict[str, float]] = field(default_factory=list)
     resumed_monitored: Mapping[str, float] = field(default_factory=dict)
     resumed_rng: GeneratorStates | None = None
     resumed_place: Mapping[str, Any] | None = None  # of loaders of one's own
@@ -356,6 +360,11 @@ class Adopted(OnEngine):
         for optimizer in optimizers:
             prepared = self.engine.prepare_optimizer(optimizer)
             assert prepared is optimizer, "the config check rejects an engine that replaces it"
+        self.recipes_of_run.configured_groups = [
+            {key: value for key, value in group.items() if type(value) in (int, float)}
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+        ]
         return configured
 
     @override
@@ -380,6 +389,7 @@ class Adopted(OnEngine):
             "optimizer": [type(unwrap_optimizer(optimizer)).__name__ for optimizer in self.trainer.optimizers],
             "parameters": self.optimized_parameters,
             "group_values": [],
+            "configured_groups": of_run.configured_groups,
             "tied": tied,
             "validated_to_end": is_at_end,
             "monitored": of_run.monitored_before_end if is_at_end else get_monitored(self.trainer),
@@ -421,6 +431,7 @@ class Adopted(OnEngine):
                 counts["completed"] = counts["processed"] - 1
         of_run.resumed_monitored = checkpoint["monitored"]
         of_run.resumed_groups = checkpoint["optimizer_states"][0]["param_groups"]
+        of_run.resumed_configured_groups = checkpoint.get("configured_groups", [])  # none from earlier versions
         checkpoint["optimizer_states"] *= max(1, len(checkpoint["optimizer"]))  # Lightning counts them
         states = checkpoint["rng"] if self.is_of_same_mesh(checkpoint) else []
         rank, world_size = self.trainer.global_rank, self.trainer.world_size
@@ -462,6 +473,19 @@ class Adopted(OnEngine):
         for optimizer in map(unwrap_optimizer, self.trainer.optimizers):
             for group in optimizer.param_groups:
                 group |= {key: value for key, value in next(saved).items() if key not in _OF_DEVICE}
+        of_run = self.recipes_of_run
+        changed = {
+            f"{key} {before[key]:g} -> {now[key]:g}"
+            for before, now in zip(of_run.resumed_configured_groups, of_run.configured_groups, strict=False)
+            for key in before.keys() & now.keys()
+            if before[key] != now[key]
+        }
+        if changed and self.trainer.is_global_zero:
+            LOGGER.warning(
+                "The optimizer goes on with the settings of the checkpoint, as under Lightning's own Trainer, and not"
+                " with what configure_optimizers sets now: %s. To go on with others, set them in on_train_start",
+                ", ".join(sorted(changed)),
+            )
 
     def on_rollback(self, trainer: lightning.Trainer, pl_module: Any, from_step: int, to_step: int) -> None:
         """Go on with the batches that follow: loaders are not rewound.

@@ -194,7 +194,10 @@ class Conversations:
                 for name, rows in sources.items()
             }
         except ConfigError as mistake:
-            raise self._explain_two_files(mistake, sources) or mistake from mistake
+            explained = self._explain_two_files(mistake, sources)
+            if explained is None:
+                raise
+            raise explained from mistake
         rows = {name: self._rows(store, examples, name) for name, store, examples in self._splits(stores)}
         if any(store.meta.num_conversations for store in stores.values()):
             self._warn_of_template(template, stores)

@@ -17,6 +17,7 @@ from recipes.runtime.failure import (
     read_failure,
     write_failure,
 )
+from recipes.runtime.own_code import name_own_code
 
 ERRORS = [
     (RuntimeError("CUDA error: out of memory"), True),
@@ -85,3 +86,12 @@ def test_a_failure_is_read_as_it_was_written_in_the_format_of_torchrun(tmp_path:
 
 def test_without_the_variable_there_is_no_error_file() -> None:
     assert get_error_file({}) is None
+
+
+def test_an_error_that_is_its_own_cause_is_read_once() -> None:
+    first, second = RuntimeError("shapes do not match"), ValueError("of the batch")
+    first.__cause__, second.__cause__ = second, first
+    for error in (first, second):
+        assert not is_out_of_memory(error)
+        assert not memory.is_out_of_memory(error)
+        assert name_own_code(error) is None

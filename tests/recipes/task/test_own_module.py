@@ -276,6 +276,18 @@ def test_a_checkpoint_that_is_not_the_best_follows_a_minute_after_the_one_before
     assert list_saved(tmp_path / "unvalidated") == [13, 26, 39, 52]
 
 
+def test_a_resume_with_another_learning_rate_says_that_the_one_of_the_checkpoint_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    run(folder, *own("trainer.max_steps=7"))
+    run(folder, *own("trainer.max_steps=9", "resume=auto"))
+    assert "goes on with the settings of the checkpoint" not in capsys.readouterr().out
+    run(folder, *own("trainer.max_steps=12", "resume=auto", "+task.module.lr=1e-3"))
+    assert "now: initial_lr 0.01 -> 0.001, lr 0.01 -> 0.001." in capsys.readouterr().out
+    assert get_column(folder, "lr")[12] == pytest.approx(1e-2)
+
+
 def test_a_resumed_run_knows_the_best_of_the_run_before(tmp_path: Path) -> None:
     run(tmp_path / "whole", *by_epoch(module="Measured, losses: [3, 1, 2, 0]"))
     run(tmp_path, *by_epoch("trainer.max_epochs=2", module="Measured, losses: [3, 1, 2, 0]"))
