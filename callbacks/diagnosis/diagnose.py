@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .answers import find_falling_answers
 from .epochs import find_memorizing, find_repeated_order
 from .finding import SEVERITIES, Finding, Symptom
 from .generalization import find_easier_validation, find_no_validation, find_overfitting
@@ -151,6 +152,7 @@ CATALOGUE = (
     ),
     Symptom("memorizing", "the loss drops at each epoch boundary", ("loss", "epoch"), find_memorizing),
     Symptom("easier_validation", "validation is better than training", ("loss", "val_loss"), find_easier_validation),
+    Symptom("answers_less_probable", "preferences: both answers become less probable", (), find_falling_answers),
     Symptom("slowing_down", "steps become slower and slower", ("speed",), find_slowdown),
     Symptom("waiting_for_data", "part of each step is spent waiting for data", ("data_wait",), find_data_wait),
     Symptom("memory_growing", "memory keeps growing", ("memory",), find_growing_memory),

@@ -39,6 +39,8 @@ _COLUMNS = {
     "device_memory": "memory/allocated_peak_gib",
     "epoch": "epoch trainer/epoch train/epoch",
     "samples": "train/samples",
+    "chosen_log_prob": "train/chosen_log_prob logps/chosen train/logps/chosen",
+    "margin": "train/margin rewards/margins train/rewards/margins",
 }
 ROLES = {role: tuple(columns.split()) for role, columns in _COLUMNS.items()}
 DESCRIBED = {

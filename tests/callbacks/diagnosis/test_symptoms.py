@@ -160,6 +160,17 @@ def test_findings_are_sorted_by_severity_and_what_is_missing_is_said() -> None:
     assert any(line.startswith("not checked: overfitting, easier_validation") for line in diagnosis.lines())
 
 
+def test_chosen_answers_that_become_less_probable_while_the_margin_grows() -> None:
+    margin = [step / STEPS + n for step, n in enumerate(noise(0.05))]
+    for change, expected in ((-3.0, ["answers_less_probable"]), (3.0, []), (0.0, [])):
+        chosen = [-20 + change * step / STEPS + n for step, n in enumerate(noise(1.0, seed=1))]
+        columns = {"train/loss": falling(), "train/chosen_log_prob": chosen, "train/margin": margin}
+        assert names(columns) == expected, change
+    falls = [-20 - 3 * step / STEPS + n for step, n in enumerate(noise(1.0, seed=1))]
+    columns = {"train/loss": falling(), "train/chosen_log_prob": falls, "train/margin": [-value for value in margin]}
+    assert names(columns) == [], "then it learns something else"
+
+
 def test_thirty_thousand_rows_take_a_second() -> None:
     loss = noise(0.05, count=30_000)
     columns = {

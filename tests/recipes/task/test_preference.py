@@ -101,9 +101,7 @@ def test_the_table_is_what_a_forward_pass_of_the_first_weights_says(pairs: Path,
     assert table.look_up(torch.tensor([12345])).isnan().all(), "an unknown sample has no value"
 
 
-def test_a_row_without_an_answer_ends_the_run_with_its_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_without_an_answer_ends_the_run_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "chosen": "b"}\n')
     places = [f"data.path={path}", f"data.cache_dir={tmp_path}", f"hydra.run.dir={tmp_path / 'run'}"]
