@@ -93,6 +93,8 @@ def _make_workplace(folder: Path) -> Path:
     (folder / "SmolLM2-135M-Instruct").mkdir()
     (folder / "SmolLM2-135M-Instruct/config.json").write_text('{"model_type": "llama", "vocab_size": 49152}')
     (folder / "chats.jsonl").write_text('{"prompt": "1 + 1 = ", "completion": "2"}\n')
+    for rows in ("pairs", "answers"):
+        (folder / f"{rows}.jsonl").write_text('{"prompt": "1 + 1 = ", "chosen": "2", "rejected": "3"}\n')
     (folder / "qa.csv").write_text("question,answer\n1 + 1,2\n")
     (folder / "questions.jsonl").write_text('{"question": "1 + 1 = "}\n')
     for name in ("raw", "tokens", "prepared/documents"):

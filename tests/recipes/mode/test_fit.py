@@ -163,6 +163,12 @@ def raising(error: BaseException) -> Callable[[], None]:
     return end
 
 
+def in_own_code(error: str) -> str:
+    """What is said of an error of `raising`, which is code of a user's own: its function, file and line."""
+    line = raising.__code__.co_firstlineno + 2
+    return f"{__name__}.raising.<locals>.end failed, {__file__} line {line}: {error}"
+
+
 def end_event(status: str, **fields: Any) -> dict[str, Any]:
     return {"event": "end", "step": STEP, "status": status, **fields}
 
@@ -265,7 +271,7 @@ def test_an_error_with_an_exit_code_ends_the_run_with_it(
 
 def test_a_crash_is_raised_after_its_event(run_fit: Callable[..., Outcome]) -> None:
     outcome = run_fit(raising(ZeroDivisionError("a bug")), raises=ZeroDivisionError)
-    assert outcome.events == [end_event("failed", error="ZeroDivisionError: a bug")]
+    assert outcome.events == [end_event("failed", error=in_own_code("ZeroDivisionError: a bug"))]
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -338,7 +344,7 @@ def test_a_resume_that_fails_before_its_first_step_logs_no_event(
     arguments = {"checkpoint": tmp_path / "step_0000005.ckpt", "raises": OSError}
     assert run_fit(crash, has_begun=False, **arguments).events == []
     assert run_fit(crash, has_begun=True, **arguments).events == [
-        end_event("failed", error="OSError: the shard is damaged")
+        end_event("failed", error=in_own_code("OSError: the shard is damaged"))
     ]
 
 
