@@ -118,6 +118,18 @@ def test_a_run_is_loaded_without_its_rows(recipe: str, pairs: Path, tmp_path: Pa
     assert model(torch.zeros(1, 4, dtype=torch.int64)).shape[:2] == (1, 4)
 
 
+def test_other_rows_than_those_of_the_run_have_no_reference(
+    pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(pairs, tmp_path / "run", steps=3)
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(f'{{"prompt": "{row}!", "chosen": "a", "rejected": "b"}}\n' for row in range(8)))
+    evaluate = ["mode=evaluate", f"resume={tmp_path / 'run'}"]
+    assert execute(*evaluate) == 0
+    assert execute(*evaluate, f"data.path={other}") == 2
+    assert "the reference was computed for the samples of the run" in capsys.readouterr().out
+
+
 def test_a_run_without_its_table_says_what_is_missing(
     pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
