@@ -57,7 +57,8 @@ def check_model(
     def forward(part: Batch) -> tuple[Tensor, Tensor]:
         with torch.no_grad(), context():
             outputs = task.outputs(part)
-            shown = outputs.float() if isinstance(outputs, Tensor) else torch.empty(0)
+            is_of_rows = isinstance(outputs, Tensor) and len(outputs) == len(part["targets"])
+            shown = outputs.float() if is_of_rows else torch.empty(0)
             return get_mean(task.loss, outputs, part).float(), shown
 
     task.model.eval()
