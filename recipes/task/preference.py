@@ -223,6 +223,7 @@ class PreferenceTuning(LanguageModeling):
                 is_first=self.trainer.is_global_zero,
                 make_loader=data.load_samples,
                 measure=self._measure_samples,
+                tolerance=self._tolerance,
             )
         self._table = table
         if self.trainer.is_global_zero:
@@ -243,7 +244,15 @@ class PreferenceTuning(LanguageModeling):
         with self.trainer.precision_plugin.val_step_context():
             dtype = get_product_dtype(next(self.model.parameters()))
         products = torch.backends.cuda.matmul.fp32_precision
-        return f"{source or base.hash or base.name} {sorted(base.settings.items(), key=str)} {dtype} {products}"
+        name = f"{source or base.hash or base.name} seed {self.seed}{' in NF4' if base.in_nf4 else ''}"
+        return f"{name} {sorted(base.settings.items(), key=str)} {dtype} {products}"
+
+    @property
+    def _tolerance(self) -> float:
+        """Relative difference of equal log-probabilities, computed in other batches."""
+        with self.trainer.precision_plugin.val_step_context():
+            dtype = get_product_dtype(next(self.model.parameters()))
+        return _LARGEST_DIFFERENCE.get(dtype, _LARGEST_OF_HALF)
 
     def _check_first_step(self, found: Likelihoods, lengths: Tensor) -> None:
         """Report, once, if the first step does not begin at the reference: then rewards are not 0."""
@@ -251,8 +260,7 @@ class PreferenceTuning(LanguageModeling):
         assert found.reference is not None
         own, reference = found.log_probs.detach(), found.reference
         differs = ((own - reference).abs() / reference.abs().clamp(min=1) * (lengths > 0)).max().item()
-        limit = _LARGEST_DIFFERENCE.get(get_product_dtype(next(self.model.parameters())), _LARGEST_OF_HALF)
-        if differs > limit:
+        if differs > self._tolerance:
             LOGGER.warning(
                 "Before the first step log-probabilities differ from those of the reference by up to %.1e of"
                 " themselves: rewards do not begin at 0. Dropout does that (model.dropout=0, adapter.lora_dropout=0)",

@@ -27,6 +27,7 @@ from recipes.files import replacing
 LOGGER = logging.getLogger("lightning_recipes")
 _FILE = "reference.npz"
 _SAMPLES_PER_PART = 8192
+_NUM_COMPARED = 32  # samples of each cached part that are computed again
 
 
 class ReferenceTable:
@@ -76,6 +77,7 @@ class ReferenceTable:
         is_first: bool,
         make_loader: Callable[[Any, Any, range], Iterable[Any]],
         measure: Callable[[Any], tuple[Tensor, Tensor]],
+        tolerance: float,
     ) -> "ReferenceTable":
         """Return the table of some datasets, computing the parts of it that are not cached. Collective.
 
@@ -88,6 +90,7 @@ class ReferenceTable:
             is_first: Whether this is rank 0.
             make_loader: (dataset, source, indices) -> loader of this rank's share of these samples.
             measure: Batch -> ids [B] and log-probabilities [B, K'].
+            tolerance: Relative difference of equal log-probabilities, computed in other batches.
         """
         folder = open_cache_dir(cache_dir) / "references"
         found: list[_Part] = []
@@ -99,6 +102,14 @@ class ReferenceTable:
                 digest = hashlib.blake2b(f"{identity} {start} {first_id}".encode(), digest_size=12).hexdigest()
                 path = folder / f"{digest}.npz"
                 part: _Part | None = engine.broadcast(_read(path) if is_first else None)
+                if part is not None:
+                    # a key cannot know all that decides a value, such as the code of a model of one's own
+                    some = indices[:_NUM_COMPARED]
+                    fresh = _measure_part(len(some), engine, make_loader(dataset, source, some), measure)
+                    if not _agree(part, fresh, tolerance):
+                        if is_first:
+                            LOGGER.warning("%s is of other weights, in spite of its key: it is computed again", path)
+                        part = None
                 if part is None:
                     part = _measure_part(len(indices), engine, make_loader(dataset, source, indices), measure)
                     if is_first:
@@ -128,6 +139,13 @@ def _measure_part(
     every_value = engine.gather_over_data_ranks(values.float())  # [ranks n, K']
     in_order = torch.arange(len(every_id), device=ids.device).view(engine.data_size, -1).T.flatten()[:num_samples]
     return every_id[in_order].cpu().numpy(), every_value[in_order].cpu().numpy()
+
+
+def _agree(cached: _Part, fresh: _Part, tolerance: float) -> bool:
+    """Return whether the beginning of a cached part has the ids and values that were just computed."""
+    number = len(fresh[0])
+    values = cached[1][:number]
+    return np.array_equal(cached[0][:number], fresh[0]) and np.allclose(values, fresh[1], tolerance, tolerance)
 
 
 def _read(path: Path) -> _Part | None:

@@ -82,6 +82,19 @@ def test_the_reference_is_computed_once_for_all_runs_with_the_same_weights(pairs
     assert len([*(tmp_path / "cache" / "references").iterdir()]) == 2 * len(written), "other weights"
 
 
+def test_a_cached_table_of_other_weights_is_computed_again(
+    pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = train(pairs, tmp_path / "one", steps=2)
+    for path in (tmp_path / "cache" / "references").iterdir():
+        with np.load(path) as saved:
+            ids, values = saved["ids"], saved["values"]
+        np.savez(path, ids=ids, values=values * 1.01)
+    capsys.readouterr()
+    assert without_times(train(pairs, tmp_path / "two", steps=2)) == without_times(rows)
+    assert capsys.readouterr().out.count("is of other weights, in spite of its key") == 2
+
+
 def test_the_table_is_what_a_forward_pass_of_the_first_weights_says(pairs: Path, tmp_path: Path) -> None:
     train(pairs, tmp_path / "run", steps=3)
     run = build(resolved(composed_config(f"resume={tmp_path / 'run'}", "mode=evaluate"), tmp_path / "run"))
