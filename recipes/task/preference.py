@@ -140,7 +140,7 @@ class PreferenceTuning(LanguageModeling):
         """Return the log-probabilities of answers under the reference, [B, K'], with those to other prompts last."""
         if self._table is not None:
             found = self._table.look_up(batch["id"])
-            if not self.trainer.training and found.isnan().any():  # a read of the device, in no training step
+            if not self.training and found.isnan().any():  # a read of the device, in no training step
                 reason = "the reference was computed for the samples of the run, and these are others"
                 fix = "the data of the run, or a run with adapter=lora, whose reference is the model without it"
                 raise ConfigError("data.… of another run than resume=…", reason, fix)
