@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra._internal import defaults_list
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
@@ -84,6 +85,13 @@ def test_only_a_different_option_or_a_changed_file_misses_the_cache(tmp_path: Pa
     assert compose_x_and_count_misses() == (10, 3)
 
 
+def test_settings_of_the_recipes_are_values_and_no_options() -> None:
+    cached_compose._compose_cached.cache_clear()
+    for typed in ([], ["seed=3", "name=other"], ["warmup_steps=9", "global_batch_size=4", "optimizer={lr: 1}"]):
+        compose_overrides(typed, CONF, "config")
+    assert cached_compose._compose_cached.cache_info().misses == 1
+
+
 def test_another_option_parses_only_the_files_that_it_adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "group").mkdir()
     (tmp_path / "config.yaml").write_text("defaults: [_self_, {group: one}]\nseed: 1\n")
@@ -109,3 +117,29 @@ def test_a_search_path_on_the_command_line_adds_its_groups(tmp_path: Path) -> No
     (tmp_path / "model/mine.yaml").write_text("size: 3\n")
     overrides = [f"hydra.searchpath=[file://{tmp_path}]", "model=mine"]
     assert compose_overrides(overrides, CONF, "config").model.size == 3
+
+
+def test_defaults_that_refer_to_a_choice_are_resolved(tmp_path: Path) -> None:
+    for name, text in {
+        "config": "defaults: [model: wide, size: '${model}', _self_]",
+        "model/wide": "width: 8",
+        "model/deep": "width: 2",
+        "size/wide": "layers: 1",
+        "size/deep": "layers: 9",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.yaml").write_text(text)
+    composed = [compose_overrides(typed, tmp_path, "config") for typed in ([], ["model=deep"])]
+    assert [(node.model.width, node["size"].layers) for node in composed] == [(8, 1), (2, 9)]
+
+
+def test_hydra_still_maps_all_choices_at_every_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    make, made = defaults_list._create_interpolation_map, []
+    monkeypatch.setattr(defaults_list, "_create_interpolation_map", lambda *given: made.append(given) or make(*given))
+    compose_with_hydra([])
+    num_by_hydra = len(made)
+    cached_compose._compose_cached.cache_clear()
+    compose_overrides([], CONF, "config")
+    num_by_us = len(made) - num_by_hydra
+    assert num_by_hydra > 40
+    assert num_by_us < 5, "Hydra's maps are made where they are used: _maps_of_interpolations_alone can go"
