@@ -5,6 +5,7 @@ import functools
 import hashlib
 import json
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -61,8 +62,14 @@ def needed_by(recipe: str, folder: Path, *, model: str = "") -> list[str]:
     return [f"data.path={path}"]
 
 
+COMPOSED: dict[tuple[str, ...], bytes] = {}  # pickled configs by overrides, in processes that fill it
+
+
 def composed_config(*overrides: str) -> dict[str, Any]:
     """Return the checked config for overrides that must be valid."""
+    if overrides in COMPOSED:
+        config: dict[str, Any] = pickle.loads(COMPOSED[overrides])
+        return config
     composed, errors = compose_and_check(overrides)
     assert composed is not None, [str(error) for error in errors]
     assert not errors, [str(error) for error in errors]

@@ -4,12 +4,15 @@ A case is a list of overrides and nodes of data, loss and task that replace the 
 metrics.csv and, if `count` is set, the bytes held by this rank. `overflow` selects a step and a rank.
 """
 
+import contextlib
 import gc
 import json
 import os
+import pickle
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ import torch
 sys.path[:0] = [str(folder) for folder in Path(__file__).parents[:3]]
 
 from held_bytes import HeldBytes  # noqa: E402
-from support import OverflowAt, composed_config, read_metrics, resolved  # noqa: E402
+from support import COMPOSED, OverflowAt, composed_config, read_metrics, resolved  # noqa: E402
 
 from recipes.build import build  # noqa: E402
 from recipes.model.init import unsharded_shape  # noqa: E402
@@ -50,11 +53,27 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
+def compose_all(overrides: Sequence[Sequence[str]], file: Path) -> None:
+    """Compose the configs of all cases, each on one rank, and give them to the others: a quarter of a case's time."""
+    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    for typed in overrides[rank::num_ranks]:
+        with contextlib.suppress(AssertionError):  # a mistake is raised again by the case, which reports it
+            COMPOSED[tuple(typed)] = pickle.dumps(composed_config(*typed))
+    mine = Path(f"{file}.{rank}")
+    mine.with_suffix(".part").write_bytes(pickle.dumps(COMPOSED))
+    mine.with_suffix(".part").rename(mine)
+    for other in range(num_ranks):
+        while not (theirs := Path(f"{file}.{other}")).exists():
+            time.sleep(0.01)
+        COMPOSED.update(pickle.loads(theirs.read_bytes()))
+
+
 def run_all(run_case: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
     """Run every case in the file given on the command line, each in its own folder next to the results."""
     torch.set_num_threads(1)
     cases, results_file = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     results: dict[str, Any] = {}
+    compose_all([case["overrides"] for case in cases.values() if "overrides" in case], Path(f"{results_file}.composed"))
     for name, case in cases.items():
         shared = Path(f"{results_file}.{len(results)}")  # the same folder on every rank
         shared.mkdir(exist_ok=True)
@@ -64,6 +83,7 @@ def run_all(run_case: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
             results[name] = {"error": traceback.format_exc()}
             print(name, traceback.format_exc(), file=sys.stderr, flush=True)
         gc.collect()
+        gc.freeze()  # what is left was imported: to go through it again would take a fifth of the time of each case
     if os.environ.get("RANK", "0") == "0":
         results_file.write_text(json.dumps(results))
 
