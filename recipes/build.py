@@ -32,7 +32,7 @@ from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.checkpoint.ending import MAX_STEPS, MAX_TIME, Endings
 from recipes.checkpoint.resume import find_checkpoint, get_fallbacks, names_checkpoint
 from recipes.checkpoint.saver import CheckpointSaver
-from recipes.checkpoint.start_from import FrozenBase, SourceRun, read_base
+from recipes.checkpoint.start_from import FrozenBase, SourceRun, Weights, read_base, read_start
 from recipes.config.check.doubts import find_doubts
 from recipes.config.check.types import to_setting
 from recipes.config.compose import Config, freeze
@@ -260,7 +260,12 @@ def _prepare_weights(
     settings = read_settings_of_weights(config["model"])
     task.model_settings = {key: value for key, value in settings.items() if key not in free}
     if starts_from is not None:
-        task.first_weights = _find_source(resolved, starts_from, reader, task.model_settings)
+        weights: Weights = config["start_from_weights"]
+        source = _find_source(resolved, starts_from, weights, reader, task.model_settings)
+        task.first_weights = source
+        task.weights_of_copy = source
+    elif checkpoint is not None and task.holds_copy:
+        task.weights_of_copy = _find_source_of_copy(resolved, checkpoint, reader, task.model_settings)
     elif checkpoint is not None and resolved.adapter is not None:
         task.first_weights = _find_base(config, checkpoint, reader)
     if checkpoint is not None:
@@ -296,8 +301,33 @@ def _adopt(
     return task, data
 
 
+def _find_source_of_copy(
+    resolved: ResolvedRun, checkpoint: Path, reader: FolderCheckpointIO, model_settings: Mapping[str, Any]
+) -> SourceRun | None:
+    """Return the run that a resumed one took its first weights from; None: it started from none.
+
+    Raises:
+        ConfigError: It is not there.
+    """
+    step = read_start([checkpoint, *get_fallbacks(checkpoint)])
+    if step is None:
+        return None
+    path, weights = step
+    if not path.is_dir():
+        raise ConfigError(
+            f"resume={checkpoint}",
+            f"its frozen copy has the weights that the run started from, and {path} is not there",
+            f"the same command with a copy of that checkpoint, or a link to one, at {path}",
+        )
+    return _find_source(resolved, str(path), weights, reader, model_settings)
+
+
 def _find_source(
-    resolved: ResolvedRun, starts_from: str, reader: FolderCheckpointIO, model_settings: Mapping[str, Any]
+    resolved: ResolvedRun,
+    starts_from: str,
+    weights: Weights,
+    reader: FolderCheckpointIO,
+    model_settings: Mapping[str, Any],
 ) -> SourceRun:
     """Return the run that a new one takes its first weights from."""
     named = find_checkpoint(starts_from, resolved.run_folder, setting="start_from")
@@ -307,7 +337,7 @@ def _find_source(
     is_merged = adapter is not None and resolved.adapter is None
     return SourceRun(
         named,
-        weights=resolved.config["start_from_weights"],
+        weights=weights,
         falls_back=not names_checkpoint(starts_from),
         open_checkpoint=functools.partial(_open_checkpoint, reader),
         make_model=functools.partial(_make_without_storage, resolved.config),

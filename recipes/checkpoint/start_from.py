@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import Any, Literal, Protocol, TypeGuard, TypeVar
 
 import torch
 import xxhash
@@ -544,10 +544,30 @@ def read_base(checkpoints: Iterable[Path]) -> BaseRecord | None:
     Args:
         checkpoints: Checkpoints of the run: the first that can be read counts, as all say the same.
     """
+    return _read_first(checkpoints, lambda state: BaseRecord.read(state) if state.get("started_from") else None)
+
+
+def read_start(checkpoints: Iterable[Path]) -> tuple[Path, Weights] | None:
+    """Return the checkpoint that a run started from, and which weights of it; None: it started from none.
+
+    Args:
+        checkpoints: Checkpoints of the run: the first that can be read counts, as all say the same.
+    """
+
+    def read(state: State) -> tuple[Path, Weights] | None:
+        steps = _read_steps(state)
+        return (Path(steps[0]["path"]), "ema" if steps[0]["weights"] == "ema" else "trained") if steps else None
+
+    return _read_first(checkpoints, read)
+
+
+_Read = TypeVar("_Read")
+
+
+def _read_first(checkpoints: Iterable[Path], read: Callable[[State], _Read | None]) -> _Read | None:
     for folder in checkpoints:
         try:
-            plain: State = torch.load(folder / RUN_FILE, map_location="cpu", weights_only=True)
-            return BaseRecord.read(plain) if plain.get("started_from") else None
+            return read(torch.load(folder / RUN_FILE, map_location="cpu", weights_only=True))
         except Exception:  # a damaged one is rejected, with the reason, when it is loaded
             continue
     return None

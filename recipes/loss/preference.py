@@ -51,6 +51,7 @@ def _complete(batch: Batch, *, num_answers: int) -> dict[str, Any]:
     size, length = batch["inputs"].shape
     known = {"margin": inputs.new_zeros(size, dtype=torch.float32), "label": inputs.new_ones(size, dtype=torch.float32)}
     others = {"other_inputs": batch["inputs"], "other_targets": batch["targets"], "id": inputs.new_zeros(size)}
+    known["reference"] = inputs.new_zeros((size, num_answers + 1), dtype=torch.float32)
     rows = {"inputs": inputs, "targets": targets, "num_inputs": inputs.new_full((len(inputs),), length)}
     return {**batch, **rows, **known, **others, "kl": inputs.new_zeros((), dtype=torch.float32)}
 
@@ -185,9 +186,16 @@ class PairLoss(AnswerLoss):
 
     @torch.no_grad()
     def _measure(self, outputs: Likelihoods, lengths: Tensor, carries: Tensor) -> list[Term]:
+        return [
+            Term(_sum(value.detach(), carries), per=NUM_PAIRS, weight=0.0, in_loss=False, logged_as=name)
+            for name, value in self._measures_of_pairs(outputs, lengths).items()
+        ]
+
+    def _measures_of_pairs(self, outputs: Likelihoods, lengths: Tensor) -> dict[str, Tensor]:
+        """Return what is logged of each pair, by name, [B] each."""
         rewards = self.rewards(outputs, lengths)  # [B, 2]
         chosen, rejected = rewards.unbind(dim=1)
-        values = {
+        return {
             "accuracy": (chosen > rejected).float(),
             "margin": chosen - rejected,
             "chosen_reward": chosen,
@@ -197,10 +205,6 @@ class PairLoss(AnswerLoss):
             "chosen_length": lengths[:, 0].float(),
             "rejected_length": lengths[:, 1].float(),
         }
-        return [
-            Term(_sum(value.detach(), carries), per=NUM_PAIRS, weight=0.0, in_loss=False, logged_as=name)
-            for name, value in values.items()
-        ]
 
 
 class DPO(PairLoss):
@@ -223,6 +227,19 @@ class DPO(PairLoss):
         chunk_tokens: As in `AnswerLoss`.
     """
 
+    measures: ClassVar[Mapping[str, str]] = {
+        "accuracy": "num_pairs",
+        "margin": "num_pairs",
+        "chosen_reward": "num_pairs",
+        "rejected_reward": "num_pairs",
+        "chosen_log_prob": "num_pairs",
+        "rejected_log_prob": "num_pairs",
+        "chosen_log_ratio": "num_pairs",
+        "rejected_log_ratio": "num_pairs",
+        "chosen_length": "num_pairs",
+        "rejected_length": "num_pairs",
+    }
+
     def __init__(
         self,
         *,
@@ -243,6 +260,14 @@ class DPO(PairLoss):
     @override
     def rewards(self, outputs: Likelihoods, lengths: Tensor) -> Tensor:
         return self.beta * self._log_ratios(outputs, lengths)
+
+    @override
+    def _measures_of_pairs(self, outputs: Likelihoods, lengths: Tensor) -> dict[str, Tensor]:
+        # no KL divergence, which is a mean over answers of the trained model itself: these were given
+        assert outputs.reference is not None, "it needs a reference"
+        ratios = (outputs.log_probs - outputs.reference) / lengths.clamp(min=1)  # [B, 2], per token
+        of_both = {"chosen_log_ratio": ratios[:, 0], "rejected_log_ratio": ratios[:, 1]}
+        return super()._measures_of_pairs(outputs, lengths) | of_both
 
     def _log_ratios(self, outputs: Likelihoods, lengths: Tensor) -> Tensor:
         assert outputs.reference is not None, "it needs a reference"

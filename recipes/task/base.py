@@ -281,11 +281,21 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
             self.hold_frozen_models()
 
     def hold_frozen_models(self) -> None:
-        """Give the frozen models beside the trained one storage and weights, for whoever computes the objective."""
+        """Give the frozen models beside the trained one storage and weights, for whoever computes the objective.
+
+        Collective.
+        """
+        init_context = self.trainer.precision_plugin.module_init_context
         for name, frozen in self._frozen.items():
-            model = self._materialize_frozen(frozen)
+            with torch.inference_mode(False), init_context(), torch.device("cpu"):
+                model = self._materialize_frozen(frozen)
             self.frozen_models[name] = model
-            self.remember_frozen_model(name, model, frozen.settings)
+            self.remember_frozen_model(name, model, frozen)
+
+    @property
+    def holds_copy(self) -> bool:
+        """Whether a frozen model is the trained one as it was before the first step."""
+        return any(frozen.is_copy for frozen in self._frozen.values())
 
     @property
     def make_frozen_models(self) -> dict[str, Callable[[], nn.Module]]:
@@ -307,6 +317,8 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
     def _materialize_frozen(self, frozen: FrozenModel) -> nn.Module:
         """Return a frozen model as the engine holds it, with its weights, whatever a checkpoint holds."""
         model = frozen.on_meta()
+        if frozen.is_copy:
+            self.prepare_weights_of_copy(model)
         self._convert_model(model, shards_weights=self.engine.shards_weights)
         self._compile_blocks(model)
         model.requires_grad_(False)

@@ -26,11 +26,13 @@ class FrozenModel:
         section: Its section of the config.
         make: Constructs it; called under the meta device.
         settings: Those of its settings that change what its weights compute.
+        is_copy: Whether it is the trained model as it was before the first step.
     """
 
     section: str
     make: Callable[[], nn.Module]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    is_copy: bool = False
 
     def on_meta(self) -> nn.Module:
         """Return it unsharded and without storage."""
@@ -60,6 +62,7 @@ class Base:
         in_nf4: Whether they are held in 4 bits.
         weights: Which weights of a run's checkpoint, `name`; None: it is no run.
         settings: Settings of the model that they belong to; empty beside an adapter, whose model the checkpoint names.
+        is_copy: Whether they are those that the run began with, of a frozen copy of its model.
     """
 
     name: str
@@ -67,6 +70,7 @@ class Base:
     in_nf4: bool = False
     weights: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    is_copy: bool = False
 
     @property
     def is_published(self) -> bool:
@@ -97,25 +101,30 @@ def check_base(own: Base | None, saved: Mapping[str, Any] | None) -> None:
             f"the checkpoint is of {_describe_base(before)}, and this run of {_describe_base(own)}",
             "resume=… without settings of the model, its weights, the adapter and the seed",
         )
-    _check_weights(own, before, section="model", trained="the adapter was trained", beside="the adapter")
+    _check_weights(own, before, section="model", trained="the adapter was trained", whose="beside the adapter")
 
 
 def check_frozen_model(section: str, own: Base, saved: Mapping[str, Any] | None) -> None:
     """Check that a frozen model is the one that a run was trained beside, in whichever folder it is now.
 
     Args:
-        section: Its section of the config, such as `teacher`.
+        section: Its section of the config, such as `teacher`; of a copy, its name.
         own: The model of this run.
         saved: That of the checkpoint, as `Base.state` returned it; None: it was trained beside none, and goes on
-            beside this one.
+            beside this one, unless that is a copy.
 
     Raises:
-        ConfigError: The weights or the settings differ.
+        ConfigError: The weights or the settings differ, or nothing says of which weights a copy is.
     """
     if saved is None:
+        if own.is_copy:
+            reason = "the run has none so far, and no checkpoint of it says with which weights it began"
+            fix = "resume=… without it, or resume=null to begin with it"
+            raise ConfigError("resume=… with a frozen copy of the first weights", reason, fix)
         return
     before = Base(**saved)
     changed = [key for key, value in before.settings.items() if own.settings.get(key) != value]
+    section = "model" if own.is_copy else section
     if changed or own.is_published != before.is_published:
         named = [f"{section}.{key}={own.settings.get(key)}" for key in changed]
         was = [f"{section}.{key}={before.settings[key]}" for key in changed]
@@ -124,21 +133,25 @@ def check_frozen_model(section: str, own: Base, saved: Mapping[str, Any] | None)
             f"the run was trained beside {' '.join(was) or _describe_weights(before)}",
             f"resume=… without settings of {section}",
         )
-    _check_weights(own, before, section=section, trained="the run was trained", beside=f"the {section}")
+    whose = "that the run began with" if own.is_copy else f"of the {section}"
+    _check_weights(own, before, section=section, trained="the run was trained", whose=whose)
 
 
-def _check_weights(own: Base, before: Base, *, section: str, trained: str, beside: str) -> None:
+def _check_weights(own: Base, before: Base, *, section: str, trained: str, whose: str) -> None:
     """Reject published weights with other values, and weights from another seed."""
     if own.is_published and own.hash != before.hash:
+        is_of_run = own.weights is not None
         raise ConfigError(
             f"resume=… with the weights of {own.name}",
             f"they have other values than when {trained} beside {before.name}",
-            f"resume=… {section}.pretrained=<folder with the weights as they were>",
+            f"the same command with the weights as they were at {before.name}"
+            if is_of_run
+            else f"resume=… {section}.pretrained=<folder with the weights as they were>",
         )
     if not own.is_published and own.name != before.name:
         raise ConfigError(
             f"resume=… seed={own.name}",
-            f"the weights {'beside' if section == 'model' else 'of'} {beside} were drawn from seed={before.name}",
+            f"the weights {whose} were drawn from seed={before.name}",
             f"resume=… seed={before.name}",
         )
 

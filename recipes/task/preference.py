@@ -6,7 +6,7 @@ Shapes: B samples, K answers of a sample, R = B K rows of T tokens.
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from recipes.adapter import switched_off
+from recipes.data.draws import has_draws
 from recipes.errors import ConfigError
 from recipes.lightning_internals import get_data
 from recipes.loss.preference import AnswerLoss, Likelihoods, count_tokens
@@ -25,10 +26,12 @@ from recipes.numerics.head_loss import split
 from recipes.numerics.linear import get_product_dtype
 from recipes.numerics.loss import IGNORE_INDEX, token_losses
 from recipes.task.base import Batch
+from recipes.task.frozen import FrozenModel
 from recipes.task.language_modeling import LanguageModeling
 from recipes.task.reference import ReferenceTable
 
 LOGGER = logging.getLogger("lightning_recipes")
+REFERENCE = "reference"  # name of the frozen copy
 # of the log-probability of an answer, relative: a batch with other rows is computed in another order
 _LARGEST_DIFFERENCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 _LARGEST_OF_HALF = 2e-2
@@ -38,8 +41,8 @@ class PreferenceTuning(LanguageModeling):
     """Trains a language model on preferences; the loss reads the log-probabilities of answers.
 
     Args:
-        reference: What answers are measured against: the model without its adapter, or the log-probabilities under the
-            first weights, computed once before the first step.
+        reference: What answers are measured against: the model without its adapter; the log-probabilities under the
+            first weights, computed once before the first step; or a frozen copy of the model with these weights.
         cache_dir: Folder of cached log-probabilities.
         **settings: Arguments of `TrainingTask`.
     """
@@ -48,25 +51,35 @@ class PreferenceTuning(LanguageModeling):
     loss: AnswerLoss
 
     def __init__(
-        self, *, reference: Literal["auto", "adapter_off", "precomputed"], cache_dir: str, **settings: Any
+        self,
+        *,
+        reference: Literal["auto", "adapter_off", "precomputed", "frozen_copy"],
+        cache_dir: str,
+        **settings: Any,
     ) -> None:
         super().__init__(**settings)
         self._reference = reference
+        if reference == "frozen_copy" and self._compares:
+            copy = FrozenModel(section="model", make=self._make_model, is_copy=True)
+            self._frozen = {**self._frozen, REFERENCE: copy}
         self._cache_dir = cache_dir
         self._table: ReferenceTable | None = None
         self._compares_first_step = False
-        self._kl: Tensor | None = None  # [], of the validation that runs
+        self._kl: Tensor | None = None  # [], of the validation set that is read
+        self._kl_of_sets: list[Tensor] = []  # [] each, of the validation that runs
 
     # What the loss reads.
 
     @override
     def outputs(self, batch: Batch) -> Likelihoods:
         loss, num_answers = self.loss, self.loss.num_answers
-        log_probs, of_prompts = self._log_probs(batch, with_prompts=loss.reads_prompts)  # [R] each
+        # first: what its forward pass keeps is freed before that of the trained model keeps its own
+        reference = self._look_up(batch)[:, :num_answers] if loss.needs_reference else None
+        log_probs, of_prompts = self._log_probs(self.model, batch, with_prompts=loss.reads_prompts)  # [R] each
         kl = self._find_kl(batch) if loss.reads_kl else None
         found = Likelihoods(
             log_probs.unflatten(0, (-1, num_answers)),
-            reference=self._look_up(batch)[:, :num_answers] if loss.needs_reference else None,
+            reference=reference,
             of_prompts=of_prompts[0::num_answers] if loss.reads_prompts else None,
             kl=kl,
         )
@@ -87,11 +100,18 @@ class PreferenceTuning(LanguageModeling):
         return self.loss.per_sample(self.outputs(batch), batch)
 
     def _log_probs(
-        self, batch: Batch, *, with_prompts: bool = False, inputs: str = "inputs", targets: str = "targets"
+        self,
+        model: nn.Module,
+        batch: Batch,
+        *,
+        with_prompts: bool = False,
+        inputs: str = "inputs",
+        targets: str = "targets",
     ) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities of the answers and, if asked, of the prompts before them, [R] float32 each.
 
         Args:
+            model: The trained model, or its frozen copy.
             batch: The batch.
             with_prompts: Whether to compute those of the prompts; if not, they are 0.
             inputs: Name of the rows.
@@ -100,17 +120,17 @@ class PreferenceTuning(LanguageModeling):
         tokens, wanted = batch[inputs], batch[targets]  # [R, T]
         if with_prompts:
             followers = _name_followers(tokens, wanted, batch["num_inputs"])  # [R, T]
-            losses = self._token_losses(tokens, followers)
+            losses = self._token_losses(model, tokens, followers)
             is_answer = wanted != IGNORE_INDEX
             return -(losses * is_answer).sum(dim=1), -(losses * ~is_answer).sum(dim=1)
-        log_probs = -self._token_losses(tokens, wanted).sum(dim=1)
+        log_probs = -self._token_losses(model, tokens, wanted).sum(dim=1)
         return log_probs, torch.zeros_like(log_probs)
 
-    def _token_losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _token_losses(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the cross-entropy of each target, [R, T] float32, 0 if ignored; differentiable."""
         if not self._computes_in_chunks:
-            return token_losses(self.model(inputs), targets)
-        losses: Tensor = self.model(inputs, reduce=functools.partial(self._in_chunks, targets=targets))
+            return token_losses(model(inputs), targets)
+        losses: Tensor = model(inputs, reduce=functools.partial(self._in_chunks, targets=targets))
         return losses
 
     @functools.cached_property
@@ -136,26 +156,58 @@ class PreferenceTuning(LanguageModeling):
 
     # The reference.
 
+    @property
+    def _compares(self) -> bool:
+        """Whether the loss reads a reference; whoever loads weights alone gives the task another loss."""
+        return isinstance(self.loss, AnswerLoss) and self.loss.needs_reference
+
+    @property
+    def _kind(self) -> str:
+        """Where the reference is: `adapter_off`, `precomputed` or `frozen_copy`.
+
+        Raises:
+            ConfigError: The model has no adapter to switch off.
+        """
+        if self._reference == "auto":
+            return "adapter_off" if has_adapter(self.model) else "precomputed"
+        if self._reference == "adapter_off" and not has_adapter(self.model):
+            reason = "the model has no adapter to switch off"
+            raise ConfigError("task.reference=adapter_off", reason, "adapter=lora, or task.reference=precomputed")
+        return self._reference
+
     def _look_up(self, batch: Batch) -> Tensor:
         """Return the log-probabilities of answers under the reference, [B, K'], with those to other prompts last."""
-        if self._table is not None:
-            found = self._table.look_up(batch["id"])
-            if not self.training and found.isnan().any():  # a read of the device, in no training step
-                reason = "the reference was computed for the samples of the run, and these are others"
-                fix = "the data of the run, or a run with adapter=lora, whose reference is the model without it"
-                raise ConfigError("data.… of another run than resume=…", reason, fix)
-            return found
+        kind = self._kind
+        if kind == "precomputed":
+            return self._look_up_in_table(batch)
+        if kind == "frozen_copy":
+            if REFERENCE not in self.frozen_models:  # outside of training
+                self.hold_frozen_models()
+            with torch.no_grad():
+                return self._measure_answers(self.frozen_models[REFERENCE], batch)
         with torch.no_grad(), _evaluating(self.model), switched_off(self.model):
-            return self._measure_answers(batch)
+            return self._measure_answers(self.model, batch)
 
-    def _measure_answers(self, batch: Batch, *, only_other: bool = False) -> Tensor:
-        """Return the log-probabilities of all answers of a batch, [B, K'], without gradients."""
+    def _look_up_in_table(self, batch: Batch) -> Tensor:
+        if self._table is None and "reference" in batch:
+            values: Tensor = batch["reference"]  # of a plan, which computes nothing in advance
+            return values
+        table = self._open_table()
+        found = table.look_up(batch["id"])
+        if not self.training and found.isnan().any():  # a read of the device, in no training step
+            reason = "the reference was computed for the samples of the run, and these are others"
+            fix = "the data of the run, or a run with task.reference=frozen_copy or adapter=lora"
+            raise ConfigError("data.… of another run than resume=…", reason, fix)
+        return found
+
+    def _measure_answers(self, model: nn.Module, batch: Batch, *, only_other: bool = False) -> Tensor:
+        """Return the log-probabilities of all answers of a batch under a model, [B, K'], without gradients."""
         columns = []
         if not only_other:
-            log_probs, _ = self._log_probs(batch)
+            log_probs, _ = self._log_probs(model, batch)
             columns.append(log_probs.unflatten(0, (-1, self.loss.num_answers)))  # [B, K]
         if self.loss.reads_kl and "other_inputs" in batch:
-            log_probs, _ = self._log_probs(batch, inputs="other_inputs", targets="other_targets")
+            log_probs, _ = self._log_probs(model, batch, inputs="other_inputs", targets="other_targets")
             columns.append(log_probs[:, None])  # [B, 1]
         return torch.cat(columns, dim=1)
 
@@ -163,53 +215,56 @@ class PreferenceTuning(LanguageModeling):
     def on_train_start(self) -> None:
         super().on_train_start()
         if self.loss.needs_reference:
-            self._prepare_reference()
+            if self._kind == "precomputed":
+                self._prepare_table()
             self._compares_first_step = self.trainer.global_step == 0
 
     @override
     def on_validation_epoch_start(self) -> None:
         super().on_validation_epoch_start()
-        if self.loss.needs_reference and self._table is None and not self._uses_adapter:
-            self._table = self._open_table()
         if self.loss.reads_kl:
-            self._kl = self._measure_kl(self._validation_batches())
+            loaders: Any = self.trainer.val_dataloaders
+            sets = loaders if isinstance(loaders, list) else [loaders]
+            self._kl_of_sets = [self._measure_kl(self._on_device(loader)) for loader in sets]
+
+    @override
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._kl = self._kl_of_sets[dataloader_idx] if self.loss.reads_kl else None
+        super().validation_step(batch, batch_idx, dataloader_idx)
 
     @override
     def on_validation_epoch_end(self) -> None:
         super().on_validation_epoch_end()
-        self._kl = None
-
-    @property
-    def _uses_adapter(self) -> bool:
-        """Whether the reference is the model without its adapter.
-
-        Raises:
-            ConfigError: It has none.
-        """
-        if self._reference == "adapter_off" and not has_adapter(self.model):
-            reason = "the model has no adapter to switch off"
-            raise ConfigError("task.reference=adapter_off", reason, "adapter=lora, or task.reference=precomputed")
-        return self._reference != "precomputed" and has_adapter(self.model)
+        self._kl, self._kl_of_sets = None, []
 
     def _open_table(self) -> ReferenceTable:
-        """Return the table of this run's folder.
+        """Return the table of this run, at first from its folder. Collective, the first time.
 
         Raises:
             ConfigError: It is not there.
         """
-        folder = Path(self.trainer.default_root_dir)
-        return ReferenceTable.of_run(folder, engine=self.engine, is_first=self.trainer.is_global_zero)
+        if self._table is None:
+            folder = Path(self.trainer.default_root_dir)
+            self._table = ReferenceTable.of_run(folder, engine=self.engine, is_first=self.trainer.is_global_zero)
+        return self._table
 
-    def _prepare_reference(self) -> None:
-        """Find the log-probabilities under the first weights, or compute them. Collective."""
-        if self._uses_adapter or self._table is not None:
+    def _prepare_table(self) -> None:
+        """Find the log-probabilities under the first weights, or compute them. Collective.
+
+        Raises:
+            ConfigError: Samples are drawn while the run goes.
+        """
+        if self._table is not None:
             return
         if self.trainer.global_step > 0:
-            self._table = self._open_table()
+            self._open_table()
             return
         data: Any = get_data(self.trainer)
         began = time.monotonic()
         sets = data.list_datasets()
+        if any(has_draws(dataset) for dataset, _ in sets):
+            reason = "the data draws its samples while the run goes, and no log-probabilities can be computed before"
+            raise ConfigError("task.reference=precomputed", reason, "task.reference=frozen_copy, or adapter=lora")
         num_samples = sum(len(dataset) for dataset, _ in sets)
         if self.trainer.is_global_zero:
             LOGGER.info("Reference: log-probabilities of %s samples under the first weights", f"{num_samples:,}")
@@ -235,7 +290,7 @@ class PreferenceTuning(LanguageModeling):
         plugin = self.trainer.precision_plugin
         moved = self.engine.batch_to_device(plugin.convert_input(batch))
         with plugin.val_step_context():
-            return moved["id"], self._measure_answers(moved)
+            return moved["id"], self._measure_answers(self.model, moved)
 
     def _describe_weights(self) -> str:
         """Return what is equal for equal log-probabilities of equal tokens: weights, settings and dtypes."""
@@ -272,8 +327,7 @@ class PreferenceTuning(LanguageModeling):
     @property
     @override
     def looks_ahead(self) -> bool:
-        # whoever loads weights alone gives the task another loss
-        return isinstance(self.loss, AnswerLoss) and self.loss.reads_kl
+        return self._compares and self.loss.reads_kl
 
     @override
     def before_window(self, micro_batches: list[Batch]) -> list[Batch]:
@@ -294,17 +348,16 @@ class PreferenceTuning(LanguageModeling):
         with torch.no_grad(), _evaluating(self.model):
             for batch in batches:
                 carries = count_tokens(batch, num_answers=1)[:, 0] > 0  # [B]
-                own = self._measure_answers(batch, only_other=True)[:, 0]
+                own = self._measure_answers(self.model, batch, only_other=True)[:, 0]
                 ratios = own - self._look_up(batch)[:, 1]  # [B]
                 sums += torch.stack([torch.where(carries, ratios, 0.0).double().sum(), carries.double().sum()])
         total, number = self.engine.sum_over_data_ranks(sums).unbind()
         return (total / number.clamp(min=1)).clamp(min=0).float()
 
-    def _validation_batches(self) -> Iterator[Batch]:
-        """Yield the batches of the first validation set, on the device."""
-        loaders: Any = self.trainer.val_dataloaders
+    def _on_device(self, loader: Iterable[Any]) -> Iterator[Batch]:
+        """Yield the batches of a validation set, on the device."""
         plugin = self.trainer.precision_plugin
-        for batch in loaders[0] if isinstance(loaders, list) else loaders:
+        for batch in loader:
             yield self.engine.batch_to_device(plugin.convert_input(batch))
 
 

@@ -35,7 +35,7 @@ from recipes.numerics.nf4 import list_nf4
 from recipes.optimizer.param_groups import drop_unused_groups
 from recipes.optimizer.rules import GroupRow, get_rules, list_rows
 from recipes.parallel.stages import is_copy
-from recipes.task.frozen import Base, check_base, check_frozen_model
+from recipes.task.frozen import Base, FrozenModel, check_base, check_frozen_model
 
 _NOT_KEPT = ("params", "lr", "initial_lr")  # of an optimizer's groups: the config decides them
 
@@ -71,6 +71,7 @@ class Resumable(OnEngine):
         setting_of_another_model: What was set if the checkpoint is of another model.
         fix_of_another_model: What to type if the checkpoint is of another model.
         first_weights: Weights of another run that this one starts from, or that are frozen beside its adapter.
+        weights_of_copy: Weights of another run that this one started from, for a frozen copy of the first model.
         started_from: The runs that this one started from, newest first: path, step, weights and hash of each.
     """
 
@@ -80,6 +81,7 @@ class Resumable(OnEngine):
     setting_of_another_model = "resume=…"
     fix_of_another_model = "resume=<a run of this model>"
     first_weights: SourceRun | FrozenBase | None = None
+    weights_of_copy: SourceRun | None = None
     model: nn.Module
     started_from: Sequence[Mapping[str, Any]] = ()
 
@@ -102,6 +104,7 @@ class Resumable(OnEngine):
         self._rng_is_restored = False
         self._base_of_adapter: Base | None = None
         self._bases_of_models: dict[str, Base] = {}  # of the frozen models beside the trained one
+        self._resumed_bases: Mapping[str, Mapping[str, Any]] | None = None  # as a checkpoint has them
 
     @abstractmethod
     def meta_model(self) -> nn.Module:
@@ -247,8 +250,9 @@ class Resumable(OnEngine):
         published = checkpoint["published_config"]
         check_published_config(self._published_config, published, str(getattr(self.model, "name", "")))
         check_base(self._base_of_adapter, checkpoint["base"])
+        self._resumed_bases = checkpoint.get("frozen_models", {})
         for name, base in self._bases_of_models.items():
-            check_frozen_model(name, base, checkpoint.get("frozen_models", {}).get(name))
+            check_frozen_model(name, base, self._resumed_bases.get(name))
         self.awaits_checkpoint = False
         self.started_from = checkpoint.get("started_from", [])  # none from earlier versions
         self.num_samples = checkpoint["consumed"]["samples"]
@@ -340,12 +344,26 @@ class Resumable(OnEngine):
         """
         if self.first_weights is None:
             return
-        ranks = Ranks(is_first=self.trainer.is_global_zero, broadcast=self.engine.broadcast)
-        self.first_weights.prepare(model, ranks)
-        untyped: Any = model
-        untyped.first_weights = self.first_weights
+        self._give_weights(model, self.first_weights)
         if not self.awaits_checkpoint:
             self.started_from = self.first_weights.steps
+
+    def prepare_weights_of_copy(self, model: nn.Module) -> None:
+        """Let a frozen copy take the weights that the run began with, after a resume, too. Collective.
+
+        Args:
+            model: The copy, on the meta device.
+
+        Raises:
+            ConfigError: They were those of another run, which is damaged.
+        """
+        if self.weights_of_copy is not None:
+            self._give_weights(model, self.weights_of_copy)
+
+    def _give_weights(self, model: nn.Module, source: SourceRun | FrozenBase) -> None:
+        source.prepare(model, Ranks(is_first=self.trainer.is_global_zero, broadcast=self.engine.broadcast))
+        untyped: Any = model
+        untyped.first_weights = source
 
     def remember_base(self) -> None:
         """Record which frozen weights were loaded beside an adapter; a collective, if they were read from files."""
@@ -359,15 +377,27 @@ class Resumable(OnEngine):
             return
         self._base_of_adapter = self._identify(model)
 
-    def remember_frozen_model(self, name: str, model: nn.Module, settings: Mapping[str, Any]) -> None:
+    def remember_frozen_model(self, name: str, model: nn.Module, frozen: FrozenModel) -> None:
         """Record which frozen model the run is trained beside; a collective, if its weights were read from files.
 
         Args:
-            name: Its section of the config.
+            name: Its name.
             model: With its weights.
-            settings: Those that change what its weights compute.
+            frozen: What it is.
+
+        Raises:
+            ConfigError: The checkpoint that was loaded is of a run beside another one.
         """
-        self._bases_of_models[name] = self._identify(model, {**settings, **_get_published_config(model)})
+        source = self.weights_of_copy if frozen.is_copy else None
+        if source is None:
+            base = self._identify(model, {**frozen.settings, **_get_published_config(model)})
+        else:
+            path, weights = (str(source.steps[0][key]) for key in ("path", "weights"))
+            base = Base(path, source.hash, weights=weights)
+        base = replace(base, is_copy=frozen.is_copy)
+        self._bases_of_models[name] = base
+        if self._resumed_bases is not None:  # it is held after the checkpoint was loaded
+            check_frozen_model(name, base, self._resumed_bases.get(name))
 
     def _identify(self, model: nn.Module, settings: Mapping[str, Any] = MappingProxyType({})) -> Base:
         """Return the identity of a model's frozen weights."""

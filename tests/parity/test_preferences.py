@@ -9,13 +9,15 @@ import pytest
 from cases import COMMON, DECODER, ENGINES, IS_LONG, NUM_STEPS, count_data_ranks
 from ranks import run_on_ranks
 
-LOSSES = ("dpo", "orpo", "simpo", "kto", "nll", "reward", "untied")
+LOSSES = ("dpo", "orpo", "simpo", "kto", "nll", "copy", "reward", "untied")
 ON_TWO = ("ddp", "fsdp", "ZeRO-1", "ZeRO-2", "ZeRO-3", "tp2")
 SPLITS = (1, 2, 4)
+NOT_BESIDE_A_COPY = ("ZeRO-3", "tp2")  # refused
 WITHOUT_REFERENCE = ("orpo", "simpo")
 REWARD = ("task=reward", "loss.center_rewards_coefficient=0.01")
 TASKS: dict[str, tuple[str, ...]] = {  # of losses that have not the name of their option
     "nll": ("task=preference", "loss=dpo", "loss.nll_weight=0.5", "loss.beta=0.5"),
+    "copy": ("task=preference", "loss=dpo", "task.reference=frozen_copy"),
     "reward": REWARD,
     "untied": (*REWARD, "model.tie_embeddings=false"),
 }
@@ -84,6 +86,7 @@ def make_cases(folder: Path, *, world_size: int) -> dict[str, Any]:
         for accumulate in SPLITS
         for adapter in (False, True)
         if not (adapter and engine == "tp2")  # refused
+        and not (loss == "copy" and (adapter or engine in NOT_BESIDE_A_COPY))
     ]
     if not IS_LONG and world_size == 1:
         names = [name for name in names if name[2] == 1 or (name[2] == 4 and not name[3])]
@@ -93,6 +96,7 @@ def make_cases(folder: Path, *, world_size: int) -> dict[str, Any]:
             *(("kto", engine, 2, False) for engine in ("ddp", "fsdp", "ZeRO-3")),
             *(("orpo", engine, 2, False) for engine in ("fsdp", "ZeRO-2")),
             *(("dpo", engine, 2, True) for engine in ("fsdp", "ZeRO-2")),
+            *(("copy", engine, 2, False) for engine in ("ddp", "fsdp", "ZeRO-1", "ZeRO-2")),
             *(("simpo", "ddp", 2, False), ("kto", "fsdp", 1, True), ("nll", "fsdp", 2, False)),
             *(("reward", "tp2", 1, False), ("reward", "ZeRO-3", 2, False), ("reward", "fsdp", 2, True)),
             *(("untied", "ddp", 1, False), ("untied", "fsdp", 2, False), ("untied", "ZeRO-2", 1, True)),
@@ -138,6 +142,18 @@ def test_every_engine_and_split_has_the_curve_of_one_device(
         assert last["val/loss"] == pytest.approx(expected["val/loss"], rel=1e-5), (engine, accumulate, adapter)
         compared += 1
     assert compared >= 2
+
+
+def test_a_frozen_copy_has_the_curve_of_a_precomputed_reference(
+    results: dict[tuple[Any, ...], list[dict[str, float]]],
+) -> None:
+    expected = results["dpo", "single", 1, False]
+    for (loss, engine, accumulate, _), rows in results.items():
+        if loss == "copy":
+            for row, reference in zip(rows, expected, strict=True):
+                for name in ("train/loss", "grad/norm"):
+                    # float32: sums in another order
+                    assert row[name] == pytest.approx(reference[name], rel=2e-6), (engine, accumulate, name)
 
 
 @pytest.mark.parametrize("adapter", [False, True])

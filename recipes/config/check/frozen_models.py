@@ -24,7 +24,8 @@ def check_frozen_models(run: ResolvedRun) -> Iterator[ConfigError]:
             continue
         yield from _check_samples(run, section, node)
         yield from _check_weights(run, section, node)
-        yield from _check_engine(run, section, node)
+        yield from check_engine(run, section)
+        yield from _check_context(run, section, node)
 
 
 def _check_samples(run: ResolvedRun, section: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -68,8 +69,8 @@ def _check_weights(run: ResolvedRun, section: str, node: Mapping[str, Any]) -> I
         yield missing
 
 
-def _check_engine(run: ResolvedRun, section: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Reject what shards the trained model alone."""
+def check_engine(run: ResolvedRun, section: str) -> Iterator[ConfigError]:
+    """Reject what shards the trained model alone, and not the frozen one, which `section` names."""
     task, strategy = f"task={_name(run)}", run.strategy
     if strategy.stage == 3:
         yield ConfigError(
@@ -88,13 +89,16 @@ def _check_engine(run: ResolvedRun, section: str, node: Mapping[str, Any]) -> It
             yield ConfigError(
                 f"{name}={size} {task}", f"the {section} is sharded over the ranks of strategy=fsdp only", f"{name}=1"
             )
-    size = run.config.get("context_parallel_size", 1)
-    if size > 1 and "context" not in find_signature(node["_target_"]).constants:
-        reason = f"the {section} does not declare how it shares a sequence"
-        yield ConfigError(f"context_parallel_size={size} {task}", reason, "context_parallel_size=1")
     if run.mode.plans_steps and (run.config.get("plan") or {}).get("search"):
         reason = f"a search places the trained model, and no {section} beside it"
         yield ConfigError(f"plan.search=true {task}", reason, "plan.search=false")
+
+
+def _check_context(run: ResolvedRun, section: str, node: Mapping[str, Any]) -> Iterator[ConfigError]:
+    size = run.config.get("context_parallel_size", 1)
+    if size > 1 and "context" not in find_signature(node["_target_"]).constants:
+        reason = f"the {section} does not declare how it shares a sequence"
+        yield ConfigError(f"context_parallel_size={size} task={_name(run)}", reason, "context_parallel_size=1")
 
 
 def _name(run: ResolvedRun) -> str:

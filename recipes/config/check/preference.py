@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from recipes.config.check.frozen_models import check_engine
 from recipes.config.resolved import ResolvedRun
 from recipes.config.signature import find_signature
 from recipes.errors import ConfigError
@@ -18,15 +19,15 @@ def check_preferences(run: ResolvedRun) -> Iterator[ConfigError]:
     node = run.config["task"]
     if node["_target_"] not in _TASKS:
         return
-    reads = find_signature(run.config["loss"]["_target_"]).constants.get("reads")
+    of_loss = find_signature(run.config["loss"]["_target_"]).constants
+    reads = of_loss.get("reads")
     task = f"task={run.choices.get('task', 'preference')}"
     if reads not in (None, _TASKS[node["_target_"]]):
         reason = f"it compares {reads} of answers, and this task gives {_TASKS[node['_target_']]}"
         fix = "task=reward" if reads == "scores" else "task=preference"
         yield ConfigError(f"loss={run.choices.get('loss', '…')} {task}", reason, f"{fix}, or another loss")
-    if node.get("reference") == "adapter_off" and run.adapter is None:
-        reason = "the model has no adapter to switch off"
-        yield ConfigError("task.reference=adapter_off", reason, "adapter=lora, or task.reference=precomputed")
+    elif node.get("reference", "auto") != "auto":
+        yield from _check_reference(run, node["reference"], needs_one=of_loss.get("needs_reference", True))
     if find_signature(run.config["model"]["_target_"]).constants.get("routes_tokens"):
         reason = "the balance of experts is per token of text, and an answer counts as a whole"
         yield ConfigError(f"model={run.choices.get('model', '…')} {task}", reason, "model=<one without experts>")
@@ -39,3 +40,22 @@ def check_preferences(run: ResolvedRun) -> Iterator[ConfigError]:
         yield ConfigError(
             f"pipeline_parallel_size={run.pipeline_parallel_size} {task}", reason, "pipeline_parallel_size=1"
         )
+
+
+def _check_reference(run: ResolvedRun, kind: str, *, needs_one: bool) -> Iterator[ConfigError]:
+    """Check that a run can have the reference that is typed."""
+    setting = f"task.reference={kind}"
+    if not needs_one:
+        loss = f"loss={run.choices.get('loss', '…')}"
+        reason = "this loss compares answers with each other alone, and asks no reference"
+        yield ConfigError(f"{setting} {loss}", reason, f"task.reference=auto, or loss=dpo instead of {loss}")
+    elif kind == "adapter_off" and run.adapter is None:
+        reason = "the model has no adapter to switch off"
+        yield ConfigError(setting, reason, "adapter=lora, or task.reference=precomputed or frozen_copy")
+    elif kind == "frozen_copy" and run.adapter is not None:
+        reason = "the weights beside the adapter are frozen already, and a copy would hold them twice"
+        yield ConfigError(f"{setting} adapter={run.adapter}", reason, "task.reference=adapter_off, or precomputed")
+    elif kind == "frozen_copy" and (run.mode.takes_steps or run.mode.plans_steps) and run.pipeline_parallel_size == 1:
+        for mistake in check_engine(run, "reference"):
+            fix = f"{mistake.fix}, or task.reference=precomputed"
+            yield ConfigError(f"{setting} {mistake.setting}", mistake.reason, fix)

@@ -175,7 +175,8 @@ class OfTask:
         self._task = make_task(self.model, loss)
         if loss.needs_reference:
             of_reference = make_task(reference, loss)
-            measured = of_reference._measure_answers(self.collate([self.rows[i] for i in range(len(self.rows))]))
+            every = self.collate([self.rows[i] for i in range(len(self.rows))])
+            measured = of_reference._measure_answers(reference, every)
             rows = {int(self.rows[i]["id"]): values for i, values in enumerate(measured.detach())}
             found = {0: torch.zeros_like(measured[0])} | rows
             look_up = lambda ids: torch.stack([found[int(each)] for each in ids])  # noqa: E731
@@ -459,6 +460,17 @@ def test_the_falling_log_probability_of_chosen_answers_is_logged_although_the_ma
     assert after["margin"] - before["margin"] == pytest.approx(0.1 * 10)
     assert after["chosen_log_prob"] - before["chosen_log_prob"] == pytest.approx(-5)
     assert after["rejected_log_prob"] - before["rejected_log_prob"] == pytest.approx(-15)
+
+
+def test_log_ratios_are_means_over_pairs_of_what_a_token_has_gained_on_the_reference() -> None:
+    loss, batch = DPO(beta=0.7, kind="ipo", label_smoothing=0, nll_weight=0), make_batch(LENGTHS)
+    moved = [
+        [chosen + 0.3 * lengths[0], rejected - 0.2 * lengths[1]]
+        for (chosen, rejected), lengths in zip(REFERENCE, LENGTHS, strict=True)
+    ]
+    logged = measures(loss(likelihoods(moved), batch), loss.counts(batch))
+    assert logged["chosen_log_ratio"] == pytest.approx(0.3, rel=1e-12), "whatever the lengths, and beta"
+    assert logged["rejected_log_ratio"] == pytest.approx(-0.2, rel=1e-12)
 
 
 def test_nll_weight_pulls_chosen_answers_up_by_their_tokens() -> None:

@@ -13,6 +13,9 @@ from support import composed_config, execute, read_metrics, resolved
 
 import lightning_recipes as lr
 from recipes.build import build
+from recipes.checkpoint.saved_tensor import open_tensors
+from recipes.config import compose_and_check
+from recipes.data.preferences import Preferences
 from recipes.task.reference import ReferenceTable
 
 SMALL = (
@@ -20,6 +23,10 @@ SMALL = (
     *("model.num_heads=2", "model.hidden_size=32", "global_batch_size=8", "optimizer.lr=1e-3", "seed=5"),
     *("trainer.accelerator=cpu", "callbacks=[grad_norm,loss_scale]", "log_every=1", "warmup_steps=2"),
 )
+
+
+FSDP = ("strategy=fsdp", "trainer.devices=2")
+ZERO_3 = ("strategy=deepspeed_stage_3", "trainer.devices=2")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +55,15 @@ def without_times(rows: list[dict[str, float]]) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize(
     ("recipe", "more"),
-    [("dpo", ()), ("dpo", ("adapter=lora", "adapter.r=4")), ("kto", ()), ("orpo", ()), ("simpo", ())],
+    [
+        ("dpo", ()),
+        ("dpo", ("adapter=lora", "adapter.r=4")),
+        ("dpo", ("task.reference=frozen_copy",)),
+        ("kto", ()),
+        ("kto", ("task.reference=frozen_copy",)),
+        ("orpo", ()),
+        ("simpo", ()),
+    ],
 )
 def test_a_run_stopped_at_step_3_has_the_losses_of_a_whole_one(
     recipe: str, more: tuple[str, ...], pairs: Path, tmp_path: Path
@@ -60,6 +75,120 @@ def test_a_run_stopped_at_step_3_has_the_losses_of_a_whole_one(
     resumed, at_once = (without_times(read_metrics(tmp_path / name)) for name in ("parted", "other"))
     assert resumed == at_once, "to the last digit that is logged"
     assert len(resumed) == 6
+
+
+# A frozen copy as the reference.
+
+COPY = ("task.reference=frozen_copy", "scheduler=constant", "model.dropout=0.1")
+
+
+@pytest.mark.parametrize("recipe", ["dpo", "kto"])
+def test_a_frozen_copy_gives_the_losses_and_gradients_of_a_precomputed_reference(
+    recipe: str, pairs: Path, tmp_path: Path
+) -> None:
+    at_once, in_advance = (
+        without_times(train(pairs, tmp_path / kind, f"task.reference={kind}", recipe=recipe))
+        for kind in ("frozen_copy", "precomputed")
+    )
+    assert not (tmp_path / "frozen_copy" / "reference.npz").exists()
+    for row, expected in zip(at_once, in_advance, strict=True):
+        assert row.keys() == expected.keys()
+        # float32: a batch is computed with other rows
+        assert [*row.values()] == pytest.approx([*expected.values()], rel=1e-6, abs=2e-6)
+    if recipe == "dpo":
+        assert at_once[0]["train/margin"] == pytest.approx(0, abs=1e-6)
+        assert at_once[-1]["train/loss"] < math.log(2) - 0.01, "the trained model leaves the copy"
+
+
+def test_a_frozen_copy_is_of_the_run_that_was_started_from_after_a_resume_too(
+    pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, whole, parted = (tmp_path / name for name in ("first", "whole", "parted"))
+    train(pairs, first, "ema_decay=0.5", "seed=7", steps=3)
+    start = (*COPY, f"start_from={first}", "start_from_weights=ema")
+    rows = without_times(train(pairs, whole, *start))
+    train(pairs, parted, *start, steps=3)
+    assert execute(f"resume={parted}", "trainer.max_steps=6") == 0
+    assert without_times(read_metrics(parted)) == rows, "to the last digit that is logged"
+    saved = open_tensors((parted / "checkpoints/step_0000006.ckpt").glob("*.safetensors"))
+    names = {name for name in saved if not name.startswith("optimizer/")}
+    assert names == {name for name in open_tensors((first / "checkpoints/last").glob("*.safetensors")) if name in names}
+    assert not any("reference" in name for name in saved), "the copy is in no checkpoint"
+    assert execute("mode=evaluate", f"resume={parted}") == 0
+    measured = json.loads((parted / "evaluate_val.json").read_text())
+    assert measured["margin"] == pytest.approx(rows[-1]["val/margin"], rel=1e-6)
+    (first / "checkpoints").rename(tmp_path / "elsewhere")
+    capsys.readouterr()
+    assert execute("mode=evaluate", f"resume={parted}") == 2
+    assert "its frozen copy has the weights that the run started from" in capsys.readouterr().out
+    assert lr.load(parted)(torch.zeros(1, 4, dtype=torch.int64)).shape[:2] == (1, 4), "without its reference"
+
+
+def test_a_copy_of_other_weights_than_those_of_the_start_is_refused(
+    pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(pairs, tmp_path / "run", *COPY, steps=3)
+    train(pairs, tmp_path / "precomputed", steps=3)
+    capsys.readouterr()
+    assert execute(f"resume={tmp_path / 'run'}", "trainer.max_steps=6", "seed=6") != 0
+    assert "the weights that the run began with were drawn from seed=5" in capsys.readouterr().out
+    changed = (f"resume={tmp_path / 'precomputed'}", "trainer.max_steps=6", "task.reference=frozen_copy")
+    assert execute(*changed) != 0
+    assert "no checkpoint of it says with which weights it began" in capsys.readouterr().out
+
+
+class DrawnPairs(Preferences):
+    """Pairs whose rows change with every reading, as data that is generated does."""
+
+    def train(self) -> Any:
+        dataset: Any = super().train()
+
+        def sample(index: int, rng: np.random.Generator) -> dict[str, Any]:
+            found = dataset[(index + int(rng.integers(len(dataset)))) % len(dataset)]
+            return found | {"id": torch.tensor(int(rng.integers(1 << 60)))}
+
+        dataset.sample = sample
+        return dataset
+
+
+def test_samples_that_are_drawn_while_the_run_goes_have_a_reference_in_a_frozen_copy(
+    pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = f"data._target_={__name__}.DrawnPairs"
+    assert train(pairs, tmp_path / "copy", drawn, *COPY[:2])[0]["train/margin"] == pytest.approx(0, abs=1e-6)
+    last = read_metrics(tmp_path / "copy")[-1]
+    assert 0.1 < last["train/loss"] < math.log(2) - 0.01
+    places = [f"data.path={pairs}", f"data.cache_dir={tmp_path}", f"hydra.run.dir={tmp_path / 'run'}"]
+    capsys.readouterr()
+    assert execute("recipe=dpo", *SMALL, *places, drawn, f"task.cache_dir={tmp_path}", "trainer.max_steps=1") == 2
+    assert "the data draws its samples while the run goes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("reference", ["precomputed", "frozen_copy"])
+def test_predictions_are_compared_with_the_reference_of_the_run(reference: str, pairs: Path, tmp_path: Path) -> None:
+    rows = train(pairs, tmp_path / "run", f"task.reference={reference}", steps=3)
+    assert execute("mode=predict", f"resume={tmp_path / 'run'}") == 0
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run/predictions_val.jsonl").read_text().splitlines()]
+    assert sum(losses) / len(losses) == pytest.approx(rows[-1]["val/loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("typed", "reason"),
+    [
+        (("task.reference=frozen_copy", "adapter=lora"), "would hold them twice; type task.reference=adapter_off"),
+        (("task.reference=frozen_copy", *ZERO_3), "and of no reference beside it; type strategy=fsdp"),
+        (("task.reference=frozen_copy", "tensor_parallel_size=2", *FSDP), "type tensor_parallel_size=1, or task"),
+        (("task.reference=frozen_copy", "loss=simpo"), "asks no reference; type task.reference=auto"),
+        (("task.reference=adapter_off",), "no adapter to switch off; type adapter=lora"),
+        (("pipeline_parallel_size=2", *FSDP), "in different micro-batches of the pipeline; type pipeline_par"),
+        (("context_parallel_size=2", *FSDP), "would be on several ranks; type context_parallel_size=1"),
+        (("model=mixtral_nano",), "an answer counts as a whole; type model=<one without experts>"),
+    ],
+)
+def test_what_a_reference_cannot_be_is_said_at_once_in_one_sentence(typed: tuple[str, ...], reason: str) -> None:
+    _, mistakes = compose_and_check(("recipe=dpo", f"data.path={__file__}", "tokenizer=bytes", *typed))
+    assert len(mistakes) == 1, [str(mistake) for mistake in mistakes]
+    assert reason in str(mistakes[0])
 
 
 def test_dropout_is_reported_because_rewards_then_do_not_begin_at_zero(
