@@ -261,7 +261,8 @@ def _check_pipeline(run: ResolvedRun, size: int) -> Iterator[ConfigError]:
             "it compares the gradients of micro-batches, which a pipeline adds up",
             "pipeline_parallel_size=1",
         )
-    yield from _check_micro_batches(run, schedule, size)
+    if "pipeline" in run.task.supports:  # else no number of them helps, and the task says so
+        yield from _check_micro_batches(run, schedule, size)
 
 
 def _check_micro_batches(run: ResolvedRun, schedule: str, size: int) -> Iterator[ConfigError]:
