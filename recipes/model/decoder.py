@@ -18,6 +18,7 @@ from recipes.model.documents import Documents, attend_blocks
 from recipes.model.flops import Flops, decoder_flops_per_token
 from recipes.model.init import init_decoder
 from recipes.model.kv_cache import KeyValueCache, LayerCache
+from recipes.model.score import has_score
 from recipes.numerics.linear import Linear, linear
 from recipes.parallel.context import ContextRanks
 from recipes.parallel.tensor import TensorRanks
@@ -172,7 +173,9 @@ class Decoder(nn.Module):
         """Return the FLOPs per trained token at `seq_len`, forward and backward."""
         return decoder_flops_per_token(
             self,
-            embedding=None if self.tie_embeddings else self.embedding,
+            embedding=self.embedding,
+            head=self.head,
+            uses_head=not has_score(self),
             attention_width=len(self.blocks) * self.attention_width,
             seq_len=seq_len,
         )

@@ -67,20 +67,29 @@ def _flops_of_tokens(model: Any, num_tokens: float, *, row_length: float) -> Flo
 
 
 def decoder_flops_per_token(
-    model: nn.Module, *, embedding: nn.Module | None, attention_width: int, seq_len: float
+    model: nn.Module,
+    *,
+    embedding: nn.Module,
+    head: nn.Module,
+    uses_head: bool = True,
+    attention_width: int,
+    seq_len: float,
 ) -> Flops:
     """Return the FLOPs per trained token of a decoder.
 
     Args:
         model: Unsharded decoder on any device, including meta.
-        embedding: Input embedding, excluded from N; None: tied to the head.
+        embedding: Input embedding, excluded from N unless its weight is that of a head that is used.
+        head: Predicts tokens.
+        uses_head: Whether it does; False for a reward model, of which N has no head.
         attention_width: L H Q, query heads times head size, summed over layers; H Q is hidden_size in most models.
         seq_len: T, tokens per sample; the mean over tokens where samples differ.
     """
     per_weight = flops_per_weight(model)
     products = sum(flops * weight.numel() for weight, flops in per_weight.items())
-    if embedding is not None:
-        products -= sum(per_weight[weight] * weight.numel() for weight in embedding.parameters())
+    of_embedding, of_head = {*embedding.parameters()}, {*head.parameters()}
+    not_multiplied = of_embedding - of_head if uses_head else of_embedding | of_head
+    products -= sum(per_weight[weight] * weight.numel() for weight in not_multiplied)
     attention = 6.0 * attention_width * seq_len * _backward_share(model, per_weight)
     return Flops(palm=products + 2.0 * attention, causal=products + attention)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from recipes.model import Stack
 from recipes.model.flops import Flops, decoder_flops_per_token
 from recipes.model.init import fill, generator_for, named_parameters
+from recipes.model.score import has_score
 from recipes.model.transformers_models import (
     COMPARED,
     check_kind,
@@ -189,12 +190,12 @@ class HuggingFace(nn.Module):
             return None
         if not isinstance(num_heads, int) or not all(map(_has_attention, self.blocks)):
             return None
-        embedding = self.inner.get_input_embeddings()
-        is_tied = self.inner.get_output_embeddings().weight is embedding.weight
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
         return decoder_flops_per_token(
             self.inner,
-            embedding=None if is_tied else embedding,
+            embedding=self.inner.get_input_embeddings(),
+            head=self.inner.get_output_embeddings(),
+            uses_head=not has_score(self),
             attention_width=len(self.blocks) * num_heads * head_dim,
             seq_len=seq_len,
         )

@@ -12,6 +12,7 @@ from recipes.model.flops import CountsFlops, Flops, flops_per_sample, flops_per_
 from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
 from recipes.model.resnet import ResNet, ResNet18, ResNet50
+from recipes.model.score import attach_score, compute_rewards
 
 GPT2_SHAPES = {  # layers, heads, hidden_size
     "124M": (12, 12, 768),
@@ -186,4 +187,19 @@ def test_frozen_weights_have_the_flops_that_torch_counts(frozen: tuple[str, ...]
     per_weight = flops_per_weight(model)
     others = [p for name, p in model.named_parameters() if p.ndim < 2 or name.startswith("position")]
     products = model.flops_per_token(32).palm - sum(per_weight[p] * p.numel() for p in others)
+    assert counter.get_total_flops() == pytest.approx(products * 32)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reward_model_has_no_flops_of_the_head_that_it_does_not_use(tied: bool) -> None:
+    with torch.device("meta"):
+        size = {"vocab_size": 64, "max_seq_len": 32, "num_layers": 2, "num_heads": 2, "hidden_size": 16}
+        model = GPT2(**size, dropout=0.0, tie_embeddings=tied)
+    attach_score(model)
+    with FlopCounterMode(display=False) as counter:
+        tokens, last = (torch.zeros(shape, dtype=torch.int64, device="meta") for shape in ((1, 32), (1,)))
+        compute_rewards(model, tokens, last).sum().backward()
+    # in N and in no product: vectors, the positional table, and the score, which is of a row
+    others = [p for name, p in model.named_parameters() if p.ndim < 2 or name.startswith(("position", "score"))]
+    products = model.flops_per_token(32).palm - sum(6 * p.numel() for p in others)
     assert counter.get_total_flops() == pytest.approx(products * 32)
