@@ -62,8 +62,7 @@ def attach_score(model: nn.Module) -> None:
         name = getattr(model, "title", type(model).__name__)
         reason = f"a score is computed from hidden states, and those of {name} are not known here"
         raise ConfigError("task=reward model=…", reason, "model=gpt2, llama_1b, or another model of model=huggingface")
-    inner = getattr(model, "inner", None)
-    head = untyped.head if inner is None else inner.get_output_embeddings()
+    inner, head = getattr(model, "inner", None), _get_head(model)
     embedding = untyped.embedding if inner is None else inner.get_input_embeddings()
     untyped.score = Score(head.weight.shape[1])
     if hasattr(model, "tensor_parallel"):
@@ -75,6 +74,19 @@ def attach_score(model: nn.Module) -> None:
 def has_score(model: nn.Module) -> bool:
     """Return whether a model is a reward model."""
     return isinstance(getattr(model, "score", None), Score)
+
+
+def list_unused(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that a reward model does not use, and has frozen; empty of other models."""
+    if not has_score(model):
+        return set()
+    of_head = {id(weight) for weight in _get_head(model).parameters() if not weight.requires_grad}
+    return {name for name, weight in model.named_parameters() if id(weight) in of_head}
+
+
+def _get_head(model: Any) -> Any:
+    """Return what predicts tokens."""
+    return model.inner.get_output_embeddings() if hasattr(model, "inner") else model.head
 
 
 def init_score(model: nn.Module, *, seed: int) -> None:

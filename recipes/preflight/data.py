@@ -71,6 +71,9 @@ def check_shift(samples: Sequence[Sample]) -> Result:
         counts = targets[:-1] != IGNORE_INDEX
         if "positions" in sample:  # the last target of a packed document is not the first input of the next one
             counts = counts & (sample["positions"][1:, None] != 0)
+        if "num_inputs" in sample:  # the last target of a row is followed by what fills it up
+            places = torch.arange(len(counts))[:, None]  # [T - 1, 1]
+            counts = counts & (places < sample["num_inputs"] - 1)
         count += int(counts.sum())
         shifted += int((targets[:-1] == inputs[1:])[counts].sum())
         same += int((targets[:-1] == inputs[:-1])[counts].sum())

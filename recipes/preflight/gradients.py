@@ -1,4 +1,9 @@
-"""Check that every parameter is trained, gets a gradient, and belongs to the optimizer."""
+"""Check that every parameter is trained, gets a gradient, and belongs to the optimizer.
+
+No gradient and a gradient of zero are two findings. A parameter that the forward pass does not use has none. One that
+it uses may have a gradient of exactly zero by construction: the bias of the last norm shifts both rewards of a pair
+alike, and a loss that compares them does not depend on it.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +18,7 @@ from typing_extensions import override
 
 from recipes.adapter import is_adapter
 from recipes.engine import get_engine
+from recipes.model.score import list_unused
 from recipes.optimizer.rules import get_rules
 from recipes.parallel.placement import local
 from recipes.preflight.result import Result, judge
@@ -21,17 +27,19 @@ _SHOWN = 4
 
 
 class GradientProbe(Callback):
-    """Records which parameters get a nonzero gradient in the first steps, under any strategy.
+    """Records which parameters get a gradient in the first steps, and of which it is not zero, under any strategy.
 
     Attributes:
         names: Names of all parameters.
         frozen: Names of parameters that do not require a gradient.
-        reached: Names of parameters with a nonzero gradient on any rank; available when training ends.
+        computed: Names of parameters with a gradient on any rank; available when training ends.
+        reached: Names of those with one that is not zero throughout; available when training ends.
     """
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.frozen: list[str] = []
+        self.computed: set[str] = set()
         self.reached: set[str] = set()
         self._seen: dict[str, Tensor] = {}
         self._handles: list[Any] = []
@@ -42,12 +50,10 @@ class GradientProbe(Callback):
         if any(map(is_adapter, parameters)):  # then everything else is frozen on purpose
             parameters = {name: parameter for name, parameter in parameters.items() if is_adapter(name)}
         rules = get_rules(pl_module.model)
-        if rules is not None:  # so is what they freeze
-            parameters = {
-                name: parameter
-                for name, parameter in parameters.items()
-                if name.removeprefix("model.") not in rules.frozen_names
-            }
+        on_purpose = {*list_unused(pl_module.model), *(() if rules is None else rules.frozen_names)}
+        parameters = {
+            name: parameter for name, parameter in parameters.items() if name.removeprefix("model.") not in on_purpose
+        }
         self.names = list(parameters)
         self.frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
         # DeepSpeed consumes gradients as they arrive; FSDP2 computes them for another tensor, see below
@@ -74,10 +80,13 @@ class GradientProbe(Callback):
         for handle in self._handles:
             handle.remove()
         device = "cuda" if get_engine(trainer).root_device.type == "cuda" else "cpu"
-        flags = torch.tensor([bool(self._seen.get(name, False)) for name in self.names], device=device).int()
+        flags = [[name in self._seen, bool(self._seen.get(name, False))] for name in self.names]
+        of_all = torch.tensor(flags, device=device).int()  # [names, 2]
         if dist.is_initialized():
-            dist.all_reduce(flags, dist.ReduceOp.MAX)
-        self.reached = {name for name, flag in zip(self.names, flags.tolist(), strict=True) if flag}
+            dist.all_reduce(of_all, dist.ReduceOp.MAX)
+        found = list(zip(self.names, of_all.tolist(), strict=True))
+        self.computed = {name for name, (is_computed, _) in found if is_computed}
+        self.reached = {name for name, (_, is_nonzero) in found if is_nonzero}
 
 
 def check_frozen(probe: GradientProbe) -> Result:
@@ -90,12 +99,22 @@ def check_frozen(probe: GradientProbe) -> Result:
 
 
 def check_gradients(probe: GradientProbe) -> Result:
-    """Check that every trained parameter has a nonzero gradient."""
+    """Check that every trained parameter has a gradient, and name those whose gradient is zero throughout."""
+    name = "every parameter has a gradient"
     trained = [each for each in probe.names if each not in probe.frozen]
-    missing = [each for each in trained if each not in probe.reached]
-    found = f"none, or zero throughout: {_shorten(missing)}" if missing else f"all of {len(trained)} tensors"
-    remedy = "the forward pass does not use them, or detaches their output"
-    return judge("every parameter has a gradient", found, passes=not missing, remedy=remedy)
+    missing = [each for each in trained if each not in probe.computed]
+    if missing:
+        remedy = "the forward pass does not use them, or detaches their output"
+        return Result(check=name, status="fail", found=f"none: {_shorten(missing)}", remedy=remedy)
+    zero = [each for each in trained if each not in probe.reached]
+    found = f"all of {len(trained)} tensors"
+    if zero:
+        found += f", exactly zero in every step: {_shorten(zero)}"
+    remedy = (
+        "something multiplies them by zero, or the loss does not depend on them, as one that compares two answers does"
+        " not on what shifts both alike, such as the last bias: these parameters will not learn"
+    )
+    return judge(name, found, passes=not zero, fails=len(zero) == len(trained), remedy=remedy)
 
 
 def check_optimizer(probe: GradientProbe, optimized: Sequence[str]) -> Result:

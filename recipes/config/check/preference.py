@@ -27,7 +27,7 @@ def check_preferences(run: ResolvedRun) -> Iterator[ConfigError]:
         fix = "task=reward" if reads == "scores" else "task=preference"
         yield ConfigError(f"loss={run.choices.get('loss', '…')} {task}", reason, f"{fix}, or another loss")
     elif node.get("reference", "auto") != "auto":
-        yield from _check_reference(run, node["reference"], needs_one=of_loss.get("needs_reference", True))
+        yield from _check_reference(run, node["reference"], needs_one=bool(of_loss.get("needs_reference", True)))
     if find_signature(run.config["model"]["_target_"]).constants.get("routes_tokens"):
         reason = "the balance of experts is per token of text, and an answer counts as a whole"
         yield ConfigError(f"model={run.choices.get('model', '…')} {task}", reason, "model=<one without experts>")

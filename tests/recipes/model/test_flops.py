@@ -195,7 +195,7 @@ def test_a_reward_model_has_no_flops_of_the_head_that_it_does_not_use(tied: bool
     with torch.device("meta"):
         size = {"vocab_size": 64, "max_seq_len": 32, "num_layers": 2, "num_heads": 2, "hidden_size": 16}
         model = GPT2(**size, dropout=0.0, tie_embeddings=tied)
-    attach_score(model)
+        attach_score(model)
     with FlopCounterMode(display=False) as counter:
         tokens, last = (torch.zeros(shape, dtype=torch.int64, device="meta") for shape in ((1, 32), (1,)))
         compute_rewards(model, tokens, last).sum().backward()
