@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from recipes.adapter import is_adapter
 from recipes.adapter.nf4_base import dequantize_base
 from recipes.build import Run
 from recipes.config.traits import declare_mode
@@ -24,6 +23,7 @@ from recipes.mode.export.card import CARD_FILE, make_card
 from recipes.mode.export.hub import check_token, push
 from recipes.mode.export.onnx_file import write_onnx
 from recipes.mode.export.record import (
+    PEFT_REWARD_MODEL,
     REWARD_MODEL,
     check_loads,
     construct,
@@ -41,9 +41,9 @@ from recipes.model.weights.adapter import has_adapter, merge_adapter
 from recipes.model.weights.any_module import list_weights, save_weights
 from recipes.model.weights.dtypes import DTYPES, convert_parameters, find_dtype
 from recipes.model.weights.files import published_folder
-from recipes.model.weights.hf_reward import export_reward_model
+from recipes.model.weights.hf_reward import check_classifier, choose_padding, export_reward_model
 from recipes.model.weights.huggingface import export_pretrained, why_no_format
-from recipes.model.weights.peft_folder import save_adapter
+from recipes.model.weights.peft_folder import is_beside_base, save_adapter
 from recipes.model.weights.text_side import (
     EXPORT_FILES,
     list_further_files,
@@ -67,6 +67,7 @@ from recipes.task.base import TrainingTask
 from recipes.tokenizer import TOKENIZER_FILE
 
 _READ_BACK = "every file was read back and is equal"
+_OF_PEFT = ("peft", PEFT_REWARD_MODEL)
 _CONFIGS = ("config.json", "adapter_config.json")
 
 
@@ -113,15 +114,15 @@ def export(
     model: Any = task if run.has_own_training else task.model
     is_separate = has_adapter(model) and adapter == "separate"
     if has_score(model):
-        layout = _choose_layout_of_rewards(format, is_separate=is_separate)
+        layout = PEFT_REWARD_MODEL if is_separate else _choose_layout_of_rewards(format)
     else:
         layout = "peft" if is_separate else _choose_layout(model, format)
     what = f"the adapter of {checkpoint}, for peft," if is_separate else str(checkpoint)
     _convert(run, task, model, layout, adapter=adapter, dtype=dtype)
-    needs_no_data = run.has_own_training or layout in ("transformers", "peft", REWARD_MODEL)
+    needs_no_data = run.has_own_training or layout in ("transformers", REWARD_MODEL, *_OF_PEFT)
     example = None if needs_no_data else find_example(run, model)
-    verified = _write(run, model, folder, layout, example)
-    record: dict[str, Any] = _describe(folder, run) | {"checkpoint": checkpoint.name, "format": layout}
+    verified, facts = _write(run, model, folder, layout, example)
+    record: dict[str, Any] = _describe(folder, run) | {"checkpoint": checkpoint.name, "format": layout} | facts
     record |= _describe_content(run, model, folder, layout, example)
     earlier = _read_record(folder)
     card = make_card(
@@ -178,15 +179,12 @@ def _choose_layout(model: nn.Module, format: str) -> str:
     return "safetensors"
 
 
-def _choose_layout_of_rewards(format: str, *, is_separate: bool) -> str:
-    """Return the format of a reward model: the only one in which another program reads its score.
+def _choose_layout_of_rewards(format: str) -> str:
+    """Return the format of a whole reward model: the only one in which another program reads its score.
 
     Raises:
         ConfigError: Another one was asked for.
     """
-    if is_separate:
-        reason = "the score of a reward model is trained beside the adapter, and a folder of peft has none"
-        raise ConfigError("mode.adapter=separate", reason, "mode.adapter=merged")
     if format not in ("auto", "transformers"):
         reason = "a reward model is exported for AutoModelForSequenceClassification of transformers"
         raise ConfigError(f"mode.format={format}", reason, "mode.format=transformers")
@@ -200,13 +198,13 @@ def _convert(run: Run, task: TrainingTask, model: nn.Module, layout: str, *, ada
         ConfigError: A value is beyond the dtype.
     """
     setting, wanted = f"mode.dtype={'null' if dtype is None else dtype}", None if dtype is None else DTYPES[dtype]
-    if layout == "peft":
+    if layout in _OF_PEFT:
         if any(list_nf4(model)):
             LOGGER.info(
                 "The adapter was trained on NF4-quantized weights, and matches training only on top of the NF4 base"
             )
         if wanted is not None:
-            convert_parameters(model, wanted, setting=setting, only=is_adapter)
+            convert_parameters(model, wanted, setting=setting, only=is_beside_base)
         return
     if layout == "onnx":
         wanted = torch.float32
@@ -225,8 +223,8 @@ def _find_own_dtype(model: nn.Module) -> torch.dtype:
     return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
 
 
-def _write(run: Run, model: Any, folder: Path, layout: str, example: Tensor | None) -> str:
-    """Write the files of a format, verify them, and return what that showed.
+def _write(run: Run, model: Any, folder: Path, layout: str, example: Tensor | None) -> tuple[str, dict[str, Any]]:
+    """Write the files of a format, verify them, and return what that showed, and what the record says of it.
 
     Raises:
         ConfigError: The model cannot be in this format.
@@ -235,14 +233,17 @@ def _write(run: Run, model: Any, folder: Path, layout: str, example: Tensor | No
     status.say(f"writing {folder}, and reading it back")
     if layout == "transformers":
         export_pretrained(model, folder, tokenizer_folder=tokenizer_folder, published=run.published)
-        return _READ_BACK
+        return _READ_BACK, {}
     if layout == REWARD_MODEL:
         export_reward_model(model, folder, tokenizer_folder=tokenizer_folder, published=run.published)
-        return _READ_BACK
+        return _READ_BACK, {}
+    facts: dict[str, Any] = {}
     tokenizer = None if tokenizer_folder is None else load_exported_tokenizer(tokenizer_folder, run.published)
     verified = _READ_BACK
     with filling(folder, owned=EXPORT_FILES) as unfinished:
-        if layout == "peft":
+        if layout == PEFT_REWARD_MODEL:
+            check_classifier(model)
+        if layout in _OF_PEFT:
             save_adapter(model, unfinished)
         elif layout == "safetensors":
             save_weights(model, unfinished)
@@ -253,9 +254,11 @@ def _write(run: Run, model: Any, folder: Path, layout: str, example: Tensor | No
                 _make_eager(run, model), make_example(run, model) if example is None else example, unfinished
             )
             verified = f"onnxruntime computes the same outputs, to {difference:.0e} of the largest"
-        if layout == "peft" or tokenizer is not None:
+        if layout in _OF_PEFT or tokenizer is not None:
             write_text_side(unfinished, tokenizer=tokenizer, published=run.published)
-    return verified
+        if layout == PEFT_REWARD_MODEL:
+            facts["pad_token_id"] = choose_padding(model.inner.config, unfinished)
+    return verified, facts
 
 
 @torch.no_grad()
@@ -277,7 +280,7 @@ def _describe_content(run: Run, model: Any, folder: Path, layout: str, example: 
     dtype = _list_parameters(model, layout)[0].dtype
     described: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
     described["has_tokenizer"] = (folder / TOKENIZER_FILE).is_file()
-    if layout == "peft":
+    if layout in _OF_PEFT:
         return described | {"architecture": f"adapter, {model.adapter_config.peft_type.value}"}
     described["architecture"] = getattr(model, "title", type(model).__name__)
     if run.has_own_training:
@@ -289,7 +292,7 @@ def _describe_content(run: Run, model: Any, folder: Path, layout: str, example: 
 
 def _list_parameters(model: nn.Module, layout: str) -> list[nn.Parameter]:
     """Return the parameters that are exported."""
-    return [value for name, value in model.named_parameters() if layout != "peft" or is_adapter(name)]
+    return [value for name, value in model.named_parameters() if layout not in _OF_PEFT or is_beside_base(name)]
 
 
 def _write_card(folder: Path, card: str, earlier: object) -> object:

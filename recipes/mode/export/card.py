@@ -16,7 +16,13 @@ from recipes.run_folder import METRICS_FILE, read_rows
 from recipes.runtime.console import LOGGER
 
 CARD_FILE = "README.md"
-_LIBRARIES = {"transformers": "transformers", "sequence_classification": "transformers", "peft": "peft", "onnx": "onnx"}
+_LIBRARIES = {
+    "transformers": "transformers",
+    "sequence_classification": "transformers",
+    "peft": "peft",
+    "peft_sequence_classification": "peft",
+    "onnx": "onnx",
+}
 _FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 _STEP = re.compile(r"step_(\d+)")
 _DOWNLOAD = """from huggingface_hub import snapshot_download
@@ -34,6 +40,12 @@ model = AutoModelForSequenceClassification.from_pretrained("{place}")  # reward:
     "peft": """from peft import AutoPeftModelForCausalLM
 
 model = AutoPeftModelForCausalLM.from_pretrained("{place}")  # with the weights of {base}""",
+    "peft_sequence_classification": """from peft import PeftModel
+from transformers import AutoModelForSequenceClassification{tokenizer_class}
+
+base = AutoModelForSequenceClassification.from_pretrained({base!r}, num_labels=1, pad_token_id={pad_token_id})
+model = PeftModel.from_pretrained(base, "{place}")  # reward: model(**inputs).logits[:, 0]
+{tokenizer}""",
     "safetensors": """import lightning_recipes as lr
 {download}
 model = lr.load(folder)  # {target}, in eval mode""",
@@ -69,7 +81,7 @@ def make_card(
     front: dict[str, Any] = {"library_name": _LIBRARIES.get(layout, "lightning-recipes"), "tags": ["lightning-recipes"]}
     if layout in ("transformers", "peft"):
         front["pipeline_tag"] = "text-generation"
-    if layout == "sequence_classification":
+    if layout in ("sequence_classification", "peft_sequence_classification"):
         front["pipeline_tag"] = "text-classification"
     front |= {} if licence is None else {"license": licence}
     front |= {} if base_of_hub is None else {"base_model": base_of_hub}
@@ -148,6 +160,7 @@ def _tell_how_to_load(record: Mapping[str, Any], push_to: str | None, base: str 
             place=place,
             download=_DOWNLOAD.format(place=place) if push_to else '\nfolder = "<this folder>"',
             target=(record.get("model") or record.get("module") or {}).get("_target_"),
+            pad_token_id=record.get("pad_token_id"),
             base=base if base is None or not Path(base).expanduser().exists() else "the published model",
             tokenizer_class=", AutoTokenizer" if has_tokenizer else "",
             tokenizer=f'tokenizer = AutoTokenizer.from_pretrained("{place}")' if has_tokenizer else "",

@@ -29,11 +29,13 @@ from recipes.tokenizer import TOKENIZER_FILE, Tokenizer, read_folder
 NUM_EXAMPLES = 3  # samples in the example, one more than a traced batch has
 _NUM_TOKENS = 8  # in a row of the example
 REWARD_MODEL = "sequence_classification"  # format of a reward model
+PEFT_REWARD_MODEL = "peft_sequence_classification"  # of the adapter of one, with its score
 _ANOTHER = "load(<a folder that mode=export has written>)"
 # formats that hold no module -> what loads them
 _LOADED_BY = {
     "onnx": 'onnxruntime.InferenceSession("model.onnx"), or mode.format=safetensors for an export that it loads',
     "peft": "peft.PeftModel.from_pretrained, or mode.adapter=merged for an export that it loads",
+    PEFT_REWARD_MODEL: "peft.PeftModel.from_pretrained, or load(<the run folder>)",
     REWARD_MODEL: "transformers.AutoModelForSequenceClassification.from_pretrained, or load(<the run folder>)",
 }
 

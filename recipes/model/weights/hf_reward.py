@@ -4,6 +4,7 @@ That class reads the last token of a row that is not `pad_token_id`. The score b
 so a padding token that is also the end of a text would move it to the token before.
 """
 
+import copy
 import json
 import logging
 from collections.abc import Collection
@@ -13,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recipes.adapter import is_adapter
 from recipes.errors import ConfigError, type_extra
 from recipes.files import filling, write_atomically
+from recipes.model.score import SCORE_WEIGHT
 from recipes.model.weights.files import WEIGHT_FILES
 from recipes.model.weights.hf_any import CHECKED_AFTERWARDS, without_load_report, without_progress_bars
 from recipes.model.weights.huggingface import export_pretrained
@@ -49,7 +52,7 @@ def export_reward_model(
         classifier = _load(target, expected_missing={"score.weight"})
         with torch.no_grad():
             classifier.score.weight.copy_(untyped.score.weight)
-        classifier.config.pad_token_id = _choose_padding(classifier.config, target)
+        classifier.config.pad_token_id = choose_padding(classifier.config, target)
         for path in [path for pattern in (*WEIGHT_FILES, GENERATION_FILE) for path in target.glob(pattern)]:
             path.unlink()
         with without_progress_bars(), without_warning_of_deepspeed():
@@ -67,31 +70,62 @@ def _load(folder: Path, *, expected_missing: Collection[str]) -> Any:
         ConfigError: transformers has no class for it that has the same weights and a score.
     """
     try:
-        from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
-        from transformers import AutoModelForSequenceClassification as Classifier
+        from transformers import AutoConfig
     except ImportError as error:
         reason = "a reward model is exported through the package transformers, which is not installed"
         raise ConfigError("mode=export", reason, type_extra("huggingface")) from error
-    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    classifier_class = _find_class(AutoConfig.from_pretrained(str(folder), trust_remote_code=False))
+    options: dict[str, Any] = {"num_labels": 1, "dtype": "auto", "trust_remote_code": False, **CHECKED_AFTERWARDS}
+    with without_progress_bars(), without_load_report(), without_warnings_of_torchao():
+        model, report = classifier_class.from_pretrained(str(folder), **options)
+    missing, mismatched = {*report["missing_keys"]}, [*report["mismatched_keys"]]
+    if missing != {*expected_missing} or mismatched:
+        raise _other_weights(model, missing ^ {*expected_missing} or mismatched)
+    return model
+
+
+def check_classifier(model: Any) -> None:
+    """Check that transformers has a class with the layers of a reward model of its own and a score, for an adapter.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    config = copy.deepcopy(model.inner.config)
+    config.num_labels = 1
+    with torch.device("meta"):
+        classifier = _find_class(config).from_config(config)
+    base = (name.replace(".base_layer.", ".") for name, _ in model.inner.named_parameters() if not is_adapter(name))
+    own = {SCORE_WEIGHT, *base}
+    missing = {name for name, _ in classifier.named_parameters()} - own
+    if missing:
+        raise _other_weights(classifier, missing)
+
+
+def _find_class(config: Any) -> Any:
+    """Return the class of transformers that makes a classifier of a config.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
+
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         reason = f"transformers has no AutoModelForSequenceClassification of the type {config.model_type}"
         raise ConfigError("mode=export", reason, _INSTEAD)
-    options: dict[str, Any] = {"num_labels": 1, "dtype": "auto", "trust_remote_code": False, **CHECKED_AFTERWARDS}
-    with without_progress_bars(), without_load_report(), without_warnings_of_torchao():
-        model, report = Classifier.from_pretrained(str(folder), **options)
-    missing, mismatched = {*report["missing_keys"]}, [*report["mismatched_keys"]]
-    if missing != {*expected_missing} or mismatched:
-        names = ", ".join(sorted(map(str, missing ^ {*expected_missing} or mismatched)))
-        reason = f"{type(model).__name__} of transformers has other weights than a language model and a score: {names}"
-        raise ConfigError("mode=export", reason, _INSTEAD)
-    return model
+    return AutoModelForSequenceClassification
+
+
+def _other_weights(model: Any, names: Collection[Any]) -> ConfigError:
+    shown = ", ".join(sorted(map(str, names)))
+    reason = f"{type(model).__name__} of transformers has other weights than a language model and a score: {shown}"
+    return ConfigError("mode=export", reason, _INSTEAD)
 
 
 def _equal(one: Tensor, other: Tensor | None) -> bool:
     return other is not None and one.dtype == other.dtype and torch.equal(one, other)
 
 
-def _choose_padding(config: Any, folder: Path) -> int:
+def choose_padding(config: Any, folder: Path) -> int:
     """Return a token for padding that ends no text: that of the tokenizer, another special one, or any other."""
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     own: int | None = getattr(config, "pad_token_id", None)

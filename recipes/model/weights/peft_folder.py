@@ -18,6 +18,7 @@ from recipes.errors import ConfigError, type_setting
 from recipes.files import filling
 from recipes.foreign_file import reading
 from recipes.model.init import fill, unsharded_shape
+from recipes.model.score import SCORE_WEIGHT, has_score
 from recipes.model.weights.files import copy_of, open_file, read_settings
 
 log = logging.getLogger("lightning_recipes")
@@ -61,8 +62,15 @@ def name_in_peft(name: str) -> str:
     return f"base_model.model.{plain.replace('lora_magnitude_vector.weight', 'lora_magnitude_vector')}"
 
 
+def is_beside_base(name: str) -> bool:
+    """Return whether a parameter is in a peft folder: of an adapter, or the score that is trained beside it."""
+    return is_adapter(name) or name == SCORE_WEIGHT
+
+
 def save_adapter(model: Any, folder: Path) -> None:
     """Write a folder that `peft.PeftModel.from_pretrained` can load on top of the published model.
+
+    That of a reward model is for its sequence classifier in transformers, and has the score, too.
 
     Args:
         model: Unsharded HuggingFace model with an adapter.
@@ -83,14 +91,16 @@ def save_adapter(model: Any, folder: Path) -> None:
     tensors = {
         name_in_peft(name): parameter.detach().cpu().contiguous()
         for name, parameter in model.named_parameters()
-        if is_adapter(name)
+        if is_beside_base(name)
     }
     config = model.adapter_config
     config.base_model_name_or_path = model.pretrained
     config.target_modules = {name.removeprefix("inner.") for name in config.target_modules}
     if getattr(config, "feedforward_modules", None):
         config.feedforward_modules = {name.removeprefix("inner.") for name in config.feedforward_modules}
-    config.task_type = "CAUSAL_LM"
+    config.task_type = "SEQ_CLS" if has_score(model) else "CAUSAL_LM"
+    if has_score(model):
+        config.modules_to_save = ["score"]
     with filling(folder) as unfinished:
         save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
         read = load_file(unfinished / WEIGHTS)

@@ -203,6 +203,45 @@ def test_other_exports_have_equal_scores_in_transformers(model: str, tmp_path: P
     check_export(tmp_path / "run", tmp_path / "export")
 
 
+@pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_an_adapter_alone_has_equal_scores_in_peft(model: Sequence[str], tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    pairs, published = write_pairs(tmp_path / "pairs.jsonl", num_rows=40), tmp_path / "published"
+    tuned = ("recipe=sft", "data.fields={completion: chosen}", "tokenizer=bytes", "callbacks=[]", f"data.path={pairs}")
+    steps = ("trainer.max_steps=1", "eval_every=1", "save_every=1", f"hydra.run.dir={tmp_path / 'tuned'}")
+    assert execute(*tuned, *model, *steps) == 0
+    assert execute("mode=export", f"resume={tmp_path / 'tuned'}", f"mode.path={published}") == 0
+    typed = ("model=huggingface", f"model.name={published}", "model.max_seq_len=32", *LORA, f"data.path={pairs}")
+    typed += ("tokenizer=huggingface", f"tokenizer.name={published}")
+    short = [override for override in SHORT if override != "tokenizer=bytes"]
+    run = (*short, *typed, "trainer.max_steps=3", "eval_every=3", "save_every=3", f"hydra.run.dir={tmp_path / 'run'}")
+    assert execute(*run) == 0
+    folder = tmp_path / "adapter"
+    export = ("mode=export", "mode.adapter=separate", f"resume={tmp_path / 'run'}", f"mode.path={folder}")
+    assert execute(*export) == 0
+    record, config = (json.loads((folder / name).read_text()) for name in ("export.json", "adapter_config.json"))
+    assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    assert record["pad_token_id"] != END, "padding would hide the end of a text"
+    base = AutoModelForSequenceClassification.from_pretrained(
+        str(published), num_labels=1, pad_token_id=record["pad_token_id"]
+    )
+    theirs = PeftModel.from_pretrained(base, str(folder)).eval()
+    rows = [torch.tensor([*range(97, 97 + length), END]) for length in (1, 7, 3)]
+    last = torch.tensor([len(row) - 1 for row in rows])
+    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=record["pad_token_id"])
+    with torch.no_grad():
+        expected = compute_rewards(lr.load(tmp_path / "run"), padded, last)
+        found = theirs(input_ids=padded, attention_mask=(torch.arange(8) <= last[:, None]).long()).logits[:, 0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert expected.std() > 1e-3, "rows differ"
+    card = (folder / "README.md").read_text()
+    assert f"num_labels=1, pad_token_id={record['pad_token_id']})" in card
+    with pytest.raises(lr.InvalidConfigError, match="peft.PeftModel"):
+        lr.load(folder)
+
+
 @pytest.mark.parametrize("adapter", [(), LORA], ids=["all weights", "LoRA"])
 def test_a_run_goes_on_to_the_same_bits(adapter: Sequence[str], tmp_path: Path) -> None:
     pairs = write_pairs(tmp_path / "pairs.jsonl", num_rows=60)
