@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import torch
 
+from recipes.config.check.preference import list_references
 from recipes.config.resolved import ResolvedRun
 from recipes.config.traits import declare_mode
 from recipes.errors import ConfigError
@@ -18,6 +19,8 @@ from recipes.plan.assumptions import Assumptions
 from recipes.plan.hardware import MEASURED, Cluster, find_cluster
 from recipes.plan.measured import OperatorTimer
 from recipes.plan.plan import get_limit, make_plan
+from recipes.plan.references import as_json as references_as_json
+from recipes.plan.references import describe_references, plan_references
 from recipes.plan.roofline import Rates, get_rates, kind_of
 from recipes.plan.scaling import as_json as scaling_as_json
 from recipes.plan.scaling import describe_scaling, plan_scaling
@@ -93,11 +96,15 @@ def plan(
         *describe_time(planned, length, None if timer is not None else rates),
     ]
     _show(shown, lines)
+    references = plan_references(chosen, planned, list_references(chosen), cluster, rates=timer or rates)
+    _show(describe_references(references), lines)
     if advise and not found and planned.not_recorded is None:  # slower than everything above
         planner = Planner(cluster)
         planner.keep(chosen, planned)
         _show(advise_settings(resolved, planner), lines)
     record = as_json(planned, length, planned.flops)
+    if references:
+        record["references"] = references_as_json(references)
     if found:
         record["search"] = search_as_json(found)
     if max_ranks is not None:

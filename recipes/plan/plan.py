@@ -165,7 +165,7 @@ def make_plan(resolved: ResolvedRun, cluster: Cluster, *, rates: Rates | Operato
         host=offloaded | _host_copies(resolved, state_bytes, snapshot_bytes, num_sharing=_num_sharing(engine, cluster)),
         checkpoint_bytes=checkpoint_bytes,
         disk_bytes=checkpoint_bytes * resolved.num_checkpoints,
-        flops=flops_per_sample(model, recorded.shape, frozen=recorded.frozen),
+        flops=_count_flops(recorded),
         not_recorded=recorded.reason,
         memory_budget=step.activation_checkpoint.memory_budget,
     )
@@ -175,6 +175,13 @@ def make_plan(resolved: ResolvedRun, cluster: Cluster, *, rates: Rates | Operato
     if isinstance(rates, OperatorTimer):
         return replace(plan, times=measure_times(recorded, rates))
     return replace(plan, times=estimate_times(resolved, cluster, recorded, rates, stages=stages))
+
+
+def _count_flops(recorded: Recorded) -> Flops | None:
+    """Return the FLOPs of a sample, of all its rows; None if the model does not count them."""
+    of_row = flops_per_sample(recorded.model, recorded.shape, frozen=recorded.forward_only)
+    number = recorded.rows_per_sample
+    return None if of_row is None else Flops(palm=number * of_row.palm, causal=number * of_row.causal)
 
 
 def plan_state(resolved: ResolvedRun, cluster: Cluster) -> int | None:

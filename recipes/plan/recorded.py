@@ -168,6 +168,7 @@ def describe_step(
         on_gpu=on_gpu,
         frozen_models=task.make_frozen_models,
         hold_frozen=task.frozen_models.update,
+        forward_only=task.meta_frozen_models,
     )
 
 
@@ -198,7 +199,8 @@ class Recorded:
 
     Attributes:
         model: Unsharded, on the meta device.
-        frozen: The frozen models beside it, likewise.
+        forward_only: Models beside it whose forward pass alone is in a step, likewise.
+        rows_per_sample: Rows that a sample has in a batch, such as the two answers of a pair.
         engine: Behavior of the strategy.
         accumulation: Global batch and micro-batches.
         shape: Shape of one sample.
@@ -209,7 +211,8 @@ class Recorded:
     """
 
     model: nn.Module
-    frozen: Sequence[nn.Module]
+    forward_only: Sequence[nn.Module]
+    rows_per_sample: int
     engine: StrategyEffect
     accumulation: Accumulation
     shape: tuple[int, ...]
@@ -251,12 +254,13 @@ def record_config(
     shape = find_sample_shape(resolved) if computes else ()
     step = describe_step(resolved, precision, accumulation, engine, shape, on_gpu=cluster.device.full_name is not None)
     with torch.device("meta"):
-        frozen = [make() for make in step.frozen_models.values()]
+        num_rows = len(step.make_batch()["inputs"]) if computes else accumulation.micro_batch_size
     kinds = block_kinds(model, recomputes=step.activation_checkpoint.recomputes)
     ops, reason = _record(step, kinds, keep_calls=keep_calls, computes=computes)
     return Recorded(
         model=model,
-        frozen=frozen,
+        forward_only=step.forward_only(),
+        rows_per_sample=num_rows // accumulation.micro_batch_size,
         engine=engine,
         accumulation=accumulation,
         shape=shape,

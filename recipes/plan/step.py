@@ -83,6 +83,7 @@ class Step:
         on_gpu: Record a GPU's operators where they differ from a CPU's.
         frozen_models: Return the frozen models that the objective asks, by name, on the default device.
         hold_frozen: Called with these models before the objective.
+        forward_only: Return the models without storage whose forward pass alone is in a step, these among them.
     """
 
     make_model: Callable[[], nn.Module]
@@ -102,6 +103,7 @@ class Step:
     on_gpu: bool = False
     frozen_models: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
     hold_frozen: Callable[[dict[str, nn.Module]], None] = lambda models: None
+    forward_only: Callable[[], list[nn.Module]] = list
 
 
 def record_step(

@@ -21,7 +21,7 @@ from recipes.data.draws import has_draws
 from recipes.errors import ConfigError
 from recipes.lightning_internals import get_data
 from recipes.loss.preference import AnswerLoss, Likelihoods, count_tokens
-from recipes.model.weights.adapter import has_adapter
+from recipes.model.weights.adapter import has_adapter, remove_adapter
 from recipes.numerics.head_loss import split
 from recipes.numerics.linear import get_product_dtype
 from recipes.numerics.loss import IGNORE_INDEX, token_losses
@@ -174,6 +174,14 @@ class PreferenceTuning(LanguageModeling):
             reason = "the model has no adapter to switch off"
             raise ConfigError("task.reference=adapter_off", reason, "adapter=lora, or task.reference=precomputed")
         return self._reference
+
+    @override
+    def meta_frozen_models(self) -> list[nn.Module]:
+        models, model = super().meta_frozen_models(), self.meta_model()
+        if self._compares and self._reference in ("auto", "adapter_off") and has_adapter(model):
+            remove_adapter(model)  # its forward pass alone is that of the reference
+            models.append(model)
+        return models
 
     def _look_up(self, batch: Batch) -> Tensor:
         """Return the log-probabilities of answers under the reference, [B, K'], with those to other prompts last."""

@@ -57,10 +57,18 @@ def _row_lengths(layer: Any) -> Tensor:
 
 def merge_adapter(model: nn.Module) -> None:
     """Merge an adapter into the base weights of an unsharded model and remove it."""
+    for layer in list(model.modules()):
+        if hasattr(layer, "base_layer"):
+            untyped: Any = layer
+            untyped.merge(safe_merge=True)
+    remove_adapter(model)
+
+
+def remove_adapter(model: nn.Module) -> None:
+    """Remove an adapter from an unsharded model, whose base weights are then trainable, as before it was applied."""
     for name, layer in list(model.named_modules()):
         if not hasattr(layer, "base_layer"):
             continue
-        layer.merge(safe_merge=True)
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, layer.base_layer)
     for parameter in model.parameters():
