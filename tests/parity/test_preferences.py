@@ -12,6 +12,7 @@ from ranks import run_on_ranks
 LOSSES = ("dpo", "orpo", "simpo", "kto", "nll", "copy", "reward", "untied")
 ON_TWO = ("ddp", "fsdp", "ZeRO-1", "ZeRO-2", "ZeRO-3", "tp2")
 SPLITS = (1, 2, 4)
+ROLLBACK = Path(__file__).parent / "rollback_ranks.py"
 NOT_BESIDE_A_COPY = ("ZeRO-3", "tp2")  # refused
 WITHOUT_REFERENCE = ("orpo", "simpo")
 REWARD = ("task=reward", "loss.center_rewards_coefficient=0.01")
@@ -154,6 +155,19 @@ def test_a_frozen_copy_has_the_curve_of_a_precomputed_reference(
                 for name in ("train/loss", "grad/norm"):
                     # float32: sums in another order
                     assert row[name] == pytest.approx(reference[name], rel=2e-6), (engine, accumulate, name)
+
+
+def test_steps_that_are_repeated_after_a_rollback_have_the_losses_of_the_same_copy(tmp_path: Path) -> None:
+    at, to, last = 9, 4, 11
+    case = make_case("copy", "single", tmp_path / "files", accumulate=1, world_size=1)
+    kept = [each for each in case["overrides"] if not each.startswith(("trainer.max_steps", "save_every", "callbacks"))]
+    steps = [f"trainer.max_steps={last}", f"save_every={to}", "callbacks=[grad_norm,loss_scale]"]
+    case |= {"overrides": [*kept, *steps], "at": at, "to": to, "arguments": {}, "reads_state": False}
+    [result] = run_on_ranks({"copy": case}, world_size=1, folder=tmp_path, worker=ROLLBACK).values()
+    assert "error" not in result, result["error"]
+    losses = result["losses"]
+    assert [step for step, _ in losses] == [*range(1, at + 1), *range(to + 1, last + 1)]
+    assert losses[to:at] == losses[at : at + at - to], "to the bit"
 
 
 @pytest.mark.parametrize("adapter", [False, True])

@@ -164,6 +164,23 @@ def test_samples_that_are_drawn_while_the_run_goes_have_a_reference_in_a_frozen_
     assert "the data draws its samples while the run goes" in capsys.readouterr().out
 
 
+def test_each_validation_set_of_kto_has_its_own_divergence(pairs: Path, tmp_path: Path) -> None:
+    other, run = tmp_path / "other.jsonl", tmp_path / "run"
+    rows = [{"prompt": f"{row}?", "completion": "ab" * (1 + row % 3), "label": row % 2 == 0} for row in range(40, 48)]
+    other.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    further = (
+        "+data@eval_data.other=preferences",
+        f"eval_data.other.path={pairs}",
+        f"eval_data.other.val_path={other}",
+    )
+    found = train(pairs, run, *further, "eval_data.other.kind=answers", "optimizer.lr=1e-2", recipe="kto", steps=3)[-1]
+    assert found["val/other/kl"] > found["val/kl"] + 0.01, "all its answers have become more probable"
+    assert execute("mode=evaluate", f"resume={run}", f"data.val_path={other}") == 0
+    alone = json.loads((run / "evaluate_val.json").read_text())
+    assert found["val/other/kl"] == pytest.approx(alone["kl"], rel=1e-5), "that of the set alone"
+    assert found["val/other/loss"] == pytest.approx(alone["loss"], rel=1e-5)
+
+
 @pytest.mark.parametrize("reference", ["precomputed", "frozen_copy"])
 def test_predictions_are_compared_with_the_reference_of_the_run(reference: str, pairs: Path, tmp_path: Path) -> None:
     rows = train(pairs, tmp_path / "run", f"task.reference={reference}", steps=3)
