@@ -263,11 +263,11 @@ def _prepare_weights(
         weights: Weights = config["start_from_weights"]
         source = _find_source(resolved, starts_from, weights, reader, task.model_settings)
         task.first_weights = source
-        task.weights_of_copy = source
-    elif checkpoint is not None and task.holds_copy:
-        task.weights_of_copy = _find_source_of_copy(resolved, checkpoint, reader, task.model_settings)
-    elif checkpoint is not None and resolved.adapter is not None:
-        task.first_weights = _find_base(config, checkpoint, reader)
+        task.find_start = lambda: source
+    elif checkpoint is not None:
+        task.find_start = functools.partial(_find_start, resolved, checkpoint, reader, task.model_settings)
+        if resolved.adapter is not None:
+            task.first_weights = _find_base(config, checkpoint, reader)
     if checkpoint is not None:
         task.setting_of_another_model, task.fix_of_another_model = _explain_another_model(config["model"], checkpoint)
 
@@ -301,7 +301,7 @@ def _adopt(
     return task, data
 
 
-def _find_source_of_copy(
+def _find_start(
     resolved: ResolvedRun, checkpoint: Path, reader: FolderCheckpointIO, model_settings: Mapping[str, Any]
 ) -> SourceRun | None:
     """Return the run that a resumed one took its first weights from; None: it started from none.
@@ -316,7 +316,7 @@ def _find_source_of_copy(
     if not path.is_dir():
         raise ConfigError(
             f"resume={checkpoint}",
-            f"its frozen copy has the weights that the run started from, and {path} is not there",
+            f"the weights that the run started from are needed again, and {path} is not there",
             f"the same command with a copy of that checkpoint, or a link to one, at {path}",
         )
     return _find_source(resolved, str(path), weights, reader, model_settings)

@@ -128,6 +128,8 @@ def _initialize(run: Run) -> TrainingTask:
     task = run.task
     task.trainer = run.trainer
     task.awaits_checkpoint = False
+    if task.start is not None:
+        task.first_weights = task.start
     with run.trainer.precision_plugin.module_init_context():
         task.configure_model()
     return task.eval()

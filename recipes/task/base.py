@@ -293,11 +293,6 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
             self.remember_frozen_model(name, model, frozen)
 
     @property
-    def holds_copy(self) -> bool:
-        """Whether a frozen model is the trained one as it was before the first step."""
-        return any(frozen.is_copy for frozen in self._frozen.values())
-
-    @property
     def make_frozen_models(self) -> dict[str, Callable[[], nn.Module]]:
         """Constructors of the frozen models beside the trained one, by name."""
         return {name: frozen.make for name, frozen in self._frozen.items()}

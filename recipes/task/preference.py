@@ -32,6 +32,7 @@ from recipes.task.reference import ReferenceTable
 
 LOGGER = logging.getLogger("lightning_recipes")
 REFERENCE = "reference"  # name of the frozen copy
+_LOOKED_UP = "looked_up"  # key of a batch, whose reference was measured before the window
 # of the log-probability of an answer, relative: a batch with other rows is computed in another order
 _LARGEST_DIFFERENCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 _LARGEST_OF_HALF = 2e-2
@@ -185,6 +186,9 @@ class PreferenceTuning(LanguageModeling):
 
     def _look_up(self, batch: Batch) -> Tensor:
         """Return the log-probabilities of answers under the reference, [B, K'], with those to other prompts last."""
+        if _LOOKED_UP in batch:
+            found: Tensor = batch[_LOOKED_UP]
+            return found
         kind = self._kind
         if kind == "precomputed":
             return self._look_up_in_table(batch)
@@ -233,7 +237,9 @@ class PreferenceTuning(LanguageModeling):
         if self.loss.reads_kl:
             loaders: Any = self.trainer.val_dataloaders
             sets = loaders if isinstance(loaders, list) else [loaders]
-            self._kl_of_sets = [self._measure_kl(self._on_device(loader)) for loader in sets]
+            self._kl_of_sets = [
+                self._measure_kl((batch, self._look_up(batch)) for batch in self._on_device(loader)) for loader in sets
+            ]
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -339,25 +345,30 @@ class PreferenceTuning(LanguageModeling):
 
     @override
     def before_window(self, micro_batches: list[Batch]) -> list[Batch]:
-        """Add the divergence from the reference, over the global batch, to each micro-batch."""
-        kl = self._measure_kl(iter(micro_batches))
-        return [{**batch, "kl": kl} for batch in micro_batches]
+        """Add the divergence from the reference, over the global batch, to each micro-batch, and what was looked up."""
+        looked_up = [self._look_up(batch) for batch in micro_batches]  # [B, K'] each
+        kl = self._measure_kl(zip(micro_batches, looked_up, strict=True))
+        return [{**batch, "kl": kl, _LOOKED_UP: each} for batch, each in zip(micro_batches, looked_up, strict=True)]
 
     def _find_kl(self, batch: Batch) -> Tensor:
         """Return the divergence over the global batch, or the validation, of a batch; else over the batch itself."""
         if "kl" in batch:
             kl: Tensor = batch["kl"]
             return kl
-        return self._measure_kl(iter([batch])) if self._kl is None else self._kl
+        return self._measure_kl([(batch, self._look_up(batch))]) if self._kl is None else self._kl
 
-    def _measure_kl(self, batches: Iterator[Batch]) -> Tensor:
-        """Return the mean log-ratio of answers to other prompts over all batches of all ranks, at least 0; []."""
+    def _measure_kl(self, batches: Iterable[tuple[Batch, Tensor]]) -> Tensor:
+        """Return the mean log-ratio of answers to other prompts over all batches of all ranks, at least 0; [].
+
+        Args:
+            batches: Batches, each with its log-probabilities under the reference, [B, K'].
+        """
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         with torch.no_grad(), _evaluating(self.model):
-            for batch in batches:
+            for batch, reference in batches:
                 carries = count_tokens(batch, num_answers=1)[:, 0] > 0  # [B]
                 own = self._measure_answers(self.model, batch, only_other=True)[:, 0]
-                ratios = own - self._look_up(batch)[:, 1]  # [B]
+                ratios = own - reference[:, 1]  # [B]
                 sums += torch.stack([torch.where(carries, ratios, 0.0).double().sum(), carries.double().sum()])
         total, number = self.engine.sum_over_data_ranks(sums).unbind()
         return (total / number.clamp(min=1)).clamp(min=0).float()

@@ -71,7 +71,7 @@ class Resumable(OnEngine):
         setting_of_another_model: What was set if the checkpoint is of another model.
         fix_of_another_model: What to type if the checkpoint is of another model.
         first_weights: Weights of another run that this one starts from, or that are frozen beside its adapter.
-        weights_of_copy: Weights of another run that this one started from, for a frozen copy of the first model.
+        find_start: Returns the run whose weights this one took first, after a resume, too; None: it started from none.
         started_from: The runs that this one started from, newest first: path, step, weights and hash of each.
     """
 
@@ -81,7 +81,7 @@ class Resumable(OnEngine):
     setting_of_another_model = "resume=…"
     fix_of_another_model = "resume=<a run of this model>"
     first_weights: SourceRun | FrozenBase | None = None
-    weights_of_copy: SourceRun | None = None
+    find_start: Callable[[], SourceRun | None]
     model: nn.Module
     started_from: Sequence[Mapping[str, Any]] = ()
 
@@ -104,6 +104,7 @@ class Resumable(OnEngine):
         self._rng_is_restored = False
         self._base_of_adapter: Base | None = None
         self._bases_of_models: dict[str, Base] = {}  # of the frozen models beside the trained one
+        self.find_start = lambda: None
         self._resumed_bases: Mapping[str, Mapping[str, Any]] | None = None  # as a checkpoint has them
 
     @abstractmethod
@@ -355,10 +356,15 @@ class Resumable(OnEngine):
             model: The copy, on the meta device.
 
         Raises:
-            ConfigError: They were those of another run, which is damaged.
+            ConfigError: They were those of another run, which is damaged or not there.
         """
-        if self.weights_of_copy is not None:
-            self._give_weights(model, self.weights_of_copy)
+        if self.start is not None:
+            self._give_weights(model, self.start)
+
+    @functools.cached_property
+    def start(self) -> SourceRun | None:
+        """The run whose weights this one took first."""
+        return self.find_start()
 
     def _give_weights(self, model: nn.Module, source: SourceRun | FrozenBase) -> None:
         source.prepare(model, Ranks(is_first=self.trainer.is_global_zero, broadcast=self.engine.broadcast))
@@ -388,7 +394,7 @@ class Resumable(OnEngine):
         Raises:
             ConfigError: The checkpoint that was loaded is of a run beside another one.
         """
-        source = self.weights_of_copy if frozen.is_copy else None
+        source = self.start if frozen.is_copy else None
         if source is None:
             base = self._identify(model, {**frozen.settings, **_get_published_config(model)})
         else:

@@ -117,10 +117,13 @@ def test_a_frozen_copy_is_of_the_run_that_was_started_from_after_a_resume_too(
     assert execute("mode=evaluate", f"resume={parted}") == 0
     measured = json.loads((parted / "evaluate_val.json").read_text())
     assert measured["margin"] == pytest.approx(rows[-1]["val/margin"], rel=1e-6)
+    assert execute("mode=replay", "mode.step=2", f"resume={parted}") == 0
+    lines = [json.loads(line) for line in (parted / "replayed_step_0000002.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == pytest.approx([math.log(2)] * 8, abs=1e-6), "the run began at its copy"
     (first / "checkpoints").rename(tmp_path / "elsewhere")
     capsys.readouterr()
     assert execute("mode=evaluate", f"resume={parted}") == 2
-    assert "its frozen copy has the weights that the run started from" in capsys.readouterr().out
+    assert "the weights that the run started from are needed again" in capsys.readouterr().out
     assert lr.load(parted)(torch.zeros(1, 4, dtype=torch.int64)).shape[:2] == (1, 4), "without its reference"
 
 
