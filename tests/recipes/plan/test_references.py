@@ -49,7 +49,7 @@ def test_a_frozen_copy_takes_its_weights_and_a_forward_pass_and_a_precomputed_re
 
 
 def test_an_adapter_switched_off_takes_a_forward_pass_and_no_weights() -> None:
-    _, costs = plan("adapter=lora")
+    planned, costs = plan("adapter=lora")
     assert list(costs) == ["adapter_off", "precomputed"], "no copy of weights that are frozen"
     off = costs["adapter_off"]
     assert off.added_seconds is not None
@@ -57,8 +57,13 @@ def test_an_adapter_switched_off_takes_a_forward_pass_and_no_weights() -> None:
     assert off.added_bytes < 0.01 * off.peak_bytes
     [_, row, _] = describe_references([*costs.values()])
     assert row.split()[:2] == ["adapter_off", "(here)"]
-    _, other = plan("adapter=lora", "task.reference=precomputed")
+    without, other = plan("adapter=lora", "task.reference=precomputed")
     assert list(other) == ["precomputed", "adapter_off"]
+    of_all, _ = plan()
+    assert of_all.flops is not None
+    assert planned.flops is not None
+    assert without.flops is not None
+    assert planned.flops.palm - without.flops.palm == pytest.approx(of_all.flops.palm / 3, rel=1e-9)
 
 
 @pytest.mark.parametrize("overrides", [("recipe=simpo",), ("task=reward", "loss=bradley_terry"), ("loss=orpo",)])
