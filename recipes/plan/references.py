@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes.config.resolved import ResolvedRun
+from recipes.config.signature import find_signature
 from recipes.plan.hardware import Cluster
 from recipes.plan.measured import OperatorTimer
 from recipes.plan.plan import Plan, gib, make_plan, size_unit
@@ -55,12 +56,15 @@ def plan_references(
     for kind in {*kinds[1:], IN_ADVANCE} - plans.keys():
         variant = resolved.with_settings({"task": {**resolved.config["task"], "reference": kind}})
         plans[kind] = make_plan(variant, cluster, rates=rates)
-    return [_compare(kind, plans[kind], plans[IN_ADVANCE]) for kind in kinds]
+    # of KTO, the answer to another prompt is measured, too
+    num_passes = 2 if find_signature(resolved.config["loss"]["_target_"]).constants.get("reads_kl") else 1
+    return [_compare(kind, plans[kind], plans[IN_ADVANCE], num_passes=num_passes) for kind in kinds]
 
 
-def _compare(kind: str, plan: Plan, without: Plan) -> ReferenceCost:
+def _compare(kind: str, plan: Plan, without: Plan, *, num_passes: int) -> ReferenceCost:
     times, least = plan.times, without.times
-    before = None if least is None else least.forward_seconds / plan.accumulation.micro_batch_size / plan.mesh.data_size
+    samples_at_once = plan.accumulation.micro_batch_size * plan.mesh.data_size
+    before = None if least is None else num_passes * least.forward_seconds / samples_at_once
     return ReferenceCost(
         kind=kind,
         peak_bytes=plan.peak.total,

@@ -66,6 +66,12 @@ def test_an_adapter_switched_off_takes_a_forward_pass_and_no_weights() -> None:
     assert planned.flops.palm - without.flops.palm == pytest.approx(of_all.flops.palm / 3, rel=1e-9)
 
 
+def test_kto_measures_the_answer_to_another_prompt_too() -> None:
+    planned, costs = plan("loss=kto", "data.kind=answers")
+    assert planned.times is not None
+    assert costs["precomputed"].seconds_before == pytest.approx(2 * planned.times.forward_seconds / 8, rel=1e-9)
+
+
 @pytest.mark.parametrize("overrides", [("recipe=simpo",), ("task=reward", "loss=bradley_terry"), ("loss=orpo",)])
 def test_what_asks_no_reference_has_none_in_its_plan(overrides: tuple[str, ...]) -> None:
     typed = [each for each in RUN if not (each.startswith("recipe=") and overrides[0].startswith("recipe="))]
