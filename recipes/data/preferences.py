@@ -24,6 +24,7 @@ from recipes.data.conversations.rows import PAD_TO
 from recipes.data.conversations.source import Conversations
 from recipes.data.conversations.store import ExampleStore
 from recipes.data.draws import rng_at
+from recipes.data.packed_batch import Packing, plan_packing
 from recipes.errors import ConfigError
 from recipes.files import count
 from recipes.numerics.loss import IGNORE_INDEX
@@ -371,12 +372,14 @@ def _stack(rows: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> dict[
     return {"inputs": inputs, "targets": targets, "num_inputs": torch.tensor([len(tokens) for tokens, _ in rows])}
 
 
-def pad_samples(samples: Sequence[dict[str, Tensor]], *, seq_len: int) -> dict[str, Tensor]:
+def pad_samples(samples: Sequence[dict[str, Tensor]], *, seq_len: int, packs: bool = False) -> dict[str, Any]:
     """Return a batch: `inputs` and `targets` [B K, T], `num_inputs` [B K], and all else with one row per sample.
 
-    Rows are padded at the end to a multiple of 64 tokens, or `seq_len`; attention is causal.
+    Rows are padded at the end to a multiple of 64 tokens, or `seq_len`; attention is causal. With `packs`, `packing`
+    says by the name of inputs where the model reads each of their tokens, see `recipes.data.packed_batch`.
     """
-    batch: dict[str, Tensor] = {}
+    batch: dict[str, Any] = {}
+    packing: dict[str, Packing] = {}
     for name, first in samples[0].items():
         values = [sample[name] for sample in samples]
         if name in ("num_inputs",):
@@ -388,33 +391,43 @@ def pad_samples(samples: Sequence[dict[str, Tensor]], *, seq_len: int) -> dict[s
             batch[name] = torch.full((len(rows), width), fill, dtype=first.dtype)
             for index, row in enumerate(rows):
                 batch[name][index, : len(row)] = row
+            if packs and name.endswith("inputs"):
+                num_inputs = torch.cat([sample["num_inputs"] for sample in samples]).numpy()
+                num_inputs = num_inputs if name == "inputs" else np.array([len(row) for row in rows])
+                packing[name] = plan_packing(num_inputs, width=width, seq_len=seq_len)
         else:
             batch[name] = torch.stack(values)
-    return batch
+    return batch | ({"packing": packing} if packs else {})
 
 
 class Preferences(Conversations):
-    """Preferences from rows of `path`: JSONL, JSON, CSV or Parquet files, or a hub dataset."""
+    """Preferences from rows of `path`: JSONL, JSON, CSV or Parquet files, or a hub dataset.
+
+    Attributes:
+        packs_batches: Whether the model reads several answers of a batch in one row.
+    """
 
     target_kind: ClassVar[str] = "{kind}"
 
-    def __init__(self, *, kind: Kind, fields: Mapping[str, str | None], **settings: Any) -> None:
+    def __init__(self, *, kind: Kind, fields: Mapping[str, str | None], packing: bool, **settings: Any) -> None:
         """Store the settings; nothing is read before `prepare`.
 
         Args:
             kind: What a row is: `pairs` of answers, or single `answers` with a label.
             fields: Field name in the format -> field name in this dataset, or None for a field that is not to be read.
+            packing: Whether answers of a micro-batch share rows in the model, without attending to each other.
             **settings: As for `Conversations`.
         """
         super().__init__(format="prompt_completion", fields={}, train_on="answers", packing=False, **settings)
         self._reader = PreferenceReader(kind=kind, fields=fields)
         self._format = f"{kind} {sorted(fields.items(), key=str)}"
         self._kind = kind
+        self.packs_batches = packing
 
     @property
     @override
     def collate(self) -> Callable[[Sequence[Any]], Any]:
-        return functools.partial(pad_samples, seq_len=self.seq_len)
+        return functools.partial(pad_samples, seq_len=self.seq_len, packs=self.packs_batches)
 
     @override
     def prepare(self, tokenizer: Any = None) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from recipes.data.packed_batch import Packing, find_positions, pack_tokens
 from recipes.errors import ConfigError
 from recipes.model.init import INIT_STD, named_parameters, normal_
 from recipes.parallel.tensor import TensorRanks
@@ -96,20 +97,23 @@ def init_score(model: nn.Module, *, seed: int) -> None:
             normal_(parameter, name=name, seed=seed, std=INIT_STD)
 
 
-def compute_rewards(model: nn.Module, tokens: Tensor, last: Tensor) -> Tensor:
+def compute_rewards(model: nn.Module, tokens: Tensor, last: Tensor, *, packing: Packing | None = None) -> Tensor:
     """Return the reward of each text, [R] float32.
 
     Args:
         model: Reward model, as of a run of task=reward.
         tokens: [R, T] int64, padded at the end.
         last: [R] int64, position of the last token of each text, that which ends the answer.
+        packing: Rows in which the model reads the tokens; None: as they are.
     """
+    options = {} if packing is None else {"positions": find_positions(packing)}
 
     def read(hidden: Tensor, weight: Tensor) -> Tensor:
         untyped: Any = model
-        rows = torch.arange(len(hidden), device=hidden.device)
-        scores: Tensor = untyped.score(hidden[rows, last])
+        rows = torch.arange(len(last), device=hidden.device)
+        states = hidden[rows, last] if packing is None else hidden.flatten(0, 1)[packing["places"][rows, last]]
+        scores: Tensor = untyped.score(states)  # of [R, W]
         return scores
 
-    rewards: Tensor = model(tokens, reduce=read)
+    rewards: Tensor = model(tokens if packing is None else pack_tokens(tokens, packing), reduce=read, **options)
     return rewards

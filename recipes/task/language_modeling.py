@@ -247,7 +247,7 @@ class LanguageModeling(GeneratesText, PipelineTask):
             return
         self.source = data.source
         self.tokenizer = self.source.tokenizer
-        if getattr(self.source, "packs", False):
+        if getattr(self.source, "packs", False) or getattr(self.source, "packs_batches", False):
             self._check_positions(self.meta_model())
 
     def _check_positions(self, model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from recipes.adapter import switched_off
 from recipes.data.draws import has_draws
+from recipes.data.packed_batch import Packing, find_positions, pack_tokens, unpack
 from recipes.errors import ConfigError
 from recipes.lightning_internals import get_data
 from recipes.loss.preference import AnswerLoss, Likelihoods, count_tokens
@@ -119,19 +120,31 @@ class PreferenceTuning(LanguageModeling):
             targets: Name of their targets.
         """
         tokens, wanted = batch[inputs], batch[targets]  # [R, T]
+        packing = batch.get("packing", {}).get(inputs)
         if with_prompts:
             followers = _name_followers(tokens, wanted, batch["num_inputs"])  # [R, T]
-            losses = self._token_losses(model, tokens, followers)
+            losses = self._token_losses(model, tokens, followers, packing)
             is_answer = wanted != IGNORE_INDEX
             return -(losses * is_answer).sum(dim=1), -(losses * ~is_answer).sum(dim=1)
-        log_probs = -self._token_losses(model, tokens, wanted).sum(dim=1)
+        log_probs = -self._token_losses(model, tokens, wanted, packing).sum(dim=1)
         return log_probs, torch.zeros_like(log_probs)
 
-    def _token_losses(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _token_losses(self, model: nn.Module, inputs: Tensor, targets: Tensor, packing: Packing | None) -> Tensor:
         """Return the cross-entropy of each target, [R, T] float32, 0 if ignored; differentiable."""
+        if packing is not None:
+            packed = self._losses_of_rows(
+                model,
+                pack_tokens(inputs, packing),
+                pack_tokens(targets, packing, fill=IGNORE_INDEX),
+                positions=find_positions(packing),
+            )  # [P, W]
+            return torch.where(targets != IGNORE_INDEX, unpack(packed, packing)[:, :-1], 0.0)
+        return self._losses_of_rows(model, inputs, targets)
+
+    def _losses_of_rows(self, model: nn.Module, inputs: Tensor, targets: Tensor, **options: Tensor) -> Tensor:
         if not self._computes_in_chunks:
-            return token_losses(model(inputs), targets)
-        losses: Tensor = model(inputs, reduce=functools.partial(self._in_chunks, targets=targets))
+            return token_losses(model(inputs, **options), targets)
+        losses: Tensor = model(inputs, reduce=functools.partial(self._in_chunks, targets=targets), **options)
         return losses
 
     @functools.cached_property

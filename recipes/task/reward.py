@@ -33,9 +33,10 @@ class RewardModeling(LanguageModeling):
 
     @override
     def outputs(self, batch: Batch) -> Tensor:
-        max_seq_len: int = getattr(self.model, "max_seq_len")  # noqa: B009
-        tokens, last = complete_rows(batch["inputs"], batch["targets"], max_seq_len=max_seq_len)
-        rewards: Tensor = compute_rewards(self.model, tokens, last).unflatten(0, (-1, 2))  # [B, 2]
+        longest: int = getattr(self.model, "max_seq_len") if self.source is None else self.source.seq_len  # noqa: B009
+        packing = batch.get("packing", {}).get("inputs")
+        tokens, last = complete_rows(batch["inputs"], batch["targets"], max_seq_len=longest)
+        rewards: Tensor = compute_rewards(self.model, tokens, last, packing=packing).unflatten(0, (-1, 2))  # [B, 2]
         return rewards
 
     @override

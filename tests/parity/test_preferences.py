@@ -16,6 +16,7 @@ ROLLBACK = Path(__file__).parent / "rollback_ranks.py"
 NOT_BESIDE_A_COPY = ("ZeRO-3", "tp2")  # refused
 WITHOUT_REFERENCE = ("orpo", "simpo")
 REWARD = ("task=reward", "loss.center_rewards_coefficient=0.01")
+PACKED = " packed"  # after the name of a loss whose answers share rows
 TASKS: dict[str, tuple[str, ...]] = {  # of losses that have not the name of their option
     "nll": ("task=preference", "loss=dpo", "loss.nll_weight=0.5", "loss.beta=0.5"),
     "copy": ("task=preference", "loss=dpo", "task.reference=frozen_copy"),
@@ -27,6 +28,7 @@ TASKS: dict[str, tuple[str, ...]] = {  # of losses that have not the name of the
 def make_data(loss: str, folder: Path) -> dict[str, Any]:
     """Write 61 rows whose answers have 1 to 9 letters, and return the data node that reads them."""
     folder.mkdir(exist_ok=True)
+    packing, loss = loss.endswith(PACKED), loss.removesuffix(PACKED)
     kind, path = "answers" if loss == "kto" else "pairs", folder / f"{loss}.jsonl"
     words = ["".join(chr(97 + (7 * row + 3 * place) % 26) for place in range(1 + row % 9)) for row in range(61)]
     rows: list[dict[str, Any]] = []
@@ -42,6 +44,7 @@ def make_data(loss: str, folder: Path) -> dict[str, Any]:
         "path": str(path),
         "kind": kind,
         "fields": {},
+        "packing": packing,
         "chat_template": "auto",
         "val_path": None,
         "val_fraction": 0.3,
@@ -58,6 +61,7 @@ def make_case(
 ) -> dict[str, Any]:
     name = f"{loss}-{engine}-{accumulate}-{adapter}".replace(" ", "").replace(",", "")
     data = make_data(loss, folder)
+    loss = loss.removesuffix(PACKED)
     size = 16 // accumulate // count_data_ranks(ENGINES[engine], world_size)
     kept = [override for override in DECODER if override.partition("=")[0] not in ("data", "model.vocab_size")]
     return {
@@ -82,7 +86,7 @@ def make_cases(folder: Path, *, world_size: int) -> dict[str, Any]:
     engines = ("single",) if world_size == 1 else ON_TWO
     names = [
         (loss, engine, accumulate, adapter)
-        for loss in LOSSES
+        for loss in (*LOSSES, *(f"{loss}{PACKED}" for loss in LOSSES))
         for engine in engines
         for accumulate in SPLITS
         for adapter in (False, True)
@@ -91,6 +95,7 @@ def make_cases(folder: Path, *, world_size: int) -> dict[str, Any]:
     ]
     if not IS_LONG and world_size == 1:
         names = [name for name in names if name[2] == 1 or (name[2] == 4 and not name[3])]
+        names = [name for name in names if PACKED not in name[0] or name[2:] == (1, False)]
     elif not IS_LONG:
         short = {
             *(("dpo", engine, 1, False) for engine in ON_TWO),
@@ -101,6 +106,9 @@ def make_cases(folder: Path, *, world_size: int) -> dict[str, Any]:
             *(("simpo", "ddp", 2, False), ("kto", "fsdp", 1, True), ("nll", "fsdp", 2, False)),
             *(("reward", "tp2", 1, False), ("reward", "ZeRO-3", 2, False), ("reward", "fsdp", 2, True)),
             *(("untied", "ddp", 1, False), ("untied", "fsdp", 2, False), ("untied", "ZeRO-2", 1, True)),
+            *((f"dpo{PACKED}", "tp2", 1, False), (f"orpo{PACKED}", "ZeRO-3", 2, False)),
+            *((f"kto{PACKED}", "ddp", 2, False), (f"nll{PACKED}", "ZeRO-2", 1, False)),
+            *((f"reward{PACKED}", "fsdp", 1, False), (f"reward{PACKED}", "ddp", 2, True)),
         }
         names = [name for name in names if name in short]
     return {
@@ -128,19 +136,19 @@ def test_every_engine_and_split_has_the_curve_of_one_device(
 ) -> None:
     compared = 0
     for (of, engine, accumulate, adapter), rows in results.items():
-        if of != loss or (engine, accumulate) == ("single", 1):
+        if of.removesuffix(PACKED) != loss or (of, engine, accumulate) == (loss, "single", 1):
             continue
         reference = results[loss, "single", 1, adapter]
         assert len(rows) == len(reference) == NUM_STEPS
         for row, expected in zip(rows, reference, strict=True):
             for name in ("train/loss", "grad/norm"):
                 # float32: other orders of the same sums, relative to the size of the loss
-                assert row[name] == pytest.approx(expected[name], rel=1e-5), (engine, accumulate, adapter, name)
+                assert row[name] == pytest.approx(expected[name], rel=1e-5), (of, engine, accumulate, adapter, name)
             for name in expected:
                 if name.startswith(("train/chosen", "train/rejected", "train/kl", "train/margin")):
-                    assert row[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), (engine, name)
+                    assert row[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), (of, engine, name)
         last, expected = rows[-1], reference[-1]
-        assert last["val/loss"] == pytest.approx(expected["val/loss"], rel=1e-5), (engine, accumulate, adapter)
+        assert last["val/loss"] == pytest.approx(expected["val/loss"], rel=1e-5), (of, engine, accumulate, adapter)
         compared += 1
     assert compared >= 2
 

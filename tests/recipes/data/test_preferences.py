@@ -70,6 +70,7 @@ def source_of(folder: Path, rows: list[Row], *, name: str = "rows.jsonl", **sett
         "path": write(folder / name, rows),
         "kind": "pairs",
         "fields": {},
+        "packing": False,
         "chat_template": "auto",
         "val_path": None,
         "val_fraction": 0.1,

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -166,6 +167,8 @@ def make_task(model: nn.Module, loss: Loss) -> PreferenceTuning:
 class OfTask:
     """Likelihoods as the task computes them, and gradients by parameter of the language model."""
 
+    packs = False
+
     def __init__(self, name: str, loss: AnswerLoss) -> None:
         weights, shapes = TRL["weights"], TRL["shapes"]["model"]
         names = ("reference", "model") if name == "kto_below" else ("model", "reference")
@@ -182,9 +185,8 @@ class OfTask:
             look_up = lambda ids: torch.stack([found[int(each)] for each in ids])  # noqa: E731
             self._task._table = SimpleNamespace(look_up=look_up)  # type: ignore[assignment]
 
-    @staticmethod
-    def collate(samples: Samples) -> dict[str, Any]:
-        return pad_samples(samples, seq_len=SEQ_LEN)
+    def collate(self, samples: Samples) -> dict[str, Any]:
+        return pad_samples(samples, seq_len=SEQ_LEN, packs=self.packs)
 
     def before_window(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return self._task.before_window(batches) if self._task.looks_ahead else batches
@@ -283,6 +285,26 @@ def test_loss_rewards_and_gradients_are_those_of_trl_for_every_split_of_the_batc
     for measure in compared:
         value = trl["logged"][measure]
         assert found.logged[measure] == pytest.approx(value, abs=1e-6 * max(1.0, abs(value))), measure
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 7])
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if isinstance(loss, AnswerLoss)])
+def test_packed_answers_have_the_loss_the_gradient_and_the_measures_of_padded_ones(
+    name: str, chunk_tokens: int | None
+) -> None:
+    loss, found = copy(LOSSES[name]), list[Step]()
+    assert isinstance(loss, AnswerLoss)
+    loss.chunk_tokens = chunk_tokens
+    for packs in (False, True):
+        case = OfTask(name, loss)
+        case.packs = packs
+        found.append(run_step(case, loss, num_parts=2, num_padding=1))
+    padded, packed = found
+    assert packed.objective == pytest.approx(padded.objective, rel=1e-12, abs=1e-12)
+    assert packed.logged == pytest.approx(padded.logged, rel=1e-12, abs=1e-12)
+    assert {*packed.gradients} == {*padded.gradients}
+    for parameter, gradient in padded.gradients.items():
+        torch.testing.assert_close(packed.gradients[parameter], gradient, rtol=1e-12, atol=1e-12, msg=parameter)
 
 
 def test_the_logged_loss_of_a_reward_model_leaves_out_the_centring() -> None:

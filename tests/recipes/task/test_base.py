@@ -300,7 +300,11 @@ def test_a_checkpoint_with_other_frozen_parameters_is_rejected_and_with_other_gr
 def test_a_model_that_takes_no_positions_trains_on_no_packed_examples() -> None:
     source = SimpleNamespace(tokenizer=None, packs=True)
     task = make_task(make_trainer(datamodule=SimpleNamespace(source=source)))
-    with pytest.raises(ConfigError, match="data.packing=true: Bigram takes no positions: packed examples would see"):
+    refused = "data.packing=true: Bigram takes no positions: packed examples would see"
+    with pytest.raises(ConfigError, match=refused):
         task.setup("fit")
-    source.packs = False
+    source.packs, source.packs_batches = False, True
+    with pytest.raises(ConfigError, match=refused):
+        task.setup("fit")
+    source.packs_batches = False
     task.setup("fit")
