@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -34,7 +35,12 @@ Kind = Literal["pairs", "answers"]
 
 _OWN_FIELDS = ("prompt", "chosen", "rejected", "completion", "label", "margin")
 _EQUAL, _EMPTY = "both answers are the same", "an answer is empty"
-_TURN = "\n\nAssistant:"  # of transcripts such as those of Anthropic/hh-rlhf
+# of transcripts such as those of Anthropic/hh-rlhf
+_TURN = "\n\nAssistant:"
+_BEFORE_TURN = re.compile(r"(?=\n\n(?:Human|Assistant):)")
+_ASIDE = re.compile(
+    rf"\n\nHuman:.*?(?=\n\n(?:Human|Assistant):|\Z)|{_TURN}", re.DOTALL
+)  # what the assistant does not say
 _LABELS = {"true": 1, "1": 1, "good": 1, "false": 0, "0": 0, "bad": 0}
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _MAX_DRAWS = 64
@@ -95,7 +101,11 @@ class PreferenceReader:
             self._reader.read({**rest, "prompt": prompt, "completion": answer}, place=place, from_table=from_table)
             for answer in answers
         ]
-        return [replace(example, value=value) for example, value in zip(examples, values, strict=True)]
+        asides = [_find_asides(prompt, answer) for answer in answers]
+        return [
+            replace(example, value=value, asides=spans)
+            for example, value, spans in zip(examples, values, asides, strict=True)
+        ]
 
     def has_fields(self, row: Mapping[str, Any]) -> bool:
         """Return whether a row has the fields of a pair or of a labelled answer."""
@@ -203,14 +213,24 @@ def _join(prompt: Any, shared: list[Message], place: str) -> list[Message]:
 
 
 def _find_prompt(chosen: str, rejected: str, place: str) -> tuple[str, str, str]:
-    """Divide two transcripts where they begin to differ: after the last turn of the assistant that both begin."""
-    length = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
-    length = min(len(chosen), len(rejected)) if length is None else length
-    turn = chosen.rfind(_TURN, 0, length)
-    end = turn + len(_TURN) if turn >= 0 else 0
-    if not end:
+    """Divide two transcripts at the first turn that differs, after the name of the assistant if it is its turn."""
+    turns, others = _BEFORE_TURN.split(chosen), _BEFORE_TURN.split(rejected)
+    num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(turns, others, strict=False)))
+    if num_shared == len(turns) == len(others):
+        num_shared -= 1  # equal, which the caller says
+    length = len("".join(turns[:num_shared]))
+    if chosen.startswith(_TURN, length) and rejected.startswith(_TURN, length):
+        length += len(_TURN)
+    if not length:
         raise ConfigError(place, "it has no prompt", _PROMPT_FIX)
-    return chosen[:end], chosen[end:], rejected[end:]
+    return chosen[:length], chosen[length:], rejected[length:]
+
+
+def _find_asides(prompt: Any, answer: Any) -> tuple[tuple[int, int], ...]:
+    """Return the spans of an answer in a transcript that the assistant does not say."""
+    if not (isinstance(prompt, str) and isinstance(answer, str) and _BEFORE_TURN.search(prompt)):
+        return ()
+    return tuple(match.span() for match in _ASIDE.finditer(answer))
 
 
 def _with_roles(value: Any) -> Any:
@@ -459,6 +479,12 @@ class Preferences(Conversations):
     @override
     def noun(self) -> str:
         return self._kind.removesuffix("s")
+
+    @override
+    def describe(self) -> str:
+        num_in_parts = sum(store.meta.num_in_parts for store in self._ready()[1].values())
+        others = "; answers of %s have several turns, of which only those of the assistant carry loss"
+        return super().describe() + (others % count(num_in_parts, "row") if num_in_parts else "")
 
     @override
     def describe_sample(self, sample: int) -> dict[str, Any]:

@@ -67,6 +67,7 @@ class Example:
         answer: Messages or text that follow, with a loss; in messages, only those of the assistant.
         tools: Tools that a template may render.
         without_loss: Indices of messages, of prompt and answer together, that are not to be learned.
+        asides: Of an answer that is text, the spans of characters that are not to be learned, in order.
         unread: Fields of the row that were not read.
         absent: Names in `data.fields` that the row does not have.
         silenced_by: Names of the weights of 0 or false that keep a part of it from being learned.
@@ -79,6 +80,7 @@ class Example:
     answer: list[Message] | str
     tools: list[Any] | None = None
     without_loss: frozenset[int] = frozenset()
+    asides: tuple[tuple[int, int], ...] = ()
     unread: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     silenced_by: tuple[str, ...] = ()

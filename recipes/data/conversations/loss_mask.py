@@ -95,7 +95,7 @@ class ExampleTokenizer:
         """
         if isinstance(example.answer, str):
             assert example.prompt is None or isinstance(example.prompt, str)
-            tokens, answer = self._text(example.prompt, example.answer)
+            tokens, answer = self._text(example.prompt, _divide(example.answer, example.asides))
             carries_loss = np.ones_like(answer) if self._train_on == "all" else answer
             return Tokenized(np.array(tokens, dtype=np.uint32), carries_loss, answer, ends=True)
         try:
@@ -117,18 +117,25 @@ class ExampleTokenizer:
                 log.debug("data.train_on=%s does not help: %s", way, error.reason)
         return found
 
-    def _text(self, prompt: str | None, answer: str) -> tuple[list[int], NDArray[np.bool_]]:
-        """Return prompt, answer and end-of-text, after the tokens that the tokenizer puts before every text."""
+    def _text(self, prompt: str | None, parts: Sequence[tuple[str, bool]]) -> tuple[list[int], NDArray[np.bool_]]:
+        """Return prompt, answer and end-of-text, after the tokens that the tokenizer puts before every text.
+
+        Args:
+            prompt: Text before the answer; None: there is none.
+            parts: The answer, divided into what is learned and what is not.
+        """
         encode = self._tokenizer.encode
         first = self._tokenizer.first_tokens
-        given = [*first, *(encode(prompt) if prompt else [])]
-        whole = [*first, *encode(f"{prompt or ''}{answer}")]
-        if whole[: len(given)] != given:  # a token spans the boundary, but at inference the prompt is tokenized alone
-            whole = given + encode(answer)
-        whole.append(self._tokenizer.end_of_text)
-        is_answer = np.ones(len(whole), dtype=np.bool_)
-        is_answer[: 0 if prompt is None else len(given)] = False
-        return whole, is_answer
+        text = prompt or ""
+        whole = [*first, *(encode(text) if text else [])]
+        is_answer = [prompt is None] * len(whole)
+        for part, is_learned in parts:
+            longer = [*first, *encode(f"{text}{part}")]
+            if longer[: len(whole)] != whole:  # a token spans the boundary; at inference what is before stands alone
+                longer = whole + encode(part)
+            is_answer += [is_learned] * (len(longer) - len(whole))
+            text, whole = f"{text}{part}", longer
+        return [*whole, self._tokenizer.end_of_text], np.array([*is_answer, parts[-1][1]])
 
     def _conversation(self, example: Example) -> Tokenized:
         assert not isinstance(example.prompt, str)
@@ -339,6 +346,16 @@ class ExampleTokenizer:
     def _cannot_mask(self, reason: str) -> ConfigError:
         shown = f"answers cannot be found: {reason}"
         return _NotFoundError(f"data.chat_template of {self._template.name}", shown, _FIX_OF_TEMPLATE)
+
+
+def _divide(answer: str, asides: Sequence[Span]) -> list[tuple[str, bool]]:
+    """Return the parts of an answer, each with whether it is learned."""
+    parts, end = [], 0
+    for start, stop in asides:
+        parts += [(answer[end:start], True), (answer[start:stop], False)]
+        end = stop
+    parts.append((answer[end:], True))
+    return [part for part in parts if part[0]] or [("", True)]
 
 
 def _forms(messages: list[Message]) -> list[list[Message]]:

@@ -29,7 +29,7 @@ from recipes.files import count
 
 log = logging.getLogger("lightning_recipes")
 
-FORMAT_VERSION = 4  # increase when the same key produces different files
+FORMAT_VERSION = 5  # increase when the same key produces different files
 _TASK_BYTES = 1024 * 1024
 _TASK_ROWS = 4096
 _ROWS_PER_PROCESS = 2000  # with fewer per process, starting it (~2 s with a chat template) does not pay off
@@ -84,6 +84,7 @@ class StoreMeta:
     Attributes:
         num_conversations: Number of conversations; the other examples are plain text.
         num_ending: Number of examples in which an answer ends with a token that stops a generation, with a loss.
+        num_in_parts: Number of rows of which an answer is learned in several parts, such as turns.
         unread: Fields that were not read, with the number of rows that have them.
         hidden: What the template does not show, with the number of rows.
         absent: Names in `data.fields` that no conversation has.
@@ -97,6 +98,7 @@ class StoreMeta:
     num_tokens: int
     num_conversations: int
     num_ending: int
+    num_in_parts: int
     unread: dict[str, int]
     hidden: dict[str, int]
     absent: list[str]
@@ -287,7 +289,7 @@ def _write(folder: Path, encoded: Iterator[list[Encoded]], *, vocab_size: int, s
     starts, questions, targets, values = array("q", [0]), array("Q"), array("q"), array("d")
     dropped, left_out = list[str](), dict[str, list[str]]()
     unread, hidden, absent = Counter[str](), Counter[str](), Counter[str]()
-    num_conversations = num_ending = 0
+    num_conversations = num_ending = num_in_parts = 0
     silenced = Counter[str]()
     files = [(folder / name).open("wb") for name in ("tokens.bin", "marks.bin", "places.txt")]
     tokens_file, marks_file, places_file = files
@@ -316,6 +318,7 @@ def _write(folder: Path, encoded: Iterator[list[Encoded]], *, vocab_size: int, s
                 num_conversations += example.is_conversation
                 num_ending += tokenized.ends
             targets.extend(num_targets)
+            num_in_parts += any(_count_parts(example.tokenized.carries_loss) > 1 for example in examples)
             hidden.update({name for example in examples for name in example.tokenized.hidden})
     finally:
         for file in files:
@@ -333,6 +336,7 @@ def _write(folder: Path, encoded: Iterator[list[Encoded]], *, vocab_size: int, s
         num_tokens=starts[-1],
         num_conversations=num_conversations,
         num_ending=num_ending,
+        num_in_parts=num_in_parts,
         unread=dict(unread.most_common(_MAX_NAMES)),
         hidden=dict(hidden.most_common(_MAX_NAMES)),
         absent=[name for name, count in absent.items() if count == num_conversations],
@@ -340,3 +344,8 @@ def _write(folder: Path, encoded: Iterator[list[Encoded]], *, vocab_size: int, s
         left_out=left_out,
     )
     (folder / "meta.json").write_text(json.dumps(asdict(meta), indent=2) + "\n", encoding="utf-8")
+
+
+def _count_parts(carries_loss: NDArray[np.bool_]) -> int:
+    """Return how many runs of tokens with a loss there are."""
+    return int(np.count_nonzero(np.diff(carries_loss.astype(np.int8), prepend=0) == 1))

@@ -250,6 +250,70 @@ def test_of_pairs_kto_takes_a_good_and_a_bad_answer(tmp_path: Path) -> None:
     assert [text.startswith("yes") for text in shown] == [bool(label) for label in labels]
 
 
+# Answers of several turns.
+
+
+def learned_of(source: Preferences) -> set[tuple[str, ...]]:
+    """Return the text of each row of the training samples that carries loss, in its parts."""
+    found, decode = set(), source.tokenizer.decode
+    for index in range(len(source.train())):
+        for targets in source.train()[index]["targets"]:
+            runs = np.split(targets.numpy(), np.flatnonzero(np.diff(targets.numpy() != IGNORE_INDEX)) + 1)
+            found.add(tuple(decode(run.tolist()) for run in runs if run[0] != IGNORE_INDEX))
+    return found
+
+
+H, A = "\n\nHuman:", "\n\nAssistant:"
+
+
+@pytest.mark.parametrize("as_messages", [True, False])
+def test_of_answers_of_several_turns_those_of_the_assistant_carry_loss(as_messages: bool, tmp_path: Path) -> None:
+    """Two conversations that differ from their second turn on, as in Anthropic/hh-rlhf and capybara-dpo."""
+    rows: list[Row] = []
+    for i in range(12):
+        first, chosen, rejected = f" q{i}", [" yes", " why", " so"], [" no", " hm", " that", " ok", " bye"]
+        if as_messages:
+            roles = (assistant, user)
+            turns = [[roles[n % 2](text) for n, text in enumerate(answer)] for answer in (chosen, rejected)]
+            rows.append({"chosen": [user(first), *turns[0]], "rejected": [user(first), *turns[1]]})
+        else:
+            texts = [
+                "".join(f"{(A, H)[n % 2]}{text}" for n, text in enumerate(answer)) for answer in (chosen, rejected)
+            ]
+            rows.append({"chosen": f"{H}{first}{texts[0]}", "rejected": f"{H}{first}{texts[1]}"})
+    source = source_of(tmp_path, rows)
+    end, turn = "<|endoftext|>", "<|endoftext|>" if as_messages else ""
+    expected = {(f" yes{turn}", f" so{end}"), (f" no{turn}", f" that{turn}", f" bye{end}")}
+    assert {tuple(part.rstrip("\n") for part in parts) for parts in learned_of(source)} == expected
+    assert "answers of 12 rows have several turns, of which only those of the assistant carry loss" in source.describe()
+    decode = source.tokenizer.decode
+    sample = source.train()[0]
+    whole = decode(sample["inputs"][1][: sample["num_inputs"][1]].tolist())
+    assert " hm" in whole, "turns of others are read"
+    assert whole.count(" q") == 1
+
+
+def test_a_turn_of_the_assistant_that_both_transcripts_share_is_not_learned(tmp_path: Path) -> None:
+    rows = [
+        {"chosen": f"{H} q{i}{A} same{H} one{A} good", "rejected": f"{H} q{i}{A} same{H} two{A} bad"} for i in range(12)
+    ]
+    source = source_of(tmp_path, rows)
+    assert learned_of(source) == {(" good<|endoftext|>",), (" bad<|endoftext|>",)}
+
+
+def test_a_transcript_that_ends_where_the_other_goes_on_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows: list[Row] = [{"chosen": f"{H} q{i}{A} good", "rejected": f"{H} q{i}{A} bad"} for i in range(12)]
+    rows[4] = {"chosen": f"{H} q4{A} good{H} and{A} on", "rejected": f"{H} q4{A} good"}
+    rows[6] = {name: text + f"{H} thanks" for name, text in rows[6].items()}
+    with caplog.at_level(logging.WARNING, "lightning_recipes"):
+        source = source_of(tmp_path, rows)
+    assert "because an answer is empty: rows.jsonl:5" in caplog.text
+    assert learned_of(source) == {(" good<|endoftext|>",), (" bad<|endoftext|>",), (" good",), (" bad",)}
+    assert "several turns" not in source.describe()
+
+
 # Pitfalls of others, each with the issue in which it was found.
 
 
