@@ -14,8 +14,9 @@ from .files import LineFile
 from .lightning_packages import Callback
 from .logged_step import completed_steps, run_folder
 from .profiler_hooks import get_profiler
-from .protocols import SupportsAnswers, SupportsQuestionRows
+from .protocols import SupportsAnswers, SupportsQuestionRows, SupportsRejectedAnswers
 from .ranks import all_ranks, data_rank, data_size, gather_by_samples, gather_objects, num_ranks
+from .sample_text import inference_state
 
 log = logging.getLogger("lightning_recipes")
 
@@ -32,7 +33,8 @@ class GenerationEval(Callback):
     rank 0 count. Otherwise calls `recipes_answer_questions` on every rank if the module is a `SupportsAnswers`, with
     the questions split across ranks; one line says so if there is neither. A module that returns None is not checked.
     Rank 0 appends `{"step", "question", "expected", "given", "score"}` to `answers.jsonl` in the run folder, with the
-    scores of `rewards` by name, and logs one wrong answer.
+    scores of `rewards` by name, and the `rejected` answer of a
+    `SupportsRejectedAnswers`, and logs one wrong answer.
 
     Args:
         num_samples: Number of questions to answer, evenly spaced; the same ones each time.
@@ -48,6 +50,8 @@ class GenerationEval(Callback):
         questions: Questions with their expected answers, for `answer_fn`.
         answer_fn: Called as `answer_fn(module, question)` in eval mode, without gradients; returns the complete answer.
             With a model of transformers, it decodes what `module.model.generate` returns.
+        at_start: Whether to answer before the first optimizer step, too, into `answers.jsonl` alone, as step 0: what
+            the model answered before it was trained. A resumed run keeps those of its beginning.
 
     Raises:
         ValueError: An argument is outside its range, `answer_regex` is not a valid regular expression, or only one of
@@ -71,6 +75,7 @@ class GenerationEval(Callback):
         rewards: Callable[..., Mapping[str, Sequence[float]]] | None = None,
         questions: Sequence[tuple[str, str]] | None = None,
         answer_fn: Callable[[LightningModule, str], str] | None = None,
+        at_start: bool = False,
     ) -> None:
         super().__init__()
         if num_samples < 1:
@@ -93,6 +98,7 @@ class GenerationEval(Callback):
         self._rewards = rewards
         self._questions = [] if questions is None else _spread(questions, num_samples)
         self._answer_fn = answer_fn
+        self._at_start = at_start
         self._file: LineFile | None = None
 
     @override
@@ -104,20 +110,31 @@ class GenerationEval(Callback):
             )
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._at_start and not completed_steps(trainer):
+            with inference_state(pl_module):
+                self._check(trainer, pl_module, when="before the first step")
+
+    @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:
             return
+        step = completed_steps(trainer)  # a checkpoint that is only evaluated has taken no steps here
+        for name, values in self._check(trainer, pl_module, when=f"step {step}" if step else "").items():
+            pl_module.log(f"val/{name}", sum(values) / len(values), rank_zero_only=False, sync_dist=False)
+
+    def _check(self, trainer: Trainer, pl_module: LightningModule, *, when: str) -> dict[str, list[float]]:
+        """Answer the questions, write the answers and return their scores by name, equal on every rank."""
         with get_profiler(trainer).profile("generation_eval"), isolate_rng():
             answers = self._get_answers(trainer, pl_module)
         if not answers:
-            return
+            return {}
         scores = [self.judge(given, expected) for _, expected, given in answers]
         rewards = self._get_rewards(trainer, pl_module, answers)
-        for name, values in ({"exact_match": scores} | rewards).items():
-            pl_module.log(f"val/{name}", sum(values) / len(values), rank_zero_only=False, sync_dist=False)
         if trainer.is_global_zero:
-            _log_answers(trainer, answers, scores)
-            self._write(trainer, answers, {"score": scores} | rewards)
+            _log_answers(answers, scores, when=when)
+            self._write(trainer, pl_module, answers, {"score": scores} | rewards)
+        return {"exact_match": scores} | rewards
 
     def _get_answers(self, trainer: Trainer, pl_module: LightningModule) -> list[tuple[str, str, str]]:
         """Return (question, expected answer, given answer), the same on every rank."""
@@ -161,7 +178,11 @@ class GenerationEval(Callback):
             self._file.finish()
 
     def _write(
-        self, trainer: Trainer, answers: list[tuple[str, str, str]], scores: Mapping[str, Sequence[float]]
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        answers: list[tuple[str, str, str]],
+        scores: Mapping[str, Sequence[float]],
     ) -> None:
         folder = run_folder(trainer)
         if folder is None:
@@ -169,8 +190,12 @@ class GenerationEval(Callback):
         path = folder / "answers.jsonl"
         if self._file is None or self._file.path != path:
             self._file = LineFile(path)
+        rejected: Mapping[str, str] = {}
+        if isinstance(pl_module, SupportsRejectedAnswers):
+            rejected = pl_module.recipes_rejected_answers(self.num_samples)
         rows = [
             {"step": completed_steps(trainer), "question": question, "expected": expected, "given": given}
+            | ({"rejected": rejected[question]} if question in rejected else {})
             | {name: values[index] for name, values in scores.items()}
             for index, (question, expected, given) in enumerate(answers)
         ]
@@ -199,8 +224,7 @@ def _spread(questions: Sequence[tuple[str, str]], count: int) -> list[tuple[str,
     return [questions[index * len(questions) // count] for index in range(count)]
 
 
-def _log_answers(trainer: Trainer, answers: list[tuple[str, str, str]], scores: list[float]) -> None:
-    step = completed_steps(trainer)
+def _log_answers(answers: list[tuple[str, str, str]], scores: list[float], *, when: str) -> None:
     wrong = next((answer for answer, score in zip(answers, scores, strict=True) if score < 1.0), None)
     shown = ""
     if wrong is not None:
@@ -208,7 +232,6 @@ def _log_answers(trainer: Trainer, answers: list[tuple[str, str, str]], scores: 
             text if len(text) <= _SHOWN_CHARACTERS else f"…{text[-_SHOWN_CHARACTERS:]}" for text in wrong
         )
         shown = f"; wrong: {question!r} -> {given!r}, expected {expected!r}"
-    when = f"step {step}: " if step else ""  # a checkpoint that is only evaluated has taken no steps here
     total = float(sum(scores))
     count = f"{total:.0f}" if total.is_integer() else f"{total:.1f}"
-    log.info("%s%s of %d answers are correct%s", when, count, len(scores), shown)
+    log.info("%s%s of %d answers are correct%s", f"{when}: " if when else "", count, len(scores), shown)

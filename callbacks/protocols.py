@@ -90,6 +90,14 @@ class SupportsQuestionRows(Protocol):
 
 
 @runtime_checkable
+class SupportsRejectedAnswers(Protocol):
+    """A module whose data has worse answers to its questions, which `GenerationEval` writes beside the others."""
+
+    def recipes_rejected_answers(self, num_samples: int) -> Mapping[str, str]:
+        """Return the worse answer by the question; called on rank 0 alone."""
+
+
+@runtime_checkable
 class SupportsRow(Protocol):
     """A module that logs each step's metrics in one call itself: Lightning's `log` costs about 0.2 ms per metric."""
 

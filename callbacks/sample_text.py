@@ -134,7 +134,7 @@ class SampleText(Callback):
             return
         self._sampled_at = completed_steps(trainer)
         # SpeedMonitor listens to the profiler and excludes this time from throughput
-        with get_profiler(trainer).profile("sample_text"), _inference_state(pl_module):
+        with get_profiler(trainer).profile("sample_text"), inference_state(pl_module):
             for prompt in self.prompts:
                 torch.manual_seed(self.seed)
                 text = generate(
@@ -161,7 +161,7 @@ class SampleText(Callback):
 
 
 @contextmanager
-def _inference_state(module: torch.nn.Module) -> Iterator[None]:
+def inference_state(module: torch.nn.Module) -> Iterator[None]:
     """Switch to eval mode without gradients; restore each submodule's mode and all RNG states afterwards."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()

@@ -37,7 +37,8 @@ def write_report(
     as `summary.json` or `plan.json`, is named on the page and in a warning, and the rest is shown.
 
     Needs `metrics.csv` unless `fit` is given; uses `summary.json`, `environment.json`, `config.yaml`, `plan.json`,
-    `events.jsonl`, `samples.jsonl`, `spikes/` and `profile/operators.json` if they exist. Can be called again.
+    `events.jsonl`, `samples.jsonl`, `answers.jsonl`, `spikes/` and `profile/operators.json` if they exist. Can be
+    called again.
 
     Args:
         run_folder: The folder of a run, or any folder with a `metrics.csv`.
@@ -104,6 +105,7 @@ def page_html(run: RunRecord, groups: Sequence[Group], marks: Sequence[Mark]) ->
         groups=drawn,
         not_drawn=metrics_not_drawn(run, groups),
         samples=get_samples(run),
+        answers=get_answers(run),
         operators=get_operators(run),
         spikes=get_spikes(run),
         replay=get_replay(run),
@@ -188,6 +190,7 @@ def _tile_value(name: str, number: float) -> str:
 
 MAX_EVENT_ROWS = 200
 MAX_OPERATORS = 20
+MAX_ANSWERS = 12
 # event fields omitted from the details in its row
 _COMMON_FIELDS = ("time", "step", "event", "mark", "kept_on_resume")
 
@@ -268,6 +271,36 @@ def _plan_cell(name: str, value: float) -> str:
 def get_samples(run: RunRecord) -> list[dict[str, Any]]:
     """Return the texts generated at the last step that has any."""
     return [sample for sample in run.samples if sample.get("step") == run.samples[-1].get("step")]
+
+
+def get_answers(run: RunRecord) -> tuple[list[str], list[list[str]], str] | None:
+    """Return heads, rows and a note of the newest answers to validation questions, beside those of the start.
+
+    None without any. The start is step 0 of the run's beginning; a resumed run adds none.
+    """
+    known = [answer for answer in run.answers if answer.get("question") and is_finite(answer.get("step"))]
+    if not known:
+        return None
+    newest = known[-1]["step"]
+    before: dict[str, dict[str, Any]] = {}
+    for answer in known:
+        if answer["step"] == 0:
+            before.setdefault(str(answer["question"]), answer)
+    now = {str(answer["question"]): answer for answer in known if answer["step"] == newest}
+    right = "chosen" if any("rejected" in answer for answer in now.values()) else "expected"
+    columns = {f"answer at step {newest}": (now, "given"), right: (now, "expected"), "rejected": (now, "rejected")}
+    if before and newest > 0:
+        columns = {"answer of the start": (before, "given")} | columns
+    shown = {name: column for name, column in columns.items() if any(column[1] in each for each in column[0].values())}
+    rows = [
+        [question, *(str(source.get(question, {}).get(field, "")) for source, field in shown.values())]
+        for question in [*now][:MAX_ANSWERS]
+    ]
+    note = f"{len(rows)} of {len(now)} questions"
+    scores = [[each["score"] for each in of_step.values() if is_finite(each.get("score"))] for of_step in (before, now)]
+    if all(scores) and newest > 0:
+        note += f"; right: {statistics.mean(scores[0]):.0%} at the start, {statistics.mean(scores[1]):.0%} now"
+    return ["question", *shown], rows, note
 
 
 def get_operators(run: RunRecord) -> list[dict[str, Any]]:

@@ -44,6 +44,7 @@ class RunRecord:
     series: Series
     events: list[dict[str, Any]]
     samples: list[dict[str, Any]]
+    answers: list[dict[str, Any]]
     summary: dict[str, Any]
     environment: dict[str, Any]
     config_text: str
@@ -162,6 +163,7 @@ def read_run(folder: Path, *, needs_metrics: bool = True) -> RunRecord:
         series=read_metrics(metrics) if needs_metrics else _read_metrics_if_any(metrics),
         events=read_lines(folder / "events.jsonl"),
         samples=read_lines(folder / "samples.jsonl"),
+        answers=read_lines(folder / "answers.jsonl"),
         summary=_read_json(folder / "summary.json", dict, damaged),
         environment=_read_json(folder / "environment.json", dict, damaged),
         config_text=text,

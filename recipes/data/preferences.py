@@ -480,6 +480,24 @@ class Preferences(Conversations):
     def noun(self) -> str:
         return self._kind.removesuffix("s")
 
+    def rejected_answers(self, num_samples: int) -> list[tuple[list[int], list[int]]]:
+        """Return prompt and rejected answer of each of `questions`, as tokens.
+
+        None of labelled answers, and of pairs whose answers differ in several turns: the last is to another prompt.
+        """
+        if self._kind == "answers":
+            return []
+        stores = self._ready()[1]
+        store = stores["val" if "val" in stores else "train"]
+        found = []
+        for example, prompt, _ in self._find_questions(num_samples):
+            answer = store.tokens(example + 1).tolist()[len(prompt) :]  # after the chosen one
+            if store.tokens(example + 1)[: len(prompt)].tolist() != prompt:
+                continue
+            end = self.tokenizer.find_end(answer)
+            found.append((prompt, answer if end is None else answer[: answer.index(end)]))
+        return found
+
     @override
     def describe(self) -> str:
         num_in_parts = sum(store.meta.num_in_parts for store in self._ready()[1].values())

@@ -177,3 +177,15 @@ class GeneratesText(TrainingTask, ABC):
             return {}
         prompts = [self.tokenizer.decode(prompt) for prompt, _ in self.source.questions(num_samples)]
         return dict(zip(prompts, self.source.question_rows(num_samples), strict=True))
+
+    def recipes_rejected_answers(self, num_samples: int) -> dict[str, str]:
+        """Return the rejected answer to each of these validation questions, by its text; none without preferences.
+
+        Args:
+            num_samples: Number of questions, as for `recipes_answer_questions`.
+        """
+        if self.tokenizer is None or not hasattr(self.source, "rejected_answers"):
+            return {}
+        decode, decode_after = self.tokenizer.decode, self.tokenizer.decode_continuation
+        found: list[tuple[list[int], list[int]]] = self.source.rejected_answers(num_samples)
+        return {decode(prompt): decode_after(prompt, answer) for prompt, answer in found}

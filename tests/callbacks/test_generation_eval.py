@@ -107,6 +107,29 @@ def test_rewards_are_metrics_and_see_the_row_of_each_question(plain_module, make
     assert (last["score"], last["reward"], last["reward/own"]) == (1.0, 3.0, 0.0)
 
 
+def test_the_answers_of_the_start_are_in_the_file_as_step_0_and_are_those_of_the_first_run(
+    plain_module, make_trainer, tmp_path
+) -> None:
+    module = make_student(plain_module)
+    module.recipes_rejected_answers = lambda num_samples: {"2+2=": "5"}
+    trainer = fit(make_trainer, module, GenerationEval(num_samples=4, at_start=True))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "answers.jsonl").open()]
+    assert [row["step"] for row in rows] == [0] * 4 + [4] * 4 + [8] * 4
+    assert rows[1] == {"step": 0, "question": "2+2=", "expected": "4", "given": " 4\n", "rejected": "5", "score": 1.0}
+    assert [row.get("rejected") for row in rows] == [None, "5", None, None] * 3
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    again = make_trainer(
+        callbacks=[GenerationEval(num_samples=4, at_start=True)],
+        limit_val_batches=1,
+        val_check_interval=4,
+        max_epochs=2,
+    )
+    again.fit(make_student(plain_module), ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    resumed = [json.loads(line)["step"] for line in (tmp_path / "run" / "answers.jsonl").open()]
+    assert resumed[:12] == [0] * 4 + [4] * 4 + [8] * 4
+    assert {*resumed[12:]} == {12, 16}
+
+
 @pytest.mark.parametrize("answers", [None, []])
 def test_a_module_without_questions_is_left_alone(answers: Any, plain_module, make_trainer, tmp_path, caplog) -> None:
     trainer = fit(make_trainer, make_student(plain_module, answers), GenerationEval())

@@ -1,5 +1,6 @@
 """The report of a run: complete, escaped, small, and written however the run ended."""
 
+import html
 import json
 import re
 from html.parser import HTMLParser
@@ -26,7 +27,7 @@ def write_run(folder: Path, metrics: str, **files: Any) -> Path:
     for name in ("summary", "environment"):
         if name in files:
             (folder / f"{name}.json").write_text(json.dumps(files[name]))
-    for name in ("events", "samples"):
+    for name in ("events", "samples", "answers"):
         if name in files:
             lines = "".join(json.dumps(line) + "\n" for line in files[name])
             (folder / f"{name}.jsonl").write_text(lines)
@@ -98,6 +99,37 @@ def test_the_page_shows_every_file_of_the_run(tmp_path: Path) -> None:
     balance = Balance()
     balance.feed(page)
     assert balance.open == []
+
+
+def rows_of(page: str, section: str) -> list[list[str]]:
+    """Return the text of the cells of a section's first table."""
+    table = page.split(f'<section id="{section}">')[1].split("</table>")[0]
+    rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row, flags=re.DOTALL) for row in table.split("<tr>")[1:]]
+    return [[html.unescape(cell) for cell in row] for row in rows]
+
+
+def test_answers_of_the_start_are_beside_the_newest_ones_whatever_was_resumed(tmp_path: Path) -> None:
+    def answer(step: int, number: int, given: str, score: float) -> dict[str, Any]:
+        known = {"question": f"{number}?", "expected": f"yes {number}", "rejected": f"no {EVIL}"}
+        return {"step": step, "given": given, "score": score} | known
+
+    answers = [answer(0, number, f"start {number}", 0.0) for number in range(20)]
+    answers += [answer(50, number, "in mid-run", 0.0) for number in range(20)]
+    answers += [answer(step, number, f"{step}: {number}\n", number % 2) for step in (90, 90) for number in range(20)]
+    page = make_page(write_run(tmp_path, "step,train/loss\n1,3\n90,2\n", answers=answers))
+    head, *rows = rows_of(page, "answers")
+    assert head == ["question", "answer of the start", "answer at step 90", "chosen", "rejected"]
+    assert rows[3] == ["3?", "start 3", "90: 3\n", "yes 3", f"no {EVIL}"]
+    assert len(rows) == 12
+    assert "12 of 20 questions; right: 0% at the start, 50% now" in page
+    assert "in mid-run" not in page
+    assert "<script>alert" not in page
+
+
+def test_answers_without_a_start_or_a_rejected_one_have_no_column_for_them(tmp_path: Path) -> None:
+    answers = [{"step": 5, "question": "a?", "expected": "b", "given": "c", "score": 0.0}, {"step": "x"}, {}]
+    page = make_page(write_run(tmp_path, "step,train/loss\n1,3\n5,2\n", answers=answers))
+    assert rows_of(page, "answers") == [["question", "answer at step 5", "expected"], ["a?", "c", "b"]]
 
 
 def test_the_page_loads_nothing_from_the_network(tmp_path: Path) -> None:

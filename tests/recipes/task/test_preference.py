@@ -1,5 +1,6 @@
 """Preference tuning in a run: where it begins, what it goes on with, and what its reference is."""
 
+import html
 import json
 import math
 import shutil
@@ -299,6 +300,36 @@ def test_a_run_without_its_table_says_what_is_missing(
     (tmp_path / "run" / "reference.npz").unlink()
     assert execute(f"resume={tmp_path / 'run'}", "trainer.max_steps=6") != 0
     assert "reference.npz is not there" in capsys.readouterr().out
+
+
+def test_the_report_shows_answers_of_the_start_beside_the_newest_and_both_of_the_row(
+    pairs: Path, tmp_path: Path
+) -> None:
+    answering = (
+        "callbacks=preferences",
+        "callbacks.generation_eval.num_samples=3",
+        "callbacks.generation_eval.max_new_tokens=4",
+    )
+    train(pairs, tmp_path / "run", *answering, "scheduler=constant", "optimizer.lr=1e-2", steps=3)
+    written = [json.loads(line) for line in (tmp_path / "run" / "answers.jsonl").open()]
+    assert [row["step"] for row in written] == [0, 0, 0, 3, 3, 3]
+    known = {row["prompt"]: row for row in map(json.loads, pairs.read_text().splitlines())}
+    for row in written:
+        assert (row["expected"], row["rejected"]) == tuple(
+            known[row["question"]][name] for name in ("chosen", "rejected")
+        )
+    assert execute(f"resume={tmp_path / 'run'}", "trainer.max_steps=6") == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "answers.jsonl").open()]
+    assert rows[:6] == written
+    assert [row["step"] for row in rows[6:]] == [6, 6, 6], "a resumed run does not begin again"
+    evaluate = ("mode=evaluate", f"resume={tmp_path / 'run'}")
+    assert execute(*evaluate) == 0
+    assert len([*(tmp_path / "run" / "answers.jsonl").open()]) == 9
+    page = (tmp_path / "run" / "report.html").read_text()
+    for name in ("answer of the start", "answer at step 6", "chosen", "rejected"):
+        assert f"<th>{name}</th>" in page
+    for row in (*rows[:3], *rows[6:]):
+        assert html.escape(row["given"]) in page
 
 
 def test_logits_in_chunks_give_the_losses_of_all_at_once(pairs: Path, tmp_path: Path) -> None:
