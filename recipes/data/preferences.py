@@ -4,6 +4,7 @@ Shapes: B samples, T tokens of a row. A batch of pairs has 2 B rows: the chosen 
 """
 
 import functools
+import json
 import logging
 import math
 import re
@@ -20,13 +21,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
+from recipes.data.comparisons import check_decided, explain, name_prompt, scores_disagree
 from recipes.data.conversations.conversation import SHAREGPT_ROLES, Example, Message, Reader
 from recipes.data.conversations.rows import PAD_TO
 from recipes.data.conversations.source import Conversations
 from recipes.data.conversations.store import ExampleStore
 from recipes.data.draws import rng_at
 from recipes.data.packed_batch import Packing, plan_packing
-from recipes.errors import ConfigError
+from recipes.errors import ConfigError, shell
 from recipes.files import count
 from recipes.numerics.loss import IGNORE_INDEX
 
@@ -35,6 +37,7 @@ Kind = Literal["pairs", "answers"]
 
 _OWN_FIELDS = ("prompt", "chosen", "rejected", "completion", "label", "margin")
 _EQUAL, _EMPTY = "both answers are the same", "an answer is empty"
+_SWAPPED = "the rejected answer has the higher score"
 # of transcripts such as those of Anthropic/hh-rlhf
 _TURN = "\n\nAssistant:"
 _BEFORE_TURN = re.compile(r"(?=\n\n(?:Human|Assistant):)")
@@ -44,7 +47,8 @@ _ASIDE = re.compile(
 _LABELS = {"true": 1, "1": 1, "good": 1, "false": 0, "0": 0, "bad": 0}
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _MAX_DRAWS = 64
-_PROMPT_FIX = "'data.fields={prompt: <field of the question>}'"
+_WRITTEN_BY_PYTHON = re.compile(r"\s*\[\s*\{'(role|content|from|value)'")
+_NUM_EXAMINED = 100
 
 
 class PreferenceReader:
@@ -60,6 +64,7 @@ class PreferenceReader:
 
     def __init__(self, *, kind: Kind, fields: Mapping[str, str | None]) -> None:
         self._kind = kind
+        self._typed = dict(fields)
         self._fields = {name: own for name, own in fields.items() if name in _OWN_FIELDS}
         rest = {name: own for name, own in fields.items() if name not in _OWN_FIELDS}
         self._system = fields.get("system", "system")
@@ -77,20 +82,33 @@ class PreferenceReader:
             ConfigError: A field is missing or has the wrong type, or the row has what changes its meaning and is not
                 read.
         """
-        chosen, rejected = self._get(row, "chosen"), self._get(row, "rejected")
         own = {self._name(row, name) for name in _OWN_FIELDS}
+        row = {
+            name: _parse_messages(value, f"{place}: {name}") if name in own else value for name, value in row.items()
+        }
+        chosen, rejected = self._get(row, "chosen"), self._get(row, "rejected")
         rest = {name: value for name, value in row.items() if name not in own}
         # also an empty one: rows with and without a system message are of one form
         is_chat = self._system is not None and isinstance(row.get(self._system), str)
+        names = str(self._name(row, "chosen")), str(self._name(row, "rejected"))
         if chosen is not None and rejected is not None:
-            prompt, *answers = _divide(self._get(row, "prompt"), chosen, rejected, is_chat, place)
+            check_decided(row, names, place)
+            try:
+                prompt, *answers = _divide(self._get(row, "prompt"), chosen, rejected, is_chat, place)
+            except _NoPromptError as error:
+                raise ConfigError(place, error.reason, f"{name_prompt(row)}{error.fix}") from error
             values = [1.0, 0.0] if self._kind == "answers" else [self._margin(row, place), math.nan]
-            why = _EQUAL if answers[0] == answers[1] else ""
+            why = _EQUAL if answers[0] == answers[1] else _SWAPPED if scores_disagree(row) else ""
+        elif self._get(row, "completion") is None and all(name in row for name in names):  # one of them is null
+            prompt, answers, values, why = None, [None, None], [], _EMPTY
         else:
             prompt, answers = self._get(row, "prompt"), [self._get(row, "completion")]
             values, why = [self._label(row, place)], ""
             if prompt is None and isinstance(answers[0], list):  # a whole conversation
                 prompt, answers = answers[0][:-1], [answers[0][-1:]]
+            if prompt is None and isinstance(answers[0], str) and _TURN in answers[0]:  # a whole transcript
+                end = answers[0].rindex(_TURN) + len(_TURN)
+                prompt, answers = answers[0][:end], [answers[0][end:]]
             if isinstance(prompt, str) and is_chat:
                 prompt, answers = _as_messages(prompt, "user"), [_as_messages(answers[0], "assistant")]
         why = why or (_EMPTY if any(map(_is_empty, answers)) else "")
@@ -144,6 +162,9 @@ class PreferenceReader:
         if value is None or self._get(row, "completion") is None:
             wanted = "prompt, chosen and rejected"
             wanted += "" if self._kind == "pairs" else "; or prompt, completion and label"
+            known = explain(row, fields=self._typed, place=place)
+            if known is not None and (self._kind == "pairs" or value is None):
+                raise known
             fix = "'data.fields={chosen: <field of the better answer>, rejected: <field of the worse one>}'"
             if self._kind == "answers":
                 fix = "'data.fields={completion: <field of the answer>, label: <field that says whether it is good>}'"
@@ -159,13 +180,45 @@ class PreferenceReader:
         return float(value)
 
 
+class _NoPromptError(ConfigError):
+    """A pair without a prompt; its fix follows the field that may hold it."""
+
+
+def _parse_messages(value: Any, place: str) -> Any:
+    """Return messages that are written as JSON, as in a CSV file or a column of texts, as messages; others unchanged.
+
+    Raises:
+        ConfigError: They are written as Python shows them.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    if _WRITTEN_BY_PYTHON.match(value):
+        reason = "it is text that shows messages as Python does, and would be learned as it is"
+        raise ConfigError(place, reason, "the messages as JSON there, as to_json of datasets and pandas writes them")
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return value  # a text in brackets
+    are_messages = bool(found) and isinstance(found, list) and all(isinstance(each, Mapping) for each in found)
+    return found if are_messages and all("role" in each or "from" in each for each in found) else value
+
+
+def _are_transcripts(prompt: Any, chosen: str, rejected: str) -> bool:
+    """Return whether two texts are whole transcripts, which hold the prompt that is beside them."""
+    if not (isinstance(prompt, str) and prompt.strip()):
+        return False
+    begins = chosen.find(prompt.strip())
+    is_shared = begins >= 0 and rejected.startswith(chosen[: begins + len(prompt.strip())])
+    return is_shared and all(_BEFORE_TURN.match(text) and _TURN in text for text in (chosen, rejected))
+
+
 def _divide(prompt: Any, chosen: Any, rejected: Any, is_chat: bool, place: str) -> tuple[Any, Any, Any]:
     """Return prompt, chosen and rejected answer, all of them texts or all lists of messages; texts unless `is_chat`."""
     are_texts = [isinstance(value, str) for value in (chosen, rejected)]
     if any(are_texts) != all(are_texts):
         raise ConfigError(place, "one of its answers is text and the other is not", "two texts, or two lists there")
     if all(are_texts):
-        if prompt is None:
+        if prompt is None or _are_transcripts(prompt, chosen, rejected):
             prompt, chosen, rejected = _find_prompt(chosen, rejected, place)
         if isinstance(prompt, str) and not is_chat:
             return prompt, chosen, rejected
@@ -176,7 +229,8 @@ def _divide(prompt: Any, chosen: Any, rejected: Any, is_chat: bool, place: str) 
         )
     if isinstance(chosen, Mapping) and isinstance(rejected, Mapping):  # one message each
         chosen, rejected = [chosen], [rejected]
-    if not (isinstance(chosen, list) and isinstance(rejected, list)):
+    lists = [value for value in (chosen, rejected) if isinstance(value, list)]
+    if len(lists) < 2 or not all(isinstance(message, Mapping) for value in lists for message in value):
         raise ConfigError(place, "its answers are no texts and no lists of messages", "a text, or messages there")
     num_shared = 0
     for one, other in zip(chosen, rejected, strict=False):
@@ -188,7 +242,7 @@ def _divide(prompt: Any, chosen: Any, rejected: Any, is_chat: bool, place: str) 
     shared = chosen[:num_shared]
     shared = _join(prompt, shared, place)
     if not shared:
-        raise ConfigError(place, "its conversations share no first message", f"{_PROMPT_FIX}, or rows that begin alike")
+        raise _NoPromptError(place, "its conversations share no first message", ", or rows that begin alike")
     return shared, chosen[num_shared:], rejected[num_shared:]
 
 
@@ -222,7 +276,7 @@ def _find_prompt(chosen: str, rejected: str, place: str) -> tuple[str, str, str]
     if chosen.startswith(_TURN, length) and rejected.startswith(_TURN, length):
         length += len(_TURN)
     if not length:
-        raise ConfigError(place, "it has no prompt", _PROMPT_FIX)
+        raise _NoPromptError(place, "it has no prompt", "")
     return chosen[:length], chosen[length:], rejected[length:]
 
 
@@ -460,6 +514,7 @@ class Preferences(Conversations):
                 " For a model that chats, give prompts and answers as lists of messages"
             )
         if self._kind == "pairs":
+            self._warn_of_repeated_prompts()
             return
         splits: Mapping[str, Any] = self._ready()[2]
         for split, rows in splits.items():
@@ -474,6 +529,25 @@ class Preferences(Conversations):
             if not rows.has_other_prompts:
                 reason = f"{noun} to one prompt, and KTO compares with answers to others"
                 raise ConfigError(typed, reason, f"{key}=<rows of several prompts>, or recipe=dpo")
+
+    def _warn_of_repeated_prompts(self) -> None:
+        """Log if the answers of most pairs begin with their prompt, which is then read twice."""
+        rows, decode = next(iter(self._ready()[2].values())), self.tokenizer.decode
+        store, number = rows._store, min(len(rows), _NUM_EXAMINED)
+        num_repeated = 0
+        for index in range(number):
+            examples = rows.examples_of(index)
+            begins = [int(store.carries_loss(example).argmax()) for example in examples]
+            prompt = decode(store.tokens(examples[0])[: begins[0]].tolist()).strip()
+            answers = (store.tokens(each)[begin:].tolist() for each, begin in zip(examples, begins, strict=True))
+            num_repeated += bool(prompt) and all(decode(answer).strip().startswith(prompt) for answer in answers)
+        if 2 * num_repeated > number:
+            query = ".prompt as $p | .chosen |= ltrimstr($p) | .rejected |= ltrimstr($p)"
+            LOGGER.warning(
+                "Both answers of %d of the first %d pairs begin with their prompt, which is then read twice."
+                " If they are whole texts: %s < <these rows as JSONL> > <new file>, then its path",
+                *(num_repeated, number, shell("jq -c", query)),
+            )
 
     @property
     @override
