@@ -243,7 +243,7 @@ def run_step(case: OfTask, loss: Loss, *, num_parts: int, num_padding: int = 0) 
     samples = [case.rows[index] for index in range(len(case.rows))]
     size = len(samples) // num_parts
     parts = [samples[start : start + size] for start in range(0, len(samples), size)]
-    padding = [case.rows.padding() | {"id": torch.tensor(0)}] * num_padding
+    padding = [case.rows.padding() | {"id": torch.tensor(0)} for _ in range(num_padding)]
     batches = [case.collate([*part, *padding]) for part in parts]
     counts = sum_counts([loss.counts(batch) for batch in batches], lambda sums: sums)
     objective = logged_loss = 0.0
@@ -320,6 +320,23 @@ def test_of_kto_the_divergence_is_that_of_all_micro_batches_and_not_the_last_one
     assert expected > 1
     assert found == pytest.approx([expected] * 3, abs=1e-6)
     assert run_step(make_case("kto_below"), LOSSES["kto_below"], num_parts=1).logged["kl"] == 0, "never negative"
+
+
+def test_of_kto_the_divergence_of_a_batch_of_one_is_not_its_own_reward() -> None:
+    """trl#2554: an answer matched with itself has the loss 1 - sigmoid(0) = 0.5, and no gradient, whatever it is."""
+    loss, found = LOSSES["kto"], []
+    for index in range(8):
+        case = make_case("kto")
+        case.rows = cast(Any, torch.utils.data.Subset(case.rows, [index]))
+        step = run_step(case, loss, num_parts=1)
+        reward = step.logged["chosen_reward"] + step.logged["rejected_reward"]  # of the one there is
+        assert 0.1 * step.logged["kl"] != pytest.approx(reward, abs=1e-3)
+        label = bool(case.rows[0]["label"])
+        ratio = reward - 0.1 * step.logged["kl"]
+        assert step.objective == pytest.approx(1 - sigmoid(ratio if label else -ratio), abs=1e-6)
+        found.append(step.objective)
+        assert max(gradient.abs().max() for gradient in step.gradients.values()) > 1e-4
+    assert all(abs(value - 0.5) > 1e-3 for value in found)
 
 
 def test_trl_ignores_label_smoothing_under_sigmoid_and_this_loss_does_not() -> None:

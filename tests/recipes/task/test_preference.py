@@ -223,6 +223,20 @@ def test_dropout_is_reported_because_rewards_then_do_not_begin_at_zero(
     assert "do not begin at 0" in capsys.readouterr().out
 
 
+def test_a_reference_of_the_precision_of_training_begins_at_zero(
+    pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """dpo#34, trl#1236: a reference in another precision than the forward pass has rewards that are not 0."""
+    for precision in ("bf16-mixed", "bf16-true"):
+        for packing in (False, True):
+            folder = tmp_path / f"{precision}_{packing}"
+            rows = train(pairs, folder, f"precision={precision}", f"data.packing={packing}", "loss.beta=0.1", steps=1)
+            # 8 bits of mantissa: other batches than those of the reference round otherwise
+            assert rows[0]["train/loss"] == pytest.approx(math.log(2), abs=5e-3), precision
+            assert abs(rows[0]["train/chosen_reward"]) < 0.03
+            assert "do not begin at 0" not in capsys.readouterr().out
+
+
 def test_the_reference_is_computed_once_for_all_runs_with_the_same_weights(pairs: Path, tmp_path: Path) -> None:
     train(pairs, tmp_path / "one", steps=1)
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "references").iterdir()}

@@ -83,6 +83,26 @@ def test_rows_end_with_the_last_token_of_their_answer() -> None:
     assert last.tolist() == [3, 2, 3]
 
 
+def test_a_score_is_read_at_the_end_of_the_answer_where_padding_is_that_token_too() -> None:
+    """transformers#35352, trl PR#6952: looked for as the last token that is no padding, the end is one token too late.
+
+    trl#3750: it belongs to the token that ends the answer, and not to the one after it.
+    """
+    model, no = make_reward_model(*GPT2), IGNORE_INDEX
+    rows = [[7, 8, 9, 10, END], [7, 8, END]]
+    alone = [compute_rewards(model, torch.tensor([row]), torch.tensor([len(row) - 1])).item() for row in rows]
+    for pad in (0, END):
+        inputs = torch.tensor([[7, 8, 9, 10, pad], [7, 8, pad, pad, pad]])
+        targets = torch.tensor([[no, 9, 10, END, no], [no, END, no, no, no]])
+        tokens, last = complete_rows(inputs, targets, max_seq_len=32)
+        assert tokens.gather(1, last[:, None]).flatten().tolist() == [END, END]
+        assert compute_rewards(model, tokens, last).tolist() == pytest.approx(alone, abs=1e-6)
+        later = compute_rewards(model, tokens, last + 1 - (last == 5).long())
+        earlier = compute_rewards(model, tokens, last - 1)
+        assert (later - torch.tensor(alone)).abs().max() > 1e-3
+        assert (earlier - torch.tensor(alone)).abs().min() > 1e-3
+
+
 @pytest.mark.parametrize("overrides", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_a_padded_row_has_the_score_that_it_has_alone(overrides: Sequence[str]) -> None:
     model = make_reward_model(*overrides)
@@ -163,6 +183,25 @@ def test_modes_give_the_rewards_of_both_answers(learned: Path) -> None:
     margins = [row["chosen_reward"] - row["rejected_reward"] for row in rows]
     assert len(rows) == measured["samples"]
     assert sum(margins) / len(margins) == pytest.approx(measured["margin"], rel=1e-4)
+
+
+def test_an_answer_is_scored_with_the_end_that_it_was_trained_with(learned: Path) -> None:
+    """trl PR#5813, gpt-neox PR#1285: an end of text that is appended in training and not in scoring, or twice."""
+    assert execute("mode=predict", f"resume={learned}") == 0
+    rows = [json.loads(line) for line in (learned / "predictions_val.jsonl").read_text().splitlines()]
+    pairs = [json.loads(line) for line in (learned.parent / "pairs.jsonl").read_text().splitlines()]
+    model, found = lr.load(learned), list[list[float]]()
+    for pair in pairs:
+        text = [*pair["prompt"].encode(), *pair["chosen"].encode()]
+        ends = ([*text, END], text, [*text, END, END])
+        found.append(
+            [compute_rewards(model, torch.tensor([each]), torch.tensor([len(each) - 1])).item() for each in ends]
+        )
+    for row in rows:
+        with_end, without, twice = min(found, key=lambda rewards: abs(rewards[0] - row["chosen_reward"]))
+        assert with_end == pytest.approx(row["chosen_reward"], abs=1e-5)
+        assert abs(without - with_end) > 1e-2
+        assert abs(twice - with_end) > 1e-2
 
 
 def check_export(run: Path, folder: Path) -> None:
