@@ -120,10 +120,16 @@ class _Table:
 def _predict(run: Run, task: TrainingTask, loader: Iterable[Any]) -> Iterator[Row]:
     """Yield the row of each sample, in the order of the split."""
     engine, plugin = get_engine(run.trainer), run.trainer.precision_plugin
+
+    def read() -> Iterator[Any]:
+        return (engine.batch_to_device(plugin.convert_input(batch)) for batch in loader)
+
+    with torch.inference_mode(), plugin.forward_context():
+        task.before_split(read())
     number = 0
-    for batch in loader:
+    for batch in read():
         with torch.inference_mode(), plugin.forward_context():
-            predictions = task.predictions(engine.batch_to_device(plugin.convert_input(batch)))
+            predictions = task.predictions(batch)
         if number == 0 and predictions.keys() == {"target", "loss"}:
             LOGGER.info(f"Only target and loss are written: of the loss, {NO_PREDICTIONS}; type {SAY_PREDICTIONS}")
         for values in _list_rows(predictions):

@@ -175,24 +175,31 @@ def _find_anchor(folder: Path, checkpoint: Path | None, first_step: int, step: i
 def _read_samples_again(run: Run, task: TrainingTask) -> tuple[list[float], list[dict[str, Any]]]:
     """Return loss and content of each sample of the global batch that comes next, in the order of the stream."""
     engine, plugin = get_engine(run.trainer), run.trainer.precision_plugin
-    stream = run.data.train_dataloader()
+    batches = islice(run.data.train_dataloader(), run.data.num_micro_batches)
+    window = [engine.batch_to_device(plugin.convert_input(batch)) for batch in batches]
     losses: list[float] = []
     contents: list[dict[str, Any]] = []
-    for batch in islice(stream, run.data.num_micro_batches):
-        with plugin.forward_context():
-            of_batch = task.recipes_sample_losses(engine.batch_to_device(plugin.convert_input(batch)))
-        losses += of_batch.float().tolist()
-        contents += [_describe_content(run, batch, row) for row in range(len(of_batch))]
+    with plugin.forward_context():
+        for batch in task.before_window(window) if task.looks_ahead else window:
+            of_batch = task.recipes_sample_losses(batch).float().tolist()
+            losses += of_batch
+            contents += [_describe_content(run, batch, sample, of_batch) for sample in range(len(of_batch))]
     return losses, contents
 
 
-def _describe_content(run: Run, batch: Mapping[str, Any], row: int) -> dict[str, Any]:
-    """Return what a sample is: its text as it was packed and cut, or the shapes of its tensors and its targets."""
-    of_row = {key: value[row] for key, value in batch.items() if isinstance(value, Tensor) and value.ndim > 0}
+def _describe_content(run: Run, batch: Mapping[str, Any], sample: int, losses: Sequence[float]) -> dict[str, Any]:
+    """Return what a sample is: its text as it was packed and cut, or the shapes of its tensors and its targets.
+
+    A sample may have several rows: the answers of a pair.
+    """
     tokenizer = run.data.source.tokenizer
-    if tokenizer is not None and "inputs" in of_row:
-        tokens = of_row["inputs"][: int(of_row["num_inputs"]) if "num_inputs" in of_row else None]
-        return {"text": tokenizer.decode(tokens.tolist())}
+    if tokenizer is not None and "inputs" in batch:
+        inputs, num_inputs = batch["inputs"], batch.get("num_inputs")
+        num_rows = len(inputs) // len(losses)
+        rows = range(sample * num_rows, (sample + 1) * num_rows)
+        tokens = [inputs[row][: None if num_inputs is None else int(num_inputs[row])].tolist() for row in rows]
+        return {"text": "\n\n".join(map(tokenizer.decode, tokens))}
+    of_row = {key: value[sample] for key, value in batch.items() if isinstance(value, Tensor) and value.ndim > 0}
     shapes = {key: list(value.shape) for key, value in of_row.items() if key != "targets"}
     targets = {key: of_row[key].flatten()[:_SHOWN_VALUES].tolist() for key in ("targets",) if key in of_row}
     return {"shapes": shapes} | targets

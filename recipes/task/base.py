@@ -420,6 +420,12 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         """
         return micro_batches
 
+    def before_split(self, batches: Iterator[Batch]) -> None:
+        """Look at all batches of a split, on the device, before the losses of its samples are computed one by one.
+
+        Override it, like `before_window`, for what depends on all samples.
+        """
+
     def _begin_window(self) -> None:
         """Call `before_window`, and count what it returns."""
         engine, plugin = self.engine, self.trainer.precision_plugin

@@ -67,7 +67,7 @@ class PreferenceTuning(LanguageModeling):
         self._cache_dir = cache_dir
         self._table: ReferenceTable | None = None
         self._compares_first_step = False
-        self._kl: Tensor | None = None  # [], of the validation set that is read
+        self._kl: Tensor | None = None  # [], of the split that is read
         self._kl_of_sets: list[Tensor] = []  # [] each, of the validation that runs
 
     # What the loss reads.
@@ -198,7 +198,11 @@ class PreferenceTuning(LanguageModeling):
         return models
 
     def _look_up(self, batch: Batch) -> Tensor:
-        """Return the log-probabilities of answers under the reference, [B, K'], with those to other prompts last."""
+        """Return the log-probabilities of answers under the reference, [B, K'], with those to other prompts last.
+
+        Raises:
+            ConfigError: They are not in the table of the run, or it has none.
+        """
         if _LOOKED_UP in batch:
             found: Tensor = batch[_LOOKED_UP]
             return found
@@ -250,14 +254,18 @@ class PreferenceTuning(LanguageModeling):
         if self.loss.reads_kl:
             loaders: Any = self.trainer.val_dataloaders
             sets = loaders if isinstance(loaders, list) else [loaders]
-            self._kl_of_sets = [
-                self._measure_kl((batch, self._look_up(batch)) for batch in self._on_device(loader)) for loader in sets
-            ]
+            self._kl_of_sets = [self._measure_kl_of(self._on_device(loader)) for loader in sets]
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         self._kl = self._kl_of_sets[dataloader_idx] if self.loss.reads_kl else None
         super().validation_step(batch, batch_idx, dataloader_idx)
+
+    @override
+    def before_split(self, batches: Iterator[Batch]) -> None:
+        """Measure the divergence of KTO over the split."""
+        if self.loss.reads_kl:
+            self._kl = self._measure_kl_of(batches)
 
     @override
     def on_validation_epoch_end(self) -> None:
@@ -369,6 +377,9 @@ class PreferenceTuning(LanguageModeling):
             kl: Tensor = batch["kl"]
             return kl
         return self._measure_kl([(batch, self._look_up(batch))]) if self._kl is None else self._kl
+
+    def _measure_kl_of(self, batches: Iterable[Batch]) -> Tensor:
+        return self._measure_kl((batch, self._look_up(batch)) for batch in batches)
 
     def _measure_kl(self, batches: Iterable[tuple[Batch, Tensor]]) -> Tensor:
         """Return the mean log-ratio of answers to other prompts over all batches of all ranks, at least 0; [].

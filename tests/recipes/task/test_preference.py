@@ -307,12 +307,32 @@ def test_other_rows_than_those_of_the_run_have_no_reference(
     assert "the reference was computed for the samples of the run" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("recipe", ["dpo", "kto"])
+def test_losses_of_samples_are_measured_against_the_reference_of_the_run(
+    recipe: str, pairs: Path, tmp_path: Path
+) -> None:
+    small = ("micro_batch_size=4", "data.val_fraction=0.3")
+    rows, run = train(pairs, tmp_path / "run", *small, recipe=recipe), tmp_path / "run"
+    assert execute("mode=predict", f"resume={run}") == 0
+    predicted = [json.loads(line)["loss"] for line in (run / "predictions_val.jsonl").read_text().splitlines()]
+    assert sum(predicted) / len(predicted) == pytest.approx(rows[-1]["val/loss"], rel=1e-5)  # float32
+    assert execute("mode=replay", f"resume={run}", "mode.step=4") == 0  # with the weights of step 3
+    replayed = [json.loads(line) for line in (run / "replayed_step_0000004.jsonl").read_text().splitlines()]
+    assert sum(row["loss"] for row in replayed) / len(replayed) == pytest.approx(rows[3]["train/loss"], rel=1e-5)
+    for row in replayed:
+        line = int(row["documents"][0]["name"].partition(":")[2]) - 1
+        chosen, rejected = f"{line}?{'ab' * (1 + line % 4)}", f"{line}?{'ba' * (1 + line % 3)}c"
+        assert row["text"] in ([f"{chosen}\n\n{rejected}"] if recipe == "dpo" else [chosen, rejected])
+
+
 def test_a_run_without_its_table_says_what_is_missing(
     pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(pairs, tmp_path / "run", steps=3)
     (tmp_path / "run" / "reference.npz").unlink()
     assert execute(f"resume={tmp_path / 'run'}", "trainer.max_steps=6") != 0
+    assert "reference.npz is not there" in capsys.readouterr().out
+    assert execute("mode=predict", f"resume={tmp_path / 'run'}") != 0
     assert "reference.npz is not there" in capsys.readouterr().out
 
 
