@@ -1,5 +1,6 @@
 """The runs that are killed: tiny, with dropout, clipping, warm-up, decay, accumulation and a data-loading worker."""
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +46,16 @@ CASES: dict[str, tuple[str, ...]] = {
         "trainer.devices=4",
     ),
 }
+_PREFERENCES = ("strategy=single", "micro_batch_size=4", "loader.num_workers=1", "log_every=1")
+PREFERENCES: dict[str, tuple[str, ...]] = {
+    "dpo": ("recipe=dpo", *_PREFERENCES),
+    "dpo lora": ("recipe=dpo", "adapter=lora", "adapter.r=4", "optimizer.lr=1e-4", *_PREFERENCES),
+    "kto": ("recipe=kto", *_PREFERENCES),
+    "orpo": ("recipe=orpo", *_PREFERENCES),
+    "simpo": ("recipe=simpo", *_PREFERENCES),
+    "reward": ("recipe=reward_model", *_PREFERENCES),
+}
+CASES |= PREFERENCES
 STEPS = {
     "single": 250,
     "single 16-mixed": 300,
@@ -52,6 +63,7 @@ STEPS = {
     "fsdp": 80,
     "deepspeed_stage_2": 60,
     "pp2 x tp2": 45,
+    **dict.fromkeys(PREFERENCES, 120),
 }
 if "LONG_TESTS" not in os.environ:  # set by `make test-long` and `make kill-test`
     STEPS = {name: steps // 3 for name, steps in STEPS.items()}
@@ -91,11 +103,26 @@ IMAGES = (
 def get_overrides(name: str, folder: Path, texts: Path) -> list[str]:
     """Return the overrides of a case: the same for every start."""
     common = [*COMMON, *CASES[name], f"trainer.max_steps={STEPS[name]}", f"hydra.run.dir={folder}"]
+    if name in PREFERENCES:
+        of_texts = ("data=text_files", "~callbacks.sample_text")
+        kept = [override for override in common if override not in of_texts]
+        # a cache of its own: kills hit the computation of the reference, too
+        caches = [] if name == "reward" else [f"task.cache_dir={folder / 'cache'}"]
+        return [*kept, *caches, f"data.path={_write_pairs(texts.parent / 'pairs.jsonl')}"]
     if name != "ddp":
         return [*common, f"data.path={texts}"]
     replaced = {override.partition("=")[0] for override in _MIXTURE}
     kept = [override for override in common if override.partition("=")[0] not in replaced]
     return [*kept, *_MIXTURE, f"data.sources.lines.path={texts}"]
+
+
+def _write_pairs(path: Path) -> Path:
+    """Write 300 pairs of answers of 1 to 9 letters, once."""
+    if not path.exists():
+        words = ["".join(chr(97 + (7 * row + 3 * place) % 26) for place in range(1 + row % 9)) for row in range(300)]
+        rows = [{"prompt": f"{row}>", "chosen": word, "rejected": f"{word[::-1]}!"} for row, word in enumerate(words)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def compose(overrides: Sequence[str]) -> ResolvedRun:
