@@ -1,9 +1,11 @@
 """The parity table: every strategy on its real engine, in CPU processes, compared with one device. About 5 minutes.
 
-`python benchmarks/parity.py meshes` does the same for tensor, context, pipeline and expert parallelism, in 5 minutes.
+`python benchmarks/parity.py meshes` does the same for tensor, context, pipeline and expert parallelism, in 5 minutes;
+`python benchmarks/parity.py preferences` for the losses of preferences, in 20.
 """
 
 import itertools
+import json
 import os
 import sys
 import tempfile
@@ -15,6 +17,7 @@ from measure import report
 os.environ["LONG_TESTS"] = "1"  # twenty steps
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / folder) for folder in ("parity", "")]
 
+import test_preferences as preferences_cases  # noqa: E402
 from cases import ENGINES, MESHES, MODELS, STRATEGIES, case, largest_difference  # noqa: E402
 from ranks import run_on_ranks  # noqa: E402
 
@@ -108,6 +111,32 @@ def meshes() -> None:
     report("parity_meshes", rows, command="python benchmarks/parity.py meshes")
 
 
+def preferences() -> None:
+    """Compare every loss of preferences with one device, on the engines and splits of the test."""
+    found: dict[tuple[Any, ...], list[dict[str, float]]] = {}
+    for loss in preferences_cases.LOSSES:
+        print(loss, file=sys.stderr, flush=True)
+        for ranks in (1, 2):
+            folder = Path(tempfile.mkdtemp(prefix=f"preferences_{loss}_"))
+            cases = preferences_cases.make_cases(folder, world_size=ranks)
+            cases = {name: made for name, made in cases.items() if json.loads(name)[0] == loss}
+            found |= {tuple(json.loads(name)): result["rows"] for name, result in run(cases, ranks).items()}
+    rows = []
+    for engine, adapter in itertools.product(("single", *preferences_cases.ON_TWO), (False, True)):
+        if engine == "tp2" and adapter:
+            continue
+        row: dict[str, Any] = {"engine": engine, "adapter": "lora" if adapter else ""}
+        for loss in preferences_cases.LOSSES:
+            reference = found[loss, "single", 1, adapter]
+            runs = [found[loss, engine, split, adapter] for split in preferences_cases.SPLITS]
+            entries = [largest_difference(of_run, reference) for of_run in runs]
+            validated = [abs(of_run[-1]["val/loss"] / reference[-1]["val/loss"] - 1) for of_run in runs]
+            largest = [max(entry[key] for entry in entries) for key in LOGGED[:2]] + [max(validated)]
+            row[loss] = ", ".join(f"{value:.1e}" for value in largest)
+        rows.append(row)
+    report("parity_preferences", rows, command="python benchmarks/parity.py preferences")
+
+
 def main() -> None:
     models = [model for model in MODELS if model != "experts"]  # covered by `meshes` and tests/parity/test_moe.py
     pairs = [(model, "32-true") for model in models] + [("gpt2", "bf16-mixed")]
@@ -154,4 +183,4 @@ def table(found: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    meshes() if sys.argv[1:] == ["meshes"] else main()
+    {"meshes": meshes, "preferences": preferences}.get(" ".join(sys.argv[1:]), main)()

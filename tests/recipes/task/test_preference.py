@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from faults import FaultAt
+from lightning.pytorch.callbacks import Callback
 from support import composed_config, execute, read_metrics, resolved
 
 import lightning_recipes as lr
@@ -210,6 +212,60 @@ def test_what_a_reference_cannot_be_is_said_at_once_in_one_sentence(typed: tuple
     _, mistakes = compose_and_check(("recipe=dpo", f"data.path={__file__}", "tokenizer=bytes", *typed))
     assert len(mistakes) == 1, [str(mistake) for mistake in mistakes]
     assert reason in str(mistakes[0])
+
+
+class SkipsAfter(Callback):
+    """Passes over some steps' worth of data after a step."""
+
+    def __init__(self, step: int, num_steps: int) -> None:
+        self._step, self._num_steps = step, num_steps
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            trainer.datamodule.skip_batches(self._num_steps)
+
+
+ROLLED_BACK = (
+    *("callbacks=[grad_norm,loss_spike]", "callbacks.loss_spike.action=rollback"),
+    *("callbacks.loss_spike.max_non_finite=1", "callbacks.loss_spike.window=16", "callbacks.loss_spike.warmup_steps=8"),
+    *("callbacks.loss_spike.snapshot_every=4", "callbacks.loss_spike.quarantine_steps=4", "eval_every=6"),
+    *("trainer.max_steps=12", "save_every=null", "scheduler=constant"),
+)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more"), [("dpo", ()), ("dpo", ("adapter=lora", "adapter.r=4")), ("kto", ()), ("reward_model", ())]
+)
+def test_a_rollback_leaves_the_curve_of_a_run_that_never_read_the_samples_of_undone_steps(
+    recipe: str, more: tuple[str, ...], pairs: Path, tmp_path: Path
+) -> None:
+    def train_with(name: str, *callbacks: Callback) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+        places = [f"data.path={pairs}", f"data.cache_dir={tmp_path}", f"hydra.run.dir={tmp_path / name}"]
+        places += [] if recipe == "reward_model" else [f"task.cache_dir={tmp_path}"]
+        own = [override for override in SMALL if not override.startswith("callbacks")]
+        (tmp_path / name).mkdir()
+        run = build(resolved(composed_config(f"recipe={recipe}", *more, *own, *places, *ROLLED_BACK), tmp_path / name))
+        run.data.prepare_data()
+        run.trainer.callbacks[:0] = list(callbacks)  # type: ignore[attr-defined]
+        run.trainer.fit(run.task, datamodule=run.data)
+        events = [json.loads(line) for line in (tmp_path / name / "events.jsonl").read_text().splitlines()]
+        return read_metrics(tmp_path / name), events
+
+    faults = [FaultAt(kind="inf_gradient", step=step) for step in (2, 8, 9)]  # steps 3, 9 and 10, counted from 1
+    rows, events = train_with("spiked", *faults)
+    [rollback] = [event for event in events if event["event"] == "rollback"]
+    assert (rollback["from"], rollback["step"], rollback["position"]) == (10, 4, 80)
+    assert [event["step"] for event in events if event["event"] == "skip"] == [3, 9, 10]
+    assert rows[-1]["train/samples"] == 8 * (12 + 6)
+    others, _ = train_with("skipping", FaultAt(kind="inf_gradient", step=2), SkipsAfter(4, 6))
+    read = ("train/samples", "train/tokens")  # of undone steps, too
+    found, expected = (
+        [{name: value for name, value in row.items() if name not in read} for row in without_times(of_run)]
+        for of_run in (rows, others)
+    )
+    assert found == expected, "to the last digit that is logged"
+    assert len(found) == 12
+    assert len({row["train/loss"] for row in found}) == 12
 
 
 def test_dropout_is_reported_because_rewards_then_do_not_begin_at_zero(
