@@ -381,6 +381,20 @@ def test_losses_of_samples_are_measured_against_the_reference_of_the_run(
         assert row["text"] in ([f"{chosen}\n\n{rejected}"] if recipe == "dpo" else [chosen, rejected])
 
 
+@pytest.mark.parametrize("recipe", ["dpo", "kto"])
+def test_a_spike_is_recomputed_against_the_reference_of_the_run(recipe: str, pairs: Path, tmp_path: Path) -> None:
+    fault = ("_target_=faults.FaultAt", "kind=inf_gradient", "step=4")  # its loss is not touched
+    callbacks = ("callbacks=[loss_spike]", *(f"+callbacks.fault.{setting}" for setting in fault))
+    train(pairs, tmp_path / "run", "micro_batch_size=4", *callbacks, recipe=recipe)
+    assert execute("mode=replay", f"resume={tmp_path / 'run'}", "mode.step=5", f"++callbacks.fault.{fault[0]}") == 0
+    dump = tmp_path / "run/spikes/step_0000005"
+    recorded, replayed = (json.loads((dump / f"{name}.json").read_text()) for name in ("spike", "replay"))
+    assert recorded["loss"] < (math.log(2) if recipe == "dpo" else 0.5) - 1e-3, "another one than at the start"
+    assert replayed["loss"] == pytest.approx(recorded["loss"], rel=1e-5)
+    losses = [json.loads(line)["loss"] for line in (dump / "samples.jsonl").read_text().splitlines()]
+    assert sum(losses) / len(losses) == pytest.approx(recorded["loss"], rel=1e-5)
+
+
 def test_a_run_without_its_table_says_what_is_missing(
     pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
