@@ -89,6 +89,7 @@ class Loss(ABC):
         measures: What the loss logs beside itself: names of terms with `logged_as` -> the count that divides each; a
             plain literal, so that `checkpoint.monitor=val/<name>` is checked before the run starts.
         higher_is_better: Those of the measures of which a higher value is better; a plain literal.
+        sees_differences_only: Whether it compares scores, so that a bias which shifts all of them has no gradient.
         num_outputs: V without padding; outputs beyond it are padding. Set by the task once it has a model; None: no
             output is padding.
         target_kind: Kind of the targets of the data; None: not known. Set where the run is built.
@@ -99,6 +100,7 @@ class Loss(ABC):
     count_names: Sequence[str] = (NUM_TARGETS,)
     measures: ClassVar[Mapping[str, str]] = {}
     higher_is_better: ClassVar[tuple[str, ...]] = ()
+    sees_differences_only: ClassVar[bool] = False
     num_outputs: int | None = None
     target_kind: str | None = None
 

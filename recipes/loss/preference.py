@@ -158,11 +158,25 @@ class PairLoss(AnswerLoss):
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         lengths = count_tokens(batch, num_answers=2)  # [B, 2]
         counts = {NUM_PAIRS: (lengths > 0).all(dim=1).sum()}
-        return counts | ({"num_chosen_tokens": self._count_chosen(batch, lengths)} if self._trains_on_tokens else {})
+        chosen = {"num_chosen_tokens": self._count_chosen(batch, lengths).sum()} if self._trains_on_tokens else {}
+        return counts | chosen
 
     def _count_chosen(self, batch: Batch, lengths: Tensor) -> Tensor:
-        """Return the number of tokens that the cross-entropy is divided by, 0-dim."""
-        return lengths[:, 0].sum()
+        """Return the number of tokens of each sample that the cross-entropy is divided by, [B]."""
+        return lengths[:, 0]
+
+    def _chosen_log_probs(self, outputs: Likelihoods) -> Tensor:
+        """Return the log-probability of these tokens, [B]."""
+        log_probs = outputs.log_probs[:, 0]
+        return log_probs if outputs.of_prompts is None else log_probs + outputs.of_prompts
+
+    @override
+    def per_sample(self, outputs: Likelihoods, batch: Batch) -> Tensor:
+        losses = super().per_sample(outputs, batch)
+        if not self._trains_on_tokens:
+            return losses
+        num_tokens = self._count_chosen(batch, count_tokens(batch, num_answers=2)).clamp(min=1)
+        return losses - self._weight_of_tokens * self._chosen_log_probs(outputs) / num_tokens
 
     @override
     def counts_of_sample(self, num_targets: int | None) -> dict[str, int] | None:
@@ -174,10 +188,8 @@ class PairLoss(AnswerLoss):
         carries = (lengths > 0).all(dim=1)  # [B]
         terms = [Term(_sum(self.losses(outputs, lengths, batch), carries), per=NUM_PAIRS)]
         if self._trains_on_tokens:
-            log_probs = outputs.log_probs[:, 0]
-            if outputs.of_prompts is not None:
-                log_probs = log_probs + outputs.of_prompts
-            terms.append(Term(_sum(-log_probs, carries), per="num_chosen_tokens", weight=self._weight_of_tokens))
+            loss = _sum(-self._chosen_log_probs(outputs), carries)
+            terms.append(Term(loss, per="num_chosen_tokens", weight=self._weight_of_tokens))
         return terms + self._measure(outputs, lengths, carries)
 
     @property
@@ -353,7 +365,7 @@ class ORPO(PairLoss):
     @override
     def _count_chosen(self, batch: Batch, lengths: Tensor) -> Tensor:
         num_inputs: Tensor = batch["num_inputs"]  # [2 B], each with its successor
-        return num_inputs[0::2].sum()
+        return num_inputs[0::2]
 
     @override
     def rewards(self, outputs: Likelihoods, lengths: Tensor) -> Tensor:
@@ -467,6 +479,7 @@ class BradleyTerry(Loss):
 
     target_kinds: ClassVar[tuple[str, ...]] = ("pairs",)
     reads: ClassVar[str] = "scores"
+    sees_differences_only: ClassVar[bool] = True
     count_names = (NUM_PAIRS,)
     measures: ClassVar[Mapping[str, str]] = {
         "accuracy": "num_pairs",

@@ -111,7 +111,7 @@ class Checklist:
         run = take_steps(self._resolved, num_steps=3, callbacks=[gradients, probe])
         yield from probe.results
         yield check_frozen(gradients)
-        yield check_gradients(gradients)
+        yield check_gradients(gradients, sees_differences_only=run.task.loss.sees_differences_only)
         yield check_optimizer(gradients, run.task.optimized_parameters)
         size = run.accumulation.micro_batch_size
         num_new, position = run.data.count_new_samples(), run.data.position  # after the three steps above

@@ -69,11 +69,10 @@ def check_shift(samples: Sequence[Sample]) -> Result:
         inputs, targets = sample["inputs"], sample["targets"]  # [T] each, or [K, T]
         inputs, targets = torch.atleast_2d(inputs).T, torch.atleast_2d(targets).T  # [T, K]
         counts = targets[:-1] != IGNORE_INDEX
+        if "num_inputs" in sample:  # nor is padding the input after the last one
+            counts = counts & (torch.arange(len(counts))[:, None] < sample["num_inputs"] - 1)
         if "positions" in sample:  # the last target of a packed document is not the first input of the next one
             counts = counts & (sample["positions"][1:, None] != 0)
-        if "num_inputs" in sample:  # the last target of a row is followed by what fills it up
-            places = torch.arange(len(counts))[:, None]  # [T - 1, 1]
-            counts = counts & (places < sample["num_inputs"] - 1)
         count += int(counts.sum())
         shifted += int((targets[:-1] == inputs[1:])[counts].sum())
         same += int((targets[:-1] == inputs[:-1])[counts].sum())
@@ -314,7 +313,11 @@ def show_samples(samples: Sequence[Sample], decode: Any, *, is_text: bool = True
     for sample in samples:
         inputs, targets = sample["inputs"], sample["targets"]
         if is_text and inputs.ndim == 2:  # rows of several answers
-            rows = [{"inputs": row, "targets": wanted} for row, wanted in zip(inputs, targets, strict=True)]
+            lengths = sample["num_inputs"].tolist()
+            rows = [
+                {"inputs": row[:length], "targets": wanted[:length]}
+                for row, wanted, length in zip(inputs, targets, lengths, strict=True)
+            ]
             shown += show_samples(rows, decode)
             continue
         if inputs.ndim > 1 or not is_text:

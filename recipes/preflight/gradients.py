@@ -98,8 +98,13 @@ def check_frozen(probe: GradientProbe) -> Result:
     return judge("no parameter is frozen", found, passes=not probe.frozen, remedy=remedy)
 
 
-def check_gradients(probe: GradientProbe) -> Result:
-    """Check that every trained parameter has a gradient, and name those whose gradient is zero throughout."""
+def check_gradients(probe: GradientProbe, *, sees_differences_only: bool = False) -> Result:
+    """Check that every trained parameter has a gradient, and name those whose gradient is zero throughout.
+
+    Args:
+        probe: Probe after training.
+        sees_differences_only: Whether the loss compares scores, so that a bias that shifts all alike has none.
+    """
     name = "every parameter has a gradient"
     trained = [each for each in probe.names if each not in probe.frozen]
     missing = [each for each in trained if each not in probe.computed]
@@ -107,14 +112,18 @@ def check_gradients(probe: GradientProbe) -> Result:
         remedy = "the forward pass does not use them, or detaches their output"
         return Result(check=name, status="fail", found=f"none: {_shorten(missing)}", remedy=remedy)
     zero = [each for each in trained if each not in probe.reached]
+    shifts = [each for each in zero if sees_differences_only and each.endswith("bias")]
+    without = [each for each in zero if each not in shifts]
     found = f"all of {len(trained)} tensors"
-    if zero:
-        found += f", exactly zero in every step: {_shorten(zero)}"
+    if without:
+        found += f", exactly zero in every step: {_shorten(without)}"
+    elif shifts:
+        found = f"all but {_shorten(shifts)}, which shifts all scores alike, and the loss sees their differences"
     remedy = (
         "something multiplies them by zero, or the loss does not depend on them, as one that compares two answers does"
-        " not on what shifts both alike, such as the last bias: these parameters will not learn"
+        " not on what shifts both alike: these parameters will not learn"
     )
-    return judge(name, found, passes=not zero, fails=len(zero) == len(trained), remedy=remedy)
+    return judge(name, found, passes=not without, fails=len(zero) == len(trained), remedy=remedy)
 
 
 def check_optimizer(probe: GradientProbe, optimized: Sequence[str]) -> Result:

@@ -307,6 +307,16 @@ def test_packed_answers_have_the_loss_the_gradient_and_the_measures_of_padded_on
         torch.testing.assert_close(packed.gradients[parameter], gradient, rtol=1e-12, atol=1e-12, msg=parameter)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_of_a_sample_is_that_of_a_step_with_it_alone(name: str) -> None:
+    case, loss = make_case(name), LOSSES[name]
+    batches = [case.collate([case.rows[index]]) for index in range(3)]
+    for batch in case.before_window(batches):
+        outputs = case.outputs(batch)
+        expected = divide(logged_by_count(loss(outputs, batch)), loss.counts(batch))
+        torch.testing.assert_close(loss.per_sample(outputs, batch), expected[None], rtol=1e-6, atol=1e-6)
+
+
 def test_the_logged_loss_of_a_reward_model_leaves_out_the_centring() -> None:
     found = run_step(make_case("reward_centred"), LOSSES["reward_centred"], num_parts=1)
     assert found.loss == pytest.approx(TRL["cases"]["reward_margin"]["loss"], abs=1e-6)

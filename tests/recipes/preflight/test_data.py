@@ -36,11 +36,13 @@ def test_the_share_of_targets_that_carry_loss_is_that_of_tokens() -> None:
 
 def test_rows_of_two_answers_are_compared_and_shown_one_by_one() -> None:
     inputs = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
-    targets = torch.tensor([[-100, 7, 8, 3], [-100, 4, 3, -100]])
+    targets = torch.tensor([[-100, 7, 8, 3], [-100, 9, 3, -100]])
     sample = {"inputs": inputs, "targets": targets, "num_inputs": torch.tensor([4, 3])}
-    assert check_shift([sample]).found == "only 2 of 3 targets are the next input"
-    right = sample | {"targets": torch.tensor([[-100, 7, 8, 3], [-100, 9, 3, -100]])}  # each ends with a 3
-    assert check_shift([right]).status == "pass"
-    assert check_shift([right]).found == "3 of 3"
-    assert check_range([right], 10).found == "5 targets, all in 0 to 9; 71% carry loss"
-    assert [line.split(":")[0].strip() for line in show_samples([right], None)] == ["input", "target"] * 2
+    assert check_shift([sample]).status == "pass"
+    assert check_shift([sample]).found == "3 of 3", "the ends of both answers have no next input, but padding"
+    wrong = sample | {"targets": torch.tensor([[-100, 8, 8, 3], [-100, 9, 3, -100]])}
+    assert check_shift([wrong]).found == "only 2 of 3 targets are the next input"
+    assert check_range([sample], 10).found == "5 targets, all in 0 to 9; 71% carry loss"
+    assert [line.strip() for line in show_samples([sample], None)] == [
+        *("input: [5, 6, 7, 8]", "target: [7, 8, 3]", "input: [5, 6, 9]", "target: [9, 3]"),
+    ]
