@@ -1,7 +1,7 @@
 """The parity table: every strategy on its real engine, in CPU processes, compared with one device. About 5 minutes.
 
 `python benchmarks/parity.py meshes` does the same for tensor, context, pipeline and expert parallelism, in 5 minutes;
-`python benchmarks/parity.py preferences` for the losses of preferences, in 20.
+`python benchmarks/parity.py preferences [<loss> …]` for the losses on preferences, in 5 each.
 """
 
 import itertools
@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,30 +112,40 @@ def meshes() -> None:
     report("parity_meshes", rows, command="python benchmarks/parity.py meshes")
 
 
-def preferences() -> None:
-    """Compare every loss of preferences with one device, on the engines and splits of the test."""
+def preferences(losses: Sequence[str]) -> None:
+    """Compare losses on preferences with one device, on the engines and splits of the test."""
     found: dict[tuple[Any, ...], list[dict[str, float]]] = {}
-    for loss in preferences_cases.LOSSES:
+    for loss in losses:
         print(loss, file=sys.stderr, flush=True)
         for ranks in (1, 2):
-            folder = Path(tempfile.mkdtemp(prefix=f"preferences_{loss}_"))
-            cases = preferences_cases.make_cases(folder, world_size=ranks)
+            cases = preferences_cases.make_cases(Path(tempfile.mkdtemp(prefix="preferences_")), world_size=ranks)
             cases = {name: made for name, made in cases.items() if json.loads(name)[0] == loss}
             found |= {tuple(json.loads(name)): result["rows"] for name, result in run(cases, ranks).items()}
-    rows = []
+    typed = " ".join(["python benchmarks/parity.py preferences", *losses])
+    report("parity_preferences", list(list_by_engine(found, losses)), command=typed)
+
+
+def list_by_engine(
+    found: dict[tuple[Any, ...], list[dict[str, float]]], losses: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield a row per engine, with an adapter and without: the largest differences over all splits, for each loss.
+
+    Args:
+        found: Rows of metrics by (loss, engine, micro-batches, adapter).
+        losses: The columns.
+    """
     for engine, adapter in itertools.product(("single", *preferences_cases.ON_TWO), (False, True)):
-        if engine == "tp2" and adapter:
+        if engine == "tp2" and adapter:  # refused
             continue
         row: dict[str, Any] = {"engine": engine, "adapter": "lora" if adapter else ""}
-        for loss in preferences_cases.LOSSES:
+        for loss in losses:
             reference = found[loss, "single", 1, adapter]
             runs = [found[loss, engine, split, adapter] for split in preferences_cases.SPLITS]
             entries = [largest_difference(of_run, reference) for of_run in runs]
             validated = [abs(of_run[-1]["val/loss"] / reference[-1]["val/loss"] - 1) for of_run in runs]
             largest = [max(entry[key] for entry in entries) for key in LOGGED[:2]] + [max(validated)]
             row[loss] = ", ".join(f"{value:.1e}" for value in largest)
-        rows.append(row)
-    report("parity_preferences", rows, command="python benchmarks/parity.py preferences")
+        yield row
 
 
 def main() -> None:
@@ -183,4 +194,7 @@ def table(found: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    {"meshes": meshes, "preferences": preferences}.get(" ".join(sys.argv[1:]), main)()
+    if sys.argv[1:2] == ["preferences"]:
+        preferences(sys.argv[2:] or preferences_cases.LOSSES)
+    else:
+        meshes() if sys.argv[1:] == ["meshes"] else main()

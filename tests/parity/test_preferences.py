@@ -9,6 +9,9 @@ import pytest
 from cases import COMMON, DECODER, ENGINES, IS_LONG, NUM_STEPS, count_data_ranks
 from ranks import run_on_ranks
 
+SECONDS = 3000.0 if IS_LONG else 580.0  # twenty steps of 231 cases are 25 minutes on two cores
+pytestmark = pytest.mark.timeout(1.2 * SECONDS)
+
 LOSSES = ("dpo", "orpo", "simpo", "kto", "nll", "copy", "reward", "untied")
 ON_TWO = ("ddp", "fsdp", "ZeRO-1", "ZeRO-2", "ZeRO-3", "tp2")
 SPLITS = (1, 2, 4)
@@ -124,7 +127,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], l
     for world_size in (1, 2):
         folder = tmp_path_factory.mktemp(f"of_{world_size}")
         cases = make_cases(folder / "files", world_size=world_size)
-        for name, result in run_on_ranks(cases, world_size=world_size, folder=folder).items():
+        for name, result in run_on_ranks(cases, world_size=world_size, folder=folder, timeout_seconds=SECONDS).items():
             assert "error" not in result, f"{name}: {result['error']}"
             found[tuple(json.loads(name))] = result["rows"]
     return found
