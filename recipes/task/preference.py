@@ -145,7 +145,7 @@ class PreferenceTuning(LanguageModeling):
         if not self._computes_in_chunks:
             return token_losses(model(inputs, **options), targets)
         losses: Tensor = model(inputs, reduce=functools.partial(self._in_chunks, targets=targets), **options)
-        return losses
+        return losses.view_as(targets)  # outside of the model: FSDP2 warns of a view that leaves it
 
     @functools.cached_property
     def _computes_in_chunks(self) -> bool:
@@ -154,7 +154,7 @@ class PreferenceTuning(LanguageModeling):
         return self.loss.chunk_tokens is not None and self.takes_reduce and not is_sharded
 
     def _in_chunks(self, hidden: Tensor, weight: Tensor, *, targets: Tensor) -> Tensor:
-        """Return the cross-entropy of each target [R, T] from hidden states [R, T, W], a chunk of logits at a time.
+        """Return the cross-entropy of each target [R T] from hidden states [R, T, W], a chunk of logits at a time.
 
         The logits of a chunk are computed again in the backward pass, which costs a third of the head's products and
         holds none of them in between.
@@ -166,7 +166,7 @@ class PreferenceTuning(LanguageModeling):
             checkpoint(run, flat[part], weight, flat_targets[part], use_reentrant=False, preserve_rng_state=False)
             for part in split(len(flat), self.loss.chunk_tokens)
         ]
-        return torch.cat(parts).view_as(targets)
+        return torch.cat(parts)
 
     # The reference.
 

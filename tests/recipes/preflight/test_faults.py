@@ -99,7 +99,7 @@ def test_a_fault_in_text_is_found_by_its_own_line(
     assert code == ExitCode.CHECK_FAILED or found[check] == "warn"
 
 
-def test_a_sound_reward_model_passes_but_for_the_bias_that_cancels_in_a_comparison(tmp_path: Path) -> None:
+def test_a_sound_reward_model_passes_whose_last_bias_cancels_in_a_comparison(tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.jsonl"
     rows = [{"prompt": f"{row}>", "chosen": "ab" * (1 + row % 3), "rejected": "c" * (1 + row % 4)} for row in range(90)]
     pairs.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -109,12 +109,12 @@ def test_a_sound_reward_model_passes_but_for_the_bias_that_cancels_in_a_comparis
         tmp_path, *overrides, *small, "model.tie_embeddings=false", "global_batch_size=16", steps=30
     )
     assert [check for check, status in found.items() if status == "fail"] == []
-    assert found["every parameter has a gradient"] == "warn", "the bias of the last norm"
+    assert found["every parameter has a gradient"] == "pass"
     assert found["no parameter is frozen"] == "pass", "a head that is not used is no fault"
     assert code == ExitCode.FINISHED
     written = json.loads((tmp_path / "preflight" / "preflight.json").read_text())["results"]
     [line] = [result["found"] for result in written if result["check"] == "every parameter has a gradient"]
-    assert line.endswith("exactly zero in every step: model.norm.bias")
+    assert line.startswith("all but model.norm.bias, which shifts all scores alike")
 
 
 @pytest.mark.parametrize(

@@ -395,6 +395,19 @@ def test_a_spike_is_recomputed_against_the_reference_of_the_run(recipe: str, pai
     assert sum(losses) / len(losses) == pytest.approx(recorded["loss"], rel=1e-5)
 
 
+def test_a_replayed_sample_has_the_text_of_both_its_answers(pairs: Path, tmp_path: Path) -> None:
+    train(pairs, tmp_path / "run", "save_every=1", "data.packing=true", "trainer.max_steps=2")
+    assert execute("mode=replay", f"resume={tmp_path / 'run'}", "mode.step=1") == 0
+    rows = map(json.loads, (tmp_path / "run" / "replayed_step_0000001.jsonl").open())
+    known = [json.loads(line) for line in pairs.read_text().splitlines()]
+    shown = 0
+    for row in rows:
+        pair = known[int(row["documents"][0]["name"].rsplit(":", 1)[1]) - 1]
+        assert row["text"] == "\n\n".join(pair["prompt"] + pair[name] for name in ("chosen", "rejected"))
+        shown += 1
+    assert shown == 8
+
+
 def test_a_run_without_its_table_says_what_is_missing(
     pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
