@@ -547,7 +547,9 @@ def _build_trainer(
         if (grace_seconds := config["launcher"].get("signal_seconds")) is not None:
             saver.wait_seconds = _SHARE_OF_GRACE * grace_seconds
         # the order matters: callbacks fill the row of a step, it is logged, then the step is saved
-        summary = SummaryWriter(run_folder=folder, find_ending=saver.endings.find)
+        summary = SummaryWriter(
+            run_folder=folder, monitor=config["checkpoint"]["monitor"], find_ending=saver.endings.find
+        )
         callbacks = [summary, *configured.values(), CompilationLog(), RowWriter(), saver]
     # other modes run on one device, which can load the checkpoints of every strategy
     node = config["strategy"] if resolved.mode.takes_steps else SINGLE_DEVICE

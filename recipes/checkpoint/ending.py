@@ -1,11 +1,11 @@
 """Why a run ended, as its last checkpoint records it: it stays finished until the setting that ended it changes.
 
-Final are `trainer.max_steps`, `trainer.max_time` and a callback that stopped the run, such as `callbacks.early_stop`. A
-signal is not: the same command continues.
+Final are `trainer.max_steps` or `trainer.max_epochs`, `trainer.max_time` and a callback that stopped the run, such as
+`callbacks.early_stop`. A signal is not: the same command continues.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as lightning
@@ -13,7 +13,8 @@ from lightning.pytorch.callbacks import Callback, Timer
 
 from recipes.lightning_internals import get_callbacks, is_ending
 
-MAX_STEPS, MAX_TIME, CALLBACKS = "trainer.max_steps", "trainer.max_time", "callbacks"
+MAX_STEPS, MAX_EPOCHS, MAX_TIME = "trainer.max_steps", "trainer.max_epochs", "trainer.max_time"
+CALLBACKS = "callbacks"
 _OWN_PACKAGES = ("callbacks", "lightning_recipes")  # in this folder and installed
 
 
@@ -40,8 +41,8 @@ class Endings:
     """Finds out what ends a run, and whether it still would.
 
     Args:
-        settings: All settings that can end a run, with plain values: `trainer.max_steps`, `trainer.max_time`, and each
-            `callbacks.<name>`.
+        settings: All settings that can end a run, with plain values: `trainer.max_steps`, as text in epochs of its
+            loaders, such as "3epochs"; `trainer.max_time`, and each `callbacks.<name>`.
         callbacks: The callbacks by the same keys. One that ends a run may say why in an attribute `stopped_because`.
     """
 
@@ -53,7 +54,9 @@ class Endings:
         """Return why the run ends after the current step; None if it goes on."""
         step = trainer.global_step
         if trainer.max_steps >= 0 and step >= trainer.max_steps:
-            return self._by(MAX_STEPS, f"step {step} of {trainer.max_steps}")
+            ending = self._by(MAX_STEPS, f"step {step} of {trainer.max_steps}")
+            is_in_epochs = isinstance(self._settings.get(MAX_STEPS), str)
+            return replace(ending, by=MAX_EPOCHS) if is_in_epochs else ending
         if not is_ending(trainer):
             return None
         for key, callback in self._callbacks.items():
@@ -98,5 +101,5 @@ class Endings:
 def describe_ending(ended: Mapping[str, Any]) -> str:
     """Return the reason and how to go on, for the log."""
     by = str(ended["by"])
-    fix = {MAX_STEPS: f"a larger {MAX_STEPS}", MAX_TIME: f"a larger {MAX_TIME}", CALLBACKS: "other callbacks"}
+    fix = {key: f"a larger {key}" for key in (MAX_STEPS, MAX_EPOCHS, MAX_TIME)} | {CALLBACKS: "other callbacks"}
     return f"{ended['why']} ({by}); to go on: {fix.get(by, f'another setting of {by}, or ~{by}')}"

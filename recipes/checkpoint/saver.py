@@ -3,6 +3,7 @@
 import logging
 import shutil
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -489,7 +490,7 @@ class CheckpointSaver(AfterModule, Checkpoint):
         metric, known = self._retention.metric, trainer.callback_metrics
         is_of_validation = metric.startswith("val") or "/" not in metric  # not of a callback, as grad/norm
         if self._retention.keep_best and is_of_validation and metric not in known and self.chooses_metric:
-            self._choose_metric([name for name in known if name in self._validated and "loss" in name])
+            self._choose_metric(list_losses(self._validated.intersection(known)))
         elif self._retention.keep_best and is_of_validation and metric not in known:
             names = sorted(self._validated or {name for name in known if name.startswith("val")}) or ["val/loss"]
             near = (get_close_matches(metric, names, 1) or names)[0]
@@ -503,8 +504,6 @@ class CheckpointSaver(AfterModule, Checkpoint):
 
     def _choose_metric(self, losses: list[str]) -> None:
         """Rank checkpoints by the loss that validation has logged, if it is one; else say that none is the best."""
-        # logged by step and by epoch, it has three names
-        losses = sorted(name for name in losses if f"{name}_epoch" not in losses and not name.endswith("_step"))
         if len(losses) == 1:
             self._retention = replace(self._retention, metric=losses[0])
             LOGGER.info(f"The best checkpoint is the one with the lowest {losses[0]}")
@@ -519,6 +518,16 @@ class CheckpointSaver(AfterModule, Checkpoint):
     @staticmethod
     def _folder(trainer: lightning.Trainer) -> Path:
         return Path(trainer.default_root_dir) / CHECKPOINTS
+
+
+def list_losses(names: Collection[str]) -> list[str]:
+    """Return which of the names that a validation has logged are losses, each once: by step and by epoch it has three.
+
+    Args:
+        names: What `list_validated` returns.
+    """
+    losses = [name for name in names if "loss" in name]
+    return sorted(name for name in losses if f"{name}_epoch" not in losses and not name.endswith("_step"))
 
 
 def _clear(folder: Path, step: int, retention: Retention) -> None:

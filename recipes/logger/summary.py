@@ -12,14 +12,17 @@ import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
+from recipes.checkpoint.saver import list_losses
 from recipes.errors import ConfigError
 from recipes.files import tolerating, write_atomically
-from recipes.lightning_internals import get_callbacks
+from recipes.lightning_internals import get_callbacks, list_validated
 from recipes.model.init import unsharded_shape
 from recipes.run_folder import EVALUATIONS, SUMMARY_FILE, read_summary
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.failure import is_out_of_memory, is_peer_failure, read_oom_of_other_rank
 from recipes.runtime.signals import Preempted
+
+_VAL_LOSS = "val/loss"
 
 
 class SummaryWriter(Callback):
@@ -31,14 +34,23 @@ class SummaryWriter(Callback):
 
     Args:
         run_folder: Folder for summary.json.
+        monitor: Metric that ranks checkpoints: of the losses of a LightningModule of one's own, it is the one to keep.
         find_ending: Returns why the run ends, as a value with an attribute `by`; None if that is not known.
 
     Attributes:
         newest: Last written summary, on rank 0; None before the first.
     """
 
-    def __init__(self, *, run_folder: Path, find_ending: Callable[[lightning.Trainer], Any] = lambda _: None) -> None:
+    def __init__(
+        self,
+        *,
+        run_folder: Path,
+        monitor: str = _VAL_LOSS,
+        find_ending: Callable[[lightning.Trainer], Any] = lambda _: None,
+    ) -> None:
         self._folder = run_folder
+        self._monitor = monitor
+        self._val_loss = _VAL_LOSS  # name by which it is logged
         self._find_ending = find_ending
         self._began = time.perf_counter()
         self._has_begun = False
@@ -53,10 +65,17 @@ class SummaryWriter(Callback):
 
     @override
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        val_loss = _get_metric(trainer, "val/loss")
+        self._val_loss = self._find_val_loss(trainer)
+        val_loss = _get_metric(trainer, self._val_loss)
         if val_loss is not None:
             best = self._best_val_loss
             self._best_val_loss = val_loss if best is None else min(best, val_loss)
+
+    def _find_val_loss(self, trainer: lightning.Trainer) -> str:
+        """Return the name of the loss that a validation has logged: the one of a module of one's own has any name."""
+        losses = [] if _VAL_LOSS in trainer.callback_metrics else list_losses(list_validated(trainer))
+        chosen = [name for name in losses if name == self._monitor] or losses
+        return chosen[0] if len(chosen) == 1 else _VAL_LOSS
 
     @override
     def on_fit_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
@@ -81,10 +100,15 @@ class SummaryWriter(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"best_val_loss": self._best_val_loss, "seconds": self._get_seconds()}
+        return {
+            "val_loss": self._val_loss,
+            "best_val_loss": self._best_val_loss,
+            "seconds": self._get_seconds(),
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._val_loss = state_dict.get("val_loss", _VAL_LOSS)  # none from earlier versions
         self._best_val_loss = state_dict["best_val_loss"]
         self._earlier_seconds = state_dict["seconds"]
 
@@ -107,7 +131,7 @@ class SummaryWriter(Callback):
             "samples": num_samples,
             "tokens": num_tokens,
             "train_loss": _get_metric(trainer, "train/loss"),
-            "val_loss": _get_metric(trainer, "val/loss"),
+            "val_loss": _get_metric(trainer, self._val_loss),
             "best_val_loss": self._best_val_loss,
             "measures": pl_module.list_measures(),
             "seconds": round(self._get_seconds(), 3),

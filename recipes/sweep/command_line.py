@@ -37,6 +37,7 @@ from recipes.config.overrides import (
     parse_override,
     quote,
 )
+from recipes.config.resolved import ResolvedRun
 from recipes.config.search_path import find_config_folders
 from recipes.config.signature import TargetNotFoundError, read_signature
 from recipes.config.traits import select
@@ -46,6 +47,7 @@ from recipes.run_folder import PAGE_FILE, SWEEP_FILE, has_run, is_page, may_repl
 from recipes.sweep.search_space import read_space
 
 _GRID = "basic"  # Hydra's own sweeper
+_OBJECTIVE = "best_val_loss"  # of conf/sweep/none.yaml
 _PARAMS = "hydra.sweeper.params"
 _FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 _MAX_JOBS = 5000  # of a grid, each of which is composed and checked in some 30 ms
@@ -62,6 +64,7 @@ class SweepCommand:
         mistakes: All errors found in the first job, and those of the sweep.
         of_sweep: The errors of the sweep, which every job has.
         skips_invalid: Whether the valid jobs run when the config of others is invalid.
+        ranking: The objective and its direction, where those of the checkpoints decide them.
     """
 
     for_hydra: list[str]
@@ -69,6 +72,7 @@ class SweepCommand:
     mistakes: list[ConfigError]
     of_sweep: list[ConfigError]
     skips_invalid: bool = False
+    ranking: Sequence[str] = ()
 
 
 def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str) -> SweepCommand:
@@ -129,6 +133,7 @@ def check_command(typed: Sequence[str], *, config_folder: Path, config_name: str
         mistakes=shown,
         of_sweep=shown[len(of_jobs) :],
         skips_invalid=composed is not None and select(composed.config, "sweep.skip_invalid") is True,
+        ranking=_rank_as_checkpoints(composed, typed_keys) if composed is not None else (),
     )
 
 
@@ -403,6 +408,20 @@ def _check_objective(composed: Composed) -> list[ConfigError]:
     """Check that a validation metric that ranks the jobs is computed; other names are those of summary.json."""
     objective = str(select(composed.config, "sweep.objective"))
     return [*find_unknown_metric(composed.config, "sweep.objective", objective)] if "/" in objective else []
+
+
+def _rank_as_checkpoints(composed: ResolvedRun, typed_keys: Collection[str]) -> list[str]:
+    """Return the objective that the metric of the best checkpoint of a LightningModule of one's own is, if it is typed.
+
+    Such a module logs what it likes, so nothing but this setting says what is good.
+    """
+    monitor, mode = (str(select(composed.config, f"checkpoint.{name}")) for name in ("monitor", "mode"))
+    is_typed = any(text.lstrip("+").startswith("checkpoint.monitor=") for text in composed.overrides)
+    is_decided = "sweep.objective" in typed_keys or select(composed.config, "sweep.objective") != _OBJECTIVE
+    if not composed.task.has_own_training or not is_typed or is_decided:
+        return []
+    direction = [] if "sweep.direction" in typed_keys else [f"sweep.direction={mode}imize"]
+    return [make_override("sweep.objective", monitor), *direction]
 
 
 def _check_run_folder(typed: Sequence[str]) -> Iterator[ConfigError]:

@@ -102,6 +102,8 @@ class SubprocessLauncher(Launcher):
         """
         settings = make(self._get_section("sweep"))
         assert isinstance(settings, Settings), type(settings)
+        if MULTIRUN.ranking:
+            LOGGER.info(f"Runs are ranked as checkpoints are: {' '.join(MULTIRUN.ranking)}")
         return Sweep(
             folder=self._folder,
             launcher=make(self._get_section("launcher")),

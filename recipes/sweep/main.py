@@ -77,13 +77,15 @@ def run_sweep(overrides: list[str], folder: Path, name: str, run: Callable[..., 
         print(format_report(mistakes), file=sys.stderr)
         return ExitCode.INVALID_CONFIG
     MULTIRUN.config_folder, MULTIRUN.config_name = folder, name
+    MULTIRUN.ranking = command.ranking
     MULTIRUN.keys, MULTIRUN.command, MULTIRUN.exit_code = command.keys, sys.argv[1:], 0
     register()
     flags = ["--multirun"]
     if not any(override.startswith("hydra/launcher=") for override in overrides):
         flags.append(f"hydra/launcher={PLUGIN_NAME}")
-    sys.argv[1:] = [*flags, *command.for_hydra]
-    return run_through_hydra(folder, name, run, command.for_hydra) or MULTIRUN.exit_code
+    for_hydra = [*command.for_hydra, *command.ranking]
+    sys.argv[1:] = [*flags, *for_hydra]
+    return run_through_hydra(folder, name, run, for_hydra) or MULTIRUN.exit_code
 
 
 # Register the launcher and the sweeper as Hydra plugins in code, so that no plugin package has to be installed.

@@ -134,7 +134,8 @@ class Report:
         if value is not None and not job.state.has_failed:
             return f"{self._settings.objective} {value:.6g}"
         if job.state is State.FINISHED:
-            others = list_objectives(job.folder)
+            is_trained = read_objective(job.folder, "train_loss") is not None
+            others = list_objectives(job.folder) or (["train_loss"] if is_trained else [])
             hint = f"; sweep.objective=<{' | '.join(others)}> ranks the runs" if others else ""
             return f"no {self._settings.objective}{hint}"
         return f"exit code {job.exit_code}"

@@ -13,6 +13,7 @@ class MultirunState:
         config_folder: The folder from which jobs are composed.
         config_name: The primary config.
         keys: The keys swept over on the command line.
+        ranking: The objective of the sweep and its direction, where checkpoints decide them.
         command: The full command line, without the program.
         exit_code: The exit code of the sweep.
     """
@@ -20,6 +21,7 @@ class MultirunState:
     config_folder: Path = Path()
     config_name: str = "config"
     keys: Sequence[str] = ()
+    ranking: Sequence[str] = ()
     command: Sequence[str] = ()
     exit_code: int = 0
 

@@ -146,3 +146,12 @@ def test_a_setting_of_a_sweep_is_refused_for_a_single_run() -> None:
         == "hydra.sweep.dir=x: only a sweep, which -m starts, reads it; type hydra.run.dir=x, or -m beside it"
     )
     assert reject_settings_of_sweep(["sweep=lr", "hydra.mode=RUN", "hydra.sweeper.n_trials=2"]) == []
+
+
+def test_runs_of_a_module_of_ones_own_are_ranked_as_its_checkpoints_are_if_nothing_else_is_typed() -> None:
+    own = "task=lightning task.module._target_=own_modules.Classifier data.module=null seed=1,2"
+    assert check(own).ranking == []
+    by_accuracy = f"{own} checkpoint.monitor=val_acc checkpoint.mode=max"
+    assert check(by_accuracy).ranking == ["sweep.objective=val_acc", "sweep.direction=maximize"]
+    assert check(f"{by_accuracy} sweep.objective=best_val_loss").ranking == []
+    assert check("seed=1,2 checkpoint.monitor=val/loss").ranking == []

@@ -250,6 +250,17 @@ def test_the_best_checkpoint_is_by_the_one_loss_that_validation_logs(tmp_path: P
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step_0000030.ckpt"
 
 
+def test_the_summary_has_the_loss_of_validation_and_what_ended_the_run(tmp_path: Path) -> None:
+    run(tmp_path, *by_epoch("trainer.max_epochs=2", module="Measured, losses: [3, 1, 2]"))
+    run(tmp_path, *by_epoch("trainer.max_epochs=3", "resume=auto", module="Measured, losses: [3, 1, 2]"))
+    summary = read_summary(tmp_path) or {}
+    assert (summary["val_loss"], summary["best_val_loss"]) == (2.0, 1.0)
+    assert summary["ended_by"] == "trainer.max_epochs"
+    assert "val loss 2.0000" in (tmp_path / "train.log").read_text().splitlines()[-1]
+    run(tmp_path, *by_epoch("trainer.max_epochs=3", "resume=auto", module="Measured, losses: [3, 1, 2]"))
+    assert "to go on: a larger trainer.max_epochs" in (tmp_path / "train.log").read_text()
+
+
 def list_saved(folder: Path) -> list[int]:
     return [event["step"] for event in read_events(folder / EVENTS_FILE) if event["event"] == "checkpoint"]
 
