@@ -21,13 +21,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from recipes.config import compose_and_check
-from recipes.config.commands import repeat_command
+from recipes.config.commands import list_classes, repeat_command
 from recipes.config.compose import quote_options
 from recipes.config.overrides import drop_replaced, for_shell, make_override
 from recipes.config.resolved import ResolvedRun
 from recipes.config.search_path import select_search_path
 from recipes.config.signature import read_signature
-from recipes.config.trust import recall_typed, remember_typed
+from recipes.config.trust import find_resumed_run, recall_typed, remember_typed
 from recipes.entry.hydra_main import find_missing_folder
 from recipes.entry.light_import import without_unused_packages
 from recipes.entry.run import Outcome, run_to_outcome
@@ -198,7 +198,9 @@ class ComposedRun:
     @property
     def command(self) -> str:
         """The command that trains the same run."""
-        return repeat_command(self._resolved.typed)
+        typed = self._resolved.typed
+        resumed = find_resumed_run(typed)  # of a run that was started here, this process knows the classes
+        return repeat_command([*typed, *(list_classes(resumed, typed) if resumed is not None else ())])
 
     def fit(self) -> RecordedRun:
         """Train in this process, or with several ranks in one new process per rank; return what the run has written.

@@ -37,6 +37,7 @@ from recipes.config.check.doubts import find_doubts
 from recipes.config.check.types import to_setting
 from recipes.config.compose import Config, freeze
 from recipes.config.instantiate import PARTIAL, make, make_model, make_optimizer
+from recipes.config.own_code import describe_own_code, find_edits
 from recipes.config.resolved import ResolvedRun
 from recipes.config.resume import find_tokenizer, is_other_data, list_saved_parts
 from recipes.config.signature import find_signature
@@ -101,6 +102,7 @@ class Run:
         has_own_training: Whether `task` is a LightningModule of one's own, with none of the members of `TrainingTask`
             but those that saving and logging read, and `data` its data module, of one's own or ours; None: it has
             loaders itself.
+        own_code: Hash of each definition in the files of one's own classes, by module and name.
         other_data: Data nodes whose text is trained on nowhere, `data` or `eval_data.<name>`.
         freeze: Writes the config into the folder.
         endings: Finds out why the run ends, and whether it has ended already.
@@ -122,6 +124,7 @@ class Run:
     data_names: Sequence[str] = ()
     target_kind: str = ""
     has_own_training: bool = False
+    own_code: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     other_data: Sequence[str] = ()
     freeze: Callable[[], None] = lambda: None
     endings: Endings = field(default_factory=lambda: Endings({}, {}))
@@ -177,6 +180,10 @@ def build(resolved: ResolvedRun) -> Run:
     if resolved.mode.trains and global_rank() == 0:
         for doubt in find_doubts(resolved, is_continued=checkpoint is not None):
             LOGGER.warning(str(doubt))
+    if checkpoint is not None and global_rank() == 0:
+        trained_in = find_run_folder(checkpoint)
+        for line in [*resolved.edits, *(find_edits(config, trained_in) if trained_in is not None else ())]:
+            LOGGER.warning(line)
     lightning.seed_everything(resolved.seed, verbose=False)
     precision: Precision = make(config["precision"])
     set_float32_products(precision)
@@ -220,6 +227,7 @@ def build(resolved: ResolvedRun) -> Run:
         has_own_training=resolved.task.has_own_training,
         overrides=resolved.overrides,
         tags=resolved.tags,
+        own_code=describe_own_code(config),
         other_data=other_data,
         endings=saver.endings,
     )

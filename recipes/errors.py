@@ -73,10 +73,13 @@ def type_command(words: str) -> str:
     Args:
         words: Overrides and flags, quoted for a shell; `…` for any.
     """
-    if in_notebook():  # which replaces {…}, and nothing at all if it cannot
-        return f"{NOTEBOOK} {words.replace('{', '{{').replace('}', '}}')}"
     program = INSTALLED if _is_installed() else "python train.py"
-    return f"{os.environ.get(COMMAND_VARIABLE, program)} {words}"
+    return f"{NOTEBOOK if in_notebook() else os.environ.get(COMMAND_VARIABLE, program)} {type_words(words)}"
+
+
+def type_words(words: str) -> str:
+    """Return words of a command as they are typed: in a notebook, a cell replaces {…}, and nothing if it cannot."""
+    return words.replace("{", "{{").replace("}", "}}") if in_notebook() else words
 
 
 def type_extra(name: str) -> str:

@@ -108,10 +108,11 @@ def page_html(run: RunRecord, groups: Sequence[Group], marks: Sequence[Mark]) ->
         answers=get_answers(run),
         operators=get_operators(run),
         spikes=get_spikes(run),
+        program=_get_program(run),
         replay=get_replay(run),
         plan=get_plan(run),
         memory=memory,
-        environment={name: value for name, value in run.environment.items() if name != "overrides"},
+        environment={name: value for name, value in run.environment.items() if name not in _OF_COMMAND},
         events=get_events(run),
         config=config_lines(run),
         pills={} if get_status(run) is None else {get_status(run): status_class(str(get_status(run)))},
@@ -194,6 +195,7 @@ MAX_ANSWERS = 12
 # event fields omitted from the details in its row
 _COMMON_FIELDS = ("time", "step", "event", "mark", "kept_on_resume")
 
+_OF_COMMAND = ("overrides", "program", "classes", "own_code")  # of environment.json, and no fact of the machine
 _PLAN_TITLES = {
     "steps": "optimizer steps",
     "samples": "samples",
@@ -333,9 +335,14 @@ def get_replay(run: RunRecord) -> str:
     if not run.spikes or not run.config.get("mode"):
         return ""
     own_options = [text for text in run.overrides if text.startswith("hydra.searchpath=")]
-    newest = run.spikes[-1].get("step")
-    command = shlex.join([*own_options, "mode=replay", f"resume={run.folder}", f"mode.step={newest}"])
-    return f"python train.py {command}"
+    classes, newest = run.environment.get("classes", []), run.spikes[-1].get("step")
+    words = [*own_options, "mode=replay", f"resume={run.folder}", *map(str, classes), f"mode.step={newest}"]
+    return f"{_get_program(run)} {shlex.join(words)}"
+
+
+def _get_program(run: RunRecord) -> str:
+    """Return the command without its overrides, with the folders in which it finds code of somebody's own."""
+    return str(run.environment.get("program", "python train.py"))
 
 
 def _alarm_text(spike: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from recipes.config.check.origin import list_untrusted
 from recipes.config.overrides import for_shell, make_override, unescape_interpolations
 from recipes.config.search_path import select_search_path
 from recipes.config.trust import find_own_folders, read_yaml_files
-from recipes.errors import PROJECT_VARIABLE, in_notebook, type_command
+from recipes.errors import PROJECT_VARIABLE, in_notebook, type_command, type_words
 from recipes.run_folder import CONFIG_FILE, read_config
+from recipes.runtime.own_code import is_own
 
 _ROOT = Path(__file__).parents[2]  # of this project, which every command finds
 _PACKAGE = re.compile(r"_target_['\"]?\s*[:=]\s*['\"]?([A-Za-z_]\w*)\.")  # in an override or in YAML
@@ -28,12 +30,21 @@ def resume_command(folder: Path, overrides: Sequence[str]) -> str:
         overrides: Overrides that the run was started with.
     """
     typed = [*select_search_path(overrides), make_override("resume", str(folder))]
-    file = folder / CONFIG_FILE
-    if file.is_file():
-        typed += list_untrusted(unescape_interpolations(read_config(folder)), typed, file)
+    typed += list_classes(folder, typed)
     if in_notebook():
         return f"lr.compose({', '.join(map(json.dumps, typed))}).fit()"
     return repeat_command(typed)
+
+
+def list_classes(folder: Path, typed: Sequence[str]) -> list[str]:
+    """Return the overrides that name the classes of a run which its folder alone may not choose.
+
+    Args:
+        folder: Run folder.
+        typed: Other overrides of the command line.
+    """
+    file = folder / CONFIG_FILE
+    return list_untrusted(unescape_interpolations(read_config(folder)), typed, file) if file.is_file() else []
 
 
 def repeat_command(overrides: Sequence[str]) -> str:
@@ -42,7 +53,16 @@ def repeat_command(overrides: Sequence[str]) -> str:
     Args:
         overrides: Overrides, as the program gets them.
     """
-    command = type_command(" ".join(map(for_shell, overrides)))
+    return f"{start_program(overrides)} {type_words(' '.join(map(for_shell, overrides)))}"
+
+
+def start_program(overrides: Sequence[str]) -> str:
+    """Return the command without its overrides, such as `PYTHONPATH=my_code python train.py`.
+
+    Args:
+        overrides: Overrides, as the program gets them.
+    """
+    command = type_command("").rstrip()
     folders = os.pathsep.join(_find_folders_of_code(overrides))
     if not folders:
         return command
@@ -53,6 +73,10 @@ def repeat_command(overrides: Sequence[str]) -> str:
 def _find_folders_of_code(overrides: Sequence[str]) -> Iterator[str]:
     """Yield the folders of PYTHONPATH, as they were typed, of the packages that overrides and their options name."""
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if in_notebook():  # whose cells say where code is by sys.path; the command finds the working folder itself
+        entries += [
+            entry for entry in sys.path if entry and is_own(f"{entry}/") and Path(entry).resolve() != Path.cwd()
+        ]
     if not entries:
         return
     files = [text for folder in find_own_folders(overrides) for _, text in read_yaml_files(folder)]

@@ -24,6 +24,7 @@ from recipes.config.epochs import take_epochs, write_epochs
 from recipes.config.instantiate import PARTIAL, RULES, TARGET
 from recipes.config.local_path import find_address
 from recipes.config.overrides import escape_interpolations, for_shell, parse_override, to_overrides
+from recipes.config.own_code import fill_defaults
 from recipes.config.published import published_size
 from recipes.config.resume import (
     apply_changes,
@@ -42,7 +43,7 @@ from recipes.errors import ConfigError, type_command
 from recipes.files import write_atomically
 from recipes.lr_scaling import scaled_lr
 from recipes.numerics.accumulation import steps_of
-from recipes.run_folder import CONFIG_FILE, FROZEN, create_new, find_run_folder
+from recipes.run_folder import CONFIG_FILE, FROZEN, create_new, find_run_folder, has_checkpoint, read_config
 
 Config = dict[str, Any]
 # names of options that Hydra's grammar reads as a number, a boolean or null
@@ -70,6 +71,7 @@ class Composed:
         typed: Overrides of this command line alone.
         dropped_overrides: Overrides of the resumed run that no longer apply, because another option was chosen.
         added_settings: Settings that the config of the resumed run does not have, because a later version added them.
+        edits: Lines about what the files of one's own classes have in the place of what the resumed run was made with.
         left_out: Metrics that are left out, each with why.
         choices: Option chosen for each group, to name it in messages.
         references: Key of each setting that only refers to another one, and that one: `data.seq_len` to `seq_len`.
@@ -88,6 +90,7 @@ class Composed:
     typed: list[str] = field(default_factory=list)
     dropped_overrides: list[str] = field(default_factory=list)
     added_settings: list[str] = field(default_factory=list)
+    edits: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     references: dict[str, str] = field(default_factory=dict)
     sweep_overrides: list[str] = field(default_factory=list)
@@ -226,23 +229,28 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
         config["resume"] = os.path.expanduser(config["resume"])
     if isinstance(config.get("start_from"), str):
         config["start_from"] = os.path.expanduser(config["start_from"])
+    composed, folder = config, _get_run_folder(node)
     if resumed is None:
-        config = take_tokenizer(config, _get_run_folder(node), overrides)
+        config = take_tokenizer(config, folder, overrides)
     if resumed and recorded is not None:
         before = _to_plain(_fit_to_classes(recorded, resumed.overrides))
         completed, added = complete(resumed.config, before)
         frozen = completed | {key: config[key] for key in ("mode", "resume", "evaluator") if key in config}
         changed = apply_changes(frozen, before=before, now=config)
         config = _use_cache_of(config, take_typed(changed, config, overrides, _find_references(node)))
+    config, edits = fill_defaults(
+        config, composed, lambda: resumed.config if resumed else _read_earlier(config, folder)
+    )
     left_out = leave_out_top_k(config, [*inherited, *overrides])
     return Composed(
         config=config,
         choices={group: str(option) for group, option in node.hydra.runtime.choices.items()},
-        run_folder=_get_run_folder(node),
+        run_folder=folder,
         overrides=[*inherited, *overrides],
         typed=[*overrides],
         dropped_overrides=dropped,
         added_settings=added,
+        edits=edits,
         left_out=left_out,
         references=_find_references(node),
         sweep_overrides=[*to_overrides(_get_sweeper_params(node)), *sweeps],
@@ -250,6 +258,12 @@ def compose_run(overrides: Sequence[str], *, config_folder: Path = CONF, config_
         config_name=config_name,
         epochs=epochs,
     )
+
+
+def _read_earlier(config: Config, folder: Path) -> Config | None:
+    """Return the frozen config of the run that `resume=auto` continues; None if there is none."""
+    goes_on = config.get("resume") == "auto" and has_checkpoint(folder) and (folder / CONFIG_FILE).is_file()
+    return read_config(folder) if goes_on else None
 
 
 def _fit_to_classes(config: DictConfig, overrides: Sequence[str]) -> DictConfig:

@@ -59,7 +59,8 @@ def chat(
     task.tokenizer = tokenizer = load_tokenizer(run, "mode=chat")
     if tokenizer.chat_template is None:
         reason = "the run was not trained on conversations and has no template for them"
-        raise ConfigError(f"mode=chat resume={run.folder}", reason, "mode=sample, which continues a text")
+        fix = "mode=sample, which continues a text, or mode=chat of a run on data=conversations data.format=alpaca"
+        raise ConfigError(f"mode=chat resume={run.folder}", reason, fix)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     prompt_for_answer([*first, {"role": "user", "content": "?"}], tokenizer)  # a template may reject it: say so now

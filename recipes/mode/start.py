@@ -13,6 +13,9 @@ from typing_extensions import override
 from recipes.adapter.nf4_base import describe_base
 from recipes.build import Run
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
+from recipes.config.commands import list_classes, start_program
+from recipes.config.own_code import OWN_CODE
+from recipes.config.search_path import select_search_path
 from recipes.data.datamodule import StreamDataModule
 from recipes.engine import get_engine
 from recipes.errors import ConfigError
@@ -98,6 +101,9 @@ class RunStartCallback(Callback):
         for error_report in (run.folder / OOM_FOLDER).glob("rank_*.json"):
             error_report.unlink()  # left by an earlier start
         record = describe_environment(run.overrides) | {
+            "program": start_program(run.overrides),
+            "classes": list_classes(run.folder, select_search_path(run.overrides)),
+            OWN_CODE: run.own_code,
             "tags": run.tags,
             "num_ranks": trainer.world_size,
             "started_from": [dict(each) for each in _list_sources(run)],
@@ -187,6 +193,8 @@ def _describe_own(run: Run, setup: str) -> Iterator[str]:
     weights = list(task.parameters())
     num_parameters = sum(unsharded_shape(weight).numel() for weight in weights)
     yield f"model: {type(task).__name__}, {num_parameters:,} parameters on {setup}"
+    if untyped := _list_untyped(run):
+        yield f"not typed, but of the recipe: {' '.join(untyped)}"
     if not task.automatic_optimization:
         yield "optimization: by the module; steps are those of all its optimizers, and spikes are not rolled back"
     if isinstance(run.data, StreamDataModule):
@@ -199,6 +207,17 @@ def _describe_own(run: Run, setup: str) -> Iterator[str]:
     length = _count(int(num), "batch", "batches") if num != float("inf") else "an unknown number of batches"
     epoch = f"{length} an epoch on each rank"
     yield f"batch: of {loaders}, {_count(trainer.accumulate_grad_batches, 'batch', 'batches')} a step; {epoch}"
+
+
+def _list_untyped(run: Run) -> list[str]:
+    """Return the settings of a recipe that decide how a module of one's own is trained, where nobody has typed them."""
+    trainer = run.trainer
+    ends_by_steps = trainer.max_epochs is None or trainer.max_epochs < 0
+    known = {"trainer.max_steps": trainer.max_steps} if ends_by_steps else {}
+    if trainer.gradient_clip_val is not None:
+        known["trainer.gradient_clip_val"] = trainer.gradient_clip_val
+    typed = [text.lstrip("+~").partition("=")[0] for text in run.overrides]
+    return [f"{key}={value:g}" for key, value in known.items() if key not in typed]
 
 
 def _describe_task(run: Run, setup: str, resumed_from: Path | None) -> Iterator[str]:

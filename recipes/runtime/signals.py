@@ -324,7 +324,8 @@ def _end_at_second(number: int) -> None:
             _exit(128 + number)
     # before training, the first Ctrl-C ends the run as soon as the main thread has seen it
     elif _REQUEST.on_second == "exit" and (_REQUEST.handler is not None or not _REQUEST.interrupt_is_seen):
-        _end(f"Interrupted, {_NOT_SAVED}", ExitCode.INTERRUPTED)
+        line = f"Interrupted, {_NOT_SAVED}" if _REQUEST.has_stepped else NOT_STARTED.format("Ctrl-C")
+        _end(line, ExitCode.INTERRUPTED)
 
 
 def _end_if_stuck(now: float) -> None:

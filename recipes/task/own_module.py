@@ -450,6 +450,7 @@ class Adopted(OnEngine):
     @override
     def on_train_start(self) -> None:
         of_run = self.recipes_of_run
+        self._check_plateaus()
         self.restore_rng()
         leave_room(self.trainer)
         if of_run.is_resumed:
@@ -461,6 +462,18 @@ class Adopted(OnEngine):
                     "ReduceLROnPlateau makes no step for the epoch of the checkpoint: its metric was not logged by then"
                 )
         super().on_train_start()
+
+    def _check_plateaus(self) -> None:
+        """Reject a schedule that follows a metric of a validation that the run has not, before the first epoch."""
+        if self.trainer.enable_validation:
+            return
+        for config in self.trainer.lr_scheduler_configs:
+            if config.reduce_on_plateau and str(config.monitor).startswith("val"):
+                raise ConfigError(
+                    f"monitor={config.monitor} of configure_optimizers",
+                    "ReduceLROnPlateau follows it, and nothing is validated",
+                    "a val_dataloader() and a validation_step(), or a metric of training as its monitor",
+                )
 
     @override
     def on_train_epoch_end(self) -> None:

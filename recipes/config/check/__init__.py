@@ -254,6 +254,8 @@ def locate_mistakes(mistakes: Sequence[ConfigError], overrides: Sequence[str]) -
         deleted = next((word for word in overrides if word.startswith(f"~{key}=")), None)
         if deleted and setting.startswith("no "):
             fix = f"the same command without {deleted}"
+        if _NO_ARGUMENT in reason and is_typed and not text and fix.startswith(f"'~{key}'"):  # within a {…}
+            fix = f"the same command without {key.rpartition('.')[2]} in {section}"
         if f"~{key}" in overrides:  # typed instead of the deletion, the key is there
             fix = fix.removeprefix("+")
         elif is_added and fix.startswith(f"'~{key}'"):

@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from recipes.config.check.sections import NODES, list_groups
@@ -143,6 +144,8 @@ def _check_node(path: str, node: Mapping[str, Any], *, is_called_elsewhere: bool
     except TargetNotFoundError as error:
         root = target.partition(".")[0]
         own = f"PYTHONPATH=<the folder with {root}> before the command if it is code of your own, or {_install(root)}"
+        if Path(f"{root}.py").is_file() or Path(root).is_dir():
+            own = f"PYTHONPATH=. before the command, for the {root} in this folder"
         is_foreign = "no package" in str(error) and not get_close_matches(root, _PACKAGES, 1)
         fix = own if is_foreign else _suggest_target(path, target)
         if error.meant is not None:

@@ -1,6 +1,8 @@
 """Initialize model weights randomly from the seed, or load published weights."""
 
+import inspect
 import math
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -10,10 +12,12 @@ from torch import nn
 from recipes.adapter.nf4_base import unquantize
 from recipes.errors import ConfigError
 from recipes.model import as_model
-from recipes.model.init import constant_
+from recipes.model.init import constant_, named_parameters
 from recipes.model.score import init_score
 from recipes.model.weights.adapter import has_adapter, initialize_adapter
-from recipes.numerics.nf4 import dequantize
+from recipes.numerics.nf4 import dequantize, is_nf4
+from recipes.parallel.placement import local
+from recipes.runtime.own_code import is_own
 
 
 @torch.no_grad()
@@ -67,10 +71,49 @@ def _initialize_base(model: nn.Module, seed: int) -> None:
         first_weights.load_base(model, seed)
         return
     pretrained: str | None = getattr(model, "pretrained", None)
-    if pretrained is None:
+    if pretrained is None and (own := _find_own_class(model)) is not None:
+        _initialize_own(model, own, seed)
+    elif pretrained is None:
         as_model(model).init_weights(seed)
     else:
         load_published(model, pretrained)
+
+
+def _find_own_class(model: nn.Module) -> type | None:
+    """Return the class of a model if it is somebody's own: FSDP2 has derived another one from it."""
+    files = {cls: getattr(sys.modules.get(cls.__module__), "__file__", None) for cls in type(model).__mro__}
+    return next((cls for cls, file in files.items() if file is not None and is_own(file)), None)
+
+
+def _initialize_own(model: Any, own: type, seed: int) -> None:
+    """Call the `init_weights` of somebody's own class, and find what it leaves as it was allocated.
+
+    Raises:
+        ConfigError: It takes no seed, or sets not every parameter.
+    """
+    setting, fix = f"model._target_={own.__module__}.{own.__name__}", "def init_weights(self, seed): in that class"
+    try:
+        inspect.signature(model.init_weights).bind(seed)
+    except TypeError as error:
+        reason = "its init_weights takes no seed alone, from which every rank and engine sets the same weights"
+        raise ConfigError(setting, reason, f"{fix}, with init.normal_(parameter, name=…, seed=seed, std=…)") from error
+    plain = {
+        key
+        for key, weight in named_parameters(model)
+        if weight.is_floating_point() and not hasattr(weight, "fill_whole") and not is_nf4(weight)
+    }
+    for key, weight in named_parameters(model):
+        if key in plain:
+            constant_(weight, math.nan)
+    model.init_weights(seed)
+    unset = [key for key, weight in named_parameters(model) if key in plain and local(weight).isnan().any()]
+    if unset:
+        more = f" and {len(unset) - 1} more" if len(unset) > 1 else ""
+        raise ConfigError(
+            setting,
+            f"its init_weights does not set {unset[0]}{more}, whose memory holds whatever was there",
+            f"{fix}, which sets every one of self.named_parameters()",
+        )
 
 
 @torch.no_grad()

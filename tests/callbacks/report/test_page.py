@@ -338,6 +338,10 @@ def test_a_spike_dump_is_listed_with_the_command_that_recomputes_it(
     assert "norm non finite; loss high, score 12.5" in page
     assert "<td>9.5</td><td>not finite</td><td>skipped</td>" in page
     assert f"python train.py mode=replay resume={tmp_path} mode.step=21" in page
+    environment = {"program": "PYTHONPATH=code python train.py", "classes": ["++model._target_=net.Net"]}
+    recorded = write_run(tmp_path, "step,train/loss\n1,3\n", config=config, environment=environment)
+    typed = "PYTHONPATH=code python train.py mode=replay"
+    assert f"{typed} resume={tmp_path} ++model._target_=net.Net mode.step=21" in make_page(recorded)
     (folder / "spike.json").write_text(json.dumps(spike | {"step": "1; touch x"}))
     page = make_page(write_run(tmp_path, "step,train/loss\n1,3\n", config=config))
     assert escape("'mode.step=1; touch x'") in page  # a command to copy is one command

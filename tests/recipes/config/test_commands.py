@@ -92,6 +92,9 @@ def test_a_notebook_is_answered_with_a_cell_or_a_call(code: Path, monkeypatch: p
     assert repeat_command([typed]) == (
         f"!PYTHONPATH='my code' {python} 'model={{{{_target_: net_of_mine.Net, width: 3}}}}'"
     )
+    with monkeypatch.context() as of_cell:  # which finds code by sys.path alone
+        of_cell.delenv("PYTHONPATH")
+        assert repeat_command([typed]).startswith(f"!PYTHONPATH='my code' {python} ")
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))  # imported by a script
     assert type_command("seed=3") == "python train.py seed=3"
     monkeypatch.setenv(COMMAND_VARIABLE, NOTEBOOK)  # of a rank that a notebook has started

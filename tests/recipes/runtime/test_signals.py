@@ -326,6 +326,8 @@ with signals.listening():
         signals.set_handler(lambda: None, wait_seconds=wait_seconds, announcement="it stops")
     threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
     if case == "interrupt_again":
+        signals.mark_step()
+    if case in ("interrupt_again", "interrupt_first_step"):
         threading.Timer(1.4, os.kill, (os.getpid(), number)).start()
     if case == "first_step":
         with signals.waiting("the next batch of data", stops=True):
@@ -348,6 +350,11 @@ with signals.listening():
     [
         ("first_step", 75, "Stopped by SIGTERM before the first step; to start again: the same command"),
         ("end", 0, "Stopped by SIGTERM while waiting for the other ranks, the run is finished"),
+        (
+            "interrupt_first_step",
+            130,
+            "it stops\nStopped by Ctrl-C before the first step; to start again: the same command",
+        ),
         ("interrupt_again", 130, "it stops\nInterrupted, not saved; to resume from the newest checkpoint: resume=auto"),
     ],
 )

@@ -194,6 +194,17 @@ def test_a_plateau_of_a_metric_of_validation_needs_no_setting(tmp_path: Path) ->
     assert [*get_column(tmp_path, "val_loss")] == [13, 26]
 
 
+def test_a_plateau_of_a_metric_that_nothing_validates_is_refused_before_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = own(
+        "trainer.max_epochs=2", "eval_every=auto", module="Plateau", data="{_target_: own_modules.TrainingOnly}"
+    )
+    assert execute(*words, f"hydra.run.dir={tmp_path}") == ExitCode.INVALID_CONFIG
+    assert "ReduceLROnPlateau follows it, and nothing is validated" in "".join(capsys.readouterr())
+    assert not (tmp_path / "metrics.csv").exists()
+
+
 def test_two_optimizers_of_a_module_step_and_resume_as_under_its_own_trainer(tmp_path: Path) -> None:
     rows = train_in_a_script(own_modules.Adversaries, 40)
     module = {"module": "Adversaries"}
@@ -259,6 +270,14 @@ def test_the_summary_has_the_loss_of_validation_and_what_ended_the_run(tmp_path:
     assert "val loss 2.0000" in (tmp_path / "train.log").read_text().splitlines()[-1]
     run(tmp_path, *by_epoch("trainer.max_epochs=3", "resume=auto", module="Measured, losses: [3, 1, 2]"))
     assert "to go on: a larger trainer.max_epochs" in (tmp_path / "train.log").read_text()
+
+
+def test_what_a_recipe_decides_is_said_at_the_start_unless_it_is_typed(tmp_path: Path) -> None:
+    module = "task.module={_target_: own_modules.Classifier}"
+    run(tmp_path, "task=lightning", module, "data.module={_target_: own_modules.Rows}", "trainer.max_epochs=1")
+    assert "not typed, but of the recipe: trainer.gradient_clip_val=1\n" in (tmp_path / "train.log").read_text()
+    run(tmp_path / "typed", *own("trainer.max_steps=2"))
+    assert "not typed" not in (tmp_path / "typed/train.log").read_text()
 
 
 def list_saved(folder: Path) -> list[int]:
