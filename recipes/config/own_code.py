@@ -53,7 +53,7 @@ def fill_defaults(
         return config, []
     config, frozen, lines = copy.deepcopy(config), read_frozen(), list[str]()
     for place, node in _list_own_nodes(config):
-        before = select(frozen, place) if frozen is not None else None
+        before: Any = select(frozen, place) if frozen is not None else None
         is_same = isinstance(before, dict) and before.get(TARGET) == node[TARGET]
         signature, typed = find_signature(node[TARGET]), select(composed, place)
         is_set = typed if isinstance(typed, dict) else {}

@@ -23,6 +23,11 @@ from recipes.runtime.failure import is_out_of_memory, is_peer_failure
 from recipes.task.base import TrainingTask
 from recipes.tokenizer import Tokenizer
 
+_FIX_OF_OWN_CLASSES = (
+    "the same command with the classes as they were when the run was made, or with ++task.module.<argument>=<value>"
+    " where they differ by a default, or resume=<another run>"
+)
+
 
 def load_task(run: Run, weights: Literal["trained", "ema"], *, moves_data: bool = False) -> tuple[TrainingTask, Path]:
     """Return the run's task, its model on the device and in eval mode, and the checkpoint that was loaded.
@@ -73,7 +78,7 @@ def require_checkpoint(run: Run) -> Path:
 
 @contextmanager
 def restoring(
-    run: Run, folder: Path | None = None, *, setting: str | None = None, fix: str = FIX_OF_A_FORGERY
+    run: Run, folder: Path | None = None, *, setting: str | None = None, fix: str | None = None
 ) -> Iterator[None]:
     """Report what the state of a checkpoint makes anybody raise as an error in it; the traceback is in the log.
 
@@ -83,7 +88,7 @@ def restoring(
         run: The run that is restored.
         folder: What is read; None: the checkpoint that was loaded.
         setting: The override that named it; None is `resume=` with the folder.
-        fix: What to type instead.
+        fix: What to type instead; None: another checkpoint, or the LightningModule that it was trained with.
 
     Raises:
         ConfigError: The state has another form than this version writes.
@@ -98,6 +103,7 @@ def restoring(
         LOGGER.error(traceback.format_exc(), extra={"console": False})
         read = folder or get_checkpoint_io(run).loaded or run.checkpoint
         assert read is not None, "something is restored"
+        fix = fix or (_FIX_OF_OWN_CLASSES if run.has_own_training else FIX_OF_A_FORGERY)
         with reading(read, setting or f"resume={read}", fix):
             raise
 

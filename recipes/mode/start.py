@@ -213,7 +213,7 @@ def _list_untyped(run: Run) -> list[str]:
     """Return the settings of a recipe that decide how a module of one's own is trained, where nobody has typed them."""
     trainer = run.trainer
     ends_by_steps = trainer.max_epochs is None or trainer.max_epochs < 0
-    known = {"trainer.max_steps": trainer.max_steps} if ends_by_steps else {}
+    known: dict[str, float] = {"trainer.max_steps": trainer.max_steps} if ends_by_steps else {}
     if trainer.gradient_clip_val is not None:
         known["trainer.gradient_clip_val"] = trainer.gradient_clip_val
     typed = [text.lstrip("+~").partition("=")[0] for text in run.overrides]

@@ -13,6 +13,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from typing_extensions import override
 
+from recipes.config.check.metrics import logs_anything
 from recipes.config.instantiate import make
 from recipes.errors import ConfigError, ConfigErrors
 from recipes.launcher.job import JOB_FILE, Job
@@ -20,7 +21,7 @@ from recipes.runtime.console import LOGGER, open_console
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.lock import lock_run_folder
 from recipes.sweep.command_line import job_overrides as identify_job
-from recipes.sweep.leaderboard import read_objective
+from recipes.sweep.leaderboard import check_objective, read_objective
 from recipes.sweep.session import MULTIRUN
 from recipes.sweep.settings import Settings
 from recipes.sweep.sweep import Sweep
@@ -98,10 +99,12 @@ class SubprocessLauncher(Launcher):
         """Return the sweep of this config.
 
         Raises:
-            ConfigError: A setting of the sweep or the launcher is invalid.
+            ConfigError: A setting of the sweep or the launcher is invalid, or no run has the objective.
         """
         settings = make(self._get_section("sweep"))
         assert isinstance(settings, Settings), type(settings)
+        logging: Any = OmegaConf.to_container(OmegaConf.masked_copy(self._config, ["task", "callbacks"]))
+        check_objective(settings.objective, settings.direction, logs_anything=logs_anything(logging))
         if MULTIRUN.ranking:
             LOGGER.info(f"Runs are ranked as checkpoints are: {' '.join(MULTIRUN.ranking)}")
         return Sweep(

@@ -3,7 +3,6 @@
 import csv
 import io
 import math
-import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -33,24 +32,23 @@ _SUMMARY_NUMBERS = (
     "num_parameters",
 )
 
-_OF_MODULE = re.compile(r"(val|valid|train|test)_")
 _TYPO = 0.9  # similarity of a name to one that it is taken for
 # the metric that is logged during the run for a number of summary.json
 LOGGED_METRICS = {"best_val_loss": "val/loss", "val_loss": "val/loss", "train_loss": "train/loss"}
 
 
-def check_objective(name: str, direction: Direction = "minimize") -> None:
+def check_objective(name: str, direction: Direction = "minimize", *, logs_anything: bool = False) -> None:
     """Check that a run can have this objective, and warn if its worst value would rank first.
 
     Args:
         name: A key of `summary.json` or a column of `metrics.csv`.
         direction: Whether it is minimized or maximized.
+        logs_anything: Whether a run has parts of somebody's own, which name what they log as they like.
 
     Raises:
         ConfigError: It is neither.
     """
-    # a LightningModule of one's own names what it logs as it likes
-    is_of_module = _OF_MODULE.match(name) and not get_close_matches(name, _SUMMARY_NUMBERS, 1, cutoff=_TYPO)
+    is_of_module = logs_anything and not get_close_matches(name, _SUMMARY_NUMBERS, 1, cutoff=_TYPO)
     if name not in _SUMMARY_NUMBERS and "/" not in name and name != "lr" and not is_of_module:
         raise ConfigError(
             f"sweep.objective={name}",

@@ -16,7 +16,6 @@ from recipes.run_folder import has_run
 from recipes.runtime.console import LOGGER
 from recipes.runtime.exit_codes import ExitCode
 from recipes.sweep.command_line import job_overrides, resume_command
-from recipes.sweep.leaderboard import check_objective
 from recipes.sweep.live_table import LiveTable
 from recipes.sweep.pool import Pool, Source, save, worst_exit_code
 from recipes.sweep.report import Report
@@ -36,9 +35,6 @@ class Sweep:
         config_name: The primary config.
         keys: The keys that are swept over.
         typed: The command line, for the printed command that resumes the sweep.
-
-    Raises:
-        ConfigError: No run writes a value with the objective's name.
     """
 
     def __init__(
@@ -52,7 +48,6 @@ class Sweep:
         keys: Sequence[str],
         typed: Sequence[str],
     ) -> None:
-        check_objective(settings.objective, settings.direction)
         self.folder = folder
         self.settings = settings
         self.launcher = launcher

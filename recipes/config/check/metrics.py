@@ -115,14 +115,10 @@ def check_thresholds(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 def find_unknown_metric(config: Mapping[str, Any], setting: str, name: object) -> Iterator[ConfigError]:
     """Yield the error in a setting that names a validation metric which is not computed.
 
-    Other prefixes are those of callbacks, and of training; a task, LightningModule or callback of another package may
-    log anything.
+    Other prefixes are those of callbacks, and of training.
     """
-    logging = [node for node in (config.get("callbacks") or {}).values() if node is not None] + [config["task"]]
-    logging += [node for node in (config["task"].get("module"),) if isinstance(node, Mapping)]
-    ours = ("recipes.", "callbacks.")
     is_of_validation = isinstance(name, str) and (name.startswith(_PREFIX) or "/" not in name)
-    if not is_of_validation or not all(str(node.get("_target_")).startswith(ours) for node in logging):
+    if not is_of_validation or logs_anything(config):
         return
     computed = [*_list_computed(config)]
     if name not in computed:
@@ -130,6 +126,13 @@ def find_unknown_metric(config: Mapping[str, Any], setting: str, name: object) -
         yield ConfigError(
             f"{setting}={name}", f"validation computes {' '.join(computed)}", f"{setting}={near}, or +metrics.…"
         )
+
+
+def logs_anything(config: Mapping[str, Any]) -> bool:
+    """Return whether a task, a LightningModule or a callback is of another package, which logs what it likes."""
+    logging = [node for node in (config.get("callbacks") or {}).values() if node is not None] + [config["task"]]
+    logging += [node for node in (config["task"].get("module"),) if isinstance(node, Mapping)]
+    return not all(str(node.get("_target_")).startswith(("recipes.", "callbacks.")) for node in logging)
 
 
 def find_wrong_directions(config: Mapping[str, Any]) -> Iterator[ConfigError]:

@@ -114,6 +114,11 @@ def test_weights_are_loaded_into_what_they_were_trained_in_and_edits_are_named(
     assert "kept_blocks has been edited since the weights were trained, so they may compute other: Block\n" in said
 
 
+def test_weights_of_other_shapes_are_answered_with_what_makes_them_fit(run: Path) -> None:
+    with pytest.raises(lr.InvalidConfigError, match=r"or with \+\+task.module.<argument>=<value> where they differ"):
+        lr.load(run, CLASS, "++task.module.width=5")
+
+
 def test_a_default_of_an_argument_that_is_no_more_is_left_out_and_named(run: Path, code: Path) -> None:
     edit(code, (", scale: float = 1", ""), (", **others", ""))
     resolved = compose(f"resume={run}", CLASS)

@@ -74,8 +74,12 @@ def test_an_unknown_objective_is_rejected_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"type sweep.objective=val_loss"):
         check_objective("val_los")
     check_objective("val/perplexity")
-    check_objective("val_loss_epoch")
-    check_objective("val_acc", "maximize")
+    with pytest.raises(ConfigError, match=r"no run has this metric"):
+        check_objective("acc")
+    with pytest.raises(ConfigError, match=r"type sweep.objective=val_loss"):
+        check_objective("val_los", logs_anything=True)
+    check_objective("val_loss_epoch", logs_anything=True)
+    check_objective("acc", "maximize", logs_anything=True)
 
 
 def test_an_objective_with_the_wrong_direction_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
