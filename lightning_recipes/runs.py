@@ -71,7 +71,7 @@ _NO_ADVICE = "mode.advise=false"
 _PLAN_PAGE = "plan.html"
 _PAGE_HEIGHT = "75vh"
 _OF_EXPORT = ("hydra.searchpath=", "model.", "task.module.")  # which code a folder may choose
-_FOLDER_OF_CODE = re.compile(r"PYTHONPATH=(<[^>]*>)")
+_FOLDER_OF_CODE = re.compile(r"PYTHONPATH=(<[^>]*>|\.(?= ))")
 _NOT_LOADED = "The weights cannot be loaded."
 
 

@@ -306,6 +306,15 @@ def module_file(module: str) -> Path:
     return _find_file(Path(spec.submodule_search_locations[0]), rest, module)
 
 
+def locate_code(packages: Sequence[str]) -> str:
+    """Return the folder that PYTHONPATH lacks for some packages: the working folder if all are there, or what it has.
+
+    Neither `python train.py` nor the installed command searches the working folder.
+    """
+    are_here = all(Path(f"{name}.py").is_file() or Path(name, "__init__.py").is_file() for name in packages)
+    return "." if are_here else f"<the folder with {' and '.join(packages)}>"
+
+
 def _find_file(package: Path, rest: Sequence[str], module: str) -> Path:
     """Return the file of a module in the folder of its package."""
     path = package.joinpath(*rest)

@@ -217,7 +217,7 @@ def _list_untyped(run: Run) -> list[str]:
     if trainer.gradient_clip_val is not None:
         known["trainer.gradient_clip_val"] = trainer.gradient_clip_val
     typed = [text.lstrip("+~").partition("=")[0] for text in run.overrides]
-    return [f"{key}={value:g}" for key, value in known.items() if key not in typed]
+    return [f"{key}={value:.12g}" for key, value in known.items() if key not in typed]
 
 
 def _describe_task(run: Run, setup: str, resumed_from: Path | None) -> Iterator[str]:

@@ -4,7 +4,6 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from recipes.config.check.sections import NODES, list_groups
@@ -18,6 +17,7 @@ from recipes.config.signature import (
     TargetNotFoundError,
     find_signature,
     list_names,
+    locate_code,
     read_signature,
 )
 from recipes.config.traits import list_nodes
@@ -143,8 +143,9 @@ def _check_node(path: str, node: Mapping[str, Any], *, is_called_elsewhere: bool
         signature = read_signature(target)
     except TargetNotFoundError as error:
         root = target.partition(".")[0]
-        own = f"PYTHONPATH=<the folder with {root}> before the command if it is code of your own, or {_install(root)}"
-        if Path(f"{root}.py").is_file() or Path(root).is_dir():
+        place = locate_code([root])
+        own = f"PYTHONPATH={place} before the command if it is code of your own, or {_install(root)}"
+        if place == ".":
             own = f"PYTHONPATH=. before the command, for the {root} in this folder"
         is_foreign = "no package" in str(error) and not get_close_matches(root, _PACKAGES, 1)
         fix = own if is_foreign else _suggest_target(path, target)

@@ -14,7 +14,7 @@ import yaml
 
 from recipes.config.instantiate import PARTIAL, TARGET
 from recipes.config.overrides import for_shell, to_grammar
-from recipes.config.signature import TargetNotFoundError, read_signature
+from recipes.config.signature import TargetNotFoundError, locate_code, read_signature
 from recipes.config.traits import is_place_of_model
 from recipes.config.trust import (
     CONF,
@@ -110,9 +110,9 @@ def _gather(mistakes: Sequence[ConfigError], typed: Sequence[str], origin: Path)
                 reason = f"{origin} sets them, and {_CODE}: no file in conf/ names them there"
                 fix = f"{' '.join(map(for_shell, words))} if you trust it"
             if missing:
-                packages = " and ".join(sorted(map(str, missing)))
-                reason += f"; no package {packages} is found here"
-                place = f"PYTHONPATH=<the folder with {packages}>"
+                packages = sorted(map(str, missing))
+                reason += f"; no package {' and '.join(packages)} is found here"
+                place = f"PYTHONPATH={locate_code(packages)}"
                 if find_resumed_run(typed) is None:
                     fix = f"{place} before the same command, and {fix}"
                 else:

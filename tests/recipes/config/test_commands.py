@@ -99,3 +99,22 @@ def test_a_notebook_is_answered_with_a_cell_or_a_call(code: Path, monkeypatch: p
     assert type_command("seed=3") == "python train.py seed=3"
     monkeypatch.setenv(COMMAND_VARIABLE, NOTEBOOK)  # of a rank that a notebook has started
     assert resume_command(Path("run"), ["seed=3"]).startswith("lr.compose(")
+
+
+def test_an_argument_within_braces_is_left_out_there(code: Path) -> None:
+    typed = ["model=resnet18", "model={_target_: net_of_mine.Net, act: relu}", "metrics=none"]
+    _, [mistake] = compose_and_check(typed)
+    assert (mistake.reason, mistake.fix) == (
+        "Net has no argument 'act'",
+        "the same command without act in model",
+    )
+
+
+def test_code_of_the_working_folder_is_named_by_that_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    typed = ["task=lightning", "task.module={_target_: net_here.Net}", "data.module=null"]
+    _, [elsewhere] = compose_and_check(typed)
+    assert elsewhere.fix.startswith("PYTHONPATH=<the folder with net_here> before the command")
+    (tmp_path / "net_here.py").write_text(NET)
+    _, [here] = compose_and_check(typed)
+    assert here.fix == "PYTHONPATH=. before the command, for the net_here in this folder"
