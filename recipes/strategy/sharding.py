@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -119,7 +120,7 @@ def shard_model(
     for unit, ahead in itertools.pairwise(units):
         unit.set_modules_to_forward_prefetch([ahead])
     # last: FSDP2 assigns to a module what no submodule has claimed, here norm, positions and tied embeddings
-    fully_shard(
+    _fully_shard(
         model,
         mesh=mesh,
         mp_policy=policy.mixed_precision(low=False),
@@ -152,7 +153,7 @@ def shard_children(
         if not any(True for _ in child.parameters()):
             continue
         if not isinstance(child, FSDPModule):
-            fully_shard(
+            _fully_shard(
                 child,
                 mesh=mesh,
                 mp_policy=policy.mixed_precision(low=False),
@@ -165,6 +166,25 @@ def shard_children(
         owner = module.get_submodule(name.rpartition(".")[0])
         owner._buffers[name.rpartition(".")[2]] = buffer.to(device)
     return roots
+
+
+def _fully_shard(module: nn.Module, **how: Any) -> None:
+    """Make a module a unit of FSDP2, which puts a class derived from its own in the place of that.
+
+    Raises:
+        ConfigError: Python does not allow that for this class.
+    """
+    try:
+        fully_shard(module, **how)
+    except TypeError as error:
+        if "object layout differs" not in str(error):
+            raise
+        name = type(module).__name__
+        raise ConfigError(
+            f"strategy=fsdp of {type(module).__module__}.{name}",
+            "FSDP2 gives a module another class, which Python refuses for one with ABC before nn.Module in its bases",
+            f"class {name}(nn.Module, ABC), or that order in its base, or strategy=ddp",
+        ) from error
 
 
 @contextmanager
@@ -238,7 +258,7 @@ def _shard_unit(
     low, full = _split_by_precision(module) if policy.precision.is_mixed else (list(module.parameters()), [])
     low, full = ([p for p in group if not any(p is other for other in divided)] for group in (low, full))
     first, second = (low, full) if low else (full, [])
-    fully_shard(
+    _fully_shard(
         module,
         mesh=mesh,
         mp_policy=policy.mixed_precision(low=bool(low)),

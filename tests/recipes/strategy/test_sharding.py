@@ -1,5 +1,6 @@
 """What FSDP2 gathers together, when, and in which dtype; a block stays one graph of torch.compile."""
 
+from abc import ABC
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from recipes.compile import compile_blocks
+from recipes.errors import ConfigError
 from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
 from recipes.model.weights import initialize
 from recipes.precision import Precision
-from recipes.strategy.sharding import ShardPolicy, shard_model
+from recipes.strategy.sharding import ShardPolicy, shard_children, shard_model
 
 NUM_LAYERS = 3
 TOKENS = torch.arange(64).view(2, 32) % 512
@@ -49,13 +51,17 @@ def make_model(kind: str) -> nn.Module:
         )
 
 
-def shard(model: nn.Module, precision: str, *, reshard: bool = True, reduce_dtype: torch.dtype = torch.float32) -> None:
-    policy = ShardPolicy(
+def make_policy(precision: str, *, reshard: bool = True, reduce_dtype: torch.dtype = torch.float32) -> ShardPolicy:
+    return ShardPolicy(
         precision=Precision(name=precision),  # type: ignore[arg-type]
         offload=OffloadPolicy(),
         reshard_after_forward=reshard,
         reduce_dtype=reduce_dtype,
     )
+
+
+def shard(model: nn.Module, precision: str, *, reshard: bool = True, reduce_dtype: torch.dtype = torch.float32) -> None:
+    policy = make_policy(precision, reshard=reshard, reduce_dtype=reduce_dtype)
     shard_model(model, mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)), policy=policy, option="fsdp")
 
 
@@ -202,3 +208,20 @@ def test_gradients_reduced_in_bfloat16_are_those_in_float32_rounded() -> None:
         gradients.append({name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()})  # type: ignore[union-attr]
     for name, exact in gradients[0].items():
         assert torch.equal(gradients[1][name], exact.bfloat16().float()), name
+
+
+class AbstractFirst(ABC, nn.Linear):
+    pass
+
+
+class AbstractLast(nn.Linear, ABC):
+    pass
+
+
+def test_a_class_that_python_lets_nobody_replace_is_refused_with_the_order_of_its_bases() -> None:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    how: dict[str, Any] = {"mesh": mesh, "policy": make_policy("32-true"), "device": torch.device("cpu")}
+    with pytest.raises(ConfigError, match=r"class AbstractFirst\(nn.Module, ABC\)"):
+        shard_children(nn.Sequential(AbstractFirst(2, 2)), [], **how)
+    [child] = shard_children(nn.Sequential(AbstractLast(2, 2)), [], **how)
+    assert isinstance(child, FSDPModule)
