@@ -83,7 +83,8 @@ def write_mode_page(
         path: File to write.
         template: File name in `templates/`, which extends `mode.jinja`.
         title: What the page is.
-        about: `name`, `time` in Unix seconds, `devices`, `hostname` and `overrides` of the command; any may be missing.
+        about: `name`, `time` in Unix seconds, `devices`, `hostname`, and of the command `program` and `overrides`; any
+            may be missing.
         pills: Style class by text of each status.
         values: As of `render`.
 
@@ -93,8 +94,8 @@ def write_mode_page(
     facts = [time_text(about["time"])] if "time" in about else []
     facts += [value_text(about[key]) for key in ("devices", "hostname") if about.get(key)]
     named = f"{title}: {about['name']}" if about.get("name") else title
-    overrides = about.get("overrides", ())
-    write_page(path, render(template, title=named, facts=facts, overrides=overrides, pills=pills or {}, **values))
+    values |= {"overrides": about.get("overrides", ()), "program": about.get("program", "python train.py")}
+    write_page(path, render(template, title=named, facts=facts, pills=pills or {}, **values))
 
 
 def quoted_link(path: str) -> str:

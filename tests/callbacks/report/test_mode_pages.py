@@ -17,6 +17,7 @@ ABOUT = {
     "time": 1795667000.0,
     "devices": ["H100"] * 8,
     "hostname": "node1",
+    "program": "PYTHONPATH=<mine> python train.py",
     "overrides": ["model=<gpt2>", "seq_len=64"],
 }
 PLAN = {"fits": False, "num_parameters": 8_030_261_248, "num_ranks": 8, "hardware": "h100", "usable_gib": 74.91}
@@ -43,7 +44,8 @@ def test_a_page_says_what_it_is_about(title: str, tmp_path: Path) -> None:
     assert f"<title>{named}</title>" in page
     assert f"<h1>{named}</h1>" in page
     assert "<code>2026-11-26 04:23 UTC</code> · <code>8 x H100</code> · <code>node1</code>" in page
-    assert '<code class="typed">model=&lt;gpt2&gt;</code><code class="typed">seq_len=64</code>' in page
+    typed = '<code class="typed">model=&lt;gpt2&gt;</code><code class="typed">seq_len=64</code>'
+    assert f"<code>PYTHONPATH=&lt;mine&gt; python train.py</code>{typed}" in page
     assert "<x>" not in page
 
 
