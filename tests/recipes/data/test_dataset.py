@@ -218,13 +218,14 @@ def test_a_dataset_that_is_not_typed_is_asked_for() -> None:
 
 def test_a_class_in_the_place_of_another_needs_no_deletion_of_its_settings() -> None:
     config = composed_config(*ROWS, PERCEPTRON, "model.width=4", "loss._target_=dataset_cases.Cubed")
-    assert config["model"] == {"_target_": "dataset_cases.Perceptron", "width": 4}
+    defaults = {"num_inputs": 8, "num_outputs": 1}  # of the class, which a run folder keeps
+    assert config["model"] == {"_target_": "dataset_cases.Perceptron", "width": 4} | defaults
     assert config["loss"] == {"_target_": "dataset_cases.Cubed"}
     assert config["seq_len"] is None, "that of the model which was replaced"
     nested = composed_config(*ROWS, "model={_target_: dataset_cases.Perceptron, width: 4}")
     assert nested["model"] == config["model"]
     plain = composed_config(*ROWS[:5], VAL, PERCEPTRON, "data.train._target_=dataset_cases.Rows", "data.train.seed=7")
-    assert plain["data"]["train"] == {"_target_": "dataset_cases.Rows", "seed": 7}
+    assert plain["data"]["train"] == {"_target_": "dataset_cases.Rows", "seed": 7, "num_rows": 37}
 
 
 @pytest.mark.parametrize(
