@@ -30,7 +30,6 @@ from recipes.runtime.own_code import is_own
 Config = dict[str, Any]
 OWN_CODE = "own_code"  # field of environment.json: module -> definition -> hash
 _SECTIONS = ("task", "data", "model", "loss")
-_SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
 _MOST_NAMED = 4
 
 
@@ -146,8 +145,23 @@ def _read_default(parameter: Parameter) -> int | float | str | None:
         return None
     if not isinstance(value, int | float | str) or _find_own_file(parameter.module) is None:
         return None
-    written = "" if parameter.written is None else ast.unparse(parameter.written)
-    return value if written not in _SCALARS or type(value) in _SCALARS[written] else None
+    return value if _allows(parameter.annotation, value) else None
+
+
+def _allows(annotation: ast.expr | None, value: float | str) -> bool:
+    """Return whether an annotation, as the check reads it, admits a default: `x: tuple[int, int] = 3` runs, too."""
+    match annotation:
+        case None | ast.Name(id="Any"):
+            return True
+        case ast.Name(id=name):
+            return name == type(value).__name__ or (name == "float" and type(value) is int)
+        case ast.BinOp(left=left, right=right):
+            return _allows(left, value) or _allows(right, value)
+        case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[inner, *_])):
+            return _allows(inner, value)
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
+            return any(isinstance(each, ast.Constant) and each.value == value for each in ast.walk(inner))
+    return False
 
 
 def _add_modules(module: str, found: dict[str, Path]) -> None:

@@ -13,6 +13,7 @@ from recipes.config.signature import read_signature
 from recipes.run_folder import read_config, read_environment
 
 NET = """
+from typing import Literal
 from kept_blocks import Block
 import lightning.pytorch as lightning
 import torch
@@ -20,7 +21,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Net(lightning.LightningModule):
-    def __init__(self, lr, width=16, scale: float = 1, name: str = None, sizes=(1, 2), **others):
+    def __init__(
+        self, lr, width=16, scale: float = 1, name: str = None, sizes=(1, 2), size: tuple[int, int] = 3,
+        mode: Literal["a", "b"] | None = "a", **others,
+    ):
         super().__init__()
         self.lr, self.model = lr, torch.nn.Sequential(torch.nn.Linear(8, width), Block(), torch.nn.Linear(width, 2))
 
@@ -83,7 +87,7 @@ def compose(*overrides: str) -> ResolvedRun:
 
 
 def test_a_run_folder_has_the_defaults_that_a_config_can_hold(run: Path) -> None:
-    module = {"_target_": "kept_net.Net", "lr": 0.1, "width": 16, "scale": 1}
+    module = {"_target_": "kept_net.Net", "lr": 0.1, "width": 16, "scale": 1, "mode": "a"}
     assert read_config(run)["task"]["module"] == module
     assert {name: [*hashes] for name, hashes in read_environment(run)["own_code"].items()} == {
         "kept_net": ["Net"],
