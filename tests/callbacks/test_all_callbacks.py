@@ -74,7 +74,16 @@ def test_two_optimizers_stepped_by_hand_get_their_rows(plain_module, make_traine
 
 
 def test_default_holds_every_callback_that_has_a_file_but_those_that_cost_or_need_questions() -> None:
-    others = {"default", "classification", "conversations", "stop_at_nan", "generation_eval", "hang", "optimizer_state"}
+    others = {
+        "default",
+        "classification",
+        "conversations",
+        "preferences",
+        "stop_at_nan",
+        "generation_eval",
+        "hang",
+        "optimizer_state",
+    }
     files = {path.stem for path in CONF.glob("*.yaml")} - others
     assert sorted(DEFAULT) == sorted(files)
 
