@@ -112,6 +112,7 @@ def page_html(run: RunRecord, groups: Sequence[Group], marks: Sequence[Mark]) ->
         replay=get_replay(run),
         plan=get_plan(run),
         memory=memory,
+        summary={name: value for name, value in run.summary.items() if name != "measures"},
         environment={name: value for name, value in run.environment.items() if name not in _OF_COMMAND},
         events=get_events(run),
         config=config_lines(run),

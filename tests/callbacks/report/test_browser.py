@@ -43,6 +43,9 @@ def write_run(folder: Path, number: int = 0) -> Path:
     summary = {"status": "finished", "steps": LAST, "val_loss": 5.0 + number, "tokens": 10**9}
     (folder / "summary.json").write_text(json.dumps(summary))
     operators = [{"name": "aten::" + "mm" * 40, "calls": 9, "self_seconds": 1.0, "share": 0.5}]
+    known = {"question": "which of these words is first?", "expected": "the second one", "rejected": "neither of both"}
+    answers = [{"step": step, "given": f"an answer at {step}", "score": 0.0, **known} for step in (0, LAST)]
+    (folder / "answers.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
     (folder / "profile").mkdir()
     (folder / "profile" / "operators.json").write_text(json.dumps(operators))
     return folder
@@ -118,6 +121,16 @@ def test_the_names_of_checks_break_between_words_on_a_phone(tab: Tab, tmp_path: 
     tab.open(tmp_path / "page.html", width=390)
     assert tab.value("document.documentElement.scrollWidth") <= 390
     assert tab.value("document.querySelector('.checks td:nth-child(2)').clientHeight") < 30, "it fits on one line"
+
+
+def test_the_columns_of_answers_are_below_each_other_on_a_phone(tab: Tab, report: Path) -> None:
+    cells = "[...document.querySelectorAll('.answers td')]"
+    for width, num_rows in ((1280, 1), (390, 5)):
+        tab.open(report, width=width)
+        assert tab.value(f"new Set({cells}.map((cell) => cell.getBoundingClientRect().y)).size") == num_rows
+        assert tab.value(f"Math.min(...{cells}.map((cell) => cell.clientWidth))") > 100, "words are on one line"
+    shown = tab.value(f"{cells}.map((cell) => getComputedStyle(cell, '::before').content)")
+    assert shown == ['"question"', '"answer of the start"', f'"answer at step {LAST}"', '"chosen"', '"rejected"']
 
 
 @pytest.mark.parametrize(("width", "dark"), SCREENS)

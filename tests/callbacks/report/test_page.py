@@ -104,7 +104,7 @@ def test_the_page_shows_every_file_of_the_run(tmp_path: Path) -> None:
 def rows_of(page: str, section: str) -> list[list[str]]:
     """Return the text of the cells of a section's first table."""
     table = page.split(f'<section id="{section}">')[1].split("</table>")[0]
-    rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row, flags=re.DOTALL) for row in table.split("<tr>")[1:]]
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, flags=re.DOTALL) for row in table.split("<tr>")[1:]]
     return [[html.unescape(cell) for cell in row] for row in rows]
 
 
