@@ -236,7 +236,8 @@ ALONE = {
         "data@eval_data.x=text_files: Could not override 'data@eval_data.x'; type +data@eval_data.x=text_files"
     ),
     "scheduler={_target_:recipes.scheduler.linear,milestones:[1]}": (
-        "scheduler.milestones=…: linear has no argument 'milestones'; type '~scheduler.milestones' to remove it"
+        "scheduler.milestones=…: linear has no argument 'milestones'; type the same command without milestones in"
+        " scheduler"
     ),
     "clipping=null": "clipping='null': the options are none quantile zclip; type clipping=none",
     "plan=nope": "plan=nope: the options are default; type plan=default",
@@ -255,8 +256,8 @@ ALONE = {
     ),
     "callbacks=none": (
         "callbacks=none: the options are bottleneck classification conversations default early_stop generation_eval"
-        " grad_norm hang loss_scale loss_spike memory optimizer_state progress report sample_text step_profiler"
-        " stop_at_nan throughput; type callbacks=[]"
+        " grad_norm hang loss_scale loss_spike memory optimizer_state preferences progress report sample_text"
+        " step_profiler stop_at_nan throughput; type callbacks=[]"
     ),
     "'model=glob(gpt2*)'": (
         "model=glob(gpt2*): a single run takes one option; type python train.py -m 'model=glob(gpt2*)'"
