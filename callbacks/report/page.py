@@ -157,7 +157,7 @@ def _tiles(run: RunRecord) -> Iterable[tuple[str, str, str]]:
         if value is not None and not isinstance(value, float) and not is_finite(value):
             run.damaged.append(f"summary.json could not be read: its {key} is not a finite number")
             value = None
-        if value is None or (name == "steps" and not value):
+        if value is None or (name in ("steps", "tokens") and not value):  # no step yet, and samples without tokens
             value = last
         if value is not None:
             yield name, _tile_value(name, value) if is_finite(value) else "not finite", notes.get(name, "")

@@ -132,6 +132,15 @@ def test_answers_without_a_start_or_a_rejected_one_have_no_column_for_them(tmp_p
     assert rows_of(page, "answers") == [["question", "answer at step 5", "expected"], ["a?", "c", "b"]]
 
 
+def test_a_run_without_tokens_has_no_figure_of_them(tmp_path: Path) -> None:
+    for number, (tokens, is_shown) in enumerate(((0, False), (20, True))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        page = make_page(write_run(folder, "step,train/loss\n1,3\n5,2\n", summary={"steps": 5, "tokens": tokens}))
+        tiles = page.split('class="tiles"')[1].split("<nav")[0]
+        assert (">tokens<" in tiles) is is_shown
+
+
 def test_the_page_loads_nothing_from_the_network(tmp_path: Path) -> None:
     page = make_page(write_run(tmp_path, "step,train/loss\n1,3\n2,2\n"))
     without = page.replace("https://github.com/leeoniya/uPlot", "")  # in a comment
