@@ -74,7 +74,9 @@ def get_table(runs: Sequence[ComparedRun], page: Path, *, sort: str) -> tuple[li
     parameters = list(runs[0].parameters)[:MAX_PARAMETER_COLUMNS]
     short = short_names(parameters)
     declared = runs[0].declared
-    best = {m: _best([v for r in runs if (v := r.values[m]) is not None], m, declared) for m in measures}
+    ended = [run for run in runs if run.status == "finished"]  # a run that has failed took the least time
+    counting = {m: ended if m == "seconds" else runs for m in measures}
+    best = {m: _best([v for r in counting[m] if (v := r.values[m]) is not None], m, declared) for m in measures}
     first, rest = measures[:1], measures[1:]  # parameters go next to the sorted column
     heads = [
         Head("run", "asc"),

@@ -151,6 +151,16 @@ def test_the_table_lists_every_run_with_its_status_best_first(three, tmp_path: P
     ]
 
 
+def test_the_shortest_time_is_that_of_a_finished_run(tmp_path: Path) -> None:
+    times = {"a": ("failed", 1.0), "b": ("finished", 30.0), "c": ("finished", 70.0)}
+    runs = [
+        write_run(tmp_path / name, losses=[2.0], config=make_config(0.1), status=status, seconds=seconds, val_loss=2.0)
+        for name, (status, seconds) in times.items()
+    ]
+    page = make_page(runs, tmp_path / "report.html")
+    assert re.findall(r'<span class="best">(.*?)</span>', page) == ["0:30"]
+
+
 def test_a_run_that_failed_before_its_first_row_is_in_the_table(three, tmp_path: Path) -> None:
     (tmp_path / "2").mkdir()
     (tmp_path / "2" / "train.log").write_text("out of memory\n")
