@@ -119,8 +119,7 @@ def preferences(losses: Sequence[str]) -> None:
         print(loss, file=sys.stderr, flush=True)
         for ranks in (1, 2):
             cases = preferences_cases.make_cases(Path(tempfile.mkdtemp(prefix="preferences_")), world_size=ranks)
-            of_loss = (loss, f"{loss}{preferences_cases.PACKED}")
-            cases = {name: made for name, made in cases.items() if json.loads(name)[0] in of_loss}
+            cases = {name: made for name, made in cases.items() if json.loads(name)[0] == loss}
             found |= {tuple(json.loads(name)): result["rows"] for name, result in run(cases, ranks).items()}
     typed = " ".join(["python benchmarks/parity.py preferences", *losses])
     report("parity_preferences", list(list_by_engine(found, losses)), command=typed)
@@ -129,7 +128,7 @@ def preferences(losses: Sequence[str]) -> None:
 def list_by_engine(
     found: dict[tuple[Any, ...], list[dict[str, float]]], losses: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row per engine, with an adapter and without: the largest differences over splits and packing, by loss.
+    """Yield a row per engine, with an adapter and without: the largest differences over all splits, for each loss.
 
     Args:
         found: Rows of metrics by (loss, engine, micro-batches, adapter).
@@ -140,8 +139,7 @@ def list_by_engine(
             continue
         row: dict[str, Any] = {"engine": engine, "adapter": "lora" if adapter else ""}
         for loss in losses:
-            packings = (loss, f"{loss}{preferences_cases.PACKED}")
-            names = [(name, engine, split, adapter) for name in packings for split in preferences_cases.SPLITS]
+            names = [(loss, engine, split, adapter) for split in preferences_cases.SPLITS]
             runs = [found[name] for name in names if name in found]
             if not runs:  # refused
                 row[loss] = ""
