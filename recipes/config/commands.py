@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from recipes.config.check.origin import list_untrusted
@@ -70,19 +70,31 @@ def start_program(overrides: Sequence[str]) -> str:
     return f"{mark}PYTHONPATH={shlex.quote(folders)} {command.removeprefix(mark)}"
 
 
-def _find_folders_of_code(overrides: Sequence[str]) -> Iterator[str]:
-    """Yield the folders of PYTHONPATH, as they were typed, of the packages that overrides and their options name."""
-    entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+def _find_folders_of_code(overrides: Sequence[str]) -> list[str]:
+    """Return PYTHONPATH's folders as they were typed, if one of them holds a package that overrides or options name.
+
+    All of them that hold any code, since a class of one folder may import from another.
+    """
+    typed = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    entries = [*typed]
     if in_notebook():  # whose cells say where code is by sys.path; the command finds the working folder itself
         entries += [
             entry for entry in sys.path if entry and is_own(f"{entry}/") and Path(entry).resolve() != Path.cwd()
         ]
     if not entries:
-        return
+        return []
     files = [text for folder in find_own_folders(overrides) for _, text in read_yaml_files(folder)]
     packages = {name for text in [*overrides, *files] for name in _PACKAGE.findall(text)}
-    for entry in dict.fromkeys(entries):
-        if Path(entry).resolve() == _ROOT or entry == os.environ.get(PROJECT_VARIABLE):
-            continue
-        if any((Path(entry) / name).is_dir() or (Path(entry) / f"{name}.py").is_file() for name in packages):
-            yield entry
+    found = [entry for entry in entries if _is_foreign(entry) and _holds_one_of(entry, packages)]
+    return list(dict.fromkeys([*filter(_is_foreign, typed), *found] if found else []))
+
+
+def _is_foreign(entry: str) -> bool:
+    """Return whether a folder of the import path holds code, and that of neither this project nor the one it is in."""
+    if Path(entry).resolve() == _ROOT or entry == os.environ.get(PROJECT_VARIABLE):
+        return False
+    return Path(entry).is_dir() and any(child.is_dir() or child.suffix == ".py" for child in Path(entry).iterdir())
+
+
+def _holds_one_of(entry: str, packages: Collection[str]) -> bool:
+    return any((Path(entry) / name).is_dir() or (Path(entry) / f"{name}.py").is_file() for name in packages)

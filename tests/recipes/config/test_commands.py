@@ -80,6 +80,17 @@ def test_the_folders_of_classes_that_are_typed_or_of_own_options_are_in_a_comman
     assert repeat_command(typed) == "python train.py 'hydra.searchpath=[own]' model=mine"
 
 
+def test_a_folder_that_only_the_classes_import_from_is_in_a_command_with_theirs(
+    code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("layers").mkdir()
+    Path("layers/layers_of_mine.py").touch()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["layers", os.environ["PYTHONPATH"]]))
+    typed = "model={_target_: net_of_mine.Net, width: 3}"
+    assert repeat_command([typed]).startswith("PYTHONPATH='layers:my code' python train.py ")
+    assert repeat_command(["model=resnet18"]) == "python train.py model=resnet18"
+
+
 def test_a_notebook_is_answered_with_a_cell_or_a_call(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = start("run", "model=resnet18", "model._target_=net_of_mine.Net")
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
