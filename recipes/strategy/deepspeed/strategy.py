@@ -5,6 +5,7 @@ import importlib
 import logging
 import os
 import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing_extensions import override
 from recipes.checkpoint.shards import PerRankSavingMixin
 from recipes.clipping import Clipping
 from recipes.engine import StepGuard, implements_engine
+from recipes.errors import ConfigError
 from recipes.lightning_internals import (
     complete_deepspeed_config,
     is_accumulating,
@@ -45,6 +47,8 @@ from recipes.strategy.deepspeed.partition import (
 )
 from recipes.strategy.mesh_ranks import MeshRanksMixin
 from recipes.strategy.precision_plugin import ZeroPrecision
+
+LOGGER = logging.getLogger("lightning_recipes")
 
 # Skip or clip a step inside a ZeRO optimizer, where the gradient norm is first known: one comparison per step.
 #
@@ -410,7 +414,12 @@ class DeepSpeedZero(StepGuardMixin, TrainStateMixin, PerRankSavingMixin, MeshRan
             yield True
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Replace an offloaded Adam or AdamW with DeepSpeedCPUAdam, which is compiled on first use."""
+        """Replace an offloaded Adam or AdamW with DeepSpeedCPUAdam, which is compiled on first use.
+
+        Raises:
+            ConfigError: The optimizer gives other weights where they are laid end to end.
+        """
+        check_flat_weights(optimizer)
         self._state.remember(optimizer)
         is_adam = isinstance(optimizer, torch.optim.Adam)  # AdamW is a subclass
         if self._offload_optimizer is None or not is_adam:
@@ -597,3 +606,58 @@ def load_scaler_state(optimizer: Any, state: dict[str, Any]) -> None:
     scaler.cur_scale = state["scale"]
     # DeepSpeed counts from the last overflow; if that is -1, `cur_iter` equals GradScaler's growth tracker
     scaler.cur_iter, scaler.last_overflow_iter = state["_growth_tracker"], -1
+
+
+# ZeRO lays the weights of a group end to end and gives a rank a part of that. An optimizer that computes each number by
+# itself never knows; one with a norm per tensor, such as LARS or LAMB, would compute that of many tensors, in silence.
+
+_BY_NUMBER = {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "RMSprop", "Rprop"}
+_CHECKED_ELSEWHERE = {"recipes", "torchao", "deepspeed"}  # optimizers of conf/, which the config check knows
+
+
+def check_flat_weights(optimizer: torch.optim.Optimizer) -> None:
+    """Try an optimizer that is not known on two small tensors, and on the same numbers in one.
+
+    Raises:
+        ConfigError: The numbers differ.
+    """
+    kind = type(optimizer)
+    if kind.__module__.partition(".")[0] in _CHECKED_ELSEWHERE:
+        return
+    if kind.__module__.startswith("torch.optim") and kind.__name__ in _BY_NUMBER:
+        return
+    try:
+        apart, together = (_try_steps(optimizer, joined=joined) for joined in (False, True))
+    except Exception as error:  # of somebody else's class, which may need more than parameters and gradients
+        LOGGER.warning(
+            f"ZeRO gives {kind.__name__} all weights end to end, and it could not be tried on such ones ({error}):"
+            " if it computes norms of tensors, type strategy=fsdp, or ddp"
+        )
+        return
+    if not torch.allclose(apart, together, rtol=1e-4, atol=0):
+        raise ConfigError(
+            f"strategy=deepspeed_… optimizer {kind.__name__}",
+            "it computes with whole tensors, such as their norms, and ZeRO gives it all weights end to end",
+            "strategy=fsdp, or ddp",
+        )
+
+
+def _try_steps(optimizer: torch.optim.Optimizer, *, joined: bool) -> Tensor:
+    """Return 17 numbers after three steps of a copy, in tensors of 3 x 4 and 5 whose sizes differ, or in one tensor."""
+    draws = torch.Generator().manual_seed(0)
+    scale = torch.cat([torch.ones(12), torch.full((5,), 100.0)])
+    numbers = torch.randn(17, generator=draws) * scale
+    gradients = torch.randn(3, 17, generator=draws)
+    parts = [numbers] if joined else [numbers[:12].view(3, 4), numbers[12:]]
+    weights = [nn.Parameter(part.clone()) for part in parts]
+    kind, tried = type(optimizer), copy.copy(optimizer)
+    tried.state = defaultdict(dict)
+    tried._optimizer_step_pre_hooks, tried._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    rate = {"lr": 0.1} if "lr" in optimizer.defaults else {}  # a warm-up begins at 0
+    tried.param_groups = [{**optimizer.param_groups[0], **rate, "params": weights}]
+    with torch.random.fork_rng():
+        for gradient in gradients:
+            for weight, part in zip(weights, gradient.split([each.numel() for each in weights]), strict=True):
+                weight.grad = part.view_as(weight).clone()
+            kind.step(tried)  # not that of the copy, which a scheduler has bound to the original
+    return torch.cat([weight.detach().flatten() for weight in weights])

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from recipes.errors import ConfigError
 from recipes.model.gpt2 import GPT2
 from recipes.precision import Precision
 from recipes.strategy.deepspeed.partition import ALIGNMENT, BUCKET_ELEMENTS, fit_buckets, gather_in_compute_dtype
-from recipes.strategy.deepspeed.strategy import DeepSpeedZero
+from recipes.strategy.deepspeed.strategy import DeepSpeedZero, check_flat_weights
 
 pytest.importorskip("deepspeed")
 CPU = torch.device("cpu")
@@ -177,3 +178,50 @@ def test_zero_3_gathers_linear_layers_of_blocks_in_the_compute_dtype_and_reduces
         expected = torch.bfloat16 if name.removeprefix("blocks.") in linear else torch.float32
         assert get_allgather_dtype(parameter, parameter) == expected, name
         assert optimizer.get_param_comm_dtype(parameter) == torch.float32
+
+
+class LayerwiseRate(torch.optim.Optimizer):
+    """The rate of a tensor is proportional to its norm, as in LARS (arXiv 1708.03888)."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.data -= group["lr"] * weight.data.norm() / weight.grad.norm() * weight.grad
+
+
+class SignOfMomentum(torch.optim.Optimizer):
+    """Each number is updated by itself."""
+
+    def __init__(self, params: Any, lr: float, asks: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "asks": asks})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if group["asks"]:
+                raise ValueError("no graph")
+            for weight in group["params"]:
+                momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
+                momentum.mul_(0.9).add_(weight.grad)
+                weight.data -= group["lr"] * momentum.sign()
+
+
+def test_an_optimizer_that_computes_with_whole_tensors_is_refused_and_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    weights = [torch.nn.Parameter(torch.ones(2, 3))]
+    before = [weight.clone() for weight in weights]
+    random_state = torch.random.get_rng_state()
+    for known in (SignOfMomentum(weights, lr=0.0), torch.optim.RMSprop(weights), torch.optim.AdamW(weights)):
+        torch.optim.lr_scheduler.ConstantLR(known)  # binds the step to the optimizer
+        check_flat_weights(known)
+    assert not caplog.records
+    for whole in (LayerwiseRate(weights, lr=0.0), torch.optim.Adafactor(weights)):
+        with pytest.raises(ConfigError, match=f"{type(whole).__name__}: it computes with whole tensors"):
+            check_flat_weights(whole)
+    check_flat_weights(SignOfMomentum(weights, lr=0.0, asks=True))
+    assert "it could not be tried on such ones (no graph)" in caplog.text
+    assert torch.equal(weights[0], before[0])
+    assert torch.equal(torch.random.get_rng_state(), random_state)
