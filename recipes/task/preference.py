@@ -254,7 +254,8 @@ class PreferenceTuning(LanguageModeling):
         if self.loss.reads_kl:
             loaders: Any = self.trainer.val_dataloaders
             sets = loaders if isinstance(loaders, list) else [loaders]
-            self._kl_of_sets = [self._measure_kl_of(self._on_device(loader)) for loader in sets]
+            with self.trainer.precision_plugin.val_step_context():  # a hook is outside of autocast, and a step within
+                self._kl_of_sets = [self._measure_kl_of(self._on_device(loader)) for loader in sets]
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:

@@ -19,6 +19,7 @@ from recipes.build import build
 from recipes.checkpoint.saved_tensor import open_tensors
 from recipes.config import compose_and_check
 from recipes.data.preferences import Preferences
+from recipes.task.preference import PreferenceTuning
 from recipes.task.reference import ReferenceTable
 
 SMALL = (
@@ -185,6 +186,22 @@ def test_each_validation_set_of_kto_has_its_own_divergence(pairs: Path, tmp_path
     alone = json.loads((run / "evaluate_val.json").read_text())
     assert found["val/other/kl"] == pytest.approx(alone["kl"], rel=1e-5), "that of the set alone"
     assert found["val/other/loss"] == pytest.approx(alone["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("more", [(), ("adapter=lora", "adapter.r=4"), ("task.reference=frozen_copy",)])
+def test_every_pass_of_kto_is_in_the_precision_of_the_run(
+    more: tuple[str, ...], pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, is_mixed = PreferenceTuning._measure_answers, list[bool]()
+
+    def record(task: PreferenceTuning, *given: Any, **options: Any) -> torch.Tensor:
+        is_mixed.append(torch.is_autocast_enabled("cpu"))
+        return measure(task, *given, **options)
+
+    monkeypatch.setattr(PreferenceTuning, "_measure_answers", record)
+    train(pairs, tmp_path / "run", "precision=bf16-mixed", *more, recipe="kto", steps=3)
+    assert len(is_mixed) > 6
+    assert all(is_mixed), "in float32 a divergence would be of other weights than the losses are"
 
 
 @pytest.mark.parametrize("reference", ["precomputed", "frozen_copy"])
