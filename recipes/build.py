@@ -54,7 +54,7 @@ from recipes.lightning_internals import (
     validate_every,
 )
 from recipes.logger.any_logger import AnyLogger
-from recipes.logger.csv import RowWriter
+from recipes.logger.csv import NoLogger, RowWriter, offer_all_loggers
 from recipes.logger.summary import SummaryWriter
 from recipes.loss import Loss
 from recipes.metrics import check_metric
@@ -559,6 +559,8 @@ def _build_trainer(
             run_folder=folder, monitor=config["checkpoint"]["monitor"], find_ending=saver.endings.find
         )
         callbacks = [summary, *configured.values(), CompilationLog(), RowWriter(), saver]
+    elif resolved.task.has_own_training:
+        loggers = [NoLogger(run_folder=folder, mode=resolved.mode.name)]
     # other modes run on one device, which can load the checkpoints of every strategy
     node = config["strategy"] if resolved.mode.takes_steps else SINGLE_DEVICE
     strategy = make(node)(devices=devices, precision=precision, checkpoint_io=saver.checkpoint_io, mesh=resolved.mesh)
@@ -593,6 +595,7 @@ def _build_trainer(
     )
     disable_signal_handling(trainer)
     skip_empty_hooks(trainer)
+    offer_all_loggers(trainer)
     return trainer
 
 

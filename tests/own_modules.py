@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as lightning
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
+from matplotlib import pyplot
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MaxMetric
@@ -82,6 +83,28 @@ class Classifier(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)}
+
+
+class Sampling(Classifier):
+    """Draws random numbers in its validation, and more of them for a figure where its logger takes one."""
+
+    def on_train_start(self) -> None:
+        self.logger.experiment.add_text("note", "begun")  # type: ignore[union-attr]
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch:
+            self.logger.log_metrics({"epoch_begun": float(self.current_epoch)})  # type: ignore[union-attr]
+            for logger in self.loggers:
+                logger.log_metrics({"begun_by_each": 1.0})
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", self.loss(self(x + 0.1 * torch.randn(x.shape)), y))
+        experiment = self.logger.experiment  # type: ignore[union-attr]
+        if batch_idx == 0 and hasattr(experiment, "add_figure"):
+            figure, axes = pyplot.subplots(figsize=(1, 1))
+            axes.plot(torch.randn(8))
+            experiment.add_figure("sample", figure, self.global_step)
 
 
 class Grouped(Classifier):

@@ -83,11 +83,11 @@ class AnyLogger(Logger):
     @override
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Add to the row of a step. Lightning counts from 0; here 1 is the first, as in metrics.csv."""
-        assert step is not None, "Lightning always passes the step"
-        if step + 1 != self._step:
+        """Add to the row of a step, without one to the newest. Lightning counts from 0; here 1 is the first."""
+        row_step = max(self._step, 1) if step is None else step + 1
+        if row_step != self._step:
             self._pass_on_row()
-            self._step = step + 1
+            self._step = row_step
         self._row |= {name: value for name, value in metrics.items() if name != "epoch"}
 
     @rank_zero_only

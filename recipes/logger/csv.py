@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,9 @@ class CsvLogger(Logger):
         self._rows: list[dict[str, float]] = []  # unwritten rows, then the newest row
         self._offset: int | None = None  # bytes of the file before `_rows`; None: the whole file
         self._is_written = True
-        self._experiment = NoExperiment()
+        self._experiment = NoExperiment(
+            f"{METRICS_FILE} keeps nothing of %s(…); a logger such as logger=tensorboard does, from on_train_start on"
+        )
 
     @property
     @override
@@ -143,14 +145,18 @@ class CsvLogger(Logger):
 
         What a module logs without a step, or with the number of something else, belongs to the newest row.
         """
-        newest = int(self._rows[-1]["step"]) - 1 if self._rows else 0
-        step = newest if step is None or step < newest else step
+        step = self.find_row(step)
         if not self._rows or self._rows[-1]["step"] != step + 1:
             if self._is_written:
                 self._rows, self._offset = [], None
             self._rows.append({"step": step + 1})
         self._rows[-1] |= {name: value for name, value in metrics.items() if name != "epoch"}
         self._write_rows()
+
+    def find_row(self, step: int | None) -> int:
+        """Return the step, counted from 0, of the row that a module logs to: never one before the newest."""
+        newest = int(self._rows[-1]["step"]) - 1 if self._rows else 0
+        return newest if step is None else max(step, newest)
 
     @rank_zero_only
     def log_event(self, event: str, step: int, **fields: Any) -> None:
@@ -240,9 +246,14 @@ class CsvLogger(Logger):
 
 
 class NoExperiment:
-    """Takes what a module calls of another logger's experiment, such as `add_image`, and says so once for each."""
+    """Takes what a module calls of another logger's experiment, such as `add_image`, and says so once for each.
 
-    def __init__(self) -> None:
+    Args:
+        line: What is said, with %s for the name.
+    """
+
+    def __init__(self, line: str) -> None:
+        self._line = line
         self._called: set[str] = set()
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -250,10 +261,134 @@ class NoExperiment:
             raise AttributeError(name)
         return functools.partial(self._skip, name)
 
+    def add_figure(self, tag: str, figure: Any, global_step: Any = None, close: bool = True, **kwargs: Any) -> None:
+        """Close figures of matplotlib, as TensorBoard does: pyplot keeps all others until the process ends."""
+        self._skip("add_figure")
+        if close:
+            from matplotlib import pyplot
+
+            for each in figure if isinstance(figure, list) else [figure]:
+                pyplot.close(each)
+
     def _skip(self, name: str, *args: Any, **kwargs: Any) -> None:
         if name not in self._called:
             self._called.add(name)
-            LOGGER.warning(f"{METRICS_FILE} keeps nothing of {name}(…), which a logger such as logger=tensorboard has")
+            LOGGER.warning(self._line, name)
+
+
+class NoLogger(Logger):
+    """Takes what a module of one's own logs in a mode that does not train.
+
+    Args:
+        run_folder: The run folder, for files that the module writes beside its logger.
+        mode: Name of the mode.
+    """
+
+    def __init__(self, *, run_folder: Path, mode: str) -> None:
+        super().__init__()
+        self._folder = Path(run_folder)
+        self._experiment = NoExperiment(f"mode={mode} keeps nothing of %s(…); its metrics are those of self.log")
+
+    @property
+    @override
+    def name(self) -> str:
+        return "none"
+
+    @property
+    @override
+    def version(self) -> str:
+        return self._folder.name
+
+    @property
+    @override
+    def log_dir(self) -> str:
+        return str(self._folder)
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> NoExperiment:
+        """Return what takes the calls of the module."""
+        return self._experiment
+
+    @override
+    @rank_zero_only
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: config.yaml holds them."""
+
+    @override
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Do nothing: the mode writes what Lightning returns."""
+
+
+class AllLoggers(Logger):
+    """All loggers of a run as one, which a module has as `self.logger`: rows go to each of them.
+
+    Args:
+        csv_logger: Decides of which step a row is, and where the module may write files.
+        others: The experiment is that of the first of them; before training has started, none of them has one.
+    """
+
+    def __init__(self, csv_logger: CsvLogger, others: Sequence[Logger]) -> None:
+        super().__init__()
+        self._csv_logger, self._others = csv_logger, others
+
+    @property
+    @override
+    def name(self) -> str:
+        return self._csv_logger.name
+
+    @property
+    @override
+    def version(self) -> str:
+        return self._csv_logger.version
+
+    @property
+    @override
+    def log_dir(self) -> str:
+        return self._csv_logger.log_dir
+
+    @property
+    def experiment(self) -> Any:
+        """Return the experiment of the first other logger that has one, else what skips all calls."""
+        experiments = (logger.experiment for logger in self._others)
+        return next((each for each in experiments if each is not None), self._csv_logger.experiment)
+
+    @override
+    @rank_zero_only
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: each logger has config.yaml."""
+
+    @override
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Add to the row of a step, as `CsvLogger.log_metrics` does."""
+        step = self._csv_logger.find_row(step)
+        for logger in (self._csv_logger, *self._others):
+            logger.log_metrics(metrics, step)
+
+
+def offer_all_loggers(trainer: lightning.Trainer) -> None:
+    """Make `trainer.logger`, and so `self.logger` of a module, all loggers as one; Lightning's is the first alone."""
+    others = [logger for logger in trainer.loggers if not isinstance(logger, CsvLogger)]
+    for csv_logger in trainer.loggers:
+        if isinstance(csv_logger, CsvLogger) and others:
+            untyped: Any = trainer
+            untyped.__class__ = _OffersAll
+            untyped.all_loggers = AllLoggers(csv_logger, others)
+
+
+class _OffersAll(lightning.Trainer):
+    all_loggers: AllLoggers
+
+    @property
+    @override
+    def logger(self) -> Logger | None:
+        return self.all_loggers
+
+    @logger.setter
+    def logger(self, logger: Logger | None) -> None:
+        raise AttributeError("a run keeps its loggers")
 
 
 class EventFile:

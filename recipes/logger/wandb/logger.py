@@ -114,14 +114,14 @@ class WandbLogger(Logger):
     @override
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Add to the row of a step; it is complete when the next step is logged."""
-        assert step is not None, "Lightning always passes the step"
-        if self._row and self._row[STEP] != step + 1:
+        """Add to the row of a step, without one to the newest; it is complete when the next step is logged."""
+        row_step = self._row.get(STEP, 1) if step is None else step + 1
+        if self._row and self._row[STEP] != row_step:
             self._complete_row()
         self._open()
         if not self._row:
             self._row, self._marks = dict(self._marks), {}  # events since the last row
-        self._row |= {STEP: step + 1} | {name: value for name, value in metrics.items() if name != "epoch"}
+        self._row |= {STEP: row_step} | {name: value for name, value in metrics.items() if name != "epoch"}
 
     @override
     @rank_zero_only

@@ -61,6 +61,19 @@ def test_validation_and_test_log_what_its_own_trainer_logs(folder: Path, module:
     assert summary["evaluations"]["test"]["test_acc"] == tested["test_acc"]
 
 
+def test_what_a_module_draws_in_an_evaluation_is_skipped_with_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampling = (*CLASSES, "task.module={_target_: own_modules.Sampling}")
+    assert execute(*sampling, "trainer.max_steps=1", f"hydra.run.dir={tmp_path}") == 0
+    rows = (tmp_path / "metrics.csv").read_text()
+    assert execute(*sampling, "mode=evaluate", f"resume={tmp_path}") == 0
+    printed = "".join(capsys.readouterr())
+    assert "mode=evaluate keeps nothing of add_figure(…); its metrics are those of self.log\n" in printed
+    assert (tmp_path / "metrics.csv").read_text() == rows
+    assert {*json.loads((tmp_path / "evaluate_val.json").read_text())} >= {"val_loss"}
+
+
 @pytest.mark.parametrize(("split", "number"), [("val", 50), ("test", 30)])
 def test_each_row_has_what_its_predict_step_returns(
     folder: Path, module: own_modules.Tested, split: str, number: int

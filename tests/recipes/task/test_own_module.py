@@ -9,8 +9,11 @@ import lightning.pytorch as lightning
 import own_modules
 import pytest
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
+from matplotlib import pyplot
 from support import execute, read_metrics
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from recipes.checkpoint.manifest import read_manifest
 from recipes.config import compose_and_check
@@ -85,6 +88,26 @@ def test_a_run_goes_on_within_an_epoch_and_at_its_end_as_if_it_had_not_stopped(
     losses = get_column(tmp_path, "train/loss")
     assert [*losses] == [*range(1, 31)]
     assert to_float32(losses.values()) == expected
+
+
+def test_a_validation_that_draws_moves_the_generators_of_training_as_under_its_own_trainer(tmp_path: Path) -> None:
+    own_logger = TensorBoardLogger(str(tmp_path / "own"))
+    rows = train_in_a_script(own_modules.Sampling, 24, logger=own_logger)
+    run(tmp_path, *own("trainer.max_steps=14", module="Sampling"))  # it ends with a validation that the script has not
+    run(tmp_path, *own("trainer.max_steps=24", "resume=auto", module="Sampling"))
+    assert to_float32(get_column(tmp_path, "train/loss").values()) == to_float32(row["train_loss"] for row in rows)
+    assert not pyplot.get_fignums()  # figures that no logger keeps are closed, as TensorBoard closes them
+
+
+def test_what_a_module_draws_reaches_the_logger_beside_metrics_csv(tmp_path: Path) -> None:
+    run(tmp_path, *own("trainer.max_steps=20", "logger=tensorboard", module="Sampling"))
+    files = EventAccumulator(str(tmp_path / "tensorboard"))
+    files.Reload()
+    assert [image.step for image in files.Images("sample")] == [10, 20]
+    for name in ("epoch_begun", "begun_by_each"):  # without a step: in the newest row
+        assert [point.step for point in files.Scalars(name)] == [*get_column(tmp_path, name)] == [13]
+    assert "note/text_summary" in files.Tags()["tensors"]
+    assert "keeps nothing of" not in (tmp_path / "train.log").read_text()
 
 
 @pytest.mark.parametrize("stop", [9, 20])  # after a batch, after a validation
