@@ -85,6 +85,17 @@ class Classifier(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)}
 
 
+class Branched(Classifier):
+    """Adds up the network and the branches in a dict, each of which it calls."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout=dropout)
+        self.branches = nn.ModuleDict({"narrow": nn.Linear(8, 10, bias=False), "wide": nn.Linear(8, 10)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(branch(x.flatten(1)) for branch in self.branches.values())
+
+
 class Sampling(Classifier):
     """Draws random numbers in its validation, and more of them for a figure where its logger takes one."""
 

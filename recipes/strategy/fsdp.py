@@ -34,6 +34,7 @@ from recipes.strategy.sharding import (
     count_gathered_bytes,
     get_data_axes,
     keep_gathered,
+    list_uncalled,
     shard_children,
     shard_model,
 )
@@ -180,16 +181,18 @@ class FSDP2Strategy(TorchNativeMixin, ShardSavingMixin, ModelParallelStrategy):
     def place_own(self, module: lightning.LightningModule, blocks: Sequence[nn.Module]) -> None:
         """Shard a LightningModule of one's own, which every rank has constructed whole, with equal weights.
 
-        Its blocks are units, and so is what is left of each child: a step calls its children, and not itself.
+        Its blocks are units, and so is what is left of each child: a step calls its children, and not itself. In the
+        place of a list or dict of modules are its members.
 
         Raises:
-            ConfigError: The module has parameters beside those of its children, or a mesh that only our models have.
+            ConfigError: The module has parameters that no submodule with a forward has, or a mesh that only our models
+                have.
         """
-        direct = [name for name, _ in module.named_parameters(recurse=False)]
-        if direct:
+        uncalled = list_uncalled(module)
+        if uncalled:
             raise ConfigError(
                 f"strategy={self.option} task=lightning",
-                f"{', '.join(direct)} belong to the module itself, and weights are gathered by its submodules",
+                f"{', '.join(uncalled)} belong to no submodule with a forward, which would gather them",
                 "strategy=ddp, or these parameters in an nn.Module whose forward uses them",
             )
         self._roots = shard_children(

@@ -132,7 +132,9 @@ def shard_model(
 def shard_children(
     module: nn.Module, blocks: Sequence[nn.Module], *, mesh: DeviceMesh, policy: ShardPolicy, device: torch.device
 ) -> list[FSDPModule]:
-    """Shard each child of a module that has weights: its blocks one by one, and what is left of it as one unit.
+    """Shard each part of a module that a step calls: its blocks one by one, and what is left of it as one unit.
+
+    These parts are the children with weights, or what is in them where they are lists or dicts of modules.
 
     Args:
         module: With its weights, equal on every rank, in host memory.
@@ -142,16 +144,14 @@ def shard_children(
         device: Device of this rank; weights that are offloaded stay in host memory.
 
     Returns:
-        The children.
+        The parts.
     """
     inner = {part for block in blocks for part in block.modules() if part is not block}
     for block in blocks:
         if block not in inner:
             _shard_unit(block, mesh, policy, reshard=True)
     roots: list[FSDPModule] = []
-    for child in module.children():
-        if not any(True for _ in child.parameters()):
-            continue
+    for child in dict.fromkeys(_list_called(module)):
         if not isinstance(child, FSDPModule):
             _fully_shard(
                 child,
@@ -166,6 +166,27 @@ def shard_children(
         owner = module.get_submodule(name.rpartition(".")[0])
         owner._buffers[name.rpartition(".")[2]] = buffer.to(device)
     return roots
+
+
+def _list_called(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if _holds_only(child):
+            yield from _list_called(child)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+def list_uncalled(module: nn.Module) -> list[str]:
+    """Return the names of the parameters that belong to no part of `shard_children`, so that nothing gathers them."""
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    for prefix, child in module.named_children():
+        names += [f"{prefix}.{name}" for name in list_uncalled(child)] if _holds_only(child) else []
+    return names
+
+
+def _holds_only(module: nn.Module) -> bool:
+    """Return whether a module has no forward pass, as a list or dict of modules or parameters."""
+    return type(module).forward is nn.Module.forward
 
 
 def _fully_shard(module: nn.Module, **how: Any) -> None:

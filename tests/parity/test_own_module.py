@@ -10,7 +10,7 @@ from recipes.run_folder import EVENTS_FILE, read_events
 
 OWN = (
     "task=lightning",
-    "task.module={_target_: own_modules.Classifier, dropout: 0.2}",
+    "task.module={_target_: own_modules.Branched, dropout: 0.2}",
     "data=lightning",
     "data.module={_target_: own_modules.Rows, noisy: false}",
     *(

@@ -20,7 +20,7 @@ from recipes.model.gpt2 import GPT2
 from recipes.model.llama import Llama
 from recipes.model.weights import initialize
 from recipes.precision import Precision
-from recipes.strategy.sharding import ShardPolicy, shard_children, shard_model
+from recipes.strategy.sharding import ShardPolicy, list_uncalled, shard_children, shard_model
 
 NUM_LAYERS = 3
 TOKENS = torch.arange(64).view(2, 32) % 512
@@ -225,3 +225,17 @@ def test_a_class_that_python_lets_nobody_replace_is_refused_with_the_order_of_it
         shard_children(nn.Sequential(AbstractFirst(2, 2)), [], **how)
     [child] = shard_children(nn.Sequential(AbstractLast(2, 2)), [], **how)
     assert isinstance(child, FSDPModule)
+
+
+def test_of_a_list_or_dict_of_modules_which_nothing_calls_each_member_is_a_unit() -> None:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    how: dict[str, Any] = {"mesh": mesh, "policy": make_policy("32-true"), "device": torch.device("cpu")}
+    module = nn.Module()
+    module.heads = nn.ModuleDict({"a": nn.Linear(2, 2), "more": nn.ModuleList([nn.Linear(2, 2), nn.ReLU()])})
+    module.body = nn.Sequential(nn.Linear(2, 2), module.heads["a"])
+    roots = shard_children(module, [], **how)
+    assert roots == [module.heads["a"], module.heads["more"][0], module.body]
+    assert list_uncalled(module) == []
+    module.heads["more"].append(nn.ParameterList([torch.zeros(2)]))
+    module.scale = nn.Parameter(torch.ones(()))
+    assert list_uncalled(module) == ["scale", "heads.more.2.0"]
