@@ -255,6 +255,7 @@ class Plateau:
     """
 
     is_schedule: ClassVar[bool] = True
+    counts_validations: ClassVar[bool] = True
 
     def __init__(
         self,

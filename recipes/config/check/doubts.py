@@ -21,6 +21,7 @@ def find_doubts(run: ResolvedRun, *, is_continued: bool) -> Iterator[ConfigError
     if run.task.has_own_training:
         return
     yield from find_endless_warmup(run)
+    yield from find_short_plateau(run)
     if not is_continued:
         yield from find_random_base(run)
 
@@ -49,3 +50,18 @@ def find_endless_warmup(run: ResolvedRun) -> Iterator[ConfigError]:
         reason = f"the learning rate only rises, to {run.max_steps / warmup_steps:.0%} of optimizer.lr in the last step"
         fix = f"{name}={run.max_steps // 10}"
         yield ConfigError(f"{name}={warmup_steps} trainer.max_steps={run.max_steps}", reason, fix)
+
+
+def find_short_plateau(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Yield a schedule that waits for more validations than there are before the last step."""
+    scheduler = run.config["scheduler"]
+    if find_signature(scheduler["_target_"]).constants.get("counts_validations") is not True or run.max_steps < 2:
+        return
+    needed = scheduler["patience"] + 2  # the first one is the best so far, and one more than patience are not
+    found = (run.max_steps - 1) // run.eval_every
+    if found < needed:
+        typed = f"scheduler.patience={scheduler['patience']} eval_every={run.eval_every}"
+        reason = f"a reduction follows validation {needed} at the earliest, and {found} come before the last step"
+        every = (run.max_steps - 1) // needed
+        fix = f"eval_every={every}" if every else f"trainer.max_steps={needed + 1} or more, and eval_every=1"
+        yield ConfigError(f"{typed} trainer.max_steps={run.max_steps}", reason, fix)

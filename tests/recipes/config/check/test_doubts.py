@@ -29,6 +29,21 @@ PUBLISHED = "type model=huggingface model.name=<folder of a published model>, or
         ),
         ("trainer.max_steps=71", []),
         ("trainer.max_steps=35 scheduler=one_cycle", []),
+        (
+            "scheduler=plateau scheduler.patience=3 eval_every=100 trainer.max_steps=500",
+            [
+                "scheduler.patience=3 eval_every=100 trainer.max_steps=500: a reduction follows validation 5 at the"
+                " earliest, and 4 come before the last step; type eval_every=99"
+            ],
+        ),
+        ("scheduler=plateau scheduler.patience=3 eval_every=100 trainer.max_steps=501", []),
+        (
+            "scheduler=plateau eval_every=1000 trainer.max_steps=3 warmup_steps=0",
+            [
+                "scheduler.patience=10 eval_every=1000 trainer.max_steps=3: a reduction follows validation 12 at the"
+                " earliest, and 0 come before the last step; type trainer.max_steps=13 or more, and eval_every=1"
+            ],
+        ),
     ],
 )
 def test_a_doubt_is_a_line_with_what_to_type(typed: str, doubts: list[str]) -> None:
