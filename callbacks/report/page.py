@@ -235,6 +235,8 @@ def planned_values(run: RunRecord) -> dict[str, float]:
         "global_batch_size": config.get("global_batch_size"),
         "seq_len": config.get("seq_len"),
     }
+    if _has_own_loaders(config.get("data")):
+        settings = {"steps": settings["steps"]}  # they decide what a batch is
     known: dict[str, float] = {name: value for name, value in settings.items() if is_finite(value) and value > 0}
     planned: dict[str, float] = {}
     if "steps" in known:
@@ -246,6 +248,11 @@ def planned_values(run: RunRecord) -> dict[str, float]:
     if "global_batch_size" in known:
         planned["global_batch_size"] = known["global_batch_size"]
     return {name: value for name, value in {**planned, **run.plan}.items() if is_finite(value)}
+
+
+def _has_own_loaders(data: Any) -> bool:
+    """Return whether a LightningDataModule has the loaders."""
+    return isinstance(data, dict) and "module" in data
 
 
 def _has_padding(data: Any) -> bool:

@@ -38,7 +38,10 @@ def write_run(folder: Path, number: int = 0) -> Path:
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     config = {"optimizer": {"lr": 0.1**number, "decay": number}, "trainer": {"max_steps": LAST}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    environment = {"overrides": [f"optimizer.decay={number}", "a_long_word=" + "x" * 90]}
+    environment = {
+        "overrides": [f"optimizer.decay={number}", "a_long_word=" + "x" * 90],
+        "program": "PYTHONPATH=" + ":/home/me/a_folder" * 20 + " python train.py",
+    }
     (folder / "environment.json").write_text(json.dumps(environment))
     summary = {"status": "finished", "steps": LAST, "val_loss": 5.0 + number, "tokens": 10**9}
     (folder / "summary.json").write_text(json.dumps(summary))

@@ -303,6 +303,12 @@ def test_the_plan_is_shown_next_to_what_was_measured(tmp_path: Path) -> None:
     assert "<tr><td>time</td><td>1:00</td><td>1:30</td><td>150.0%</td></tr>" in page
 
 
+def test_of_loaders_of_ones_own_the_plan_knows_the_steps_alone(tmp_path: Path) -> None:
+    config = "global_batch_size: 16\ndata:\n  module:\n    _target_: my.Rows\ntrainer:\n  max_steps: 4\n"
+    folder = write_run(tmp_path, "step,train/loss\n4,3\n", config=config, summary={"steps": 4, "samples": 256})
+    assert planned_values(read_run(folder)) == {"steps": 4}
+
+
 def test_without_a_config_and_a_plan_there_is_no_plan_table(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "step,train/loss\n1,3\n", summary={"steps": 1})
     assert get_plan(read_run(folder)) == []
