@@ -329,7 +329,7 @@ class AllLoggers(Logger):
         others: The experiment is that of the first of them; before training has started, none of them has one.
     """
 
-    def __init__(self, csv_logger: CsvLogger, others: Sequence[Logger]) -> None:
+    def __init__(self, csv_logger: CsvLogger, others: Sequence[Any]) -> None:
         super().__init__()
         self._csv_logger, self._others = csv_logger, others
 
@@ -365,7 +365,7 @@ class AllLoggers(Logger):
         """Add to the row of a step, as `CsvLogger.log_metrics` does."""
         step = self._csv_logger.find_row(step)
         for logger in (self._csv_logger, *self._others):
-            logger.log_metrics(metrics, step)
+            logger.log_metrics(dict(metrics), step)
 
 
 def offer_all_loggers(trainer: lightning.Trainer) -> None:
