@@ -72,8 +72,8 @@ class AnyLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """Return what the other logger has as its experiment; None before training has started."""
-        return None if self._logger is None else self._logger.experiment
+        """Return what the other logger has as its experiment; None if it has none or training has not started."""
+        return getattr(self._logger, "experiment", None)
 
     @override
     @rank_zero_only

@@ -162,6 +162,19 @@ def test_the_runs_of_several_services_are_remembered_although_each_has_a_thread(
     )
 
 
+def test_what_is_logged_without_a_step_is_in_the_newest_row(tmp_path: Path) -> None:
+    logger = make_logger(tmp_path)
+    logger.log_event("start", 0)
+    logger.log_metrics({"before": 1.0})
+    for step in (0, 1):
+        logger.log_metrics({"train/loss": 3.0 - step}, step=step)
+    logger.log_metrics({"of_module": 5.0})
+    logger.finalize("success")
+    expected = {1: {"before": 1.0, "train/loss": 3.0}, 2: {"train/loss": 2.0, "of_module": 5.0}}
+    assert rows_of(tmp_path / "service" / "run_0.jsonl") == expected
+    assert logger.experiment is None  # the other logger has none, and a module may ask for it
+
+
 @pytest.mark.skipif(find_spec("aim") is not None, reason="Aim is installed")
 def test_a_run_with_aim_names_the_package_that_is_missing() -> None:
     with pytest.raises(ConfigError, match="logger=aim: aim is not installed; type pip install aim"):

@@ -286,6 +286,7 @@ def test_rolled_back_steps_stay_and_the_repeated_ones_follow_with_marks_and_one_
     logger = make_logger(folder)
     logger.log_event("start", 0)
     log_steps(logger, 1, 2, 3)
+    logger.log_metrics({"of_module": 5.0})  # without a step: in the newest row
     for series in ("loss", "norm"):
         logger.log_event("spike", 3, series=series, value=9.0)
     logger.on_rollback(None, None, 3, 1)
@@ -298,7 +299,7 @@ def test_rolled_back_steps_stay_and_the_repeated_ones_follow_with_marks_and_one_
     assert find_rows(records) == [
         {STEP: 1, "train/loss": 1},
         {STEP: 2, "train/loss": 2},
-        {STEP: 3, "train/loss": 3, "event/spike": 1},
+        {STEP: 3, "train/loss": 3, "of_module": 5, "event/spike": 1},
         {STEP: 2, "train/loss": 2.5, "event/rollback": 1},
         {STEP: 3, "train/loss": 3.5},
     ]
