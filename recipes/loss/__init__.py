@@ -35,8 +35,8 @@ class Term(NamedTuple):
         weight: Factor in the objective. With 0, the term is measured and not trained on.
         in_loss: Whether it is part of the logged loss, `train/loss` and `val/loss`; a tensor, 0-dim, is logged in the
             place of `sum`, as for a sum that also holds a regularizer.
-        logged_as: Name under which it is logged on its own, without weight, as `train/<name>` and `val/<name>`; one of
-            the loss's `measures`.
+        logged_as: Name under which it is logged on its own, without weight, as `train/<name>` and `val/<name>`, or as
+            it is if it has a prefix of its own; one of the loss's `measures`.
     """
 
     sum: Tensor

@@ -586,7 +586,8 @@ class TrainingTask(CountsFlops, Validated, Resumable, ABC):
         zero = torch.zeros((), device=self.device)
         sums = torch.stack([of_rank.get(name, zero).float() for name in names])  # [K]
         values = self._sum_over_token_ranks(sums).unbind()
-        self.log_row({f"train/{name}": value for name, value in zip(names, values, strict=True)})
+        logged = {name if "/" in name else f"train/{name}": value for name, value in zip(names, values, strict=True)}
+        self.log_row(logged)
 
     def _log_sources(self, totals: Tensor) -> None:
         """Log loss and consumed tokens of each source of a mixture; no loss for a source without targets in this step.

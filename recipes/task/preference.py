@@ -3,43 +3,34 @@
 Shapes: B samples, K answers of a sample, R = B K rows of T tokens.
 """
 
-import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from recipes.adapter import switched_off
 from recipes.data.draws import has_draws
-from recipes.data.packed_batch import Packing, find_positions, pack_tokens, unpack
 from recipes.errors import ConfigError
 from recipes.lightning_internals import get_data
 from recipes.loss.preference import AnswerLoss, Likelihoods, count_tokens
-from recipes.model.weights.adapter import has_adapter, remove_adapter
-from recipes.numerics.head_loss import split
 from recipes.numerics.linear import get_product_dtype
-from recipes.numerics.loss import IGNORE_INDEX, token_losses
+from recipes.numerics.loss import IGNORE_INDEX
+from recipes.task.answers import AnswerTask, evaluating
 from recipes.task.base import Batch
-from recipes.task.frozen import FrozenModel
-from recipes.task.language_modeling import LanguageModeling
 from recipes.task.reference import ReferenceTable
 
 LOGGER = logging.getLogger("lightning_recipes")
-REFERENCE = "reference"  # name of the frozen copy
 _LOOKED_UP = "looked_up"  # key of a batch, whose reference was measured before the window
 # of the log-probability of an answer, relative: a batch with other rows is computed in another order
 _LARGEST_DIFFERENCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 _LARGEST_OF_HALF = 2e-2
 
 
-class PreferenceTuning(LanguageModeling):
+class PreferenceTuning(AnswerTask):
     """Trains a language model on preferences; the loss reads the log-probabilities of answers.
 
     Args:
@@ -59,16 +50,22 @@ class PreferenceTuning(LanguageModeling):
         cache_dir: str,
         **settings: Any,
     ) -> None:
-        super().__init__(**settings)
-        self._reference = reference
-        if reference == "frozen_copy" and self._compares:
-            copy = FrozenModel(section="model", make=self._make_model, is_copy=True)
-            self._frozen = {**self._frozen, REFERENCE: copy}
+        super().__init__(reference=reference, **settings)
         self._cache_dir = cache_dir
         self._table: ReferenceTable | None = None
         self._compares_first_step = False
         self._kl: Tensor | None = None  # [], of the split that is read
         self._kl_of_sets: list[Tensor] = []  # [] each, of the validation that runs
+
+    @property
+    @override
+    def _compares(self) -> bool:
+        return isinstance(self.loss, AnswerLoss) and self.loss.needs_reference
+
+    @property
+    @override
+    def _instead_of_adapter(self) -> str:
+        return "precomputed"
 
     # What the loss reads.
 
@@ -123,79 +120,13 @@ class PreferenceTuning(LanguageModeling):
         packing = batch.get("packing", {}).get(inputs)
         if with_prompts:
             followers = _name_followers(tokens, wanted, batch["num_inputs"])  # [R, T]
-            losses = self._token_losses(model, tokens, followers, packing)
+            losses = self.of_tokens(model, tokens, followers, packing)
             is_answer = wanted != IGNORE_INDEX
             return -(losses * is_answer).sum(dim=1), -(losses * ~is_answer).sum(dim=1)
-        log_probs = -self._token_losses(model, tokens, wanted, packing).sum(dim=1)
+        log_probs = -self.of_tokens(model, tokens, wanted, packing).sum(dim=1)
         return log_probs, torch.zeros_like(log_probs)
 
-    def _token_losses(self, model: nn.Module, inputs: Tensor, targets: Tensor, packing: Packing | None) -> Tensor:
-        """Return the cross-entropy of each target, [R, T] float32, 0 if ignored; differentiable."""
-        if packing is not None:
-            packed = self._losses_of_rows(
-                model,
-                pack_tokens(inputs, packing),
-                pack_tokens(targets, packing, fill=IGNORE_INDEX),
-                positions=find_positions(packing),
-            )  # [P, W]
-            return torch.where(targets != IGNORE_INDEX, unpack(packed, packing)[:, :-1], 0.0)
-        return self._losses_of_rows(model, inputs, targets)
-
-    def _losses_of_rows(self, model: nn.Module, inputs: Tensor, targets: Tensor, **options: Tensor) -> Tensor:
-        if not self._computes_in_chunks:
-            return token_losses(model(inputs, **options), targets)
-        losses: Tensor = model(inputs, reduce=functools.partial(self._in_chunks, targets=targets), **options)
-        return losses.view_as(targets)  # outside of the model: FSDP2 warns of a view that leaves it
-
-    @functools.cached_property
-    def _computes_in_chunks(self) -> bool:
-        # a sharded vocabulary has the loss of its own columns only, and joins the logits in the head
-        is_sharded = getattr(getattr(self.model, "head", None), "ranks", None) is not None
-        return self.loss.chunk_tokens is not None and self.takes_reduce and not is_sharded
-
-    def _in_chunks(self, hidden: Tensor, weight: Tensor, *, targets: Tensor) -> Tensor:
-        """Return the cross-entropy of each target [R T] from hidden states [R, T, W], a chunk of logits at a time.
-
-        The logits of a chunk are computed again in the backward pass, which costs a third of the head's products and
-        holds none of them in between.
-        """
-        assert self.loss.chunk_tokens is not None
-        flat, flat_targets = hidden.flatten(0, -2), targets.flatten()  # [R T, W], [R T]
-        run: Callable[..., Tensor] = functools.partial(_losses_of_chunk, vocab_size=self.loss.num_outputs)
-        parts = [
-            checkpoint(run, flat[part], weight, flat_targets[part], use_reentrant=False, preserve_rng_state=False)
-            for part in split(len(flat), self.loss.chunk_tokens)
-        ]
-        return torch.cat(parts)
-
     # The reference.
-
-    @property
-    def _compares(self) -> bool:
-        """Whether the loss reads a reference; whoever loads weights alone gives the task another loss."""
-        return isinstance(self.loss, AnswerLoss) and self.loss.needs_reference
-
-    @property
-    def _kind(self) -> str:
-        """Where the reference is: `adapter_off`, `precomputed` or `frozen_copy`.
-
-        Raises:
-            ConfigError: The model has no adapter to switch off.
-        """
-        if self._reference == "auto":
-            return "adapter_off" if has_adapter(self.model) else "precomputed"
-        if self._reference == "adapter_off" and not has_adapter(self.model):
-            reason = "the model has no adapter to switch off"
-            raise ConfigError("task.reference=adapter_off", reason, "adapter=lora, or task.reference=precomputed")
-        return self._reference
-
-    @override
-    def meta_frozen_models(self) -> list[nn.Module]:
-        models, model = super().meta_frozen_models(), self.meta_model()
-        if self._compares and self._reference in ("auto", "adapter_off") and has_adapter(model):
-            remove_adapter(model)  # its forward pass alone is that of the reference
-            models.append(model)
-        return models
 
     def _look_up(self, batch: Batch) -> Tensor:
         """Return the log-probabilities of answers under the reference, [B, K'], with those to other prompts last.
@@ -206,16 +137,10 @@ class PreferenceTuning(LanguageModeling):
         if _LOOKED_UP in batch:
             found: Tensor = batch[_LOOKED_UP]
             return found
-        kind = self._kind
-        if kind == "precomputed":
+        if self.reference_kind == "precomputed":
             return self._look_up_in_table(batch)
-        if kind == "frozen_copy":
-            if REFERENCE not in self.frozen_models:  # outside of training
-                self.hold_frozen_models()
-            with torch.no_grad():
-                return self._measure_answers(self.frozen_models[REFERENCE], batch)
-        with torch.no_grad(), _evaluating(self.model), switched_off(self.model):
-            return self._measure_answers(self.model, batch)
+        with self.as_reference() as model:
+            return self._measure_answers(model, batch)
 
     def _look_up_in_table(self, batch: Batch) -> Tensor:
         if self._table is None and "reference" in batch:
@@ -244,7 +169,7 @@ class PreferenceTuning(LanguageModeling):
     def on_train_start(self) -> None:
         super().on_train_start()
         if self.loss.needs_reference:
-            if self._kind == "precomputed":
+            if self.reference_kind == "precomputed":
                 self._prepare_table()
             self._compares_first_step = self.trainer.global_step == 0
 
@@ -304,7 +229,7 @@ class PreferenceTuning(LanguageModeling):
         num_samples = sum(len(dataset) for dataset, _ in sets)
         if self.trainer.is_global_zero:
             LOGGER.info("Reference: log-probabilities of %s samples under the first weights", f"{num_samples:,}")
-        with torch.no_grad(), _evaluating(self.model):
+        with torch.no_grad(), evaluating(self.model):
             table = ReferenceTable.build(
                 sets,
                 key=self._describe_weights(),
@@ -389,7 +314,7 @@ class PreferenceTuning(LanguageModeling):
             batches: Batches, each with its log-probabilities under the reference, [B, K'].
         """
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        with torch.no_grad(), _evaluating(self.model):
+        with torch.no_grad(), evaluating(self.model):
             for batch, reference in batches:
                 carries = count_tokens(batch, num_answers=1)[:, 0] > 0  # [B]
                 own = self._measure_answers(self.model, batch, only_other=True)[:, 0]
@@ -411,22 +336,3 @@ def _name_followers(inputs: Tensor, targets: Tensor, num_inputs: Tensor) -> Tens
     places = torch.arange(inputs.shape[1], device=inputs.device)  # [T]
     after = torch.where(places < num_inputs[:, None] - 1, after, IGNORE_INDEX)
     return torch.where(targets == IGNORE_INDEX, after, targets)
-
-
-def _losses_of_chunk(hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int | None) -> Tensor:
-    """Return the cross-entropy of n targets from hidden states [n, W] and the weight of the head [V', W]."""
-    logits = nn.functional.linear(hidden.to(weight.dtype), weight)  # [n, V']
-    return token_losses(logits[:, :vocab_size], targets)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off for a while."""
-    in_training = [module for module in model.modules() if module.training]
-    for module in in_training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in in_training:
-            module.training = True

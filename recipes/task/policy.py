@@ -1,0 +1,384 @@
+"""Reinforcement learning: a language model samples completions of prompts, and learns from their rewards.
+
+Shapes: B completions of a micro-batch, R of this rank and N of the global batch; T tokens of a row, of at most W.
+"""
+
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from recipes.data.conversations.chat_template import find_stop_ids
+from recipes.data.conversations.rows import PAD_TO
+from recipes.generation import Completion
+from recipes.lightning_internals import get_log_interval
+from recipes.loss import Term
+from recipes.loss.policy import GRPO, PolicyOutputs
+from recipes.model import LanguageModel
+from recipes.model.weights.adapter import has_adapter
+from recipes.numerics.collectives import gather_objects
+from recipes.numerics.loss import IGNORE_INDEX, token_losses, widen
+from recipes.optimizer import hold_averages
+from recipes.reward.workers import RewardWorkers, Scores
+from recipes.rollout import Rollout
+from recipes.task.answers import AnswerTask, evaluating
+from recipes.task.base import Batch
+
+_OF_TOKENS = ("inputs", "targets", "sampler_log_probs", "old_log_probs", "reference_log_probs")  # [R, W]
+
+
+class PolicyTuning(AnswerTask):
+    """Trains a language model on the rewards of completions that it samples itself.
+
+    A step begins with a rollout: every rank samples its completions and scores them; rewards are then known on all
+    ranks, so that the statistics of a group, or of the whole batch, are the same whichever ranks and micro-batches its
+    completions are divided over. What is sampled depends on the weights and on (seed of the run, position in the
+    stream) alone: a resumed run samples the same, and one that was rolled back goes on with other prompts.
+
+    Args:
+        rollout: Samples completions.
+        rewards: Scores them.
+        reference: The model that the loss ties the policy to: the model without its adapter, or a frozen copy of the
+            model with the first weights.
+        **settings: Arguments of `TrainingTask`.
+    """
+
+    supports: ClassVar[frozenset[str]] = frozenset({"generate", "export", "evaluate_tasks"})
+    loss: GRPO
+
+    def __init__(
+        self,
+        *,
+        rollout: Rollout,
+        rewards: RewardWorkers,
+        reference: Literal["auto", "adapter_off", "frozen_copy"],
+        **settings: Any,
+    ) -> None:
+        self._rollout, self._rewards = rollout, rewards
+        super().__init__(reference=reference, **settings)
+        # of the whole batch, on the host, while further steps learn from it
+        self._held: dict[str, Tensor] | None = None
+        self._num_inputs = torch.zeros(0, dtype=torch.int64)  # [N], on the host
+        self._row: dict[str, float] = {}  # what is logged of the rollout of this step
+        self._seconds: dict[str, float] = {}  # of the rollout and the rewards of this step
+        self._began: float | None = None  # when this step did
+
+    @property
+    @override
+    def _copies(self) -> bool:
+        if self._reference == "auto" and self._compares:
+            return not has_adapter(self.meta_model())
+        return super()._copies
+
+    # What the loss reads.
+
+    @override
+    def outputs(self, batch: Batch) -> PolicyOutputs:
+        with_entropy = self.training and self._is_logged
+        read = functools.partial(_read, temperature=self._rollout.sampling.temperature, with_entropy=with_entropy)
+        values = self.of_tokens(self.model, batch["inputs"], batch["targets"], read=read)  # [B, T], or [B, T, 2]
+        log_probs, entropy = values.unbind(dim=-1) if with_entropy else (values, None)
+        return PolicyOutputs(log_probs, entropy=entropy, reference=batch.get("reference_log_probs"))
+
+    @property
+    def _is_logged(self) -> bool:
+        step = self.trainer.global_step + 1
+        return step % get_log_interval(self.trainer) == 0 or step == self.trainer.max_steps
+
+    @override
+    def _without_padding(self, outputs: Any) -> Any:
+        return outputs
+
+    @override
+    def own_terms(self, batch: Batch) -> list[Term]:
+        return self.loss(self.outputs(batch), batch)
+
+    @override
+    def recipes_sample_losses(self, batch: Batch) -> Tensor:
+        return self.loss.per_sample(self.outputs(batch), batch)
+
+    # The rollout.
+
+    @override
+    def before_window(self, micro_batches: list[Batch]) -> list[Batch]:
+        """Sample and score the completions of a step, or take those that an earlier step has sampled."""
+        self._start_clock()
+        size, num = len(micro_batches[0]["seed"]), self.engine.data_size
+        first = [(micro_batch * num + self.engine.data_rank) * size for micro_batch in range(len(micro_batches))]
+        slots = torch.cat([torch.arange(start, start + size) for start in first])  # [R], places in the global batch
+        seeds = self._share({"seeds": torch.cat([batch["seed"] for batch in micro_batches])}, slots)["seeds"]  # [N]
+        rows = self._recall(seeds, slots)
+        if rows is None:
+            rows = self._roll_out(micro_batches, slots)
+            if self._rollout.num_iterations > 1:
+                whole = self._share(self._pad(rows), slots)
+                self._held = {name: value.cpu() for name, value in whole.items()} | {"seeds": seeds.cpu()}
+        return [
+            batch | self._cut(rows, slice(place * size, (place + 1) * size)) | self._count_tokens(place)
+            for place, batch in enumerate(micro_batches)
+        ]
+
+    def _recall(self, seeds: Tensor, slots: Tensor) -> dict[str, Tensor] | None:
+        """Return this rank's completions of an earlier step; None: these samples are new."""
+        if self._held is None or not torch.equal(self._held["seeds"], seeds.cpu()):
+            return None
+        self._num_inputs = self._held["num_inputs"]
+        return {name: value[slots].to(self.device) for name, value in self._held.items() if name != "seeds"}
+
+    def _roll_out(self, micro_batches: Sequence[Batch], slots: Tensor) -> dict[str, Tensor]:
+        """Return what the loss reads of this rank's completions, [R, …] each. Collective."""
+        prompts = [
+            tokens[:number]
+            for batch in micro_batches
+            for tokens, number in zip(batch["prompt"].tolist(), batch["num_prompt"].tolist(), strict=True)
+        ]
+        seeds = [seed for batch in micro_batches for seed in batch["seed"].tolist()]
+        with self._timed("rollout"):
+            completions = self._generate(prompts, seeds)
+        with self._timed("reward"):
+            places = [row for batch in micro_batches for row in batch["row"].tolist()]
+            scores = self._score(prompts, completions, places)
+        rewards = self._log_rollout(prompts, completions, scores, slots)  # [N]
+        advantages = self.loss.advantages(rewards, self._rollout.num_generations)[slots]  # [R]
+        rows = _stack(prompts, completions, device=self.device) | {
+            "advantages": advantages.to(device=self.device, dtype=torch.float32),
+            "is_truncated": torch.tensor([not each.has_ended for each in completions], device=self.device),
+        }
+        return rows | self._look_again(rows, len(micro_batches))
+
+    def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Completion]:
+        engine, group = self.engine, self.engine.groups.tensor
+        assert self.tokenizer is not None, "prompts are text"
+        with engine.gather_for_generation() as is_independent:
+            return self._rollout.generate(
+                cast(LanguageModel, self.model),
+                prompts,
+                seeds,
+                ends=find_stop_ids(self.tokenizer),
+                agree=None if group is None else functools.partial(_share_first, group=group),
+                all_ended=None if is_independent else self._all_ended,
+            )
+
+    def _all_ended(self, ended: bool) -> bool:
+        going = torch.tensor(float(not ended), device=self.device)
+        return not bool(self.engine.sum_over_ranks(going))
+
+    def _score(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], rows: Sequence[int]
+    ) -> Scores:
+        """Return the scores of this rank's completions; those of the first of the ranks that share them."""
+        group, tokenizer, own = self.engine.groups.tensor, self.tokenizer, None
+        assert tokenizer is not None, "prompts are text"
+        if group is None or dist.get_rank(group) == 0:
+            of_data = self.source.rows_of(rows, "train")
+            own = self._rewards(
+                prompts=[prompt for prompt, _, _ in of_data],
+                completions=[
+                    tokenizer.decode_continuation([*prompt], completion.tokens)
+                    for prompt, completion in zip(prompts, completions, strict=True)
+                ],
+                references=[reference for _, reference, _ in of_data],
+                rows=[row for _, _, row in of_data],
+            )
+        found = own if group is None else gather_objects(own, group)[0]
+        assert found is not None, "the first rank has scored them"
+        return Scores(*found)
+
+    @torch.no_grad()
+    def _look_again(self, rows: dict[str, Tensor], num_micro_batches: int) -> dict[str, Tensor]:
+        """Return the log-probabilities before the step, if further steps read them, and those of the reference."""
+        read = functools.partial(_read, temperature=self._rollout.sampling.temperature, with_entropy=False)
+        found: dict[str, list[Tensor]] = {}
+        size = len(rows["inputs"]) // num_micro_batches
+        for start in range(0, len(rows["inputs"]), size):
+            part = self._cut(rows, slice(start, start + size))
+            if self._rollout.num_iterations > 1:
+                with evaluating(self.model):
+                    own = self.of_tokens(self.model, part["inputs"], part["targets"], read=read)  # [B, T]
+                found.setdefault("old_log_probs", []).append(own)
+            if self.loss.needs_reference:
+                with self.as_reference() as model:
+                    of_reference = self.of_tokens(model, part["inputs"], part["targets"], read=read)  # [B, T]
+                found.setdefault("reference_log_probs", []).append(of_reference)
+        width = rows["inputs"].shape[1]
+        return {name: torch.cat([_widen(part, width) for part in parts]) for name, parts in found.items()}
+
+    def _cut(self, rows: dict[str, Tensor], part: slice) -> dict[str, Tensor]:
+        """Return some rows, without the columns that none of them needs."""
+        mine = {name: value[part] for name, value in rows.items()}
+        width = -(-int(mine["num_inputs"].max()) // PAD_TO) * PAD_TO
+        return {name: value[:, :width] if name in _OF_TOKENS else value for name, value in mine.items()}
+
+    # What all ranks know of it.
+
+    def _share(self, of_rank: dict[str, Tensor], slots: Tensor) -> dict[str, Tensor]:
+        """Return values of all completions, [N, …], from those of this rank's, [R, …]. Collective."""
+        found = {}
+        for name, values in of_rank.items():
+            wide = values.to(torch.float64 if values.is_floating_point() else torch.int64)  # a sum with zeros is exact
+            whole = wide.new_zeros(len(slots) * self.engine.data_size, *values.shape[1:])
+            whole[slots.to(whole.device)] = wide
+            found[name] = self.engine.sum_over_data_ranks(whole).to(values.dtype)
+        return found
+
+    def _pad(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return rows as wide as the widest of all ranks. Collective."""
+        width = max(gather_objects(rows["inputs"].shape[1]))
+        return {
+            name: _widen(value, width, fill=IGNORE_INDEX if name == "targets" else 0) if name in _OF_TOKENS else value
+            for name, value in rows.items()
+        }
+
+    def _log_rollout(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], scores: Scores, slots: Tensor
+    ) -> Tensor:
+        """Note what is logged of all completions and return their rewards, [N] float64. Collective."""
+        names = [*scores.of_functions]
+        lengths = [len(each.log_probabilities) for each in completions]
+        columns = [
+            scores.total,
+            [len(prompt) + length - 1 for prompt, length in zip(prompts, lengths, strict=True)],
+            lengths,
+            [not each.has_ended for each in completions],
+            *(scores.of_functions[name] for name in names),
+            *([scores.num_errors[name] / len(slots)] * len(slots) for name in names),
+        ]
+        own = torch.tensor(columns, dtype=torch.float64, device=self.device)  # [K, R]
+        rewards, num_inputs, lengths_of_all, is_cut, *rest = self._share({"": own.T}, slots)[""].cpu().unbind(1)
+        self._num_inputs = num_inputs.long()
+        found = self.loss.describe_groups(rewards, self._rollout.num_generations)
+        seconds = self._seconds["rollout"]
+        self._row |= {
+            "reward/mean": rewards.mean().item(),
+            "reward/std": rewards.std(correction=0).item(),
+            **{f"reward/{name}": value for name, value in found.items()},
+            "reward/errors": sum(errors.sum().item() for errors in rest[len(names) :]),
+            "rollout/tokens_mean": lengths_of_all.mean().item(),
+            "rollout/tokens_max": lengths_of_all.max().item(),
+            "rollout/truncated_fraction": is_cut.mean().item(),
+            "rollout/tokens_per_second": lengths_of_all.sum().item() / max(seconds, 1e-9),
+        } | {f"reward/{name}": values.mean().item() for name, values in zip(names, rest, strict=False)}
+        return rewards
+
+    def _count_tokens(self, place: int) -> dict[str, int]:
+        """Return what a micro-batch holds on all ranks: its inputs, and the sum of their squares per row."""
+        stride = len(self._num_inputs) // self.trainer.accumulate_grad_batches
+        lengths = self._num_inputs[place * stride : (place + 1) * stride]
+        return {"num_tokens": int(lengths.sum()), "num_token_pairs": int((lengths * lengths).sum())}
+
+    @override
+    def _log_step(self, loss: Tensor) -> None:
+        super()._log_step(loss)
+        self.log_row(self._row)
+        self._row = {}
+
+    def _start_clock(self) -> None:
+        """Note which shares of the step before were spent on its rollout and its rewards."""
+        now = time.monotonic()
+        if self._began is not None:
+            whole = now - self._began
+            self._row = {f"{name}/time_fraction": spent / whole for name, spent in self._seconds.items()}
+        self._began, self._seconds = now, {"rollout": 0.0, "reward": 0.0}
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began, trainer = time.monotonic(), cast(Any, self.trainer)  # Lightning sets its profiler from outside the class
+        with trainer.profiler.profile(name):
+            yield
+        self._seconds[name] += time.monotonic() - began
+
+    # Validation: `callbacks.generation_eval` answers held-out prompts. There is no loss without rewards.
+
+    @override
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        pass
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        hold_averages(self.trainer.optimizers, self.model, held=False)
+
+    @override
+    def list_measures(self) -> dict[str, bool | None]:
+        return {}
+
+    # A rollout that further steps learn from is part of the train state.
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        if self._held is not None:
+            checkpoint["rollout"] = self._held
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self._held = checkpoint.get("rollout")
+
+    @override
+    def teardown(self, stage: str) -> None:
+        super().teardown(stage)
+        self._rewards.close()
+
+
+def _read(logits: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool) -> Tensor:
+    """Return the log-probability of each target, [...], 0 if ignored; with its entropy, [..., 2] float32.
+
+    Args:
+        logits: [..., V].
+        targets: [...].
+        temperature: Of the policy.
+        with_entropy: Whether to compute the entropy of the distribution that the target was drawn from, in nats.
+    """
+    scaled = logits if temperature == 1.0 else widen(logits) / temperature
+    log_probs = -token_losses(scaled, targets)
+    if not with_entropy:
+        return log_probs
+    with torch.no_grad():
+        entropy = torch.special.entr(widen(scaled).softmax(dim=-1)).sum(dim=-1)  # 0 of a padding column
+        entropy = torch.where(targets != IGNORE_INDEX, entropy, 0.0)
+    return torch.stack([log_probs, entropy], dim=-1)
+
+
+def _stack(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Completion], *, device: torch.device
+) -> dict[str, Tensor]:
+    """Return prompts with their completions: `inputs`, `targets` and `sampler_log_probs` [R, W], `num_inputs` [R].
+
+    The token that ends a completion is a target.
+    """
+    wholes = []
+    for completion in completions:
+        ended_by = [] if completion.stop_token is None else [completion.stop_token]
+        wholes.append([*completion.tokens, *ended_by])
+    num_inputs = [len(prompt) + max(len(whole), 1) - 1 for prompt, whole in zip(prompts, wholes, strict=True)]
+    width = -(-max(num_inputs) // PAD_TO) * PAD_TO
+    inputs = torch.zeros(len(prompts), width, dtype=torch.int64)
+    targets = torch.full((len(prompts), width), IGNORE_INDEX)
+    log_probs = torch.zeros(len(prompts), width)
+    for row, (prompt, whole, completion) in enumerate(zip(prompts, wholes, completions, strict=True)):
+        begin, end = len(prompt) - 1, len(prompt) - 1 + len(whole)
+        inputs[row, : num_inputs[row]] = torch.tensor([*prompt, *whole[:-1]])
+        targets[row, begin:end] = torch.tensor(whole, dtype=torch.int64)
+        log_probs[row, begin:end] = torch.tensor(completion.log_probabilities)
+    of_tokens = {"inputs": inputs, "targets": targets, "sampler_log_probs": log_probs}
+    found = of_tokens | {"num_inputs": torch.tensor(num_inputs)}
+    return {name: value.to(device) for name, value in found.items()}
+
+
+def _widen(values: Tensor, width: int, *, fill: int = 0) -> Tensor:
+    """Return rows [n, W'] as [n, width]."""
+    wide = values.new_full((len(values), width), fill)
+    wide[:, : values.shape[1]] = values
+    return wide
+
+
+def _share_first(value: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensor of the first rank of a group on all of them."""
+    dist.broadcast(value, group=group, group_src=0)
+    return value
