@@ -98,6 +98,14 @@ class SupportsRejectedAnswers(Protocol):
 
 
 @runtime_checkable
+class SupportsCompletions(Protocol):
+    """A module that learns from completions that it samples itself, for `Completions`."""
+
+    def recipes_completions(self, num_completions: int) -> list[dict[str, Any]]:
+        """Return some of the newest completions with their rewards; called on rank 0 alone."""
+
+
+@runtime_checkable
 class SupportsRow(Protocol):
     """A module that logs each step's metrics in one call itself: Lightning's `log` costs about 0.2 ms per metric."""
 

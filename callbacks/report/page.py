@@ -106,6 +106,7 @@ def page_html(run: RunRecord, groups: Sequence[Group], marks: Sequence[Mark]) ->
         not_drawn=metrics_not_drawn(run, groups),
         samples=get_samples(run),
         answers=get_answers(run),
+        completions=get_completions(run),
         operators=get_operators(run),
         spikes=get_spikes(run),
         program=_get_program(run),
@@ -311,6 +312,30 @@ def get_answers(run: RunRecord) -> tuple[list[str], list[list[str]], str] | None
     if all(scores) and newest > 0:
         note += f"; right: {statistics.mean(scores[0]):.0%} at the start, {statistics.mean(scores[1]):.0%} now"
     return ["question", *shown], rows, note
+
+
+def get_completions(run: RunRecord) -> tuple[list[str], list[list[str]], str] | None:
+    """Return heads, rows and a note of the newest completions of a policy, the best first; None without any."""
+    known = [each for each in run.completions if is_finite(each.get("step")) and is_finite(each.get("reward"))]
+    if not known:
+        return None
+    newest = known[-1]["step"]
+    now = sorted((each for each in known if each["step"] == newest), key=lambda each: -float(each["reward"]))
+    scored = [name for name in now[0] if name.startswith("reward/")]
+    scored = scored if len(scored) > 1 else []  # the reward is the only one
+    rows = [
+        [
+            *(str(each.get(name, "")) for name in ("prompt", "completion", "reference")),
+            *(value_text(each.get(name)) for name in ("reward", *scored, "advantage", "tokens")),
+            "yes" if each.get("ended") else "no",
+        ]
+        for each in now[:MAX_ANSWERS]
+    ]
+    return (
+        ["prompt", "completion", "reference", "reward", *scored, "advantage", "tokens", "ended"],
+        rows,
+        f"step {value_text(newest)}: {len(rows)} of {len(now)} that were written, those with the highest reward first",
+    )
 
 
 def get_operators(run: RunRecord) -> list[dict[str, Any]]:

@@ -45,6 +45,7 @@ class RunRecord:
     events: list[dict[str, Any]]
     samples: list[dict[str, Any]]
     answers: list[dict[str, Any]]
+    completions: list[dict[str, Any]]
     summary: dict[str, Any]
     environment: dict[str, Any]
     config_text: str
@@ -164,6 +165,7 @@ def read_run(folder: Path, *, needs_metrics: bool = True) -> RunRecord:
         events=read_lines(folder / "events.jsonl"),
         samples=read_lines(folder / "samples.jsonl"),
         answers=read_lines(folder / "answers.jsonl"),
+        completions=read_lines(folder / "completions.jsonl"),
         summary=_read_json(folder / "summary.json", dict, damaged),
         environment=_read_json(folder / "environment.json", dict, damaged),
         config_text=text,

@@ -21,6 +21,8 @@ COPIES = {
     ("mode", "evaluator"): ("evaluator",),
     ("mode", "answers", "rewards", "functions"): ("reward",),
     ("callbacks", "generation_eval", "rewards", "functions"): ("reward",),
+    ("task", "rewards", "functions"): ("reward",),
+    ("task", "rollout"): ("rollout",),
 }
 # classes that execute a Python file -> the argument that names it
 RUNS_FILE = {"recipes.reward.mine.OwnFunction": "path"}

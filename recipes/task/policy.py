@@ -5,7 +5,7 @@ Shapes: B completions of a micro-batch, R of this rank and N of the global batch
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, cast
 
@@ -64,6 +64,7 @@ class PolicyTuning(AnswerTask):
         super().__init__(reference=reference, **settings)
         # of the whole batch, on the host, while further steps learn from it
         self._held: dict[str, Tensor] | None = None
+        self._newest: Callable[[int], list[dict[str, Any]]] = lambda count: []
         self._num_inputs = torch.zeros(0, dtype=torch.int64)  # [N], on the host
         self._row: dict[str, float] = {}  # what is logged of the rollout of this step
         self._seconds: dict[str, float] = {}  # of the rollout and the rewards of this step
@@ -146,6 +147,7 @@ class PolicyTuning(AnswerTask):
             scores = self._score(prompts, completions, places)
         rewards = self._log_rollout(prompts, completions, scores, slots)  # [N]
         advantages = self.loss.advantages(rewards, self._rollout.num_generations)[slots]  # [R]
+        self._newest = self._describe(prompts, completions, places, scores, advantages.tolist())
         rows = _stack(prompts, completions, device=self.device) | {
             "advantages": advantages.to(device=self.device, dtype=torch.float32),
             "is_truncated": torch.tensor([not each.has_ended for each in completions], device=self.device),
@@ -214,6 +216,39 @@ class PolicyTuning(AnswerTask):
         mine = {name: value[part] for name, value in rows.items()}
         width = -(-int(mine["num_inputs"].max()) // PAD_TO) * PAD_TO
         return {name: value[:, :width] if name in _OF_TOKENS else value for name, value in mine.items()}
+
+    def _describe(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Completion],
+        places: Sequence[int],
+        scores: Scores,
+        advantages: Sequence[float],
+    ) -> Callable[[int], list[dict[str, Any]]]:
+        """Return a function that describes the first of this rank's completions."""
+
+        def describe(count: int) -> list[dict[str, Any]]:
+            tokenizer, of_data = self.tokenizer, self.source.rows_of(places[:count], "train")
+            assert tokenizer is not None, "prompts are text"
+            return [
+                {
+                    "prompt": prompt,
+                    "completion": tokenizer.decode_continuation([*prompts[index]], completions[index].tokens),
+                    "reference": reference,
+                    "reward": scores.total[index],
+                    **{f"reward/{name}": values[index] for name, values in scores.of_functions.items()},
+                    "advantage": advantages[index],
+                    "tokens": len(completions[index].log_probabilities),
+                    "ended": completions[index].has_ended,
+                }
+                for index, (prompt, reference, _) in enumerate(of_data)
+            ]
+
+        return describe
+
+    def recipes_completions(self, num_completions: int) -> list[dict[str, Any]]:
+        """Return the first of this rank's newest completions with their rewards, for the callback `Completions`."""
+        return self._newest(num_completions)
 
     # What all ranks know of it.
 

@@ -79,7 +79,8 @@ _TASKS_OF_IMAGES = {
     "multilabel": (("labels",), "bce"),
     "regression": (("values",), "mse"),
 }
-_LOSSES_OF_ANSWERS = {"pairs": "dpo", "answers": "kto"}  # by what `data=preferences` gives
+# by what `data=preferences` and `data=prompts` give
+_LOSSES_OF_ANSWERS = {"pairs": "dpo", "answers": "kto", "completions": "grpo"}
 _OFF = ("null", "false", "[]")
 _THRESHOLDS = ("stopping_threshold", "divergence_threshold")
 # settings that other settings alone make effective -> which ones, of which one must differ from these values; why
@@ -657,10 +658,10 @@ def _loss_of_other_targets(
     if not fixes or any(override.startswith("loss=") for override in overrides):  # which the task does not set then
         fixes.append(f"loss={fitting}" if fitting is not None else f"loss=<one that reads {kind}>")
     if kind in _LOSSES_OF_ANSWERS:  # of a task that reads no classes
-        is_of_answers = choices.get("task") in ("preference", "reward")
+        is_of_answers = choices.get("task") in (("policy",) if kind == "completions" else ("preference", "reward"))
         fixes = [f"loss={_LOSSES_OF_ANSWERS[kind]}" if is_of_answers else f"recipe={_LOSSES_OF_ANSWERS[kind]}"]
     elif _LOSSES_OF_ANSWERS.keys() & {*read}:
-        fixes = ["data=preferences"]
+        fixes = ["data=prompts" if "completions" in read else "data=preferences"]
     is_typed = any(override.startswith(f"data.{setting}=") for override in overrides)
     can_be_other = kind not in _LOSSES_OF_ANSWERS or read[0] in _LOSSES_OF_ANSWERS
     if setting is not None and not is_typed and can_be_other:
