@@ -81,7 +81,7 @@ class PolicyTuning(AnswerTask):
 
     @override
     def outputs(self, batch: Batch) -> PolicyOutputs:
-        with_entropy = self.training and self._is_logged
+        with_entropy = self._trainer is not None and self.training and self._is_logged  # a plan has no trainer
         read = functools.partial(_read, temperature=self._rollout.sampling.temperature, with_entropy=with_entropy)
         values = self.of_tokens(self.model, batch["inputs"], batch["targets"], read=read)  # [B, T], or [B, T, 2]
         log_probs, entropy = values.unbind(dim=-1) if with_entropy else (values, None)

@@ -45,7 +45,7 @@ def check_preferences(run: ResolvedRun) -> Iterator[ConfigError]:
 def list_references(run: ResolvedRun) -> list[str]:
     """Return the kinds of reference that a run can have, its own first; empty if it asks none."""
     node, loss = run.config["task"], find_signature(run.config["loss"]["_target_"]).constants
-    if "reference" not in node or not loss.get("needs_reference", True):
+    if node["_target_"] not in _TASKS or "reference" not in node or not loss.get("needs_reference", True):
         return []
     kinds = ["precomputed", "frozen_copy"] if run.adapter is None else ["adapter_off", "precomputed"]
     own = kinds[0] if node["reference"] == "auto" else node["reference"]
