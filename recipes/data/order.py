@@ -93,6 +93,36 @@ class ShuffledOrder(Order):
         return (left << half) | right
 
 
+class GroupedOrder(Order):
+    """Several samples of each index one after the other, in blocks that are repeated.
+
+    With two of each index in blocks of four that are read twice, a, b, c, d, … become a a b b, a a b b, c c d d,
+    c c d d, …: a repeated block draws what it has drawn the first time.
+
+    Args:
+        order: Order of the indices.
+        group_size: Samples of each index.
+        block_size: Positions of a block.
+        num_reads: Times that each block is read.
+    """
+
+    def __init__(self, order: Order, *, group_size: int, block_size: int, num_reads: int) -> None:
+        assert min(group_size, block_size, num_reads) > 0, (group_size, block_size, num_reads)
+        self._order = order
+        self._group_size = group_size
+        self._block_size = block_size
+        self._num_reads = num_reads
+
+    @override
+    def indices(self, positions: Positions) -> Positions:
+        return self._order.indices(self.draws(positions) // self._group_size)
+
+    @override
+    def draws(self, positions: Positions) -> Positions:
+        blocks, offsets = np.divmod(positions, self._block_size)
+        return blocks // self._num_reads * self._block_size + offsets
+
+
 class RepeatedOrder(Order):
     """The beginning of a stream, repeated: position -> the sample at position modulo `period`, drawn as it was there.
 

@@ -4,7 +4,6 @@ Shapes: B samples, T tokens of a row. A batch of pairs has 2 B rows: the chosen 
 """
 
 import functools
-import json
 import logging
 import math
 import re
@@ -22,7 +21,14 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from recipes.data.comparisons import check_decided, explain, name_prompt, scores_disagree
-from recipes.data.conversations.conversation import SHAREGPT_ROLES, Example, Message, Reader
+from recipes.data.conversations.conversation import (
+    Example,
+    Message,
+    Reader,
+    as_messages,
+    parse_messages,
+    with_roles,
+)
 from recipes.data.conversations.rows import PAD_TO
 from recipes.data.conversations.source import Conversations
 from recipes.data.conversations.store import ExampleStore
@@ -47,7 +53,6 @@ _ASIDE = re.compile(
 _LABELS = {"true": 1, "1": 1, "good": 1, "false": 0, "0": 0, "bad": 0}
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _MAX_DRAWS = 64
-_WRITTEN_BY_PYTHON = re.compile(r"\s*\[\s*\{'(role|content|from|value)'")
 _NUM_EXAMINED = 100
 
 
@@ -83,9 +88,7 @@ class PreferenceReader:
                 read.
         """
         own = {self._name(row, name) for name in _OWN_FIELDS}
-        row = {
-            name: _parse_messages(value, f"{place}: {name}") if name in own else value for name, value in row.items()
-        }
+        row = {name: parse_messages(value, f"{place}: {name}") if name in own else value for name, value in row.items()}
         chosen, rejected = self._get(row, "chosen"), self._get(row, "rejected")
         rest = {name: value for name, value in row.items() if name not in own}
         # also an empty one: rows with and without a system message are of one form
@@ -110,7 +113,7 @@ class PreferenceReader:
                 end = answers[0].rindex(_TURN) + len(_TURN)
                 prompt, answers = answers[0][:end], [answers[0][end:]]
             if isinstance(prompt, str) and is_chat:
-                prompt, answers = _as_messages(prompt, "user"), [_as_messages(answers[0], "assistant")]
+                prompt, answers = as_messages(prompt, "user"), [as_messages(answers[0], "assistant")]
         why = why or (_EMPTY if any(map(_is_empty, answers)) else "")
         if why:
             nothing = Example(place=place, prompt=None, answer="", left_out=why)
@@ -143,7 +146,7 @@ class PreferenceReader:
     def _get(self, row: Mapping[str, Any], name: str) -> Any:
         own = self._name(row, name)
         value = None if own is None else row.get(own)
-        return value if self._maps_messages else _with_roles(value)
+        return value if self._maps_messages else with_roles(value)
 
     def _margin(self, row: Mapping[str, Any], place: str) -> float:
         value = self._get(row, "margin")
@@ -184,25 +187,6 @@ class _NoPromptError(ConfigError):
     """A pair without a prompt; its fix follows the field that may hold it."""
 
 
-def _parse_messages(value: Any, place: str) -> Any:
-    """Return messages that are written as JSON, as in a CSV file or a column of texts, as messages; others unchanged.
-
-    Raises:
-        ConfigError: They are written as Python shows them.
-    """
-    if not isinstance(value, str) or not value.lstrip().startswith("["):
-        return value
-    if _WRITTEN_BY_PYTHON.match(value):
-        reason = "it is text that shows messages as Python does, and would be learned as it is"
-        raise ConfigError(place, reason, "the messages as JSON there, as to_json of datasets and pandas writes them")
-    try:
-        found = json.loads(value)
-    except ValueError:
-        return value  # a text in brackets
-    are_messages = bool(found) and isinstance(found, list) and all(isinstance(each, Mapping) for each in found)
-    return found if are_messages and all("role" in each or "from" in each for each in found) else value
-
-
 def _are_transcripts(prompt: Any, chosen: str, rejected: str) -> bool:
     """Return whether two texts are whole transcripts, which hold the prompt that is beside them."""
     if not (isinstance(prompt, str) and prompt.strip()):
@@ -223,9 +207,9 @@ def _divide(prompt: Any, chosen: Any, rejected: Any, is_chat: bool, place: str) 
         if isinstance(prompt, str) and not is_chat:
             return prompt, chosen, rejected
         return (
-            _as_messages(prompt, "user"),
-            _as_messages(chosen, "assistant"),
-            _as_messages(rejected, "assistant"),
+            as_messages(prompt, "user"),
+            as_messages(chosen, "assistant"),
+            as_messages(rejected, "assistant"),
         )
     if isinstance(chosen, Mapping) and isinstance(rejected, Mapping):  # one message each
         chosen, rejected = [chosen], [rejected]
@@ -252,7 +236,7 @@ def _join(prompt: Any, shared: list[Message], place: str) -> list[Message]:
     Raises:
         ConfigError: They begin with another prompt.
     """
-    given = [] if prompt is None else _as_messages(prompt, "user")
+    given = [] if prompt is None else as_messages(prompt, "user")
     starts = range(len(shared) - len(given) + 1)
     if isinstance(prompt, str) and prompt.strip() in [str(text).strip() for each in shared for text in each.values()]:
         return shared
@@ -285,21 +269,6 @@ def _find_asides(prompt: Any, answer: Any) -> tuple[tuple[int, int], ...]:
     if not (isinstance(prompt, str) and isinstance(answer, str) and _BEFORE_TURN.search(prompt)):
         return ()
     return tuple(match.span() for match in _ASIDE.finditer(answer))
-
-
-def _with_roles(value: Any) -> Any:
-    """Return messages of ShareGPT, with `from` and `value`, as messages with `role` and `content`; others unchanged."""
-    if isinstance(value, list):
-        return [_with_roles(message) for message in value]
-    if not isinstance(value, Mapping) or value.get("from") is None or value.get("role") is not None:
-        return value
-    role = SHAREGPT_ROLES.get(str(value["from"]), value["from"])
-    rest = {name: inner for name, inner in value.items() if name not in ("from", "value", "role", "content")}
-    return {"role": role, "content": value.get("value")} | rest
-
-
-def _as_messages(value: Any, role: str) -> list[Message]:
-    return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
 def _is_empty(answer: Any) -> bool:

@@ -5,6 +5,7 @@ What a row says about itself is either used, or rejected if it would change what
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -54,6 +55,8 @@ _GIVEN = ("input", "context")  # what a question is about, beside it
 # of several answers to one question, beside the plurals of those above
 _SEVERAL = ("candidate", "choice", "generation", "message", "sample")
 _FIX = "'data.fields={prompt: <field of the question>, completion: <field of the answer>}', or rows with both"
+# messages as text in the spelling of Python
+_WRITTEN_BY_PYTHON = re.compile(r"\s*\[\s*\{'(role|content|from|value)'")
 _QUOTED = ("true", "false", "0", "1", "yes", "no")  # a weight as text
 
 
@@ -73,6 +76,7 @@ class Example:
         silenced_by: Names of the weights of 0 or false that keep a part of it from being learned.
         value: What the row says about it, such as whether it is good; NaN: nothing.
         left_out: Why the row is not to be learned; empty: it is.
+        note: Text that is kept beside the tokens, for what reads more of a row than they say.
     """
 
     place: str
@@ -86,6 +90,7 @@ class Example:
     silenced_by: tuple[str, ...] = ()
     value: float = math.nan
     left_out: str = ""
+    note: str = ""
 
     @property
     def question(self) -> str:
@@ -162,7 +167,7 @@ class Reader:
                 learned from and changes its meaning.
         """
         if from_table:
-            row = {name: _as_json(value) for name, value in row.items()}
+            row = {name: as_json(value) for name, value in row.items()}
         row = self._name_question(row)
         kind = self._format or self._recognize(row, place=place)
         values = [self._get(row, name, place=place) for name in _FIELDS[kind]]
@@ -443,6 +448,41 @@ class Reader:
         return kept | {"role": role, "content": text} | ({"tool_calls": calls} if calls else {})
 
 
+def parse_messages(value: Any, place: str) -> Any:
+    """Return messages that are written as JSON, as in a CSV file or a column of texts, as messages; others unchanged.
+
+    Raises:
+        ConfigError: They are written as Python shows them.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    if _WRITTEN_BY_PYTHON.match(value):
+        reason = "it is text that shows messages as Python does, and would be learned as it is"
+        raise ConfigError(place, reason, "the messages as JSON there, as to_json of datasets and pandas writes them")
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return value  # a text in brackets
+    are_messages = bool(found) and isinstance(found, list) and all(isinstance(each, Mapping) for each in found)
+    return found if are_messages and all("role" in each or "from" in each for each in found) else value
+
+
+def with_roles(value: Any) -> Any:
+    """Return messages of ShareGPT, with `from` and `value`, as messages with `role` and `content`; others unchanged."""
+    if isinstance(value, list):
+        return [with_roles(message) for message in value]
+    if not isinstance(value, Mapping) or value.get("from") is None or value.get("role") is not None:
+        return value
+    role = SHAREGPT_ROLES.get(str(value["from"]), value["from"])
+    rest = {name: inner for name, inner in value.items() if name not in ("from", "value", "role", "content")}
+    return {"role": role, "content": value.get("value")} | rest
+
+
+def as_messages(value: Any, role: str) -> list[Message]:
+    """Return a text as the only message of a role; messages unchanged."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
+
+
 def calls_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the functions that a message calls, each with `name` and, if it has any, `arguments`."""
     return [call.get("function") or call for call in message.get("tool_calls") or ()]
@@ -624,12 +664,12 @@ def _tools(value: Any, place: str, *, is_required: bool, wraps: bool) -> list[An
     return [{"type": "function", "function": tool} if wraps and "function" not in tool else tool for tool in value]
 
 
-def _as_json(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """Return the value of a column without the fields that only other rows have, and as plain data."""
     if isinstance(value, Mapping):
-        return {name: _as_json(inner) for name, inner in value.items() if inner is not None}
+        return {name: as_json(inner) for name, inner in value.items() if inner is not None}
     if isinstance(value, list | tuple):
-        return [_as_json(inner) for inner in value]
+        return [as_json(inner) for inner in value]
     if isinstance(value, bytes):  # of older writers, which do not mark text as such
         try:
             return value.decode("utf-8")

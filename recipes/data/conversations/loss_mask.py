@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from recipes.data.conversations.chat_template import REASONING, ChatTemplate
 from recipes.data.conversations.conversation import Example, Message, calls_of
@@ -346,6 +347,55 @@ class ExampleTokenizer:
     def _cannot_mask(self, reason: str) -> ConfigError:
         shown = f"answers cannot be found: {reason}"
         return _NotFoundError(f"data.chat_template of {self._template.name}", shown, _FIX_OF_TEMPLATE)
+
+
+class PromptTokenizer(ExampleTokenizer):
+    """Turns prompts into tokens that a model answers to, each followed by its reference; picklable.
+
+    A conversation ends with the prompt for an answer of its template. The reference and the end-of-text token after it
+    are the answer; the tokenizer encodes them apart, as what is generated does not depend on them.
+
+    Args:
+        tokenizer: Tokenizer of the data.
+        template: Chat template for conversations.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        super().__init__(tokenizer, template, train_on="answers")
+
+    @override
+    def __call__(self, example: Example) -> Tokenized:
+        """Return the tokens of one prompt and its reference; none of a row that is left out.
+
+        Raises:
+            ConfigError: The template rejects the prompt, or does not show its tools.
+        """
+        reference = example.answer if isinstance(example.answer, str) else example.answer[-1]["content"]
+        hidden: tuple[str, ...] = ()
+        if example.prompt is None:
+            return Tokenized(np.zeros(0, dtype=np.uint32), *np.zeros((2, 0), dtype=np.bool_), ends=True)
+        if isinstance(example.prompt, str):
+            prompt = [*self._tokenizer.first_tokens, *self._tokenizer.encode(example.prompt)]
+        else:
+            try:
+                prompt, hidden = self._ask(example.prompt, example.tools)
+            except ConfigError as error:
+                raise ConfigError(f"{example.place}: {error.setting}", error.reason, error.fix) from error
+        answer = [*(self._tokenizer.encode(reference) if reference else []), self._tokenizer.end_of_text]
+        is_answer = np.arange(len(prompt) + len(answer)) >= len(prompt)
+        return Tokenized(np.array([*prompt, *answer], dtype=np.uint32), is_answer, is_answer, ends=True, hidden=hidden)
+
+    def _ask(self, messages: list[Message], tools: list[Any] | None) -> tuple[list[int], tuple[str, ...]]:
+        """Return the tokens of a conversation up to the next answer, and what they do not show."""
+        mistake: ConfigError | None = None
+        for given in _forms(messages):
+            try:
+                prompt = self._render(given, tools, adds_prompt=True)
+                return prompt.ids, self._check_shown(given, set(), prompt, tools)
+            except ConfigError as error:
+                mistake = mistake or error
+        assert mistake is not None, "there is at least one form"
+        raise mistake
 
 
 def _divide(answer: str, asides: Sequence[Span]) -> list[tuple[str, bool]]:

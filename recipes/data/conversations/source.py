@@ -15,7 +15,7 @@ from recipes.data.conversations.chat_template import TRAINING_DAY, ChatTemplate,
 from recipes.data.conversations.conversation import Reader
 from recipes.data.conversations.loss_mask import ExampleTokenizer
 from recipes.data.conversations.rows import ExampleRows, pad_rows
-from recipes.data.conversations.store import AnyReader, ExampleStore, cached_examples
+from recipes.data.conversations.store import AnyReader, Encoder, ExampleStore, cached_examples
 from recipes.data.read_rows import Rows, check_split, open_rows
 from recipes.data.text.token_cache import SPLIT_TEXT
 from recipes.errors import ConfigError
@@ -185,7 +185,7 @@ class Conversations:
                     rows,
                     setting=f"data.{'path' if name == 'train' else 'val_path'}={rows.name}",
                     reader=self._reader,
-                    tokenizer=ExampleTokenizer(tokenizer, template, train_on=self._train_on),
+                    tokenizer=self._make_encoder(tokenizer, template),
                     vocab_size=tokenizer.vocab_size,
                     key="\0".join((hashes[name], *made_by)),
                     cache_dir=cache_dir,
@@ -242,13 +242,7 @@ class Conversations:
 
     def describe(self) -> str:
         """Return the amount of data, the fraction of training tokens with a loss, and the fields that are not read."""
-        _, stores, rows = self._ready()
-        unread = dict[str, int]()
-        for store in stores.values():
-            unread |= {name: unread.get(name, 0) + num for name, num in store.meta.unread.items()}
-        shown = [f"{name} ({count(num, 'row')})" for name, num in [*unread.items()][:_SHOWN_FIELDS]]
-        more = f" and {len(unread) - len(shown)} more" if len(unread) > len(shown) else ""
-        not_read = f"; fields not read: {', '.join(shown)}{more}" if shown else ""
+        rows, not_read = self._ready()[2], self._describe_unread()
         if "train" not in rows:
             return f"{count(rows['val'].num_examples, f'validation {self.noun}')}{not_read}"
         train, val = rows["train"], rows["val"]
@@ -295,6 +289,17 @@ class Conversations:
                 waiting.remove(row.place)
                 found[row.place] = row.parse()
         return [found.get(place, {}) for place in places]
+
+    def _make_encoder(self, tokenizer: Tokenizer, template: ChatTemplate) -> Encoder:
+        return ExampleTokenizer(tokenizer, template, train_on=self._train_on)
+
+    def _describe_unread(self) -> str:
+        unread = dict[str, int]()
+        for store in self._ready()[1].values():
+            unread |= {name: unread.get(name, 0) + num for name, num in store.meta.unread.items()}
+        shown = [f"{name} ({count(num, 'row')})" for name, num in [*unread.items()][:_SHOWN_FIELDS]]
+        more = f" and {len(unread) - len(shown)} more" if len(unread) > len(shown) else ""
+        return f"; fields not read: {', '.join(shown)}{more}" if shown else ""
 
     def _find_questions(self, num_samples: int) -> Iterator[tuple[int, list[int], list[int]]]:
         """Yield the number of an example, its prompt and its last answer."""
@@ -401,12 +406,16 @@ class Conversations:
                 *(self._val_fraction, f"{rows['val'].num_examples:,}"),
             )
         for split, found in rows.items():
-            if found.num_cut or found.num_without_targets:
-                LOGGER.warning(
-                    "Of the %s %ss, %d %s cut to %d tokens, and %d %s skipped: answers begin later",
-                    *(split, self.noun, found.num_cut, "is" if found.num_cut == 1 else "are", self.seq_len),
-                    *(found.num_without_targets, "is" if found.num_without_targets == 1 else "are"),
-                )
+            self._warn_of_length(split, found)
+
+    def _warn_of_length(self, split: str, rows: ExampleRows) -> None:
+        """Log how many examples of a split are cut, or too long to be read."""
+        if rows.num_cut or rows.num_without_targets:
+            LOGGER.warning(
+                "Of the %s %ss, %d %s cut to %d tokens, and %d %s skipped: answers begin later",
+                *(split, self.noun, rows.num_cut, "is" if rows.num_cut == 1 else "are", self.seq_len),
+                *(rows.num_without_targets, "is" if rows.num_without_targets == 1 else "are"),
+            )
 
     def _open(self, name: str, path: str) -> Rows:
         if name not in self._opened:

@@ -9,7 +9,7 @@ import json
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from recipes.cache import build_once
 from recipes.data.conversations.conversation import Example
-from recipes.data.conversations.loss_mask import ExampleTokenizer, Tokenized
+from recipes.data.conversations.loss_mask import Tokenized
 from recipes.data.parallel import group_by_bytes, map_in_order
 from recipes.data.read_rows import Row
 from recipes.data.text.token_corpus import hash_text
@@ -28,13 +28,15 @@ from recipes.errors import ConfigError, type_setting
 from recipes.files import count
 
 log = logging.getLogger("lightning_recipes")
+Encoder = Callable[[Example], Tokenized]  # picklable
 
-FORMAT_VERSION = 5  # increase when the same key produces different files
+FORMAT_VERSION = 6  # increase when the same key produces different files
 _TASK_BYTES = 1024 * 1024
 _TASK_ROWS = 4096
 _ROWS_PER_PROCESS = 2000  # with fewer per process, starting it (~2 s with a chat template) does not pay off
 _CARRIES_LOSS, _IS_ANSWER = 1, 2  # bits of a mark
-_ARRAYS = ("starts", "questions", "targets", "values")
+_ARRAYS = ("starts", "questions", "targets", "values", "note_starts")
+_TYPES = {"marks": "uint8", "notes": "uint8"}  # of the other files; that of tokens is in `meta.json`
 _MAX_NAMES = 100  # of fields; a row may have others than every other row
 
 
@@ -64,6 +66,7 @@ class Encoded(NamedTuple):
         tokenized: Its tokens.
         value: What the row says about this example, such as whether it is good; NaN: nothing.
         left_out: Why the row is not trained on; empty: it is.
+        note: What is kept beside it.
     """
 
     place: str
@@ -75,6 +78,7 @@ class Encoded(NamedTuple):
     tokenized: Tokenized
     value: float
     left_out: str
+    note: str
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class StoreMeta:
         num_conversations: Number of conversations; the other examples are plain text.
         num_ending: Number of examples in which an answer ends with a token that stops a generation, with a loss.
         num_in_parts: Number of rows of which an answer is learned in several parts, such as turns.
+        num_note_bytes: Bytes of all notes.
         unread: Fields that were not read, with the number of rows that have them.
         hidden: What the template does not show, with the number of rows.
         absent: Names in `data.fields` that no conversation has.
@@ -99,6 +104,7 @@ class StoreMeta:
     num_conversations: int
     num_ending: int
     num_in_parts: int
+    num_note_bytes: int
     unread: dict[str, int]
     hidden: dict[str, int]
     absent: list[str]
@@ -165,6 +171,11 @@ class ExampleStore:
         with (self.folder / "places.txt").open(encoding="utf-8", errors="surrogateescape") as lines:
             return next(islice(lines, example, None)).rstrip("\n")
 
+    def note(self, example: int) -> str:
+        """Return what is kept beside an example."""
+        first, last = self._map("note_starts")[example : example + 2]
+        return self._map("notes")[first:last].tobytes().decode() if last > first else ""
+
     def _slice(self, name: str, example: int, stop: int | None) -> NDArray[Any]:
         first, last = self._map("starts")[example : example + 2]
         return self._map(name)[first : last if stop is None else min(last, first + stop)]
@@ -174,7 +185,7 @@ class ExampleStore:
             if name in _ARRAYS:
                 self._maps[name] = np.load(self.folder / f"{name}.npy", mmap_mode="r")
             else:
-                dtype = np.dtype(self.meta.dtype if name == "tokens" else np.uint8).newbyteorder("<")
+                dtype = np.dtype(_TYPES.get(name, self.meta.dtype)).newbyteorder("<")
                 self._maps[name] = np.memmap(self.folder / f"{name}.bin", dtype=dtype, mode="r")
         return self._maps[name]
 
@@ -188,7 +199,7 @@ def cached_examples(
     *,
     setting: str,
     reader: AnyReader,
-    tokenizer: ExampleTokenizer,
+    tokenizer: Encoder,
     vocab_size: int,
     key: str,
     cache_dir: Path,
@@ -224,16 +235,17 @@ def is_complete(folder: Path) -> bool:
     """Return whether a folder has its files, with the sizes given by `meta.json`."""
     try:
         meta = ExampleStore(folder).meta
-        sizes = {name: (folder / f"{name}.bin").stat().st_size for name in ("tokens", "marks")}
+        sizes = {name: (folder / f"{name}.bin").stat().st_size for name in ("tokens", "marks", "notes")}
         has_arrays = all((folder / f"{name}.npy").is_file() for name in _ARRAYS)
     except (OSError, TypeError, ValueError):  # a file is missing, not JSON, or has other fields
         return False
     wanted = {"tokens": meta.num_tokens * np.dtype(meta.dtype).itemsize, "marks": meta.num_tokens}
+    wanted["notes"] = meta.num_note_bytes
     return has_arrays and sizes == wanted and (folder / "places.txt").is_file()
 
 
 def _encode_all(
-    rows: Iterable[Row], reader: AnyReader, tokenizer: ExampleTokenizer, *, num_processes: int
+    rows: Iterable[Row], reader: AnyReader, tokenizer: Encoder, *, num_processes: int
 ) -> Iterator[list[Encoded]]:
     """Yield the examples of each row."""
     tasks = group_by_bytes(rows, max_bytes=_TASK_BYTES, max_items=_TASK_ROWS)
@@ -244,7 +256,7 @@ def _encode_all(
         yield from encoded
 
 
-def _encode(rows: Sequence[Row], *, reader: AnyReader, tokenizer: ExampleTokenizer) -> list[list[Encoded]]:
+def _encode(rows: Sequence[Row], *, reader: AnyReader, tokenizer: Encoder) -> list[list[Encoded]]:
     return [
         [
             Encoded(
@@ -257,6 +269,7 @@ def _encode(rows: Sequence[Row], *, reader: AnyReader, tokenizer: ExampleTokeniz
                 tokenizer(example),
                 example.value,
                 example.left_out,
+                example.note,
             )
             for example in reader.read_all(row.parse(), place=row.place, from_table=row.from_table)
         ]
@@ -287,12 +300,13 @@ def _no_examples(
 def _write(folder: Path, encoded: Iterator[list[Encoded]], *, vocab_size: int, setting: str) -> None:
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     starts, questions, targets, values = array("q", [0]), array("Q"), array("q"), array("d")
+    note_starts = array("q", [0])
     dropped, left_out = list[str](), dict[str, list[str]]()
     unread, hidden, absent = Counter[str](), Counter[str](), Counter[str]()
     num_conversations = num_ending = num_in_parts = 0
     silenced = Counter[str]()
-    files = [(folder / name).open("wb") for name in ("tokens.bin", "marks.bin", "places.txt")]
-    tokens_file, marks_file, places_file = files
+    files = [(folder / name).open("wb") for name in ("tokens.bin", "marks.bin", "notes.bin", "places.txt")]
+    tokens_file, marks_file, notes_file, places_file = files
     try:
         for examples in encoded:
             unread.update({name for example in examples for name in example.unread})
@@ -310,6 +324,7 @@ def _write(folder: Path, encoded: Iterator[list[Encoded]], *, vocab_size: int, s
                 tokens_file.write(tokenized.tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
                 marks = tokenized.carries_loss * np.uint8(_CARRIES_LOSS) + tokenized.is_answer * np.uint8(_IS_ANSWER)
                 marks_file.write(marks.tobytes())
+                note_starts.append(note_starts[-1] + notes_file.write(example.note.encode()))
                 places_file.write(f"{example.place}\n".encode("utf-8", "surrogateescape"))
                 starts.append(starts[-1] + len(tokenized.tokens))
                 questions.append(example.question)
@@ -329,6 +344,7 @@ def _write(folder: Path, encoded: Iterator[list[Encoded]], *, vocab_size: int, s
     np.save(folder / "questions.npy", np.array(questions, dtype=np.uint64))
     np.save(folder / "targets.npy", np.array(targets, dtype=np.int64))
     np.save(folder / "values.npy", np.array(values, dtype=np.float64))
+    np.save(folder / "note_starts.npy", np.array(note_starts, dtype=np.int64))
     meta = StoreMeta(
         format_version=FORMAT_VERSION,
         dtype=dtype,
@@ -337,6 +353,7 @@ def _write(folder: Path, encoded: Iterator[list[Encoded]], *, vocab_size: int, s
         num_conversations=num_conversations,
         num_ending=num_ending,
         num_in_parts=num_in_parts,
+        num_note_bytes=note_starts[-1],
         unread=dict(unread.most_common(_MAX_NAMES)),
         hidden=dict(hidden.most_common(_MAX_NAMES)),
         absent=[name for name, count in absent.items() if count == num_conversations],
