@@ -148,7 +148,7 @@ class PolicyTuning(AnswerTask):
         rewards = self._log_rollout(prompts, completions, scores, slots)  # [N]
         advantages = self.loss.advantages(rewards, self._rollout.num_generations)[slots]  # [R]
         self._newest = self._describe(prompts, completions, places, scores, advantages.tolist())
-        rows = _stack(prompts, completions, device=self.device) | {
+        rows = _stack(prompts, completions, seq_len=self.source.seq_len, device=self.device) | {
             "advantages": advantages.to(device=self.device, dtype=torch.float32),
             "is_truncated": torch.tensor([not each.has_ended for each in completions], device=self.device),
         }
@@ -214,7 +214,7 @@ class PolicyTuning(AnswerTask):
     def _cut(self, rows: dict[str, Tensor], part: slice) -> dict[str, Tensor]:
         """Return some rows, without the columns that none of them needs."""
         mine = {name: value[part] for name, value in rows.items()}
-        width = -(-int(mine["num_inputs"].max()) // PAD_TO) * PAD_TO
+        width = min(-(-int(mine["num_inputs"].max()) // PAD_TO) * PAD_TO, self.source.seq_len)
         return {name: value[:, :width] if name in _OF_TOKENS else value for name, value in mine.items()}
 
     def _describe(
@@ -381,7 +381,7 @@ def _read(logits: Tensor, targets: Tensor, *, temperature: float, with_entropy: 
 
 
 def _stack(
-    prompts: Sequence[Sequence[int]], completions: Sequence[Completion], *, device: torch.device
+    prompts: Sequence[Sequence[int]], completions: Sequence[Completion], *, seq_len: int, device: torch.device
 ) -> dict[str, Tensor]:
     """Return prompts with their completions: `inputs`, `targets` and `sampler_log_probs` [R, W], `num_inputs` [R].
 
@@ -392,7 +392,7 @@ def _stack(
         ended_by = [] if completion.stop_token is None else [completion.stop_token]
         wholes.append([*completion.tokens, *ended_by])
     num_inputs = [len(prompt) + max(len(whole), 1) - 1 for prompt, whole in zip(prompts, wholes, strict=True)]
-    width = -(-max(num_inputs) // PAD_TO) * PAD_TO
+    width = min(-(-max(num_inputs) // PAD_TO) * PAD_TO, seq_len)
     inputs = torch.zeros(len(prompts), width, dtype=torch.int64)
     targets = torch.full((len(prompts), width), IGNORE_INDEX)
     log_probs = torch.zeros(len(prompts), width)
