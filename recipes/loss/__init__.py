@@ -89,6 +89,7 @@ class Loss(ABC):
         measures: What the loss logs beside itself: names of terms with `logged_as` -> the count that divides each; a
             plain literal, so that `checkpoint.monitor=val/<name>` is checked before the run starts.
         higher_is_better: Those of the measures of which a higher value is better; a plain literal.
+        is_validated: Whether a validation computes it; a plain literal. One of completions needs their rewards.
         sees_differences_only: Whether it compares scores, so that a bias which shifts all of them has no gradient.
         num_outputs: V without padding; outputs beyond it are padding. Set by the task once it has a model; None: no
             output is padding.
@@ -100,6 +101,7 @@ class Loss(ABC):
     count_names: Sequence[str] = (NUM_TARGETS,)
     measures: ClassVar[Mapping[str, str]] = {}
     higher_is_better: ClassVar[tuple[str, ...]] = ()
+    is_validated: ClassVar[bool] = True
     sees_differences_only: ClassVar[bool] = False
     num_outputs: int | None = None
     target_kind: str | None = None

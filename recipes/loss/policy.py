@@ -88,6 +88,7 @@ class GRPO(Loss):
     """
 
     target_kinds: ClassVar[tuple[str, ...]] = ("completions",)
+    is_validated: ClassVar[bool] = False
     count_names = (NUM_TARGETS, NUM_COMPLETIONS)
     measures: ClassVar[Mapping[str, str]] = {
         "policy/kl": "num_targets",
@@ -124,6 +125,8 @@ class GRPO(Loss):
         self._importance_cap = importance_cap
         self._max_new_tokens = max_new_tokens
         self.chunk_tokens = chunk_tokens
+        if not beta:  # nothing is measured against a reference that is not there
+            self.measures = {name: per for name, per in type(self).measures.items() if name != "policy/kl"}  # type: ignore[misc]
 
     @property
     def needs_reference(self) -> bool:

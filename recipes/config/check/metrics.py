@@ -176,7 +176,8 @@ def find_wrong_direction(
 
 def _list_computed(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the validation metrics: of the split, of each source of a mixture, of each additional validation."""
-    names = ["loss", *_read_measures(config)]
+    is_validated = find_signature(str(select(config, "loss._target_"))).constants.get("is_validated", True)
+    names = ["loss", *_read_measures(config)] if is_validated else []
     names += [name for name, node in config.get("metrics", {}).items() if node is not None]
     yield from (_PREFIX + name for name in names)
     for node in (config.get("callbacks") or {}).values():
