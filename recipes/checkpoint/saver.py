@@ -487,6 +487,8 @@ class CheckpointSaver(AfterModule, Checkpoint):
 
     def _check_metric(self, trainer: lightning.Trainer) -> None:
         """Reject a validation metric that the run does not log; for tasks that do not declare their metrics."""
+        if not self.saves:  # then none is the best
+            return
         metric, known = self._retention.metric, trainer.callback_metrics
         is_of_validation = metric.startswith("val") or "/" not in metric  # not of a callback, as grad/norm
         if self._retention.keep_best and is_of_validation and metric not in known and self.chooses_metric:

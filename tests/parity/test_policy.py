@@ -76,7 +76,6 @@ def make_case(kind: str, engine: str, folder: Path, *, accumulate: int, world_si
                 "callbacks=[grad_norm,loss_scale,generation_eval]",
             ),
             *("callbacks.generation_eval.num_samples=5", "callbacks.generation_eval.max_new_tokens=4"),
-            *("checkpoint.monitor=val/reward", "checkpoint.mode=max"),
             *KINDS[kind],
             *ENGINES[engine],
             *(f"micro_batch_size={size}", f"trainer.devices={world_size}"),
