@@ -147,6 +147,8 @@ def find_wrong_directions(config: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def _is_used(config: Mapping[str, Any], setting: str) -> bool:
+    if setting.startswith("checkpoint.") and config.get("save_every") is config.get("save_every_minutes") is None:
+        return False
     values = {switch: select(config, switch) for switch in _READERS[setting]}
     return any(value is not None if name.endswith("_threshold") else value for name, value in values.items())
 
