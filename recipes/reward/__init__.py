@@ -21,6 +21,9 @@ TOTAL = "reward"
 class Reward(Protocol):
     """One option of conf/reward.
 
+    It may have a method `load()` for what takes long or cannot be pickled, such as reading a model: it is called once,
+    before the first call, in the process that calls the function.
+
     Attributes:
         weight: Factor of its scores in the sum of all rewards.
     """
@@ -57,6 +60,9 @@ class Rewards:
 
     def __init__(self, *, functions: Mapping[str, Reward | None]) -> None:
         self._functions = {name: function for name, function in functions.items() if function is not None}
+        for function in self._functions.values():
+            if hasattr(function, "load"):
+                function.load()
         self._has_worked: set[str] = set()
         self._has_warned: set[str] = set()
 
@@ -79,8 +85,7 @@ class Rewards:
         scores = {name: self._score(name, given) for name in self._functions}
         if not scores:
             return {}
-        weighted = [[self._functions[name].weight * value for value in values] for name, values in scores.items()]
-        totals = [math.fsum(of_completion) for of_completion in zip(*weighted, strict=True)]
+        totals = sum_weighted(self._functions, scores, len(completions))
         return {TOTAL: totals} | {f"{TOTAL}/{name}": values for name, values in scores.items()}
 
     def _score(self, name: str, given: Mapping[str, Sequence[Any]]) -> list[float]:
@@ -92,7 +97,7 @@ class Rewards:
         except Exception as error:  # of a function of the user's
             return self._score_one_by_one(name, given, error)
         self._has_worked.add(name)
-        return _check_scores(name, found, count)
+        return check_scores(name, found, count)
 
     def _score_one_by_one(self, name: str, given: Mapping[str, Sequence[Any]], error: Exception) -> list[float]:
         """Score each completion alone, so that one that a function cannot handle costs the others nothing."""
@@ -106,7 +111,7 @@ class Rewards:
                 error = of_one
                 scores.append(0.0)
             else:
-                scores += _check_scores(name, found, 1)
+                scores += check_scores(name, found, 1)
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
         if num_failed == len(scores) and name not in self._has_worked:
             reason = f"it raises {what} for every completion"
@@ -121,7 +126,17 @@ class Rewards:
         return scores
 
 
-def _check_scores(name: str, found: object, count: int) -> list[float]:
+def sum_weighted(
+    functions: Mapping[str, Reward], scores: Mapping[str, Sequence[float]], num_completions: int
+) -> list[float]:
+    """Return the weighted sum of all functions for each completion."""
+    return [
+        math.fsum(functions[name].weight * values[index] for name, values in scores.items())
+        for index in range(num_completions)
+    ]
+
+
+def check_scores(name: str, found: object, count: int) -> list[float]:
     """Return the scores as floats.
 
     Raises:

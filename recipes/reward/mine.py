@@ -16,14 +16,20 @@ class OwnFunction:
     Args:
         path: The file and the name of the function in it, `file.py:function`; relative to the folder of the command.
         weight: Factor in the sum of all rewards.
-
-    Raises:
-        ConfigError: There is no such file or function, or the file raises an exception.
     """
 
     def __init__(self, *, path: str, weight: Annotated[float, ">= -1000, <= 1000"]) -> None:
         self.weight = weight
-        self._function = load_function(path)
+        self._path = path
+        self._function: Callable[..., Sequence[float]] | None = None
+
+    def load(self) -> None:
+        """Execute the file.
+
+        Raises:
+            ConfigError: There is no such file or function, or the file raises an exception.
+        """
+        self._function = load_function(self._path)
 
     def __call__(
         self,
@@ -34,10 +40,8 @@ class OwnFunction:
         rows: Sequence[Mapping[str, Any]],
     ) -> Sequence[float]:
         """Return what the function returns; `Rewards` checks it."""
-        found: Sequence[float] = self._function(
-            prompts=prompts, completions=completions, references=references, rows=rows
-        )
-        return found
+        assert self._function is not None, "load() has been called"
+        return self._function(prompts=prompts, completions=completions, references=references, rows=rows)
 
 
 def split_path(path: str) -> tuple[Path, str]:

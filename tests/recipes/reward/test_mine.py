@@ -24,6 +24,7 @@ NUMBER = 3
 def test_the_function_is_called_with_the_four_lists(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(CODE)
     reward = OwnFunction(path=f"{tmp_path}/mine.py:right_field", weight=2.0)
+    reward.load()
     given = {"prompts": ["a", "b"], "completions": ["1", "2"], "references": ["", ""]}
     assert reward(**given, rows=[{"answer": "1"}, {"answer": "1"}]) == [1.0, 0.0]
     assert reward.weight == 2.0
@@ -42,4 +43,4 @@ def test_a_file_that_cannot_be_used_is_a_mistake(path: str, message: str, tmp_pa
     (tmp_path / "mine.py").write_text(CODE)
     (tmp_path / "broken.py").write_text("1 / 0")
     with pytest.raises(ConfigError, match=message):
-        OwnFunction(path=f"{tmp_path}/{path}", weight=1.0)
+        OwnFunction(path=f"{tmp_path}/{path}", weight=1.0).load()
