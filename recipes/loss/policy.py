@@ -248,9 +248,9 @@ class GRPO(Loss):
         low = (parts.ratios < 1 - self._epsilon) & (advantages < 0)
         high = (parts.ratios > 1 + self._epsilon_high) & (advantages > 0)
         found = {
-            "policy/clipped_fraction": (low | high).float(),
-            "policy/clipped_low_fraction": low.float(),
-            "policy/clipped_high_fraction": high.float(),
+            "policy/clipped_fraction": (low | high).to(parts.ratios),
+            "policy/clipped_low_fraction": low.to(parts.ratios),
+            "policy/clipped_high_fraction": high.to(parts.ratios),
         }
         if parts.kl is not None:
             found["policy/kl"] = parts.kl.detach()
