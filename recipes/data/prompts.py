@@ -6,6 +6,7 @@ Shapes: B samples, P tokens of a prompt.
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -42,15 +43,16 @@ _ASKED = ("prompt", "instruction", "messages", "conversations")
 _TURNS = ("messages", "conversations")  # with the answer, if their last message is the assistant's
 _QUESTIONS = ("question", "problem", "query")  # read as `prompt`, if a row has one of them
 _GIVEN = ("input", "context")  # what a question is about, beside it
-# read as `reference`, the first that a row has; of verl, then of fine-tuning
-_REFERENCES = ("answer", "solution", "ground_truth", "target", "reward_model.ground_truth", "completion", "output")
-_PAIR, _LABELLED = ("chosen", "rejected"), ("completion", "label")  # of preferences
+# read as `reference`, the first that a row has: of problems, of verl, and of fine-tuning
+_OF_VERL = "reward_model.ground_truth"
+_REFERENCES = ("answer", "solution", "ground_truth", "target", _OF_VERL, "completion", "output", "response")
 # what is added to messages, or cannot be
 _ADDED = ("input", "system", "history", "tools", "chat_template_kwargs")
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 _MESSAGE_FIELDS = ("role", "content", "from", "value")
-_FIELDS = (*_ASKED, "reference", *_PAIR, *_LABELLED, *_ADDED, *_MEDIA, *_MESSAGE_FIELDS)
+_FIELDS = (*_ASKED, "reference", *_ADDED, *_MEDIA, *_MESSAGE_FIELDS)
 _EMPTY = "the prompt is empty"
+_ANY_PROMPT = "'data.fields={prompt: <field of the prompt>}'"
 _SHOWN_CHARACTERS = 200
 _ABSENT = object()
 
@@ -59,20 +61,19 @@ class PromptReader:
     """Turns rows into prompts, each with its reference and its fields.
 
     Args:
-        fields: Field name in the format -> field name in this dataset, or None for a field that is not to be read;
-            `reward_model.ground_truth` is the field `ground_truth` of the object `reward_model`.
+        fields: Field name in the format -> field name in this dataset, where `reward_model.ground_truth` is the field
+            `ground_truth` of the object `reward_model`; or any field of this dataset -> None: it is not to be read.
 
     Raises:
         ConfigError: `fields` has an unknown name.
     """
 
     def __init__(self, *, fields: Mapping[str, str | None]) -> None:
-        if unknown := [name for name in fields if name not in _FIELDS]:
-            is_reference = unknown[0] in _REFERENCES
-            wanted = "reference" if is_reference else "prompt"
-            reason = f"it maps the names of a format, which are {', '.join((*_ASKED, 'reference', *_ADDED))}"
-            fix = type_setting("data.fields", {wanted: fields[unknown[0]] or unknown[0]})
-            raise ConfigError(f"data.fields.{unknown[0]}", reason, fix)
+        for name, own in fields.items():
+            if name not in _FIELDS and own is not None:
+                reason = f"it maps the names of a format, which are {', '.join((*_ASKED, 'reference', *_ADDED))}"
+                fix = type_setting("data.fields", {"reference" if name in _REFERENCES else "prompt": own})
+                raise ConfigError(f"data.fields.{name}={own}", reason, fix)
         self._fields = dict(fields)
         self._ignored = {name for name, own in fields.items() if own is None}
         self._maps_messages = not fields.keys().isdisjoint(_MESSAGE_FIELDS)
@@ -89,6 +90,7 @@ class PromptReader:
             ConfigError: There is no prompt, or there may be several, or the row has what changes its meaning and is not
                 read.
         """
+        row = {name: value for name, value in row.items() if name not in self._ignored}
         if from_table:
             row = {name: as_json(value) for name, value in row.items()}
         self._reject_preferences(row, place)
@@ -96,7 +98,10 @@ class PromptReader:
         asked = parse_messages(asked, f"{place}: {own}")
         asked = [asked] if isinstance(asked, Mapping) else asked
         asked = asked if self._maps_messages else with_roles(asked)
-        if isinstance(asked, str) and (isinstance(row.get(self._system), str) or name in _TURNS):
+        if isinstance(asked, str) and name in _TURNS:
+            fix = type_setting("data.fields", self._without(name) | {"prompt": own})
+            raise ConfigError(place, f"its {own} is text, and no list of messages", f"{fix}, or messages there")
+        if isinstance(asked, str) and self._system is not None and isinstance(row.get(self._system), str):
             asked = as_messages(asked, "user")  # also with an empty system message: rows with and without are of a form
         reference = self._find_reference(row, beside=own)
         if asked is None or asked == [] or (isinstance(asked, str) and not asked.strip()):
@@ -107,7 +112,7 @@ class PromptReader:
             if last["role"] == "assistant":
                 if name == "prompt":
                     reason = f"its {own} ends with a message of the assistant, and it is the model's turn to answer"
-                    fix = type_setting("data.fields", {**self._without_prompt(), "messages": own})
+                    fix = type_setting("data.fields", self._without(name) | {"messages": own})
                     raise ConfigError(place, reason, f"{fix}, which takes that message as the reference")
                 reference = last["content"] if reference is None else reference
                 last = before[-1] if before else {"content": ""}
@@ -142,7 +147,7 @@ class PromptReader:
         else:
             example = self._reader.read({**rest, "prompt": asked, "completion": []}, place=place)
             messages = [*(example.prompt or [])]
-        return Example(place=place, prompt=messages, answer="", tools=example.tools, unread=example.unread)
+        return replace(example, prompt=messages)
 
     def _with_row(
         self, example: Example, prompt: list[Message] | str | None, answer: list[Message] | str, row: Mapping[str, Any]
@@ -150,8 +155,6 @@ class PromptReader:
         """Return a prompt with its reference, the row as JSON beside it and the names of what JSON cannot hold."""
         kept, unread = dict[str, Any](), list[str]()
         for name, value in row.items():
-            if name in self._ignored:
-                continue
             try:
                 json.dumps(value)
             except TypeError:  # bytes, such as those of an image
@@ -159,24 +162,18 @@ class PromptReader:
             else:
                 kept[name] = value
         reference = answer if isinstance(answer, str) else answer[-1]["content"]
-        return Example(
-            place=example.place,
-            prompt=prompt,
-            answer=answer,
-            tools=example.tools,
-            unread=tuple(dict.fromkeys([*example.unread, *unread])),
-            note=json.dumps([reference, kept]),
-        )
+        known = tuple(dict.fromkeys([*example.unread, *unread]))
+        return replace(example, prompt=prompt, answer=answer, unread=known, note=json.dumps([reference, kept]))
 
     def _reject_preferences(self, row: Mapping[str, Any], place: str) -> None:
-        found = {*row} - self._ignored
-        for pair, reason, recipe in (
-            (_PAIR, "it holds a chosen and a rejected answer, and an answer is to be generated", "dpo"),
-            (_LABELLED, "it holds an answer with a label, and an answer is to be generated", "kto"),
+        for pair, held, recipe in (
+            (("chosen", "rejected"), "a chosen and a rejected answer", "dpo"),
+            (("completion", "label"), "an answer and its label", "kto"),
         ):
-            if found.issuperset(pair) and "reference" not in self._fields:
+            if "reference" not in self._fields and all(row.get(name) is not None for name in pair):
                 ignored = type_setting("data.fields", self._fields | dict.fromkeys(pair))
-                raise ConfigError(place, reason, f"recipe={recipe}, or {ignored}, which reads the prompt alone")
+                reason = f"it holds {held}, and the answers to learn from are those that the model generates"
+                raise ConfigError(place, reason, f"recipe={recipe}, which learns them, or {ignored}, for its prompt")
 
     def _find_prompt(self, row: Mapping[str, Any], place: str) -> tuple[str, str, Any]:
         """Return the name in the format of what is asked, its field in this dataset, and the value.
@@ -187,12 +184,11 @@ class PromptReader:
         for name in _ASKED:
             if (mapped := self._fields.get(name)) is not None:
                 if (value := _look_up(row, mapped)) is _ABSENT:
-                    fix = type_setting(
-                        "data.fields", self._fields | {name: self._guess(row) or f"<field of the {name}>"}
-                    )
+                    guess = self._guess(row)
+                    fix = _ANY_PROMPT if guess is None else type_setting("data.fields", self._fields | {name: guess})
                     raise ConfigError(place, f"it has no field {mapped}; its fields are {_names(row)}", fix)
                 return name, mapped, value
-        known = [name for name in (*_ASKED, *_QUESTIONS) if name in row and name not in self._ignored]
+        known = [name for name in (*_ASKED, *_QUESTIONS) if name in row]
         for name in ("prompt", *_TURNS):
             if name in known and row[name] is not None:
                 return name, name, row[name]
@@ -217,9 +213,8 @@ class PromptReader:
         wanted = ", ".join(("prompt", "messages", *_QUESTIONS))
         reason = f"its fields are {_names(row)}, expected {wanted} or instruction"
         guess = self._guess(row)
-        return ConfigError(
-            place, reason, type_setting("data.fields", self._fields | {"prompt": guess or "<field of the prompt>"})
-        )
+        known = None if guess is None else type_setting("data.fields", self._fields | {"prompt": guess})
+        return ConfigError(place, reason, known or _ANY_PROMPT)
 
     def _guess(self, row: Mapping[str, Any]) -> str | None:
         """Return the field of a row that is the likeliest prompt: messages, or the first text that is no reference."""
@@ -235,15 +230,15 @@ class PromptReader:
         own = self._fields.get("reference", "reference")
         names = [own] if "reference" in self._fields else [own, *_REFERENCES]
         for name in names:
-            if name is None or name == beside or name in self._ignored:
+            if name is None or name == beside:
                 continue
             value = _look_up(row, name)
             if value is not _ABSENT and value is not None:
                 return _to_text(value)
         return "" if "reference" in self._fields else None
 
-    def _without_prompt(self) -> dict[str, str | None]:
-        return {name: own for name, own in self._fields.items() if name != "prompt"}
+    def _without(self, name: str) -> dict[str, str | None]:
+        return {key: own for key, own in self._fields.items() if key != name}
 
 
 def _look_up(row: Mapping[str, Any], name: str) -> Any:
@@ -252,14 +247,21 @@ def _look_up(row: Mapping[str, Any], name: str) -> Any:
         return row[name]
     first, dot, rest = name.partition(".")
     inner = row.get(first)
+    if dot and isinstance(inner, str) and inner.lstrip().startswith("{"):  # as JSON, of a CSV file
+        try:
+            inner = json.loads(inner)
+        except ValueError:
+            return _ABSENT  # a text in braces
     return _look_up(inner, rest) if dot and isinstance(inner, Mapping) else _ABSENT
 
 
-def _to_text(value: Any) -> Any:
-    """Return a reference as text: of a list of one its only item, a number in digits, all else as JSON."""
+def _to_text(value: Any) -> str:
+    """Return a reference as text: of a list of one its only item, of a message its content, all else as JSON."""
     if isinstance(value, list) and len(value) == 1:
         return _to_text(value[0])
-    return value if isinstance(value, str | bytes) else json.dumps(value, ensure_ascii=False, default=str)
+    if _is_message(value) and isinstance(value.get("content"), str):
+        return str(value["content"])
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _is_message(value: Any) -> bool:
@@ -315,6 +317,11 @@ class PromptRows(Dataset[dict[str, Tensor]]):
         self.examples, self.lengths = examples[fits], lengths[fits]
         self.num_too_long = int((~fits).sum())
         self.longest = int(lengths.max(initial=0))
+
+    @property
+    def num_examples(self) -> int:
+        """Number of prompts."""
+        return len(self)
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -433,8 +440,8 @@ class Prompts(Conversations):
         if self.tokenizer.chat_template and not any(store.meta.num_conversations for store in stores):
             LOGGER.warning(
                 "The tokenizer has a chat template, and no row is a conversation: plain text is continued. For a model"
-                " that chats: %s, which makes a message of the user of each",
-                type_setting("data.fields", {"instruction": "<field of the prompt>"}),
+                " that chats: 'data.fields={instruction: <field of the prompt>}', which makes a message of the user of"
+                " each"
             )
 
     @property

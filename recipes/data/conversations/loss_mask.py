@@ -373,7 +373,8 @@ class PromptTokenizer(ExampleTokenizer):
         reference = example.answer if isinstance(example.answer, str) else example.answer[-1]["content"]
         hidden: tuple[str, ...] = ()
         if example.prompt is None:
-            return Tokenized(np.zeros(0, dtype=np.uint32), *np.zeros((2, 0), dtype=np.bool_), ends=True)
+            nothing = np.zeros(0, dtype=np.bool_)
+            return Tokenized(np.zeros(0, dtype=np.uint32), nothing, nothing, ends=False)
         if isinstance(example.prompt, str):
             prompt = [*self._tokenizer.first_tokens, *self._tokenizer.encode(example.prompt)]
         else:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from recipes.data.batches import PositionSampler
-from recipes.data.order import RepeatedOrder, ShuffledOrder
+from recipes.data.order import GroupedOrder, RepeatedOrder, ShuffledOrder
 
 
 def read(order, *, start, micro_batch_size, world_size, num_samples):
@@ -168,3 +168,21 @@ def test_no_global_random_state_is_touched():
 def test_an_order_of_no_samples_is_rejected():
     with pytest.raises(ValueError, match="num_samples=0: an order needs samples"):
         ShuffledOrder(0, seed=1)
+
+
+def test_a_grouped_order_has_each_index_several_times_and_each_block_again():
+    order = GroupedOrder(ShuffledOrder(6, seed=3), group_size=2, block_size=4, num_reads=2)
+    a, b, c, d, e, f = (ShuffledOrder(6, seed=3)(position) for position in range(6))
+    blocks = [[a, a, b, b], [c, c, d, d], [e, e, f, f]]
+    assert order.indices(np.arange(24)).tolist() == [index for block in blocks for index in block * 2]
+    assert order.draws(np.arange(16)).tolist() == [*range(4), *range(4), *range(4, 8), *range(4, 8)]
+
+
+def test_a_grouped_order_is_a_function_of_each_position_alone():
+    order = GroupedOrder(ShuffledOrder(57, seed=3), group_size=3, block_size=8, num_reads=3)
+    for position in range(500):
+        block = position // 8
+        place = block // 3 * 8 + position % 8
+        assert order.places(np.array(position)).tolist() == [ShuffledOrder(57, seed=3)(place // 3), place]
+    grid = np.arange(500).reshape(5, 100)
+    assert order.indices(grid).reshape(-1).tolist() == [order(position) for position in range(500)]

@@ -180,6 +180,8 @@ def test_any_number_of_processes_writes_the_same_bytes(tmp_path: Path) -> None:
     assert set(written[0]) == {
         "tokens.bin",
         "marks.bin",
+        "notes.bin",
+        "note_starts.npy",
         "values.npy",
         "starts.npy",
         "questions.npy",
