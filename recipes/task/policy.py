@@ -5,7 +5,7 @@ Shapes: B completions of a micro-batch, R of this rank and N of the global batch
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, cast
 
@@ -30,6 +30,7 @@ from recipes.rollout import Rollout
 from recipes.task.answers import AnswerTask, evaluating
 from recipes.task.base import Batch
 
+_OF_ROWS = ("num_inputs", "num_tokens", "is_truncated", "rewards", "scores", "errors")  # [R] or [R, F]
 _OF_TOKENS = ("inputs", "targets", "sampler_log_probs", "old_log_probs", "reference_log_probs")  # [R, W]
 
 
@@ -64,8 +65,8 @@ class PolicyTuning(AnswerTask):
         super().__init__(reference=reference, **settings)
         # of the whole batch, on the host, while further steps learn from it
         self._held: dict[str, Tensor] | None = None
-        self._newest: Callable[[int], list[dict[str, Any]]] = lambda count: []
-        self._num_inputs = torch.zeros(0, dtype=torch.int64)  # [N], on the host
+        self._rows: dict[str, Tensor] = {}  # of this rank, of the newest rollout, [R, …] each
+        self._numbers: dict[str, Tensor] = {}  # of all completions of it, on the host, [N, …] each
         self._row: dict[str, float] = {}  # what is logged of the rollout of this step
         self._seconds: dict[str, float] = {}  # of the rollout and the rewards of this step
         self._began: float | None = None  # when this step did
@@ -120,6 +121,8 @@ class PolicyTuning(AnswerTask):
             if self._rollout.num_iterations > 1:
                 whole = self._share(self._pad(rows), slots)
                 self._held = {name: value.cpu() for name, value in whole.items()} | {"seeds": seeds.cpu()}
+        self._row |= self._describe()
+        self._rows = rows | {"row": torch.cat([batch["row"] for batch in micro_batches])}
         return [
             batch | self._cut(rows, slice(place * size, (place + 1) * size)) | self._count_tokens(place)
             for place, batch in enumerate(micro_batches)
@@ -129,7 +132,7 @@ class PolicyTuning(AnswerTask):
         """Return this rank's completions of an earlier step; None: these samples are new."""
         if self._held is None or not torch.equal(self._held["seeds"], seeds.cpu()):
             return None
-        self._num_inputs = self._held["num_inputs"]
+        self._numbers = {name: self._held[name] for name in _OF_ROWS}
         return {name: value[slots].to(self.device) for name, value in self._held.items() if name != "seeds"}
 
     def _roll_out(self, micro_batches: Sequence[Batch], slots: Tensor) -> dict[str, Tensor]:
@@ -145,13 +148,21 @@ class PolicyTuning(AnswerTask):
         with self._timed("reward"):
             places = [row for batch in micro_batches for row in batch["row"].tolist()]
             scores = self._score(prompts, completions, places)
-        rewards = self._log_rollout(prompts, completions, scores, slots)  # [N]
-        advantages = self.loss.advantages(rewards, self._rollout.num_generations)[slots]  # [R]
-        self._newest = self._describe(prompts, completions, places, scores, advantages.tolist())
+        of_functions = torch.tensor([*scores.of_functions.values()], dtype=torch.float64).T  # [R, F]
         rows = _stack(prompts, completions, seq_len=self.source.seq_len, device=self.device) | {
-            "advantages": advantages.to(device=self.device, dtype=torch.float32),
+            "rewards": torch.tensor(scores.total, dtype=torch.float64, device=self.device),
+            "scores": of_functions.to(self.device),
+            # of each completion a share, so that the sum over all of them is the number
+            "errors": torch.full((len(prompts),), sum(scores.num_errors.values()) / len(prompts), device=self.device),
             "is_truncated": torch.tensor([not each.has_ended for each in completions], device=self.device),
         }
+        self._numbers = {
+            name: value.cpu() for name, value in self._share({name: rows[name] for name in _OF_ROWS}, slots).items()
+        }
+        advantages = self.loss.advantages(self._numbers["rewards"], self._rollout.num_generations)  # [N]
+        rows["advantages"] = advantages[slots].to(device=self.device, dtype=torch.float32)
+        sampled = self._numbers["num_tokens"].sum().item()
+        self._row["rollout/tokens_per_second"] = sampled / max(self._seconds["rollout"], 1e-9)
         return rows | self._look_again(rows, len(micro_batches))
 
     def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Completion]:
@@ -217,38 +228,25 @@ class PolicyTuning(AnswerTask):
         width = min(-(-int(mine["num_inputs"].max()) // PAD_TO) * PAD_TO, self.source.seq_len)
         return {name: value[:, :width] if name in _OF_TOKENS else value for name, value in mine.items()}
 
-    def _describe(
-        self,
-        prompts: Sequence[Sequence[int]],
-        completions: Sequence[Completion],
-        places: Sequence[int],
-        scores: Scores,
-        advantages: Sequence[float],
-    ) -> Callable[[int], list[dict[str, Any]]]:
-        """Return a function that describes the first of this rank's completions."""
-
-        def describe(count: int) -> list[dict[str, Any]]:
-            tokenizer, of_data = self.tokenizer, self.source.rows_of(places[:count], "train")
-            assert tokenizer is not None, "prompts are text"
-            return [
-                {
-                    "prompt": prompt,
-                    "completion": tokenizer.decode_continuation([*prompts[index]], completions[index].tokens),
-                    "reference": reference,
-                    "reward": scores.total[index],
-                    **{f"reward/{name}": values[index] for name, values in scores.of_functions.items()},
-                    "advantage": advantages[index],
-                    "tokens": len(completions[index].log_probabilities),
-                    "ended": completions[index].has_ended,
-                }
-                for index, (prompt, reference, _) in enumerate(of_data)
-            ]
-
-        return describe
-
     def recipes_completions(self, num_completions: int) -> list[dict[str, Any]]:
         """Return the first of this rank's newest completions with their rewards, for the callback `Completions`."""
-        return self._newest(num_completions)
+        tokenizer, rows = self.tokenizer, self._rows
+        assert tokenizer is not None, "prompts are text"
+        found = []
+        for index in range(min(num_completions, len(rows.get("inputs", ())))):
+            inputs, targets = rows["inputs"][index], rows["targets"][index]
+            places = (targets != IGNORE_INDEX).nonzero()[:, 0].tolist()
+            tokens, is_cut = targets[places].tolist(), bool(rows["is_truncated"][index])
+            begin = places[0] + 1 if places else int(rows["num_inputs"][index])
+            text = tokenizer.decode_continuation(inputs[:begin].tolist(), tokens if is_cut else tokens[:-1])
+            [(prompt, reference, _)] = self.source.rows_of([int(rows["row"][index])], "train")
+            scores = dict(zip(self._rewards.names, rows["scores"][index].tolist(), strict=True))
+            found.append(
+                {"prompt": prompt, "completion": text, "reference": reference, "reward": rows["rewards"][index].item()}
+                | {f"reward/{name}": score for name, score in scores.items()}
+                | {"advantage": rows["advantages"][index].item(), "tokens": len(tokens), "ended": not is_cut}
+            )
+        return found
 
     # What all ranks know of it.
 
@@ -270,41 +268,32 @@ class PolicyTuning(AnswerTask):
             for name, value in rows.items()
         }
 
-    def _log_rollout(
-        self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], scores: Scores, slots: Tensor
-    ) -> Tensor:
-        """Note what is logged of all completions and return their rewards, [N] float64. Collective."""
-        names = [*scores.of_functions]
-        lengths = [len(each.log_probabilities) for each in completions]
-        columns = [
-            scores.total,
-            [len(prompt) + length - 1 for prompt, length in zip(prompts, lengths, strict=True)],
-            lengths,
-            [not each.has_ended for each in completions],
-            *(scores.of_functions[name] for name in names),
-            *([scores.num_errors[name] / len(slots)] * len(slots) for name in names),
-        ]
-        own = torch.tensor(columns, dtype=torch.float64, device=self.device)  # [K, R]
-        rewards, num_inputs, lengths_of_all, is_cut, *rest = self._share({"": own.T}, slots)[""].cpu().unbind(1)
-        self._num_inputs = num_inputs.long()
-        found = self.loss.describe_groups(rewards, self._rollout.num_generations)
-        seconds = self._seconds["rollout"]
-        self._row |= {
+    def _describe(self) -> dict[str, float]:
+        """Return what is logged of the completions of all ranks."""
+        rewards, lengths = self._numbers["rewards"], self._numbers["num_tokens"].double()
+        of_groups = self.loss.describe_groups(rewards, self._rollout.num_generations)
+        return {
             "reward/mean": rewards.mean().item(),
             "reward/std": rewards.std(correction=0).item(),
-            **{f"reward/{name}": value for name, value in found.items()},
-            "reward/errors": sum(errors.sum().item() for errors in rest[len(names) :]),
-            "rollout/tokens_mean": lengths_of_all.mean().item(),
-            "rollout/tokens_max": lengths_of_all.max().item(),
-            "rollout/truncated_fraction": is_cut.mean().item(),
-            "rollout/tokens_per_second": lengths_of_all.sum().item() / max(seconds, 1e-9),
-        } | {f"reward/{name}": values.mean().item() for name, values in zip(names, rest, strict=False)}
-        return rewards
+            **{f"reward/{name}": value for name, value in of_groups.items()},
+            **dict(
+                zip(
+                    (f"reward/{name}" for name in self._rewards.names),
+                    self._numbers["scores"].mean(dim=0).tolist(),
+                    strict=True,
+                )
+            ),
+            "reward/errors": round(self._numbers["errors"].sum().item()),
+            "rollout/tokens_mean": lengths.mean().item(),
+            "rollout/tokens_max": lengths.max().item(),
+            "rollout/truncated_fraction": self._numbers["is_truncated"].double().mean().item(),
+        }
 
     def _count_tokens(self, place: int) -> dict[str, int]:
         """Return what a micro-batch holds on all ranks: its inputs, and the sum of their squares per row."""
-        stride = len(self._num_inputs) // self.trainer.accumulate_grad_batches
-        lengths = self._num_inputs[place * stride : (place + 1) * stride]
+        num_inputs = self._numbers["num_inputs"]
+        stride = len(num_inputs) // self.trainer.accumulate_grad_batches
+        lengths = num_inputs[place * stride : (place + 1) * stride]
         return {"num_tokens": int(lengths.sum()), "num_token_pairs": int((lengths * lengths).sum())}
 
     @override
@@ -383,7 +372,7 @@ def _read(logits: Tensor, targets: Tensor, *, temperature: float, with_entropy: 
 def _stack(
     prompts: Sequence[Sequence[int]], completions: Sequence[Completion], *, seq_len: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Return prompts with their completions: `inputs`, `targets` and `sampler_log_probs` [R, W], `num_inputs` [R].
+    """Return prompts with their completions: values of tokens [R, W], and their numbers [R].
 
     The token that ends a completion is a target.
     """
@@ -402,7 +391,7 @@ def _stack(
         targets[row, begin:end] = torch.tensor(whole, dtype=torch.int64)
         log_probs[row, begin:end] = torch.tensor(completion.log_probabilities)
     of_tokens = {"inputs": inputs, "targets": targets, "sampler_log_probs": log_probs}
-    found = of_tokens | {"num_inputs": torch.tensor(num_inputs)}
+    found = of_tokens | {"num_inputs": torch.tensor(num_inputs), "num_tokens": torch.tensor([*map(len, wholes)])}
     return {name: value.to(device) for name, value in found.items()}
 
 

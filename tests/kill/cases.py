@@ -55,7 +55,12 @@ PREFERENCES: dict[str, tuple[str, ...]] = {
     "simpo": ("recipe=simpo", *_PREFERENCES),
     "reward": ("recipe=reward_model", *_PREFERENCES),
 }
-CASES |= PREFERENCES
+_POLICY = ("recipe=grpo", "rollout.num_generations=4", "rollout.max_new_tokens=6", "reward=mine", *_PREFERENCES)
+POLICIES: dict[str, tuple[str, ...]] = {
+    "grpo": _POLICY,
+    "grpo reused": (*_POLICY, "rollout.num_iterations=3", "loss.epsilon=0.01", "loss.beta=0.1"),
+}
+CASES |= PREFERENCES | POLICIES
 STEPS = {
     "single": 250,
     "single 16-mixed": 300,
@@ -63,7 +68,7 @@ STEPS = {
     "fsdp": 80,
     "deepspeed_stage_2": 60,
     "pp2 x tp2": 45,
-    **dict.fromkeys(PREFERENCES, 120),
+    **dict.fromkeys((*PREFERENCES, *POLICIES), 120),
 }
 if "LONG_TESTS" not in os.environ:  # set by `make test-long` and `make kill-test`
     STEPS = {name: steps // 3 for name, steps in STEPS.items()}
@@ -100,6 +105,16 @@ IMAGES = (
 )
 
 
+# a hash: what is sampled once another way changes all that follows
+_REWARD = """
+import zlib
+
+
+def score(prompts, completions, references, rows):
+    return [zlib.crc32(text.encode()) % 100 / 100 for text in completions]
+"""
+
+
 def get_overrides(name: str, folder: Path, texts: Path) -> list[str]:
     """Return the overrides of a case: the same for every start."""
     common = [*COMMON, *CASES[name], f"trainer.max_steps={STEPS[name]}", f"hydra.run.dir={folder}"]
@@ -109,6 +124,12 @@ def get_overrides(name: str, folder: Path, texts: Path) -> list[str]:
         # a cache of its own: kills hit the computation of the reference, too
         caches = [] if name == "reward" else [f"task.cache_dir={folder / 'cache'}"]
         return [*kept, *caches, f"data.path={_write_pairs(texts.parent / 'pairs.jsonl')}"]
+    if name in POLICIES:
+        rewards = texts.parent / "rewards.py"
+        rewards.write_text(_REWARD)
+        kept = [override for override in common if override not in ("data=text_files", "~callbacks.sample_text")]
+        prompts = _write_pairs(texts.parent / "pairs.jsonl")
+        return [*kept, f"data.path={prompts}", "data.fields={reference: chosen}", f"reward.mine.path={rewards}:score"]
     if name != "ddp":
         return [*common, f"data.path={texts}"]
     replaced = {override.partition("=")[0] for override in _MIXTURE}

@@ -1,0 +1,145 @@
+"""Reinforcement learning in a run: what it samples, goes on with and logs, and rewards that fail."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import execute, read_metrics
+
+from recipes.checkpoint.saved_tensor import open_tensors
+
+SMALL = (
+    *("tokenizer=bytes", "model=gpt2_nano", "model.vocab_size=257", "model.max_seq_len=24", "model.num_layers=2"),
+    *("model.num_heads=2", "model.hidden_size=32", "global_batch_size=16", "optimizer.lr=1e-2", "seed=5"),
+    *("trainer.accelerator=cpu", "callbacks=[grad_norm,loss_scale,generation_eval,completions]", "log_every=1"),
+    *("callbacks.completions.every_n_steps=1", "callbacks.completions.num_completions=16", "warmup_steps=0"),
+    *("callbacks.generation_eval.num_samples=4", "callbacks.generation_eval.max_new_tokens=3"),
+    *("rollout.num_generations=4", "rollout.max_new_tokens=6", "reward=mine"),
+)
+REWARDS = """
+import os
+import time
+import zlib
+
+
+def by_hash(prompts, completions, references, rows):
+    return [zlib.crc32(text.encode()) % 100 / 100 for text in completions]
+
+
+def letters(prompts, completions, references, rows):
+    return [sum(letter.isascii() and letter.isalpha() for letter in text) / 6 for text in completions]
+
+
+def same(prompts, completions, references, rows):
+    return [0.1 for _ in completions]
+
+
+def hangs_at_an_a(prompts, completions, references, rows):
+    if any("a" in text for text in completions):
+        time.sleep(3600)
+    return [1.0 for _ in completions]
+
+
+def dies_at_an_a(prompts, completions, references, rows):
+    if any("a" in text for text in completions):
+        os._exit(3)
+    return [1.0 for _ in completions]
+
+
+def raises_at_an_a(prompts, completions, references, rows):
+    return [float(text.index("a") < 0) if "a" in text and 1 / 0 else 1.0 for text in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    rows = [{"prompt": "abcdefgh"[: 1 + row % 8] + f"{row}>", "answer": "xy"} for row in range(40)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(REWARDS)
+    return folder
+
+
+def train(files: Path, folder: Path, *more: str, reward: str = "by_hash", steps: int = 6) -> list[dict[str, float]]:
+    places = [f"data.path={files / 'prompts.jsonl'}", f"data.cache_dir={files / 'cache'}", f"hydra.run.dir={folder}"]
+    lengths = [
+        f"trainer.max_steps={steps}",
+        "eval_every=3",
+        "save_every=1",
+        f"reward.mine.path={files}/rewards.py:{reward}",
+    ]
+    assert execute("recipe=grpo", *SMALL, *places, *lengths, *more) == 0
+    return read_metrics(folder)
+
+
+def resume(folder: Path, files: Path, *more: str, reward: str = "by_hash") -> None:
+    assert execute(f"resume={folder}", f"++reward.mine.path={files}/rewards.py:{reward}", *more) == 0
+
+
+def without_times(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    kept = ("step", "lr", "train/", "val/", "grad/", "reward/", "rollout/", "policy/")
+    timed = ("/time_fraction", "_per_second")
+    return [
+        {name: value for name, value in row.items() if name.startswith(kept) and not name.endswith(timed)}
+        for row in rows
+    ]
+
+
+def read_completions(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    saved = open_tensors((folder / "checkpoints/last").glob("*.safetensors"))
+    return {name: tensor.read() for name, tensor in saved.items() if not name.startswith("optimizer/")}
+
+
+REUSED = ("rollout.num_iterations=3", "loss.epsilon=0.01", "loss.beta=0.1")
+
+
+@pytest.mark.parametrize("more", [(), REUSED], ids=["once", "reused"])
+@pytest.mark.parametrize("at", [3, 4])
+def test_a_run_stopped_between_two_steps_has_the_tokens_and_losses_of_a_whole_one(
+    more: tuple[str, ...], at: int, files: Path, tmp_path: Path
+) -> None:
+    whole = without_times(train(files, tmp_path / "whole", *more))
+    train(files, tmp_path / "parted", *more, steps=at)
+    resume(tmp_path / "parted", files, "trainer.max_steps=6")
+    resumed = without_times(read_metrics(tmp_path / "parted"))
+    skipped = {name for name in resumed[at - 1] if name.startswith("val/")}  # validated because it ended there
+    for row, expected in zip(resumed, whole, strict=True):
+        assert {name: value for name, value in row.items() if name not in skipped} == {
+            name: value for name, value in expected.items() if name not in skipped
+        }, "to the last digit that is logged"
+    sampled = {row["step"]: row for row in read_completions(tmp_path / "whole")}
+    assert {row["step"]: row for row in read_completions(tmp_path / "parted")} == sampled
+
+
+@pytest.mark.parametrize("reward", ["hangs_at_an_a", "dies_at_an_a", "raises_at_an_a"])
+def test_a_reward_that_fails_for_some_completions_costs_these_alone(
+    reward: str, files: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = train(files, tmp_path / "run", "task.rewards.timeout_seconds=0.5", "seed=3", reward=reward, steps=4)
+    sampled = read_completions(tmp_path / "run")
+    failed = [row for row in sampled if "a" in row["completion"]]
+    assert 0 < len(failed) < len(sampled), "some completions have the letter"
+    assert {row["reward"] for row in failed} == {0.0}
+    assert {row["reward"] for row in sampled if row not in failed} == {1.0}
+    assert sum(row["reward/errors"] for row in rows) == len(failed)
+    assert "reward.mine" in caplog.text
+
+
+def test_groups_without_spread_move_no_weight(files: Path, tmp_path: Path) -> None:
+    rows = train(files, tmp_path / "run", reward="same", steps=2)
+    assert [row["reward/no_spread_fraction"] for row in rows] == [1, 1]
+    assert [row["grad/norm"] for row in rows] == [0, 0]
+    assert {row["reward/mean"] for row in rows} == {0.1}
+
+
+def test_a_policy_learns_what_is_rewarded(files: Path, tmp_path: Path) -> None:
+    rows = train(files, tmp_path / "run", "global_batch_size=32", reward="letters", steps=30)
+    first, last = (sum(row["reward/mean"] for row in part) / 5 for part in (rows[:5], rows[-5:]))
+    assert last > first + 0.3, (first, last)
+    assert all(row["rollout/logprob_gap"] < 1e-6 for row in rows)
