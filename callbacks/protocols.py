@@ -106,6 +106,21 @@ class SupportsCompletions(Protocol):
 
 
 @runtime_checkable
+class SupportsRewards(Protocol):
+    """A module that scores generated text itself, for `GenerationEval`."""
+
+    def recipes_rewards(
+        self,
+        *,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        references: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+    ) -> Mapping[str, Sequence[float]]:
+        """Return scores of completions by name, as `rewards` of `GenerationEval` does; called on rank 0 alone."""
+
+
+@runtime_checkable
 class SupportsRow(Protocol):
     """A module that logs each step's metrics in one call itself: Lightning's `log` costs about 0.2 ms per metric."""
 

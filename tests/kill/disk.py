@@ -16,6 +16,7 @@ from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 
 # columns that differ from run to run
 MEASURED = ("time/", "throughput/", "memory/")
+MEASURED_OF_ROLLOUTS = ("/time_fraction", "/tokens_per_second")
 _TAIL_BYTES = 2048
 
 
@@ -108,7 +109,14 @@ def rows(folder: Path) -> list[dict[str, str]]:
         reader = csv.DictReader(file)
         names = list(reader.fieldnames or [])
         assert len(names) == len(set(names)), f"a column twice: {names}"
-        return [{name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in reader]
+        return [
+            {
+                name: value
+                for name, value in row.items()
+                if not (name.startswith(MEASURED) or name.endswith(MEASURED_OF_ROLLOUTS))
+            }
+            for row in reader
+        ]
 
 
 def differences(folder: Path, reference: Path) -> Iterator[str]:

@@ -119,7 +119,7 @@ def test_a_run_stopped_between_two_steps_has_the_tokens_and_losses_of_a_whole_on
 
 @pytest.mark.parametrize("reward", ["hangs_at_an_a", "dies_at_an_a", "raises_at_an_a"])
 def test_a_reward_that_fails_for_some_completions_costs_these_alone(
-    reward: str, files: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    reward: str, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = train(files, tmp_path / "run", "task.rewards.timeout_seconds=0.5", "seed=3", reward=reward, steps=4)
     sampled = read_completions(tmp_path / "run")
@@ -128,7 +128,7 @@ def test_a_reward_that_fails_for_some_completions_costs_these_alone(
     assert {row["reward"] for row in failed} == {0.0}
     assert {row["reward"] for row in sampled if row not in failed} == {1.0}
     assert sum(row["reward/errors"] for row in rows) == len(failed)
-    assert "reward.mine" in caplog.text
+    assert "reward.mine fails for" in capsys.readouterr().out
 
 
 def test_groups_without_spread_move_no_weight(files: Path, tmp_path: Path) -> None:
