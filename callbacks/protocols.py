@@ -4,7 +4,7 @@ Every name looked up on a module begins with `recipes_`, so that it cannot clash
 from a protocol, or just define its members.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
