@@ -389,25 +389,28 @@ class Prompts(Conversations):
         self,
         *,
         fields: Mapping[str, str | None],
-        num_generations: Annotated[int, ">= 1"],
-        num_iterations: Annotated[int, ">= 1"],
+        num_generations: Annotated[int, ">= 1"] | None,
+        num_iterations: Annotated[int, ">= 1"] | None,
         global_batch_size: Annotated[int, ">= 1"],
-        max_new_tokens: Annotated[int, ">= 1"],
+        max_new_tokens: Annotated[int, ">= 1"] | None,
         **settings: Any,
     ) -> None:
         """Store the settings; nothing is read before `prepare`.
 
         Args:
             fields: Field name in the format -> field name in this dataset, or None for a field that is not to be read.
-            num_generations: Completions of each prompt.
-            num_iterations: Optimizer steps on each global batch of completions.
+            num_generations: Completions of each prompt; None: there is no rollout, which is refused.
+            num_iterations: Optimizer steps on each global batch of completions; None likewise.
             global_batch_size: Completions of an optimizer step.
-            max_new_tokens: Tokens of a completion, at most; prompt and completion fit into `seq_len`.
+            max_new_tokens: Tokens of a completion, at most; prompt and completion fit into `seq_len`; None likewise.
             **settings: As for `Conversations`.
 
         Raises:
-            ConfigError: `seq_len` leaves no room for a prompt.
+            ConfigError: Nothing says how prompts are completed, or `seq_len` leaves no room for one.
         """
+        if num_generations is None or num_iterations is None or max_new_tokens is None:
+            reason = "nothing completes these prompts: the run has no rollout"
+            raise ConfigError("data=prompts", reason, "recipe=grpo, or data=conversations to learn the answers of rows")
         super().__init__(format="prompt_completion", fields={}, train_on="answers", packing=False, **settings)
         if self.seq_len <= max_new_tokens:
             reason = f"prompt and completion have to fit into seq_len={self.seq_len}"

@@ -479,3 +479,10 @@ def test_a_batch_of_one_prompt_has_no_padding() -> None:
         "inputs": [[5, 6]],
         "targets": [[IGNORE_INDEX, IGNORE_INDEX]],
     }
+
+
+def test_prompts_without_a_rollout_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="data=prompts: nothing completes these prompts: .*; type recipe=grpo, or data="
+    ):
+        source_of(tmp_path, texts(), num_generations=None)
