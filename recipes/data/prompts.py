@@ -276,7 +276,7 @@ def _names(row: Mapping[str, Any]) -> str:
 class PromptRows(Dataset[dict[str, Tensor]]):
     """Prompts of a split, each with the seed that its completion is sampled with.
 
-    Prompts that leave no room for `max_new_tokens` in `seq_len` are left out.
+    An epoch reads each `num_reads` times. Prompts that leave no room for `max_new_tokens` in `seq_len` are left out.
 
     Args:
         store: All prompts, each with its reference.
@@ -290,6 +290,7 @@ class PromptRows(Dataset[dict[str, Tensor]]):
     Attributes:
         examples: Indices of the prompts that fit.
         lengths: Tokens of each, [N].
+        num_reads: Samples of each prompt in an epoch, of which `num_generations` differ.
         num_too_long: Number of prompts that are left out.
         longest: Tokens of the longest prompt, also of those that are left out.
     """
@@ -312,6 +313,7 @@ class PromptRows(Dataset[dict[str, Tensor]]):
         self._num_generations = num_generations
         self._num_iterations = num_iterations
         self._global_batch_size = global_batch_size
+        self.num_reads = num_generations * num_iterations
         lengths = (store.lengths - store.num_targets)[examples]
         fits = lengths <= seq_len - max_new_tokens
         self.examples, self.lengths = examples[fits], lengths[fits]
@@ -331,12 +333,17 @@ class PromptRows(Dataset[dict[str, Tensor]]):
         return self.sample(index, rng_at(0, index % max(len(self), 1)))
 
     def sample(self, index: int, rng: Generator) -> dict[str, Tensor]:
-        """Return `prompt` [P] int64, `row` [] for `Prompts.rows_of`, and `seed` [] of its completion, 0 to 2^32 - 1."""
+        """Return `prompt` [P] int64, `row` [] for `Prompts.rows_of`, and `seed` [] of its completion, 0 to 2^32 - 1.
+
+        `inputs` is `prompt`; there are no targets, which are yet to be generated.
+        """
         if not -len(self) <= index < len(self):
             raise IndexError(f"prompt {index} of {len(self)}")
         example = int(self.examples[index])
+        prompt = torch.from_numpy(self._store.tokens(example, stop=int(self.lengths[index])))
         return {
-            "prompt": torch.from_numpy(self._store.tokens(example, stop=int(self.lengths[index]))),
+            "prompt": prompt,
+            "inputs": prompt,
             "row": torch.tensor(example),
             "seed": torch.tensor(int(rng.integers(2**32))),
         }
@@ -356,7 +363,7 @@ class PromptRows(Dataset[dict[str, Tensor]]):
 
     def count_new(self) -> int:
         """Return the number of samples that the stream yields before a prompt has its second group of completions."""
-        return len(self) * self._num_generations * self._num_iterations
+        return len(self) * self.num_reads
 
     def count_epochs(self, num_samples: int) -> dict[str, float]:
         """Return how often the first `num_samples` samples of the stream go through the prompts."""
@@ -370,11 +377,11 @@ class PromptRows(Dataset[dict[str, Tensor]]):
 def pad_prompts(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return a batch: `prompt` [B, P] int64, padded at the end with 0, `num_prompt` [B], `row` [B] and `seed` [B].
 
-    `inputs` is `prompt`, and `targets` [B, P] holds no target: what is learned is yet to be generated.
+    `inputs` is `prompt`, and no token of `targets` [B, P] carries loss.
     """
     prompts = [sample["prompt"] for sample in samples]
     padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-    stacked = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0] if name != "prompt"}
+    stacked = {name: torch.stack([sample[name] for sample in samples]) for name in ("row", "seed")}
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     empty = torch.full_like(padded, IGNORE_INDEX)
     return stacked | {"prompt": padded, "num_prompt": lengths, "inputs": padded, "targets": empty}

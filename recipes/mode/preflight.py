@@ -116,7 +116,8 @@ class Checklist:
         size = run.accumulation.micro_batch_size
         num_new, position = run.data.count_new_samples(), run.data.position  # after the three steps above
         loader_seconds, digests = draw(run, num_batches=_DRAWN)
-        yield data_checks.check_repeats(digests, num_new - position % num_new)
+        num_reads = getattr(run.data.source.train(), "num_reads", 1)
+        yield data_checks.check_repeats(digests, num_new - position % num_new, num_reads=num_reads)
         del run
         yield check_accumulation(self._resolved, micro_batch_size=size)
         yield check_precision(self._resolved, micro_batch_size=size)
@@ -151,6 +152,17 @@ class Checklist:
             yield Result(check="what the model reads", status="look", found=line)
         if has_draws(train):
             yield data_checks.check_draws(train, seed=self._resolved.seed)
+        if "targets" in samples[0]:
+            yield from self._check_targets(source, samples)
+        else:
+            found = "what is learned is generated while the run goes"
+            yield Result(check="targets of the data", status="skip", found=found)
+        seen, held_out = data_checks.spread(train, 8 * _SAMPLES), data_checks.spread(val, _SAMPLES)
+        is_complete = len(seen) == len(train) and len(held_out) == len(val)
+        yield data_checks.check_splits(seen, held_out, is_complete=is_complete)
+
+    def _check_targets(self, source: DataSource, samples: Sequence[Any]) -> Iterator[Result]:
+        is_text = source.sample_kind == "tokens"
         if is_text:
             yield data_checks.check_shift(samples[:64])
         num_outputs, kind = self._expected().num_classes, self._resolved.target_kind
@@ -173,9 +185,6 @@ class Checklist:
             yield Result(check="inputs are predictive of targets", status="skip", found=found)
         else:
             yield data_checks.check_similarity(samples, kind=one)
-        seen, held_out = data_checks.spread(train, 8 * _SAMPLES), data_checks.spread(val, _SAMPLES)
-        is_complete = len(seen) == len(train) and len(held_out) == len(val)
-        yield data_checks.check_splits(seen, held_out, is_complete=is_complete)
 
 
 class _FirstBatch(Callback):

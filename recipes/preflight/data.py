@@ -276,15 +276,16 @@ def check_splits(train: Sequence[Sample], val: Sequence[Sample], *, is_complete:
     return judge("validation samples are new", found, passes=common == 0, fails=common > 0.1 * len(val), remedy=remedy)
 
 
-def check_repeats(digests: Sequence[bytes], num_samples: int) -> Result:
+def check_repeats(digests: Sequence[bytes], num_samples: int, *, num_reads: int = 1) -> Result:
     """Check that the training stream does not repeat samples within an epoch.
 
     Args:
         digests: Input hashes of consecutive samples over all ranks.
         num_samples: Samples left in the epoch in which they begin.
+        num_reads: Times that the order has each sample in an epoch.
     """
     drawn = digests[:num_samples]
-    repeated = len(drawn) - len(set(drawn))
+    repeated = max(len(drawn) - num_reads * len(set(drawn)), 0)
     found = (
         f"{repeated} of {len(drawn):,} samples are repeats, before the remaining {num_samples:,} of the epoch are used"
     )
@@ -305,13 +306,16 @@ def show_samples(samples: Sequence[Sample], decode: Any, *, is_text: bool = True
     """Format inputs and targets of samples for visual inspection.
 
     Args:
-        samples: A few samples.
+        samples: A few samples; those without targets are prompts.
         decode: Token ids -> text; None shows ids.
         is_text: Whether inputs [T] are tokens.
     """
     shown = []
     for sample in samples:
-        inputs, targets = sample["inputs"], sample["targets"]
+        inputs, targets = sample["inputs"], sample.get("targets")
+        if targets is None:
+            shown.append(f"prompt: {inputs.tolist() if decode is None else decode(inputs.tolist())!r}")
+            continue
         if is_text and inputs.ndim == 2:  # rows of several answers
             lengths = sample["num_inputs"].tolist()
             rows = [

@@ -403,6 +403,7 @@ def test_the_stream_reads_a_prompt_for_each_completion_and_a_batch_for_each_iter
     assert (first[:, 0] == first[:, 1]).all(), "a group is one prompt"
     assert len(np.unique(first[:, 0])) == len(first), "and a prompt one group in an epoch"
     assert len(np.unique(seeds_of_steps[:, 0])) == seeds_of_steps[:, 0].size, "each completion has its own seed"
+    assert dataset.num_reads == 2 * 3
     assert dataset.count_new() == len(dataset) * 2 * 3
     assert dataset.count_epochs(dataset.count_new()) == {"the prompts": 1.0}
 
@@ -470,7 +471,8 @@ def test_the_fingerprint_says_which_sample_is_where(tmp_path: Path) -> None:
 
 
 def test_a_batch_of_one_prompt_has_no_padding() -> None:
-    sample = {"prompt": torch.tensor([5, 6]), "row": torch.tensor(3), "seed": torch.tensor(7)}
+    prompt = torch.tensor([5, 6])
+    sample = {"prompt": prompt, "inputs": prompt, "row": torch.tensor(3), "seed": torch.tensor(7)}
     assert {name: value.tolist() for name, value in pad_prompts([sample]).items()} == {
         "prompt": [[5, 6]],
         "num_prompt": [2],

@@ -19,6 +19,18 @@ def test_samples_of_the_next_epoch_are_no_repeats() -> None:
     assert check_repeats([*epoch[48:74], *epoch[48:74]], 100 - 48).status == "fail"
 
 
+def test_an_order_that_has_each_sample_four_times_repeats_it_three_times() -> None:
+    drawn = [bytes([number // 4]) for number in range(32)]
+    assert check_repeats(drawn, 400, num_reads=4).status == "pass"
+    assert check_repeats([*drawn[:16], *drawn[:16]], 400, num_reads=4).status == "fail"
+
+
+def test_a_sample_without_targets_is_shown_as_a_prompt() -> None:
+    sample = {"inputs": torch.tensor([5, 6])}
+    assert show_samples([sample], None) == ["prompt: [5, 6]"]
+    assert show_samples([sample], lambda ids: f"<{ids}>") == ["prompt: '<[5, 6]>'"]
+
+
 def test_a_sample_is_the_same_however_its_batch_was_padded() -> None:
     wide, narrow = torch.tensor([5, 7, 0, 0, 0, 0]), torch.tensor([5, 7, 0, 0])
     assert digest(wide, torch.tensor(2)) == digest(narrow, torch.tensor(2)) == digest(torch.tensor([5, 7]))
