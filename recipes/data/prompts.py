@@ -42,7 +42,7 @@ LOGGER = logging.getLogger("lightning_recipes")
 _ASKED = ("prompt", "instruction", "messages", "conversations")
 _TURNS = ("messages", "conversations")  # with the answer, if their last message is the assistant's
 _QUESTIONS = ("question", "problem", "query")  # read as `prompt`, if a row has one of them
-_GIVEN = ("input", "context")  # what a question is about, beside it
+_GIVEN = ("input", "context", "passage", "choices", "options")  # what a question is about, beside it
 # read as `reference`, the first that a row has: of problems, of verl, and of fine-tuning
 _OF_VERL = "reward_model.ground_truth"
 _REFERENCES = ("answer", "solution", "ground_truth", "target", _OF_VERL, "completion", "output", "response")
@@ -52,7 +52,7 @@ _MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 _MESSAGE_FIELDS = ("role", "content", "from", "value")
 _FIELDS = (*_ASKED, "reference", *_ADDED, *_MEDIA, *_MESSAGE_FIELDS)
 _EMPTY = "the prompt is empty"
-_ANY_PROMPT = "'data.fields={prompt: <field of the prompt>}'"
+_ANY_PROMPT = "'data.fields={prompt: <field of the prompt>}', or rows with one"
 _SHOWN_CHARACTERS = 200
 _ABSENT = object()
 
@@ -103,7 +103,7 @@ class PromptReader:
             raise ConfigError(place, f"its {own} is text, and no list of messages", f"{fix}, or messages there")
         if isinstance(asked, str) and self._system is not None and isinstance(row.get(self._system), str):
             asked = as_messages(asked, "user")  # also with an empty system message: rows with and without are of a form
-        reference = self._find_reference(row, beside=own)
+        reference = self._find_reference(row, place, beside=own)
         if asked is None or asked == [] or (isinstance(asked, str) and not asked.strip()):
             return [Example(place=place, prompt=None, answer="", left_out=_EMPTY)]
         example = self._read(row, name, asked, reference or "", place)
@@ -201,12 +201,15 @@ class PromptReader:
             raise self._find_no_prompt(row, place)
         name = (texts or known)[0]
         kind = name if name in _ASKED else "prompt"
-        given = next((each for each in _GIVEN if isinstance(row.get(each), str) and row[each].strip()), None)
+        given = next((each for each in _GIVEN if row.get(each)), None)
         if given is not None and "input" not in self._fields and not (kind == "instruction" and given == "input"):
-            whole = type_setting("data.fields", self._fields | {"instruction": name, "input": given})
+            whole = "rows whose prompt holds both"
+            if isinstance(row[given], str):
+                both = type_setting("data.fields", self._fields | {"instruction": name, "input": given})
+                whole = f"{both}, a message with both"
             alone = type_setting("data.fields", self._fields | {kind: name})
-            reason = f"its {given} is not in the prompt, which is its {name}"
-            raise ConfigError(place, reason, f"{whole}, a message with both, or {alone}, without it")
+            reason = f"its {name} may be about its {given}, which would not be in the prompt"
+            raise ConfigError(place, reason, f"{whole}, or {alone}, without it")
         return kind, name, row[name]
 
     def _find_no_prompt(self, row: Mapping[str, Any], place: str) -> ConfigError:
@@ -225,8 +228,12 @@ class PromptReader:
         known = [name for name in (*_QUESTIONS, "input", "text") if name in texts]
         return next(iter([*lists, *known, *texts]), None)
 
-    def _find_reference(self, row: Mapping[str, Any], *, beside: str) -> str | None:
-        """Return the reference of a row; None: it has none, or that of its messages."""
+    def _find_reference(self, row: Mapping[str, Any], place: str, *, beside: str) -> str | None:
+        """Return the reference of a row; None: it has none, or that of its messages.
+
+        Raises:
+            ConfigError: It holds bytes that are no text.
+        """
         own = self._fields.get("reference", "reference")
         names = [own] if "reference" in self._fields else [own, *_REFERENCES]
         for name in names:
@@ -234,7 +241,11 @@ class PromptReader:
                 continue
             value = _look_up(row, name)
             if value is not _ABSENT and value is not None:
-                return _to_text(value)
+                try:
+                    return _to_text(value)
+                except TypeError as error:
+                    fix = type_setting("data.fields", self._fields | {"reference": None})
+                    raise ConfigError(place, f"its {name} holds bytes, and a reference is text", fix) from error
         return "" if "reference" in self._fields else None
 
     def _without(self, name: str) -> dict[str, str | None]:
@@ -256,12 +267,16 @@ def _look_up(row: Mapping[str, Any], name: str) -> Any:
 
 
 def _to_text(value: Any) -> str:
-    """Return a reference as text: of a list of one its only item, of a message its content, all else as JSON."""
+    """Return a reference as text: of a list of one its only item, of a message its content, all else as JSON.
+
+    Raises:
+        TypeError: It holds bytes.
+    """
     if isinstance(value, list) and len(value) == 1:
         return _to_text(value[0])
     if _is_message(value) and isinstance(value.get("content"), str):
         return str(value["content"])
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _is_message(value: Any) -> bool:
@@ -538,7 +553,8 @@ class Prompts(Conversations):
             raise ConfigError(f"seq_len={self.seq_len}", reason, f"{fix}; or a smaller rollout.max_new_tokens")
         num_read = -(-self._global_batch_size // self._num_generations)
         if split == "train" and len(examples) and len(rows) < num_read:
-            reason = f"the train split has {count(len(rows), 'prompt')}, and a step reads {num_read:,}"
+            beside = f", beside {rows.num_too_long:,} too long ones" if rows.num_too_long else ""
+            reason = f"the train split has {count(len(rows), 'prompt')}{beside}, and a step reads {num_read:,}"
             step = f"global_batch_size={self._global_batch_size} with rollout.num_generations={self._num_generations}"
             fix = f"global_batch_size={len(rows) * self._num_generations} or less, or data.path=<more prompts>"
             raise ConfigError(f"data.path={self._path}", f"{reason} ({step})", fix)

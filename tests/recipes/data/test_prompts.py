@@ -254,7 +254,7 @@ WRONG: list[tuple[Row, dict[str, str | None], str]] = [
     ({"text": "Once"}, {}, "its fields are text, .*; type 'data.fields={prompt: text}'"),
     ({"text": "Once", "id": 1}, {"reference": "id"}, "type 'data.fields={reference: id, prompt: text}'"),
     ({"turns": [user("hi")]}, {}, "type 'data.fields={prompt: turns}'"),
-    ({"id": 3}, {}, "type 'data.fields={prompt: <field of the prompt>}'"),
+    ({"target": 98, "nums": [4, 9]}, {}, "type 'data.fields={prompt: <field of the prompt>}', or rows with one"),
     (
         {"prompt": "x", "chosen": "a", "rejected": "b"},
         {},
@@ -269,7 +269,12 @@ WRONG: list[tuple[Row, dict[str, str | None], str]] = [
     (
         {"question": "x", "context": "y"},
         {},
-        "its context is not in the prompt, .* 'data.fields={instruction: question, input",
+        "may be about its context, .* 'data.fields={instruction: question, input",
+    ),
+    (
+        {"question": "x", "choices": ["a", "b"]},
+        {},
+        "type rows whose prompt holds both, or 'data.fields={prompt: question}'",
     ),
     ({"question": "x"}, {"prompt": "task"}, "it has no field task; .*; type 'data.fields={prompt: question}'"),
     (
