@@ -8,6 +8,7 @@ out of time or crashes writes where it was instead: faulthandler does, without P
 import contextlib
 import faulthandler
 import fcntl
+import functools
 import itertools
 import json
 import os
@@ -73,7 +74,16 @@ def _outlive_signals() -> None:
     """Do nothing on the signals of a job; processes that the function starts have the handlers of any other."""
     # a handler, unlike SIG_IGN, is not inherited by other programs, which `terminate` has to end
     previous = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
-    os.register_at_fork(after_in_child=lambda: [signal.signal(*pair) for pair in previous.items()] and None)
+
+    def restore() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        unblock()
+
+    # one that is sent to a new process before it has its handlers waits for them
+    block = functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, _SIGNALS)
+    unblock = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, _SIGNALS)
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore)
 
 
 @contextlib.contextmanager

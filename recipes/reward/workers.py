@@ -68,7 +68,7 @@ class _Worker:
         its_ends = [its_requests, its_replies, its_life]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _COMMAND, str(load_seconds), *map(str, its_ends), "--", *sys.path],
+                [sys.executable, "-P", "-u", "-c", _COMMAND, str(load_seconds), *map(str, its_ends), "--", *sys.path],
                 # no surprise in the memory of the rank's GPU: a function that wants one chooses it
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
                 stdin=subprocess.DEVNULL,
@@ -105,11 +105,11 @@ class RewardWorkers:
 
     A function is called with all completions of the rank. If that call raises, takes too long or ends the process, each
     completion is tried alone, in a new process where the old one is gone: those that fail again get `error_score`. This
-    second pass takes at most twice `timeout_seconds`: a completion has half of what is left of them, so that one that
-    hangs costs `timeout_seconds`, the next one half, and all of a batch that hangs no more than the first two. It stops
-    after 8 completions in a row that each cost a process. So a call takes at most `timeout_seconds` if nothing fails,
-    and twice that more for each function that fails; loading a function, again where its process is gone, comes on top,
-    with at most ten times `timeout_seconds`.
+    second pass takes at most twice `timeout_seconds`: a completion has half of what is left of them, so that the first
+    one that hangs costs `timeout_seconds`, the next one half of it, and all of them together no more than twice that.
+    It leaves out the rest after 8 completions in a row that each cost a process. So a call takes at most
+    `timeout_seconds`, and twice that more for each function that fails. Loading a function has a limit of its own, ten
+    times `timeout_seconds`, and a second pass starts no more processes after as long.
 
     Args:
         functions: Rewards by name; None is left out.
@@ -175,6 +175,8 @@ class RewardWorkers:
                 each = self._score_one_by_one(name, given, values) if isinstance(values, _Failure) else values
                 failures = [one for one in each if isinstance(one, _Failure)]
                 self._count(name, failures, len(each))
+                if isinstance(values, _Failure):
+                    self._warn(name, values, len(failures), len(each))
                 num_errors[name] = len(failures)
                 scores[name] = [self._error_score if isinstance(one, _Failure) else one for one in each]
         except BaseException:  # a worker may still be busy: its answer is not that to the next call
@@ -240,7 +242,7 @@ class RewardWorkers:
                     if event == selectors.EVENT_READ:
                         part = os.read(key.fd, _PIPE_BYTES)
                         replies[name] += part
-                        is_done = not part or (replies[name].startswith(b"{") and part.endswith(b"\n"))
+                        is_done = not part or _is_whole(replies[name])
                     else:
                         left[name] = left[name][_write(key.fd, left[name]) :]
                         is_done = not left[name]
@@ -248,7 +250,7 @@ class RewardWorkers:
                         selector.unregister(key.fd)
                         waiting -= {name} if event == selectors.EVENT_READ else set()
         return {
-            name: json.loads(reply) if reply.startswith(b"{") else self._end(name, reply, seconds, late=name in waiting)
+            name: json.loads(reply) if _is_whole(reply) else self._end(name, reply, seconds, late=name in waiting)
             for name, reply in replies.items()
         }
 
@@ -261,8 +263,8 @@ class RewardWorkers:
         if late:
             what = f"it takes longer than {seconds:.3g} s"
         else:
-            ended = f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
-            what = f"its process {ended}"
+            by = f"signal {-status}, {signal.strsignal(-status)}" if status < 0 else f"exit code {status}"
+            what = f"its process ended by {by}"
         return _Failure(f"{what}{find_line(text)}", lost=True, late=late)
 
     def _score_one_by_one(
@@ -270,29 +272,21 @@ class RewardWorkers:
     ) -> list[float | _Failure]:
         """Score each completion alone, so that one that a function cannot handle costs the others nothing."""
         count = len(given["completions"])
-        if count == 1:
-            return [failure]
         scores: list[float | _Failure] = []
-        left, num_lost = 2 * self._timeout_seconds, 0
-        failure = self._load([name]).get(name, failure)
-        for index in range(count if name in self._workers else 0):
-            one = {key: values[index : index + 1] for key, values in given.items()}
+        left, load_left, num_lost = 2 * self._timeout_seconds, _LOAD_LIMITS * self._timeout_seconds, 0
+        while len(scores) < count > 1 and left > 0 and load_left > 0 and num_lost < _MOST_LOST:
+            one = {key: values[len(scores) : len(scores) + 1] for key, values in given.items()}
             start = time.monotonic()
-            found = self._ask([name], one, left / 2)[name]
-            left -= time.monotonic() - start
-            if isinstance(found, _Failure):
-                failure = found
-                num_lost = num_lost + 1 if found.lost else 0
-                scores.append(found)
-            else:
-                num_lost = 0
-                scores += found
-            if left <= 0 or num_lost == _MOST_LOST:
-                break
+            not_loaded = self._load([name])
+            loaded = time.monotonic()
+            found = not_loaded[name] if not_loaded else self._ask([name], one, left / 2)[name]
+            left, load_left = left - (time.monotonic() - loaded), load_left - (loaded - start)
+            num_lost = num_lost + 1 if isinstance(found, _Failure) and found.lost else 0
+            scores += [found] if isinstance(found, _Failure) else found
         return scores + [failure] * (count - len(scores))
 
     def _count(self, name: str, failures: Sequence[_Failure], count: int) -> None:
-        """Count calls in a row in which a function works for nothing, and log its first failure.
+        """Count calls in a row in which a function works for no completion.
 
         Raises:
             ConfigError: There are too many.
@@ -307,11 +301,13 @@ class RewardWorkers:
             if self._num_failed_calls[name] >= self._max_errors:
                 in_a_row = f"in {self._max_errors} calls in a row it worked for no completion"
                 raise self._describe(name, in_a_row, failures[0])
-        if failures and name not in self._has_warned:
+
+    def _warn(self, name: str, failure: _Failure, num_failures: int, count: int) -> None:
+        if name not in self._has_warned:
             self._has_warned.add(name)
             LOGGER.warning(
-                "reward.%s fails for %d of %d completions, which get the error score %g: %s; later ones are not logged",
-                *(name, len(failures), count, self._error_score, failures[0].what),
+                "reward.%s: %s; called for each completion alone, %d of %d get the error score %g; not logged again",
+                *(name, failure.what, num_failures, count, self._error_score),
             )
 
     def _describe(self, name: str, what: str, failure: _Failure) -> ConfigError:
@@ -334,6 +330,10 @@ def _pickle(name: str, function: Reward) -> bytes:
         reason = f"it cannot be sent to the process that it runs in: {what}"
         fix = "the same command once its `load()` makes what cannot be pickled, instead of `__init__`"
         raise ConfigError(f"reward.{name}", reason, fix) from error
+
+
+def _is_whole(reply: bytes) -> bool:
+    return reply.startswith(b"{") and reply.endswith(b"\n")
 
 
 def _write(pipe: int, data: bytes) -> int:
