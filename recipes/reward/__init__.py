@@ -85,8 +85,7 @@ class Rewards:
         scores = {name: self._score(name, given) for name in self._functions}
         if not scores:
             return {}
-        totals = sum_weighted(self._functions, scores, len(completions))
-        return {TOTAL: totals} | {f"{TOTAL}/{name}": values for name, values in scores.items()}
+        return name_scores(sum_weighted(self._functions, scores, len(completions)), scores)
 
     def _score(self, name: str, given: Mapping[str, Sequence[Any]]) -> list[float]:
         count = len(given["completions"])
@@ -134,6 +133,11 @@ def sum_weighted(
         math.fsum(functions[name].weight * values[index] for name, values in scores.items())
         for index in range(num_completions)
     ]
+
+
+def name_scores(total: list[float], of_functions: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """Return scores by the names that they are logged and written under."""
+    return {TOTAL: total} | {f"{TOTAL}/{name}": values for name, values in of_functions.items()}
 
 
 def check_scores(name: str, found: object, count: int) -> list[float]:

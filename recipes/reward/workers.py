@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 from recipes.errors import ConfigError
-from recipes.reward import Reward, sum_weighted
+from recipes.reward import Reward, name_scores, sum_weighted
 from recipes.reward.worker import OUT_OF_TIME, find_line
 
 LOGGER = logging.getLogger("lightning_recipes")
@@ -315,6 +315,50 @@ class RewardWorkers:
         if failure.late:
             fix = f"task.rewards.timeout_seconds={2 * self._timeout_seconds:g}, or {fix}"
         return ConfigError(f"reward.{name}", f"{what}: {failure.what}", fix)
+
+
+class RewardsInProcesses:
+    """What `recipes.reward.Rewards` is, for `callbacks.generation_eval` of a run that no function may hang or end.
+
+    Args:
+        functions: Rewards by name; None is left out.
+        timeout_seconds: Time limit of a call with all answers.
+        error_score: What an answer gets from a function that fails for it, before the weight.
+        max_errors: Calls in a row in which a function works for no answer, after which the run stops.
+
+    Raises:
+        ConfigError: A function cannot be sent to another process.
+    """
+
+    def __init__(
+        self,
+        *,
+        functions: Mapping[str, Reward | None],
+        timeout_seconds: Annotated[float, "> 0, <= 86400"],
+        error_score: Annotated[float, ">= -1000, <= 1000"],
+        max_errors: Annotated[int, ">= 1"],
+    ) -> None:
+        self._workers = RewardWorkers(
+            functions=functions, timeout_seconds=timeout_seconds, error_score=error_score, max_errors=max_errors
+        )
+
+    def __call__(
+        self,
+        *,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        references: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+    ) -> dict[str, list[float]]:
+        """Return the scores of each answer by name, as `Rewards` does.
+
+        Raises:
+            ConfigError: As `RewardWorkers` does.
+        """
+        if not self._workers.num_functions:
+            return {}
+        scores = self._workers(prompts=prompts, completions=completions, references=references, rows=rows)
+        return name_scores(scores.total, scores.of_functions)
 
 
 def _pickle(name: str, function: Reward) -> bytes:

@@ -21,7 +21,7 @@ from recipes.reward.length import Length
 from recipes.reward.mine import OwnFunction
 from recipes.reward.numeric import Numeric
 from recipes.reward.regex import Regex
-from recipes.reward.workers import RewardWorkers, Scores
+from recipes.reward.workers import RewardsInProcesses, RewardWorkers, Scores
 
 CODE = """
 import ctypes, os, re, signal, subprocess, sys, time
@@ -103,7 +103,7 @@ def call(workers: RewardWorkers, *completions: str, **row: str) -> Scores:
     return workers(prompts=empty, completions=completions, references=empty, rows=[row] * len(completions))
 
 
-def test_each_function_scores_as_in_the_process_of_the_rank(start: Start) -> None:
+def test_each_function_scores_as_in_the_process_of_the_rank() -> None:
     functions: dict[str, Reward | None] = {
         "exact_match": ExactMatch(weight=2.0, answer_regex="#### (.*)", ignore_case=True),
         "format": Format(weight=0.25, tags=["think", "answer"]),
@@ -119,11 +119,13 @@ def test_each_function_scores_as_in_the_process_of_the_rank(start: Start) -> Non
         "more than a pipe holds " * 9999,
     ]
     given = {"prompts": [""] * 4, "completions": completions, "references": ["#### yes", "1.2e3", "3", ""]}
-    scores = start(functions=functions, timeout_seconds=10.0)(**given, rows=[{}] * 4)  # type: ignore[arg-type]
+    rewards = RewardsInProcesses(functions=functions, timeout_seconds=10.0, error_score=0.0, max_errors=1)
+    scores = rewards(**given, rows=[{}] * 4)  # type: ignore[arg-type]
     expected = Rewards(functions=functions)(**given, rows=[{}] * 4)  # type: ignore[arg-type]
-    assert {"reward": scores.total} | {f"reward/{name}": of for name, of in scores.of_functions.items()} == expected
-    assert len({*scores.total}) == 4
-    assert scores.num_errors == dict.fromkeys(("exact_match", "format", "length", "numeric", "regex"), 0)
+    assert scores == expected
+    assert len({*scores["reward"]}) == 4
+    nothing = RewardsInProcesses(functions={"off": None}, timeout_seconds=10.0, error_score=0.0, max_errors=1)
+    assert nothing(**given, rows=[{}] * 4) == {}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
