@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from recipes.errors import ConfigError
 from recipes.loss import NUM_TARGETS, Batch, Loss, Term
 from recipes.numerics.loss import IGNORE_INDEX
 
@@ -83,7 +84,7 @@ class GRPO(Loss):
         importance: w: 1 (`none`), or exp(old_log_prob - sampler_log_prob) of each token or of the whole sequence, where
             above the cap either the cap (`truncate`) or 0 (`mask`).
         importance_cap: Largest w.
-        max_new_tokens: Length of the longest completion, which `dr_grpo` divides by.
+        max_new_tokens: Length of the longest completion, which `dr_grpo` divides by; None: the rollout has none.
         chunk_tokens: Tokens whose logits are in memory at a time; None: all of a micro-batch.
     """
 
@@ -111,9 +112,12 @@ class GRPO(Loss):
         mask_truncated: bool,
         importance: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
         importance_cap: Annotated[float, "> 0"],
-        max_new_tokens: Annotated[int, ">= 1"],
+        max_new_tokens: Annotated[int, ">= 1"] | None,
         chunk_tokens: Annotated[int, ">= 1"] | None = None,
     ) -> None:
+        if kind == "dr_grpo" and max_new_tokens is None:
+            reason = "it divides by the length of the longest completion, which the rollout does not say"
+            raise ConfigError("loss.kind=dr_grpo loss.max_new_tokens=null", reason, "loss.max_new_tokens=<tokens>")
         self._kind = kind
         self._baseline = baseline
         self._scale_rewards = scale_rewards
@@ -203,6 +207,7 @@ class GRPO(Loss):
         if self._kind in ("grpo", "gspo"):
             loss = Term(_mean_of_rows(parts.losses, carries).sum(), per=NUM_COMPLETIONS)
         elif self._kind == "dr_grpo":
+            assert self._max_new_tokens is not None
             loss = Term(parts.losses.sum() / self._max_new_tokens, per=NUM_COMPLETIONS)
         else:
             loss = Term(parts.losses.sum(), per=NUM_TARGETS)

@@ -29,6 +29,7 @@ from recipes.config.check.own_options import check_own_options
 from recipes.config.check.own_training import check_own_training
 from recipes.config.check.parameter_rules import check_parameter_rules
 from recipes.config.check.paths import check_paths
+from recipes.config.check.policy import check_policy, check_rollout
 from recipes.config.check.preference import check_preferences
 from recipes.config.check.ranges import check_ranges
 from recipes.config.check.renamed import answer_renamed
@@ -114,7 +115,7 @@ def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
     unread_keys = {_get_key(mistake) for mistake in unread}
     found = [*(mistake for mistake in found if _get_key(mistake) not in unread_keys), *unread]
     mistakes = [answer_renamed(mistake.setting) or mistake for mistake in found]
-    mismatches = [] if structure else [*check_kinds(config, choices, overrides)]
+    mismatches = [] if structure else [*check_rollout(config, choices)] or [*check_kinds(config, choices, overrides)]
     if mismatches and (of_weights := [*check_resumed(run)]):
         mismatches = of_weights  # other data does not help
     if mismatches:
@@ -140,6 +141,7 @@ def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
     has_ranks = not wrong_ranks and run.num_nodes >= 1
     later = [
         *wrong_ranks,
+        *check_policy(run, has_ranks=has_ranks),  # before that of the batch, whose sizes may split its groups
         *check_batch_size(run, has_ranks=has_ranks),
         *check_mesh(run, has_ranks=has_ranks),
         *check_moe(run, has_ranks=has_ranks),

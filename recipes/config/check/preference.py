@@ -54,18 +54,33 @@ def list_references(run: ResolvedRun) -> list[str]:
 
 def _check_reference(run: ResolvedRun, kind: str, *, needs_one: bool) -> Iterator[ConfigError]:
     """Check that a run can have the reference that is typed."""
-    setting = f"task.reference={kind}"
     if not needs_one:
         loss = f"loss={run.choices.get('loss', '…')}"
         reason = "this loss compares answers with each other alone, and asks no reference"
-        yield ConfigError(f"{setting} {loss}", reason, f"task.reference=auto, or loss=dpo instead of {loss}")
-    elif kind == "adapter_off" and run.adapter is None:
-        reason = "the model has no adapter to switch off"
-        yield ConfigError(setting, reason, "adapter=lora, or task.reference=precomputed or frozen_copy")
+        fix = f"task.reference=auto, or loss=dpo instead of {loss}"
+        yield ConfigError(f"task.reference={kind} {loss}", reason, fix)
+        return
+    yield from check_reference(run, kind, precomputes=True)
+
+
+def check_reference(run: ResolvedRun, kind: str, *, precomputes: bool) -> Iterator[ConfigError]:
+    """Check that a run can have a reference of a kind.
+
+    Args:
+        run: The run.
+        kind: `adapter_off`, `frozen_copy` or, of a task that has one, `precomputed`.
+        precomputes: Whether its task has a precomputed one; else its loss can do without a reference.
+    """
+    setting = f"task.reference={kind}"
+    if kind == "adapter_off" and run.adapter is None:
+        others = "precomputed or frozen_copy" if precomputes else "frozen_copy"
+        fix = f"adapter=lora, or task.reference={others}"
+        yield ConfigError(setting, "the model has no adapter to switch off", fix)
     elif kind == "frozen_copy" and run.adapter is not None:
         reason = "the weights beside the adapter are frozen already, and a copy would hold them twice"
-        yield ConfigError(f"{setting} adapter={run.adapter}", reason, "task.reference=adapter_off, or precomputed")
+        fix = "task.reference=adapter_off" + (", or precomputed" if precomputes else "")
+        yield ConfigError(f"{setting} adapter={run.adapter}", reason, fix)
     elif kind == "frozen_copy" and (run.mode.takes_steps or run.mode.plans_steps) and run.pipeline_parallel_size == 1:
+        instead = "task.reference=precomputed" if precomputes else "loss.beta=0"
         for mistake in check_engine(run, "reference"):
-            fix = f"{mistake.fix}, or task.reference=precomputed"
-            yield ConfigError(f"{setting} {mistake.setting}", mistake.reason, fix)
+            yield ConfigError(f"{setting} {mistake.setting}", mistake.reason, f"{mistake.fix}, or {instead}")

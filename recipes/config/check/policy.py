@@ -1,0 +1,104 @@
+"""Check runs that learn from rewards: that they sample completions, and that groups of them can be compared."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from recipes.config.check.preference import check_reference
+from recipes.config.resolved import ResolvedRun
+from recipes.config.signature import find_signature
+from recipes.config.traits import read_target_kinds
+from recipes.errors import ConfigError
+
+_TASK = "recipes.task.policy.PolicyTuning"
+
+
+def check_rollout(config: Mapping[str, Any], choices: Mapping[str, str]) -> Iterator[ConfigError]:
+    """Check that task, loss and rollout all learn from sampled completions, or none of them.
+
+    Args:
+        config: A config with all its sections.
+        choices: Options of its groups.
+    """
+    sections = ("task", "loss", "rollout")
+    task, loss, rollout = (f"{section}={choices.get(section, '…')}" for section in sections)
+    is_policy = config["task"]["_target_"] == _TASK
+    reads = "completions" in (read_target_kinds(config["loss"]) or ())
+    samples = "_target_" in (config.get("rollout") or {})
+    if reads and not is_policy:
+        reason = "it learns from completions that are sampled and rewarded, and this task samples none"
+        yield ConfigError(f"{loss} {task}", reason, "recipe=grpo, or another loss")
+    if samples and not is_policy:
+        yield ConfigError(f"{rollout} {task}", "this task samples no completions", "recipe=grpo, or rollout=none")
+    if is_policy and not reads:
+        yield ConfigError(f"{loss} {task}", "it learns nothing from rewards of completions", "loss=grpo")
+    if is_policy and not samples:
+        yield ConfigError(f"{rollout} {task}", "nothing samples the completions that it learns from", "rollout=local")
+
+
+def check_policy(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigError]:
+    """Check a run whose task samples completions; nothing of other runs.
+
+    Args:
+        run: The run.
+        has_ranks: Whether its number of ranks is valid, else that is reported separately.
+    """
+    if run.config["task"]["_target_"] != _TASK:
+        return
+    task = f"task={run.choices.get('task', '…')}"
+    loss = run.config["loss"]
+    yield from _check_advantages(run, has_ranks=has_ranks)
+    yield from _check_tie(run)
+    if loss.get("kind") == "gspo" and str(loss.get("importance")).startswith("token_"):
+        reason = "its completions have one ratio each, of which weights of single tokens would correct nothing"
+        fix = f"loss.importance={loss['importance'].replace('token', 'sequence')}"
+        yield ConfigError(f"loss.kind=gspo loss.importance={loss['importance']}", reason, fix)
+    if find_signature(run.config["model"]["_target_"]).constants.get("routes_tokens"):
+        reason = "its experts are balanced by a term of the loss of texts, which is no part of this one"
+        yield ConfigError(f"model={run.choices.get('model', '…')} {task}", reason, "model=<one without experts>")
+    if run.config["context_parallel_size"] > 1:
+        size = run.config["context_parallel_size"]
+        reason = "a completion is sampled token by token, and its tokens would be on several ranks"
+        yield ConfigError(f"context_parallel_size={size} {task}", reason, "context_parallel_size=1")
+    if run.pipeline_parallel_size > 1:
+        size = run.pipeline_parallel_size
+        reason = "a completion is sampled by the whole model, of which a rank would have one stage"
+        yield ConfigError(f"pipeline_parallel_size={size} {task}", reason, "pipeline_parallel_size=1")
+
+
+def _check_advantages(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigError]:
+    """Check that each completion is compared with others: of its group, or of the batch."""
+    number, batch_size = run.config["rollout"].get("num_generations"), run.global_batch_size
+    baseline, scale = (run.config["loss"].get(name) for name in ("baseline", "scale_rewards"))
+    setting = f"rollout.num_generations={number}"
+    if baseline == "batch" and scale == "group":
+        reason = "a group of equal rewards has the deviation 0, and may be far from the mean of the batch"
+        yield ConfigError("loss.baseline=batch loss.scale_rewards=group", reason, "loss.scale_rewards=batch")
+    if not isinstance(number, int) or number < 1 or batch_size < 1:
+        return  # out of range, which that check reports
+    if number == 1 and baseline != "batch":
+        reason = "a completion would be compared with itself alone, and all advantages be 0"
+        fix = "rollout.num_generations=8, or loss.baseline=batch loss.scale_rewards=batch"
+        yield ConfigError(f"{setting} loss.baseline={baseline}", reason, fix)
+    elif batch_size == 1:
+        reason = "its one completion would be compared with itself alone, and its advantage be 0"
+        yield ConfigError("global_batch_size=1", reason, f"global_batch_size={max(number, 8)}")
+    elif batch_size % number:
+        parts = (run.num_data_ranks if has_ranks else 1, run.micro_batch_size, run.accumulate_grad_batches)
+        unit = math.lcm(number, math.prod(part or 1 for part in parts))
+        below = batch_size // unit * unit
+        fix = f"global_batch_size={below + unit}" + (f" (or {below})" if below else "")
+        yield ConfigError(
+            f"global_batch_size={batch_size}", f"it counts completions, and each prompt has {setting}", fix
+        )
+
+
+def _check_tie(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Check the reference that the loss ties the model to."""
+    kind, beta = run.config["task"]["reference"], run.config["loss"].get("beta", 0.0)
+    if beta > 0:
+        of_auto = "frozen_copy" if run.adapter is None else "adapter_off"
+        yield from check_reference(run, of_auto if kind == "auto" else kind, precomputes=False)
+    elif kind != "auto":
+        reason = "a loss without the term of the divergence asks no reference"
+        yield ConfigError(f"task.reference={kind} loss.beta={beta}", reason, "task.reference=auto, or loss.beta=0.04")

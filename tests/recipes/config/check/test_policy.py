@@ -1,0 +1,124 @@
+"""Mistakes about runs that learn from rewards: each is one sentence."""
+
+from pathlib import Path
+
+import pytest
+
+from recipes.config import compose_and_check
+from recipes.config.trust import CONF
+
+NOT_YET = pytest.mark.skipif(not (CONF / "recipe" / "grpo.yaml").exists(), reason="there is no recipe=grpo yet")
+GROUPS = "it counts completions, and each prompt has rollout.num_generations=8"
+ALONE = (
+    "a completion would be compared with itself alone, and all advantages be 0; type rollout.num_generations=8, or"
+    " loss.baseline=batch loss.scale_rewards=batch"
+)
+NO_ROLLOUT = (
+    "it learns from completions that are sampled and rewarded, and this task samples none; type recipe=grpo, or another"
+    " loss"
+)
+NO_REFERENCE = (
+    "a loss without the term of the divergence asks no reference; type task.reference=auto, or loss.beta=0.04"
+)
+EXPERTS = "its experts are balanced by a term of the loss of texts, which is no part of this one"
+
+# what is typed beside recipe=grpo -> the mistake
+MISTAKES = {
+    "rollout.num_generations=1": f"rollout.num_generations=1 loss.baseline=group: {ALONE}",
+    "rollout.num_generations=1 loss.baseline=leave_one_out": (
+        f"rollout.num_generations=1 loss.baseline=leave_one_out: {ALONE}"
+    ),
+    "rollout.num_generations=1 loss.baseline=batch loss.scale_rewards=batch global_batch_size=1": (
+        "global_batch_size=1: its one completion would be compared with itself alone, and its advantage be 0; type"
+        " global_batch_size=8"
+    ),
+    "loss.baseline=batch": (
+        "loss.baseline=batch loss.scale_rewards=group: a group of equal rewards has the deviation 0, and may be far"
+        " from the mean of the batch; type loss.scale_rewards=batch"
+    ),
+    "global_batch_size=20": f"global_batch_size=20: {GROUPS}; type global_batch_size=24 (or 16)",
+    "global_batch_size=4": f"global_batch_size=4: {GROUPS}; type global_batch_size=8",
+    "global_batch_size=20 micro_batch_size=5": f"global_batch_size=20: {GROUPS}; type global_batch_size=40",
+    # which 3 ranks do not divide, either
+    "global_batch_size=20 strategy=ddp trainer.devices=3": f"global_batch_size=20: {GROUPS}; type global_batch_size=24",
+    "loss.kind=gspo loss.importance=token_mask": (
+        "loss.kind=gspo loss.importance=token_mask: its completions have one ratio each, of which weights of single"
+        " tokens would correct nothing; type loss.importance=sequence_mask"
+    ),
+    "model=mixtral_nano": f"model=mixtral_nano task=policy: {EXPERTS}; type model=<one without experts>",
+    "context_parallel_size=2 strategy=fsdp trainer.devices=2": (
+        "context_parallel_size=2 task=policy: a completion is sampled token by token, and its tokens would be on"
+        " several ranks; type context_parallel_size=1"
+    ),
+    "pipeline_parallel_size=2 strategy=fsdp trainer.devices=2": (
+        "pipeline_parallel_size=2 task=policy: a completion is sampled by the whole model, of which a rank would have"
+        " one stage; type pipeline_parallel_size=1"
+    ),
+    "loss=dpo": "loss=dpo task=policy: it learns nothing from rewards of completions; type loss=grpo",
+    "task.reference=frozen_copy": f"task.reference=frozen_copy loss.beta=0.0: {NO_REFERENCE}",
+    "task.reference=adapter_off loss.beta=0.1": (
+        "task.reference=adapter_off: the model has no adapter to switch off; type adapter=lora, or"
+        " task.reference=frozen_copy"
+    ),
+    "adapter=lora task.reference=frozen_copy loss.beta=0.1": (
+        "task.reference=frozen_copy adapter=lora: the weights beside the adapter are frozen already, and a copy would"
+        " hold them twice; type task.reference=adapter_off"
+    ),
+    "loss.beta=0.1 strategy=fsdp tensor_parallel_size=2 trainer.devices=2": (  # of task.reference=auto
+        "task.reference=frozen_copy tensor_parallel_size=2 task=policy: the reference is sharded over the ranks of"
+        " strategy=fsdp only; type tensor_parallel_size=1, or loss.beta=0"
+    ),
+}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> list[str]:
+    rows = tmp_path / "prompts.jsonl"
+    rows.write_text("".join(f'{{"prompt": "1+{i}=", "reference": "{1 + i}"}}\n' for i in range(9)), encoding="utf-8")
+    return ["recipe=grpo", f"data.path={rows}", "reward=exact_match"]
+
+
+@NOT_YET
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_a_mistake_about_a_policy_is_one_sentence(recipe: list[str], typed: str) -> None:
+    _, mistakes = compose_and_check([*recipe, *typed.split()])
+    assert [str(mistake) for mistake in mistakes] == [MISTAKES[typed]]
+
+
+@NOT_YET
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "loss.kind=dr_grpo loss.scale_rewards=none",
+        "loss.kind=gspo loss.epsilon=3e-4 loss.epsilon_high=4e-4 loss.importance=sequence_mask",
+        "loss.baseline=leave_one_out loss.scale_rewards=none loss.beta=0.04 task.reference=frozen_copy",
+        "loss.baseline=batch loss.scale_rewards=batch rollout.num_generations=1 global_batch_size=5",
+        "global_batch_size=24 strategy=ddp trainer.devices=3",
+        "global_batch_size=40 micro_batch_size=5",
+        "adapter=lora loss.beta=0.04 strategy=deepspeed_stage_3 trainer.devices=2",
+    ],
+)
+def test_algorithms_that_the_options_name_and_what_mistakes_advise_have_no_mistake(
+    recipe: list[str], typed: str
+) -> None:
+    _, mistakes = compose_and_check([*recipe, *typed.split()])
+    assert [str(mistake) for mistake in mistakes] == []
+
+
+@NOT_YET
+def test_a_policy_needs_a_rollout_and_nothing_else_does(recipe: list[str]) -> None:
+    _, mistakes = compose_and_check([*recipe, "rollout=none"])
+    expected = "rollout=none task=policy: nothing samples the completions that it learns from; type rollout=local"
+    assert [str(mistake) for mistake in mistakes] == [expected]
+    _, mistakes = compose_and_check(["rollout=local"])
+    expected = (
+        "rollout=local task=language_modeling: this task samples no completions; type recipe=grpo, or rollout=none"
+    )
+    assert [str(mistake) for mistake in mistakes] == [expected]
+
+
+@pytest.mark.parametrize("task", ["language_modeling", "preference"])
+def test_a_loss_of_completions_is_one_mistake_under_a_task_that_samples_none(recipe: list[str], task: str) -> None:
+    typed = ["loss=grpo"] if task == "language_modeling" else ["recipe=dpo", "loss=grpo", recipe[1]]
+    _, mistakes = compose_and_check(typed)
+    assert [str(mistake) for mistake in mistakes] == [f"loss=grpo task={task}: {NO_ROLLOUT}"]
