@@ -148,7 +148,9 @@ def _compose_valid(good: Sequence[str], where: dict[str, Any]) -> tuple[Composed
                 mistakes += _explain_switched_off(override, switch)
                 continue
             is_option = (CONF / override.partition("=")[0]).is_dir() and "={" not in override
-            if is_option:
+            if is_option and isinstance(error, ConfigError):
+                mistakes.append(ConfigError(f"{override} {error.setting}", error.reason, error.fix))
+            elif is_option:
                 mistakes.append(explain_broken_file(error, where["config_folder"], good))
             else:
                 mistakes.append(explain_override(override, error, composed))

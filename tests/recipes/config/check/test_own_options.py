@@ -73,3 +73,10 @@ def test_a_byte_order_mark_hides_no_package_and_the_path_may_begin_with_the_home
     assert run.config["seed"] == 7
     [expanded] = quote_options(["hydra.searchpath=[file://~/own,pkg://mine]"])
     assert expanded == f"hydra.searchpath=[file://{own},pkg://mine]"
+
+
+def test_an_own_option_that_refers_to_no_setting_is_one_sentence_that_names_it(own: Path) -> None:
+    write(own / "loss/mine.yaml", "_target_: recipes.loss.cross_entropy.CrossEntropy\nz_loss: ${nope.weight}\n")
+    assert [str(mistake) for mistake in compose_and_check([PATH, "loss=mine"])[1]] == [
+        "loss=mine loss.z_loss=…: there is no setting 'nope.weight'; type loss.z_loss=<value> on the command line"
+    ]

@@ -106,8 +106,8 @@ def test_algorithms_that_the_options_name_and_what_mistakes_advise_have_no_mista
 
 
 @NOT_YET
-def test_a_policy_needs_a_rollout_and_nothing_else_does(recipe: list[str]) -> None:
-    _, mistakes = compose_and_check([*recipe, "rollout=none"])
+def test_a_policy_needs_a_rollout_and_nothing_else_does() -> None:
+    _, mistakes = compose_and_check(["recipe=grpo", "data=stdlib_text", "rollout=none"])
     expected = "rollout=none task=policy: nothing samples the completions that it learns from; type rollout=local"
     assert [str(mistake) for mistake in mistakes] == [expected]
     _, mistakes = compose_and_check(["rollout=local"])
