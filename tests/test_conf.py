@@ -50,8 +50,8 @@ def test_an_option_names_the_module_of_its_group(path: Path) -> None:
             continue
         if target.startswith("lightning.pytorch.loggers."):  # which `recipes.logger.any_logger` wraps
             assert group == "logger"
-        elif target == "recipes.reward.Rewards":  # what scores the answers of a callback: conf/ alone knows both
-            assert group in ("callbacks", "mode")
+        elif group != "reward" and target.startswith("recipes.reward."):  # what calls those that reward= chooses
+            assert group in ("callbacks", "mode", "task")
         elif group == "metrics":
             assert target.startswith(("torchmetrics.", "recipes.metrics."))
         elif group == "callbacks":
