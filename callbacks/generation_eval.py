@@ -14,7 +14,7 @@ from .files import LineFile
 from .lightning_packages import Callback
 from .logged_step import completed_steps, run_folder
 from .profiler_hooks import get_profiler
-from .protocols import SupportsAnswers, SupportsQuestionRows, SupportsRejectedAnswers, SupportsRewards
+from .protocols import SupportsAnswers, SupportsQuestionRows, SupportsRejectedAnswers
 from .ranks import all_ranks, data_rank, data_size, gather_by_samples, gather_objects, num_ranks
 from .sample_text import inference_state
 
@@ -156,15 +156,14 @@ class GenerationEval(Callback):
         self, trainer: Trainer, pl_module: LightningModule, answers: Sequence[tuple[str, str, str]]
     ) -> dict[str, list[float]]:
         """Return the scores of the answers by name, of rank 0: a function need not return the same twice."""
-        rewards = pl_module.recipes_rewards if isinstance(pl_module, SupportsRewards) else self._rewards
-        if rewards is None:
+        if self._rewards is None:
             return {}
         own: dict[str, list[float]] = {}
         if trainer.is_global_zero:
             known: Mapping[str, Mapping[str, object]] = {}
             if isinstance(pl_module, SupportsQuestionRows):
                 known = pl_module.recipes_question_rows(self.num_samples)
-            found = rewards(
+            found = self._rewards(
                 prompts=[question for question, _, _ in answers],
                 completions=[given for _, _, given in answers],
                 references=[expected for _, expected, _ in answers],

@@ -4,7 +4,7 @@ Every name looked up on a module begins with `recipes_`, so that it cannot clash
 from a protocol, or just define its members.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -103,21 +103,6 @@ class SupportsCompletions(Protocol):
 
     def recipes_completions(self, num_completions: int) -> list[dict[str, Any]]:
         """Return some of the newest completions with their rewards; called on rank 0 alone."""
-
-
-@runtime_checkable
-class SupportsRewards(Protocol):
-    """A module that scores generated text itself, for `GenerationEval`."""
-
-    def recipes_rewards(
-        self,
-        *,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        references: Sequence[str],
-        rows: Sequence[Mapping[str, Any]],
-    ) -> Mapping[str, Sequence[float]]:
-        """Return scores of completions by name, as `rewards` of `GenerationEval` does; called on rank 0 alone."""
 
 
 @runtime_checkable

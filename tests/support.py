@@ -56,6 +56,10 @@ def needed_by(recipe: str, folder: Path, *, model: str = "") -> list[str]:
         pairs = ({"prompt": f"{i}+{i}=", "chosen": f"{2 * i}", "rejected": f"{2 * i + 1}"} for i in range(200))
         path.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
         return [f"data.path={path}"]
+    if recipe == "grpo":
+        rows = ({"prompt": f"{i}+{i}=", "answer": f"{2 * i}"} for i in range(200))
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return [f"data.path={path}", "reward=numeric", "rollout.max_new_tokens=16"]
     if recipe != "sft":
         return []
     path.write_text("".join(f'{{"prompt": "{i}+{i}=", "completion": "{2 * i}"}}\n' for i in range(200)))

@@ -155,7 +155,8 @@ def declares(model: str, constant: str) -> bool:
     return constant in read_signature(node["_target_"]).constants
 
 
-SET_DATA = ("sft", "mixture", "dpo", "orpo", "simpo", "kto", "reward_model")
+OF_ANSWERS = ("dpo", "orpo", "simpo", "kto", "reward_model", "grpo")  # which refuse experts
+SET_DATA = ("sft", "mixture", *OF_ANSWERS)
 # recipes whose ranks divide a model -> their smallest number; models that cannot be divided over two
 DIVIDED = {"tp_bf16": 2, "fsdp_tp_bf16": 2, "cp_bf16": 2, "ep_bf16": 2, "pp_bf16": 2, "fsdp_tp_pp_bf16": 4}
 WITH_EXPERTS = {"mixtral_nano", "mixtral_8x7b", "deepseek_nano", "deepseek_v3"}
@@ -175,6 +176,7 @@ ONCE = {*zip(RECIPES, itertools.cycle(MODELS), strict=False), *zip(itertools.cyc
         if not (pair[0].startswith(SET_DATA) and pair[1] in IMAGE_MODELS)
         and not (pair[0] in ("sft_demo", "mixture") and pair[1] == "huggingface")
         and (pair[1] in WITH_EXPERTS or pair[0] != "ep_bf16")
+        and not (pair[0] in OF_ANSWERS and pair[1] in WITH_EXPERTS)
         and not (pair[0] in DIVIDED and pair[1] in (UNDIVIDED - WITH_EXPERTS if pair[0] in BY_EXPERTS else UNDIVIDED))
     ],
 )

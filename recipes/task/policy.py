@@ -25,7 +25,6 @@ from recipes.model.weights.adapter import has_adapter
 from recipes.numerics.collectives import gather_objects
 from recipes.numerics.loss import IGNORE_INDEX, token_losses, widen
 from recipes.optimizer import hold_averages
-from recipes.reward import TOTAL
 from recipes.reward.workers import RewardWorkers, Scores
 from recipes.rollout import Rollout
 from recipes.task.answers import AnswerTask, evaluating
@@ -248,11 +247,6 @@ class PolicyTuning(AnswerTask):
                 | {"advantage": rows["advantages"][index].item(), "tokens": len(tokens), "ended": not is_cut}
             )
         return found
-
-    def recipes_rewards(self, **given: Any) -> dict[str, list[float]]:
-        """Return scores of completions by name, for `GenerationEval`: by the processes that score the rollouts."""
-        scores = self._rewards(**given)
-        return {TOTAL: scores.total} | {f"{TOTAL}/{name}": values for name, values in scores.of_functions.items()}
 
     # What all ranks know of it.
 

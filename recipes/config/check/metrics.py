@@ -182,6 +182,8 @@ def _list_computed(config: Mapping[str, Any]) -> Iterator[str]:
     names = ["loss", *_read_measures(config)] if is_validated else []
     names += [name for name, node in config.get("metrics", {}).items() if node is not None]
     yield from (_PREFIX + name for name in names)
+    if isinstance(select(config, "task.rewards"), Mapping):  # without any, which is an error of its own
+        yield f"{_PREFIX}reward"
     for node in (config.get("callbacks") or {}).values():
         yield from (_PREFIX + name for name in _list_of_callback(node or {}))
     for section, _ in list_data(config):

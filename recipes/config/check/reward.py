@@ -10,7 +10,7 @@ from recipes.config.trust import RUNS_FILE
 from recipes.errors import ConfigError, type_setting
 from recipes.reward.mine import split_path
 
-_READERS = ("callbacks.generation_eval.rewards", "mode.answers.rewards")
+_READERS = ("callbacks.generation_eval.rewards", "mode.answers.rewards", "task.rewards")
 _FUNCTIONS = (ast.FunctionDef, ast.ClassDef)
 
 
@@ -26,6 +26,10 @@ def check_rewards(run: ResolvedRun, overrides: Sequence[str]) -> Iterator[Config
         argument = RUNS_FILE.get(str(node.get("_target_")))
         if argument is not None and isinstance(node.get(argument), str):
             yield from _check_function(f"reward.{name}.{argument}", node[argument])
+    if not functions and isinstance(select(run.config, "task.rewards"), Mapping) and run.mode.takes_steps:
+        task = f"task={run.choices.get('task', '…')}"
+        fix = "reward=exact_match, numeric or regex, or reward=mine reward.mine.path=<file.py>:<function>"
+        yield ConfigError(f"reward=none {task}", "nothing scores the completions that it learns from", fix)
     typed = [text for text in overrides if text.lstrip("+").startswith(("reward=", "reward."))]
     if functions and typed and not _is_read(run):
         chosen = find_typed_choice("callbacks", run.overrides) or run.choices.get("callbacks", "default")

@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 
 from recipes.config import compose_and_check
-from recipes.config.trust import CONF
 
-NOT_YET = pytest.mark.skipif(not (CONF / "recipe" / "grpo.yaml").exists(), reason="there is no recipe=grpo yet")
 GROUPS = "it counts completions, and each prompt has rollout.num_generations=8"
 ALONE = (
     "a completion would be compared with itself alone, and all advantages be 0; type rollout.num_generations=8, or"
@@ -78,14 +76,12 @@ def recipe(tmp_path: Path) -> list[str]:
     return ["recipe=grpo", f"data.path={rows}", "reward=exact_match"]
 
 
-@NOT_YET
 @pytest.mark.parametrize("typed", MISTAKES)
 def test_a_mistake_about_a_policy_is_one_sentence(recipe: list[str], typed: str) -> None:
     _, mistakes = compose_and_check([*recipe, *typed.split()])
     assert [str(mistake) for mistake in mistakes] == [MISTAKES[typed]]
 
 
-@NOT_YET
 @pytest.mark.parametrize(
     "typed",
     [
@@ -105,7 +101,6 @@ def test_algorithms_that_the_options_name_and_what_mistakes_advise_have_no_mista
     assert [str(mistake) for mistake in mistakes] == []
 
 
-@NOT_YET
 def test_a_policy_needs_a_rollout_and_nothing_else_does() -> None:
     _, mistakes = compose_and_check(["recipe=grpo", "data=stdlib_text", "rollout=none"])
     expected = "rollout=none task=policy: nothing samples the completions that it learns from; type rollout=local"
