@@ -12,6 +12,7 @@ The file is that of `benchmarks/adapters.py`.
 import hashlib
 import json
 import random
+import statistics
 import string
 import sys
 import tempfile
@@ -27,17 +28,24 @@ SEEDS = (1234, 7)
 NUM_WORDS = 30_000
 SFT_STEPS = 1200
 STEPS = 60
+NUM_ASKED = 300
 COMMON = ("tokenizer=bytes", "model=gpt2_nano", "model.vocab_size=257", "model.max_seq_len=32", "~callbacks.report")
 ROLLOUT = ("rollout.max_new_tokens=8", "rollout.num_generations=8")
 TUNED = (
     *("optimizer.lr=5e-5", "global_batch_size=128", f"trainer.max_steps={STEPS}", "warmup_steps=10"),
-    *(f"eval_every={STEPS}", "save_every=null", "callbacks.generation_eval.num_samples=300"),
+    *(f"eval_every={STEPS}", f"save_every={STEPS}", "callbacks.generation_eval.num_samples=300"),
 )
 # what a row shows -> overrides
 RUNS: dict[str, tuple[str, ...]] = {
     "grpo": ("recipe=grpo",),
     "grpo, reward by chance": ("recipe=grpo", "reward=mine", "reward.mine.path={rewards}:coin"),
 }
+FORMAT = (
+    *("recipe=grpo", "model=huggingface", "model.max_seq_len=128", "seq_len=128", "adapter=lora", "adapter.r=8"),
+    *("rollout.max_new_tokens=24", "rollout.num_generations=8", "global_batch_size=32", "micro_batch_size=8"),
+    *("optimizer.lr=3e-4", "warmup_steps=2", "trainer.max_steps=24", "eval_every=8", "save_every=null"),
+    *("data.val_fraction=0.1", "callbacks.generation_eval.num_samples=20", "~callbacks.report"),
+)
 REWARDS = '''
 import json
 import random
@@ -102,12 +110,112 @@ def train_base(folder: Path, files: dict[str, Path], seed: int) -> Path:
     return folder
 
 
-def answer(folder: Path, start: Path, path: Path, seed: int, *, temperature: float) -> float:
-    """Return which part of the answers of a run to held-out prompts is right: greedy, or sampled once each."""
+def answer(run: Path, questions: Path, seed: int, *, temperature: float) -> float:
+    """Return which part of the answers of a run to 300 held-out prompts is right, greedy or sampled once each."""
     import lightning_recipes as lr
+    from recipes.generation import Sampling, generate
 
-    model = lr.load(start)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    rows = random.Random(seed).sample(rows, 300)
-    given = model.complete([row["prompt"] for row in rows], max_new_tokens=8, temperature=temperature, seed=seed)
-    return sum(text == row["answer"] for text, row in zip(given, rows, strict=True)) / len(rows)
+    model: Any = lr.load(run)
+    rows = [json.loads(line) for line in questions.read_text().splitlines()]
+    rows = random.Random(seed).sample(rows, NUM_ASKED)
+    encode, end = model.tokenizer.encode, model.tokenizer.end_of_text
+    prompts, seeds = [encode(row["prompt"]) for row in rows], range(NUM_ASKED)
+    given = generate(model, prompts, 8, sampling=Sampling(temperature=temperature), seeds=seeds, ends=[end])
+    texts = [model.tokenizer.decode(each.tokens) if each.has_ended else None for each in given]
+    return sum(text == row["answer"] for text, row in zip(texts, rows, strict=True)) / NUM_ASKED
+
+
+def describe(run: Path, files: dict[str, Path], seed: int) -> dict[str, str]:
+    """Return the figures of a run for a row of the result."""
+    return {
+        "sampled, right": f"{answer(run, files['held_out'], seed, temperature=1.0):.3f}",
+        "greedy, right": f"{answer(run, files['held_out'], seed, temperature=0.0):.3f}",
+        "reversed, greedy": f"{answer(run, files['held_out_rev'], seed, temperature=0.0):.3f}",
+    }
+
+
+def measure_order(seed: int) -> list[dict[str, Any]]:
+    """Return the result rows of the order of letters for one seed."""
+    found = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        files = write_rows(folder, seed)
+        base = train_base(folder / "base", files, seed)
+        found.append({"run": "start", "seed": seed, **describe(base, files, seed)})
+        for label, overrides in RUNS.items():
+            print(f"{label}, seed {seed}", file=sys.stderr, flush=True)
+            run, began = folder / f"run_{len(found)}", time.monotonic()
+            typed = [override.format(**files) for override in overrides]
+            chosen = [] if any(override.startswith("reward=") for override in typed) else ["reward=exact_match"]
+            places = [f"data.path={files['prompts']}", f"data.val_path={files['held_out']}", f"start_from={base}"]
+            rows = train(run, [*typed, *chosen, *places, *COMMON, *ROLLOUT, *TUNED], seed)
+            minutes = (time.monotonic() - began) / 60
+            sampled = [float(row["rollout/tokens_per_second"]) for row in rows if "rollout/tokens_per_second" in row]
+            found.append(
+                {
+                    "run": label,
+                    "seed": seed,
+                    **describe(run, files, seed),
+                    "steps": STEPS,
+                    "minutes": f"{minutes:.1f}",
+                    "sampled tokens/s, median": f"{statistics.median(sampled):.0f}",
+                }
+            )
+    return found
+
+
+def write_questions(path: Path) -> Path:
+    """Write 400 questions whose answer is to be JSON, as the system message says."""
+    rng = random.Random(0)
+    rows = []
+    for _ in range(400):
+        first, second = rng.sample(FRUITS, 2)
+        number, other = rng.randrange(2, 90), rng.randrange(2, 90)
+        example = '{"nuts": 3, "eggs": 5}'
+        asked = f"Write as JSON. Example: 3 nuts and 5 eggs: {example}. Now: {number} {first} and {other} {second}:"
+        rows.append(
+            {
+                "prompt": [{"role": "user", "content": asked}],
+                "answer": json.dumps({first: number, second: other}),
+            }
+        )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def measure_format(gguf: Path) -> list[dict[str, Any]]:
+    """Return the result rows of a published chat model."""
+    found = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        convert_gguf(gguf, folder / "model")
+        (folder / "rewards.py").write_text(REWARDS)
+        files = (f"model.name={folder / 'model'}", f"data.path={write_questions(folder / 'questions.jsonl')}")
+        rewards = ("reward=mine", f"reward.mine.path={folder / 'rewards.py'}:is_json")
+        run, began = folder / "run", time.monotonic()
+        rows = train(run, [*FORMAT, *files, *rewards], SEEDS[0])
+        for row in rows:
+            if row.get("val/reward/mine") is not None:
+                found.append(
+                    {
+                        "step": int(row["step"]),
+                        "reward of held-out questions": f"{row['val/reward/mine']:.2f}",
+                        "exact match": f"{row['val/exact_match']:.2f}",
+                        "reward of the samples": f"{row['reward/mean']:.2f}",
+                    }
+                )
+        found[-1]["total, s"] = f"{time.monotonic() - began:.0f}"
+    return found
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["format"]:
+        rows = measure_format(Path(sys.argv[2]).absolute())
+        typed = "python benchmarks/reinforcement.py format SmolLM2-135M-Instruct.Q4_1.gguf"
+        report("reinforcement_format", rows, command=typed)
+        return
+    report("reinforcement", [row for seed in SEEDS for row in measure_order(seed)])
+
+
+if __name__ == "__main__":
+    main()
