@@ -96,6 +96,7 @@ def _make_workplace(folder: Path) -> Path:
     for rows in ("pairs", "answers"):
         (folder / f"{rows}.jsonl").write_text('{"prompt": "1 + 1 = ", "chosen": "2", "rejected": "3"}\n')
     (folder / "qa.csv").write_text("question,answer\n1 + 1,2\n")
+    (folder / "prompts.jsonl").write_text('{"prompt": "1 + 1 = ", "answer": "2"}\n')
     (folder / "questions.jsonl").write_text('{"question": "1 + 1 = "}\n')
     for name in ("raw", "tokens", "prepared/documents"):
         (folder / name).mkdir(parents=True)
