@@ -26,7 +26,7 @@ from recipes.errors import ConfigError
 from recipes.foreign_file import reading
 from recipes.model import as_model
 from recipes.model.init import fill, fill_through, named_buffers, named_parameters, without_wrappers
-from recipes.model.score import init_score
+from recipes.model.score import init_heads
 from recipes.model.weights import load_published
 from recipes.model.weights.adapter import has_adapter
 from recipes.model.weights.files import hash_weights
@@ -413,7 +413,7 @@ class SourceRun:
 
         for name, parameter in named_parameters(whole):
             fill_through(parameter, functools.partial(keep, name))
-        init_score(whole, seed=seed)
+        init_heads(whole, seed=seed)
         as_model(whole).init_weights(seed)
         return drawn
 

@@ -20,6 +20,7 @@ from recipes.numerics.nf4 import fill_nf4, is_nf4
 from recipes.parallel.placement import cut_box, find_box, local
 
 INIT_STD = 0.02  # Radford et al. 2019 (GPT-2)
+VALUE_WEIGHT = "value.weight"
 
 # parts that wrappers add to a name; wrapping must not change the values of a parameter
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "base_layer.")
@@ -54,7 +55,7 @@ def init_decoder(model: nn.Module, *, seed: int, num_layers: int, vocab_size: in
 
     `*bias` 0; `*norm.weight` 1; `*.out.weight`, at the end of the 2 L residual branches, normal with standard deviation
     0.02 / sqrt(2 L), so that the residual stream does not grow with depth (Radford et al. 2019, section 2.3); all
-    others normal with 0.02; vocabulary padding rows 0.
+    others normal with 0.02; vocabulary padding rows and the head of values 0.
 
     Args:
         model: Model on any device, sharded or not.
@@ -67,6 +68,8 @@ def init_decoder(model: nn.Module, *, seed: int, num_layers: int, vocab_size: in
             constant_(parameter, 0.0)
         elif name.endswith("norm.weight"):
             constant_(parameter, 1.0)
+        elif name == VALUE_WEIGHT:
+            constant_(parameter, 0.0)
         else:
             residual = name.endswith(".out.weight")
             std = INIT_STD / math.sqrt(2 * num_layers) if residual else INIT_STD

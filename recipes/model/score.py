@@ -1,7 +1,7 @@
-"""Head of a reward model: one number for a text, read from the hidden state of its last token.
+"""Heads that read a number from hidden states: of a reward model, that of a text; of a policy, the value of each token.
 
-It is a child of the language model, whose other weights keep their names, so that published weights and those of other
-runs load as they do without it.
+They are children of the language model, whose other weights keep their names, so that published weights and those of
+other runs load as they do without them.
 
 Shapes: R rows of T tokens, W hidden size.
 """
@@ -16,10 +16,11 @@ from typing_extensions import override
 
 from recipes.data.packed_batch import Packing, find_positions, pack_tokens
 from recipes.errors import ConfigError
-from recipes.model.init import INIT_STD, named_parameters, normal_
+from recipes.model.init import INIT_STD, VALUE_WEIGHT, constant_, named_parameters, normal_
 from recipes.parallel.tensor import TensorRanks
 
 SCORE_WEIGHT = "score.weight"
+OF_HEADS = (SCORE_WEIGHT, VALUE_WEIGHT)  # which a language model is published without
 
 
 class Score(nn.Module):
@@ -57,12 +58,8 @@ def attach_score(model: nn.Module) -> None:
     Raises:
         ConfigError: The model does not give its hidden states.
     """
+    _check_gives_hidden(model, "score", "reward")
     untyped: Any = model
-    gives_hidden = "reduce" in inspect.signature(untyped.forward).parameters
-    if not gives_hidden or not getattr(model, "computes_loss_in_chunks", True):
-        name = getattr(model, "title", type(model).__name__)
-        reason = f"a score is computed from hidden states, and those of {name} are not known here"
-        raise ConfigError("task=reward model=…", reason, "model=gpt2, llama_1b, or another model of model=huggingface")
     inner, head = getattr(model, "inner", None), _get_head(model)
     embedding = untyped.embedding if inner is None else inner.get_input_embeddings()
     untyped.score = Score(head.weight.shape[1])
@@ -70,6 +67,33 @@ def attach_score(model: nn.Module) -> None:
         untyped.tensor_parallel = {**untyped.tensor_parallel, "score": "norm"}
     if head.weight is not embedding.weight:
         head.requires_grad_(False)
+
+
+def attach_value(model: nn.Module) -> None:
+    """Add the value of each token to a language model, in place: an estimate of the rewards that follow it.
+
+    Raises:
+        ConfigError: The model does not give its hidden states.
+    """
+    _check_gives_hidden(model, "value", "actor_critic")
+    untyped: Any = model
+    untyped.value = Score(_get_head(model).weight.shape[1])
+
+
+def drop_value(model: nn.Module) -> None:
+    """Remove the value from a language model that has one, in place, and leave one that nothing else was added to."""
+    if isinstance(getattr(model, "value", None), Score):
+        del model.value
+
+
+def _check_gives_hidden(model: nn.Module, what: str, task: str) -> None:
+    untyped: Any = model
+    gives_hidden = "reduce" in inspect.signature(untyped.forward).parameters
+    if not gives_hidden or not getattr(model, "computes_loss_in_chunks", True):
+        name = getattr(model, "title", type(model).__name__)
+        reason = f"a {what} is computed from hidden states, and those of {name} are not known here"
+        fix = "model=gpt2, llama_1b, or another model of model=huggingface"
+        raise ConfigError(f"task={task} model=…", reason, fix)
 
 
 def has_score(model: nn.Module) -> bool:
@@ -90,11 +114,16 @@ def _get_head(model: Any) -> Any:
     return model.inner.get_output_embeddings() if hasattr(model, "inner") else model.head
 
 
-def init_score(model: nn.Module, *, seed: int) -> None:
-    """Draw the weight of the score, if the model has one, from the seed and its name."""
+def init_heads(model: nn.Module, *, seed: int) -> None:
+    """Draw the weight of the score, if the model has one, from the seed and its name; set that of the value to 0.
+
+    The first values are 0, so that the first advantages are those of the rewards alone.
+    """
     for name, parameter in named_parameters(model):
         if name == SCORE_WEIGHT:
             normal_(parameter, name=name, seed=seed, std=INIT_STD)
+        elif name == VALUE_WEIGHT:
+            constant_(parameter, 0.0)
 
 
 def compute_rewards(model: nn.Module, tokens: Tensor, last: Tensor, *, packing: Packing | None = None) -> Tensor:

@@ -23,6 +23,7 @@ from recipes.task.frozen import FrozenModel
 from recipes.task.language_modeling import LanguageModeling
 
 REFERENCE = "reference"  # name of the frozen copy
+OfHidden = Callable[[Tensor], Tensor]  # hidden states [n, W] -> [n] float32
 OfLogits = Callable[[Tensor, Tensor], Tensor]  # logits [..., V], targets [...] -> [..., k] or [...] float32
 
 
@@ -105,6 +106,7 @@ class AnswerTask(LanguageModeling):
         packing: Packing | None = None,
         *,
         read: OfLogits = token_losses,
+        of_hidden: OfHidden | None = None,
     ) -> Tensor:
         """Return values of each target, [R, T] or [R, T, k] float32, 0 if ignored; differentiable where `read` is.
 
@@ -114,8 +116,11 @@ class AnswerTask(LanguageModeling):
             targets: [R, T].
             packing: Rows in which the model reads the tokens; None: as they are.
             read: What is computed from logits and targets; the cross-entropy.
+            of_hidden: What is computed from the hidden states beside, also where nothing is a target; the last one of
+                the values. Of a model that gives its hidden states.
         """
         if packing is not None:
+            assert of_hidden is None
             packed = self._of_rows(
                 model,
                 pack_tokens(inputs, packing),
@@ -124,14 +129,21 @@ class AnswerTask(LanguageModeling):
                 positions=find_positions(packing),
             )  # [P, W]
             return torch.where(targets != IGNORE_INDEX, unpack(packed, packing)[:, :-1], 0.0)
-        return self._of_rows(model, inputs, targets, read=read)
+        return self._of_rows(model, inputs, targets, read=read, of_hidden=of_hidden)
 
     def _of_rows(
-        self, model: nn.Module, inputs: Tensor, targets: Tensor, *, read: OfLogits, **options: Tensor
+        self,
+        model: nn.Module,
+        inputs: Tensor,
+        targets: Tensor,
+        *,
+        read: OfLogits,
+        of_hidden: OfHidden | None = None,
+        **options: Tensor,
     ) -> Tensor:
-        if not self._computes_in_chunks:
+        if not self._computes_in_chunks and of_hidden is None:
             return read(model(inputs, **options), targets)
-        in_chunks = functools.partial(self._in_chunks, targets=targets, read=read)
+        in_chunks = functools.partial(self._in_chunks, targets=targets, read=read, of_hidden=of_hidden)
         values: Tensor = model(inputs, reduce=in_chunks, **options)
         return values.view(*targets.shape, *values.shape[1:])  # outside of the model: FSDP2 warns of a view in it
 
@@ -141,20 +153,27 @@ class AnswerTask(LanguageModeling):
         is_sharded = getattr(getattr(self.model, "head", None), "ranks", None) is not None
         return self.loss.chunk_tokens is not None and self.takes_reduce and not is_sharded
 
-    def _in_chunks(self, hidden: Tensor, weight: Tensor, *, targets: Tensor, read: OfLogits) -> Tensor:
+    def _in_chunks(
+        self, hidden: Tensor, weight: Tensor, *, targets: Tensor, read: OfLogits, of_hidden: OfHidden | None
+    ) -> Tensor:
         """Return values of each target [R T, …] from hidden states [R, T, W], a chunk of logits at a time.
 
         The logits of a chunk are computed again in the backward pass, which costs a third of the head's products and
         holds none of them in between.
         """
-        assert self.loss.chunk_tokens is not None
         flat, flat_targets = hidden.flatten(0, -2), targets.flatten()  # [R T, W], [R T]
         run: Callable[..., Tensor] = functools.partial(_read_chunk, vocab_size=self.loss.num_outputs, read=read)
-        parts = [
-            checkpoint(run, flat[part], weight, flat_targets[part], use_reentrant=False, preserve_rng_state=False)
-            for part in split(len(flat), self.loss.chunk_tokens)
-        ]
-        return torch.cat(parts)
+        if self.loss.chunk_tokens is None:
+            values = run(flat, weight, flat_targets)
+        else:
+            parts = [
+                checkpoint(run, flat[part], weight, flat_targets[part], use_reentrant=False, preserve_rng_state=False)
+                for part in split(len(flat), self.loss.chunk_tokens)
+            ]
+            values = torch.cat(parts)
+        if of_hidden is None:
+            return values
+        return torch.cat([values.view(len(flat), -1), of_hidden(flat)[:, None]], dim=1)
 
 
 def _read_chunk(hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int | None, read: OfLogits) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from recipes.data.conversations.chat_template import find_stop_ids
@@ -19,7 +19,7 @@ from recipes.data.conversations.rows import PAD_TO
 from recipes.generation import Completion
 from recipes.lightning_internals import get_log_interval
 from recipes.loss import Term
-from recipes.loss.policy import GRPO, PolicyOutputs
+from recipes.loss.policy import GRPO, PolicyLoss, PolicyOutputs
 from recipes.model import LanguageModel
 from recipes.model.weights.adapter import has_adapter
 from recipes.numerics.collectives import gather_objects
@@ -31,7 +31,6 @@ from recipes.task.answers import AnswerTask, evaluating
 from recipes.task.base import Batch
 
 _OF_ROWS = ("num_inputs", "num_tokens", "is_truncated", "rewards", "scores", "errors")  # [R] or [R, F]
-_OF_TOKENS = ("inputs", "targets", "sampler_log_probs", "old_log_probs", "reference_log_probs")  # [R, W]
 
 
 class PolicyTuning(AnswerTask):
@@ -48,10 +47,16 @@ class PolicyTuning(AnswerTask):
         reference: The model that the loss ties the policy to: the model without its adapter, or a frozen copy of the
             model with the first weights.
         **settings: Arguments of `TrainingTask`.
+
+    Attributes:
+        of_tokens_names: What is known of each token of a rollout, [R, W] each.
     """
 
+    of_tokens_names: ClassVar[tuple[str, ...]] = (
+        *("inputs", "targets", "sampler_log_probs", "old_log_probs", "reference_log_probs"),
+    )
     supports: ClassVar[frozenset[str]] = frozenset({"generate", "export", "evaluate_tasks"})
-    loss: GRPO
+    loss: PolicyLoss
 
     def __init__(
         self,
@@ -82,11 +87,29 @@ class PolicyTuning(AnswerTask):
 
     @override
     def outputs(self, batch: Batch) -> PolicyOutputs:
-        with_entropy = self._trainer is not None and self.training and self._is_logged  # a plan has no trainer
-        read = functools.partial(_read, temperature=self._rollout.sampling.temperature, with_entropy=with_entropy)
-        values = self.of_tokens(self.model, batch["inputs"], batch["targets"], read=read)  # [B, T], or [B, T, 2]
-        log_probs, entropy = values.unbind(dim=-1) if with_entropy else (values, None)
-        return PolicyOutputs(log_probs, entropy=entropy, reference=batch.get("reference_log_probs"))
+        is_logged = self._trainer is not None and self.training and self._is_logged  # a plan has no trainer
+        entropy = "loss" if self.loss.needs_entropy else "measure" if is_logged else None
+        found = self._look(self.model, batch, entropy=entropy, with_values=self.loss.needs_values)
+        return found._replace(reference=batch.get("reference_log_probs"))
+
+    def _look(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        *,
+        entropy: Literal["loss", "measure"] | None = None,
+        with_values: bool = False,
+    ) -> PolicyOutputs:
+        """Return what a model says of the tokens of completions, from one forward pass."""
+        read = functools.partial(_read, temperature=self._rollout.sampling.temperature, entropy=entropy)
+        of_hidden = cast(Any, model).value if with_values else None
+        found = self.of_tokens(model, batch["inputs"], batch["targets"], read=read, of_hidden=of_hidden)
+        columns = iter(found.unbind(dim=-1) if found.ndim == batch["targets"].ndim + 1 else (found,))
+        return PolicyOutputs(
+            next(columns),
+            entropy=None if entropy is None else next(columns),
+            values=next(columns) if with_values else None,
+        )
 
     @property
     def _is_logged(self) -> bool:
@@ -159,11 +182,20 @@ class PolicyTuning(AnswerTask):
         self._numbers = {
             name: value.cpu() for name, value in self._share({name: rows[name] for name in _OF_ROWS}, slots).items()
         }
-        advantages = self.loss.advantages(self._numbers["rewards"], self._rollout.num_generations)  # [N]
-        rows["advantages"] = advantages[slots].to(device=self.device, dtype=torch.float32)
         sampled = self._numbers["num_tokens"].sum().item()
         self._row["rollout/tokens_per_second"] = sampled / max(self._seconds["rollout"], 1e-9)
-        return rows | self._look_again(rows, len(micro_batches))
+        rows |= self._look_again(rows, len(micro_batches))
+        rows |= self._judge(rows, slots)
+        if self._rollout.num_iterations == 1:
+            # those of the model itself: the ratio of the step is 1 to the last bit
+            rows.pop("old_log_probs", None)
+        return rows
+
+    def _judge(self, rows: dict[str, Tensor], slots: Tensor) -> dict[str, Tensor]:
+        """Return the advantages of this rank's completions, and what belongs to them, [R, …] each. Collective."""
+        loss = cast(GRPO, self.loss)
+        advantages = loss.advantages(self._numbers["rewards"], self._rollout.num_generations)  # [N]
+        return {"advantages": advantages[slots].to(device=self.device, dtype=torch.float32)}
 
     def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Completion]:
         engine, group = self.engine, self.engine.groups.tensor
@@ -205,19 +237,20 @@ class PolicyTuning(AnswerTask):
 
     @torch.no_grad()
     def _look_again(self, rows: dict[str, Tensor], num_micro_batches: int) -> dict[str, Tensor]:
-        """Return the log-probabilities before the step, if further steps read them, and those of the reference."""
-        read = functools.partial(_read, temperature=self._rollout.sampling.temperature, with_entropy=False)
+        """Return log-probabilities and values before the step, if something reads them, and those of the reference."""
         found: dict[str, list[Tensor]] = {}
         size = len(rows["inputs"]) // num_micro_batches
         for start in range(0, len(rows["inputs"]), size):
             part = self._cut(rows, slice(start, start + size))
-            if self._rollout.num_iterations > 1:
+            if self._rollout.num_iterations > 1 or self.loss.needs_values:
                 with evaluating(self.model):
-                    own = self.of_tokens(self.model, part["inputs"], part["targets"], read=read)  # [B, T]
-                found.setdefault("old_log_probs", []).append(own)
+                    own = self._look(self.model, part, with_values=self.loss.needs_values)
+                found.setdefault("old_log_probs", []).append(own.log_probs)
+                if own.values is not None:
+                    found.setdefault("old_values", []).append(own.values)
             if self.loss.needs_reference:
                 with self.as_reference() as model:
-                    of_reference = self.of_tokens(model, part["inputs"], part["targets"], read=read)  # [B, T]
+                    of_reference = self._look(model, part).log_probs  # [B, T]
                 found.setdefault("reference_log_probs", []).append(of_reference)
         width = rows["inputs"].shape[1]
         return {name: torch.cat([_widen(part, width) for part in parts]) for name, parts in found.items()}
@@ -226,7 +259,7 @@ class PolicyTuning(AnswerTask):
         """Return some rows, without the columns that none of them needs."""
         mine = {name: value[part] for name, value in rows.items()}
         width = min(-(-int(mine["num_inputs"].max()) // PAD_TO) * PAD_TO, self.source.seq_len)
-        return {name: value[:, :width] if name in _OF_TOKENS else value for name, value in mine.items()}
+        return {name: value[:, :width] if name in self.of_tokens_names else value for name, value in mine.items()}
 
     def recipes_completions(self, num_completions: int) -> list[dict[str, Any]]:
         """Return the first of this rank's newest completions with their rewards, for the callback `Completions`."""
@@ -240,11 +273,13 @@ class PolicyTuning(AnswerTask):
             begin = places[0] + 1 if places else int(rows["num_inputs"][index])
             text = tokenizer.decode_continuation(inputs[:begin].tolist(), tokens if is_cut else tokens[:-1])
             [(prompt, reference, _)] = self.source.rows_of([int(rows["row"][index])], "train")
+            # of all tokens of a completion one, or the mean of theirs
+            advantages = rows["advantages"][index].expand_as(targets)[places].double()
             scores = dict(zip(self._rewards.names, rows["scores"][index].tolist(), strict=True))
             found.append(
                 {"prompt": prompt, "completion": text, "reference": reference, "reward": rows["rewards"][index].item()}
                 | {f"reward/{name}": score for name, score in scores.items()}
-                | {"advantage": rows["advantages"][index].item(), "tokens": len(tokens), "ended": not is_cut}
+                | {"advantage": advantages.mean().item() if places else 0.0, "tokens": len(tokens), "ended": not is_cut}
             )
         return found
 
@@ -264,7 +299,9 @@ class PolicyTuning(AnswerTask):
         """Return rows as wide as the widest of all ranks. Collective."""
         width = max(gather_objects(rows["inputs"].shape[1]))
         return {
-            name: _widen(value, width, fill=IGNORE_INDEX if name == "targets" else 0) if name in _OF_TOKENS else value
+            name: value
+            if name not in self.of_tokens_names
+            else _widen(value, width, fill=IGNORE_INDEX if name == "targets" else 0)
             for name, value in rows.items()
         }
 
@@ -350,23 +387,25 @@ class PolicyTuning(AnswerTask):
         self._rewards.close()
 
 
-def _read(logits: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool) -> Tensor:
+def _read(logits: Tensor, targets: Tensor, *, temperature: float, entropy: Literal["loss", "measure"] | None) -> Tensor:
     """Return the log-probability of each target, [...], 0 if ignored; with its entropy, [..., 2] float32.
 
     Args:
         logits: [..., V].
         targets: [...].
         temperature: Of the policy.
-        with_entropy: Whether to compute the entropy of the distribution that the target was drawn from, in nats.
+        entropy: Whether to compute that of the distribution that the target was drawn from, in nats, for a loss with
+            its gradient.
     """
     scaled = logits if temperature == 1.0 else widen(logits) / temperature
     log_probs = -token_losses(scaled, targets)
-    if not with_entropy:
+    if entropy is None:
         return log_probs
-    with torch.no_grad():
-        entropy = torch.special.entr(widen(scaled).softmax(dim=-1)).sum(dim=-1)  # 0 of a padding column
-        entropy = torch.where(targets != IGNORE_INDEX, entropy, 0.0)
-    return torch.stack([log_probs, entropy], dim=-1)
+    with torch.set_grad_enabled(entropy == "loss" and torch.is_grad_enabled()):
+        # of a token without probability, such as one that pads the vocabulary, the logarithm is no number to multiply
+        each = widen(scaled).log_softmax(dim=-1).clamp(min=torch.finfo(torch.float32).min)
+        of_tokens = torch.where(targets != IGNORE_INDEX, -(each.exp() * each).sum(dim=-1), 0.0)
+    return torch.stack([log_probs, of_tokens], dim=-1)
 
 
 def _stack(

@@ -658,7 +658,9 @@ def _loss_of_other_targets(
     if not fixes or any(override.startswith("loss=") for override in overrides):  # which the task does not set then
         fixes.append(f"loss={fitting}" if fitting is not None else f"loss=<one that reads {kind}>")
     if kind in _LOSSES_OF_ANSWERS:  # of a task that reads no classes
-        is_of_answers = choices.get("task") in (("policy",) if kind == "completions" else ("preference", "reward"))
+        is_of_answers = choices.get("task") in (
+            ("policy", "actor_critic") if kind == "completions" else ("preference", "reward")
+        )
         fixes = [f"loss={_LOSSES_OF_ANSWERS[kind]}" if is_of_answers else f"recipe={_LOSSES_OF_ANSWERS[kind]}"]
     elif _LOSSES_OF_ANSWERS.keys() & {*read}:
         fixes = ["data=prompts" if "completions" in read else "data=preferences"]

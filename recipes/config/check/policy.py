@@ -10,7 +10,8 @@ from recipes.config.signature import find_signature
 from recipes.config.traits import read_target_kinds
 from recipes.errors import ConfigError
 
-_TASK = "recipes.task.policy.PolicyTuning"
+# tasks that learn from completions -> the recipe that sets each
+_TASKS = {"recipes.task.policy.PolicyTuning": "grpo", "recipes.task.actor_critic.ActorCritic": "ppo"}
 
 
 def check_rollout(config: Mapping[str, Any], choices: Mapping[str, str]) -> Iterator[ConfigError]:
@@ -22,16 +23,23 @@ def check_rollout(config: Mapping[str, Any], choices: Mapping[str, str]) -> Iter
     """
     sections = ("task", "loss", "rollout")
     task, loss, rollout = (f"{section}={choices.get(section, '…')}" for section in sections)
-    is_policy = config["task"]["_target_"] == _TASK
+    recipe = _TASKS.get(config["task"]["_target_"])
+    is_policy = recipe is not None
+    predicts, asks = recipe == "ppo", bool(find_signature(config["loss"]["_target_"]).constants.get("needs_values"))
     reads = "completions" in (read_target_kinds(config["loss"]) or ())
     samples = "_target_" in (config.get("rollout") or {})
     if reads and not is_policy:
         reason = "it learns from completions that are sampled and rewarded, and this task samples none"
-        yield ConfigError(f"{loss} {task}", reason, "recipe=grpo, or another loss")
+        yield ConfigError(f"{loss} {task}", reason, f"recipe={'ppo' if asks else 'grpo'}, or another loss")
     if samples and not is_policy:
         yield ConfigError(f"{rollout} {task}", "this task samples no completions", "recipe=grpo, or rollout=none")
     if is_policy and not reads:
-        yield ConfigError(f"{loss} {task}", "it learns nothing from rewards of completions", "loss=grpo")
+        yield ConfigError(f"{loss} {task}", "it learns nothing from rewards of completions", f"loss={recipe}")
+    elif is_policy and asks and not predicts:
+        reason = "it measures rewards by values, which the model of this task does not predict"
+        yield ConfigError(f"{loss} {task}", reason, "recipe=ppo, or loss=grpo")
+    elif is_policy and predicts and not asks:
+        yield ConfigError(f"{loss} {task}", "it does not train the values that this task predicts", "recipe=grpo")
     if is_policy and not samples:
         yield ConfigError(f"{rollout} {task}", "nothing samples the completions that it learns from", "rollout=local")
 
@@ -43,11 +51,12 @@ def check_policy(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigError]:
         run: The run.
         has_ranks: Whether its number of ranks is valid, else that is reported separately.
     """
-    if run.config["task"]["_target_"] != _TASK:
+    if run.config["task"]["_target_"] not in _TASKS:
         return
     task = f"task={run.choices.get('task', '…')}"
     loss = run.config["loss"]
-    yield from _check_advantages(run, has_ranks=has_ranks)
+    yield from _check_groups(run, has_ranks=has_ranks)
+    yield from _check_values(run, task)
     yield from _check_tie(run)
     if loss.get("kind") == "gspo" and str(loss.get("importance")).startswith("token_"):
         reason = "its completions have one ratio each, of which weights of single tokens would correct nothing"
@@ -66,8 +75,23 @@ def check_policy(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigError]:
         yield ConfigError(f"pipeline_parallel_size={size} {task}", reason, "pipeline_parallel_size=1")
 
 
-def _check_advantages(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigError]:
-    """Check that each completion is compared with others: of its group, or of the batch."""
+def _check_values(run: ResolvedRun, task: str) -> Iterator[ConfigError]:
+    """Check a loss that measures rewards by values of tokens; nothing of other losses."""
+    loss = run.config["loss"]
+    if not find_signature(loss["_target_"]).constants.get("needs_values"):
+        return
+    if loss.get("kl_target") is not None and not loss["kl_weight"]:
+        setting = f"loss.kl_target={loss['kl_target']} loss.kl_weight={loss['kl_weight']}"
+        reason = "the weight is multiplied until the divergence is at the target, and 0 stays 0"
+        yield ConfigError(setting, reason, "loss.kl_weight=0.05, or loss.kl_target=null")
+    if run.config["tensor_parallel_size"] > 1:
+        reason = "values are computed beside the probabilities of all tokens, of which a rank would have a part"
+        size = run.config["tensor_parallel_size"]
+        yield ConfigError(f"tensor_parallel_size={size} {task}", reason, "tensor_parallel_size=1")
+
+
+def _check_groups(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigError]:
+    """Check that groups are whole, and each completion is compared with others: of its group, or of the batch."""
     number, batch_size = run.config["rollout"].get("num_generations"), run.global_batch_size
     baseline, scale = (run.config["loss"].get(name) for name in ("baseline", "scale_rewards"))
     setting = f"rollout.num_generations={number}"
@@ -76,11 +100,11 @@ def _check_advantages(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigEr
         yield ConfigError("loss.baseline=batch loss.scale_rewards=group", reason, "loss.scale_rewards=batch")
     if not isinstance(number, int) or number < 1 or batch_size < 1:
         return  # out of range, which that check reports
-    if number == 1 and baseline != "batch":
+    if number == 1 and baseline not in (None, "batch"):
         reason = "a completion would be compared with itself alone, and all advantages be 0"
         fix = "rollout.num_generations=8, or loss.baseline=batch loss.scale_rewards=batch"
         yield ConfigError(f"{setting} loss.baseline={baseline}", reason, fix)
-    elif batch_size == 1:
+    elif batch_size == 1 and baseline is not None:
         reason = "its one completion would be compared with itself alone, and its advantage be 0"
         yield ConfigError("global_batch_size=1", reason, f"global_batch_size={max(number, 8)}")
     elif batch_size % number:
@@ -95,10 +119,12 @@ def _check_advantages(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigEr
 
 def _check_tie(run: ResolvedRun) -> Iterator[ConfigError]:
     """Check the reference that the loss ties the model to."""
-    kind, beta = run.config["task"]["reference"], run.config["loss"].get("beta", 0.0)
-    if beta > 0:
+    loss, kind = run.config["loss"], run.config["task"]["reference"]
+    name, usual = ("beta", 0.04) if "beta" in loss else ("kl_weight", 0.05)
+    if loss.get(name, 0.0) > 0:
         of_auto = "frozen_copy" if run.adapter is None else "adapter_off"
-        yield from check_reference(run, of_auto if kind == "auto" else kind, precomputes=False)
+        yield from check_reference(run, of_auto if kind == "auto" else kind, instead=f"loss.{name}=0")
     elif kind != "auto":
         reason = "a loss without the term of the divergence asks no reference"
-        yield ConfigError(f"task.reference={kind} loss.beta={beta}", reason, "task.reference=auto, or loss.beta=0.04")
+        fix = f"task.reference=auto, or loss.{name}={usual}"
+        yield ConfigError(f"task.reference={kind} loss.{name}={loss.get(name)}", reason, fix)

@@ -60,18 +60,18 @@ def _check_reference(run: ResolvedRun, kind: str, *, needs_one: bool) -> Iterato
         fix = f"task.reference=auto, or loss=dpo instead of {loss}"
         yield ConfigError(f"task.reference={kind} {loss}", reason, fix)
         return
-    yield from check_reference(run, kind, precomputes=True)
+    yield from check_reference(run, kind, instead=None)
 
 
-def check_reference(run: ResolvedRun, kind: str, *, precomputes: bool) -> Iterator[ConfigError]:
+def check_reference(run: ResolvedRun, kind: str, *, instead: str | None) -> Iterator[ConfigError]:
     """Check that a run can have a reference of a kind.
 
     Args:
         run: The run.
         kind: `adapter_off`, `frozen_copy` or, of a task that has one, `precomputed`.
-        precomputes: Whether its task has a precomputed one; else its loss can do without a reference.
+        instead: What to type for a loss without a reference; None: its task has a precomputed one.
     """
-    setting = f"task.reference={kind}"
+    setting, precomputes = f"task.reference={kind}", instead is None
     if kind == "adapter_off" and run.adapter is None:
         others = "precomputed or frozen_copy" if precomputes else "frozen_copy"
         fix = f"adapter=lora, or task.reference={others}"
@@ -81,6 +81,6 @@ def check_reference(run: ResolvedRun, kind: str, *, precomputes: bool) -> Iterat
         fix = "task.reference=adapter_off" + (", or precomputed" if precomputes else "")
         yield ConfigError(f"{setting} adapter={run.adapter}", reason, fix)
     elif kind == "frozen_copy" and (run.mode.takes_steps or run.mode.plans_steps) and run.pipeline_parallel_size == 1:
-        instead = "task.reference=precomputed" if precomputes else "loss.beta=0"
         for mistake in check_engine(run, "reference"):
-            yield ConfigError(f"{setting} {mistake.setting}", mistake.reason, f"{mistake.fix}, or {instead}")
+            fix = f"{mistake.fix}, or {instead or 'task.reference=precomputed'}"
+            yield ConfigError(f"{setting} {mistake.setting}", mistake.reason, fix)

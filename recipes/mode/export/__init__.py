@@ -35,7 +35,7 @@ from recipes.mode.export.record import (
     make_example,
 )
 from recipes.mode.load import load_task
-from recipes.model.score import has_score
+from recipes.model.score import drop_value, has_score
 from recipes.model.weights import restore_precision
 from recipes.model.weights.adapter import has_adapter, merge_adapter
 from recipes.model.weights.any_module import list_weights, save_weights
@@ -112,6 +112,7 @@ def export(
         check_token(push_to)
     task, checkpoint = load_task(run, weights)
     model: Any = task if run.has_own_training else task.model
+    drop_value(model)  # which the training of a policy alone reads
     is_separate = has_adapter(model) and adapter == "separate"
     if has_score(model):
         layout = PEFT_REWARD_MODEL if is_separate else _choose_layout_of_rewards(format)

@@ -13,7 +13,7 @@ from recipes.adapter.nf4_base import unquantize
 from recipes.errors import ConfigError
 from recipes.model import as_model
 from recipes.model.init import constant_, named_parameters
-from recipes.model.score import init_score
+from recipes.model.score import OF_HEADS, init_heads
 from recipes.model.weights.adapter import has_adapter, initialize_adapter
 from recipes.numerics.nf4 import dequantize, is_nf4
 from recipes.parallel.placement import local
@@ -48,7 +48,7 @@ def initialize(model: nn.Module, seed: int) -> None:
             f"{name} has no init_buffers(), which a resume calls to set what a checkpoint does not hold",
             "def init_buffers(self): in that class, empty if there are no such buffers",
         )
-    init_score(model, seed=seed)  # first: published weights have none, and those of another run may have
+    init_heads(model, seed=seed)  # first: published weights have none, and those of another run may have
     _initialize_base(model, seed)
     first_weights: FirstWeights | None = getattr(model, "first_weights", None)
     if has_adapter(model) and not (first_weights is not None and first_weights.load_adapter(model)):
@@ -100,7 +100,10 @@ def _initialize_own(model: Any, own: type, seed: int) -> None:
     plain = {
         key
         for key, weight in named_parameters(model)
-        if weight.is_floating_point() and not hasattr(weight, "fill_whole") and not is_nf4(weight)
+        if key not in OF_HEADS
+        and weight.is_floating_point()
+        and not hasattr(weight, "fill_whole")
+        and not is_nf4(weight)
     }
     for key, weight in named_parameters(model):
         if key in plain:

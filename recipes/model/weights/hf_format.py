@@ -12,7 +12,7 @@ from recipes.errors import ConfigError
 from recipes.model.decoder import Decoder
 from recipes.model.init import named_parameters, pad_rows
 from recipes.model.moe.router import Scores
-from recipes.model.score import SCORE_WEIGHT
+from recipes.model.score import OF_HEADS
 
 HFConfig = Mapping[str, Any]  # config.json
 FITTING_FOLDER = "model.pretrained=<folder whose config.json describes its tensors>"
@@ -157,7 +157,7 @@ class Format(Protocol):
         """Return every parameter of a language model, tied ones once, and every published buffer."""
         entries = []
         for name, parameter in named_parameters(self.model):
-            if name == SCORE_WEIGHT:  # a language model is published without
+            if name in OF_HEADS:  # a language model is published without
                 continue
             module, _, kind = name.rpartition(".")
             if module in self.outside:

@@ -505,6 +505,8 @@ def test_garbage_outside_of_completions_changes_nothing() -> None:
         batch = make_batch(ALL, TRL["rewards"])
         outside = batch.columns["targets"] == IGNORE_INDEX
         for values in (*batch.outputs, batch.columns["old_log_probs"], batch.columns["sampler_log_probs"]):
+            if values is None:
+                continue
             values.data[outside] = garbage
         terms = loss(batch.outputs, batch.columns)
         (gradient,) = torch.autograd.grad(terms[0].sum, batch.log_probs)
