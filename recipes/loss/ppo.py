@@ -247,7 +247,7 @@ class PPO(PolicyLoss):
             kl = estimate_kl(d, self._kl_estimator)
             if self._kl_in == "loss":
                 policy = policy + self.kl_weight * ratios * kl
-        values, is_clipped = self._of_values(outputs.values, batch)
+        values, is_clipped = self._of_values(torch.where(carries, outputs.values, 0.0), batch)
         entropy = torch.zeros_like(policy)
         if self.needs_entropy:
             assert outputs.entropy is not None, "it has a term of the entropy"
