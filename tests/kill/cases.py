@@ -55,10 +55,12 @@ PREFERENCES: dict[str, tuple[str, ...]] = {
     "simpo": ("recipe=simpo", *_PREFERENCES),
     "reward": ("recipe=reward_model", *_PREFERENCES),
 }
-_POLICY = ("recipe=grpo", "rollout.num_generations=4", "rollout.max_new_tokens=6", "reward=mine", *_PREFERENCES)
+_POLICY = ("rollout.num_generations=4", "rollout.max_new_tokens=6", "reward=mine", *_PREFERENCES)
+_REUSED = ("rollout.num_iterations=3", "loss.epsilon=0.01")
 POLICIES: dict[str, tuple[str, ...]] = {
-    "grpo": _POLICY,
-    "grpo reused": (*_POLICY, "rollout.num_iterations=3", "loss.epsilon=0.01", "loss.beta=0.1"),
+    "grpo": ("recipe=grpo", *_POLICY),
+    "grpo reused": ("recipe=grpo", *_POLICY, *_REUSED, "loss.beta=0.1"),
+    "ppo": ("recipe=ppo", *_POLICY, *_REUSED, "loss.kl_target=0.5", "loss.kl_horizon=100"),
 }
 CASES |= PREFERENCES | POLICIES
 STEPS = {

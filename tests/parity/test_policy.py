@@ -19,10 +19,12 @@ KINDS: dict[str, tuple[str, ...]] = {
     "dr_grpo": ("loss.kind=dr_grpo", "loss.scale_rewards=none", "loss.baseline=leave_one_out"),
     "gspo": ("loss.kind=gspo", "loss.scale_rewards=batch", *REUSED),
     "reused": (*REUSED, "loss.beta=0.1", "loss.importance=token_truncate"),
+    "ppo": ("task=actor_critic", *REUSED, "loss.kl_target=0.1", "loss.kl_horizon=100", "loss.entropy_weight=0.01"),
     "cut": ("rollout.top_p=0.9", "rollout.temperature=0.7", "loss.baseline=batch", "loss.scale_rewards=batch"),
 }
 ON_TWO = ("ddp", "fsdp", "ZeRO-1", "ZeRO-2", "ZeRO-3", "tp2")
 NOT_BESIDE_A_COPY = ("ZeRO-3", "tp2")  # refused
+WITH_A_COPY = ("loss.beta=0.1", "task=actor_critic")
 SPLITS = (1, 2, 4)
 # a hash of the text: the mean over all completions is the same only if all of them are, byte by byte
 REWARD = """
@@ -92,15 +94,16 @@ def make_cases(folder: Path, *, world_size: int) -> dict[str, Any]:
         for kind in KINDS
         for engine in engines
         for accumulate in SPLITS
-        if not ("loss.beta=0.1" in KINDS[kind] and engine in NOT_BESIDE_A_COPY)
+        if not ({*WITH_A_COPY} & {*KINDS[kind]} and engine in NOT_BESIDE_A_COPY)
     ]
     if not IS_LONG and world_size == 1:
-        names = [name for name in names if name[2] == 1 or name[0] in ("dapo", "reused")]
+        names = [name for name in names if name[2] == 1 or name[0] in ("dapo", "reused", "ppo")]
     elif not IS_LONG:
         short = {
             *(("dapo", engine, 1) for engine in ON_TWO),
             *(("grpo", "fsdp", 2), ("grpo", "ZeRO-2", 1), ("dr_grpo", "ddp", 2), ("gspo", "ZeRO-3", 2)),
             *(("reused", "ddp", 1), ("reused", "fsdp", 2), ("cut", "tp2", 2), ("cut", "fsdp", 4)),
+            *(("ppo", "ddp", 2), ("ppo", "fsdp", 1), ("ppo", "ZeRO-2", 2)),
         }
         names = [name for name in names if name in short]
     return {json.dumps(name): make_case(*name[:2], folder, accumulate=name[2], world_size=world_size) for name in names}
@@ -133,6 +136,8 @@ def test_every_engine_and_split_has_the_tokens_and_the_curve_of_one_device(
             sampled = [name for name in expected if name.startswith(("reward/", "rollout/to")) and "second" not in name]
             sampled = [name for name in sampled if "time" not in name]
             assert {name: row[name] for name in sampled} == {name: expected[name] for name in sampled}, (engine, row)
+            for name in {"policy/kl", "policy/kl_weight", "value/loss", "value/explained_variance"} & expected.keys():
+                assert row[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), (name, engine)
             # float32: other orders of the same sums; the loss is a sum of numbers of both signs that nearly cancel
             assert row["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-5, abs=1e-6), (engine, accumulate)
             assert row["grad/norm"] == pytest.approx(expected["grad/norm"], rel=1e-5), (engine, accumulate)

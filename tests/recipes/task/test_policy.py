@@ -96,10 +96,11 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.read() for name, tensor in saved.items() if not name.startswith("optimizer/")}
 
 
+PPO = ("recipe=ppo", "rollout.num_iterations=3", "loss.epsilon=0.01", "loss.kl_target=0.2", "loss.kl_horizon=50")
 REUSED = ("rollout.num_iterations=3", "loss.epsilon=0.01", "loss.beta=0.1")
 
 
-@pytest.mark.parametrize("more", [(), REUSED], ids=["once", "reused"])
+@pytest.mark.parametrize("more", [(), REUSED, PPO], ids=["once", "reused", "ppo"])
 @pytest.mark.parametrize("at", [3, 4])
 def test_a_run_stopped_between_two_steps_has_the_tokens_and_losses_of_a_whole_one(
     more: tuple[str, ...], at: int, files: Path, tmp_path: Path
