@@ -1,0 +1,159 @@
+"""A policy that predicts values: where they are read, what a rollout makes of them, and what becomes of their head."""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from support import composed_config, execute, read_metrics, resolved
+from torch import Tensor
+
+import lightning_recipes as lr
+from recipes.build import build
+from recipes.model.init import VALUE_WEIGHT
+from recipes.numerics.loss import IGNORE_INDEX
+from recipes.task.actor_critic import ActorCritic
+
+SMALL = (
+    *("tokenizer=bytes", "model=gpt2_nano", "model.vocab_size=257", "model.max_seq_len=24", "model.num_layers=2"),
+    *("model.num_heads=2", "model.hidden_size=32", "global_batch_size=16", "optimizer.lr=1e-2", "warmup_steps=0"),
+    *("trainer.accelerator=cpu", "callbacks=[grad_norm,generation_eval]", "rollout.max_new_tokens=6"),
+    *("reward=exact_match", "log_every=1", "eval_every=8", "save_every=8", "callbacks.generation_eval.num_samples=2"),
+    "callbacks.generation_eval.max_new_tokens=3",
+)
+LORA = ("adapter=lora", "adapter.r=4", "adapter.lora_alpha=8")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("files") / "prompts.jsonl"
+    rows = [{"prompt": "abcdefgh"[: 1 + row % 8] + f"{row}>", "reference": "x"} for row in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"data.path={path}"
+
+
+def train(prompts: str, folder: Path, *more: str, recipe: str = "ppo", steps: int = 2) -> list[dict[str, float]]:
+    run = (f"recipe={recipe}", prompts, *SMALL, f"trainer.max_steps={steps}", f"hydra.run.dir={folder}", *more)
+    assert execute(*run) == 0
+    return read_metrics(folder)
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in lr.load(folder).state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def trained(prompts: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[ActorCritic, list[dict[str, Tensor]]]:
+    """Return the task of a run after two steps, and the micro-batches of the second."""
+    config = composed_config("recipe=ppo", prompts, *SMALL, "trainer.max_steps=2", "loss.missing_end_penalty=0.5")
+    run = build(resolved(config, tmp_path_factory.mktemp("run")))
+    task, seen = cast(ActorCritic, run.task), list[dict[str, Tensor]]()
+    begin = task.before_window
+
+    def before_window(micro_batches: list[Any]) -> list[Any]:
+        seen[:] = begin(micro_batches)
+        return seen
+
+    task.before_window = before_window  # type: ignore[method-assign]
+    run.trainer.fit(task, datamodule=run.data)
+    return task, seen
+
+
+def test_a_value_is_read_from_the_hidden_state_before_its_token_in_chunks_and_without(
+    trained: tuple[ActorCritic, list[dict[str, Tensor]]],
+) -> None:
+    task, [batch] = trained
+    model: Any = task.model.eval()
+    with torch.no_grad():
+        hidden = model(batch["inputs"], reduce=lambda hidden, weight: hidden)
+        expected = (hidden * model.value.weight).sum(dim=-1)
+        log_probs = model(batch["inputs"])[..., :257].log_softmax(dim=-1)
+        expected_log_probs = log_probs.gather(-1, batch["targets"].clamp(min=0)[..., None])[..., 0]
+        is_token = batch["targets"] != IGNORE_INDEX
+        assert expected[is_token].abs().max() > 0.01, "trained"
+        for task.loss.chunk_tokens in (None, 7):
+            found = task.outputs(cast(Any, batch))
+            assert found.values is not None
+            torch.testing.assert_close(found.values[is_token], expected[is_token], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(found.log_probs[is_token], expected_log_probs[is_token], rtol=1e-5, atol=1e-5)
+
+
+def test_a_rollout_gives_the_score_to_the_last_token_and_whitens_advantages(
+    trained: tuple[ActorCritic, list[dict[str, Tensor]]],
+) -> None:
+    _, [batch] = trained
+    is_token = batch["targets"] != IGNORE_INDEX
+    advantages = batch["advantages"]
+    assert advantages.shape == batch["targets"].shape
+    assert not advantages[~is_token].any()
+    assert advantages[is_token].mean().item() == pytest.approx(0, abs=1e-6)
+    assert advantages[is_token].std().item() == pytest.approx(1, abs=1e-4)
+    # with the first values 0, and no divergence from the reference yet, returns are discounted scores
+    for row in range(len(advantages)):
+        score = batch["rewards"][row].item() - 0.5 * batch["is_truncated"][row].item()
+        returns = batch["returns"][row][is_token[row]].tolist()
+        expected = [score * 0.95**place for place in range(len(returns))]
+        assert returns == pytest.approx(expected[::-1], abs=1e-6)
+
+
+def test_ratios_are_1_to_the_last_bit_at_the_first_iteration_with_dropout_too(prompts: str, tmp_path: Path) -> None:
+    rows = train(prompts, tmp_path / "run", "rollout.num_iterations=1", "loss.epsilon=1e-9", "model.dropout=0.1")
+    assert [row["policy/clipped_fraction"] for row in rows] == [0, 0]
+    rows = train(prompts, tmp_path / "reused", "rollout.num_iterations=2", "loss.epsilon=1e-9")
+    assert rows[0]["policy/clipped_fraction"] == 0 < rows[1]["policy/clipped_fraction"]
+
+
+def test_the_first_values_are_0_and_an_export_has_none(prompts: str, tmp_path: Path) -> None:
+    rows = train(prompts, tmp_path / "run", "loss.kl_weight=0.0")
+    assert rows[0]["value/explained_variance"] == pytest.approx(0, abs=1e-9)
+    trained = weights_of(tmp_path / "run")
+    assert trained[VALUE_WEIGHT].abs().min() > 0, "every weight has moved"
+    for format in ("transformers", "safetensors"):
+        folder = tmp_path / format
+        typed = ("mode=export", f"mode.format={format}", f"resume={tmp_path / 'run'}", f"mode.path={folder}")
+        assert execute(*typed) == 0
+        exported = weights_of(folder)
+        assert exported.keys() == trained.keys() - {VALUE_WEIGHT}
+        assert all(torch.equal(exported[name], trained[name]) for name in exported)
+        assert json.loads((folder / "export.json").read_text())["outputs"]["kind"] == "logits of the next token"
+
+
+def test_runs_start_from_each_other_with_and_without_values(prompts: str, tmp_path: Path) -> None:
+    still = ("optimizer.lr=1e-30",)  # the first step leaves the weights
+    train(prompts, tmp_path / "ppo")
+    first = weights_of(tmp_path / "ppo")
+    train(prompts, tmp_path / "again", *still, f"start_from={tmp_path / 'ppo'}", steps=1)
+    torch.testing.assert_close(weights_of(tmp_path / "again"), first)
+    train(prompts, tmp_path / "grpo", *still, f"start_from={tmp_path / 'ppo'}", recipe="grpo", steps=1)
+    without = weights_of(tmp_path / "grpo")
+    assert without.keys() == first.keys() - {VALUE_WEIGHT}
+    torch.testing.assert_close(without, {name: first[name] for name in without})
+    train(prompts, tmp_path / "new", *still, f"start_from={tmp_path / 'grpo'}", steps=1)
+    new = weights_of(tmp_path / "new")
+    assert new[VALUE_WEIGHT].abs().max() < 1e-20
+    torch.testing.assert_close(new, without | {VALUE_WEIGHT: new[VALUE_WEIGHT]})
+
+
+def test_values_are_trained_beside_an_adapter_and_its_run_goes_on(prompts: str, tmp_path: Path) -> None:
+    train(prompts, tmp_path / "base", recipe="grpo", steps=1)
+    adapted = (*LORA, f"start_from={tmp_path / 'base'}", "save_every=1")
+    train(prompts, tmp_path / "whole", *adapted, steps=4)
+    train(prompts, tmp_path / "parted", *adapted, steps=2)
+    assert execute(f"resume={tmp_path / 'parted'}", "trainer.max_steps=4") == 0
+    whole, parted = weights_of(tmp_path / "whole"), weights_of(tmp_path / "parted")
+    assert [name for name in whole if not torch.equal(whole[name], parted[name])] == []
+    assert whole[VALUE_WEIGHT].abs().max() > 0
+    assert all(row["policy/kl"] != 0 for row in read_metrics(tmp_path / "whole")[1:]), "without its adapter"
+    merged = ("mode=export", f"resume={tmp_path / 'whole'}", f"mode.path={tmp_path / 'merged'}")
+    assert execute(*merged) == 0
+    assert weights_of(tmp_path / "merged").keys() == weights_of(tmp_path / "base").keys()
+
+
+def test_a_rollback_returns_to_the_weight_of_the_divergence_if_it_follows_a_target(prompts: str) -> None:
+    for more, changed in ((("loss.kl_target=1.0",), 0.05), ((), 0.3)):
+        task = cast(ActorCritic, build(resolved(composed_config("recipe=ppo", prompts, *SMALL, *more))).task)
+        scalars = task.recipes_live_scalars()
+        task.loss.kl_weight = 0.3
+        task.recipes_restore_scalars(scalars)
+        assert task.loss.kl_weight == changed
