@@ -24,6 +24,7 @@ from recipes.entry.variables_file import read_variables
 from recipes.errors import INSTALLED, ConfigError, format_report, shell
 from recipes.launcher.environ import forget_slurm
 from recipes.launcher.submit import is_for_cluster, submit
+from recipes.pipeline.main import is_pipeline, run_pipeline
 from recipes.project import NEW, write_project
 from recipes.runtime.console import accept_any_text
 from recipes.runtime.exit_codes import ExitCode
@@ -61,6 +62,8 @@ def main() -> int:
     name = args.config_name or "config"
     if mistakes := check_config_folder(folder, name, args.overrides):
         return report(mistakes)
+    if is_pipeline(args.overrides):
+        return run_pipeline(args, folder, name)
     if is_for_hydra(args):
         return run_through_hydra(folder, name, run, args.overrides)
     if args.multirun or is_sweep(args.overrides):

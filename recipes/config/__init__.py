@@ -9,7 +9,7 @@ from recipes.config.check.command_line import compose_typed
 from recipes.config.check.origin import check_origin
 from recipes.config.check.sections import find_missing_groups, is_of_file
 from recipes.config.compose import CONF
-from recipes.config.resolved import UNREAD_BY_LOADING, ResolvedRun, resolve
+from recipes.config.resolved import UNREAD_BY_LOADING, Awaited, ResolvedRun, resolve
 from recipes.config.trust import find_origin, recall_typed
 from recipes.errors import ConfigError
 
@@ -21,6 +21,7 @@ def compose_and_check(
     config_name: str = "config",
     continues: bool = False,
     only_weights: bool = False,
+    awaited: Awaited | None = None,
 ) -> tuple[ResolvedRun | None, list[ConfigError]]:
     """Compose a run and collect all of its errors; builds nothing and creates no folder.
 
@@ -31,6 +32,7 @@ def compose_and_check(
         continues: Whether the run folder holds an earlier start of this same run, as in a resumed sweep.
         only_weights: Whether nothing but the weights of a checkpoint is loaded: what that does not read, such as the
             data, may be missing, and a folder may name any class there.
+        awaited: The run that this one is to start from, if that has not run yet: then `overrides` name none.
 
     Returns:
         The run, None if it cannot be composed; and the errors.
@@ -41,6 +43,9 @@ def compose_and_check(
         if missing := find_missing_groups(composed.config):
             return None, [*mistakes, _explain_part(config_folder, config_name, missing)]
         run = resolve(replace(composed, continues=continues))
+        if awaited is not None:
+            starts = {"start_from": awaited.name} if run.mode.trains else {}
+            run = replace(run.with_settings(starts), awaited=awaited)
         built = run.only_weights() if only_weights else run
         origin = find_origin(config_folder, overrides)
         known = [*recall_typed(overrides), *overrides]

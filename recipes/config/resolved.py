@@ -64,6 +64,21 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Awaited:
+    """A run that another one is to start from, before it has run.
+
+    Attributes:
+        name: Its name, where another run has the folder that it starts from.
+        config: Its config.
+        saves: Whether it will have a checkpoint.
+    """
+
+    name: str
+    config: Config
+    saves: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResolvedRun(Composed):
     """A composed run and everything that follows from its settings, each derived on first use.
 
@@ -72,9 +87,11 @@ class ResolvedRun(Composed):
 
     Attributes:
         placed_on: Ranks to place the run on, such as those of planned hardware; None: those of this command.
+        awaited: The run that it is to start from, if that has not run yet; it is then only checked.
     """
 
     placed_on: Ranks | None = None
+    awaited: Awaited | None = None
 
     def with_settings(self, settings: Mapping[str, Any]) -> Self:
         """Return a variation of the run: everything that follows from the changed settings is derived again.

@@ -7,10 +7,10 @@ from typing import Any
 from rich.console import Console
 
 from recipes.checkpoint.resume import newest_checkpoint
-from recipes.config import compose_and_check
 from recipes.config.search_path import select_search_path
 from recipes.errors import ConfigError
 from recipes.launcher import Launcher
+from recipes.launcher.composed_job import compose_job
 from recipes.launcher.job import JOB_FILE, Job, State, read_job
 from recipes.run_folder import has_run
 from recipes.runtime.console import LOGGER
@@ -160,19 +160,7 @@ class Sweep:
         self._report.write(with_page=False)
 
     def _compose(self, job: Job) -> list[ConfigError]:
-        folder = str(job.folder).replace("'", "\\'")
-        overrides = [*job.overrides, *_resume_override(job), f"hydra.run.dir='{folder}'"]
-        job.composed, mistakes = compose_and_check(overrides, **self._source, continues=True)
-        if mistakes or job.composed is None:
-            return mistakes
-        try:
-            # the launcher decides from the composed config, so what it adds needs a second composition
-            if extra := self.launcher.extra_overrides(job):
-                job.composed, mistakes = compose_and_check([*overrides, *extra], **self._source, continues=True)
-            if not mistakes:
-                self.launcher.num_devices(job)
-        except ConfigError as mistake:
-            return [mistake]
+        mistakes = compose_job(job, self.launcher, [*job.overrides, *_resume_override(job)], **self._source)
         if job.composed is not None and newest_checkpoint(job.folder) is not None and _trains(job):
             # its own checkpoint, even if the job first started from that of another run
             job.composed = job.composed.with_settings({"resume": "auto"})

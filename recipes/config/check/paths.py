@@ -135,8 +135,11 @@ def _check_protocol(section: str, name: str, path: str, target: str) -> Iterator
 def _check_resume(run: ResolvedRun, overrides: Sequence[str]) -> Iterator[ConfigError]:
     resume, mode = run.resume, run.mode.name
     if resume in (None, "auto"):
-        if run.mode.needs_checkpoint and resume is None:
+        if run.mode.needs_checkpoint and resume is None and run.awaited is None:
             yield ConfigError(f"mode={mode}", "it needs a checkpoint", f"mode={mode} resume=<run folder>")
+        if run.mode.needs_checkpoint and run.awaited is not None and not run.awaited.saves:
+            reason = f"it needs a checkpoint, and {run.awaited.name} saves none"
+            yield ConfigError(f"mode={mode}", reason, f"save_every=auto for {run.awaited.name}")
         if resume == "auto" and not _is_repeatable(overrides):
             yield ConfigError(
                 "resume=auto",

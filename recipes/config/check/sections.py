@@ -46,7 +46,7 @@ SETTINGS: dict[str, str] = {
     "profile_steps": "Annotated[int, '>= 1'] | None",
 }
 NODES = ("loader", "eval_data")  # sections of config.yaml that are not a group
-COMPOSING = ("recipe", "debug", "hydra")  # groups without a section
+COMPOSING = ("recipe", "debug", "hydra", "pipeline")  # groups without a section
 # sections without a target, or with one only sometimes
 WITHOUT_TARGET = (
     *("callbacks", "dashboard", "eval_data", "evaluator", "logger", "lr_scaling", "metrics", "quality"),

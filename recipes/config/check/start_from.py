@@ -8,7 +8,7 @@ from typing import Any
 from recipes.checkpoint.retention import resolve_symlink
 from recipes.config.check.types import to_setting
 from recipes.config.local_path import find_address
-from recipes.config.resolved import ResolvedRun
+from recipes.config.resolved import Awaited, ResolvedRun
 from recipes.config.start_from import find_source, read_source, read_source_adapter
 from recipes.config.traits import read_adapter, read_free_at_resume, read_settings_of_weights
 from recipes.errors import ConfigError, for_shell, type_setting
@@ -42,16 +42,13 @@ def check_start_from(run: ResolvedRun) -> Iterator[ConfigError]:
                 "the same command without start_from, or without resume",
             )
         return
+    if run.awaited is not None:
+        yield from _check_awaited(run, run.awaited)
+        return
     source = find_source(run.config, run.run_folder)
     if source is None or (not run.mode.takes_steps and not run.mode.trains):
         return
-    if "model.pretrained" not in run.references and run.config["model"].get("pretrained") is not None:
-        pretrained = run.config["model"]["pretrained"]
-        yield ConfigError(
-            f"start_from={run.start_from} model.pretrained={pretrained}",
-            "both name the first weights of the model",
-            "the same command without model.pretrained, or without start_from",
-        )
+    yield from _check_pretrained(run)
     if mistake := find_address("start_from", run.start_from) or _find_fault(run, source):
         yield mistake
         return
@@ -70,6 +67,30 @@ def check_start_from(run: ResolvedRun) -> Iterator[ConfigError]:
         yield from _check_model(run, before["model"])
         yield from _check_adapter(run, adapter)
         yield from _check_tokenizer(run, before.get("tokenizer"), folder)
+
+
+def _check_awaited(run: ResolvedRun, before: Awaited) -> Iterator[ConfigError]:
+    """Check a run against the config of the one that it is to start from, which has no folder yet."""
+    yield from _check_pretrained(run)
+    if not before.saves:
+        reason = "that run saves no checkpoint"
+        yield ConfigError(f"start_from={before.name}", reason, "save_every=auto for it, or start_from=null")
+    yield from _check_model(run, before.config["model"])
+    adapter = before.config.get("adapter") or {}
+    yield from _check_adapter(run, adapter if read_adapter(adapter) is not None else None)
+    if "name" not in (run.config["tokenizer"] or {}):  # the files of one are compared once that run has written its own
+        yield from _check_tokenizer(run, before.config.get("tokenizer"), run.run_folder)
+
+
+def _check_pretrained(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Reject two sources of the first weights."""
+    if "model.pretrained" not in run.references and run.config["model"].get("pretrained") is not None:
+        pretrained = run.config["model"]["pretrained"]
+        yield ConfigError(
+            f"start_from={run.start_from} model.pretrained={pretrained}",
+            "both name the first weights of the model",
+            "the same command without model.pretrained, or without start_from",
+        )
 
 
 def _find_fault(run: ResolvedRun, source: Path) -> ConfigError | None:

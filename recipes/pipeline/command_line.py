@@ -1,0 +1,213 @@
+"""Read the file of a pipeline and the command line beside it: what each stage is, as the overrides of a run."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from recipes.config.check.suggestions import list_options, suggest_option
+from recipes.config.overrides import drop_replaced, for_shell, parse_override
+from recipes.config.search_path import find_config_folders, select_search_path
+from recipes.errors import ConfigError, type_command
+
+_STAGE = re.compile(r"([+~]{0,2})stages\.([^.=]+)\.(.+)", re.DOTALL)  # of an override of one stage
+_NAME = re.compile(r"[A-Za-z][\w-]*")
+_SECTIONS = ("every_stage", "stages")
+_EXAMPLE = "stages: {pretrain: [recipe=quickstart], sft: [recipe=sft, data.path=rows.jsonl]}"
+_OF_PIPELINE = ("pipeline=", "hydra.run.dir=", "resume=", "start_from=", "mode=")  # and of no stage
+_OF_LAUNCHER = ("launcher", "ignore_slurm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One run of a pipeline.
+
+    Attributes:
+        name: Its name in the pipeline's file.
+        folder: Its run folder.
+        overrides: What is typed for it, without what says from which stage it starts.
+        source: The earlier stage whose weights it starts from or acts on; None: there is none.
+        trains: Whether it trains; otherwise it has a mode that acts on the run of another stage.
+    """
+
+    name: str
+    folder: Path
+    overrides: list[str]
+    source: str | None
+    trains: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineCommand:
+    """The command line of a pipeline.
+
+    Attributes:
+        name: Name of the pipeline.
+        folder: Its folder.
+        stages: Its stages, in order.
+        mistakes: Errors in its file, and in what concerns more than one stage.
+    """
+
+    name: str
+    folder: Path
+    stages: list[Stage] = field(default_factory=list)
+    mistakes: list[ConfigError] = field(default_factory=list)
+
+
+def read_command(typed: Sequence[str], *, config_folder: Path) -> PipelineCommand:
+    """Read the file that `pipeline=` names, and divide the other overrides among its stages.
+
+    Args:
+        typed: Overrides of the command line.
+        config_folder: The config folder; `pipeline/<name>.yaml` in it or in a folder of the search path is the file.
+    """
+    name = _get_value(typed, "pipeline", "")
+    folder = Path(os.path.expanduser(_get_value(typed, "hydra.run.dir", f"logs/{name}")))
+    file = _find_file(name, typed, config_folder)
+    if file is None:
+        options = " ".join(list_options("pipeline", typed)) or "none"
+        mistake = ConfigError(f"pipeline={name}", f"the options are {options}", suggest_option("pipeline", name, typed))
+        return PipelineCommand(name=name, folder=folder, mistakes=[mistake])
+    shared, own, mistakes = _read_file(file, name)
+    if mistakes:
+        return PipelineCommand(name=name, folder=folder, mistakes=mistakes)
+    for_all, for_one, mistakes = _divide(typed, list(own))
+    stages: list[Stage] = []
+    for number, (stage, overrides) in enumerate(own.items(), start=1):
+        of_one = for_one.get(stage, [])
+        trains = not any(word.startswith("mode=") and word != "mode=fit" for word in [*overrides, *of_one])
+        # a stage that acts on a run has the settings of that run, which do not say where options of one's own are
+        around = (shared, for_all) if trains else (select_search_path(shared), select_search_path(for_all))
+        words = drop_replaced([*around[0], *overrides, *around[1], *of_one])
+        source, words, wrong = _take_source(stage, words, stages, list(own), trains=trains)
+        mistakes += [*wrong, *_check_launcher(stage, [*overrides, *of_one])]
+        digits = len(str(len(own)))
+        of_stage = folder / f"{number:0{digits}d}_{stage}"
+        stages.append(Stage(name=stage, folder=of_stage, overrides=words, source=source, trains=trains))
+    return PipelineCommand(name=name, folder=folder, stages=stages, mistakes=[*mistakes, *_reject(typed, stages)])
+
+
+def _get_value(typed: Sequence[str], key: str, default: str) -> str:
+    found = next((text for text in reversed(typed) if text.startswith(f"{key}=")), None)
+    return default if found is None else str(parse_override(found).value())
+
+
+def _find_file(name: str, typed: Sequence[str], config_folder: Path) -> Path | None:
+    folders = dict.fromkeys([config_folder, *find_config_folders(typed)])
+    files = [folder / "pipeline" / f"{name}.yaml" for folder in folders]
+    return next((file for file in files if os.path.isfile(file)), None)
+
+
+def _read_file(file: Path, name: str) -> tuple[list[str], dict[str, list[str]], list[ConfigError]]:
+    """Return the overrides of every stage that trains, those of each stage, and the errors in the file."""
+    setting = f"pipeline={name}"
+    try:
+        content: Any = OmegaConf.to_container(OmegaConf.load(file))
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        return [], {}, [ConfigError(setting, f"{file} cannot be read: {reason}", f"{_EXAMPLE} in it")]
+    if not isinstance(content, Mapping) or not isinstance(content.get("stages"), Mapping) or not content["stages"]:
+        return [], {}, [ConfigError(setting, f"{file} has no stages", f"{_EXAMPLE} in it")]
+    wrong = [
+        ConfigError(setting, f"{file}: nothing reads {key!r}", f"{' or '.join(_SECTIONS)} in its place")
+        for key in content
+        if key not in _SECTIONS
+    ]
+    for stage in content["stages"]:
+        if not isinstance(stage, str) or not _NAME.fullmatch(stage):
+            reason = f"{file}: a stage is named {stage!r}, and its name is that of a folder"
+            wrong.append(ConfigError(setting, reason, "a name of letters, digits, _ and -"))
+    lists = {"every_stage": content.get("every_stage") or [], **content["stages"]}
+    for key, overrides in lists.items():
+        if not isinstance(overrides, list) or not all(isinstance(text, str) for text in overrides):
+            place = key if key == "every_stage" else f"stages.{key}"
+            reason = f"{file}: {place} is no list of overrides"
+            wrong.append(ConfigError(setting, reason, f"{place}: [trainer.max_steps=200], each as it is typed"))
+    if wrong:
+        return [], {}, wrong
+    return lists["every_stage"], dict(content["stages"]), []
+
+
+def _divide(typed: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[str, list[str]], list[ConfigError]]:
+    """Divide overrides into those of every stage and those of one, `stages.sft.optimizer.lr=1e-4`."""
+    for_all: list[str] = []
+    for_one: dict[str, list[str]] = {}
+    mistakes: list[ConfigError] = []
+    for text in typed:
+        if text.startswith(_OF_PIPELINE):
+            continue
+        found = _STAGE.fullmatch(text)
+        if found is None:
+            for_all.append(text)
+        elif found[2] in names:
+            for_one.setdefault(found[2], []).append(f"{found[1]}{found[3]}")
+        else:
+            near = get_close_matches(found[2], names, 1, cutoff=0.5) or [f"<{' | '.join(names)}>"]
+            fix = for_shell(f"{found[1]}stages.{near[0]}.{found[3]}")
+            mistakes.append(ConfigError(text, f"the stages are {' '.join(names)}", fix))
+    return for_all, for_one, mistakes
+
+
+def _take_source(
+    stage: str, overrides: Sequence[str], before: Sequence[Stage], names: Sequence[str], *, trains: bool
+) -> tuple[str | None, list[str], list[ConfigError]]:
+    """Return the stage that another one starts from, its overrides without that, and the errors in them.
+
+    `start_from=<stage>`, and `resume=<stage>` of a mode that acts on a run; by default the last one before that trains.
+    What names a folder instead is left where it is.
+    """
+    key, other = ("start_from", "resume") if trains else ("resume", "start_from")
+    kept = [text for text in overrides if not text.startswith((f"{key}=", f"{other}="))]
+    mistakes = [
+        ConfigError(
+            f"stage {stage}: {text}",
+            "a killed stage goes on by itself" if trains else f"it trains nothing, and acts on the run of {key}=",
+            f"stages.{stage}.{key}=<{' | '.join(each.name for each in before if each.trains) or 'run folder'}>",
+        )
+        for text in overrides
+        if text.startswith(f"{other}=")
+    ]
+    chosen = next((text.partition("=")[2] for text in overrides if text.startswith(f"{key}=")), None)
+    trained = [each.name for each in before if each.trains]
+    if chosen is None:
+        return (trained[-1] if trained else None), kept, mistakes
+    if chosen == "null":
+        return None, kept, mistakes
+    if chosen in trained:
+        return chosen, kept, mistakes
+    if chosen in names:
+        reason = "it trains nothing" if chosen in [each.name for each in before] else "it does not run before this one"
+        fix = f"stages.{stage}.{key}=<{' | '.join([*trained, 'run folder'])}>"
+        mistakes.append(ConfigError(f"stage {stage}: {key}={chosen}", reason, fix))
+        return None, kept, mistakes
+    return None, [*kept, f"{key}={chosen}"], mistakes
+
+
+def _check_launcher(stage: str, overrides: Sequence[str]) -> Iterator[ConfigError]:
+    """Reject settings of the launcher for one stage: it is that of the pipeline."""
+    for text in overrides:
+        if text.lstrip("+~").partition("=")[0].partition(".")[0] in _OF_LAUNCHER:
+            yield ConfigError(f"stage {stage}: {text}", "one launcher starts every stage", f"{for_shell(text)} alone")
+
+
+def _reject(typed: Sequence[str], stages: Sequence[Stage]) -> Iterator[ConfigError]:
+    """Reject overrides that say for every stage what only one can have."""
+    for text in typed:
+        key, _, value = text.partition("=")
+        if key == "resume":
+            reason = "a pipeline goes on by itself, at the stage and step where it stopped"
+            yield ConfigError(text, reason, "the same command without it")
+        elif key == "start_from":
+            reason = "every stage but the first starts from the one before"
+            yield ConfigError(text, reason, for_shell(f"stages.{stages[0].name}.start_from={value}"))
+        elif key == "mode" and value != "fit":
+            first = " ".join(map(for_shell, stages[0].overrides))
+            reason = "it would replace what each stage does"
+            yield ConfigError(text, reason, f"{type_command(f'{text} {first}')} for stage {stages[0].name}")

@@ -1,0 +1,172 @@
+"""Start a pipeline: `pipeline=<name>`."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recipes.config.overrides import for_shell
+from recipes.errors import ConfigError, format_report, type_command
+from recipes.runtime.exit_codes import ExitCode
+from recipes.runtime.world import global_rank, started_by
+from recipes.sweep.main import is_sweep, reject_settings_of_sweep
+
+if TYPE_CHECKING:
+    from recipes.pipeline.command_line import PipelineCommand
+    from recipes.pipeline.pipeline import Pipeline, Planned
+
+LOG_FILE = "pipeline.log"
+
+
+def is_pipeline(overrides: Sequence[str]) -> bool:
+    """Return whether the command line is that of a pipeline."""
+    return any(override.startswith("pipeline=") for override in overrides)
+
+
+def run_pipeline(args: Namespace, folder: Path, name: str) -> int:
+    """Check all stages of a pipeline, then run them one after the other, each in its own processes.
+
+    Args:
+        args: Flags of Hydra, and the overrides of the command line.
+        folder: The config folder.
+        name: The primary config.
+
+    Returns:
+        The exit code: that of the stage that ended the pipeline, or 2 when a stage or the command is invalid.
+    """
+    if mistakes := _reject_others(args):
+        return _report(mistakes)
+    from recipes.pipeline.command_line import read_command
+    from recipes.pipeline.pipeline import name_stages, plan_stages
+    from recipes.runtime.lock import lock_run_folder
+
+    command = read_command(args.overrides, config_folder=folder)
+    planned = plan_stages(command.stages, config_folder=folder, config_name=name)
+    mistakes = [*command.mistakes, *name_stages(planned)]
+    if args.help and not mistakes:
+        print(_describe(command))
+        return ExitCode.FINISHED
+    if mistakes := mistakes or [*_check_folder(command.folder)]:
+        return _report(mistakes)
+    try:
+        _create_folder(command.folder)
+        with lock_run_folder(command.folder):
+            return _run(_open(command, planned, args.overrides, folder, name))
+    except ConfigError as mistake:
+        return _report([mistake])
+
+
+def _run(pipeline: "Pipeline") -> int:
+    """Run the stages that are left; return the exit code."""
+    from rich.console import Console
+
+    from recipes.runtime.console import LOGGER
+    from recipes.sweep.live_table import LiveTable
+    from recipes.sweep.pool import Pool, worst_exit_code
+
+    LOGGER.info(f"Pipeline {pipeline.name}: {len(pipeline.jobs)} stages, in {pipeline.folder}")
+    table = LiveTable(Console(), pipeline.jobs, pipeline.names)
+    pool = Pool(pipeline.launcher, pipeline, on_change=pipeline.on_change, show=table.show)
+    try:
+        with table.updating():
+            stop_signal = pool.run()
+    finally:
+        pipeline.log_end()
+    return pipeline.exit_code if stop_signal is None else worst_exit_code(pipeline.jobs, stop_signal)
+
+
+def _open(
+    command: "PipelineCommand", planned: Sequence["Planned"], typed: Sequence[str], folder: Path, name: str
+) -> "Pipeline":
+    """Return the pipeline with its launcher and its page, which are those of its first stage.
+
+    Raises:
+        ConfigError: The launcher does not wait for its jobs, or the file of an earlier command is damaged.
+    """
+    from recipes.config import compose_and_check
+    from recipes.config.search_path import select_search_path
+    from recipes.pipeline.pipeline import Pipeline
+
+    first = planned[0].run
+    assert first is not None, "a pipeline with errors is not started"
+    launcher = first.make("launcher")
+    if not launcher.waits:
+        reason = "each stage starts once the one before has finished, and the launcher does not wait for that"
+        raise ConfigError("launcher.wait=false", reason, "launcher.wait=true")
+    pages, mistakes = compose_and_check(
+        [*select_search_path(typed), "mode=report"], config_folder=folder, config_name=name
+    )
+    assert pages is not None, mistakes
+    return Pipeline(
+        name=command.name,
+        folder=command.folder,
+        planned=planned,
+        launcher=launcher,
+        config_folder=folder,
+        config_name=name,
+        typed=typed,
+        write_page=lambda *_: None,
+    )
+
+
+def _reject_others(args: Namespace) -> list[ConfigError]:
+    """Return the errors in what else would decide what is started."""
+    overrides: list[str] = args.overrides
+    typed = next(text for text in overrides if text.startswith("pipeline="))
+    if started_by() is not None:
+        reason = "every rank would run the whole pipeline, which starts the ranks of each stage itself"
+        return [ConfigError(f"{typed} under {started_by()}", reason, type_command(typed))]
+    if args.multirun or is_sweep(overrides):
+        reason = "a sweep varies one run, and this is several"
+        return [ConfigError(f"-m {typed}", reason, f"-m with what one stage is, or {type_command(typed)}")]
+    flags = [f"--{name}" for name in ("cfg", "info", "resolve", "package", "shell_completion") if getattr(args, name)]
+    if flags:
+        reason = "it shows the config of one run, and this is several"
+        return [
+            ConfigError(f"{flags[0]} {typed}", reason, f"{type_command(f'{typed} --help')}, and then that of a stage")
+        ]
+    return reject_settings_of_sweep(overrides)
+
+
+def _check_folder(folder: Path) -> list[ConfigError]:
+    from recipes.run_folder import PAGE_FILE, has_run, is_page, may_replace
+
+    setting, fix = f"hydra.run.dir={folder}", "hydra.run.dir=<another folder>"
+    if has_run(folder):
+        return [ConfigError(setting, "it is the folder of a run, whose report this pipeline would replace", fix)]
+    if not may_replace(folder / PAGE_FILE, is_page):
+        return [ConfigError(setting, f"it holds a {PAGE_FILE} of something else, which this one would replace", fix)]
+    return []
+
+
+def _create_folder(folder: Path) -> None:
+    from recipes.runtime.console import open_console
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        open_console(folder / LOG_FILE)
+    except OSError as error:
+        reason = f"the folder cannot be written to: {error.strerror}"
+        raise ConfigError(f"hydra.run.dir={folder}", reason, "hydra.run.dir=<a folder of yours>") from error
+
+
+def _describe(command: "PipelineCommand") -> str:
+    """Return what `--help` says of a pipeline: the command that each stage is."""
+    lines = [f"pipeline={command.name}: {len(command.stages)} stages, in {command.folder}", ""]
+    for stage in command.stages:
+        key = "start_from" if stage.trains else "resume"
+        source = next((each.folder for each in command.stages if each.name == stage.source), None)
+        words = [*stage.overrides, *([] if source is None else [f"{key}={source}"])]
+        lines.append(f"{stage.folder.name}: {type_command(' '.join(map(for_shell, words)))}")
+    name = command.stages[0].name
+    lines += ["", f"An override applies to every stage that trains, stages.{name}.optimizer.lr=1e-4 to one.", ""]
+    return "\n".join(
+        [*lines, "The same command resumes; a stage that has changed runs again, with what depends on it."]
+    )
+
+
+def _report(mistakes: Sequence[ConfigError]) -> int:
+    if global_rank() == 0:
+        print(format_report(mistakes), file=sys.stderr)
+    return ExitCode.INVALID_CONFIG
