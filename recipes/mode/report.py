@@ -9,6 +9,7 @@ from typing import Any
 
 from recipes.config.resolved import ResolvedRun
 from recipes.errors import ConfigError
+from recipes.files import count
 from recipes.foreign_file import reading
 from recipes.run_folder import (
     CONFIG_FILE,
@@ -16,10 +17,12 @@ from recipes.run_folder import (
     LOG_FILE,
     METRICS_FILE,
     PAGE_FILE,
+    PIPELINE_FILE,
     SUMMARY_FILE,
     claim_output,
     find_free_name,
     is_page,
+    read_json,
 )
 from recipes.runtime.console import LOGGER
 
@@ -35,6 +38,7 @@ def report(
     path: str | None,
     dashboard: list[Any],
     write: Callable[..., None],
+    write_stages: Callable[..., None],
 ) -> int:
     """Compare runs on one page and log its path.
 
@@ -45,6 +49,7 @@ def report(
         path: File to write; None is `report.html` in the folder that contains all runs.
         dashboard: Sections of panels.
         write: Writes the page: `(folders, path, sort=, dashboard=)`.
+        write_stages: Writes that of a pipeline: `(name, stages, path, dashboard=)`.
 
     Returns:
         The exit code, 0.
@@ -53,7 +58,10 @@ def report(
         ConfigError: One of `runs` names no run, no run has `sort`, or the page cannot be written.
     """
     del resolved
-    folders = find_runs([runs] if isinstance(runs, str) else runs)
+    runs = [runs] if isinstance(runs, str) else runs
+    if len(runs) == 1 and os.path.isfile(state := Path(os.path.expanduser(runs[0])) / PIPELINE_FILE):
+        return _report_stages(state, path, dashboard, write_stages)
+    folders = find_runs(runs)
     page = claim_output(_page_path(path, folders), "mode.path", is_file=True, replaces=is_page)
     parent = Path(commonpath([folder.resolve().parent for folder in folders]))
     with reading(parent, f"mode.runs={runs}", "mode.runs=[<those whose files are whole>]"):
@@ -64,6 +72,17 @@ def report(
                 raise
             raise ConfigError(f"mode.sort={sort}", str(error), "mode.sort=<one of these>") from error
     LOGGER.info(f"{len(folders)} run{'' if len(folders) == 1 else 's'} compared by {sort}")
+    LOGGER.info(str(page))
+    return 0
+
+
+def _report_stages(state: Path, path: str | None, dashboard: list[Any], write: Callable[..., None]) -> int:
+    """Write the page of a pipeline, from its own record of its stages."""
+    page = claim_output(path or state.parent / PAGE_FILE, "mode.path", is_file=True, replaces=is_page)
+    with reading(state.parent, f"mode.runs=[{state.parent}]", "mode.runs=[<a folder of it>]"):
+        pipeline = read_json(state, fix="the command of the pipeline, which writes it")
+        write(pipeline["pipeline"], pipeline["stages"], page, dashboard=dashboard)
+    LOGGER.info(f"{count(len(pipeline['stages']), 'stage')} of {pipeline['pipeline']}")
     LOGGER.info(str(page))
     return 0
 

@@ -3,6 +3,7 @@
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,7 +107,7 @@ def _open(
         config_folder=folder,
         config_name=name,
         typed=typed,
-        write_page=lambda *_: None,
+        write_page=partial(pages.make("mode.write_stages"), command.name, dashboard=pages.config["mode"]["dashboard"]),
     )
 
 

@@ -3,14 +3,14 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from recipes.checkpoint.resume import newest_checkpoint
 from recipes.config import compose_and_check
 from recipes.config.commands import list_classes, repeat_command
-from recipes.config.overrides import make_override
+from recipes.config.overrides import is_about_sweep, make_override
 from recipes.config.resolved import Awaited, ResolvedRun
 from recipes.errors import ConfigError, format_report
 from recipes.files import tolerating, write_atomically
@@ -18,10 +18,20 @@ from recipes.launcher import Launcher
 from recipes.launcher.composed_job import compose_job
 from recipes.launcher.job import Job, State
 from recipes.pipeline.command_line import Stage
-from recipes.run_folder import CONFIG_FILE, PAGE_FILE, PIPELINE_FILE, find_free_name
+from recipes.run_folder import (
+    CONFIG_FILE,
+    EVALUATIONS,
+    PAGE_FILE,
+    PIPELINE_FILE,
+    find_free_name,
+    read_summary,
+)
 from recipes.runtime.console import LOGGER
 from recipes.runtime.exit_codes import ExitCode
+from recipes.sweep.live_table import format_seconds
+from recipes.sweep.progress import Progress
 
+_SHOWN_LINES = 12  # of what a stage has printed
 # sections that say where and how a stage is started and shown, and not what it computes
 _NOT_COMPUTED = ("launcher", "ignore_slurm", "sweep", "plan", "dashboard", "resume", "start_from")
 
@@ -185,8 +195,10 @@ class Pipeline:
         return []
 
     def job_ended(self, job: Job) -> None:
-        """Record how a stage ended; any but a finished one ends the pipeline."""
+        """Log what a stage that trains nothing has printed; any stage but a finished one ends the pipeline."""
         self._is_running = False
+        if not self._planned[job.number - 1].stage.trains or job.state is not State.FINISHED:
+            LOGGER.info(_read_end(self.launcher.log_path(job)))
         if job.state is not State.FINISHED:
             code = job.exit_code
             self.exit_code = ExitCode.CRASHED if code is None or code < 0 else code
@@ -216,13 +228,16 @@ class Pipeline:
 
     def log_end(self) -> None:
         """Log the stages with their results, and how to go on if one is left."""
-        for job, planned in zip(self.jobs, self._planned, strict=True):
-            LOGGER.info(f"{planned.stage.name}: {job.state}, {planned.stage.folder}")
+        LOGGER.info("\n".join(draw_table([each.stage for each in self._planned], self.jobs)))
+        if (page := self.folder / PAGE_FILE).is_file():
+            LOGGER.info(f"The stages on one page: {page}")
         cut = next((job for job in self.jobs if job.state is not State.FINISHED), None)
-        if cut is not None:
-            name = self._planned[cut.number - 1].stage.name
-            LOGGER.error(f"Stage {name} {cut.state}; its log: {self.launcher.log_path(cut)}")
-            LOGGER.info(f"To go on: {repeat_command(self._typed)}")
+        if cut is None:
+            return
+        # what was not started has no log, unless its config is wrong, which is reported by now
+        log = f"; its log: {self.launcher.log_path(cut)}" if cut.exit_code is not None else ""
+        name, state = self._planned[cut.number - 1].stage.name, str(cut.state).replace("_", " ")
+        LOGGER.error(f"Stage {name} {state}{log}; to go on: {repeat_command(self._typed)}")
 
     def names(self) -> dict[int, dict[str, str]]:
         """Return the name of each stage by the number of its job."""
@@ -286,6 +301,12 @@ class Pipeline:
             write_atomically(path, json.dumps(state, indent=1) + "\n", fsync=True)
 
 
+def _read_end(log: Path) -> str:
+    """Return the last lines of a log, indented."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    return "\n".join(f"  {line}" for line in lines[-_SHOWN_LINES:])
+
+
 def _set_aside(folder: Path) -> str:
     """Rename a folder, and return what to log of it."""
     aside = folder.with_name(f"{folder.name}_replaced")
@@ -300,9 +321,40 @@ def _explain_change(entry: Entry | None, planned: Planned) -> str:
         return "has not run here"
     if entry.settings == planned.settings:
         return "starts from other weights"
-    before, now = entry.overrides, planned.stage.overrides
+    before, now = (
+        [text for text in texts if not is_about_sweep(text)] for texts in (entry.overrides, planned.stage.overrides)
+    )
     changed = [text for text in now if text not in before] or [f"no {text}" for text in before if text not in now]
     return f"has changed ({' '.join(changed)})" if changed else "has other settings in conf/"
+
+
+def draw_table(stages: Sequence[Stage], jobs: Sequence[Job]) -> list[str]:
+    """Return the lines of a table of all stages with their results, without columns that no stage has."""
+    rows = [
+        {
+            "stage": stage.name,
+            "state": str(job.state).replace("_", " "),
+            **_read_results(stage.folder),
+            "time": "" if job.seconds is None else format_seconds(job.seconds),
+            "folder": str(stage.folder),
+        }
+        for stage, job in zip(stages, jobs, strict=True)
+    ]
+    columns = [name for name in rows[0] if any(row[name] for row in rows)]
+    cells = [columns, *([row[name] for name in columns] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(columns))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def _read_results(folder: Path) -> dict[str, str]:
+    """Return the last results of a run as text; of an evaluation, those of the split."""
+    progress = Progress(folder, None)
+    progress.read()
+    evaluated = ((read_summary(folder) or {}).get(EVALUATIONS) or {}).get("val", {})
+    last = progress.last | {f"val/{name}": value for name, value in evaluated.items() if isinstance(value, float)}
+    names = {"steps": "step", "train loss": "train/loss", "val loss": "val/loss"}
+    names |= {"exact match": "val/exact_match", "reward": "val/reward"}
+    return {title: f"{last[name]:.5g}" if name in last else "" for title, name in names.items()}
 
 
 def read_state(folder: Path) -> dict[str, Entry]:

@@ -61,7 +61,7 @@ def _default_sections(folders: Sequence[Path], sort: str) -> list[Section]:
 
 def page_html(runs: Sequence[ComparedRun], sections: Sequence[Section], path: Path, *, sort: str) -> str:
     """Return the complete HTML page."""
-    drawn = [(section.title, _section_figures(section, runs, leads=i == 0)) for i, section in enumerate(sections)]
+    drawn = [(section.title, section_figures(section, runs, leads=i == 0)) for i, section in enumerate(sections)]
     drawn = [(title, figures) for title, figures in drawn if figures]
     figures = [figure for _, figures in drawn for figure in figures]
     steps = [step for figure in figures for step in figure.data.pop("range")]
@@ -79,6 +79,7 @@ def page_html(runs: Sequence[ComparedRun], sections: Sequence[Section], path: Pa
             "runs": [{"color": run.color.key, "text": _describe(run, sort, short)} for run in runs],
         },
         title="1 run" if len(runs) == 1 else f"{len(runs)} runs",
+        note="",
         runs=runs,
         statuses=Counter(run.status for run in runs).most_common(),
         named=list(short.values())[:MAX_NAMED_PARAMETERS],
@@ -104,7 +105,7 @@ def _across_runs(sections: Sequence[Section], runs: Sequence[ComparedRun], sort:
             yield parallel_figure(panel.title, sort, panel.parameters, runs)
 
 
-def _section_figures(section: Section, runs: Sequence[ComparedRun], *, leads: bool) -> list[Figure]:
+def section_figures(section: Section, runs: Sequence[ComparedRun], *, leads: bool) -> list[Figure]:
     """Return one figure per metric of a section, with the curves of all runs that have it."""
     written = list(dict.fromkeys(name for run in runs for name in run.curves))
     drawn = [(panel, name) for panel in section.panels if panel.kind == "line" for name in panel.metrics_among(written)]

@@ -56,11 +56,8 @@ def read_runs(folders: Sequence[Path], sections: Sequence[Section], *, sort: str
         LookupError: No run has `sort`, but some have other values.
     """
     panels = [panel for section in sections for panel in section.panels]
-    metrics = get_weights(folders, panels)
-    total_weight = sum(len(having) * weight for having, weight in metrics.values())
-    buckets_per_weight = MAX_POINTS / 4 / max(1, total_weight)
     named = [name for panel in panels for name in panel.parameters]
-    runs = [_read_thin(folder, metrics, buckets_per_weight) for folder in folders]
+    runs = read_thin(folders, panels)
     evaluated = [measure for run in runs for measure in get_evaluations(run)]
     measures = list(dict.fromkeys([sort, *METRICS_BY_MEASURE, *evaluated]))
     values = [{measure: get_value(run, measure) for measure in measures} for run in runs]
@@ -86,6 +83,14 @@ def read_runs(folders: Sequence[Path], sections: Sequence[Section], *, sort: str
         )
         for rank, i in enumerate(order)
     ]
+
+
+def read_thin(folders: Sequence[Path], panels: Sequence[Panel]) -> list[RunRecord]:
+    """Read runs, with curves of only as many points as one page of all panels can draw."""
+    metrics = get_weights(folders, panels)
+    total_weight = sum(len(having) * weight for having, weight in metrics.values())
+    buckets_per_weight = MAX_POINTS / 4 / max(1, total_weight)
+    return [_read_thin(folder, metrics, buckets_per_weight) for folder in folders]
 
 
 def get_weights(folders: Sequence[Path], panels: Sequence[Panel]) -> dict[str, tuple[list[Path], int]]:

@@ -59,7 +59,7 @@ class RunRow(NamedTuple):
     cells: list[Cell]
 
 
-_UNKNOWN = Cell("\N{EN DASH}", None)
+UNKNOWN = Cell("\N{EN DASH}", None)
 
 
 def get_table(runs: Sequence[ComparedRun], page: Path, *, sort: str) -> tuple[list[Head], list[RunRow]]:
@@ -88,7 +88,7 @@ def get_table(runs: Sequence[ComparedRun], page: Path, *, sort: str) -> tuple[li
     rows = [
         RunRow(
             run,
-            _get_link(run, page),
+            get_link(run, page),
             [
                 Cell(run.status, run.status, status_class(run.status)),
                 *(_value_cell(run.values[m], m, best[m]) for m in first),
@@ -125,7 +125,7 @@ def _best(values: list[float], measure: str, declared: Directions) -> float | No
     return None if is_common or not has_best(measure) else best
 
 
-def _get_link(run: ComparedRun, page: Path) -> str | None:
+def get_link(run: ComparedRun, page: Path) -> str | None:
     report = run.folder / "report.html"
     if not report.exists():
         return None
@@ -134,12 +134,12 @@ def _get_link(run: ComparedRun, page: Path) -> str | None:
 
 def _value_cell(value: float | None, measure: str, best: float | None) -> Cell:
     if value is None:
-        return _UNKNOWN
+        return UNKNOWN
     return Cell(measure_text(value, measure), repr(value), "best" if value == best else "")
 
 
 def _parameter_cell(value: Any) -> Cell:
-    return _UNKNOWN if value is None else Cell(value_text(value), str(value))
+    return UNKNOWN if value is None else Cell(value_text(value), str(value))
 
 
 class Bar(NamedTuple):

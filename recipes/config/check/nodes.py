@@ -57,6 +57,7 @@ PROVIDED: dict[str, set[str]] = {
     "mode.diagnose_run": {"path", "steps_per_epoch"},
     "mode.find_peak": {"device_name", "kind"},
     "mode.write": {"folders", "path"},
+    "mode.write_stages": {"title", "stages", "path", "dashboard"},
     "mode.write_page": {"path", "plan", "lines", "title", "text", "figures", "results", "images", "report", "about"},
     "sweep.compare": {"folders", "path", "sort", "dashboard"},
     "hydra.sweeper.sampler": {"seed"},
