@@ -324,8 +324,13 @@ def _explain_change(entry: Entry | None, planned: Planned) -> str:
     before, now = (
         [text for text in texts if not is_about_sweep(text)] for texts in (entry.overrides, planned.stage.overrides)
     )
-    changed = [text for text in now if text not in before] or [f"no {text}" for text in before if text not in now]
-    return f"has changed ({' '.join(changed)})" if changed else "has other settings in conf/"
+    if changed := [text for text in now if text not in before] or [f"no {text}" for text in before if text not in now]:
+        return f"has changed ({' '.join(changed)})"
+    return (
+        "has other settings in conf/"
+        if planned.stage.trains
+        else f"acts on stage {planned.stage.source}, which has changed"
+    )
 
 
 def draw_table(stages: Sequence[Stage], jobs: Sequence[Job]) -> list[str]:
