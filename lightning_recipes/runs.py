@@ -32,6 +32,7 @@ from recipes.entry.hydra_main import find_missing_folder
 from recipes.entry.light_import import without_unused_packages
 from recipes.entry.run import Outcome, run_to_outcome
 from recipes.errors import ConfigError, ConfigErrors, format_report, type_command
+from recipes.pipeline.main import is_pipeline
 from recipes.project import open_project
 from recipes.run_folder import (
     CONFIG_FILE,
@@ -461,7 +462,11 @@ def _compose(overrides: Sequence[str], *, only_weights: bool = False) -> Resolve
     paths = [] if select_search_path(overrides) else recalled or of_project
     words = quote_options(drop_replaced([*paths, *overrides]))
     mistakes = [*find_missing_folder(), *find_wrong_variables(), *find_variables_of_torch()]
-    if is_sweep(words) or (flags := [word for word in words if word.startswith("-")]):
+    if is_pipeline(words):
+        typed = next(word for word in words if word.startswith("pipeline="))
+        command = type_command(" ".join(map(for_shell, words)))
+        mistakes.append(ConfigError(typed, "a call takes the overrides of one run, and a pipeline is several", command))
+    elif is_sweep(words) or (flags := [word for word in words if word.startswith("-")]):
         typed = next((word for word in words if word.startswith(("sweep=", "hydra.mode="))), "") or flags[0]
         command = type_command(" ".join(map(for_shell, words)))
         mistakes.append(ConfigError(typed, "a call takes the overrides of one run, without flags", command))

@@ -51,14 +51,14 @@ class SyntheticTasks(Conversations):
                     f"data.tasks={tasks}", f"there is no task {task}", f"data.tasks=[{','.join(_ANSWERS)}]"
                 )
         super().__init__(path="", format="prompt_completion", fields={}, val_path=None, split="train", **settings)
-        self._rows_of_tasks = _TaskRows(tasks, num_examples, shuffle_answers)
+        self._rows_of_tasks = TaskRows(tasks, num_examples, shuffle_answers)
 
     @override
     def _open(self, name: str, path: str) -> Rows:
         return self._rows_of_tasks
 
 
-class _TaskRows:
+class TaskRows:
     def __init__(self, tasks: Sequence[str], num_examples: int, shuffle_answers: bool) -> None:
         self.name = f"{num_examples:,} examples of {', '.join(tasks)}"
         self._tasks = tasks

@@ -175,7 +175,10 @@ def test_ctrl_c_saves_the_stage_and_the_same_command_goes_on(pipelines: Pipeline
     _assert_equal_runs(folder / "2_second", undisturbed / "2_second")
 
 
-def test_the_mistakes_of_all_stages_are_reported_together(pipelines: Pipelines) -> None:
+def test_the_mistakes_of_all_stages_are_reported_together(
+    pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(pipelines.folder)  # where the watcher is
     typed = ["pipeline=tiny", f"hydra.searchpath=[{pipelines.folder / 'own'}]"]
     typed += ["stages.pretrain.optimizer.lrr=1", "stages.second.model.num_layers=3", "stages.evaluate.mode.split=tst"]
     command = read_command(typed, config_folder=CONF)

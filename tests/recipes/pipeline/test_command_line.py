@@ -1,0 +1,156 @@
+"""What a pipeline's file and the overrides beside it make of each stage, and what is refused before anything runs."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from recipes.config.compose import CONF
+from recipes.entry.hydra_main import parse_flags
+from recipes.pipeline.command_line import PipelineCommand, read_command
+from recipes.pipeline.main import run_pipeline
+from recipes.pipeline.pipeline import name_stages, plan_stages
+
+STAGES = {
+    "pretrain": ["trainer.max_steps=4"],
+    "sft": ["recipe=sft_demo", "optimizer.lr=1e-3"],
+    "scores": ["mode=evaluate"],
+    "again": ["trainer.max_steps=2"],
+}
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    (tmp_path / "pipeline").mkdir()
+    content = {"every_stage": ["tokenizer=bytes", "model.vocab_size=257"], "stages": STAGES}
+    (tmp_path / "pipeline/mine.yaml").write_text(json.dumps(content))
+    return tmp_path
+
+
+def _read(own: Path, *typed: str, name: str = "mine") -> PipelineCommand:
+    return read_command([f"pipeline={name}", f"hydra.searchpath=[{own}]", *typed], config_folder=CONF)
+
+
+def _write(own: Path, text: str) -> list[str]:
+    (own / "pipeline/other.yaml").write_text(text)
+    return [*map(str, _read(own, name="other").mistakes)]
+
+
+def test_a_stage_starts_from_the_last_one_that_trains(own: Path) -> None:
+    command = _read(own)
+    assert command.mistakes == []
+    assert {stage.name: stage.source for stage in command.stages} == {
+        "pretrain": None,
+        "sft": "pretrain",
+        "scores": "sft",
+        "again": "sft",
+    }
+    assert [str(stage.folder) for stage in command.stages][1] == "logs/mine/2_sft"
+
+
+def test_a_stage_starts_from_what_it_names(own: Path) -> None:
+    command = _read(
+        own, "stages.again.start_from=pretrain", "stages.sft.start_from=null", "stages.scores.resume=runs/x"
+    )
+    assert command.mistakes == []
+    sources = {stage.name: stage.source for stage in command.stages}
+    assert sources == {"pretrain": None, "sft": None, "scores": None, "again": "pretrain"}
+    assert "resume=runs/x" in command.stages[2].overrides, "a folder is left to the run"
+
+
+def test_an_override_is_that_of_every_stage_that_trains_or_of_one(own: Path) -> None:
+    typed = (
+        "seed=7",
+        "stages.sft.optimizer.lr=2e-3",
+        "+stages.sft.trainer.benchmark=true",
+        "~stages.sft.callbacks.report",
+    )
+    by_name = {stage.name: stage.overrides for stage in _read(own, *typed).stages}
+    assert "seed=7" in by_name["pretrain"]
+    assert "seed=7" not in by_name["scores"], "it has the settings of the run that it reads"
+    assert [text for text in by_name["sft"] if "optimizer.lr" in text] == ["optimizer.lr=2e-3"]
+    assert {"+trainer.benchmark=true", "~callbacks.report", "tokenizer=bytes"} <= {*by_name["sft"]}
+    assert any(text.startswith("hydra.searchpath=") for text in by_name["scores"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "fix"),
+    [
+        ("stages.sfd.optimizer.lr=1", "stages.sft.optimizer.lr=1"),
+        ("stages.sft.start_from=again", "stages.sft.start_from=<pretrain | run folder>"),
+        ("stages.again.start_from=scores", "stages.again.start_from=<pretrain | sft | run folder>"),
+        ("stages.sft.resume=auto", "stages.sft.start_from=<pretrain>"),
+        ("stages.scores.start_from=sft", "stages.scores.resume=<pretrain | sft>"),
+        ("stages.sft.launcher=slurm", "launcher=slurm"),
+        ("start_from=logs/x", "stages.pretrain.start_from=logs/x"),
+        ("resume=auto", "the same command without it"),
+    ],
+)
+def test_an_override_that_no_stage_can_have_is_answered(own: Path, typed: str, fix: str) -> None:
+    [mistake] = _read(own, typed).mistakes
+    assert typed.removeprefix("stages.").partition(".")[2] in mistake.setting or typed == mistake.setting
+    assert fix in mistake.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "has no stages"),
+        ("stages: {}", "has no stages"),
+        ("stages: [a]", "has no stages"),
+        ("stages: {a: seed=1}", "stages.a is no list of overrides"),
+        ("stages: {a: [{seed: 1}]}", "stages.a is no list of overrides"),
+        ("stages: {a/b: [seed=1]}", "a stage is named 'a/b'"),
+        ("stages: {1: [seed=1]}", "a stage is named 1"),
+        ("stages: {a: [seed=1], a: [seed=2]}", "duplicate key"),
+        ("stages: {a: [seed=1]}\nevery: [seed=2]", "nothing reads 'every'"),
+        ("stages: {a: [seed=1", "cannot be read"),
+    ],
+)
+def test_a_wrong_file_is_one_sentence(own: Path, text: str, reason: str) -> None:
+    [mistake] = _write(own, text)
+    assert reason in mistake
+
+
+def test_an_unknown_pipeline_is_answered_with_those_there_are(own: Path) -> None:
+    [mistake] = _read(own, name="mien").mistakes
+    assert "chat_nano" in mistake.reason
+    assert mistake.fix == "pipeline=mine"
+
+
+@pytest.mark.parametrize("typed", ["-m", "--cfg job", "sweep=lr", "hydra.sweep.dir=x", "mode=plan"])
+def test_what_is_of_one_run_is_refused_in_one_sentence(
+    own: Path, typed: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    args, _ = parse_flags(["pipeline=mine", f"hydra.searchpath=[{own}]", *typed.split()])
+    assert run_pipeline(args, CONF, "config") == 2
+    assert "The config has 1 mistake" in capsys.readouterr().err
+    assert not (tmp_path / "logs").exists()
+
+
+def test_help_names_the_command_of_each_stage(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args, _ = parse_flags(["pipeline=mine", f"hydra.searchpath=[{own}]", "--help"])
+    assert run_pipeline(args, CONF, "config") == 0
+    shown = capsys.readouterr().out
+    assert "2_sft: python train.py tokenizer=bytes" in shown
+    assert "start_from=logs/mine/1_pretrain" in shown
+    assert "resume=logs/mine/2_sft" in shown
+
+
+def test_a_run_that_saves_nothing_has_no_stage_after_it(own: Path) -> None:
+    command = _read(own, "stages.sft.save_every=null")
+    found = name_stages(plan_stages(command.stages, config_folder=CONF, config_name="config"))
+    assert [str(each).partition(";")[0] for each in found] == [
+        "stage scores: mode=evaluate: it needs a checkpoint, and sft saves none",
+        "stage again: start_from=sft: that run saves no checkpoint",
+    ]
+
+
+def test_the_stages_of_the_project_have_no_mistakes_and_are_checked_in_a_second() -> None:
+    command = read_command(["pipeline=chat_nano"], config_folder=CONF)
+    began = time.process_time()
+    planned = plan_stages(command.stages, config_folder=CONF, config_name="config")
+    assert [str(each) for each in name_stages(planned)] == []
+    assert time.process_time() - began < 3, "seven stages, of which each takes a tenth of a second and the first more"
