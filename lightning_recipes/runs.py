@@ -463,7 +463,7 @@ def _compose(overrides: Sequence[str], *, only_weights: bool = False) -> Resolve
     words = quote_options(drop_replaced([*paths, *overrides]))
     mistakes = [*find_missing_folder(), *find_wrong_variables(), *find_variables_of_torch()]
     if is_pipeline(words):
-        typed = next(word for word in words if word.startswith("pipeline="))
+        typed = next(word for word in words if is_pipeline([word]))
         command = type_command(" ".join(map(for_shell, words)))
         mistakes.append(ConfigError(typed, "a call takes the overrides of one run, and a pipeline is several", command))
     elif is_sweep(words) or (flags := [word for word in words if word.startswith("-")]):

@@ -18,6 +18,7 @@ from recipes.config import resolved as resolved_module
 from recipes.config.check import strategy as engines
 from recipes.config.check.sections import SETTINGS
 from recipes.config.signature import read_signature
+from recipes.pipeline.pipeline import check_pipeline
 from recipes.sweep.command_line import check_command
 
 ROOT = Path(__file__).parent.parent
@@ -133,6 +134,8 @@ def test_the_command_in_an_options_comment_composes(
         if is_sweep and "mode=wandb_sweep" not in overrides:  # which only writes the file of one
             typed = [override for override in overrides if override != "-m"]
             mistakes = check_command(typed, config_folder=CONF, config_name="config").mistakes
+        elif path.parent.name == "pipeline":
+            mistakes = check_pipeline(overrides, config_folder=CONF, config_name="config")[2]
         else:
             _, mistakes = compose_and_check(overrides)
         # runs, texts and disks named there are the reader's own

@@ -35,6 +35,7 @@ its type allows it. The options of `recipe=` have [a page of their own](recipes.
 _TOP = "Settings that several groups share, in `conf/config.yaml`; the default recipe sets some of them itself."
 _HIDDEN = ("_target_", "_partial_", "_convert_", "defaults")
 _SKIPPED = ("recipe", "hydra")
+_WITHOUT_SETTINGS = ("pipeline",)  # its files hold overrides
 _OURS = ("recipes.", "callbacks.")  # the words of other projects are not repeated
 
 
@@ -99,7 +100,7 @@ def _section(group: str, rows: list[dict[str, str]]) -> str:
 
 def _group_rows(group: str) -> list[dict[str, str]]:
     """Return the settings of every option in a group, option by option."""
-    paths = sorted((CONF / group).glob("*.yaml"))
+    paths = [] if group in _WITHOUT_SETTINGS else sorted((CONF / group).glob("*.yaml"))
     return [row | {"options": path.stem} for path in paths for row in _option_rows(group, path)]
 
 

@@ -1,4 +1,4 @@
-"""Synthetic pairs of answers for first runs on preferences: one is right, in the other two letters have changed places."""
+"""Synthetic pairs of answers for first runs on preferences: a right one, and one with two letters swapped."""
 
 import random
 from collections.abc import Iterator

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from recipes.config import compose_and_check
 from recipes.errors import ConfigError
@@ -23,7 +24,7 @@ def compose_job(
     """
     folder = str(job.folder).replace("'", "\\'")
     overrides = [*overrides, f"hydra.run.dir='{folder}'"]
-    source = {"config_folder": config_folder, "config_name": config_name}
+    source: dict[str, Any] = {"config_folder": config_folder, "config_name": config_name}
     job.composed, mistakes = compose_and_check(overrides, **source, continues=True)
     if mistakes or job.composed is None:
         return mistakes

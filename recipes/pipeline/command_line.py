@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recipes.config.check.suggestions import list_options, suggest_option
-from recipes.config.overrides import drop_replaced, for_shell, parse_override
+from recipes.config.local_path import find_address
+from recipes.config.overrides import drop_replaced, for_shell, parse_or_quote
 from recipes.config.search_path import find_config_folders, select_search_path
 from recipes.errors import ConfigError, type_command
 
@@ -69,7 +70,8 @@ def read_command(typed: Sequence[str], *, config_folder: Path) -> PipelineComman
         config_folder: The config folder; `pipeline/<name>.yaml` in it or in a folder of the search path is the file.
     """
     name = _get_value(typed, "pipeline", "")
-    folder = Path(os.path.expanduser(_get_value(typed, "hydra.run.dir", f"logs/{name}")))
+    typed_folder = _get_value(typed, "hydra.run.dir", f"logs/{name}")
+    folder = Path(os.path.expanduser(typed_folder))
     file = _find_file(name, typed, config_folder)
     if file is None:
         options = " ".join(list_options("pipeline", typed)) or "none"
@@ -79,6 +81,7 @@ def read_command(typed: Sequence[str], *, config_folder: Path) -> PipelineComman
     if mistakes:
         return PipelineCommand(name=name, folder=folder, mistakes=mistakes)
     for_all, for_one, mistakes = _divide(typed, list(own))
+    mistakes += _check_folder(typed_folder)
     stages: list[Stage] = []
     for number, (stage, overrides) in enumerate(own.items(), start=1):
         of_one = for_one.get(stage, [])
@@ -95,14 +98,28 @@ def read_command(typed: Sequence[str], *, config_folder: Path) -> PipelineComman
 
 
 def _get_value(typed: Sequence[str], key: str, default: str) -> str:
-    found = next((text for text in reversed(typed) if text.startswith(f"{key}=")), None)
-    return default if found is None else str(parse_override(found).value())
+    found = next((text.lstrip("+") for text in reversed(typed) if text.lstrip("+").startswith(f"{key}=")), None)
+    if found is None:
+        return default
+    parsed = parse_or_quote(found)[0]
+    return found.partition("=")[2] if parsed is None or parsed.is_sweep_override() else str(parsed.value())
 
 
 def _find_file(name: str, typed: Sequence[str], config_folder: Path) -> Path | None:
     folders = dict.fromkeys([config_folder, *find_config_folders(typed)])
-    files = [folder / "pipeline" / f"{name}.yaml" for folder in folders]
-    return next((file for file in files if os.path.isfile(file)), None)
+    files = (file for folder in folders for file in sorted((folder / "pipeline").glob("*.yaml")))
+    return next((file for file in files if file.stem == name), None)
+
+
+def _check_folder(folder: str) -> Iterator[ConfigError]:
+    """Reject a folder in which the same command would not find the pipeline again."""
+    setting, fix = f"hydra.run.dir={folder}", "hydra.run.dir=<folder>"
+    if folder in ("", "None"):
+        yield ConfigError("hydra.run.dir=", "a pipeline needs a folder", fix)
+    elif "${" in folder:
+        yield ConfigError(setting, "the same command is to find this folder again, to go on there", fix)
+    elif address := find_address("hydra.run.dir", folder):
+        yield address
 
 
 def _read_file(file: Path, name: str) -> tuple[list[str], dict[str, list[str]], list[ConfigError]]:
@@ -141,7 +158,7 @@ def _divide(typed: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict
     for_one: dict[str, list[str]] = {}
     mistakes: list[ConfigError] = []
     for text in typed:
-        if text.startswith(_OF_PIPELINE):
+        if text.lstrip("+").startswith(_OF_PIPELINE):
             continue
         found = _STAGE.fullmatch(text)
         if found is None:

@@ -22,7 +22,7 @@ LOG_FILE = "pipeline.log"
 
 def is_pipeline(overrides: Sequence[str]) -> bool:
     """Return whether the command line is that of a pipeline."""
-    return any(override.startswith("pipeline=") for override in overrides)
+    return any(override.lstrip("+").startswith("pipeline=") for override in overrides)
 
 
 def run_pipeline(args: Namespace, folder: Path, name: str) -> int:
@@ -38,13 +38,10 @@ def run_pipeline(args: Namespace, folder: Path, name: str) -> int:
     """
     if mistakes := _reject_others(args):
         return _report(mistakes)
-    from recipes.pipeline.command_line import read_command
-    from recipes.pipeline.pipeline import name_stages, plan_stages
+    from recipes.pipeline.pipeline import check_pipeline
     from recipes.runtime.lock import lock_run_folder
 
-    command = read_command(args.overrides, config_folder=folder)
-    planned = plan_stages(command.stages, config_folder=folder, config_name=name)
-    mistakes = [*command.mistakes, *name_stages(planned)]
+    command, planned, mistakes = check_pipeline(args.overrides, config_folder=folder, config_name=name)
     if args.help and not mistakes:
         print(_describe(command))
         return ExitCode.FINISHED
@@ -114,7 +111,7 @@ def _open(
 def _reject_others(args: Namespace) -> list[ConfigError]:
     """Return the errors in what else would decide what is started."""
     overrides: list[str] = args.overrides
-    typed = next(text for text in overrides if text.startswith("pipeline="))
+    typed = next(text.lstrip("+") for text in overrides if is_pipeline([text]))
     if started_by() is not None:
         reason = "every rank would run the whole pipeline, which starts the ranks of each stage itself"
         return [ConfigError(f"{typed} under {started_by()}", reason, type_command(typed))]

@@ -17,7 +17,7 @@ from recipes.files import tolerating, write_atomically
 from recipes.launcher import Launcher
 from recipes.launcher.composed_job import compose_job
 from recipes.launcher.job import Job, State
-from recipes.pipeline.command_line import Stage
+from recipes.pipeline.command_line import PipelineCommand, Stage, read_command
 from recipes.run_folder import (
     CONFIG_FILE,
     EVALUATIONS,
@@ -80,6 +80,21 @@ class Planned:
         starts_from_another = self.stage.source is not None or self.run.start_from is not None
         text = f"{self.run.describe_settings(without=_NOT_COMPUTED)} {starts_from_another}"
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_pipeline(
+    typed: Sequence[str], *, config_folder: Path, config_name: str
+) -> tuple[PipelineCommand, list[Planned], list[ConfigError]]:
+    """Return what a pipeline is made of, its stages composed, and all errors in it; builds nothing.
+
+    Args:
+        typed: Overrides of the command line.
+        config_folder: The folder from which stages are composed.
+        config_name: The primary config.
+    """
+    command = read_command(typed, config_folder=config_folder)
+    planned = plan_stages(command.stages, config_folder=config_folder, config_name=config_name)
+    return command, planned, [*command.mistakes, *name_stages(planned)]
 
 
 def plan_stages(stages: Sequence[Stage], *, config_folder: Path, config_name: str) -> list[Planned]:

@@ -14,6 +14,8 @@ from support import ROOT
 from recipes.config import compose_and_check
 from recipes.config.compose import CONF
 from recipes.errors import INSTALLED
+from recipes.pipeline.main import is_pipeline
+from recipes.pipeline.pipeline import check_pipeline
 from recipes.project import NEW, open_project, write_project
 from recipes.run_folder import CONFIG_FILE
 from recipes.sweep.command_line import check_command
@@ -75,6 +77,8 @@ def _check(overrides: list[str]) -> list[str]:
     if "-m" in overrides or "--multirun" in overrides:
         typed = [word for word in overrides if word not in ("-m", "--multirun")]
         return [str(mistake) for mistake in check_command(typed, config_folder=CONF, config_name="config").mistakes]
+    if is_pipeline(overrides):
+        return [str(mistake) for mistake in check_pipeline(overrides, config_folder=CONF, config_name="config")[2]]
     return [str(mistake) for mistake in compose_and_check(overrides)[1]]
 
 

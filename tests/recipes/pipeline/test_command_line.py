@@ -85,6 +85,8 @@ def test_an_override_is_that_of_every_stage_that_trains_or_of_one(own: Path) -> 
         ("stages.sft.launcher=slurm", "launcher=slurm"),
         ("start_from=logs/x", "stages.pretrain.start_from=logs/x"),
         ("resume=auto", "the same command without it"),
+        ("hydra.run.dir=logs/${now:%H}", "hydra.run.dir=<folder>"),
+        ("hydra.run.dir=", "hydra.run.dir=<folder>"),
     ],
 )
 def test_an_override_that_no_stage_can_have_is_answered(own: Path, typed: str, fix: str) -> None:
