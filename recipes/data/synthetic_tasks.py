@@ -59,6 +59,14 @@ class SyntheticTasks(Conversations):
 
 
 class TaskRows:
+    """Rows of prompt and completion, the same ones every time.
+
+    Args:
+        tasks: Tasks, which the rows cycle through.
+        num_examples: Number of rows.
+        shuffle_answers: Whether each prompt has the answer to another one.
+    """
+
     def __init__(self, tasks: Sequence[str], num_examples: int, shuffle_answers: bool) -> None:
         self.name = f"{num_examples:,} examples of {', '.join(tasks)}"
         self._tasks = tasks

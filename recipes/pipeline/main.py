@@ -53,6 +53,8 @@ def run_pipeline(args: Namespace, folder: Path, name: str) -> int:
             return _run(_open(command, planned, args.overrides, folder, name))
     except ConfigError as mistake:
         return _report([mistake])
+    except KeyboardInterrupt:  # before a stage ran, or after the last one
+        return ExitCode.INTERRUPTED
 
 
 def _run(pipeline: "Pipeline") -> int:

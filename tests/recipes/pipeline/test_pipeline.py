@@ -37,18 +37,20 @@ class Pipelines:
         texts = write_texts(folder / "texts")
         every = [*TINY, f"data.path={texts}", "warmup_steps=1", "save_every=2", "eval_every=2"]
         every += ["+callbacks.watcher._target_=watcher.Watcher", f"+callbacks.watcher.folder={folder / 'records'}"]
-        (folder / "own/pipeline/tiny.yaml").write_text(json.dumps({"every_stage": every, "stages": STAGES}))
+        longer = {"pretrain": STAGES["pretrain"], "check": ["mode=evaluate"], **STAGES}
+        for name, stages in {"tiny": STAGES, "longer": longer}.items():
+            (folder / f"own/pipeline/{name}.yaml").write_text(json.dumps({"every_stage": every, "stages": stages}))
 
-    def start(self, pipeline: str, *overrides: str) -> Started:
+    def start(self, folder: str, *overrides: str, pipeline: str = "tiny") -> Started:
         """Start `python train.py pipeline=tiny` in a folder of this name."""
-        typed = ["pipeline=tiny", "hydra.searchpath=[own]", f"hydra.run.dir={pipeline}", "trainer.accelerator=cpu"]
+        typed = [f"pipeline={pipeline}", "hydra.searchpath=[own]", f"hydra.run.dir={folder}", "trainer.accelerator=cpu"]
         command = [sys.executable, str(ROOT / "train.py"), *typed, *overrides]
         self.started.append(Started(command, folder=self.folder, paths=[self.folder, ROOT / "tests"]))
         return self.started[-1]
 
-    def run(self, pipeline: str, *overrides: str) -> tuple[int, str]:
+    def run(self, folder: str, *overrides: str, pipeline: str = "tiny") -> tuple[int, str]:
         """Run a pipeline to its end; return the exit code and the output."""
-        started = self.start(pipeline, *overrides)
+        started = self.start(folder, *overrides, pipeline=pipeline)
         output = started.end()
         assert started.left() == [], output
         return started.process.returncode, output
@@ -147,6 +149,20 @@ def test_a_changed_stage_runs_again_with_what_depends_on_it_and_nothing_else(
     assert (folder / "1_pretrain/summary.json").stat().st_mtime_ns == first
     assert rows(folder / "2_second_replaced") == rows(undisturbed / "2_second")
     assert rows(folder / "2_second") != rows(undisturbed / "2_second")
+
+
+def test_a_stage_put_before_others_moves_their_folders_and_runs_alone(pipelines: Pipelines, undisturbed: Path) -> None:
+    folder = pipelines.copy(undisturbed, "longer")
+    exit_code, output = pipelines.run("longer", pipeline="longer")
+    assert exit_code == 0, output
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == [
+        "1_pretrain",
+        "2_check",
+        "3_second",
+        "4_evaluate",
+    ]
+    assert output.count("finished before") == 3
+    assert rows(folder / "3_second") == rows(undisturbed / "2_second")
 
 
 def test_a_failing_stage_ends_the_pipeline_with_its_exit_code_and_its_log(
