@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from recipes.adapter import switched_off
+from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.data.draws import has_draws
 from recipes.errors import ConfigError
 from recipes.lightning_internals import get_data
 from recipes.loss.preference import AnswerLoss, Likelihoods, count_tokens
 from recipes.numerics.linear import get_product_dtype
-from recipes.numerics.loss import IGNORE_INDEX
-from recipes.task.answers import AnswerTask, evaluating
+from recipes.numerics.loss import IGNORE_INDEX, token_losses
+from recipes.run_folder import find_run_folder
 from recipes.task.base import Batch
 from recipes.task.reference import ReferenceTable
 
@@ -199,14 +201,21 @@ class PreferenceTuning(AnswerTask):
         self._kl, self._kl_of_sets = None, []
 
     def _open_table(self) -> ReferenceTable:
-        """Return the table of this run, at first from its folder. Collective, the first time.
+        """Return the table of this run, at first from its folder or that of its checkpoint. Collective, the first time.
 
         Raises:
             ConfigError: It is not there.
         """
         if self._table is None:
-            folder = Path(self.trainer.default_root_dir)
-            self._table = ReferenceTable.of_run(folder, engine=self.engine, is_first=self.trainer.is_global_zero)
+            io = self.engine.checkpoint_io
+            loaded = io.loaded if isinstance(io, FolderCheckpointIO) else None
+            self._table = ReferenceTable.of_run(
+                Path(self.trainer.default_root_dir),
+                resumed=None if loaded is None else find_run_folder(loaded),
+                keeps=self.trainer.training,
+                engine=self.engine,
+                is_first=self.trainer.is_global_zero,
+            )
         return self._table
 
     def _prepare_table(self) -> None:

@@ -45,18 +45,27 @@ class ReferenceTable:
         self._values = torch.from_numpy(values[order]).to(device)  # [N, K']
 
     @classmethod
-    def of_run(cls, folder: Path, *, engine: Engine, is_first: bool) -> "ReferenceTable":
-        """Return the table in a run folder. Collective.
+    def of_run(
+        cls, folder: Path, *, resumed: Path | None, keeps: bool, engine: Engine, is_first: bool
+    ) -> "ReferenceTable":
+        """Return the table in a run folder, or in that of the run that it goes on from. Collective.
 
         Args:
             folder: The run folder, which only rank 0 reads.
+            resumed: Folder of the run whose checkpoint was read, which may be another one; None: unknown.
+            keeps: Whether the table of another folder is copied to this one, for those who go on from there.
             engine: The ranks.
             is_first: Whether this is rank 0.
 
         Raises:
             ConfigError: There is none.
         """
-        part: _Part | None = engine.broadcast(_read(folder / _FILE) if is_first else None)
+        found: _Part | None = None
+        if is_first:
+            found = _read(folder / _FILE)
+            if found is None and resumed is not None and (found := _read(resumed / _FILE)) is not None and keeps:
+                _save(folder / _FILE, found)
+        part: _Part | None = engine.broadcast(found)
         if part is None:
             raise ConfigError(
                 f"resume={folder}",

@@ -436,6 +436,17 @@ def test_a_run_without_its_table_says_what_is_missing(
     assert "reference.npz is not there" in capsys.readouterr().out
 
 
+def test_another_folder_takes_the_table_of_the_run_whose_checkpoint_it_reads(pairs: Path, tmp_path: Path) -> None:
+    trained = train(pairs, tmp_path / "run", steps=3)
+    resume = f"resume={tmp_path / 'run'}"
+    assert execute("mode=evaluate", resume, f"hydra.run.dir={tmp_path / 'scores'}") == 0
+    assert not (tmp_path / "scores/reference.npz").exists()
+    [scores] = json.loads((tmp_path / "scores/summary.json").read_text())["evaluations"].values()
+    assert scores["loss"] == pytest.approx(trained[-1]["val/loss"], rel=1e-5)
+    assert execute(resume, "trainer.max_steps=6", f"hydra.run.dir={tmp_path / 'other'}") == 0
+    assert (tmp_path / "other/reference.npz").read_bytes() == (tmp_path / "run/reference.npz").read_bytes()
+
+
 def test_the_report_shows_answers_of_the_start_beside_the_newest_and_both_of_the_row(
     pairs: Path, tmp_path: Path
 ) -> None:
