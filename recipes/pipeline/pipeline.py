@@ -175,6 +175,7 @@ class Pipeline:
         # for the table; those of an earlier command have their results
         self.jobs = [Job(number=i + 1, folder=each.stage.folder, overrides=[]) for i, each in enumerate(planned)]
         self._is_running = False
+        self._log_bytes = 0  # of earlier starts, in the log of the running stage
 
     # a source of jobs, see `recipes.sweep.pool.Source`
 
@@ -205,6 +206,8 @@ class Pipeline:
             )
             self._save()
             LOGGER.info(f"{self._title(index)}{', resumed' if goes_on else ''}, {stage.folder}")
+            log = self.launcher.log_path(job)
+            self._log_bytes = log.stat().st_size if log.is_file() else 0
             self._is_running = True
             return [job]
         return []
@@ -213,7 +216,7 @@ class Pipeline:
         """Log what a stage that trains nothing has printed; any stage but a finished one ends the pipeline."""
         self._is_running = False
         if not self._planned[job.number - 1].stage.trains or job.state is not State.FINISHED:
-            LOGGER.info(_read_end(self.launcher.log_path(job)))
+            LOGGER.info(_read_end(self.launcher.log_path(job), self._log_bytes))
         if job.state is not State.FINISHED:
             code = job.exit_code
             self.exit_code = ExitCode.CRASHED if code is None or code < 0 else code
@@ -316,9 +319,10 @@ class Pipeline:
             write_atomically(path, json.dumps(state, indent=1) + "\n", fsync=True)
 
 
-def _read_end(log: Path) -> str:
-    """Return the last lines of a log, indented."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+def _read_end(log: Path, offset: int) -> str:
+    """Return the last lines of a log after this number of bytes, indented."""
+    written = log.read_bytes()[offset:] if log.is_file() else b""
+    lines = written.decode(errors="replace").splitlines()
     return "\n".join(f"  {line}" for line in lines[-_SHOWN_LINES:])
 
 

@@ -132,4 +132,5 @@ def _metrics(job: Job, progress: Progress | None) -> list[str]:
         return ["", "", "", duration]
     total = "" if progress.max_steps is None else f"/{progress.max_steps}"
     losses = [f"{progress.last[name]:.4f}" if name in progress.last else "" for name in ("train/loss", "val/loss")]
-    return [f"{progress.step}{total}", *losses, duration]
+    step = f"{progress.step}{total}" if progress.step or total else ""  # a mode that does not train has none
+    return [step, *losses, duration]

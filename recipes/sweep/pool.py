@@ -138,7 +138,8 @@ class Pool:
         assert job.composed is not None, f"job {job.number} was started without a config"
         self._waiting.remove(job)
         self._running[job.number] = handle
-        max_steps = job.composed.max_steps if job.composed.epochs is None else None
+        has_steps = job.composed.mode.trains and job.composed.epochs is None
+        max_steps = job.composed.max_steps if has_steps else None
         self._progress[job.number] = Progress(job.folder, max_steps)
         self._started_at[job.number] = time.monotonic()
         job.state, job.exit_code, job.seconds = _current_state(handle), None, None

@@ -121,10 +121,11 @@ def test_a_class_that_was_edited_between_two_calls_is_read_again(
     [
         (["-m", "optimizer.lr=1e-3,2e-3"], "python train.py -m optimizer.lr=1e-3,2e-3"),
         (["sweep=optuna_lr"], "python train.py sweep=optuna_lr"),
+        (["pipeline=chat_nano", "seed=1"], "python train.py pipeline=chat_nano seed=1"),
         (["launcher.max_jobs=2"], "the same command without it, or -m beside it"),
     ],
 )
-def test_sweeps_and_flags_are_answered_with_the_command(overrides: list[str], fix: str) -> None:
+def test_sweeps_pipelines_and_flags_are_answered_with_the_command(overrides: list[str], fix: str) -> None:
     with pytest.raises(lr.InvalidConfigError) as caught:
         lr.compose(*overrides)
     assert str(caught.value).splitlines()[-1] == f"   type: {fix}"

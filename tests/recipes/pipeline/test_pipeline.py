@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from started import Started
-from support import ROOT, TINY, read_metrics, write_texts
+from support import ROOT, TINY, execute, read_metrics, write_texts
 from sweeping import WATCHER, rows, wait_until
 
 from recipes.config.compose import CONF
@@ -106,11 +106,14 @@ def test_a_stage_begins_with_the_weights_of_the_one_before_and_is_evaluated(undi
     assert {stage["state"] for stage in _read_state(undisturbed).values()} == {"finished"}
 
 
-def test_the_page_has_a_row_for_each_stage(undisturbed: Path) -> None:
+def test_the_page_has_a_row_for_each_stage_and_is_written_again_by_a_report(undisturbed: Path) -> None:
     page = (undisturbed / "report.html").read_text()
     assert "Pipeline tiny" in page
     for name in STAGES:
         assert f'data-v="{name}"' in page
+    (undisturbed / "report.html").unlink()
+    assert execute("mode=report", f"mode.runs=[{undisturbed}]") == 0
+    assert (undisturbed / "report.html").read_text() == page
 
 
 def test_a_pipeline_killed_in_its_second_stage_goes_on_to_the_same_bits(

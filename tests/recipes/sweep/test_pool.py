@@ -108,7 +108,7 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> list[Job]:
-    config = {"trainer": {"max_steps": 4}}
+    config = {"trainer": {"max_steps": 4}, "mode": {"_target_": "recipes.mode.fit.fit"}}
     return [
         Job(
             number=number,

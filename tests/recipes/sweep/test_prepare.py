@@ -154,7 +154,7 @@ def test_an_interrupted_job_resumes_from_its_own_checkpoint_even_if_it_started_f
 ) -> None:
     other = tmp_path / "other"  # the run need not exist
     overrides = ["seed=3", f"resume={other}"]
-    monkeypatch.setattr("recipes.sweep.sweep.compose_and_check", compose_unchecked)
+    monkeypatch.setattr("recipes.launcher.composed_job.compose_and_check", compose_unchecked)
     new_job, _ = make_sweep(tmp_path).prepare(overrides, 0, str)
     assert new_job.composed is not None
     assert new_job.composed.config["resume"] == str(other)
