@@ -1,4 +1,5 @@
 # make train   set up what is missing, then train the quickstart recipe
+# make chat    from the text on this machine to a small model that answers, in stages: fifteen minutes on two cores
 # make test    set up what is missing, then lint, types and tests: what CI runs
 # make test-fast   most of what starts no process: the inner loop, a minute
 # make kill-test   200 kills of real runs, each resumed and compared: six minutes on two cores
@@ -23,10 +24,13 @@ JOBS ?= 2
 # the first two keep two cores busy by themselves, and are slower beside anything else; one SLURM runs at a time
 ALONE := tests/parity tests/kill tests/test_slurm_cluster.py
 
-.PHONY: help train test test-fast test-long kill-test lint types bench benchmark gpu-check bench-gpu docs docs-serve clean
+.PHONY: help train chat test test-fast test-long kill-test lint types bench benchmark gpu-check bench-gpu docs docs-serve clean
 
 train: $(VENV)/.installed
 	$(RUN) train.py
+
+chat: $(VENV)/.installed
+	$(RUN) train.py pipeline=chat_nano
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
