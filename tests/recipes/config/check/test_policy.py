@@ -82,6 +82,55 @@ def test_a_mistake_about_a_policy_is_one_sentence(recipe: list[str], typed: str)
     assert [str(mistake) for mistake in mistakes] == [MISTAKES[typed]]
 
 
+# what is typed beside recipe=ppo -> the mistake
+MISTAKES_OF_PPO = {
+    "loss=grpo": "loss=grpo task=actor_critic: it does not train the values that this task predicts; type recipe=grpo",
+    "task=policy loss=ppo": (
+        "loss=ppo task=policy: it measures rewards by values, which the model of this task does not predict; type"
+        " recipe=ppo, or loss=grpo"
+    ),
+    "loss=dpo": "loss=dpo task=actor_critic: it learns nothing from rewards of completions; type loss=ppo",
+    "task=language_modeling loss=ppo rollout=none data=prompts": (
+        "loss=ppo task=language_modeling: it learns from completions that are sampled and rewarded, and this task"
+        " samples none; type recipe=ppo, or another loss"
+    ),
+    "loss.kl_weight=0 loss.kl_target=6": (
+        "loss.kl_target=6 loss.kl_weight=0: the weight is multiplied until the divergence is at the target, and 0"
+        " stays 0; type loss.kl_weight=0.05, or loss.kl_target=null"
+    ),
+    "task.reference=frozen_copy loss.kl_weight=0": (
+        "task.reference=frozen_copy loss.kl_weight=0: a loss without the term of the divergence asks no reference;"
+        " type task.reference=auto, or loss.kl_weight=0.05"
+    ),
+    "loss.kl_weight=0 tensor_parallel_size=2 strategy=fsdp trainer.devices=2": (
+        "tensor_parallel_size=2 task=actor_critic: values are computed beside the probabilities of all tokens, of which"
+        " a rank would have a part; type tensor_parallel_size=1"
+    ),
+    "rollout.num_generations=8 global_batch_size=20": (
+        f"global_batch_size=20: {GROUPS}; type global_batch_size=24 (or 16)"
+    ),
+}
+
+
+@pytest.mark.parametrize("typed", MISTAKES_OF_PPO)
+def test_a_mistake_about_a_policy_with_values_is_one_sentence(recipe: list[str], typed: str) -> None:
+    _, mistakes = compose_and_check(["recipe=ppo", *recipe[1:], *typed.split()])
+    assert [str(mistake) for mistake in mistakes] == [MISTAKES_OF_PPO[typed]]
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "global_batch_size=1",
+        "rollout.num_generations=4 loss.kl_weight=0 strategy=deepspeed_stage_3 trainer.devices=2",
+        "adapter=lora loss.kl_in=loss loss.kl_estimator=k3",
+    ],
+)
+def test_values_need_no_group_and_no_reference(recipe: list[str], typed: str) -> None:
+    _, mistakes = compose_and_check(["recipe=ppo", *recipe[1:], *typed.split()])
+    assert [str(mistake) for mistake in mistakes] == []
+
+
 @pytest.mark.parametrize(
     "typed",
     [
