@@ -30,6 +30,7 @@ from recipes.rollout import Rollout
 from recipes.task.answers import AnswerTask, evaluating
 from recipes.task.base import Batch
 
+Entropy = Literal["loss", "measure"]  # with its gradient or without
 _OF_ROWS = ("num_inputs", "num_tokens", "is_truncated", "rewards", "scores", "errors")  # [R] or [R, F]
 
 
@@ -88,7 +89,7 @@ class PolicyTuning(AnswerTask):
     @override
     def outputs(self, batch: Batch) -> PolicyOutputs:
         is_logged = self._trainer is not None and self.training and self._is_logged  # a plan has no trainer
-        entropy = "loss" if self.loss.needs_entropy else "measure" if is_logged else None
+        entropy: Entropy | None = "loss" if self.loss.needs_entropy else "measure" if is_logged else None
         found = self._look(self.model, batch, entropy=entropy, with_values=self.loss.needs_values)
         return found._replace(reference=batch.get("reference_log_probs"))
 
@@ -97,7 +98,7 @@ class PolicyTuning(AnswerTask):
         model: nn.Module,
         batch: Batch,
         *,
-        entropy: Literal["loss", "measure"] | None = None,
+        entropy: Entropy | None = None,
         with_values: bool = False,
     ) -> PolicyOutputs:
         """Return what a model says of the tokens of completions, from one forward pass."""
@@ -387,7 +388,7 @@ class PolicyTuning(AnswerTask):
         self._rewards.close()
 
 
-def _read(logits: Tensor, targets: Tensor, *, temperature: float, entropy: Literal["loss", "measure"] | None) -> Tensor:
+def _read(logits: Tensor, targets: Tensor, *, temperature: float, entropy: Entropy | None) -> Tensor:
     """Return the log-probability of each target, [...], 0 if ignored; with its entropy, [..., 2] float32.
 
     Args:
