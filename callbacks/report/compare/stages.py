@@ -32,7 +32,7 @@ def write_stages(
     Args:
         title: Name of the pipeline.
         stages: By name, in order: `folder`, `state`, `seconds` and `overrides` of each that was started.
-        path: The HTML file to write, in the folder that holds those of the stages.
+        path: The HTML file to write; folders of stages are relative to its own.
         dashboard: Sections of panels, as in `conf/dashboard/default.yaml`.
 
     Raises:

@@ -1,5 +1,6 @@
 """mode=report: runs are found by folder, glob and sweep; a pattern that names none is a config error."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,12 @@ def run_report(logs: Path, written: list[Any], **arguments: Any) -> int:
         written.append((names(folders, logs), path, sort, dashboard))
 
     defaults: dict[str, Any] = {"runs": str(logs / "sweep"), "sort": "val_loss", "path": None}
-    return report(COMPOSED, **{**defaults, **arguments}, dashboard=[{"title": "a"}], write=write)
+
+    def write_stages(title: str, stages: dict[str, Any], path: Path, *, dashboard: list[Any]) -> None:
+        written.append(([title, *stages], path, "", dashboard))
+
+    given = {**defaults, **arguments}
+    return report(COMPOSED, **given, dashboard=[{"title": "a"}], write=write, write_stages=write_stages)
 
 
 def test_the_page_is_written_next_to_the_runs_and_its_path_is_the_last_line(
@@ -99,6 +105,18 @@ def test_the_own_page_of_a_single_run_is_not_overwritten(logs: Path) -> None:
     written: list[Any] = []
     run_report(logs, written, runs=[str(logs / "alone")])
     assert written[0][1] == logs / "report.html"
+
+
+def test_the_folder_of_a_pipeline_has_the_page_of_its_stages(logs: Path) -> None:
+    stages = {name: {"folder": folder} for name, folder in (("sft", "1"), ("pretrain", "0"))}
+    (logs / "sweep/pipeline.json").write_text(json.dumps({"pipeline": "mine", "stages": stages}))
+    written: list[Any] = []
+    run_report(logs, written)
+    run_report(logs, written, path=str(logs / "empty"))
+    assert [(names, path) for names, path, _, _ in written] == [
+        (["mine", "sft", "pretrain"], logs / "sweep/report.html"),
+        (["mine", "sft", "pretrain"], logs / "empty/report.html"),
+    ]
 
 
 def test_the_page_can_be_written_to_another_file_or_folder(logs: Path) -> None:
