@@ -31,6 +31,7 @@ from recipes.task.answers import AnswerTask, evaluating
 from recipes.task.base import Batch
 
 Entropy = Literal["loss", "measure"]  # with its gradient or without
+_OF_BATCH = ("seeds", "num_uses")
 _OF_ROWS = ("num_inputs", "num_tokens", "is_truncated", "rewards", "scores", "errors")  # [R] or [R, F]
 
 
@@ -144,7 +145,8 @@ class PolicyTuning(AnswerTask):
             rows = self._roll_out(micro_batches, slots)
             if self._rollout.num_iterations > 1:
                 whole = self._share(self._pad(rows), slots)
-                self._held = {name: value.cpu() for name, value in whole.items()} | {"seeds": seeds.cpu()}
+                self._held = {name: value.cpu() for name, value in whole.items()}
+                self._held |= {"seeds": seeds.cpu(), "num_uses": torch.tensor(1)}
         self._row |= self._describe()
         self._rows = rows | {"row": torch.cat([batch["row"] for batch in micro_batches])}
         return [
@@ -154,10 +156,14 @@ class PolicyTuning(AnswerTask):
 
     def _recall(self, seeds: Tensor, slots: Tensor) -> dict[str, Tensor] | None:
         """Return this rank's completions of an earlier step; None: these samples are new."""
-        if self._held is None or not torch.equal(self._held["seeds"], seeds.cpu()):
+        held = self._held
+        if held is None or not torch.equal(held["seeds"], seeds.cpu()):
             return None
-        self._numbers = {name: self._held[name] for name in _OF_ROWS}
-        return {name: value[slots].to(self.device) for name, value in self._held.items() if name != "seeds"}
+        if held["num_uses"] >= self._rollout.num_iterations:  # data that repeats has the same seeds again
+            return None
+        held["num_uses"] = held["num_uses"] + 1
+        self._numbers = {name: held[name] for name in _OF_ROWS}
+        return {name: value[slots].to(self.device) for name, value in held.items() if name not in _OF_BATCH}
 
     def _roll_out(self, micro_batches: Sequence[Batch], slots: Tensor) -> dict[str, Tensor]:
         """Return what the loss reads of this rank's completions, [R, …] each. Collective."""

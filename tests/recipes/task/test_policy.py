@@ -144,3 +144,12 @@ def test_a_policy_learns_what_is_rewarded(files: Path, tmp_path: Path) -> None:
     first, last = (sum(row["reward/mean"] for row in part) / 5 for part in (rows[:5], rows[-5:]))
     assert last > first + 0.3, (first, last)
     assert all(row["rollout/logprob_gap"] < 1e-6 for row in rows)
+
+
+def test_data_that_repeats_is_sampled_anew_after_its_iterations(files: Path, tmp_path: Path) -> None:
+    train(files, tmp_path / "run", "loader.overfit_batches=1", "rollout.num_iterations=2", steps=6)
+    of_step: dict[int, list[str]] = {}
+    for row in read_completions(tmp_path / "run"):
+        of_step.setdefault(row["step"], []).append(row["completion"])
+    assert [of_step[1], of_step[3], of_step[5]] == [of_step[2], of_step[4], of_step[6]]
+    assert of_step[1] != of_step[3] != of_step[5], "by a policy that has learned"
