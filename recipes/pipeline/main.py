@@ -14,6 +14,7 @@ from recipes.runtime.world import global_rank, started_by
 from recipes.sweep.main import is_sweep, reject_settings_of_sweep
 
 if TYPE_CHECKING:
+    from recipes.launcher import Launcher
     from recipes.pipeline.command_line import PipelineCommand
     from recipes.pipeline.pipeline import Pipeline, Planned
 
@@ -48,9 +49,10 @@ def run_pipeline(args: Namespace, folder: Path, name: str) -> int:
     if mistakes := mistakes or [*_check_folder(command.folder)]:
         return _report(mistakes)
     try:
+        launcher = _make_launcher(planned)
         _create_folder(command.folder)
         with lock_run_folder(command.folder):
-            return _run(_open(command, planned, args.overrides, folder, name))
+            return _run(_open(command, planned, launcher, args.overrides, folder, name))
     except ConfigError as mistake:
         return _report([mistake])
     except KeyboardInterrupt:  # before a stage ran, or after the last one
@@ -76,24 +78,38 @@ def _run(pipeline: "Pipeline") -> int:
     return pipeline.exit_code if stop_signal is None else worst_exit_code(pipeline.jobs, stop_signal)
 
 
-def _open(
-    command: "PipelineCommand", planned: Sequence["Planned"], typed: Sequence[str], folder: Path, name: str
-) -> "Pipeline":
-    """Return the pipeline with its launcher and its page, which are those of its first stage.
+def _make_launcher(planned: Sequence["Planned"]) -> "Launcher":
+    """Return the launcher of all stages, that of the first one.
 
     Raises:
-        ConfigError: The launcher does not wait for its jobs, or the file of an earlier command is damaged.
+        ConfigError: It does not wait for its jobs.
+    """
+    first = planned[0].run
+    assert first is not None, "a pipeline with errors is not started"
+    launcher: Launcher = first.make("launcher")
+    if not launcher.waits:
+        reason = "each stage starts once the one before has finished, and this launcher does not wait for that"
+        raise ConfigError(f"launcher={first.choices.get('launcher', '…')}", reason, "wait: true in that option")
+    return launcher
+
+
+def _open(
+    command: "PipelineCommand",
+    planned: Sequence["Planned"],
+    launcher: "Launcher",
+    typed: Sequence[str],
+    folder: Path,
+    name: str,
+) -> "Pipeline":
+    """Return the pipeline, with what writes its page.
+
+    Raises:
+        ConfigError: The file of an earlier command is damaged.
     """
     from recipes.config import compose_and_check
     from recipes.config.search_path import select_search_path
     from recipes.pipeline.pipeline import Pipeline
 
-    first = planned[0].run
-    assert first is not None, "a pipeline with errors is not started"
-    launcher = first.make("launcher")
-    if not launcher.waits:
-        reason = "each stage starts once the one before has finished, and the launcher does not wait for that"
-        raise ConfigError("launcher.wait=false", reason, "launcher.wait=true")
     pages, mistakes = compose_and_check(
         [*select_search_path(typed), "mode=report"], config_folder=folder, config_name=name
     )

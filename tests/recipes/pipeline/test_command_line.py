@@ -121,7 +121,9 @@ def test_an_unknown_pipeline_is_answered_with_those_there_are(own: Path) -> None
     assert mistake.fix == "pipeline=mine"
 
 
-@pytest.mark.parametrize("typed", ["-m", "--cfg job", "sweep=lr", "hydra.sweep.dir=x", "mode=plan"])
+@pytest.mark.parametrize(
+    "typed", ["-m", "--cfg job", "sweep=lr", "hydra.sweep.dir=x", "mode=plan", "launcher.wait=false"]
+)
 def test_what_is_of_one_run_is_refused_in_one_sentence(
     own: Path, typed: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
