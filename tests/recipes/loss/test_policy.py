@@ -520,7 +520,7 @@ def test_a_batch_of_a_plan_has_all_that_the_loss_reads() -> None:
     loss = make_loss(beta=0.1, mask_truncated=True, importance="token_mask")
     targets = torch.ones(2, 4, dtype=torch.long)
     batch = loss.complete({"inputs": targets, "targets": targets})
-    outputs = PolicyOutputs(torch.zeros(2, 4, requires_grad=True), torch.zeros(2, 4), torch.zeros(2, 4))
+    outputs = PolicyOutputs(torch.zeros(2, 4, requires_grad=True), torch.zeros(2, 4), batch["reference_log_probs"])
     terms = loss(outputs, batch)
     assert terms[0].sum.dtype == torch.float32
     assert {*measures(terms, loss.counts(batch))} == {*GRPO.measures}
