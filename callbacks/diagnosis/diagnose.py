@@ -12,6 +12,16 @@ from .generalization import find_easier_validation, find_no_validation, find_ove
 from .gradients import find_collapsing_scale, find_constant_clipping, find_rising_norm, find_skipped_steps
 from .learning import find_divergence, find_early_decay, find_short_warmup, find_stuck_loss, find_unfinished_decay
 from .read import read_run, read_runs
+from .rewards import (
+    find_clipped_ratios,
+    find_collapsed_entropy,
+    find_failing_rewards,
+    find_flat_reward,
+    find_growing_completions,
+    find_hacked_reward,
+    find_no_spread,
+    find_sampler_gap,
+)
 from .run import DESCRIBED, ROLES, Run
 from .speed import find_data_wait, find_growing_memory, find_slowdown
 from .spikes import find_bad_batches, find_unstable_spikes
@@ -108,6 +118,10 @@ def examine(run: Run) -> Diagnosis:
 def _find_missing(run: Run, symptom: Symptom) -> str | None:
     """Describe what a symptom needs but the run lacks; None if nothing is missing."""
     for role in symptom.needs:
+        if role == "falling_loss":
+            if run.learns_from_rewards:
+                return "the loss of a policy lies around 0, whatever it learns: its reward is checked instead"
+            role = "loss"
         if role == "epoch":
             if len(run.epoch_starts) < 3:
                 return "needs at least three epochs: add a column `epoch` or set steps_per_epoch"
@@ -125,23 +139,25 @@ CATALOGUE = (
         "loss_scale_collapsing", "the loss scale is halved again and again", ("loss_scale",), find_collapsing_scale
     ),
     Symptom("diverged", "the loss falls, then rises for good or is NaN", ("loss",), find_divergence),
-    Symptom("nothing_learned", "the loss stays at its first value or ln(classes)", ("loss",), find_stuck_loss),
+    Symptom("nothing_learned", "the loss stays at its first value or ln(classes)", ("falling_loss",), find_stuck_loss),
     Symptom(
         "decayed_too_early",
         "the learning rate is near zero long before the end",
-        ("loss", "learning_rate"),
+        ("falling_loss", "learning_rate"),
         find_early_decay,
     ),
-    Symptom("not_shuffled", "the loss repeats its course in every epoch", ("loss", "epoch"), find_repeated_order),
-    Symptom("overfitting", "validation rises, training falls", ("loss", "val_loss"), find_overfitting),
-    Symptom("warmup_too_short", "a hump at the start", ("loss", "learning_rate"), find_short_warmup),
-    Symptom("unstable_spikes", "spikes with large gradients, slow recovery", ("loss",), find_unstable_spikes),
-    Symptom("bad_batches", "spikes of single steps", ("loss",), find_bad_batches),
+    Symptom(
+        "not_shuffled", "the loss repeats its course in every epoch", ("falling_loss", "epoch"), find_repeated_order
+    ),
+    Symptom("overfitting", "validation rises, training falls", ("falling_loss", "val_loss"), find_overfitting),
+    Symptom("warmup_too_short", "a hump at the start", ("falling_loss", "learning_rate"), find_short_warmup),
+    Symptom("unstable_spikes", "spikes with large gradients, slow recovery", ("falling_loss",), find_unstable_spikes),
+    Symptom("bad_batches", "spikes of single steps", ("falling_loss",), find_bad_batches),
     Symptom("steps_lost", "skipped steps, rollbacks, single NaN", ("loss",), find_skipped_steps),
     Symptom(
         "gradient_norm_rising",
         "the gradient norm grows, the loss does not fall",
-        ("loss", "grad_norm"),
+        ("falling_loss", "grad_norm"),
         find_rising_norm,
     ),
     Symptom(
@@ -150,8 +166,37 @@ CATALOGUE = (
         ("clipped_fraction", "grad_norm"),
         find_constant_clipping,
     ),
-    Symptom("memorizing", "the loss drops at each epoch boundary", ("loss", "epoch"), find_memorizing),
-    Symptom("easier_validation", "validation is better than training", ("loss", "val_loss"), find_easier_validation),
+    Symptom("memorizing", "the loss drops at each epoch boundary", ("falling_loss", "epoch"), find_memorizing),
+    Symptom(
+        "easier_validation", "validation is better than training", ("falling_loss", "val_loss"), find_easier_validation
+    ),
+    Symptom("reward_hacked", "the reward rises, held-out answers get worse", ("reward",), find_hacked_reward),
+    Symptom("no_spread", "all completions of a group have the same reward", ("reward", "no_spread"), find_no_spread),
+    Symptom("reward_flat", "the reward stays where it began", ("reward",), find_flat_reward),
+    Symptom(
+        "entropy_collapsed",
+        "the entropy vanishes before the reward is high",
+        ("reward", "entropy"),
+        find_collapsed_entropy,
+    ),
+    Symptom(
+        "completions_growing",
+        "completions grow until they are cut off, without more reward",
+        ("reward", "completion_tokens", "truncated"),
+        find_growing_completions,
+    ),
+    Symptom(
+        "sampler_disagrees",
+        "sampler and model compute other probabilities",
+        ("reward", "logprob_gap"),
+        find_sampler_gap,
+    ),
+    Symptom(
+        "ratios_clipped", "a third of the tokens or more is clipped", ("reward", "clipped_tokens"), find_clipped_ratios
+    ),
+    Symptom(
+        "reward_fails", "a reward function raises, hangs or dies", ("reward", "reward_errors"), find_failing_rewards
+    ),
     Symptom("answers_less_probable", "preferences: both answers become less probable", (), find_falling_answers),
     Symptom("slowing_down", "steps become slower and slower", ("speed",), find_slowdown),
     Symptom("waiting_for_data", "part of each step is spent waiting for data", ("data_wait",), find_data_wait),

@@ -28,7 +28,7 @@ def find_overfitting(run: Run) -> Finding | None:
         return None
     best, best_step = val.values[lowest], val.steps[lowest]
     last = min(val.values[-2:])
-    if last - best <= max(RISE * abs(best), NOISE * _noise(val)):
+    if last - best <= max(RISE * abs(best), NOISE * noise_of_validations(val)):
         return None
     before, after = _near(train, best_step).block(), _near(train, val.steps[-1]).block()
     error = standard_error(train.noise, before.num_points, after.num_points)
@@ -113,8 +113,9 @@ def find_easier_validation(run: Run) -> Finding | None:
 
 
 def find_no_validation(run: Run) -> Finding | None:
-    """Detect a run with validations planned or logged, but without a single validation loss."""
-    val = run.curves.get("val_loss")
+    """Detect a run with validations planned or logged, but without a single validation loss, or held-out reward."""
+    measure = "held-out reward" if run.learns_from_rewards else "validation loss"
+    val = run.curves.get("val_reward" if run.learns_from_rewards else "val_loss")
     every, has_ended = run.number("eval_every"), run.status not in (None, "running")
     loss = run.curves.get("loss")
     is_lost = loss is not None and not math.isfinite(loss.values[-1])  # diverged: validation would not be finite
@@ -128,7 +129,7 @@ def find_no_validation(run: Run) -> Finding | None:
         evidence = Evidence("eval_every", every or 0.0, run.first_step, run.last_step)
     return Finding(
         severity="warning" if is_empty else "note",
-        meaning="there is no validation loss: overfitting and the best checkpoint remain unknown",
+        meaning=f"there is no {measure}: overfitting and the best checkpoint remain unknown",
         evidence=(evidence,),
         causes=(
             Cause(
@@ -139,7 +140,7 @@ def find_no_validation(run: Run) -> Finding | None:
     )
 
 
-def _noise(val: Curve) -> float:
+def noise_of_validations(val: Curve) -> float:
     """Return the noise of single validations from second differences, which a smooth curve barely affects."""
     values = val.values
     seconds = [abs(a - 2 * b + c) for a, b, c in zip(values, values[1:], values[2:], strict=False)]

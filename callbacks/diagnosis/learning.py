@@ -27,7 +27,7 @@ def find_divergence(run: Run) -> Finding | None:
     finite = loss.finite
     if len(loss) >= 3 and not any(map(math.isfinite, loss.values[-3:])):
         return _found_not_finite(run, loss)
-    if len(finite) < MIN_POINTS:
+    if len(finite) < MIN_POINTS or run.learns_from_rewards:
         return None
     blocks = finite.blocks(20)
     lowest = min(blocks, key=lambda block: block.median)

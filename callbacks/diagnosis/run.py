@@ -41,6 +41,16 @@ _COLUMNS = {
     "samples": "train/samples",
     "chosen_log_prob": "train/chosen_log_prob logps/chosen train/logps/chosen",
     "margin": "train/margin rewards/margins train/rewards/margins",
+    "reward": "reward/mean reward train/reward",
+    "no_spread": "reward/no_spread_fraction frac_reward_zero_std train/frac_reward_zero_std",
+    "reward_errors": "reward/errors",
+    "completion_tokens": "rollout/tokens_mean completions/mean_length train/completions/mean_length",
+    "truncated": "rollout/truncated_fraction completions/clipped_ratio train/completions/clipped_ratio",
+    "entropy": "policy/entropy entropy train/entropy",
+    "clipped_tokens": "policy/clipped_fraction clip_ratio/region_mean train/clip_ratio/region_mean",
+    "logprob_gap": "rollout/logprob_gap sampling/sampling_logp_difference/mean",
+    "val_reward": "val/reward eval_reward eval/reward",
+    "val_exact_match": "val/exact_match",
 }
 ROLES = {role: tuple(columns.split()) for role, columns in _COLUMNS.items()}
 DESCRIBED = {
@@ -54,6 +64,16 @@ DESCRIBED = {
     "loss_scale": "loss scale",
     "memory": "memory",
     "epoch": "epoch",
+    "reward": "reward of completions",
+    "no_spread": "groups without spread",
+    "reward_errors": "failures of reward functions",
+    "completion_tokens": "length of completions",
+    "truncated": "completions without an end",
+    "entropy": "entropy",
+    "clipped_tokens": "clipped ratios",
+    "logprob_gap": "gap between sampler and model",
+    "val_reward": "held-out reward",
+    "val_exact_match": "held-out exact match",
 }
 
 
@@ -93,6 +113,11 @@ class Run:
     def last_step(self) -> int:
         """Last step of any curve."""
         return max(curve.steps[-1] for curve in self.curves.values())
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether it is a policy's: its loss has both signs and lies around 0, whatever is learned."""
+        return "reward" in self.curves
 
     @property
     def num_classes(self) -> int | None:
