@@ -17,11 +17,12 @@ from typing_extensions import override
 
 from ..lightning_packages import Callback, find_classes
 from ..logged_step import StepCounter, completed_steps, is_logged_step, log_row
-from ..protocols import KeepsGradNorm
+from ..protocols import KeepsGradNorm, SupportsCompletions
 from ..ranks import gather_objects
 
 log = logging.getLogger("lightning_recipes")
 _NO_LIMIT = 1e6  # logged for an infinite threshold: a curve cannot show infinity
+_NO_SPREAD = "in no group of completions do the rewards differ: all are right, or all wrong, and nothing is learned"
 
 
 class GradNormMonitor(Callback):
@@ -40,7 +41,9 @@ class GradNormMonitor(Callback):
     `trainer.gradient_clip_val`, counted on the device. A threshold that changes from step to step is read from the
     strategy and logged as `grad/clip_threshold`.
 
-    Warns once, at a logged step, when the norm vanishes or keeps rising; warns again only after it has recovered.
+    Warns once, at a logged step, when the norm vanishes or keeps rising; warns again only after it has recovered. For a
+    module that is a `SupportsCompletions`, whose single steps have no gradient when all rewards of each group are
+    equal, it says so once.
 
     Args:
         per_block: Also log `grad/norm/<block>` before clipping: one pass and one sum over ranks per block. Not
@@ -78,6 +81,7 @@ class GradNormMonitor(Callback):
         self._num_clipped: Tensor | int = 0  # of `_num_steps`; 0-dim, on the device of the norm
         self._keeper: KeepsGradNorm | None = None
         self._hides_gradients = False
+        self._has_lacked_spread = False
         self._forget_step()
 
     def _forget_step(self) -> None:
@@ -140,7 +144,7 @@ class GradNormMonitor(Callback):
                     row["grad/norm"] = norm
                 else:
                     row[f"grad/norm/optimizer_{index}"] = norm
-                self._check_trend(trainer, index, norm)
+                self._check_trend(trainer, pl_module, index, float(norm))
             row |= self._take_clipped_fraction()
             if isinstance(threshold, Tensor):
                 row["grad/clip_threshold"] = threshold.clamp(max=_NO_LIMIT)
@@ -148,9 +152,14 @@ class GradNormMonitor(Callback):
                 row[f"grad/norm/{block}"] = math.nan if block_norm is None else block_norm
             log_row(pl_module, row)
 
-    def _check_trend(self, trainer: Trainer, index: int, norm: Tensor) -> None:
+    def _check_trend(self, trainer: Trainer, pl_module: LightningModule, index: int, norm: float) -> None:
         """Warn if the norm vanishes or rises; only at logged steps, where it is read from the device anyway."""
-        warning = self._trends.setdefault(index, NormTrend(**self._limits)).observe(float(norm))
+        if norm == 0 and isinstance(pl_module, SupportsCompletions):
+            # single steps have no norm in runs that learn: no sign of a trend
+            warning = None if self._has_lacked_spread else f"the gradient is 0: {_NO_SPREAD}"
+            self._has_lacked_spread = True
+        else:
+            warning = self._trends.setdefault(index, NormTrend(**self._limits)).observe(norm)
         if warning is not None and trainer.is_global_zero:
             of_which = "" if len(trainer.optimizers) <= 1 else f"optimizer {index}: "
             log.warning(f"Step {completed_steps(trainer)}: {of_which}{warning}")

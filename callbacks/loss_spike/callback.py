@@ -52,6 +52,9 @@ class LossSpikeRollback(Callback):
     there. `action="skip"` suits a loss of constant scale. For language model pre-training, `action="rollback"`,
     `min_rise=0` and `drift_threshold=1.75` also catch slow divergence and damage at losses below the initial ones.
 
+    The loss of a module that is a `SupportsCompletions` lies around 0 whatever it learns: of it, NaN and inf alone are
+    found, while its gradient norm is compared as always.
+
     With a loss scaler (`16-mixed`), a step that overflows is the scaler's matter: it counts neither as an outlier nor
     towards `max_non_finite` while the scaler lowers its scale, down to 2**-24.
 

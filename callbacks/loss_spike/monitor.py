@@ -112,17 +112,24 @@ class SpikeMonitor:
             "norm": make_detector(spike_score=norm_threshold, drift_threshold=None, logarithmic=True),
         }
 
-    def judge(self, measurement: StepMeasurement, *, overflowed: bool) -> Verdict:
+    def judge(self, measurement: StepMeasurement, *, overflowed: bool, has_falling_loss: bool = True) -> Verdict:
         """Compare a step with the steps before it.
 
         Args:
             measurement: The step's loss and norm.
+            has_falling_loss: Whether a high loss is a bad one. If not, as for a policy, whose loss lies around 0 and
+                whose single steps have no gradient, it is only checked for NaN and inf, and so is a norm of 0.
             overflowed: Whether a loss scaler skipped it and can lower its scale further. An infinite norm is then
                 expected and raises no alarm.
         """
         values = {"loss": measurement.loss, "norm": measurement.norm}
         if overflowed:
             values["norm"] = None
+        if not has_falling_loss:
+            values = {
+                "loss": None if math.isfinite(measurement.loss) else measurement.loss,
+                "norm": values["norm"] or None,
+            }
         scores, alarms = [0.0], {}
         for name, value in values.items():
             if value is None:

@@ -7,6 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..protocols import SupportsCompletions
 from .forward_buffers import ForwardBuffers
 from .monitor import SpikeMonitor, StepMeasurement, Verdict
 from .step_guard import FallbackGuard, StepGuard, SupportsStepGuard, get_scaler, has_step_hooks
@@ -28,6 +29,7 @@ class StepReader:
     def __init__(self, monitor: SpikeMonitor, trainer: Trainer, pl_module: LightningModule) -> None:
         self._monitor = monitor
         self._guard = StepGuard()
+        self._has_falling_loss = not isinstance(pl_module, SupportsCompletions)
         self._fallback: FallbackGuard | None = None
         if isinstance(pl_module, SupportsStepGuard):
             pl_module.recipes_guard_steps(self._guard)
@@ -103,7 +105,8 @@ class StepReader:
         if self._fallback is not None and not math.isfinite(norm):
             overflowed = get_scaler(trainer) is not None  # Lightning's own strategies do not count overflows
         before, self._scale = self._scale, scale
-        return self._monitor.judge(measurement, overflowed=overflowed and _SMALLEST_SCALE <= scale < before)
+        overflowed = overflowed and _SMALLEST_SCALE <= scale < before
+        return self._monitor.judge(measurement, overflowed=overflowed, has_falling_loss=self._has_falling_loss)
 
 
 def why_not_guarded(trainer: Trainer, pl_module: LightningModule) -> str | None:

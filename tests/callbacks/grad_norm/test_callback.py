@@ -184,3 +184,16 @@ def test_a_strategy_that_never_sets_its_norm_leaves_it_to_be_computed(plain_modu
 
     make_trainer(callbacks=[GradNormMonitor()], strategy=Idle("cpu"), max_steps=2).fit(plain_module())
     assert len(read_column("grad/norm")) == 2
+
+
+def test_steps_of_a_policy_without_a_gradient_are_said_once_to_lack_spread(plain_module, make_trainer, caplog) -> None:
+    class Policy(plain_module):  # type: ignore[misc, valid-type]
+        def recipes_completions(self, num_completions: int) -> list[dict[str, Any]]:
+            return []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * (batch_idx % 2)  # type: ignore[no-any-return]
+
+    make_trainer(callbacks=[GradNormMonitor()], max_steps=6).fit(Policy())
+    [line] = [record.message for record in caplog.records if "gradient" in record.message]
+    assert line.startswith("Step 1: the gradient is 0: in no group of completions do the rewards differ")

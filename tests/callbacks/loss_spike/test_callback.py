@@ -472,3 +472,31 @@ def test_snapshots_that_do_not_fit_go_to_disk_with_a_warning_or_are_an_error(
     # weight and bias, each with Adam's two moments and its step, in two snapshots
     assert max(on_disk) == 2 * 8
     assert not (tmp_path / "run/snapshots/rank_0").exists()
+
+
+@pytest.mark.parametrize("is_policy", [True, False])
+def test_the_first_loss_of_a_policy_that_was_0_is_no_spike(noisy: Any, make_trainer: Any, is_policy: bool) -> None:
+    """Without a difference of rewards, loss and gradient are exactly 0: the first lesson was skipped as an outlier."""
+
+    class Sparse(noisy):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * (batch_idx > 40 and batch_idx % 3 == 0)  # type: ignore[no-any-return]
+
+    if is_policy:
+        Sparse.recipes_completions = lambda self, num_completions: []
+    spikes = LossSpikeRollback(action="skip", window=30, warmup_steps=30)
+    make_trainer(callbacks=[spikes]).fit(Sparse())
+    assert (spikes.summary()["skipped_steps"] == 0) == is_policy
+
+
+def test_a_policy_whose_loss_is_nan_is_skipped_as_any(noisy: Any, make_trainer: Any) -> None:
+    class Policy(noisy):  # type: ignore[misc, valid-type]
+        def recipes_completions(self, num_completions: int) -> list[dict[str, Any]]:
+            return []
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * (float("nan") if batch_idx == 40 else 1.0)  # type: ignore[no-any-return]
+
+    spikes = LossSpikeRollback(window=30, warmup_steps=30)
+    make_trainer(callbacks=[spikes]).fit(Policy())
+    assert spikes.summary()["skipped_steps"] == 1
