@@ -8,6 +8,7 @@ TRAIN_LOSS = (
     *("train/loss", "train/loss_step", "train_loss", "train_loss_step", "loss", "loss_step"),
     *("training_loss", "training_loss_step", "training/loss", "loss/train"),
 )
+REWARD = "reward/mean"  # of a policy, whose loss says nothing: it has both signs and lies around 0
 VAL_LOSS = (
     *("val/loss", "val_loss", "val/loss_epoch", "val_loss_epoch"),
     *("valid_loss", "valid/loss", "validation_loss", "validation/loss", "loss/val", "loss/valid"),
@@ -22,14 +23,14 @@ def step_text(step: int, total: int | None) -> str:
 
 
 def train_text(metrics: Mapping[str, float], *, val_loss: float | None = None) -> str:
-    """Return `loss 3.4512  reward 0.5  grad 0.81  lr 9.8e-04  12,345 tok/s`: those available, in this order."""
+    """Return `loss 3.4512  grad 0.81  lr 9.8e-04  12,345 tok/s`, those available; of a policy, not its loss."""
     parts = []
-    if (loss := find_train_loss(metrics)) is not None:
+    if REWARD in metrics:
+        parts.append(f"reward {metrics[REWARD]:.4f}")
+    elif (loss := find_train_loss(metrics)) is not None:
         parts.append(f"loss {loss:.4f}")
     if val_loss is not None:
         parts.append(f"val {val_loss:.4f}")
-    if "reward/mean" in metrics:
-        parts.append(f"reward {metrics['reward/mean']:.4f}")
     if "grad/norm" in metrics:
         norm = metrics["grad/norm"]
         parts.append(f"grad {norm:.2f}" if norm < 1e4 else f"grad {norm:.1e}")

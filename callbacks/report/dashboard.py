@@ -25,6 +25,7 @@ class Panel:
         log_scale: Whether the axis becomes logarithmic when the values span a wide range.
         picture: Whether the panel is also part of curves.png.
         parameters: Config keys with dots: the axes of a parallel panel.
+        not_matched: Metrics that other panels name in full, which no `*` of this one matches.
     """
 
     title: str
@@ -33,11 +34,17 @@ class Panel:
     log_scale: bool = False
     picture: bool = False
     parameters: tuple[str, ...] = ()
+    not_matched: frozenset[str] = frozenset()
 
     def metrics_among(self, written: Iterable[str]) -> list[str]:
         """Return the logged metrics that this panel draws, each once, in the panel's order."""
         names = list(written)
-        found = [name for pattern in self.metrics for name in names if _matches(name, pattern)]
+        found = [
+            name
+            for pattern in self.metrics
+            for name in names
+            if name == pattern or (name not in self.not_matched and fnmatch.fnmatchcase(name, pattern))
+        ]
         return list(dict.fromkeys(found))
 
 
@@ -56,10 +63,11 @@ def get_sections(dashboard: Sequence[Mapping[str, Any]]) -> list[Section]:
     Raises:
         TypeError: A panel has an unknown key.
     """
+    named = frozenset(name for section in dashboard for panel in section["panels"] for name in panel["metrics"])
     return [
         Section(
             title=section["title"],
-            panels=tuple(_parse_panel(panel) for panel in section["panels"]),
+            panels=tuple(_parse_panel(panel, named) for panel in section["panels"]),
             adds_own=section.get("adds_own", False),
         )
         for section in dashboard
@@ -120,13 +128,9 @@ def add_own(sections: Sequence[Section], written: Iterable[str]) -> list[Section
     return [Section(title=title, panels=tuple(shown.values())) for title, shown in merged.items()]
 
 
-def _parse_panel(node: Mapping[str, Any]) -> Panel:
+def _parse_panel(node: Mapping[str, Any], named: frozenset[str]) -> Panel:
     lists = {name: tuple(node[name]) for name in ("metrics", "parameters") if name in node}
-    return Panel(**{**node, **lists})
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return name == pattern or fnmatch.fnmatchcase(name, pattern)
+    return Panel(**{**node, **lists, "not_matched": named})
 
 
 def _place(name: str) -> tuple[str, str]:

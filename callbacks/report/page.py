@@ -11,7 +11,7 @@ from typing import Any
 from ..diagnosis.diagnose import Diagnosis, examine
 from ..diagnosis.run import make_run
 from ..files import tolerating
-from ..progress.text import TRAIN_LOSS, VAL_LOSS, clock_text
+from ..progress.text import REWARD, TRAIN_LOSS, VAL_LOSS, clock_text
 from .charts.figures import column_spans, padded_range, steps_figure
 from .charts.png import write_png
 from .charts.series import Group, Mark, get_groups, get_marks, is_marked, metrics_not_drawn
@@ -138,10 +138,13 @@ def _examine(run: RunRecord) -> Diagnosis | None:
 def _tiles(run: RunRecord) -> Iterable[tuple[str, str, str]]:
     """Yield name, value and note of each key figure, from the summary if it exists, else from the last row."""
     summary = run.summary
+    losses = {"train loss": ("train_loss", _last(run, TRAIN_LOSS)), "val loss": ("val_loss", _last(run, VAL_LOSS))}
+    rewards = {
+        name.removesuffix("/mean").replace("/", " ").replace("_", " "): ("", run.last(name))
+        for name in (REWARD, "val/reward", "val/exact_match")
+    }
     figures = {
-        "train loss": ("train_loss", _last(run, TRAIN_LOSS)),
-        "val loss": ("val_loss", _last(run, VAL_LOSS)),
-        **_measured(run),
+        **(losses | _measured(run) if run.last(REWARD) is None else rewards),
         "tokens/s": ("tokens_per_second", _last(run, ("throughput/tokens_per_second",))),
         "MFU": ("mfu", None),
         "steps": ("steps", run.last_step),
@@ -244,7 +247,7 @@ def planned_values(run: RunRecord) -> dict[str, float]:
         planned["steps"] = known["steps"]
         if "global_batch_size" in known:
             planned["samples"] = known["steps"] * known["global_batch_size"]
-            if "seq_len" in known and not _has_padding(config.get("data")):
+            if "seq_len" in known and not (_has_padding(config.get("data")) or config.get("rollout")):
                 planned["tokens"] = planned["samples"] * known["seq_len"]
     if "global_batch_size" in known:
         planned["global_batch_size"] = known["global_batch_size"]
@@ -315,12 +318,13 @@ def get_answers(run: RunRecord) -> tuple[list[str], list[list[str]], str] | None
 
 
 def get_completions(run: RunRecord) -> tuple[list[str], list[list[str]], str] | None:
-    """Return heads, rows and a note of the newest completions of a policy, the best first; None without any."""
+    """Return heads, rows and a note of the newest completions of a policy, the best and the worst; None without any."""
     known = [each for each in run.completions if is_finite(each.get("step")) and is_finite(each.get("reward"))]
     if not known:
         return None
     newest = known[-1]["step"]
     now = sorted((each for each in known if each["step"] == newest), key=lambda each: -float(each["reward"]))
+    shown = now if len(now) <= MAX_ANSWERS else [*now[: MAX_ANSWERS // 2], *now[-(MAX_ANSWERS // 2) :]]
     scored = [name for name in now[0] if name.startswith("reward/")]
     scored = scored if len(scored) > 1 else []  # the reward is the only one
     rows = [
@@ -329,12 +333,12 @@ def get_completions(run: RunRecord) -> tuple[list[str], list[list[str]], str] | 
             *(value_text(each.get(name)) for name in ("reward", *scored, "advantage", "tokens")),
             "yes" if each.get("ended") else "no",
         ]
-        for each in now[:MAX_ANSWERS]
+        for each in shown
     ]
     return (
         ["prompt", "completion", "reference", "reward", *scored, "advantage", "tokens", "ended"],
         rows,
-        f"step {value_text(newest)}: {len(rows)} of {len(now)} that were written, those with the highest reward first",
+        f"step {value_text(newest)}: {len(rows)} of {len(now)} that were written: those with the highest reward and the lowest",
     )
 
 

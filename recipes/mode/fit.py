@@ -205,10 +205,15 @@ def _judge_last_save(run: Run) -> tuple[int, str | None]:
 
 def _last_line(summary: dict[str, Any], folder: Path, *, since: float = 0.0) -> str:
     """Return the line of a finished run; with its report, unless that is of a start before a time in Unix seconds."""
-    values = {name: summary.get(name) for name in ("steps", "train_loss", "val_loss", "tokens_per_second")}
+    measures = summary.get("measures")
+    is_good = not (
+        isinstance(measures, dict) and "train/loss" in measures
+    )  # else of a policy, which it says nothing of
+    losses = ("train_loss", "val_loss") if is_good else ("val_loss",)
+    values = {name: summary.get(name) for name in ("steps", *losses, "tokens_per_second")}
     known = {name: value for name, value in values.items() if isinstance(value, int | float)}  # of any summary.json
     parts = [count(int(known["steps"]), "step")] if "steps" in known else []
-    parts += [f"{name.replace('_', ' ')} {known[name]:.4f}" for name in ("train_loss", "val_loss") if name in known]
+    parts += [f"{name.replace('_', ' ')} {known[name]:.4f}" for name in losses if name in known]
     parts += [f"{known['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in known else []
     page = folder / PAGE_FILE
     is_current = page.is_file() and page.stat().st_mtime >= since

@@ -34,7 +34,7 @@ def report(
     resolved: ResolvedRun,
     *,
     runs: list[str] | str,
-    sort: str,
+    sort: str | None,
     path: str | None,
     dashboard: list[Any],
     write: Callable[..., None],
@@ -45,7 +45,7 @@ def report(
     Args:
         resolved: Unused; each run has its own config.
         runs: Run folders, globs, or folders that contain run folders.
-        sort: Key of `summary.json` or metric to rank the runs by.
+        sort: Key of `summary.json` or metric to rank the runs by; None: `val_loss`, or the reward if no run has one.
         path: File to write; None is `report.html` in the folder that contains all runs.
         dashboard: Sections of panels.
         write: Writes the page: `(folders, path, sort=, dashboard=)`.
@@ -63,6 +63,7 @@ def report(
         return _report_stages(state, path, dashboard, write_stages)
     folders = find_runs(runs)
     page = claim_output(_page_path(path, folders), "mode.path", is_file=True, replaces=is_page)
+    sort = _choose_measure(folders) if sort is None else sort
     parent = Path(commonpath([folder.resolve().parent for folder in folders]))
     with reading(parent, f"mode.runs={runs}", "mode.runs=[<those whose files are whole>]"):
         try:
@@ -76,19 +77,14 @@ def report(
     return 0
 
 
-def _report_stages(state: Path, path: str | None, dashboard: list[Any], write: Callable[..., None]) -> int:
-    """Write the page of a pipeline, from its own record of its stages."""
-    with reading(state, f"mode.runs=[{state.parent}]", "mode.runs=[<a folder in it>]"):
-        pipeline = read_json(state, fix="the command of the pipeline, which writes it")
-        stages = {
-            name: {**stage, "folder": str(state.parent / stage["folder"])} for name, stage in pipeline["stages"].items()
-        }
-        page = _page_path(path, [Path(stage["folder"]) for stage in stages.values()])
-        claim_output(page, "mode.path", is_file=True, replaces=is_page)
-        write(pipeline["pipeline"], stages, page, dashboard=dashboard)
-    LOGGER.info(f"{count(len(pipeline['stages']), 'stage')} of {pipeline['pipeline']}")
-    LOGGER.info(str(page))
-    return 0
+def _choose_measure(folders: Sequence[Path]) -> str:
+    """Return what ranks the runs: the validation loss, or the reward if they are policies, which have none."""
+    written = set()
+    for file in (folder / METRICS_FILE for folder in folders):
+        if file.is_file():
+            with file.open(encoding="utf-8", errors="replace") as lines:
+                written.update(lines.readline().strip().split(","))
+    return "val/reward" if "val/reward" in written and "val/loss" not in written else "val_loss"
 
 
 def find_runs(patterns: Sequence[str]) -> list[Path]:

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from recipes.config import compose_and_check
 from recipes.config.cached_compose import compose_overrides
 from recipes.config.check.command_line import compose_typed, join_words, restore_typed
-from recipes.config.check.metrics import find_unknown_metric
+from recipes.config.check.metrics import find_unknown_metric, is_loss_validated
 from recipes.config.check.nodes import check_node_tree
 from recipes.config.check.ranges import check_ranges
 from recipes.config.check.renamed import answer_renamed, restore_sweeps
@@ -411,14 +411,16 @@ def _check_objective(composed: Composed) -> list[ConfigError]:
 
 
 def _rank_as_checkpoints(composed: ResolvedRun, typed_keys: Collection[str]) -> list[str]:
-    """Return the objective that the metric of the best checkpoint of a LightningModule of one's own is, if it is typed.
+    """Return the objective that the metric of the best checkpoint is, of runs whose loss cannot rank them.
 
-    Such a module logs what it likes, so nothing but this setting says what is good.
+    A LightningModule of one's own logs what it likes, so nothing but this setting, if it is typed, says what is good;
+    of completions, which have no validation loss, it is a reward.
     """
     monitor, mode = (str(select(composed.config, f"checkpoint.{name}")) for name in ("monitor", "mode"))
     is_typed = any(text.lstrip("+").startswith("checkpoint.monitor=") for text in composed.overrides)
     is_decided = "sweep.objective" in typed_keys or select(composed.config, "sweep.objective") != _OBJECTIVE
-    if not composed.task.has_own_training or not is_typed or is_decided:
+    is_own = composed.task.has_own_training and is_typed
+    if is_decided or not (is_own or not is_loss_validated(composed.config)):
         return []
     direction = [] if "sweep.direction" in typed_keys else [f"sweep.direction={mode}imize"]
     return [make_override("sweep.objective", monitor), *direction]

@@ -90,7 +90,10 @@ class Validated(OnEngine):
             self.name_data(sources=sources, further=further, group=self.engine.groups.tokens)
 
     def list_measures(self) -> dict[str, bool | None]:
-        """Return the names of what validation logs, each with whether a higher value is better; None: not known."""
+        """Return the names of what says how good a model is, each with whether a higher value is better; None: neither.
+
+        Those of validations, and of the training loss if a lower one is not better.
+        """
         found: dict[str, bool | None] = {}
         for metrics in (self.val_metrics, *self.eval_metrics):
             found |= metrics.directions

@@ -373,7 +373,8 @@ class PolicyTuning(AnswerTask):
 
     @override
     def list_measures(self) -> dict[str, bool | None]:
-        return {}
+        # the loss has both signs and lies around 0, whatever is learned
+        return {"reward/mean": True, "val/reward": True, "val/exact_match": True, "train/loss": None}
 
     # A rollout that further steps learn from is part of the train state.
 

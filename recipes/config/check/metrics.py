@@ -176,10 +176,14 @@ def find_wrong_direction(
     return ConfigError(f"{setting}={name}", reason, f"{direction}={other}")
 
 
+def is_loss_validated(config: Mapping[str, Any]) -> bool:
+    """Return whether validations compute the loss, so that there is a val/loss: completions have none."""
+    return bool(find_signature(str(select(config, "loss._target_"))).constants.get("is_validated", True))
+
+
 def _list_computed(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the validation metrics: of the split, of each source of a mixture, of each additional validation."""
-    is_validated = find_signature(str(select(config, "loss._target_"))).constants.get("is_validated", True)
-    names = ["loss", *_read_measures(config)] if is_validated else []
+    names = ["loss", *_read_measures(config)] if is_loss_validated(config) else []
     names += [name for name, node in config.get("metrics", {}).items() if node is not None]
     yield from (_PREFIX + name for name in names)
     if isinstance(select(config, "task.rewards"), Mapping):  # without any, which is an error of its own

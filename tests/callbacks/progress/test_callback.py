@@ -327,6 +327,8 @@ def test_text_formats() -> None:
     assert step_text(7, None) == "step      7"
     metrics = {"train/loss": 3.45118, "lr": 9.8e-4, "throughput/tokens_per_second": 12345.4}
     assert train_text(metrics) == "loss 3.4512  lr 9.8e-04  12,345 tok/s"
+    of_policy = {"train/loss": 1e-9, "reward/mean": 0.5, "grad/norm": 0.81}
+    assert train_text(of_policy) == "reward 0.5000  grad 0.81"
     assert train_text({"loss": float("nan")}, val_loss=2.0) == "loss nan  val 2.0000"
     assert train_text({"throughput/samples_per_second": 2.345}) == "2.35 samples/s"
     assert val_text({"val/loss": 3.21, "val/accuracy": 0.5}) == ("val loss 3.2100  accuracy 0.5000")

@@ -27,10 +27,11 @@ def test_an_unknown_key_of_a_panel_is_an_error() -> None:
         get_sections([{"title": "a", "panels": [{"title": "b", "metrics": ["c"], "colour": "red"}]}])
 
 
-def test_the_default_dashboard_is_valid_and_its_picture_begins_with_the_loss() -> None:
+def test_the_default_dashboard_is_valid_and_its_picture_begins_with_the_reward_or_the_loss() -> None:
     config = yaml.safe_load((ROOT / "conf" / "dashboard" / "default.yaml").read_text())
     panels = [panel for section in get_sections(config["sections"]) for panel in section.panels]
-    assert next(panel for panel in panels if panel.picture).metrics == ("train/loss", "val/loss")
+    first, second, *_ = [panel.metrics for panel in panels if panel.picture]
+    assert (first, second) == (("reward/mean",), ("train/loss", "val/loss")), "policies alone have the first"
     assert {panel.kind for panel in panels} == {"line", "bar", "parallel"}
 
 
@@ -80,3 +81,10 @@ def test_the_picture_has_at_most_eight_panels_and_learning_comes_first() -> None
 
 def test_no_metrics_make_no_sections() -> None:
     assert sections_for([]) == []
+
+
+def test_a_pattern_leaves_out_what_a_panel_names_in_full() -> None:
+    panels = [{"title": "mean", "metrics": ["reward/mean"]}, {"title": "by function", "metrics": ["reward/*"]}]
+    [section] = get_sections([{"title": "policy", "panels": panels}])
+    written = ["reward/mean", "reward/exact_match", "reward/length"]
+    assert [panel.metrics_among(written) for panel in section.panels] == [["reward/mean"], written[1:]]

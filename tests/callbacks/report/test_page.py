@@ -251,6 +251,14 @@ def test_a_run_with_nothing_to_draw_still_has_a_page(tmp_path: Path, metrics: st
     assert "<h1>" in make_page(write_run(tmp_path, metrics))
 
 
+def test_a_policy_shows_its_rewards_first_and_no_loss_as_a_figure(tmp_path: Path) -> None:
+    rows = "step,train/loss,reward/mean,reward/numeric,val/reward\n1,1e-9,0.25,0.25,\n2,0,0.5,0.5,0.625\n"
+    page = make_page(write_run(tmp_path, rows))
+    assert "<dt>reward</dt><dd>0.5" in page
+    assert "<dt>val reward</dt><dd>0.625" in page
+    assert "<dt>train loss</dt>" not in page
+
+
 def test_classification_shows_its_accuracy(tmp_path: Path) -> None:
     page = make_page(write_run(tmp_path, "step,train/loss,val/accuracy\n1,3,\n2,2,0.875\n"))
     assert "<dt>val accuracy</dt><dd>0.875" in page

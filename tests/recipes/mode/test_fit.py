@@ -367,6 +367,7 @@ def test_a_checkpoint_at_the_last_step_leaves_nothing_to_do(
         ({"steps": 1, "train_loss": 2.0, "val_loss": None}, "Finished: 1 step, train loss 2.0000, in run"),
         ({"steps": "x", "train_loss": [], "tokens_per_second": {}}, "Finished: in run"),
         ({}, "Finished: in run"),
+        ({"steps": 1, "train_loss": 0.0, "measures": {"train/loss": None}}, "Finished: 1 step, in run"),  # a policy's
     ],
 )
 def test_the_last_line_has_what_a_summary_has(summary: dict[str, Any], line: str) -> None:

@@ -141,3 +141,11 @@ def test_a_page_that_would_replace_the_own_page_of_a_run_is_an_error(logs: Path)
 def test_sorting_by_what_no_run_has_is_an_error(logs: Path) -> None:
     with pytest.raises(ConfigError, match="mode.sort=unknown: no run has it; they have val_loss; type"):
         run_report(logs, [], sort="unknown")
+
+
+def test_policies_are_ranked_by_their_held_out_reward_as_they_have_no_validation_loss(logs: Path) -> None:
+    written: list[Any] = []
+    for columns, expected in (("train/loss,val/reward", "val/reward"), ("val/loss,val/reward", "val_loss")):
+        (logs / "sweep/0/metrics.csv").write_text(f"step,{columns}\n")
+        run_report(logs, written, sort=None)
+        assert written[-1][2] == expected

@@ -155,3 +155,11 @@ def test_runs_of_a_module_of_ones_own_are_ranked_as_its_checkpoints_are_if_nothi
     assert check(by_accuracy).ranking == ["sweep.objective=val_acc", "sweep.direction=maximize"]
     assert check(f"{by_accuracy} sweep.objective=best_val_loss").ranking == []
     assert check("seed=1,2 checkpoint.monitor=val/loss").ranking == []
+
+
+def test_policies_are_ranked_by_the_reward_that_ranks_their_checkpoints(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a", "reference": "b"}\n' * 64)
+    policy = f"recipe=grpo data.path={prompts} reward=exact_match rollout.max_new_tokens=8 seed=1,2"
+    assert check(policy).ranking == ["sweep.objective=val/reward", "sweep.direction=maximize"]
+    assert check(f"{policy} sweep.objective=val/exact_match sweep.direction=maximize").ranking == []
