@@ -338,7 +338,7 @@ def get_completions(run: RunRecord) -> tuple[list[str], list[list[str]], str] | 
     return (
         ["prompt", "completion", "reference", "reward", *scored, "advantage", "tokens", "ended"],
         rows,
-        f"step {value_text(newest)}: {len(rows)} of {len(now)} that were written: those with the highest reward and the lowest",
+        f"step {value_text(newest)}: {len(rows)} of {len(now)} written: the highest rewards and the lowest",
     )
 
 
