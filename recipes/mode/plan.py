@@ -21,6 +21,8 @@ from recipes.plan.measured import OperatorTimer
 from recipes.plan.plan import get_limit, make_plan
 from recipes.plan.references import as_json as references_as_json
 from recipes.plan.references import describe_references, plan_references
+from recipes.plan.rollouts import as_json as rollouts_as_json
+from recipes.plan.rollouts import describe_rollouts, plan_rollouts
 from recipes.plan.roofline import Rates, get_rates, kind_of
 from recipes.plan.scaling import as_json as scaling_as_json
 from recipes.plan.scaling import describe_scaling, plan_scaling
@@ -98,6 +100,8 @@ def plan(
     _show(shown, lines)
     references = plan_references(chosen, planned, list_references(chosen), cluster, rates=timer or rates)
     _show(describe_references(references), lines)
+    rollouts = plan_rollouts(chosen, planned, rates=rates)
+    _show(describe_rollouts(rollouts), lines)
     if advise and not found and planned.not_recorded is None:  # slower than everything above
         planner = Planner(cluster)
         planner.keep(chosen, planned)
@@ -105,6 +109,8 @@ def plan(
     record = as_json(planned, length, planned.flops)
     if references:
         record["references"] = references_as_json(references)
+    if rollouts is not None:
+        record["rollouts"] = rollouts_as_json(rollouts)
     if found:
         record["search"] = search_as_json(found)
     if max_ranks is not None:

@@ -97,6 +97,11 @@ class LayerCache:
         """
         return self._slots.mask(self.length - num_new, num_new, device=device)
 
+    @property
+    def num_values(self) -> int:
+        """Number of keys and values that the memory has room for; 0 before the first `append`."""
+        return sum(held.numel() for held in (self._keys, self._values) if held is not None)
+
     def keep(self, rows: Sequence[int]) -> None:
         """Make sequence i that of rows[i]; copies only those that move, if they come from behind the ones that stay."""
         if self._keys is None or self._values is None:  # of another pipeline stage
@@ -149,6 +154,11 @@ class KeyValueCache:
     def length(self) -> int:
         """Tokens in the cache, including padding, before the next forward pass."""
         return max(layer.length for layer in self.layers)  # a pipeline stage fills only its own layers
+
+    @property
+    def num_values(self) -> int:
+        """Number of keys and values that the memory of all layers has room for; 0 before the first forward pass."""
+        return sum(layer.num_values for layer in self.layers)
 
     def end(self, num_new: int) -> int:
         """Return the number of positions in use after T more tokens; with padding, 0 after the first forward pass."""

@@ -89,29 +89,16 @@ class PolicyTuning(AnswerTask):
 
     @override
     def outputs(self, batch: Batch) -> PolicyOutputs:
-        is_logged = self._trainer is not None and self.training and self._is_logged  # a plan has no trainer
-        entropy: Entropy | None = "loss" if self.loss.needs_entropy else "measure" if is_logged else None
-        found = self._look(self.model, batch, entropy=entropy, with_values=self.loss.needs_values)
-        return found._replace(reference=batch.get("reference_log_probs"))
-
-    def _look(
-        self,
-        model: nn.Module,
-        batch: Batch,
-        *,
-        entropy: Entropy | None = None,
-        with_values: bool = False,
-    ) -> PolicyOutputs:
-        """Return what a model says of the tokens of completions, from one forward pass."""
-        read = functools.partial(_read, temperature=self._rollout.sampling.temperature, entropy=entropy)
-        of_hidden = cast(Any, model).value if with_values else None
-        found = self.of_tokens(model, batch["inputs"], batch["targets"], read=read, of_hidden=of_hidden)
-        columns = iter(found.unbind(dim=-1) if found.ndim == batch["targets"].ndim + 1 else (found,))
-        return PolicyOutputs(
-            next(columns),
-            entropy=None if entropy is None else next(columns),
-            values=next(columns) if with_values else None,
-        )
+        with_entropy = self._trainer is not None and self.training and self._is_logged  # a plan has no trainer
+        read = functools.partial(_read, temperature=self._rollout.sampling.temperature, with_entropy=with_entropy)
+        values = self.of_tokens(self.model, batch["inputs"], batch["targets"], read=read)  # [B, T], or [B, T, 2]
+        log_probs, entropy = values.unbind(dim=-1) if with_entropy else (values, None)
+        reference = batch.get("reference_log_probs")
+        if reference is None and self.loss.needs_reference:  # of a plan, which has no rollout
+            read = functools.partial(_read, temperature=self._rollout.sampling.temperature, with_entropy=False)
+            with self.as_reference() as model:
+                reference = self.of_tokens(model, batch["inputs"], batch["targets"], read=read)  # [B, T]
+        return PolicyOutputs(log_probs, entropy=entropy, reference=reference)
 
     @property
     def _is_logged(self) -> bool:
