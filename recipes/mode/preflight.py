@@ -23,6 +23,7 @@ from recipes.preflight import data as data_checks
 from recipes.preflight.gradients import GradientProbe, check_frozen, check_gradients, check_optimizer
 from recipes.preflight.model import Expected, check_model
 from recipes.preflight.result import Result
+from recipes.preflight.rollout import RolloutProbe, check_rollouts
 from recipes.preflight.training import (
     check_accumulation,
     check_checkpoint,
@@ -106,6 +107,9 @@ class Checklist:
         unusable = (data_checks.RANGE, data_checks.NUMBERS)
         if any(result.check in unusable and result.status == "fail" for result in in_data):
             return  # a loss over such targets kills the process, on a GPU without a message
+        if self._resolved.config["rollout"]:
+            yield from self._check_policy()
+            return
         gradients, probe = GradientProbe(), _FirstBatch(self._expected())
         # three steps: a residual branch whose last factor starts at 0 gets its first gradient in the second step
         run = take_steps(self._resolved, num_steps=3, callbacks=[gradients, probe])
@@ -125,6 +129,21 @@ class Checklist:
         yield learned
         yield check_loader(loader_seconds, step_seconds=step_seconds, num_workers=self._resolved.num_workers)
         yield check_checkpoint(self._resolved, micro_batch_size=size)
+
+    def _check_policy(self) -> Iterator[Result]:
+        """Yield the results of a policy, whose samples are completions of its own."""
+        gradients, probe = GradientProbe(), RolloutProbe()
+        run = take_steps(self._resolved, num_steps=3, callbacks=[gradients, probe])
+        yield from check_rollouts(probe)
+        yield check_frozen(gradients)
+        if all(each.row["reward/no_spread_fraction"] == 1 for each in probe.rollouts):
+            found = "rewards that never differ within a group give none, see above"
+            yield Result(check="every parameter has a gradient", status="skip", found=found)
+        else:
+            yield check_gradients(gradients, sees_differences_only=run.task.loss.sees_differences_only)
+        yield check_optimizer(gradients, run.task.optimized_parameters)
+        found = "completions are sampled anew by each trial, and the loss of a policy lies around 0 whatever it learns"
+        yield Result(check="checks that compare losses", status="skip", found=found)
 
     def _expected(self) -> Expected:
         resolved = self._resolved

@@ -341,6 +341,11 @@ class PolicyTuning(AnswerTask):
             self._row = {f"{name}/time_fraction": spent / whole for name, spent in self._seconds.items()}
         self._began, self._seconds = now, {"rollout": 0.0, "reward": 0.0}
 
+    @property
+    def rollout_seconds(self) -> dict[str, float]:
+        """Seconds of the newest `rollout`, and of its `reward`; 0 in a step that learns from an earlier one."""
+        return dict(self._seconds)
+
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         began, trainer = time.monotonic(), cast(Any, self.trainer)  # Lightning sets its profiler from outside the class

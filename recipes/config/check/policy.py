@@ -55,8 +55,8 @@ def check_policy(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigError]:
         return
     task = f"task={run.choices.get('task', '…')}"
     loss = run.config["loss"]
-    yield from _check_groups(run, has_ranks=has_ranks)
-    yield from _check_values(run, task)
+    yield from _check_mode(run, task)
+    yield from _check_advantages(run, has_ranks=has_ranks)
     yield from _check_tie(run)
     if loss.get("kind") == "gspo" and str(loss.get("importance")).startswith("token_"):
         reason = "its completions have one ratio each, of which weights of single tokens would correct nothing"
@@ -75,23 +75,25 @@ def check_policy(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigError]:
         yield ConfigError(f"pipeline_parallel_size={size} {task}", reason, "pipeline_parallel_size=1")
 
 
-def _check_values(run: ResolvedRun, task: str) -> Iterator[ConfigError]:
-    """Check a loss that measures rewards by values of tokens; nothing of other losses."""
-    loss = run.config["loss"]
-    if not find_signature(loss["_target_"]).constants.get("needs_values"):
-        return
-    if loss.get("kl_target") is not None and not loss["kl_weight"]:
-        setting = f"loss.kl_target={loss['kl_target']} loss.kl_weight={loss['kl_weight']}"
-        reason = "the weight is multiplied until the divergence is at the target, and 0 stays 0"
-        yield ConfigError(setting, reason, "loss.kl_weight=0.05, or loss.kl_target=null")
-    if run.config["tensor_parallel_size"] > 1:
-        reason = "values are computed beside the probabilities of all tokens, of which a rank would have a part"
-        size = run.config["tensor_parallel_size"]
-        yield ConfigError(f"tensor_parallel_size={size} {task}", reason, "tensor_parallel_size=1")
+def _check_mode(run: ResolvedRun, task: str) -> Iterator[ConfigError]:
+    """Check that the mode reads no loss of samples: without a rollout there is none, and it has no lowest value."""
+    mode, reason, fix = run.mode.name, None, ""
+    if mode == "predict":
+        reason, fix = "a policy answers with text", "mode=evaluate, or mode=sample mode.prompt=<text>"
+    elif mode == "replay":
+        reason = "its samples are prompts, whose completions are not kept: those written are in completions.jsonl"
+        fix = "callbacks.completions.every_n_steps=1 in training"
+    elif mode == "lr_find":
+        reason = "it looks for the rate at which the loss falls, and that of a policy lies around 0 whatever it learns"
+        fix = "-m optimizer.lr=1e-6,5e-6,2e-5, whose jobs are ranked by val/reward"
+    elif mode == "evaluate" and run.config["mode"].get("split") == "train":
+        yield ConfigError("mode.split=train", "the prompts that are answered are those of validation", "mode.split=val")
+    if reason is not None:
+        yield ConfigError(f"mode={mode} {task}", reason, fix)
 
 
-def _check_groups(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigError]:
-    """Check that groups are whole, and each completion is compared with others: of its group, or of the batch."""
+def _check_advantages(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigError]:
+    """Check that each completion is compared with others: of its group, or of the batch."""
     number, batch_size = run.config["rollout"].get("num_generations"), run.global_batch_size
     baseline, scale = (run.config["loss"].get(name) for name in ("baseline", "scale_rewards"))
     setting = f"rollout.num_generations={number}"

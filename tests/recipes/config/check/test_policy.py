@@ -52,6 +52,10 @@ MISTAKES = {
         "pipeline_parallel_size=2 task=policy: a completion is sampled by the whole model, of which a rank would have"
         " one stage; type pipeline_parallel_size=1"
     ),
+    "mode=lr_find": (
+        "mode=lr_find task=policy: it looks for the rate at which the loss falls, and that of a policy lies around 0"
+        " whatever it learns; type -m optimizer.lr=1e-6,5e-6,2e-5, whose jobs are ranked by val/reward"
+    ),
     "loss=dpo": "loss=dpo task=policy: it learns nothing from rewards of completions; type loss=grpo",
     "task.reference=frozen_copy": f"task.reference=frozen_copy loss.beta=0.0: {NO_REFERENCE}",
     "task.reference=adapter_off loss.beta=0.1": (
