@@ -52,6 +52,7 @@ def find_no_spread(run: Run) -> Finding | None:
         ),
     )
     severity: Severity = "critical" if fractions.block().median >= NO_SPREAD else "warning"
+    causes: tuple[Cause, ...]
     if not _is_fraction(rewards):
         which, causes = "every completion of a group has the same reward", (partial, more, harder, better)
     elif level.median >= NEAR_ALL:
