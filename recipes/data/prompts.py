@@ -376,13 +376,18 @@ class PromptRows(Dataset[dict[str, Tensor]]):
             num_reads=self._num_iterations,
         )
 
-    def count_new(self) -> int:
-        """Return the number of samples that the stream yields before a prompt has its second group of completions."""
+    @property
+    def samples_per_epoch(self) -> int:
+        """Number of samples that the stream yields before a prompt has its second group of completions."""
         return len(self) * self.num_reads
+
+    def count_new(self) -> int:
+        """Return `samples_per_epoch`."""
+        return self.samples_per_epoch
 
     def count_epochs(self, num_samples: int) -> dict[str, float]:
         """Return how often the first `num_samples` samples of the stream go through the prompts."""
-        return {"the prompts": num_samples / self.count_new()}
+        return {"the prompts": num_samples / self.samples_per_epoch}
 
     def examples_of(self, index: int) -> list[int]:
         """Return the prompt of a sample, by its index in the store."""

@@ -56,6 +56,8 @@ def _count_samples(resolved: ResolvedRun) -> int:
         source = resolved.make("data")
     prepare_with(source, None)
     dataset = source.train()
+    if hasattr(dataset, "samples_per_epoch"):
+        return int(dataset.samples_per_epoch)
     if hasattr(dataset, "count_epochs"):
         raise ConfigError(
             f"{MAX_STEPS}={resolved.epochs}epochs",

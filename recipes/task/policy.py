@@ -306,7 +306,7 @@ class PolicyTuning(AnswerTask):
         return {
             "reward/mean": rewards.mean().item(),
             "reward/std": rewards.std(correction=0).item(),
-            **{f"reward/{name}": value for name, value in of_groups.items()},
+            "reward/no_spread_fraction": of_groups["no_spread_fraction"],
             **dict(
                 zip(
                     (f"reward/{name}" for name in self._rewards.names),
@@ -338,7 +338,10 @@ class PolicyTuning(AnswerTask):
         now = time.monotonic()
         if self._began is not None:
             whole = now - self._began
-            self._row = {f"{name}/time_fraction": spent / whole for name, spent in self._seconds.items()}
+            self._row = {
+                "rollout/time_fraction": self._seconds["rollout"] / whole,
+                "reward/time_fraction": self._seconds["reward"] / whole,
+            }
         self._began, self._seconds = now, {"rollout": 0.0, "reward": 0.0}
 
     @property

@@ -1,5 +1,6 @@
 """Passes over the data, counted before anything else is built."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,22 @@ def test_what_is_too_long_for_the_passes_is_a_mistake() -> None:
         settled("trainer.max_steps=1epoch", "scheduler=wsd", "warmup_steps=5", "scheduler.decay_steps=5")
     assert error.value.head == "1 epoch of this data are 7 steps; nothing was built."
     assert error.value.mistakes[0].reason == "together they are longer than trainer.max_steps=7"
+
+
+@pytest.mark.parametrize(("more", "steps"), [((), 50), (("rollout.num_iterations=3",), 150)])
+def test_a_pass_over_prompts_samples_each_as_often_as_it_is_completed(
+    more: tuple[str, ...], steps: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{row}>", "answer": "a"}) + "\n" for row in range(100)))
+    typed = [f"data.path={path}", f"data.val_path={path}", f"data.cache_dir={tmp_path}", "tokenizer=bytes"]
+    typed += ["model=gpt2_nano", "model.vocab_size=257", "rollout.max_new_tokens=8", "reward=exact_match"]
+    run, mistakes = compose_and_check(
+        ["recipe=grpo", *typed, "rollout.num_generations=16", "global_batch_size=32", "warmup_steps=0", *more]
+    )
+    assert run is not None
+    assert not mistakes
+    assert settle_length(run).max_steps == steps, "16 completions of each of 100 prompts, 32 in a step"
 
 
 def test_a_mixture_has_no_pass_of_its_own(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import yaml
 from support import ROOT
 
 from callbacks.generation_eval import GenerationEval
+from recipes.loss.policy import GRPO
+from recipes.loss.ppo import PPO
 from recipes.reward import TOTAL
 from recipes.task.distillation import Distillation
 
@@ -48,6 +50,7 @@ def validated_names() -> set[str]:
     generated = {*GenerationEval.validation_metrics, TOTAL, f"{TOTAL}/*"}  # of answers, whatever the validation
     of_splits = {f"val/{place}{name}" for name in names for place in ("", "*/")}  # of the split, and of further data
     of_tasks = {f"train/{name}" for name in Distillation.training_measures}
+    of_tasks |= {name for loss in (GRPO, PPO) for name in loss.measures}  # which have a prefix of their own
     return of_splits | of_tasks | {f"val/{name}" for name in generated}
 
 
