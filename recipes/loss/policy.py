@@ -259,12 +259,12 @@ class GRPO(PolicyLoss):
 
     @override
     def describe_groups(self, rewards: Tensor, num_generations: int) -> dict[str, float]:
-        """Return the share of groups that have nothing to learn from, all rewards being equal: `no_spread_fraction`.
+        """Return the share of groups that have nothing to learn from, all rewards being equal.
 
         With `baseline=batch`, the batch is the one group. Arguments as in `advantages`.
         """
         groups = rewards.view(1, -1) if self._baseline == "batch" else rewards.view(-1, num_generations)
-        return {"no_spread_fraction": 1.0 - _has_spread(groups).double().mean().item()}
+        return {"reward/no_spread_fraction": 1.0 - _has_spread(groups).double().mean().item()}
 
     # The loss of a micro-batch.
 

@@ -136,7 +136,7 @@ class Checklist:
         run = take_steps(self._resolved, num_steps=3, callbacks=[gradients, probe])
         yield from check_rollouts(probe)
         yield check_frozen(gradients)
-        if all(each.row["reward/no_spread_fraction"] == 1 for each in probe.rollouts):
+        if all(each.no_spread_fraction == 1 for each in probe.rollouts):
             found = "rewards that never differ within a group give none, see above"
             yield Result(check="every parameter has a gradient", status="skip", found=found)
         else:

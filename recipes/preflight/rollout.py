@@ -34,6 +34,11 @@ class FirstRollout:
     reward_seconds: float
     num_completions: int
 
+    @property
+    def no_spread_fraction(self) -> float:
+        """Share of the groups whose completions have one reward; without groups, of the batch."""
+        return self.row.get("reward/no_spread_fraction", float(self.row["reward/std"] == 0))
+
 
 class RolloutProbe(Callback):
     """Keeps what the first steps of a policy logged."""
@@ -63,7 +68,7 @@ def check_rollouts(probe: RolloutProbe) -> Iterator[Result]:
     """Yield the results of all checks of the first rollouts."""
     first = probe.rollouts[0].row
     count = len(probe.rollouts)
-    none = sum(each.row["reward/no_spread_fraction"] for each in probe.rollouts) / count
+    none = sum(each.no_spread_fraction for each in probe.rollouts) / count
     mean = sum(each.row["reward/mean"] for each in probe.rollouts) / count
     found = (
         f"rewards {mean:.3g} on average, deviation {first['reward/std']:.3g}; {none:.0%} of the groups have one reward"
@@ -85,7 +90,7 @@ def check_rollouts(probe: RolloutProbe) -> Iterator[Result]:
     found = f"{gap:.2g} nats per token"
     remedy = "sampling and training compute differently: precision=32-true, or loss.importance=token_truncate"
     yield judge("sampler and model agree", found, passes=gap < _GAP, fails=gap > _LARGE_GAP, remedy=remedy)
-    last = probe.rollouts[-1]
+    last = max(probe.rollouts, key=lambda each: each.rollout_seconds)  # others learn from the same completions
     each_ms = 1e3 * last.reward_seconds / last.num_completions
     found = (
         f"{each_ms:.2g} ms per completion, {last.reward_seconds:.2g} s in a step; sampling {last.rollout_seconds:.2g} s"

@@ -306,7 +306,7 @@ class PolicyTuning(AnswerTask):
         return {
             "reward/mean": rewards.mean().item(),
             "reward/std": rewards.std(correction=0).item(),
-            "reward/no_spread_fraction": of_groups["no_spread_fraction"],
+            **of_groups,
             **dict(
                 zip(
                     (f"reward/{name}" for name in self._rewards.names),

@@ -376,7 +376,7 @@ def test_a_group_without_spread_has_no_advantage(case: str, settings: dict[str, 
     assert found == pytest.approx(TRL["cases"][case]["advantages"], abs=1e-6)
     assert found[:4] == [0, 0, 0, 0]
     rewards = torch.tensor(TRL["no_spread"], dtype=torch.float64)
-    assert make_loss(**settings).describe_groups(rewards, 4) == {"no_spread_fraction": 0.5}
+    assert make_loss(**settings).describe_groups(rewards, 4) == {"reward/no_spread_fraction": 0.5}
 
 
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out", "batch"])
@@ -402,7 +402,7 @@ def test_reinforce_plus_plus_normalizes_over_the_batch_and_takes_groups_of_one()
     for size in (1, 2):
         assert advantages(rewards, size, baseline="batch", scale_rewards="batch") == pytest.approx(expected, rel=1e-12)
         found = loss.describe_groups(torch.tensor(rewards, dtype=torch.float64), size)
-        assert found == {"no_spread_fraction": 0.0}, "the batch is the one group"
+        assert found == {"reward/no_spread_fraction": 0.0}, "the batch is the one group"
 
 
 def test_a_reward_that_is_compared_with_itself_is_no_advantage() -> None:
@@ -458,7 +458,7 @@ def test_groups_without_spread_move_the_model_by_their_divergence_alone_and_are_
         found = run_step(loss, loss.advantages(rewards, 4).tolist(), parts=[ALL], old_log_probs=False)
         assert bool(found.gradients[:4].any()) is is_moved
         assert found.gradients[4:].any()
-        assert loss.describe_groups(rewards, 4)["no_spread_fraction"] == 0.5
+        assert loss.describe_groups(rewards, 4)["reward/no_spread_fraction"] == 0.5
 
 
 def test_the_end_token_carries_loss() -> None:
