@@ -3,7 +3,7 @@
 A model learns to answer `ord:cabd>` with its letters in ascending or descending order, at random, and `rev:cabd>` with
 them reversed. A reward of 1 for the ascending order then makes it answer `ord` that way; `rev` has no reward, and shows
 what is forgotten. Prompts are held out by a hash; an answer is right if all of it is. The control has a reward by
-chance.
+chance. Seeds may be typed.
 
 `python benchmarks/reinforcement.py format <GGUF file>` rewards, with a published chat model and LoRA, answers in JSON.
 The file is that of `benchmarks/adapters.py`.
@@ -30,15 +30,22 @@ SFT_STEPS = 1200
 STEPS = 60
 NUM_ASKED = 300
 COMMON = ("tokenizer=bytes", "model=gpt2_nano", "model.vocab_size=257", "model.max_seq_len=32", "~callbacks.report")
-ROLLOUT = ("rollout.max_new_tokens=8", "rollout.num_generations=8")
+COLUMNS_OF_A_RUN = ("steps", "minutes", "sampled tokens/s, median")
 TUNED = (
-    *("optimizer.lr=5e-5", "global_batch_size=128", f"trainer.max_steps={STEPS}", "warmup_steps=10"),
+    *(
+        "rollout.max_new_tokens=8",
+        "optimizer.lr=5e-5",
+        "global_batch_size=128",
+        f"trainer.max_steps={STEPS}",
+        "warmup_steps=10",
+    ),
     *(f"eval_every={STEPS}", f"save_every={STEPS}", "callbacks.generation_eval.num_samples=300"),
 )
 # what a row shows -> overrides
 RUNS: dict[str, tuple[str, ...]] = {
-    "grpo": ("recipe=grpo",),
+    "grpo": ("recipe=grpo", "reward=exact_match"),
     "grpo, reward by chance": ("recipe=grpo", "reward=mine", "reward.mine.path={rewards}:coin"),
+    "ppo": ("recipe=ppo", "reward=exact_match"),
 }
 FORMAT = (
     *("recipe=grpo", "model=huggingface", "model.max_seq_len=128", "seq_len=128", "adapter=lora", "adapter.r=8"),
@@ -141,26 +148,21 @@ def measure_order(seed: int) -> list[dict[str, Any]]:
         folder = Path(name)
         files = write_rows(folder, seed)
         base = train_base(folder / "base", files, seed)
-        found.append({"run": "start", "seed": seed, **describe(base, files, seed)})
+        found.append(
+            {"run": "start", "seed": seed, **describe(base, files, seed)} | dict.fromkeys(COLUMNS_OF_A_RUN, "")
+        )
         for label, overrides in RUNS.items():
             print(f"{label}, seed {seed}", file=sys.stderr, flush=True)
             run, began = folder / f"run_{len(found)}", time.monotonic()
             typed = [override.format(**files) for override in overrides]
-            chosen = [] if any(override.startswith("reward=") for override in typed) else ["reward=exact_match"]
             places = [f"data.path={files['prompts']}", f"data.val_path={files['held_out']}", f"start_from={base}"]
-            rows = train(run, [*typed, *chosen, *places, *COMMON, *ROLLOUT, *TUNED], seed)
-            minutes = (time.monotonic() - began) / 60
+            rows = train(run, [*typed, *places, *COMMON, *TUNED], seed)
+            of_run = (STEPS, f"{(time.monotonic() - began) / 60:.1f}")
             sampled = [float(row["rollout/tokens_per_second"]) for row in rows if "rollout/tokens_per_second" in row]
-            found.append(
-                {
-                    "run": label,
-                    "seed": seed,
-                    **describe(run, files, seed),
-                    "steps": STEPS,
-                    "minutes": f"{minutes:.1f}",
-                    "sampled tokens/s, median": f"{statistics.median(sampled):.0f}",
-                }
-            )
+            of_run = (*of_run, f"{statistics.median(sampled):.0f}")
+            row = {"run": label, "seed": seed, **describe(run, files, seed)}
+            found.append(row | dict(zip(COLUMNS_OF_A_RUN, of_run, strict=True)))
+            print(found[-1], file=sys.stderr, flush=True)
     return found
 
 
@@ -204,8 +206,8 @@ def measure_format(gguf: Path) -> list[dict[str, Any]]:
                         "reward of the samples": f"{row['reward/mean']:.2f}",
                     }
                 )
-        found[-1]["total, s"] = f"{time.monotonic() - began:.0f}"
-    return found
+        seconds = f"{time.monotonic() - began:.0f}"
+    return [row | {"total, s": seconds} for row in found]
 
 
 def main() -> None:
@@ -214,7 +216,9 @@ def main() -> None:
         typed = "python benchmarks/reinforcement.py format SmolLM2-135M-Instruct.Q4_1.gguf"
         report("reinforcement_format", rows, command=typed)
         return
-    report("reinforcement", [row for seed in SEEDS for row in measure_order(seed)])
+    seeds = [int(seed) for seed in sys.argv[1:]] or SEEDS
+    command = " ".join(["python benchmarks/reinforcement.py", *sys.argv[1:]])
+    report("reinforcement", [row for seed in seeds for row in measure_order(seed)], command=command)
 
 
 if __name__ == "__main__":
