@@ -5,7 +5,7 @@ Shapes: B completions of a micro-batch, R of this rank and N of the global batch
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, cast
 
@@ -30,8 +30,7 @@ from recipes.rollout import Rollout
 from recipes.task.answers import AnswerTask, evaluating
 from recipes.task.base import Batch
 
-Entropy = Literal["loss", "measure"]  # with its gradient or without
-_OF_BATCH = ("seeds", "num_uses")
+_PAD_TO_EAGER = 16  # nothing is compiled for a length; completions are short, and columns of padding cost as much
 _OF_ROWS = ("num_inputs", "num_tokens", "is_truncated", "rewards", "scores", "errors")  # [R] or [R, F]
 
 
@@ -166,7 +165,7 @@ class PolicyTuning(AnswerTask):
             places = [row for batch in micro_batches for row in batch["row"].tolist()]
             scores = self._score(prompts, completions, places)
         of_functions = torch.tensor([*scores.of_functions.values()], dtype=torch.float64).T  # [R, F]
-        rows = _stack(prompts, completions, seq_len=self.source.seq_len, device=self.device) | {
+        rows = _stack(prompts, completions, fit_width=self._fit_width, device=self.device) | {
             "rewards": torch.tensor(scores.total, dtype=torch.float64, device=self.device),
             "scores": of_functions.to(self.device),
             # of each completion a share, so that the sum over all of them is the number
@@ -252,8 +251,14 @@ class PolicyTuning(AnswerTask):
     def _cut(self, rows: dict[str, Tensor], part: slice) -> dict[str, Tensor]:
         """Return some rows, without the columns that none of them needs."""
         mine = {name: value[part] for name, value in rows.items()}
-        width = min(-(-int(mine["num_inputs"].max()) // PAD_TO) * PAD_TO, self.source.seq_len)
+        width = self._fit_width(int(mine["num_inputs"].max()))
         return {name: value[:, :width] if name in self.of_tokens_names else value for name, value in mine.items()}
+
+    def _fit_width(self, longest: int) -> int:
+        """Return the length of padded rows of up to so many tokens."""
+        pad_to = _PAD_TO_EAGER if self._compile_mode is None else PAD_TO
+        seq_len: int = self.source.seq_len
+        return min(-(-longest // pad_to) * pad_to, seq_len)
 
     def recipes_completions(self, num_completions: int) -> list[dict[str, Any]]:
         """Return the first of this rank's newest completions with their rewards, for the callback `Completions`."""
@@ -412,7 +417,11 @@ def _read(logits: Tensor, targets: Tensor, *, temperature: float, entropy: Entro
 
 
 def _stack(
-    prompts: Sequence[Sequence[int]], completions: Sequence[Completion], *, seq_len: int, device: torch.device
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Completion],
+    *,
+    fit_width: Callable[[int], int],
+    device: torch.device,
 ) -> dict[str, Tensor]:
     """Return prompts with their completions: values of tokens [R, W], and their numbers [R].
 
@@ -423,7 +432,7 @@ def _stack(
         ended_by = [] if completion.stop_token is None else [completion.stop_token]
         wholes.append([*completion.tokens, *ended_by])
     num_inputs = [len(prompt) + max(len(whole), 1) - 1 for prompt, whole in zip(prompts, wholes, strict=True)]
-    width = min(-(-max(num_inputs) // PAD_TO) * PAD_TO, seq_len)
+    width = fit_width(max(num_inputs))
     inputs = torch.zeros(len(prompts), width, dtype=torch.int64)
     targets = torch.full((len(prompts), width), IGNORE_INDEX)
     log_probs = torch.zeros(len(prompts), width)

@@ -9,6 +9,7 @@ import torch
 from support import execute, read_metrics
 
 from recipes.checkpoint.saved_tensor import open_tensors
+from recipes.task.policy import PolicyTuning
 
 SMALL = (
     *("tokenizer=bytes", "model=gpt2_nano", "model.vocab_size=257", "model.max_seq_len=24", "model.num_layers=2"),
@@ -129,7 +130,22 @@ def test_a_reward_that_fails_for_some_completions_costs_these_alone(
     assert {row["reward"] for row in failed} == {0.0}
     assert {row["reward"] for row in sampled if row not in failed} == {1.0}
     assert sum(row["reward/errors"] for row in rows) == len(failed)
-    assert "reward.mine fails for" in capsys.readouterr().out
+    assert "called for each completion alone" in capsys.readouterr().out
+
+
+def test_rows_of_an_eager_run_have_less_than_16_columns_of_padding(files: Path, tmp_path: Path) -> None:
+    widths: list[tuple[int, int]] = []
+    look = PolicyTuning._look
+
+    def noting(task: PolicyTuning, model: Any, batch: Any, **settings: Any) -> Any:
+        widths.append((batch["inputs"].shape[1], int(batch["num_inputs"].max())))
+        return look(task, model, batch, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PolicyTuning, "_look", noting)
+        train(files, tmp_path / "run", "model.max_seq_len=64", "seq_len=64", steps=2)
+    assert widths
+    assert all(longest <= width < longest + 16 for width, longest in widths), widths
 
 
 def test_groups_without_spread_move_no_weight(files: Path, tmp_path: Path) -> None:
