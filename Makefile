@@ -59,6 +59,7 @@ types: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed-test $(PEERS)/.installed
 	$(RUN) benchmarks/peers.py
+	$(RUN) benchmarks/peers_reinforcement.py
 
 benchmark: $(VENV)/.installed-test
 	$(RUN) benchmarks/step_overhead.py
@@ -71,6 +72,7 @@ benchmark: $(VENV)/.installed-test
 	$(RUN) benchmarks/fine_tuning.py
 	$(RUN) benchmarks/forgetting.py
 	$(RUN) benchmarks/preferences.py
+	$(RUN) benchmarks/reinforcement.py
 	$(RUN) benchmarks/prepare.py
 	$(RUN) benchmarks/parity.py
 	$(RUN) benchmarks/memory.py

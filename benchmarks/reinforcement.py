@@ -32,14 +32,9 @@ NUM_ASKED = 300
 COMMON = ("tokenizer=bytes", "model=gpt2_nano", "model.vocab_size=257", "model.max_seq_len=32", "~callbacks.report")
 COLUMNS_OF_A_RUN = ("steps", "minutes", "sampled tokens/s, median")
 TUNED = (
-    *(
-        "rollout.max_new_tokens=8",
-        "optimizer.lr=5e-5",
-        "global_batch_size=128",
-        f"trainer.max_steps={STEPS}",
-        "warmup_steps=10",
-    ),
-    *(f"eval_every={STEPS}", f"save_every={STEPS}", "callbacks.generation_eval.num_samples=300"),
+    *("rollout.max_new_tokens=8", "global_batch_size=128", "optimizer.lr=5e-5", "warmup_steps=10"),
+    *(f"trainer.max_steps={STEPS}", f"eval_every={STEPS}", f"save_every={STEPS}"),
+    "callbacks.generation_eval.num_samples=300",
 )
 # what a row shows -> overrides
 RUNS: dict[str, tuple[str, ...]] = {
