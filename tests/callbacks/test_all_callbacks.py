@@ -79,6 +79,8 @@ def test_default_holds_every_callback_that_has_a_file_but_those_that_cost_or_nee
         "classification",
         "conversations",
         "preferences",
+        "policy",
+        "completions",
         "stop_at_nan",
         "generation_eval",
         "hang",

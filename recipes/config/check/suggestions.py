@@ -17,9 +17,11 @@ from recipes.config.epochs import MAX_STEPS
 from recipes.config.overrides import for_shell
 from recipes.config.search_path import find_config_folders
 from recipes.config.signature import find_signature
+from recipes.config.traits import read_target_kind
 from recipes.errors import type_command
 
 # common names of a precision or a strategy -> option
+_OF_RECIPES = ("pairs", "answers", "completions")  # kinds of targets
 _OPTION_ALIASES = {
     **dict.fromkeys(("bf16", "bfloat16", "bf16_mixed", "bf16-amp"), "bf16-mixed"),
     **dict.fromkeys(("fp16", "float16", "half", "16", "amp", "mixed", "fp16-mixed", "16_mixed"), "16-mixed"),
@@ -457,6 +459,9 @@ def _options_with(group: str, key: str, typed: Sequence[str], *, task: str | Non
     options = [option for option in list_options(group, typed) if key in read_option(group, option, typed)]
     if group == "metrics":  # those of another task are computed from what it predicts
         options = [option for option in options if option == task or option not in list_options("task", typed)]
+    if group == "data":  # of tasks that a recipe sets with their data
+        own = [each for each in options if read_target_kind(read_option(group, each, typed)) not in _OF_RECIPES]
+        options = own or options
     return sorted(options, key=lambda option: (option != key, len(option), option))[:_MAX_OPTIONS]
 
 
