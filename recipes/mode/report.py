@@ -77,6 +77,21 @@ def report(
     return 0
 
 
+def _report_stages(state: Path, path: str | None, dashboard: list[Any], write: Callable[..., None]) -> int:
+    """Write the page of a pipeline, from its own record of its stages."""
+    with reading(state, f"mode.runs=[{state.parent}]", "mode.runs=[<a folder in it>]"):
+        pipeline = read_json(state, fix="the command of the pipeline, which writes it")
+        stages = {
+            name: {**stage, "folder": str(state.parent / stage["folder"])} for name, stage in pipeline["stages"].items()
+        }
+        page = _page_path(path, [Path(stage["folder"]) for stage in stages.values()])
+        claim_output(page, "mode.path", is_file=True, replaces=is_page)
+        write(pipeline["pipeline"], stages, page, dashboard=dashboard)
+    LOGGER.info(f"{count(len(pipeline['stages']), 'stage')} of {pipeline['pipeline']}")
+    LOGGER.info(str(page))
+    return 0
+
+
 def _choose_measure(folders: Sequence[Path]) -> str:
     """Return what ranks the runs: the validation loss, or the reward if they are policies, which have none."""
     written = set()

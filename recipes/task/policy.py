@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from recipes.data.conversations.chat_template import find_stop_ids
 from recipes.data.conversations.rows import PAD_TO
+from recipes.errors import ConfigError
 from recipes.generation import Completion
 from recipes.lightning_internals import get_log_interval
 from recipes.loss import Term
@@ -30,6 +31,8 @@ from recipes.rollout import Rollout
 from recipes.task.answers import AnswerTask, evaluating
 from recipes.task.base import Batch
 
+Entropy = Literal["loss", "measure"]  # with its gradient or without
+_OF_BATCH = ("seeds", "num_uses")
 _PAD_TO_EAGER = 16  # nothing is compiled for a length; completions are short, and columns of padding cost as much
 _OF_ROWS = ("num_inputs", "num_tokens", "is_truncated", "rewards", "scores", "errors")  # [R] or [R, F]
 
@@ -88,16 +91,29 @@ class PolicyTuning(AnswerTask):
 
     @override
     def outputs(self, batch: Batch) -> PolicyOutputs:
-        with_entropy = self._trainer is not None and self.training and self._is_logged  # a plan has no trainer
-        read = functools.partial(_read, temperature=self._rollout.sampling.temperature, with_entropy=with_entropy)
-        values = self.of_tokens(self.model, batch["inputs"], batch["targets"], read=read)  # [B, T], or [B, T, 2]
-        log_probs, entropy = values.unbind(dim=-1) if with_entropy else (values, None)
-        reference = batch.get("reference_log_probs")
-        if reference is None and self.loss.needs_reference:  # of a plan, which has no rollout
-            read = functools.partial(_read, temperature=self._rollout.sampling.temperature, with_entropy=False)
-            with self.as_reference() as model:
-                reference = self.of_tokens(model, batch["inputs"], batch["targets"], read=read)  # [B, T]
-        return PolicyOutputs(log_probs, entropy=entropy, reference=reference)
+        is_logged = self._trainer is not None and self.training and self._is_logged  # a plan has no trainer
+        entropy: Entropy | None = "loss" if self.loss.needs_entropy else "measure" if is_logged else None
+        found = self._look(self.model, batch, entropy=entropy, with_values=self.loss.needs_values)
+        return found._replace(reference=batch.get("reference_log_probs"))
+
+    def _look(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        *,
+        entropy: Entropy | None = None,
+        with_values: bool = False,
+    ) -> PolicyOutputs:
+        """Return what a model says of the tokens of completions, from one forward pass."""
+        read = functools.partial(_read, temperature=self._rollout.sampling.temperature, entropy=entropy)
+        of_hidden = cast(Any, model).value if with_values else None
+        found = self.of_tokens(model, batch["inputs"], batch["targets"], read=read, of_hidden=of_hidden)
+        columns = iter(found.unbind(dim=-1) if found.ndim == batch["targets"].ndim + 1 else (found,))
+        return PolicyOutputs(
+            next(columns),
+            entropy=None if entropy is None else next(columns),
+            values=next(columns) if with_values else None,
+        )
 
     @property
     def _is_logged(self) -> bool:
@@ -215,15 +231,19 @@ class PolicyTuning(AnswerTask):
         assert tokenizer is not None, "prompts are text"
         if group is None or dist.get_rank(group) == 0:
             of_data = self.source.rows_of(rows, "train")
-            own = self._rewards(
-                prompts=[prompt for prompt, _, _ in of_data],
-                completions=[
-                    tokenizer.decode_continuation([*prompt], completion.tokens)
-                    for prompt, completion in zip(prompts, completions, strict=True)
-                ],
-                references=[reference for _, reference, _ in of_data],
-                rows=[row for _, _, row in of_data],
-            )
+            try:
+                own = self._rewards(
+                    prompts=[prompt for prompt, _, _ in of_data],
+                    completions=[
+                        tokenizer.decode_continuation([*prompt], completion.tokens)
+                        for prompt, completion in zip(prompts, completions, strict=True)
+                    ],
+                    references=[reference for _, reference, _ in of_data],
+                    rows=[row for _, _, row in of_data],
+                )
+            except ConfigError as mistake:
+                mistake.late = f"The run has ended in step {self.trainer.global_step + 1}, for want of rewards."
+                raise
         found = own if group is None else gather_objects(own, group)[0]
         assert found is not None, "the first rank has scored them"
         return Scores(*found)

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from recipes.adapter import switched_off
 from recipes.checkpoint.checkpoint_io import FolderCheckpointIO
 from recipes.data.draws import has_draws
 from recipes.errors import ConfigError
 from recipes.lightning_internals import get_data
 from recipes.loss.preference import AnswerLoss, Likelihoods, count_tokens
 from recipes.numerics.linear import get_product_dtype
-from recipes.numerics.loss import IGNORE_INDEX, token_losses
+from recipes.numerics.loss import IGNORE_INDEX
 from recipes.run_folder import find_run_folder
+from recipes.task.answers import AnswerTask, evaluating
 from recipes.task.base import Batch
 from recipes.task.reference import ReferenceTable
 

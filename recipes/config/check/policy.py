@@ -56,7 +56,8 @@ def check_policy(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigError]:
     task = f"task={run.choices.get('task', '…')}"
     loss = run.config["loss"]
     yield from _check_mode(run, task)
-    yield from _check_advantages(run, has_ranks=has_ranks)
+    yield from _check_groups(run, has_ranks=has_ranks)
+    yield from _check_values(run, task)
     yield from _check_tie(run)
     if loss.get("kind") == "gspo" and str(loss.get("importance")).startswith("token_"):
         reason = "its completions have one ratio each, of which weights of single tokens would correct nothing"
@@ -92,8 +93,23 @@ def _check_mode(run: ResolvedRun, task: str) -> Iterator[ConfigError]:
         yield ConfigError(f"mode={mode} {task}", reason, fix)
 
 
-def _check_advantages(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigError]:
-    """Check that each completion is compared with others: of its group, or of the batch."""
+def _check_values(run: ResolvedRun, task: str) -> Iterator[ConfigError]:
+    """Check a loss that measures rewards by values of tokens; nothing of other losses."""
+    loss = run.config["loss"]
+    if not find_signature(loss["_target_"]).constants.get("needs_values"):
+        return
+    if loss.get("kl_target") is not None and not loss["kl_weight"]:
+        setting = f"loss.kl_target={loss['kl_target']} loss.kl_weight={loss['kl_weight']}"
+        reason = "the weight is multiplied until the divergence is at the target, and 0 stays 0"
+        yield ConfigError(setting, reason, "loss.kl_weight=0.05, or loss.kl_target=null")
+    if run.config["tensor_parallel_size"] > 1:
+        reason = "values are computed beside the probabilities of all tokens, of which a rank would have a part"
+        size = run.config["tensor_parallel_size"]
+        yield ConfigError(f"tensor_parallel_size={size} {task}", reason, "tensor_parallel_size=1")
+
+
+def _check_groups(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigError]:
+    """Check that groups are whole, and each completion is compared with others: of its group, or of the batch."""
     number, batch_size = run.config["rollout"].get("num_generations"), run.global_batch_size
     baseline, scale = (run.config["loss"].get(name) for name in ("baseline", "scale_rewards"))
     setting = f"rollout.num_generations={number}"

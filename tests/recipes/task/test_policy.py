@@ -123,7 +123,7 @@ def test_a_run_stopped_between_two_steps_has_the_tokens_and_losses_of_a_whole_on
 def test_a_reward_that_fails_for_some_completions_costs_these_alone(
     reward: str, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = train(files, tmp_path / "run", "task.rewards.timeout_seconds=0.5", "seed=3", reward=reward, steps=4)
+    rows = train(files, tmp_path / "run", "task.rewards.timeout_seconds=2", "seed=3", reward=reward, steps=4)
     sampled = read_completions(tmp_path / "run")
     failed = [row for row in sampled if "a" in row["completion"]]
     assert 0 < len(failed) < len(sampled), "some completions have the letter"
