@@ -4,6 +4,7 @@ The order of letters of `benchmarks/reinforcement.py`, from the same weights. Bo
 in a process of its own, and take turns of a few steps, so that drift of the machine affects both equally.
 
 `python benchmarks/peers_reinforcement.py <folder>` keeps rows and base model in a folder, or takes them from it.
+`python benchmarks/peers_reinforcement.py gpu` takes GPT-2 124M on a GPU, and 64 completions of 256 tokens a step.
 """
 
 import json
@@ -29,6 +30,13 @@ THREADS = 1
 # what a row shows -> bytes of the prompts; None: all of them. TRL pads prompts on the left and gives the model no
 # positions in training: those of a GPT-2 are then other ones than in its samples, unless all prompts are of one length.
 CASES: dict[str, int | None] = {"8 to 10 tokens": None, "10 tokens": 10}
+
+
+ON_GPU = {"steps": 10, "skip": 4, "completions": 64, "max_new_tokens": 256, "lr": 1e-6, "warmup_steps": 2, "threads": 8}
+LETTER = """
+def share(prompts, completions, references, rows):
+    return [text.count("e") / max(1, len(text)) for text in completions]
+"""
 
 
 def list_overrides(base: Path, prompts: Path, seed: int) -> list[str]:
@@ -99,11 +107,14 @@ def compare(spec: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for name, of_one in found.items():
         row: dict[str, Any] = {"contender": name.replace("_", " "), "seed": spec["seed"]}
+        skip = spec.get("skip", SKIP)
         for key, unit in (("seconds", "s"), ("cpu_seconds", "CPU s")):
-            median, ours = (statistics.median(each[key][SKIP:]) for each in (of_one, found["recipe_grpo"]))
+            median, ours = (statistics.median(each[key][skip:]) for each in (of_one, found["recipe_grpo"]))
             row |= {f"step, {unit}": f"{median:.2f}", f"{unit} / recipe": f"{median / ours:.2f}"}
         row["peak, MiB"] = f"{of_one['peak_rss_bytes'] / 2**20:.0f}"
-        for first in range(0, STEPS, PART):
+        if of_one["peak_gpu_bytes"]:
+            row["peak of the GPU, MiB"] = f"{of_one['peak_gpu_bytes'] / 2**20:.0f}"
+        for first in range(0, spec["steps"], PART):
             part = of_one["rewards"][first : first + PART]
             row[f"reward, {first + 1} to {first + PART}"] = f"{statistics.mean(part):.2f}"
         rows.append(row)
@@ -134,6 +145,7 @@ def make_spec(base: Path, model: Path, prompts: Path, seed: int) -> dict[str, An
         "warmup_steps": WARMUP_STEPS,
         "threads": THREADS,
         "turn": TURN,
+        "accelerator": "cpu",
     }
 
 
@@ -152,7 +164,36 @@ def measure(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+def measure_on_gpu(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of GPT-2 124M, which has read some of Python's standard library; few of its samples end."""
+    base, prompts, rewards = folder / "base", folder / "prompts.jsonl", folder / "rewards.py"
+    typed = ["recipe=single_bf16", "model=gpt2", "model.vocab_size=32768", "tokenizer=bpe", "data=stdlib_text"]
+    typed += ["trainer.max_steps=20", "global_batch_size=32", "eval_every=20", "eval_samples=8", "save_every=20"]
+    typed += ["compile=false", "~callbacks.report", f"data.cache_dir={folder / 'cache'}", f"hydra.run.dir={base}"]
+    subprocess.run([sys.executable, "train.py", *typed], cwd=ROOT, check=True, stdout=sys.stderr)
+    lines = Path(json.__file__).read_text().splitlines()
+    asked = ["\n".join(lines[first : first + 6])[:160] for first in range(len(lines) - 6)]
+    prompts.write_text("".join(json.dumps({"prompt": text, "answer": "e"}) + "\n" for text in asked))
+    rewards.write_text(LETTER)
+    spec = make_spec(base, export(base, folder / "model"), prompts, SEEDS[0]) | ON_GPU | {"accelerator": "gpu"}
+    spec["overrides"] = [
+        *("recipe=grpo", "reward=mine", f"reward.mine.path={rewards}:share", f"start_from={base}", "~callbacks.report"),
+        *("model=gpt2", "model.vocab_size=32768", "tokenizer=bpe", f"seed={SEEDS[0]}", "precision=bf16-mixed"),
+        *(f"data.path={prompts}", f"data.cache_dir={folder / 'cache'}", "data.val_fraction=0.05"),
+        *(f"rollout.num_generations={NUM_GENERATIONS}", f"rollout.max_new_tokens={spec['max_new_tokens']}"),
+        *(f"global_batch_size={spec['completions']}", f"micro_batch_size={spec['completions']}"),
+        *(f"optimizer.lr={spec['lr']}", f"warmup_steps={spec['warmup_steps']}", "save_every=null"),
+        *(f"trainer.max_steps={spec['steps']}", f"eval_every={10 * spec['steps']}", "eval_samples=8"),
+    ]
+    return compare(spec)
+
+
 def main() -> None:
+    if sys.argv[1:] == ["gpu"]:
+        with tempfile.TemporaryDirectory() as name:
+            rows = measure_on_gpu(Path(name))
+        report("peers_reinforcement_gpu", rows, command="python benchmarks/peers_reinforcement.py gpu")
+        return
     with tempfile.TemporaryDirectory() as name:
         report("peers_reinforcement", measure(Path(sys.argv[1] if sys.argv[1:] else name).absolute()))
 

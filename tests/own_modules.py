@@ -294,7 +294,7 @@ class Adversaries(lightning.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         real, _ = batch
         of_generator, of_discriminator = self.optimizers()  # type: ignore[misc]
-        fake = self.generator(torch.randn(len(real), 4))
+        fake = self.generator(torch.randn(len(real), 4).to(real))
         self._step(of_generator, self._judge(fake, real=True), "generator_loss")
         judged = self._judge(real, real=True) + self._judge(fake.detach(), real=False)
         self._step(of_discriminator, judged, "discriminator_loss")

@@ -25,6 +25,11 @@ def match(completions: list[str], answer: list[str], **kwargs: Any) -> list[floa
     return [float(given == expected) for given, expected in zip(completions, answer, strict=True)]
 
 
+def share(completions: list[str], **kwargs: Any) -> list[float]:
+    """Return the share of the letter e in each completion."""
+    return [text.count("e") / max(1, len(text)) for text in completions]
+
+
 def main() -> None:
     spec = json.loads(sys.argv[1])
     torch.set_num_threads(spec["threads"])
@@ -53,18 +58,18 @@ def main() -> None:
             max_grad_norm=1.0,
             lr_scheduler_type="constant_with_warmup",
             warmup_steps=spec["warmup_steps"],
-            bf16=False,
+            bf16=spec["accelerator"] == "gpu",
             gradient_checkpointing=False,  # on by default, and slower
             logging_steps=1,
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
-            use_cpu=True,
+            use_cpu=spec["accelerator"] == "cpu",
         )
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32),
             args=arguments,
-            reward_funcs=match,
+            reward_funcs=match if spec["accelerator"] == "cpu" else share,
             train_dataset=load_dataset("json", data_files=spec["prompts"], split="train", cache_dir=folder),
             processing_class=tokenizer,
             callbacks=[_Timer(turns)],

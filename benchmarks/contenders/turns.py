@@ -6,6 +6,8 @@ import sys
 import time
 from typing import Any
 
+import torch
+
 READY = "waits for its turn"
 
 
@@ -40,5 +42,6 @@ class Turns:
             "cpu_seconds": self._cpu_seconds,
             "rewards": rewards,
             "peak_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            "peak_gpu_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
         }
         print(json.dumps(found), flush=True)

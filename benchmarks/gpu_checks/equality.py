@@ -12,10 +12,13 @@ from gpu_checks.rank_cases import (
     make_case,
     only_installed,
     packed_case,
+    policy_case,
+    preference_case,
     run_cases,
     run_curves,
 )
-from gpu_checks.runs import TINY_GPT2, Finished, run_train
+from gpu_checks.runs import TINY_GPT2, Finished, fit_here, run_train
+from recipes.run_folder import METRICS_FILE, read_rows
 
 PROMISED = 1e-5  # largest relative difference of loss or norm in float32; a different summation order stays below 1e-6
 ACROSS_DEVICES = 1e-4  # kernels differ from those of a CPU; TF32, which must be off, would show as 1e-3
@@ -30,6 +33,7 @@ _TINY = {
     "resume": ["fsdp", "ZeRO-3"],
     "rollback": ["fsdp", "ZeRO-3"],
     "two ranks": ["ddp", "fsdp", "ZeRO-2"],
+    "answers": ["fsdp", "ZeRO-2"],
     "components": ["llama", "muon", "qlora", "offloaded activations"],
     "resume on two": ["fsdp"],
 }
@@ -53,6 +57,12 @@ COMPONENTS: dict[str, tuple[str, list[str]]] = {
 }
 # products in bfloat16 (`recipes.optimizer.muon`); other random numbers; eight bits
 _OWN_LIMITS = {"muon": 2e-2, "dropout": 5e-2, "float8": 1e-2}
+# losses of tests/parity/test_preferences.py, and kinds of tests/parity/test_policy.py
+_PREFERENCES = ("dpo", "orpo", "kto", "copy", "reward")
+_POLICIES = ("dapo", "reused", "ppo")
+_BESIDE_A_COPY = ["fsdp", "ZeRO-2"]  # ZeRO-3 refuses a frozen copy of the model
+# precisions of a module of one's own, and how far its loss may be from that in float32 on a CPU
+_OF_OWN_MODULES = {"32-true": ACROSS_DEVICES, "16-mixed": 1e-2, "bf16-mixed": 5e-2}
 _PRECISIONS = ("bf16-mixed", "16-mixed")
 _FROM_FLOAT32 = 1e-3  # 1e-5 on a CPU: rounding errors of up to 4e-3 average out over the targets of eight steps
 _SPLITS, _TINY_SPLITS = (1, 2, 4, 8, 16), (1, 2, 4)
@@ -99,6 +109,96 @@ def components(settings: Settings) -> Outcome:
     comparable = {name: found[name] for name in names if name not in _OWN_LIMITS}
     headline = f"{len(names)} components, {largest(comparable)}"
     return judge(failures, headline=headline, figures=found)
+
+
+def preferences(settings: Settings) -> Outcome:
+    """Compare losses on pairs and answers, and reward models: engines with one device, and that with the CPU."""
+    engines = choose_engines(settings, "answers", ONE_OF_EACH)
+    cases = {}
+    for loss in _PREFERENCES:
+        for engine in ["single", *engines]:
+            if loss != "copy" or engine in ("single", *_BESIDE_A_COPY):
+                cases[f"{loss}, {engine}"] = preference_case(settings, loss, engine)
+        cases[f"{loss}, on the CPU"] = preference_case(settings, loss, "single", "trainer.accelerator=cpu")
+    rows = run_curves(settings, "preferences", cases)
+    found: Differences = {}
+    for loss in _PREFERENCES:
+        of_loss = {name: curve for name, curve in rows.items() if name.startswith(f"{loss}, ")}
+        found |= find_differences(of_loss, rows[f"{loss}, single"])
+    limits = {name: ACROSS_DEVICES if name.endswith("the CPU") else PROMISED for name in found}
+    note = describe_missing(ONE_OF_EACH)
+    return judge(find_excess(found, limits), headline=largest(found), figures=found, note=note)
+
+
+def policies(settings: Settings) -> Outcome:
+    """Compare engines with one device: rewards, which are hashes of the sampled text, have to be equal to the bit."""
+    engines = choose_engines(settings, "answers", ONE_OF_EACH)
+    cases = {}
+    for kind in _POLICIES:
+        beside_a_copy = kind != "dapo"
+        for engine in ["single", *engines]:
+            if not beside_a_copy or engine in ("single", *_BESIDE_A_COPY):
+                cases[f"{kind}, {engine}"] = policy_case(settings, kind, engine)
+    rows = run_curves(settings, "policies", cases)
+    figures: dict[str, Any] = {}
+    failures = []
+    for kind in _POLICIES:
+        of_kind = {name: curve for name, curve in rows.items() if name.startswith(f"{kind}, ")}
+        alone = rows[f"{kind}, single"]
+        # the loss is a sum of numbers of both signs that nearly cancel: its norm is compared
+        found = {name: {"grad/norm": row["grad/norm"]} for name, row in find_differences(of_kind, alone).items()}
+        failures += find_excess(found, dict.fromkeys(found, PROMISED))
+        for name, curve in of_kind.items():
+            same = [row["reward/mean"] == other["reward/mean"] for row, other in zip(curve, alone, strict=True)]
+            gap = max(row["rollout/logprob_gap"] for row in curve)
+            figures[name] = found.get(name, {}) | {"steps of the same samples": sum(same), "logprob_gap": gap}
+            if not all(same):
+                failures.append(f"{name}: step {1 + same.index(False)} has other samples than one device")
+            if gap > PROMISED:
+                failures.append(f"{name}: log-probabilities of samples and training differ by {gap:.1e}")
+    norm = max(row.get("grad/norm", 0.0) for row in figures.values())
+    headline = f"{len(figures)} curves, norm {norm:.0e}"
+    return judge(failures, headline=headline, figures=figures, note=describe_missing(ONE_OF_EACH))
+
+
+def own_module(settings: Settings) -> Outcome:
+    """Train a LightningModule of one's own with one and two optimizers on this device, and on the CPU in float32."""
+    own = ["task=lightning", "data=lightning", "data.module={_target_: own_modules.Rows, noisy: false}"]
+    own += [
+        "trainer.max_steps=8",
+        "eval_every=4",
+        "save_every=null",
+        "trainer.devices=1",
+        "log_every=1",
+        "compile=false",
+    ]
+    modules = {
+        "one optimizer": ("{_target_: own_modules.Branched, dropout: 0.0}", "train/loss"),
+        "two optimizers": ("{_target_: own_modules.Adversaries}", "discriminator_loss"),
+    }
+    figures: dict[str, Any] = {}
+    for name, (module, loss) in modules.items():
+        curves = {}
+        for precision, where in [("the CPU", "cpu"), *((each, settings.accelerator) for each in _OF_OWN_MODULES)]:
+            typed = [*own, f"task.module={module}", f"trainer.accelerator={where}"]
+            typed.append(f"precision={'32-true' if where == 'cpu' and precision == 'the CPU' else precision}")
+            run = fit_here(settings, f"{name} {precision}".translate(str.maketrans(" -", "__")), typed)
+            curves[precision] = [row[loss] for row in read_rows(run.folder / METRICS_FILE) if loss in row]
+        reference = curves.pop("the CPU")
+        for precision, curve in curves.items():
+            assert len(curve) == len(reference) >= 4, f"{name}, {precision}: {len(curve)} rows"
+            of_steps = [abs(value / other - 1) for value, other in zip(curve, reference, strict=True)]
+            figures[f"{name}, {precision}"] = max(of_steps) if all(map(math.isfinite, of_steps)) else math.inf
+    failures = [
+        f"{name}: the loss differs by {found:.1e}, more than {_OF_OWN_MODULES[name.split(', ')[1]]:.0e}"
+        for name, found in figures.items()
+        if found > _OF_OWN_MODULES[name.split(", ")[1]]
+    ]
+    largest_of = {
+        each: max(found for name, found in figures.items() if name.endswith(each)) for each in _OF_OWN_MODULES
+    }
+    headline = "loss from float32 on a CPU: " + ", ".join(f"{each} {found:.0e}" for each, found in largest_of.items())
+    return judge(failures, headline=headline, figures=figures)
 
 
 def low_precision(settings: Settings) -> Outcome:

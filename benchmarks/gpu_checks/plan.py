@@ -46,6 +46,24 @@ CHECKS = (
         limit_seconds=180.0,
     ),
     Check(
+        name="preferences",
+        passes_if="engines within 1e-5 of one device, and that within 1e-4 of a CPU, in float32",
+        function="equality:preferences",
+        limit_seconds=150.0,
+    ),
+    Check(
+        name="policies",
+        passes_if="every engine samples the same tokens as one device; norm within 1e-5, in float32",
+        function="equality:policies",
+        limit_seconds=150.0,
+    ),
+    Check(
+        name="own module",
+        passes_if="float32 within 1e-4 of a CPU, 16-mixed within 1e-2, bf16-mixed within 5e-2",
+        function="equality:own_module",
+        limit_seconds=180.0,
+    ),
+    Check(
         name="resume after a kill",
         passes_if="weights and optimizer state equal to the last bit, with trainer.deterministic=true",
         function="recovery:resume_after_kill",

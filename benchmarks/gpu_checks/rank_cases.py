@@ -12,6 +12,8 @@ sys.path[:0] = [str(PARITY), str(ROOT / "tests")]
 
 from cases import STRATEGIES, case, packed_case  # noqa: E402, F401
 from ranks import WORKER, run_on_ranks  # noqa: E402
+from test_policy import make_case as _make_policy_case  # noqa: E402
+from test_preferences import make_case as _make_preference_case  # noqa: E402
 
 from gpu_checks.check import Settings  # noqa: E402
 
@@ -35,6 +37,19 @@ def make_case(
     """
     known = case(model, strategy=STRATEGIES[name], precision="32-true", accumulate=accumulate, world_size=world_size)
     return known | {"overrides": [*known["overrides"], f"trainer.accelerator={settings.accelerator}", *more]}
+
+
+def preference_case(settings: Settings, loss: str, engine: str, *more: str) -> dict[str, Any]:
+    """Return the case for a loss of tests/parity/test_preferences.py and an engine."""
+    files = settings.folder / ("pairs_" + "_".join([loss, engine, *more]).translate(str.maketrans(" ,.=", "____")))
+    known = _make_preference_case(loss, engine, files, accumulate=2, world_size=1)
+    return known | {"overrides": [*known["overrides"], f"trainer.accelerator={settings.accelerator}", *more]}
+
+
+def policy_case(settings: Settings, kind: str, engine: str) -> dict[str, Any]:
+    """Return the case for a kind of tests/parity/test_policy.py and an engine."""
+    known = _make_policy_case(kind, engine, settings.folder / "prompts", accumulate=2, world_size=1)
+    return known | {"overrides": [*known["overrides"], f"trainer.accelerator={settings.accelerator}"]}
 
 
 def run_cases(
