@@ -40,16 +40,18 @@ def make_case(
 
 
 def preference_case(settings: Settings, loss: str, engine: str, *more: str) -> dict[str, Any]:
-    """Return the case for a loss of tests/parity/test_preferences.py and an engine."""
+    """Return the case for a loss of tests/parity/test_preferences.py and an engine, eager."""
     files = settings.folder / ("pairs_" + "_".join([loss, engine, *more]).translate(str.maketrans(" ,.=", "____")))
     known = _make_preference_case(loss, engine, files, accumulate=2, world_size=1)
-    return known | {"overrides": [*known["overrides"], f"trainer.accelerator={settings.accelerator}", *more]}
+    where = ["compile=false", f"trainer.accelerator={settings.accelerator}", *more]
+    return known | {"overrides": [*known["overrides"], *where]}
 
 
 def policy_case(settings: Settings, kind: str, engine: str) -> dict[str, Any]:
-    """Return the case for a kind of tests/parity/test_policy.py and an engine."""
+    """Return the case for a kind of tests/parity/test_policy.py and an engine, eager."""
     known = _make_policy_case(kind, engine, settings.folder / "prompts", accumulate=2, world_size=1)
-    return known | {"overrides": [*known["overrides"], f"trainer.accelerator={settings.accelerator}"]}
+    where = ["compile=false", f"trainer.accelerator={settings.accelerator}"]
+    return known | {"overrides": [*known["overrides"], *where]}
 
 
 def run_cases(
