@@ -114,13 +114,14 @@ def components(settings: Settings) -> Outcome:
 def preferences(settings: Settings) -> Outcome:
     """Compare losses on pairs and answers, and reward models: engines with one device, and that with the CPU."""
     engines = choose_engines(settings, "answers", ONE_OF_EACH)
-    cases = {}
+    cases, on_cpu = {}, {}
     for loss in _PREFERENCES:
         for engine in ["single", *engines]:
             if loss != "copy" or engine in ("single", *_BESIDE_A_COPY):
                 cases[f"{loss}, {engine}"] = preference_case(settings, loss, engine)
-        cases[f"{loss}, on the CPU"] = preference_case(settings, loss, "single", "trainer.accelerator=cpu")
-    rows = run_curves(settings, "preferences", cases)
+        on_cpu[f"{loss}, on the CPU"] = preference_case(settings, loss, "single", "trainer.accelerator=cpu")
+    # in a process of their own: a process group of NCCL alone has no CPU backend
+    rows = run_curves(settings, "preferences", cases) | run_curves(settings, "on_the_cpu", on_cpu)
     found: Differences = {}
     for loss in _PREFERENCES:
         of_loss = {name: curve for name, curve in rows.items() if name.startswith(f"{loss}, ")}

@@ -259,13 +259,12 @@ class LossSpikeRollback(Callback):
         counts = self._recovery.escalation.counts
         is_first = len(counts.recent_outliers) + counts.non_finite_in_row + counts.overflows_in_row == 1
         if verdict.alarms and (is_first or self._response not in ("none", "skip")):
-            with get_profiler(trainer).profile("spike"):  # SpeedMonitor excludes this time
-                self._dump.write(trainer, pl_module, verdict, self._recovery.monitor)
+            self._dump.write(trainer, pl_module, verdict, self._recovery.monitor)
         if self._response == "stop":
             self._recovery.stop(trainer)
         if self._response in ("rollback", "rollback_and_backoff"):
             backs_off = self._response == "rollback_and_backoff"
-            with get_profiler(trainer).profile("spike"):
+            with get_profiler(trainer).profile("spike"):  # SpeedMonitor excludes this time
                 self._recovery.roll_back(trainer, pl_module, verdict, backs_off=backs_off)
             self._reader.roll_back()
             self._dump.clear()

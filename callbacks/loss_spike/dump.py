@@ -17,6 +17,7 @@ from ..events import finite
 from ..files import replacing, tolerating, write_atomically
 from ..grad_norm.callback import norms_by_block
 from ..logged_step import run_folder
+from ..profiler_hooks import get_profiler
 from ..protocols import SupportsSampleLosses, SupportsSavedWeights
 from ..ranks import gather_by_samples, gather_objects
 from .monitor import SpikeMonitor, Verdict
@@ -87,8 +88,15 @@ class SpikeDump:
         if parent is None or self.num_folders >= self._max_folders:
             return
         self.num_folders += 1
+        # SpeedMonitor excludes this time, and waits for the device first: not where nothing is written
+        with get_profiler(trainer).profile("spike"):
+            self._write(trainer, pl_module, verdict, monitor, parent / FOLDER)
+
+    def _write(
+        self, trainer: Trainer, pl_module: LightningModule, verdict: Verdict, monitor: SpikeMonitor, parent: Path
+    ) -> None:
         step = verdict.measurement.step
-        folder = parent / FOLDER / f"step_{step:07d}"
+        folder = parent / f"step_{step:07d}"
         if trainer.is_global_zero:
             shutil.rmtree(folder, ignore_errors=True)  # left over from a rolled-back step with this number
         folder = Path(trainer.strategy.broadcast(str(folder)))

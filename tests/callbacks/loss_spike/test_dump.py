@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
 
 from callbacks.loss_spike.detector import Alarm
@@ -45,6 +46,7 @@ def make_trainer(folder: Path, *, step: int, datamodule: Any = None) -> Any:
         precision_plugin=SimpleNamespace(forward_context=contextlib.nullcontext),
         strategy=SimpleNamespace(broadcast=lambda value: value),
         datamodule=datamodule,
+        profiler=PassThroughProfiler(),
     )
 
 
