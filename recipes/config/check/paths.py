@@ -92,7 +92,7 @@ def _check_data_path(section: str, data: Mapping[str, Any]) -> Iterator[ConfigEr
         if not isinstance(path, str):
             continue
         if _PROTOCOL in path:
-            yield from _check_protocol(section, name, path, str(data.get("_target_")))
+            yield from _check_protocol(section, name, data)
             continue
         expanded = os.path.expanduser(path)  # unlike Path's, it accepts a user that does not exist
         if not os.path.exists(expanded) and next(expand_glob(expanded), None) is None:
@@ -110,14 +110,15 @@ def _check_data_path(section: str, data: Mapping[str, Any]) -> Iterator[ConfigEr
             yield ConfigError(setting, describe_missing(Path(expanded)), f"{section}.{name}=<a path that exists>")
 
 
-def _check_protocol(section: str, name: str, path: str, target: str) -> Iterator[ConfigError]:
+def _check_protocol(section: str, name: str, data: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Reject an address, which few sources of data read."""
+    path, target = str(data[name]), str(data.get("_target_"))
     if not target.startswith(_SOURCES) or target.startswith(f"{_SOURCES}token_shards."):
         return
     setting, key = f"{section}.{name}={path}", f"{section}.{name}"
     protocol, _, rest = path.partition(_PROTOCOL)
     option = "data" if section == "data" else f"+data@{section}"
-    reads_hub = target.startswith((f"{_SOURCES}documents.", f"{_SOURCES}instructions."))
+    reads_hub = "split" in data  # of a dataset there
     reason = "it is an address, and this data= reads files on disk"
     if protocol.lower() == "file":
         yield ConfigError(setting, reason, f"{key}={rest}")

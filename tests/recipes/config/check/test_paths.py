@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from support import resolved
 
 from recipes.cache import open_cache_dir
 from recipes.config.check.compatibility import check_compatibility
 from recipes.config.check.paths import _check_data_path, _check_resume, check_run_folder
 from recipes.config.check.sections import check_settings
-from recipes.config.compose import claim_folder, compose_run, parse_override, quote_options
+from recipes.config.compose import CONF, claim_folder, compose_run, parse_override, quote_options
 from recipes.config.resolved import ResolvedRun, resolve
 from recipes.entry.run import run_resolved
 from recipes.errors import ConfigError
@@ -283,14 +284,14 @@ def test_data_is_a_path_that_exists_or_a_data_set_of_the_hub(tmp_path: Path) -> 
         ("documents", "HF://org/x", "begins with hf://; type data.path=hf://org/x"),
         ("documents", "hf://", "it names no dataset; type data.path=hf://<id of a dataset>"),
         ("documents", "file:///data/a.jsonl", "reads files on disk; type data.path=/data/a.jsonl"),
-        ("instructions", "https://x.org/a.jsonl", "reads files on disk; type data.path=<a copy on disk>"),
+        ("conversations", "https://x.org/a.jsonl", "reads files on disk; type data.path=<a copy on disk>"),
         ("token_file", "s3://b/x.bin", "type data.path=<a copy on disk>, or data=token_shards data.path=s3://b/x.bin"),
         ("token_shards", "s3://b/x.bin", None),
-        ("instructions", "hf://org/x", None),
+        *((source, "hf://org/x", None) for source in ("documents", "conversations", "preferences", "prompts")),
     ],
 )
 def test_an_address_is_answered_with_the_data_that_reads_it(source: str, path: str, expected: str | None) -> None:
-    node = {"_target_": f"recipes.data.{source}.source.Any", "path": path}
+    node = yaml.safe_load((CONF / "data" / f"{source}.yaml").read_text(encoding="utf-8")) | {"path": path}
     mistakes = [str(mistake) for mistake in _check_data_path("data", node)]
     assert [message.endswith(expected or "") for message in mistakes] == ([True] if expected else [])
 
