@@ -57,11 +57,20 @@ def compose_and_check(
         # a setting may be missing only because its override was rejected, or because the file of its option is wrong
         files = tuple(f"{mistake.setting.partition('=')[0]}." for mistake in found if is_of_file(mistake))
         mistakes = [mistake for mistake in mistakes if not mistake.setting.startswith(files)]
+        # and an option may be chosen only because that override was
+        chosen = tuple(f"{key}=" for mistake in mistakes for key in _list_keys(mistake))
+        found = [mistake for mistake in found if not mistake.setting.startswith(chosen)]
         mistakes = [*mistakes, *(mistake for mistake in found if mistake.setting not in rejected)]
         if only_weights:
             mistakes = [mistake for mistake in mistakes if _get_section(mistake) not in UNREAD_BY_LOADING]
         run = built
     return run, mistakes
+
+
+def _list_keys(mistake: ConfigError) -> list[str]:
+    """Return the keys of what was typed, and of what is to be typed instead."""
+    words = [*mistake.setting.split(), *mistake.fix.split()]
+    return [word.lstrip("+").partition("=")[0] for word in words if "=" in word]
 
 
 def _get_section(mistake: ConfigError) -> str:

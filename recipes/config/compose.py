@@ -23,7 +23,7 @@ from recipes.config.classes import leave_out_top_k, take_num_classes
 from recipes.config.epochs import take_epochs, write_epochs
 from recipes.config.instantiate import PARTIAL, RULES, TARGET
 from recipes.config.local_path import find_address
-from recipes.config.overrides import escape_interpolations, for_shell, parse_override, to_overrides
+from recipes.config.overrides import REFERENCE, escape_interpolations, for_shell, parse_override, to_overrides
 from recipes.config.own_code import fill_defaults
 from recipes.config.published import published_size
 from recipes.config.resume import (
@@ -50,7 +50,6 @@ Config = dict[str, Any]
 _NOT_TEXT = re.compile(r"\d+|nan|inf|null|true|false", re.IGNORECASE)
 _CLOCK = "%Y-%m-%d_%H-%M-%S"
 _CLOCK_NAME = r"\d{4}(-\d\d){2}_\d\d(-\d\d){2}(_\d+)?"
-_REFERENCE = re.compile(r"\$\{(?:([\w.]+)|oc\.select:\s*([\w.]+)\s*(?:,[^{}]*)?)\}")
 # what OmegaConf says -> the same without its terms
 _IN_WORDS = (
     (re.compile(r"Interpolation key '(.*?)' not found"), r"there is no setting '\1'"),
@@ -111,6 +110,7 @@ def register_resolvers(read_variable: Callable[..., str | None] = oc.env) -> Non
     """
     setup_globals()
     OmegaConf.register_new_resolver("oc.env", read_variable, replace=True)
+    OmegaConf.register_new_resolver("half", half, replace=True)
     OmegaConf.register_new_resolver("published_size", published_size, replace=True)
     OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
     OmegaConf.register_new_resolver("scaled_lr", scaled_lr, replace=True)
@@ -157,6 +157,11 @@ def _is_plain_text(override: str) -> bool:
         return False
     is_quoted = override.endswith(("'", '"'))
     return not parsed.is_sweep_override() and not is_quoted and isinstance(parsed.value(), str)
+
+
+def half(number: object) -> int | None:
+    """Return half of a whole number, rounded down; None of anything else, which the check of its setting reports."""
+    return number // 2 if isinstance(number, int) else None
 
 
 def run_folder(name: str, resume: str | None) -> str:
@@ -336,7 +341,7 @@ def freeze(composed: Composed) -> None:
 def _find_references(node: DictConfig) -> dict[str, str]:
     """Return the key of every value that is nothing but `${other}`, and the other key, which may not exist."""
     keys = _list_keys(OmegaConf.to_container(node))
-    found = {key: match[1] or match[2] for key, value in keys if (match := _REFERENCE.fullmatch(str(value)))}
+    found = {key: match[1] or match[2] for key, value in keys if (match := REFERENCE.fullmatch(str(value)))}
     # `${.name}` refers to a key of the same section
     return {key: f"{key.rpartition('.')[0]}{other}" if other.startswith(".") else other for key, other in found.items()}
 

@@ -14,6 +14,8 @@ from hydra.errors import HydraException
 from recipes.errors import ConfigError
 
 NAME_RULE = "a name in a setting has the letters a to z, digits, _ and -"
+# a value that is nothing but that of another key, `${key}`
+REFERENCE = re.compile(r"\$\{(?:([\w.]+)|oc\.select:\s*([\w.]+)\s*(?:,[^{}]*)?)\}")
 _REFERENCE = re.compile(r"(\\*)\$\{")
 _SPECIAL = re.compile(r"[\s()\[\]{}*?$&;|<>'\"\\#~]")  # to a shell
 TYPOGRAPHIC_QUOTES = "“”„‟‘’‚‛«»"  # of text processors and chats; a shell reads them as text  # noqa: RUF001

@@ -8,6 +8,7 @@ A reward is called with four lists, an entry each for every completion, and retu
 
 import logging
 import math
+import numbers
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -146,13 +147,14 @@ def check_scores(name: str, found: object, count: int) -> list[float]:
     Raises:
         ConfigError: They are not one finite number for each completion.
     """
+    found = found.tolist() if hasattr(found, "tolist") else found  # an array, or a tensor on any device
     values = list(found) if isinstance(found, Sequence) and not isinstance(found, str) else None
     fix = f"a list with a finite number for each completion as its result, or reward.{name}=null"
     if values is None or len(values) != count:
         kind = type(found).__name__ if values is None else f"{len(values)} scores"
         raise ConfigError(f"reward.{name}", f"it returned {kind} for {count} completions", fix)
     for value in values:
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):  # also float32 of numpy
             raise ConfigError(f"reward.{name}", f"it returned {value!r} for a completion", fix)
     return [float(value) for value in values]
 

@@ -134,7 +134,8 @@ def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
         mistakes = [m for m in mistakes if not m.setting.startswith("optimizer.lr=")]
     ranges = locate_mistakes(_trace_all([*check_ranges(config)], references, config), overrides)
     ranges = [mistake for mistake in ranges if _get_key(mistake) not in unread_keys]
-    if mistakes:
+    absent = [_get_key(mistake) for mistake in mistakes if mistake.reason == NO_DEFAULT]
+    if len(mistakes) > len(absent):
         # the checks below compute with these values and would only report the same mistakes again
         return [*mistakes, *scaling, *ranges]
     wrong_ranks = [*check_ranks(run)]
@@ -166,7 +167,9 @@ def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
     ]
     out_of_range = [mistake.setting for mistake in ranges]  # what is computed from these values is a consequence
     later = [m for m in later if m.setting not in out_of_range and not any(s in m.reason for s in out_of_range)]
-    return [*scaling, *ranges, *later]
+    # an option whose setting is absent is not worth another correction
+    later = [m for m in later if not any(f"{key}.".startswith(f"{_get_key(m)}.") for key in absent)]
+    return [*mistakes, *scaling, *ranges, *later]
 
 
 def _trace_all(

@@ -57,6 +57,7 @@ def check_policy(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigError]:
     loss = run.config["loss"]
     yield from _check_mode(run, task)
     yield from _check_groups(run, has_ranks=has_ranks)
+    yield from _check_window(run)
     yield from _check_values(run, task)
     yield from _check_tie(run)
     if loss.get("kind") == "gspo" and str(loss.get("importance")).startswith("token_"):
@@ -133,6 +134,19 @@ def _check_groups(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigError]
         yield ConfigError(
             f"global_batch_size={batch_size}", f"it counts completions, and each prompt has {setting}", fix
         )
+
+
+def _check_window(run: ResolvedRun) -> Iterator[ConfigError]:
+    """Check that a row has room for a prompt beside the longest completion."""
+    longest, most = run.config["rollout"].get("max_new_tokens"), run.config["model"].get("max_seq_len")
+    if not isinstance(longest, int) or run.seq_len is None or longest < 1 or run.seq_len > longest:
+        return
+    shorter = f"rollout.max_new_tokens={run.seq_len // 2}, or " if run.seq_len > 1 else ""
+    larger = f"seq_len={2 * longest}"
+    if isinstance(most, int) and most < 2 * longest:
+        larger = f"model.max_seq_len={2 * longest} {larger}, of a model that has so many positions"
+    reason = f"prompt and completion have to fit into seq_len={run.seq_len}"
+    yield ConfigError(f"rollout.max_new_tokens={longest}", reason, f"{shorter}{larger}")
 
 
 def _check_tie(run: ResolvedRun) -> Iterator[ConfigError]:

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 
-from recipes.config.check.suggestions import find_typed_choice, suggest_addition
+from recipes.config.check.suggestions import OWN_REWARD, find_typed_choice, suggest_addition
 from recipes.config.resolved import ResolvedRun
 from recipes.config.traits import select
 from recipes.config.trust import RUNS_FILE
@@ -11,6 +11,7 @@ from recipes.errors import ConfigError, type_setting
 from recipes.reward.mine import split_path
 
 _READERS = ("callbacks.generation_eval.rewards", "mode.answers.rewards", "task.rewards")
+_GIVEN = ("prompts", "completions", "references", "rows")
 _FUNCTIONS = (ast.FunctionDef, ast.ClassDef)
 
 
@@ -28,7 +29,7 @@ def check_rewards(run: ResolvedRun, overrides: Sequence[str]) -> Iterator[Config
             yield from _check_function(f"reward.{name}.{argument}", node[argument])
     if not functions and isinstance(select(run.config, "task.rewards"), Mapping) and run.mode.takes_steps:
         task = f"task={run.choices.get('task', '…')}"
-        fix = "reward=exact_match, numeric or regex, or reward=mine reward.mine.path=<file.py>:<function>"
+        fix = f"reward=exact_match, numeric or regex, or {OWN_REWARD}"
         yield ConfigError(f"reward=none {task}", "nothing scores the completions that it learns from", fix)
     typed = [text for text in overrides if text.lstrip("+").startswith(("reward=", "reward."))]
     if functions and typed and not _is_read(run):
@@ -62,6 +63,26 @@ def _check_function(key: str, path: str) -> Iterator[ConfigError]:
         fix = type_setting(key, f"{file}:{near[0]}") if near else f"{key}=<file.py>:<function>"
         reason = f"{file} has no function {name!r}" if name else "it names no function in that file"
         yield ConfigError(setting, reason, fix)
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            yield from _check_arguments(setting, node)
+
+
+def _check_arguments(setting: str, function: ast.FunctionDef) -> Iterator[ConfigError]:
+    """Check that a function takes what it is called with, by name, and asks for nothing else."""
+    arguments = function.args
+    by_name = [*arguments.args, *arguments.kwonlyargs]
+    num_needed = len(arguments.args) - len(arguments.defaults)
+    needed = [*arguments.posonlyargs, *arguments.args[:num_needed]]
+    needed += [each for each, given in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if given is None]
+    surplus = [each.arg for each in needed if each.arg not in _GIVEN or each in arguments.posonlyargs]
+    untaken = {*_GIVEN} - {each.arg for each in by_name}
+    fix = f"def {function.name}({', '.join(_GIVEN)}) there, or **others in place of what it does not read"
+    if surplus:
+        reason = f"it is called with {', '.join(_GIVEN)}, and asks for {', '.join(surplus)}, too"
+        yield ConfigError(setting, reason, f"{fix}; fields of the data are in rows, one dict for each completion")
+    elif untaken and arguments.kwarg is None:
+        yield ConfigError(setting, f"it is called with {', '.join(_GIVEN)}, and does not take all of them", fix)
 
 
 def _list_names(module: ast.Module) -> Iterator[str]:

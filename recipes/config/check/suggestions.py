@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from recipes.config.check.text_values import find_annotation
 from recipes.config.check.types import matches_type
 from recipes.config.epochs import MAX_STEPS
-from recipes.config.overrides import for_shell
+from recipes.config.overrides import REFERENCE, for_shell
 from recipes.config.search_path import find_config_folders
 from recipes.config.signature import find_signature
 from recipes.config.traits import read_target_kind
@@ -39,10 +39,21 @@ _STRATEGY_ALIASES = {
 }
 # a strategy's name typed as a recipe -> the recipe for a modern GPU
 _RECIPE_ALIASES = {name: f"{name}_bf16" for name in ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")}
+# methods that are settings of another recipe
+_RECIPE_ALIASES |= {
+    **dict.fromkeys(("rl", "rlvr", "dapo"), "grpo"),
+    "rlhf": "ppo",
+    "rloo": "grpo loss.baseline=leave_one_out loss.scale_rewards=none",
+    "reinforce": "grpo loss.baseline=batch loss.scale_rewards=batch rollout.num_generations=1",
+    "dr_grpo": "grpo loss.kind=dr_grpo loss.scale_rewards=none",
+    "gspo": "grpo loss.kind=gspo loss.epsilon=3e-4 loss.epsilon_high=4e-4",
+}
 # common names of other options -> option, by group
 _ALIASES = {
     "debug": {"fdr": "fast_dev_run", "dev": "fast_dev_run", "profile": "profiler"},
     "recipe": _RECIPE_ALIASES,
+    "data": dict.fromkeys(("instructions", "chat"), "conversations"),
+    "reward": {**dict.fromkeys(("accuracy", "correct", "correctness"), "exact_match"), "math": "numeric"},
     "strategy": _STRATEGY_ALIASES,
     "mode": {
         "train": "fit",
@@ -114,6 +125,11 @@ _SETTING_ALIASES = {
     "dataloader_num_workers": "loader.num_workers",
     "torch_compile": "compile",
     "seed_everything": "seed",
+    **dict.fromkeys(("max_completion_length", "response_length"), "rollout.max_new_tokens"),
+    **dict.fromkeys(("num_ppo_epochs", "ppo_epochs"), "rollout.num_iterations"),
+    **dict.fromkeys(("kl_coef", "init_kl_coef"), "loss.kl_weight"),
+    "cliprange": "loss.epsilon",
+    "loss_type": "loss.kind",
 }
 # common names of switches -> the option that they turn on
 _SWITCHES = {
@@ -151,8 +167,10 @@ _OF_LIGHTNING = {
 }
 _OF_MODULE = ("optimizer.", "model.", "scheduler.")  # sections in whose place a LightningModule has arguments
 _EPOCHS = ("epochs", "max_epochs", "num_epochs", "num_train_epochs", "n_epochs")
+OWN_REWARD = "reward=mine reward.mine.path=<file.py>:<function>"
 # settings that no other single setting replaces -> what to type
 _REPLACED = {
+    **dict.fromkeys(("reward.path", "reward_funcs", "reward_fn", "reward_function"), OWN_REWARD),
     "callbacks.model_checkpoint.monitor": "checkpoint.monitor=<metric> checkpoint.mode=<min or max>",
     "extras.print_config": "--cfg job, which prints the config",
     "paths.data_dir": "data.path=<folder of the data>",
@@ -194,6 +212,8 @@ def suggest_option(group: str, wrong: str, typed: Sequence[str] = ()) -> str:
         return "logger=[csv,tensorboard,wandb]"
     if group == "trainer" and wrong.lower() in _TRAINERS:
         return _TRAINERS[wrong.lower()]
+    if group == "reward" and ".py" in wrong:
+        return f"reward=mine {for_shell(f'reward.mine.path={wrong}')}{'' if ':' in wrong else ':<function>'}"
     if not near and group in ("model", "task", "data") and _CLASS.fullmatch(wrong):
         choice, section = _OF_LIGHTNING[group]
         return f"{group}._target_={wrong}, or of Lightning {choice} {for_shell(section.format(wrong))}"
@@ -306,7 +326,8 @@ def suggest_setting(
         places += [f"data.module.{wrong}"] if alias.endswith("batch_size") else []
         if places:
             return f"{places[0]}={value}"
-    if alias is not None and (not section or alias.rpartition(".")[0] in ("", ".".join(section))):
+    is_there = alias is not None and _has_setting(alias, config)
+    if is_there and (not section or str(alias).rpartition(".")[0] in ("", ".".join(section))):
         return f"{alias}={value}"
     if not section and wrong == "module" and _CLASS.fullmatch(value):
         return suggest_option("model", value)
@@ -423,9 +444,19 @@ def get_choice(group: str, config: Any) -> str:
 
 
 def _find_sections_with(name: str, config: Any) -> list[str]:
-    """Return the sections, and those in them, that have a setting of this name; outer ones first."""
-    sections = sorted(_list_sections(config), key=lambda key: key.count("."))
-    return [key for key in sections if name in OmegaConf.select(config, key)]
+    """Return the sections, and those in them, that have a setting of this name; outer ones first.
+
+    Of those, a setting that refers to another one comes last: it is that one which is typed.
+    """
+    found = [key for key in _list_sections(config) if name in OmegaConf.select(config, key)]
+    refers = {key: bool(REFERENCE.fullmatch(str(OmegaConf.select(config, key)._get_node(name)))) for key in found}
+    return sorted(found, key=lambda key: (key.count("."), refers[key]))
+
+
+def _has_setting(key: str, config: Any) -> bool:
+    section, _, name = key.rpartition(".")
+    node = OmegaConf.select(config, section) if section else config
+    return OmegaConf.is_dict(node) and name in node
 
 
 def _list_sections(node: Any, path: str = "") -> list[str]:

@@ -347,10 +347,6 @@ def test_prompts_that_leave_no_room_for_a_completion_are_left_out_and_counted(
         source_of(
             tmp_path, rows[1:], name="long.jsonl", seq_len=64, max_new_tokens=63, val_path=str(tmp_path / "val.jsonl")
         )
-    with pytest.raises(
-        ConfigError, match=r"rollout.max_new_tokens=64: .* seq_len=64; type seq_len=128, or rollout.*=32"
-    ):
-        source_of(tmp_path, rows, seq_len=64, max_new_tokens=64)
 
 
 def test_a_step_has_no_prompt_twice(tmp_path: Path) -> None:

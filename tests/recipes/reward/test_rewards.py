@@ -4,7 +4,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from recipes.errors import ConfigError
 from recipes.reward import Rewards
@@ -72,3 +74,12 @@ def test_a_reward_is_one_finite_number_for_each_completion(found: Any, message: 
     function.weight = 1.0  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=f"reward.own: {message}; type a list"):
         call(Rewards(functions={"own": function}), "a", "b")
+
+
+@pytest.mark.parametrize("found", [np.array([0.5, 1.0], np.float32), torch.tensor([0.5, 1.0]), [np.float32(0.5), True]])
+def test_scores_may_be_an_array_a_tensor_or_numbers_of_numpy(found: Any) -> None:
+    def function(**given: Any) -> Any:
+        return found
+
+    function.weight = 1.0  # type: ignore[attr-defined]
+    assert call(Rewards(functions={"own": function}), "a", "b")["reward"] == [0.5, 1.0]

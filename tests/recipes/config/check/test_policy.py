@@ -57,6 +57,12 @@ MISTAKES = {
         " whatever it learns; type -m optimizer.lr=1e-6,5e-6,2e-5, whose jobs are ranked by val/reward"
     ),
     "loss=dpo": "loss=dpo task=policy: it learns nothing from rewards of completions; type loss=grpo",
+    "rollout.max_new_tokens=128": (
+        "rollout.max_new_tokens=128: prompt and completion have to fit into seq_len=128; type"
+        " rollout.max_new_tokens=64, or model.max_seq_len=256 seq_len=256, of a model that has so many positions"
+    ),
+    "max_new_tokens=64": "max_new_tokens=64: there is no 'max_new_tokens'; type rollout.max_new_tokens=64",
+    "loss_type=gspo": "loss_type=gspo: there is no 'loss_type'; type loss.kind=gspo",
     "task.reference=frozen_copy": f"task.reference=frozen_copy loss.beta=0.0: {NO_REFERENCE}",
     "task.reference=adapter_off loss.beta=0.1": (
         "task.reference=adapter_off: the model has no adapter to switch off; type adapter=lora, or"
@@ -78,6 +84,51 @@ def recipe(tmp_path: Path) -> list[str]:
     rows = tmp_path / "prompts.jsonl"
     rows.write_text("".join(f'{{"prompt": "1+{i}=", "reference": "{1 + i}"}}\n' for i in range(9)), encoding="utf-8")
     return ["recipe=grpo", f"data.path={rows}", "reward=exact_match"]
+
+
+NO_REWARD = (
+    "reward=none task=policy: nothing scores the completions that it learns from; type reward=exact_match, numeric or"
+    " regex, or reward=mine reward.mine.path=<file.py>:<function>"
+)
+OWN = "type reward=mine reward.mine.path=<file.py>:<function>"
+REWARDS = "exact_match format length mine none numeric regex"
+# what is typed in place of recipe=grpo with data and a reward -> all mistakes
+FIRST_COMMANDS = {
+    "recipe=grpo model=gpt2_nano": [
+        "no data.path: it has no default; type data.path=<file, folder or glob>",
+        NO_REWARD,
+    ],
+    "recipe=grpo reward=accuracy": [
+        f"reward=accuracy: the options are {REWARDS}; type reward=exact_match",
+        "no data.path: it has no default; type data.path=<file, folder or glob>",
+    ],
+    "recipe=grpo DATA reward=my.py:score": [
+        f"reward=my.py:score: the options are {REWARDS}; type reward=mine reward.mine.path=my.py:score"
+    ],
+    "recipe=ppo DATA reward.path=my.py:score": [f"reward.path=my.py:score: there is no 'reward.path'; {OWN}"],
+    "recipe=grpo DATA reward_funcs=my.py:score": [f"reward_funcs=my.py:score: there is no 'reward_funcs'; {OWN}"],
+    "recipe=ppo DATA reward=numeric kl_coef=0.1": ["kl_coef=0.1: there is no 'kl_coef'; type loss.kl_weight=0.1"],
+}
+
+
+@pytest.mark.parametrize("typed", FIRST_COMMANDS)
+def test_a_first_command_has_one_mistake_for_each_thing_that_it_lacks(recipe: list[str], typed: str) -> None:
+    _, mistakes = compose_and_check(typed.replace("DATA", recipe[1]).split())
+    assert [str(mistake) for mistake in mistakes] == FIRST_COMMANDS[typed]
+
+
+@pytest.mark.parametrize(("method", "recipe_of_it"), [("rloo", "grpo loss.baseline=leave_one_out"), ("rlhf", "ppo")])
+def test_a_method_is_answered_with_the_recipe_that_has_it(method: str, recipe_of_it: str) -> None:
+    [mistake] = compose_and_check([f"recipe={method}"])[1]
+    assert mistake.fix.startswith(f"recipe={recipe_of_it}")
+
+
+def test_completions_have_half_of_the_window_and_no_more_than_leaves_a_prompt(recipe: list[str]) -> None:
+    for typed, longest in (([], 64), (["seq_len=99"], 49), (["model.max_seq_len=1000"], 500)):
+        run, mistakes = compose_and_check([*recipe, *typed])
+        assert run is not None
+        assert mistakes == []
+        assert [run.config[group]["max_new_tokens"] for group in ("rollout", "data", "loss")] == [longest] * 3
 
 
 @pytest.mark.parametrize("typed", MISTAKES)

@@ -67,6 +67,23 @@ def test_code_that_is_not_python_is_not_executed(tmp_path: Path) -> None:
     assert "is no Python code" in mistake
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("completions", "does not take all of them"),
+        ("completions, answer, **others", "asks for answer, too"),
+        ("prompts, completions, references, rows, *, scale", "asks for scale, too"),
+        ("prompts, completions, references, rows, scale=1.0", None),
+        ("*, completions, rows, **others", None),
+    ],
+)
+def test_a_function_takes_what_it_is_called_with_by_name(tmp_path: Path, arguments: str, reason: str | None) -> None:
+    (tmp_path / "mine.py").write_text(f"def f({arguments}):\n    return [0.0 for _ in completions]\n")
+    mistakes = check("recipe=sft_demo", "reward=mine", f"reward.mine.path={tmp_path}/mine.py:f")
+    assert [reason in mistake for mistake in mistakes if reason] == ([True] if reason else [])
+    assert bool(mistakes) == (reason is not None)
+
+
 def test_only_the_command_line_names_a_file_that_is_executed(function: str, tmp_path: Path) -> None:
     typed = ["reward=mine", f"reward.mine.path={function}"]
     config = composed_config("recipe=sft_demo", *typed)
