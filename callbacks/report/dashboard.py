@@ -25,6 +25,7 @@ class Panel:
         log_scale: Whether the axis becomes logarithmic when the values span a wide range.
         picture: Whether the panel is also part of curves.png.
         parameters: Config keys with dots: the axes of a parallel panel.
+        unless: Metric of the runs that this panel leaves out; empty: none. The loss of a policy says nothing of it.
         not_matched: Metrics that other panels name in full, which no `*` of this one matches.
     """
 
@@ -34,11 +35,14 @@ class Panel:
     log_scale: bool = False
     picture: bool = False
     parameters: tuple[str, ...] = ()
+    unless: str = ""
     not_matched: frozenset[str] = frozenset()
 
     def metrics_among(self, written: Iterable[str]) -> list[str]:
-        """Return the logged metrics that this panel draws, each once, in the panel's order."""
+        """Return the metrics that this panel draws of those that a run has logged, each once, in the panel's order."""
         names = list(written)
+        if self.unless in names:
+            return []
         found = [
             name
             for pattern in self.metrics

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -107,23 +107,30 @@ def _across_runs(sections: Sequence[Section], runs: Sequence[ComparedRun], sort:
 
 def section_figures(section: Section, runs: Sequence[ComparedRun], *, leads: bool) -> list[Figure]:
     """Return one figure per metric of a section, with the curves of all runs that have it."""
-    written = list(dict.fromkeys(name for run in runs for name in run.curves))
-    drawn = [(panel, name) for panel in section.panels if panel.kind == "line" for name in panel.metrics_among(written)]
+    drawn = [
+        (panel, name, [name in names for names in of_runs])
+        for panel in section.panels
+        if panel.kind == "line"
+        for of_runs in [[panel.metrics_among(run.curves) for run in runs]]
+        for name in dict.fromkeys(chain.from_iterable(of_runs))
+    ]
     figures = []
-    for (panel, name), span in zip(drawn, column_spans(len(drawn), leads=leads), strict=True):
+    for (panel, name, having), span in zip(drawn, column_spans(len(drawn), leads=leads), strict=True):
         # two figures of one panel are distinguished by their metrics
         title, also = panel.title, name
-        if sum(other is panel for other, _ in drawn) > 1:
+        if sum(other is panel for other, *_ in drawn) > 1:
             title, also = name, panel.title
-        data = _chart_data(panel, title, name, runs)
+        data = _chart_data(panel, title, name, runs, having)
         notes = [also, "log scale"] if data["log"] else [also]
         figures.append(Figure(title, data, notes=notes, span=span, has_table=False))
     return figures
 
 
-def _chart_data(panel: Panel, title: str, metric: str, runs: Sequence[ComparedRun]) -> dict[str, Any]:
-    """Return the points of a metric for all runs that have it, and their first and last step."""
-    curves = [(i, run, run.curves[metric]) for i, run in enumerate(runs) if metric in run.curves]
+def _chart_data(
+    panel: Panel, title: str, metric: str, runs: Sequence[ComparedRun], having: Sequence[bool]
+) -> dict[str, Any]:
+    """Return the points of a metric for the runs of which it is drawn, and their first and last step."""
+    curves = [(i, run, run.curves[metric]) for i, run in enumerate(runs) if having[i]]
     values = [value for _, _, points in curves for _, value in points if math.isfinite(value)]
     steps = [step for _, _, points in curves for step, _ in points]
     return {

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +97,13 @@ def read_thin(folders: Sequence[Path], panels: Sequence[Panel]) -> list[RunRecor
 def get_weights(folders: Sequence[Path], panels: Sequence[Panel]) -> dict[str, tuple[list[Path], int]]:
     """Return, for each metric drawn, the runs that have it and its weight when points are allocated."""
     written = {folder: metric_names(folder / "metrics.csv") for folder in folders}
-    every = list(dict.fromkeys(name for names in written.values() for name in names))
     found: dict[str, tuple[list[Path], int]] = {}
     for panel in panels:
         if panel.kind != "line":
             continue
-        for name in panel.metrics_among(every):
-            having = [folder for folder in folders if name in written[folder]]
+        drawn = {folder: panel.metrics_among(written[folder]) for folder in folders}
+        for name in dict.fromkeys(chain.from_iterable(drawn.values())):
+            having = [folder for folder in folders if name in drawn[folder]]
             found.setdefault(name, (having, PICTURE_WEIGHT if panel.picture else 1))
     return found
 

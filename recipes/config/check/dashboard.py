@@ -18,6 +18,7 @@ _PANEL_KEYS = {
     "log_scale": bool,
     "picture": bool,  # used for curves.png only
     "parameters": list,
+    "unless": str,
 }
 
 

@@ -30,8 +30,10 @@ def test_an_unknown_key_of_a_panel_is_an_error() -> None:
 def test_the_default_dashboard_is_valid_and_its_picture_begins_with_the_reward_or_the_loss() -> None:
     config = yaml.safe_load((ROOT / "conf" / "dashboard" / "default.yaml").read_text())
     panels = [panel for section in get_sections(config["sections"]) for panel in section.panels]
-    first, second, *_ = [panel.metrics for panel in panels if panel.picture]
-    assert (first, second) == (("reward/mean",), ("train/loss", "val/loss")), "policies alone have the first"
+    first, second, third, *_ = [panel.metrics for panel in panels if panel.picture]
+    assert first == ("reward/mean",), "policies alone have it"
+    assert second == ("rollout/tokens_mean", "rollout/tokens_max"), "likewise"
+    assert third == ("train/loss", "val/loss")
     assert {panel.kind for panel in panels} == {"line", "bar", "parallel"}
 
 
@@ -88,3 +90,12 @@ def test_a_pattern_leaves_out_what_a_panel_names_in_full() -> None:
     [section] = get_sections([{"title": "policy", "panels": panels}])
     written = ["reward/mean", "reward/exact_match", "reward/length"]
     assert [panel.metrics_among(written) for panel in section.panels] == [["reward/mean"], written[1:]]
+
+
+def test_the_report_of_a_policy_has_lengths_entropy_and_divergence_beside_its_reward_and_no_chart_of_its_loss() -> None:
+    default = yaml.safe_load((ROOT / "conf" / "dashboard" / "default.yaml").read_text(encoding="utf-8"))["sections"]
+    of_policy = ["reward/mean", "rollout/tokens_mean", "policy/entropy", "policy/kl", "val/reward"]
+    for written, expected in (([*of_policy, "train/loss"], of_policy), (["train/loss", "val/reward"], None)):
+        learning = add_own(get_sections(default), written)[0]
+        drawn = [name for panel in learning.panels for name in panel.metrics_among(written)]
+        assert drawn == (expected or written)
