@@ -33,7 +33,6 @@ LOGGER = logging.getLogger("lightning_recipes")
 FOLDER = "tensorboard"
 FLUSH_SECONDS = 30  # a killed process loses at most the records of this interval
 MAX_QUEUE = 1000  # queued records before training waits for the disk
-_SHOWN_WITH_HYPERPARAMETERS = ("train/loss", "val/loss")
 _NO_HYPERPARAMETERS = ("mode", "dashboard", "callbacks", "logger", "hydra", "resume", "tags")
 
 
@@ -213,7 +212,7 @@ class TensorBoardLogger(Logger):
             return
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
         values = {key: node for key, node in config.items() if key not in _NO_HYPERPARAMETERS}
-        metrics = dict.fromkeys(_SHOWN_WITH_HYPERPARAMETERS, 0.0)
+        metrics = dict.fromkeys(("train/loss", config["checkpoint"]["monitor"]), 0.0)  # which says what is better
         experiment, session_start, _ = hparams(dict(_leaves(values)), metrics)
         self._write(experiment, 0)
         self._write(session_start, 0)

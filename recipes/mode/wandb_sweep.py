@@ -12,7 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from recipes.config import compose_and_check
 from recipes.config.check.command_line import compose_typed
-from recipes.config.check.metrics import logs_anything
+from recipes.config.check.metrics import is_loss_validated, logs_anything
 from recipes.config.compose import CONF, Composed
 from recipes.config.overrides import make_override, parse_override
 from recipes.config.resolved import ResolvedRun, resolve
@@ -65,7 +65,8 @@ def wandb_sweep(
     Raises:
         ConfigError: W&B cannot search this space with this method, or the file cannot be written.
     """
-    check_objective(objective, direction, logs_anything=logs_anything(resolved.config))
+    config = resolved.config
+    check_objective(objective, direction, logs_anything=logs_anything(config), has_val_loss=is_loss_validated(config))
     space, fixed, mistakes = _parse(resolved)
     if mistakes:
         LOGGER.error(format_report(mistakes))

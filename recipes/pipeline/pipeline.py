@@ -374,10 +374,13 @@ def _read_results(folder: Path) -> dict[str, str]:
     """Return the last results of a run as text; of an evaluation, those of the split."""
     progress = Progress(folder, None)
     progress.read()
-    evaluated = ((read_summary(folder) or {}).get(EVALUATIONS) or {}).get("val", {})
+    summary = read_summary(folder) or {}
+    evaluated = (summary.get(EVALUATIONS) or {}).get("val", {})
     last = progress.last | {f"val/{name}": value for name, value in evaluated.items() if isinstance(value, float)}
     names = {"steps": "step", "train loss": "train/loss", "val loss": "val/loss"}
     names |= {"exact match": "val/exact_match", "reward": "val/reward"}
+    if "train/loss" in summary.get("measures", {}):  # of a policy, which it says nothing of
+        last.pop("train/loss", None)
     return {title: f"{last[name]:.5g}" if name in last else "" for title, name in names.items()}
 
 

@@ -37,17 +37,23 @@ _TYPO = 0.9  # similarity of a name to one that it is taken for
 LOGGED_METRICS = {"best_val_loss": "val/loss", "val_loss": "val/loss", "train_loss": "train/loss"}
 
 
-def check_objective(name: str, direction: Direction = "minimize", *, logs_anything: bool = False) -> None:
+def check_objective(
+    name: str, direction: Direction = "minimize", *, logs_anything: bool = False, has_val_loss: bool = True
+) -> None:
     """Check that a run can have this objective, and warn if its worst value would rank first.
 
     Args:
         name: A key of `summary.json` or a column of `metrics.csv`.
         direction: Whether it is minimized or maximized.
         logs_anything: Whether a run has parts of somebody's own, which name what they log as they like.
+        has_val_loss: Whether validation computes the loss: completions have none.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: It is neither, or no run will have it.
     """
+    if LOGGED_METRICS.get(name) == "val/loss" and not has_val_loss:
+        fix = "sweep.objective=val/reward sweep.direction=maximize"
+        raise ConfigError(f"sweep.objective={name}", "validation of completions computes no loss", fix)
     is_of_module = logs_anything and not get_close_matches(name, _SUMMARY_NUMBERS, 1, cutoff=_TYPO)
     if name not in _SUMMARY_NUMBERS and "/" not in name and name != "lr" and not is_of_module:
         raise ConfigError(

@@ -26,6 +26,7 @@ _STYLES = {
     State.INTERRUPTED: "yellow",
     State.PREEMPTED: "yellow",
 }
+_OF_POLICIES = ("reward/mean", "val/reward")
 
 
 class LiveTable:
@@ -91,14 +92,17 @@ def make_table(
     table = Table(box=None, pad_edge=False, header_style="bold", caption_justify="left")
     for name in ("job", *keys, "state"):
         table.add_column(name, overflow="fold")
-    for name in ("step", "loss", "val", "left"):
+    # validation of completions computes no loss, and that of training says nothing
+    is_policy = any(_OF_POLICIES[0] in each.last for each in progress.values())
+    names = _OF_POLICIES if is_policy else ("train/loss", "val/loss")
+    for name in ("step", "reward" if is_policy else "loss", "val", "left"):
         table.add_column(name, justify="right", no_wrap=True)
     for job in shown:
         values = swept_values.get(job.number, {})
         # Text, so that [a] is not read as markup
         cells = [Text(values.get(key, "")) for key in keys]
         state = Text(job.state, style=_STYLES.get(job.state, "red"))
-        table.add_row(str(job.number), *cells, state, *_metrics(job, progress.get(job.number)))
+        table.add_row(str(job.number), *cells, state, *_metrics(job, progress.get(job.number), names))
     counts = Counter(job.state for job in jobs)
     table.caption = ", ".join(f"{counts[state]} {state}" for state in State if counts[state])
     return table
@@ -124,13 +128,13 @@ def _priority(job: Job) -> tuple[int, int]:
     return groups.get(job.state, 1), -job.number if job.seconds else job.number
 
 
-def _metrics(job: Job, progress: Progress | None) -> list[str]:
-    """Return the cells for step, training loss, validation loss, and time left or, after the end, taken."""
+def _metrics(job: Job, progress: Progress | None, names: Sequence[str]) -> list[str]:
+    """Return the cells for step, metrics of training and validation, and time left or, after the end, taken."""
     seconds = job.seconds if progress is None or job.exit_code is not None else progress.seconds_left()
     duration = "" if seconds is None else format_seconds(seconds)
     if progress is None:
         return ["", "", "", duration]
     total = "" if progress.max_steps is None else f"/{progress.max_steps}"
-    losses = [f"{progress.last[name]:.4f}" if name in progress.last else "" for name in ("train/loss", "val/loss")]
+    found = [f"{progress.last[name]:.4f}" if name in progress.last else "" for name in names]
     step = f"{progress.step}{total}" if progress.step or total else ""  # a mode that does not train has none
-    return [step, *losses, duration]
+    return [step, *found, duration]

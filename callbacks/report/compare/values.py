@@ -59,13 +59,16 @@ def get_value(run: RunRecord, measure: str) -> float | None:
         run: The run.
         measure: A key of `summary.json`, a metric, or a key returned by `get_evaluations`.
     """
+    names = METRICS_BY_MEASURE.get(measure, (measure, measure.replace("_", "/", 1)))
+    declared = run.summary.get("measures")
+    if measure == "train_loss" and isinstance(declared, dict) and "train/loss" in declared:
+        return None  # it says nothing of what is learned
     if measure in run.summary and is_finite(run.summary[measure]):
         return float(run.summary[measure])
     if measure in (evaluated := get_evaluations(run)):
         return evaluated[measure]
     if measure == "steps":
         return run.last_step
-    names = METRICS_BY_MEASURE.get(measure, (measure, measure.replace("_", "/", 1)))
     points = next((run.series[name] for name in names if name in run.series), [])
     if measure.startswith("best_"):
         return find_best([value for _, value in points], measure, get_directions([run]))

@@ -120,7 +120,7 @@ def find_unknown_metric(config: Mapping[str, Any], setting: str, name: object) -
     is_of_validation = isinstance(name, str) and (name.startswith(_PREFIX) or "/" not in name)
     if not is_of_validation or logs_anything(config):
         return
-    computed = [*_list_computed(config)]
+    computed = list(dict.fromkeys(_list_computed(config)))
     if name not in computed:
         near = (get_close_matches(str(name), computed, 1) or computed)[0]
         yield ConfigError(

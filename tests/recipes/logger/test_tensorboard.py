@@ -76,6 +76,12 @@ class EventFiles:
         values = metadata.parse_session_start_info_plugin_data(content).hparams
         return {name: getattr(values[name], values[name].WhichOneof("kind")) for name in values}
 
+    @property
+    def compared(self) -> list[str]:
+        """The metrics that stand beside them."""
+        content = self._files.PluginTagToContent("hparams")["_hparams_/experiment"]
+        return [each.name.tag for each in metadata.parse_experiment_plugin_data(content).metric_infos]
+
     def assert_as_in_csv(self, run_folder: Path) -> None:
         """Check for the same steps and metrics; the last bit of float32 may differ: csv rounds to 9 digits before."""
         in_csv = {row.pop("step"): row for row in read_metrics(run_folder)}
@@ -161,15 +167,19 @@ def test_hyperparameters_are_the_values_of_the_config_by_their_dotted_keys(
 ) -> None:
     (tmp_path / "config.yaml").write_text(
         "seed: 3\noptimizer: {lr: 0.1, betas: [0.9, 0.95]}\nresume: null\ncallbacks: {a: {b: 1}}\n"
+        "checkpoint: {monitor: val/reward}\n"
     )
     logger = TensorBoardLogger(run_folder=tmp_path)
     logger.log_event("start", 0)
     logger.finalize("success")
-    assert EventFiles(tmp_path).hyperparameters == {
+    files = EventFiles(tmp_path)
+    assert files.hyperparameters == {
         "seed": 3,
         "optimizer.lr": 0.1,
         "optimizer.betas": "[0.9, 0.95]",
+        "checkpoint.monitor": "val/reward",
     }
+    assert files.compared == ["train/loss", "val/reward"], "what ranks the checkpoints"
 
 
 def test_a_run_that_crashed_and_was_resumed_has_each_step_once(tmp_path: Path, text_folder: str) -> None:

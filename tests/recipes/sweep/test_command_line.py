@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.config.cached_compose import compose_overrides
 from recipes.config.compose import CONF
 from recipes.sweep.command_line import SweepCommand, check_command
 from recipes.sweep.main import reject_settings_of_sweep
@@ -163,3 +164,9 @@ def test_policies_are_ranked_by_the_reward_that_ranks_their_checkpoints(tmp_path
     policy = f"recipe=grpo data.path={prompts} reward=exact_match rollout.max_new_tokens=8 seed=1,2"
     assert check(policy).ranking == ["sweep.objective=val/reward", "sweep.direction=maximize"]
     assert check(f"{policy} sweep.objective=val/exact_match sweep.direction=maximize").ranking == []
+    searched = check(f"{policy.rpartition(' ')[0]} hydra/sweeper=optuna optimizer.lr=interval(1e-6,1e-5)")
+    assert searched.mistakes == [], "the pruner compares the same reward"
+    composed = compose_overrides([*policy.split()[:-1], "hydra/sweeper=optuna"], CONF, "config")
+    sweeper = composed.hydra.sweeper
+    assert (sweeper.prune_on, sweeper.prune_direction) == ("val/reward", "maximize")
+    assert check(f"{policy} scheduler=plateau").mistakes == [], "and so does the scheduler"

@@ -74,6 +74,9 @@ def test_an_unknown_objective_is_rejected_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"type sweep.objective=val_loss"):
         check_objective("val_los")
     check_objective("val/perplexity")
+    with pytest.raises(ConfigError, match=r"computes no loss; type sweep.objective=val/reward"):
+        check_objective("best_val_loss", has_val_loss=False)
+    check_objective("train_loss", has_val_loss=False)
     with pytest.raises(ConfigError, match=r"no run has this metric"):
         check_objective("acc")
     with pytest.raises(ConfigError, match=r"type sweep.objective=val_loss"):

@@ -15,7 +15,8 @@ from rich.console import Console
 from recipes.launcher.job import Job, State
 from recipes.runtime.console import LOGGER, open_console
 from recipes.sweep import live_table
-from recipes.sweep.live_table import LiveTable
+from recipes.sweep.live_table import LiveTable, make_table
+from recipes.sweep.progress import Progress
 
 _SEQUENCE = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])|[\r\n]|[^\x1b\r\n]+")
 
@@ -97,3 +98,19 @@ def test_on_a_terminal_every_line_of_the_log_is_shown_once_above_one_table(
     expected = [line.split() for line in lines]
     assert [row for row in rows if row] == [*expected[:-1], *table_rows, expected[-1]]
     assert (tmp_path / "sweep.log").read_text().splitlines() == lines
+
+
+def test_policies_have_their_rewards_in_the_place_of_a_loss_that_says_nothing(tmp_path: Path) -> None:
+    for number, (names, expected) in enumerate(
+        {"train/loss,val/loss": ["loss", "val"], "train/loss,reward/mean,val/reward": ["reward", "val"]}.items()
+    ):
+        job = Job(number=number, overrides=[], folder=tmp_path / str(number))
+        job.folder.mkdir()
+        (job.folder / "metrics.csv").write_text(f"step,{names}\n1,{','.join('1234'[: names.count(',') + 1])}\n")
+        progress = Progress(job.folder, None)
+        progress.read()
+        table = make_table([job], {}, {number: progress})
+        assert [column.header for column in table.columns][-3:-1] == expected
+        assert [[*column.cells] for column in table.columns][-3:-1] == (
+            [["1.0000"], ["2.0000"]] if number == 0 else [["2.0000"], ["3.0000"]]
+        )

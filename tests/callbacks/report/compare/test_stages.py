@@ -44,3 +44,16 @@ def test_the_curves_of_a_stage_follow_those_of_the_stages_before(tmp_path: Path)
     assert "1:01" in page, "the time of a stage without one in its summary"
     assert 'data-v="2.5"' in page, "the loss of an evaluation stands in the column of validation"
     assert 'data-v="0.25"' in page
+
+
+def test_a_policy_has_no_loss_beside_those_of_the_stages_before(tmp_path: Path) -> None:
+    measures = {"reward/mean": True, "train/loss": None}
+    stages = {"sft": _write_stage(tmp_path / "1_sft", [3.0, 2.0])}
+    stages["grpo"] = _write_stage(tmp_path / "2_grpo", [], train_loss=0.0123, measures=measures)
+    (tmp_path / "2_grpo/metrics.csv").write_text("step,train/loss,reward/mean\n10,1e-9,0.5\n20,0.0123,0.75\n")
+    write_stages("mine", stages, tmp_path / "report.html", dashboard=DASHBOARD)
+    page = (tmp_path / "report.html").read_text()
+    drawn = {chart["title"]: [curve["name"] for curve in chart["curves"]] for chart in get_data(page)["charts"]}
+    assert drawn["reward of completions"] == ["grpo"]
+    assert [names for title, names in drawn.items() if "loss" in title] == [["sft"], ["sft"]], "train and val"
+    assert "0.0123" not in page.partition("<script")[0]
