@@ -40,6 +40,9 @@ def check_rollout(config: Mapping[str, Any], choices: Mapping[str, str]) -> Iter
         yield ConfigError(f"{loss} {task}", reason, "recipe=ppo, or loss=grpo")
     elif is_policy and predicts and not asks:
         yield ConfigError(f"{loss} {task}", "it does not train the values that this task predicts", "recipe=grpo")
+    if is_policy and "sources" in config["data"]:
+        reason, fix = "a mixture is of texts, and a policy answers prompts", "data=prompts data.path=<a folder or glob>"
+        yield ConfigError(f"data={choices.get('data', '…')} {task}", reason, f"{fix}, which reads all of its files")
     if is_policy and not samples:
         yield ConfigError(f"{rollout} {task}", "nothing samples the completions that it learns from", "rollout=local")
 
@@ -58,6 +61,9 @@ def check_policy(run: ResolvedRun, *, has_ranks: bool) -> Iterator[ConfigError]:
     yield from _check_mode(run, task)
     yield from _check_groups(run, has_ranks=has_ranks)
     yield from _check_window(run)
+    for name in run.config.get("eval_data") or {}:
+        reason = f"of {task}, the held-out prompts of data= alone are answered"
+        yield ConfigError(f"eval_data.{name}=…", reason, "data.val_path=<a file or glob with its prompts, too>")
     yield from _check_values(run, task)
     yield from _check_tie(run)
     if loss.get("kind") == "gspo" and str(loss.get("importance")).startswith("token_"):

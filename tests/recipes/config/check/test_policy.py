@@ -61,6 +61,14 @@ MISTAKES = {
         "rollout.max_new_tokens=128: prompt and completion have to fit into seq_len=128; type"
         " rollout.max_new_tokens=64, or model.max_seq_len=256 seq_len=256, of a model that has so many positions"
     ),
+    "data=mixture": (
+        "data=mixture task=policy: a mixture is of texts, and a policy answers prompts; type data=prompts"
+        " data.path=<a folder or glob>, which reads all of its files"
+    ),
+    "+data@eval_data.more=synthetic_prompts": (
+        "eval_data.more=…: of task=policy, the held-out prompts of data= alone are answered; type"
+        " data.val_path=<a file or glob with its prompts, too>"
+    ),
     "max_new_tokens=64": "max_new_tokens=64: there is no 'max_new_tokens'; type rollout.max_new_tokens=64",
     "loss_type=gspo": "loss_type=gspo: there is no 'loss_type'; type loss.kind=gspo",
     "task.reference=frozen_copy": f"task.reference=frozen_copy loss.beta=0.0: {NO_REFERENCE}",
@@ -133,7 +141,8 @@ def test_completions_have_half_of_the_window_and_no_more_than_leaves_a_prompt(re
 
 @pytest.mark.parametrize("typed", MISTAKES)
 def test_a_mistake_about_a_policy_is_one_sentence(recipe: list[str], typed: str) -> None:
-    _, mistakes = compose_and_check([*recipe, *typed.split()])
+    base = [word for word in recipe if typed != "data=mixture" or not word.startswith("data.path=")]
+    _, mistakes = compose_and_check([*base, *typed.split()])
     assert [str(mistake) for mistake in mistakes] == [MISTAKES[typed]]
 
 
