@@ -100,7 +100,7 @@ def plan(
     _show(shown, lines)
     references = plan_references(chosen, planned, list_references(chosen), cluster, rates=timer or rates)
     _show(describe_references(references), lines)
-    rollouts = plan_rollouts(chosen, planned, rates=rates)
+    rollouts = plan_rollouts(chosen, planned, rates=timer or rates)
     _show(describe_rollouts(rollouts), lines)
     if advise and not found and planned.not_recorded is None:  # slower than everything above
         planner = Planner(cluster)

@@ -262,6 +262,18 @@ class TransformersCache:
         layers = self._cache.layers
         return bool(layers) and all(isinstance(x, kept) and not isinstance(x, others) for x in layers)
 
+    def count_values(self, num_tokens: int) -> int | None:
+        """Return the values that a sequence of so many tokens takes, known from one that was read.
+
+        A layer with a sliding window keeps no more tokens than that. None where a layer holds the state of a
+        recurrence.
+        """
+        if not self.selects_rows:
+            return None
+        kept = [min(num_tokens, getattr(layer, "sliding_window", None) or num_tokens) for layer in self._cache.layers]
+        of_token = [(layer.keys.numel() + layer.values.numel()) // self.length for layer in self._cache.layers]
+        return sum(number * size for number, size in zip(kept, of_token, strict=True))
+
     def keep(self, rows: Sequence[int]) -> None:
         """Make sequence i that of rows[i], which may be fewer, or several of the same."""
         assert self._mask is not None, "a prompt has been read"

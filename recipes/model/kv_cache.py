@@ -160,6 +160,10 @@ class KeyValueCache:
         """Number of keys and values that the memory of all layers has room for; 0 before the first forward pass."""
         return sum(layer.num_values for layer in self.layers)
 
+    def count_values(self, num_tokens: int) -> int:
+        """Return the values that a sequence of so many tokens takes, known from one that was read alone."""
+        return self.num_values // self.layers[0].capacity * num_tokens
+
     def end(self, num_new: int) -> int:
         """Return the number of positions in use after T more tokens; with padding, 0 after the first forward pass."""
         return 0 if self.padding is not None and self.length else self.length + num_new

@@ -7,22 +7,26 @@ factor that depends on the model; a real step of a shallow copy of the model giv
 
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from recipes.model import as_model
-from recipes.plan.fake_rank import MeshGroups, autocast
+from recipes.blocks import keep_blocks
+from recipes.generation import Sampling, generate
+from recipes.model import LanguageModel, as_model
+from recipes.plan.fake_rank import MeshGroups, autocast, default_dtype
 from recipes.plan.roofline import Seconds, StepSeconds
 from recipes.plan.step import Step, build_model, clip, hold_frozen_models, record_step
 from recipes.plan.trace import Op, cost_of
 from recipes.plan.unroll import find_period
+from recipes.precision import Precision
 from recipes.runtime.console import LOGGER
 from recipes.torch_internals import tree_flatten, tree_map
 
 _REAL_STEPS = 8
+_TOKENS, _SAMPLED_RUNS = 8, 3  # that are sampled to time one, and how often
 _RUNS, _BUDGET_SECONDS = 7, 0.4  # per operator: maximum number of runs, and the time after which no further run starts
 
 
@@ -144,6 +148,82 @@ def time_real_steps(step: Step, *, blocks: Sequence[int] | None, device: torch.d
             _wait(device)
             seconds.append(time.perf_counter() - began)
     return seconds[1:]
+
+
+def time_token(
+    make_model: Callable[[], nn.Module],
+    kinds: Sequence[object],
+    *,
+    num_rows: int,
+    length: int,
+    sampling: Sampling,
+    precision: Precision,
+    device: torch.device,
+) -> float | None:
+    """Return the seconds in which each row is sampled one more token; None if it fails, e.g. out of memory.
+
+    Rows are sampled for real, by copies with few blocks where these repeat: what one more block takes is the difference
+    of two.
+
+    Args:
+        make_model: Returns the model, on the current device.
+        kinds: Kind of each block, see `block_kinds`.
+        num_rows: Rows that are sampled at a time.
+        length: Tokens of a row that are in the cache by then.
+        sampling: How tokens are drawn.
+        precision: Precision of the run.
+        device: Device to run on.
+    """
+    period, last = find_period(kinds), len(kinds) - 1
+    depths = [None] if period is None else [[*range(1 + number * period), last] for number in (1, 2)]
+    settings: dict[str, Any] = {"sampling": sampling, "precision": precision, "device": device}
+    try:
+        shortest, *longer = [_time_token(make_model, blocks, num_rows, length, **settings) for blocks in depths]
+    except RuntimeError as error:  # torch's allocators raise subclasses of it, or on a CPU the class itself
+        reason = str(error).partition("\n")[0][:100]
+        LOGGER.info(f"No token of a shallow copy could be sampled ({reason}): the time of rollouts is unknown")
+        return None
+    if period is None:
+        return shortest
+    return shortest + max(longer[0] - shortest, 0.0) * ((last - 1) / period - 1)
+
+
+@torch.no_grad()
+def _time_token(
+    make_model: Callable[[], nn.Module],
+    blocks: Sequence[int] | None,
+    num_rows: int,
+    length: int,
+    *,
+    sampling: Sampling,
+    precision: Precision,
+    device: torch.device,
+) -> float:
+    """Return the seconds of a token of all rows: the difference between some tokens and one, after the same prompt."""
+    with torch.device(device), default_dtype(precision.param_dtype):
+        model = make_model()
+    if blocks is not None:
+        keep_blocks(model, blocks)
+    as_model(model).init_weights(0)
+    fewest = []
+    for num_tokens in (1, 1 + _TOKENS):
+        times = []
+        for _ in range(_SAMPLED_RUNS):
+            _wait(device)
+            began = time.perf_counter()
+            with autocast(precision, device.type):
+                generate(
+                    cast(LanguageModel, model),
+                    [[0] * max(length - _TOKENS, 1)],
+                    num_tokens,
+                    sampling=sampling,
+                    seeds=range(num_rows),
+                    num_samples=num_rows,
+                )
+            _wait(device)
+            times.append(time.perf_counter() - began)
+        fewest.append(min(times))  # other load on the machine can only add time
+    return max(fewest[1] - fewest[0], 0.0) / _TOKENS
 
 
 def time_operators(ops: Sequence[Op], timer: OperatorTimer, *, factor: float) -> StepSeconds:

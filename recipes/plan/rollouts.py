@@ -1,7 +1,7 @@
 """What the rollouts of a policy take beside its steps: the cache of keys and values, and the time of their tokens.
 
-Completions are sampled one token of each at a time, so that every token reads all weights: it is memory traffic that
-takes the time, not arithmetic.
+Completions are sampled one token of each at a time, so that every token reads all weights: it is memory traffic and the
+launches of kernels that take the time, not arithmetic.
 """
 
 from collections.abc import Iterator
@@ -11,13 +11,16 @@ from typing import Any, cast
 import torch
 
 from recipes.config.resolved import ResolvedRun
-from recipes.generation.window import takes_cache
-from recipes.model import KeyValueCache, LanguageModel
+from recipes.generation.window import make_cache, takes_cache
+from recipes.model import LanguageModel
+from recipes.plan.measured import OperatorTimer, time_token
 from recipes.plan.memory import MASTER
 from recipes.plan.plan import Plan, gib, size_unit
 from recipes.plan.roofline import Rates
 from recipes.plan.trace import FROZEN, OPTIMIZER, WEIGHTS
+from recipes.plan.unroll import block_kinds
 from recipes.precision import Precision
+from recipes.rollout import Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,9 @@ class RolloutCost:
         reference_bytes: Part of these that is the frozen copy.
         seconds: Time of a rollout whose completions are all of the greatest length, without reading the prompts; None:
             unknown.
+        again_seconds: Time of the forward passes that follow it, for log-probabilities, values and the reference; None:
+            unknown.
+        step_seconds: Time of a step without these; None: unknown.
         num_iterations: Steps that learn from a rollout.
         fits: Whether cache and held bytes fit into a device; None: unknown.
     """
@@ -46,17 +52,31 @@ class RolloutCost:
     held_bytes: int
     reference_bytes: int
     seconds: float | None
+    again_seconds: float | None
+    step_seconds: float | None
     num_iterations: int
     fits: bool | None
 
+    @property
+    def shares(self) -> dict[str, float] | None:
+        """Fractions of the steps from one rollout to the next, without rewards; None: unknown."""
+        if self.seconds is None or self.again_seconds is None or self.step_seconds is None:
+            return None
+        parts = {
+            "rollout": self.seconds,
+            "log-probabilities": self.again_seconds,
+            "training": self.num_iterations * self.step_seconds,
+        }
+        return {name: part / sum(parts.values()) for name, part in parts.items()}
 
-def plan_rollouts(resolved: ResolvedRun, planned: Plan, *, rates: Rates | None) -> RolloutCost | None:
+
+def plan_rollouts(resolved: ResolvedRun, planned: Plan, *, rates: Rates | OperatorTimer | None) -> RolloutCost | None:
     """Return the cost of the rollouts; None: the run samples none.
 
     Args:
         resolved: The run.
         planned: Its plan.
-        rates: Of a device; None: unknown.
+        rates: Of a device, or what times its operators; None: unknown.
     """
     node = resolved.config["rollout"]
     if not node:
@@ -66,16 +86,32 @@ def plan_rollouts(resolved: ResolvedRun, planned: Plan, *, rates: Rates | None) 
     num_rows = min(node.get("rows_at_a_time") or of_rank, of_rank)
     num_batches, max_new_tokens = -(-of_rank // num_rows), int(node["max_new_tokens"])
     max_tokens = int(resolved.seq_len or max_new_tokens)
-    values = _count_cached_values(resolved)
+    with torch.device("meta"):
+        model: Any = resolved.make_model()
+    values = _count_cached_values(model, max_tokens)
     shards, itemsize = planned.mesh.tensor, precision.compute_dtype.itemsize
-    cache_bytes = None if values is None else values * max_tokens * num_rows * itemsize // shards
+    cache_bytes = None if values is None else values * num_rows * itemsize // shards
     held = planned.moments[0].held
     held_bytes = sum(held.get(kind, 0) for kind in (WEIGHTS, MASTER, OPTIMIZER, FROZEN))
-    seconds = None
-    if rates is not None and cache_bytes is not None:
+    token_seconds = None
+    if isinstance(rates, OperatorTimer):
+        token_seconds = time_token(
+            resolved.make_model,
+            block_kinds(model, recomputes=lambda _: False),
+            num_rows=num_rows,
+            length=max_tokens - max_new_tokens // 2,  # of a cache that fills up meanwhile
+            sampling=cast(Rollout, resolved.make("rollout")).sampling,
+            precision=precision,
+            device=rates.device,
+        )
+    elif rates is not None and cache_bytes is not None and planned.times is not None:
         weight_bytes = planned.num_parameters * precision.param_dtype.itemsize // shards
-        read = weight_bytes + cache_bytes * (1 - max_new_tokens / 2 / max_tokens)  # of a cache that fills up meanwhile
-        seconds = num_batches * max_new_tokens * read / (rates.bandwidth * rates.memory)
+        read = weight_bytes + cache_bytes * (1 - max_new_tokens / 2 / max_tokens)
+        launches = planned.times.step.of("forward/").num_launches * rates.launch_seconds[0]  # nothing is compiled
+        token_seconds = max(read / (rates.bandwidth * rates.memory), launches)
+    loss: Any = resolved.make("loss")
+    num_passes = int(loss.needs_values or node["num_iterations"] > 1) + int(loss.needs_reference)
+    times = planned.times
     return RolloutCost(
         num_rows=num_rows,
         num_batches=num_batches,
@@ -84,21 +120,24 @@ def plan_rollouts(resolved: ResolvedRun, planned: Plan, *, rates: Rates | None) 
         cache_bytes=cache_bytes,
         held_bytes=held_bytes,
         reference_bytes=held.get(FROZEN, 0),
-        seconds=seconds,
+        seconds=None if token_seconds is None else num_batches * max_new_tokens * token_seconds,
+        again_seconds=None if times is None else num_passes * accumulation.num_micro_batches * times.forward_seconds,
+        step_seconds=None if times is None else times.step_seconds,
         num_iterations=int(node["num_iterations"]),
         fits=None if cache_bytes is None else cache_bytes + held_bytes <= planned.limit_bytes,
     )
 
 
-def _count_cached_values(resolved: ResolvedRun) -> int | None:
-    """Return the keys and values that a model keeps of a token, in all layers; None: in a way of its own."""
+@torch.no_grad()
+def _count_cached_values(model: LanguageModel, num_tokens: int) -> int | None:
+    """Return the values that a model on the meta device caches of a row; None: its cache does not count them."""
+    if not takes_cache(model):
+        return None
     with torch.device("meta"):
-        model: Any = resolved.make_model()
-        if not takes_cache(cast(LanguageModel, model)) or hasattr(model, "make_cache"):
-            return None
-        cache = KeyValueCache(num_layers=len(model.blocks), capacity=1)
+        cache = make_cache(model, capacity=1, padding=None)
         model(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
-    return cache.num_values
+    found: int | None = cache.count_values(num_tokens) if hasattr(cache, "count_values") else None
+    return found
 
 
 def describe_rollouts(cost: RolloutCost | None) -> Iterator[str]:
@@ -124,10 +163,10 @@ def describe_rollouts(cost: RolloutCost | None) -> Iterator[str]:
     if cost.seconds is None:
         yield f"  time              unknown for this device, {share}; training logs rollout/time_fraction"
     else:
-        yield (
-            f"  time            {cost.seconds:9.3g} s {share}, at most: each token reads the weights and the cache, at"
-            " the bandwidth of memory"
-        )
+        yield f"  time            {cost.seconds:9.3g} s {share}, with completions of the greatest length"
+    if (shares := cost.shares) is not None:
+        shown = ", ".join(f"{name} {part:.0%}" for name, part in shares.items() if part)
+        yield f"  shares            {shown}; rewards are yours: mode=preflight times them"
 
 
 def as_json(cost: RolloutCost) -> dict[str, Any]:
@@ -139,5 +178,6 @@ def as_json(cost: RolloutCost) -> dict[str, Any]:
         "held_gib": round(gib(cost.held_bytes), 4),
         "reference_gib": round(gib(cost.reference_bytes), 4),
         "seconds": cost.seconds,
+        "shares": cost.shares,
         "fits": cost.fits,
     }
