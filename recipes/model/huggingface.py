@@ -270,8 +270,12 @@ class TransformersCache:
         """
         if not self.selects_rows:
             return None
-        kept = [min(num_tokens, getattr(layer, "sliding_window", None) or num_tokens) for layer in self._cache.layers]
-        of_token = [(layer.keys.numel() + layer.values.numel()) // self.length for layer in self._cache.layers]
+        kept: list[int] = [
+            min(num_tokens, getattr(layer, "sliding_window", None) or num_tokens) for layer in self._cache.layers
+        ]
+        of_token: list[int] = [
+            (layer.keys.numel() + layer.values.numel()) // self.length for layer in self._cache.layers
+        ]
         return sum(number * size for number, size in zip(kept, of_token, strict=True))
 
     def keep(self, rows: Sequence[int]) -> None:

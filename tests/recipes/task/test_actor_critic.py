@@ -22,6 +22,7 @@ SMALL = (
     *("reward=exact_match", "log_every=1", "eval_every=8", "save_every=8", "callbacks.generation_eval.num_samples=2"),
     "callbacks.generation_eval.max_new_tokens=3",
 )
+STILL = ("optimizer.lr=1e-30",)  # the first step leaves the weights
 LORA = ("adapter=lora", "adapter.r=4", "adapter.lora_alpha=8")
 
 
@@ -104,14 +105,23 @@ def test_ratios_are_1_to_the_last_bit_at_the_first_iteration_with_dropout_too(pr
     assert rows[0]["policy/clipped_fraction"] == 0 < rows[1]["policy/clipped_fraction"]
 
 
-def test_the_first_values_are_0_and_an_export_has_none(prompts: str, tmp_path: Path) -> None:
-    rows = train(prompts, tmp_path / "run", "loss.kl_weight=0.0")
+@pytest.fixture(scope="module")
+def runs(prompts: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with two steps of PPO, and a run without values that starts from it and leaves its weights."""
+    folder = tmp_path_factory.mktemp("runs")
+    train(prompts, folder / "ppo", "loss.kl_weight=0.0")
+    train(prompts, folder / "grpo", *STILL, f"start_from={folder / 'ppo'}", recipe="grpo", steps=1)
+    return folder
+
+
+def test_the_first_values_are_0_and_an_export_has_none(runs: Path, tmp_path: Path) -> None:
+    rows = read_metrics(runs / "ppo")
     assert rows[0]["value/explained_variance"] == pytest.approx(0, abs=1e-9)
-    trained = weights_of(tmp_path / "run")
+    trained = weights_of(runs / "ppo")
     assert trained[VALUE_WEIGHT].abs().min() > 0, "every weight has moved"
     for format in ("transformers", "safetensors"):
         folder = tmp_path / format
-        typed = ("mode=export", f"mode.format={format}", f"resume={tmp_path / 'run'}", f"mode.path={folder}")
+        typed = ("mode=export", f"mode.format={format}", f"resume={runs / 'ppo'}", f"mode.path={folder}")
         assert execute(*typed) == 0
         exported = weights_of(folder)
         assert exported.keys() == trained.keys() - {VALUE_WEIGHT}
@@ -119,25 +129,21 @@ def test_the_first_values_are_0_and_an_export_has_none(prompts: str, tmp_path: P
         assert json.loads((folder / "export.json").read_text())["outputs"]["kind"] == "logits of the next token"
 
 
-def test_runs_start_from_each_other_with_and_without_values(prompts: str, tmp_path: Path) -> None:
-    still = ("optimizer.lr=1e-30",)  # the first step leaves the weights
-    train(prompts, tmp_path / "ppo")
-    first = weights_of(tmp_path / "ppo")
-    train(prompts, tmp_path / "again", *still, f"start_from={tmp_path / 'ppo'}", steps=1)
+def test_runs_start_from_each_other_with_and_without_values(runs: Path, prompts: str, tmp_path: Path) -> None:
+    first = weights_of(runs / "ppo")
+    train(prompts, tmp_path / "again", *STILL, f"start_from={runs / 'ppo'}", steps=1)
     torch.testing.assert_close(weights_of(tmp_path / "again"), first)
-    train(prompts, tmp_path / "grpo", *still, f"start_from={tmp_path / 'ppo'}", recipe="grpo", steps=1)
-    without = weights_of(tmp_path / "grpo")
+    without = weights_of(runs / "grpo")
     assert without.keys() == first.keys() - {VALUE_WEIGHT}
     torch.testing.assert_close(without, {name: first[name] for name in without})
-    train(prompts, tmp_path / "new", *still, f"start_from={tmp_path / 'grpo'}", steps=1)
+    train(prompts, tmp_path / "new", *STILL, f"start_from={runs / 'grpo'}", steps=1)
     new = weights_of(tmp_path / "new")
     assert new[VALUE_WEIGHT].abs().max() < 1e-20
     torch.testing.assert_close(new, without | {VALUE_WEIGHT: new[VALUE_WEIGHT]})
 
 
-def test_values_are_trained_beside_an_adapter_and_its_run_goes_on(prompts: str, tmp_path: Path) -> None:
-    train(prompts, tmp_path / "base", recipe="grpo", steps=1)
-    adapted = (*LORA, f"start_from={tmp_path / 'base'}", "save_every=1")
+def test_values_are_trained_beside_an_adapter_and_its_run_goes_on(runs: Path, prompts: str, tmp_path: Path) -> None:
+    adapted = (*LORA, f"start_from={runs / 'grpo'}", "save_every=1")
     train(prompts, tmp_path / "whole", *adapted, steps=4)
     train(prompts, tmp_path / "parted", *adapted, steps=2)
     assert execute(f"resume={tmp_path / 'parted'}", "trainer.max_steps=4") == 0
@@ -147,7 +153,7 @@ def test_values_are_trained_beside_an_adapter_and_its_run_goes_on(prompts: str, 
     assert all(row["policy/kl"] != 0 for row in read_metrics(tmp_path / "whole")[1:]), "without its adapter"
     merged = ("mode=export", f"resume={tmp_path / 'whole'}", f"mode.path={tmp_path / 'merged'}")
     assert execute(*merged) == 0
-    assert weights_of(tmp_path / "merged").keys() == weights_of(tmp_path / "base").keys()
+    assert weights_of(tmp_path / "merged").keys() == weights_of(runs / "grpo").keys()
 
 
 def test_a_rollback_returns_to_the_weight_of_the_divergence_if_it_follows_a_target(prompts: str) -> None:

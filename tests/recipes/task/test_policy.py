@@ -1,6 +1,8 @@
 """Reinforcement learning in a run: what it samples, goes on with and logs, and rewards that fail."""
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,10 @@ import torch
 from support import execute, read_metrics
 
 from recipes.checkpoint.saved_tensor import open_tensors
-from recipes.task.policy import PolicyTuning
+from recipes.generation import Completion
+from recipes.numerics.loss import IGNORE_INDEX
+from recipes.task.policy import PolicyTuning, _stack
+from recipes.tokenizer.bytes import byte_tokenizer
 
 SMALL = (
     *("tokenizer=bytes", "model=gpt2_nano", "model.vocab_size=257", "model.max_seq_len=24", "model.num_layers=2"),
@@ -101,21 +106,37 @@ PPO = ("recipe=ppo", "rollout.num_iterations=3", "loss.epsilon=0.01", "loss.kl_t
 REUSED = ("rollout.num_iterations=3", "loss.epsilon=0.01", "loss.beta=0.1")
 
 
-@pytest.mark.parametrize("more", [(), REUSED, PPO], ids=["once", "reused", "ppo"])
-@pytest.mark.parametrize("at", [3, 4])
+KINDS = {"once": (), "reused": REUSED, "ppo": PPO}
+
+
+@pytest.fixture(scope="module")
+def whole(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that gives the folder of a run of six steps of a kind, which is made once."""
+
+    @functools.cache
+    def make(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp(kind) / "whole"
+        train(files, folder, *KINDS[kind])
+        return folder
+
+    return make
+
+
+# after the third step the reused completions are used up, after the fourth they are not
+@pytest.mark.parametrize(("kind", "at"), [("once", 4), ("reused", 3), ("reused", 4), ("ppo", 3), ("ppo", 4)])
 def test_a_run_stopped_between_two_steps_has_the_tokens_and_losses_of_a_whole_one(
-    more: tuple[str, ...], at: int, files: Path, tmp_path: Path
+    kind: str, at: int, whole: Callable[[str], Path], files: Path, tmp_path: Path
 ) -> None:
-    whole = without_times(train(files, tmp_path / "whole", *more))
-    train(files, tmp_path / "parted", *more, steps=at)
+    expected_rows = without_times(read_metrics(whole(kind)))
+    train(files, tmp_path / "parted", *KINDS[kind], steps=at)
     resume(tmp_path / "parted", files, "trainer.max_steps=6")
     resumed = without_times(read_metrics(tmp_path / "parted"))
     skipped = {name for name in resumed[at - 1] if name.startswith("val/")}  # validated because it ended there
-    for row, expected in zip(resumed, whole, strict=True):
+    for row, expected in zip(resumed, expected_rows, strict=True):
         assert {name: value for name, value in row.items() if name not in skipped} == {
             name: value for name, value in expected.items() if name not in skipped
         }, "to the last digit that is logged"
-    sampled = {row["step"]: row for row in read_completions(tmp_path / "whole")}
+    sampled = {row["step"]: row for row in read_completions(whole(kind))}
     assert {row["step"]: row for row in read_completions(tmp_path / "parted")} == sampled
 
 
@@ -133,8 +154,13 @@ def test_a_reward_that_fails_for_some_completions_costs_these_alone(
     assert "called for each completion alone" in capsys.readouterr().out
 
 
-def test_rows_of_an_eager_run_have_less_than_16_columns_of_padding(files: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def equal(
+    files: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[dict[str, float]], list[tuple[int, int]], Path]:
+    """Return the rows of a run whose completions all have one reward, the widths of its batches, and its folder."""
     widths: list[tuple[int, int]] = []
+    folder = tmp_path_factory.mktemp("equal") / "run"
     look = PolicyTuning._look
 
     def noting(task: PolicyTuning, model: Any, batch: Any, **settings: Any) -> Any:
@@ -143,16 +169,35 @@ def test_rows_of_an_eager_run_have_less_than_16_columns_of_padding(files: Path, 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PolicyTuning, "_look", noting)
-        train(files, tmp_path / "run", "model.max_seq_len=64", "seq_len=64", steps=2)
+        rows = train(files, folder, "model.max_seq_len=64", "seq_len=64", reward="same", steps=2)
+    return rows, widths, folder
+
+
+def test_rows_of_an_eager_run_have_less_than_16_columns_of_padding(equal: Any) -> None:
+    _, widths, _ = equal
     assert widths
     assert all(longest <= width < longest + 16 for width, longest in widths), widths
 
 
-def test_groups_without_spread_move_no_weight(files: Path, tmp_path: Path) -> None:
-    rows = train(files, tmp_path / "run", reward="same", steps=2)
+def test_groups_without_spread_move_no_weight(equal: Any) -> None:
+    rows, _, _ = equal
     assert [row["reward/no_spread_fraction"] for row in rows] == [1, 1]
     assert [row["grad/norm"] for row in rows] == [0, 0]
     assert {row["reward/mean"] for row in rows} == {0.1}
+
+
+def test_completions_are_not_retokenized_and_the_end_that_was_sampled_is_a_target(equal: Any) -> None:
+    """The text of a token need not be encoded as that token: half of a letter, or two tokens that are one word."""
+    tokenizer, sampled = byte_tokenizer(), [0xC3, 0xC3, 97]
+    assert tokenizer.encode(tokenizer.decode(sampled)) != sampled, "what a policy must not learn from"
+    ended = Completion(tokens=sampled, log_probabilities=[-1.0] * 4, stop_token=256, has_ended=True)
+    cut = Completion(tokens=sampled, log_probabilities=[-1.0] * 3)
+    rows = _stack([[5, 6], [5]], [ended, cut], fit_width=lambda longest: longest, device=torch.device("cpu"))
+    assert rows["targets"].tolist() == [[IGNORE_INDEX, *sampled, 256], [*sampled, IGNORE_INDEX, IGNORE_INDEX]]
+    assert rows["inputs"].tolist() == [[5, 6, *sampled], [5, *sampled[:-1], 0, 0]]
+    # in a run, whose random bytes are seldom text
+    assert any("\N{REPLACEMENT CHARACTER}" in row["completion"] for row in read_completions(equal[2]))
+    assert all(row["rollout/logprob_gap"] < 1e-6 for row in equal[0]), "of the tokens that were sampled"
 
 
 def test_a_policy_learns_what_is_rewarded(files: Path, tmp_path: Path) -> None:
