@@ -158,7 +158,7 @@ def test_loss_gradient_and_measures_are_those_of_trl_for_every_split_of_the_batc
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_split_of_a_batch_changes_a_sum(kind: str) -> None:
-    """trl PR#3256, trl PR#6024, trl#3021: losses that were divided by the tokens of each micro-batch, or of each rank.
+    """trl#3021, PR#3231, PR#3256, PR#6024: losses that were divided by the tokens of each micro-batch, or of each rank.
 
     Completions of 1 token and of 6 in micro-batches of different sizes, and rows that only fill up.
     """
@@ -451,7 +451,7 @@ def test_std_bias_without_scaling_an_easy_prompt_counts_as_its_rewards_do() -> N
 
 
 def test_groups_without_spread_move_the_model_by_their_divergence_alone_and_are_counted() -> None:
-    """trl#5588: kept as in TRL; without a reference they have no gradient at all."""
+    """trl#5588: kept as in TRL; without a reference they have no gradient at all. They take places in batches, too."""
     rewards = torch.tensor(TRL["no_spread"], dtype=torch.float64)
     for beta, is_moved in ((0.0, False), (0.04, True)):
         loss = make_loss(beta=beta)
@@ -494,6 +494,7 @@ def test_a_batch_of_truncated_completions_alone_has_the_loss_0_and_no_gradient()
 
 
 def test_without_masking_a_truncated_completion_is_trained_on_with_its_reward() -> None:
+    """Scored as wrong for want of an end, it would lower what was right so far: `mask_truncated` leaves it out."""
     found = run_step(make_loss(), TRL["rewards"], parts=[ALL], old_log_probs=False)
     assert found.gradients[TRL["truncated"]].any(dim=1).all()
 
