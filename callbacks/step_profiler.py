@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -41,6 +41,8 @@ class StepProfiler(Callback):
         >>> profiler in trainer.callbacks
         True
     """
+
+    only_shows: ClassVar[bool] = True  # neither what is trained nor what is measured depends on it
 
     def __init__(self, *, steps: Annotated[int, ">= 1"] | None = None, after: Annotated[int, ">= 0"] = 10) -> None:
         super().__init__()

@@ -411,7 +411,9 @@ def _find_other_data(resolved: ResolvedRun, checkpoint: Path | None) -> list[str
     before = {} if folder is None else read_config(folder)
     known = before.get("data")
     earlier = known if isinstance(known, dict) else {}  # with resume=auto nobody has checked that file
-    other = ["data"] if folder is not None and is_other_data(resolved.config["data"], earlier) else []
+    divides = any(re.match(r"\+*data\.val_(fraction|path)=", text) for text in resolved.typed)
+    is_other = folder is not None and not divides and is_other_data(resolved.config["data"], earlier)
+    other = ["data"] if is_other else []
     trained_on = {
         text for data in (resolved.config["data"], earlier) for node in _list_sources(data) for text in _locate(node)
     }

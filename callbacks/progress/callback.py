@@ -5,7 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
@@ -58,6 +58,8 @@ class ProgressLine(ProgressBar):
         >>> trainer.progress_bar_callback is trainer.callbacks[0]
         True
     """
+
+    only_shows: ClassVar[bool] = True  # neither what is trained nor what is measured depends on it
 
     def __init__(self, *, refresh_per_second: Annotated[float, "> 0"] = 4.0) -> None:
         if not refresh_per_second > 0:

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning
 import torch
@@ -40,6 +40,8 @@ class RunReport(Callback):
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(max_steps=1000, callbacks=[RunReport()])
     """
+
+    only_shows: ClassVar[bool] = True  # neither what is trained nor what is measured depends on it
 
     def __init__(self, *, dashboard: Sequence[Mapping[str, Any]] | None = None) -> None:
         super().__init__()

@@ -161,8 +161,15 @@ class ResolvedRun(Composed):
         return [str(node["_target_"]) for _, node in list_nodes(self.config)]
 
     def describe_settings(self, *, without: Sequence[str]) -> str:
-        """Return all settings as text, which is equal for runs that differ at most in these sections."""
+        """Return all settings as text, which is equal for runs that differ at most in these sections.
+
+        Callbacks that only show what is trained do not count.
+        """
         relevant = {key: value for key, value in self.config.items() if key not in without}
+        callbacks: Mapping[str, Any] = self.config.get("callbacks") or {}
+        targets = {name: str(node.get("_target_")) for name, node in callbacks.items() if isinstance(node, Mapping)}
+        shown = [name for name, target in targets.items() if find_signature(target).constants.get("only_shows") is True]
+        relevant["callbacks"] = {name: node for name, node in callbacks.items() if name not in shown}
         return json.dumps(relevant, sort_keys=True, default=str)
 
     # what the chosen options declare

@@ -35,6 +35,7 @@ class ModeTraits:
         reads_data: Whether it reads samples, or starts runs that do; others run where the data is not.
         needs_checkpoint: Whether it reads a checkpoint of a run.
         needs: What the task must support, such as `generate`; None: nothing.
+        asks: Whether it waits for what a person types.
         writes: Folder that it writes in the run folder, unless `mode.path` names another; None: none.
         reads_logits: Whether it reads the logits of complete sequences on every rank.
         reads_micro_batches: Whether it reads the gradients of single micro-batches.
@@ -50,6 +51,7 @@ class ModeTraits:
     reads_data: bool = False
     needs_checkpoint: bool = False
     needs: str | None = None
+    asks: bool = False
     writes: str | None = None
     reads_logits: bool = False
     reads_micro_batches: bool = False

@@ -20,7 +20,7 @@ class SyntheticPrompts(Prompts):
             **settings: As for `Prompts`.
         """
         super().__init__(fields={}, path="", val_path=None, split="train", **settings)
-        self._rows_of_tasks = TaskRows(["rev", "sort"], num_examples, shuffle_answers=False)
+        self._rows_of_tasks = TaskRows(["rev", "sort"], num_examples)
 
     @override
     def _open(self, name: str, path: str) -> Rows:

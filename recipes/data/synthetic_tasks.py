@@ -29,6 +29,7 @@ class SyntheticTasks(Conversations):
         *,
         tasks: Annotated[list[Literal["rev", "sort"]], ">= 1"],
         num_examples: Annotated[int, ">= 100"],
+        mixed_answers: bool,
         shuffle_answers: bool,
         **settings: Any,
     ) -> None:
@@ -37,6 +38,8 @@ class SyntheticTasks(Conversations):
         Args:
             tasks: Tasks, which the examples cycle through.
             num_examples: Number of examples, training and validation together.
+            mixed_answers: Answer as people do who were not told how: words from n to z in capitals, and `sort` in
+                ascending or descending order, by chance.
             shuffle_answers: Give each question the answer to another one: a control from which nothing can be learned.
             **settings: As for `Conversations`.
 
@@ -51,7 +54,7 @@ class SyntheticTasks(Conversations):
                     f"data.tasks={tasks}", f"there is no task {task}", f"data.tasks=[{','.join(_ANSWERS)}]"
                 )
         super().__init__(path="", format="prompt_completion", fields={}, val_path=None, split="train", **settings)
-        self._rows_of_tasks = TaskRows(tasks, num_examples, shuffle_answers)
+        self._rows_of_tasks = TaskRows(tasks, num_examples, is_mixed=mixed_answers, is_shuffled=shuffle_answers)
 
     @override
     def _open(self, name: str, path: str) -> Rows:
@@ -64,26 +67,36 @@ class TaskRows:
     Args:
         tasks: Tasks, which the rows cycle through.
         num_examples: Number of rows.
-        shuffle_answers: Whether each prompt has the answer to another one.
+        is_mixed: Whether answers differ in what was not asked for, see `mixed_answers` of `SyntheticTasks`.
+        is_shuffled: Whether each prompt has the answer to another one.
     """
 
-    def __init__(self, tasks: Sequence[str], num_examples: int, shuffle_answers: bool) -> None:
+    def __init__(
+        self, tasks: Sequence[str], num_examples: int, *, is_mixed: bool = False, is_shuffled: bool = False
+    ) -> None:
         self.name = f"{num_examples:,} examples of {', '.join(tasks)}"
         self._tasks = tasks
         self._num_examples = num_examples
-        self._shuffle_answers = shuffle_answers
+        self._is_mixed = is_mixed
+        self._is_shuffled = is_shuffled
 
     @property
     def num_bytes(self) -> int:
         return sum(row.num_bytes for row in self)
 
     def content_hash(self, cache_dir: Path) -> str:
-        return f"{self.name} {self._shuffle_answers}"
+        return f"{self.name} {self._is_mixed} {self._is_shuffled}"
 
     def __iter__(self) -> Iterator[Row]:
-        rng = random.Random(0)
+        rng, rng_of_order = random.Random(0), random.Random(1)
         words = ["".join(rng.choices(_LETTERS, k=rng.choice(_LENGTHS))) for _ in range(self._num_examples)]
-        others = words[1:] + words[:1] if self._shuffle_answers else words
+        others = words[1:] + words[:1] if self._is_shuffled else words
         for index, (word, other) in enumerate(zip(words, others, strict=True)):
             task = self._tasks[index % len(self._tasks)]
-            yield Row(f"example {index + 1}", {"prompt": f"{task}:{word}>", "completion": _ANSWERS[task](other)})
+            answer = _ANSWERS[task](other)
+            if self._is_mixed:
+                if task == "sort" and rng_of_order.random() < 0.5:
+                    answer = answer[::-1]
+                if word[0] >= "n":
+                    answer = answer.upper()
+            yield Row(f"example {index + 1}", {"prompt": f"{task}:{word}>", "completion": answer})

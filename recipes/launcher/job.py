@@ -14,7 +14,7 @@ from recipes.files import write_atomically
 from recipes.runtime.exit_codes import ExitCode
 
 JOB_FILE = "job.json"
-_CLUSTER_JOB = re.compile(r"\d+(_\d+)?")
+CLUSTER_JOB = re.compile(r"\d+(_\d+)?")
 
 
 class State(StrEnum):
@@ -132,14 +132,14 @@ def read_job(file: Path) -> Job:
         texts = fields["overrides"]
         if type(fields["number"]) is not int or type(texts) is not list or not all(type(text) is str for text in texts):
             raise ValueError("its number or overrides are of another type")
-        if not (fields["cluster_job"] is None or _CLUSTER_JOB.fullmatch(fields["cluster_job"])):
+        if not (fields["cluster_job"] is None or CLUSTER_JOB.fullmatch(fields["cluster_job"])):
             raise ValueError(f"{fields['cluster_job']!r} is not a job id")  # it becomes part of a file name
         job = Job(**fields | {"folder": file.parent, "state": State(fields["state"])})
         job.composed = None if composed is None else from_json(json.dumps(composed))
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:  # not JSON, or other fields
         raise ConfigError(
-            f"hydra.sweep.dir={file.parent.parent}",
-            f"{file} is damaged: {error}",
-            f"rm {file}, and the job starts again as a new one",
+            str(file),
+            f"the file of a job is damaged: {error}",
+            f"rm {file}, and the same command; the job starts again as a new one",
         ) from error
     return job

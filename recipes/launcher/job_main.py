@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from recipes.entry.run import run_resolved
+from recipes.errors import ConfigError, format_report
 from recipes.launcher.job import read_job
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.process import die_with_parent, exit_process
@@ -25,10 +26,13 @@ def main() -> int:
         print(line, file=sys.stderr)
     if CORES in os.environ:
         os.sched_setaffinity(0, map(int, os.environ.pop(CORES).split(",")))
-    composed = read_job(Path(file)).composed
-    assert composed is not None, "a job is composed before it is started"
     try:
+        composed = read_job(Path(file)).composed
+        assert composed is not None, "a job is composed before it is started"
         return run_resolved(composed)
+    except ConfigError as mistake:
+        print(format_report([mistake]), file=sys.stderr)
+        return ExitCode.INVALID_CONFIG
     except KeyboardInterrupt:  # before the run began or after it ended
         return ExitCode.INTERRUPTED
 

@@ -21,7 +21,7 @@ _HELP = f"Type a message. {_NEW} starts a new conversation, Ctrl-C ends an answe
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the first bytes of a character
 
 
-@declare_mode(needs_checkpoint=True, needs="generate")
+@declare_mode(needs_checkpoint=True, needs="generate", asks=True)
 def chat(
     run: Run,
     *,

@@ -12,6 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from recipes.config.check.sections import NODES, SETTINGS, list_groups
 from recipes.config.check.suggestions import list_options, suggest_option
 from recipes.config.local_path import find_address
 from recipes.config.overrides import drop_replaced, for_shell, parse_or_quote
@@ -19,11 +20,18 @@ from recipes.config.search_path import find_config_folders, select_search_path
 from recipes.errors import ConfigError, type_command
 
 _STAGE = re.compile(r"([+~]{0,2})stages\.([^.=]+)\.(.+)", re.DOTALL)  # of an override of one stage
+_SEVERAL = re.compile(r"""[^\s='"{\[(]+=[^\s'"{\[(]*\s+[+~]*[\w.@/]+=""")  # overrides in one text
 _NAME = re.compile(r"[A-Za-z][\w-]*")
 _SECTIONS = ("every_stage", "stages")
 _EXAMPLE = "stages: {pretrain: [recipe=quickstart], sft: [recipe=sft, data.path=rows.jsonl]}"
 _OF_PIPELINE = ("pipeline=", "hydra.run.dir=", "resume=", "start_from=", "mode=")  # and of no stage
-_OF_LAUNCHER = ("launcher", "ignore_slurm")
+# sections that one stage cannot have -> why, and what to type instead; nothing: the setting, for the pipeline
+_NOT_OF_STAGE = {
+    **dict.fromkeys(("launcher", "ignore_slurm"), ("one launcher starts every stage", "")),
+    **dict.fromkeys(("pipeline", "stages", "every_stage"), ("a stage is one run", "the settings of that run alone")),
+    **dict.fromkeys(("sweep", "hydra.sweep"), ("a stage is one run, and a sweep is several", "a stage without it")),
+    "hydra.run": ("its folder is in that of the pipeline", ""),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +96,15 @@ def read_command(typed: Sequence[str], *, config_folder: Path) -> PipelineComman
         trains = not any(word.startswith("mode=") and word != "mode=fit" for word in [*overrides, *of_one])
         # a stage that acts on a run has the settings of that run, which do not say where options of one's own are
         around = (shared, for_all) if trains else (select_search_path(shared), select_search_path(for_all))
+        foreign = {text: mistake for text in [*overrides, *of_one] if (mistake := _find_foreign(stage, text))}
         words = drop_replaced([*around[0], *overrides, *around[1], *of_one])
+        words = [text for text in words if text not in foreign]
         source, words, wrong = _take_source(stage, words, stages, list(own), trains=trains)
-        mistakes += [*wrong, *_check_launcher(stage, [*overrides, *of_one])]
+        mistakes += [*foreign.values(), *wrong]
         digits = len(str(len(own)))
         of_stage = folder / f"{number:0{digits}d}_{stage}"
         stages.append(Stage(name=stage, folder=of_stage, overrides=words, source=source, trains=trains))
-    return PipelineCommand(name=name, folder=folder, stages=stages, mistakes=[*mistakes, *_reject(typed, stages)])
+    return PipelineCommand(name=name, folder=folder, stages=stages, mistakes=[*mistakes, *_reject(typed, stages, own)])
 
 
 def _get_value(typed: Sequence[str], key: str, default: str) -> str:
@@ -147,6 +157,10 @@ def _read_file(file: Path, name: str) -> tuple[list[str], dict[str, list[str]], 
             place = key if key == "every_stage" else f"stages.{key}"
             reason = f"{file}: {place} is no list of overrides"
             wrong.append(ConfigError(setting, reason, f"{place}: [trainer.max_steps=200], each as it is typed"))
+            continue
+        for text in filter(_SEVERAL.match, overrides):
+            reason = f"{file}: one override of {key} is {text!r}, which are several"
+            wrong.append(ConfigError(setting, reason, f"[{', '.join(text.split())}]"))
     if wrong:
         return [], {}, wrong
     return lists["every_stage"], dict(content["stages"]), []
@@ -160,8 +174,18 @@ def _divide(typed: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict
     for text in typed:
         if text.lstrip("+").startswith(_OF_PIPELINE):
             continue
-        found = _STAGE.fullmatch(text)
-        if found is None:
+        found, (section, _, setting) = _STAGE.fullmatch(text), text.lstrip("+~").partition("=")[0].partition(".")
+        if found is None and section == "stages":
+            one = setting or f"<{' | '.join(names)}>"
+            fix = f"stages.{one}.<setting>=<value>, or a file beside it with other stages"
+            mistakes.append(ConfigError(text, "which stages there are, the file of the pipeline says", fix))
+        elif section == "every_stage":
+            fix = for_shell(text.replace("every_stage.", "", 1)) if setting else "the overrides of it, each by itself"
+            mistakes.append(ConfigError(text, "what is typed is of every stage that trains already", fix))
+        elif found is None and section in ("stage", *names) and section not in {*SETTINGS, *list_groups(), *NODES}:
+            fix = text.replace(section, "stages" if section == "stage" else f"stages.{section}", 1)
+            mistakes.append(ConfigError(text, "a setting of one stage begins with stages.", for_shell(fix)))
+        elif found is None:
             for_all.append(text)
         elif found[2] in names:
             for_one.setdefault(found[2], []).append(f"{found[1]}{found[3]}")
@@ -204,17 +228,24 @@ def _take_source(
         fix = f"stages.{stage}.{key}=<{' | '.join([*trained, 'run folder'])}>"
         mistakes.append(ConfigError(f"stage {stage}: {key}={chosen}", reason, fix))
         return None, kept, mistakes
+    if near := get_close_matches(chosen, trained, 1, cutoff=0.75) if not Path(chosen).exists() else []:
+        reason = f"the stages before it are {' '.join(trained)}, and there is no such folder"
+        mistakes.append(ConfigError(f"stage {stage}: {key}={chosen}", reason, f"stages.{stage}.{key}={near[0]}"))
+        return None, kept, mistakes
     return None, [*kept, f"{key}={chosen}"], mistakes
 
 
-def _check_launcher(stage: str, overrides: Sequence[str]) -> Iterator[ConfigError]:
-    """Reject settings of the launcher for one stage: it is that of the pipeline."""
-    for text in overrides:
-        if text.lstrip("+~").partition("=")[0].partition(".")[0] in _OF_LAUNCHER:
-            yield ConfigError(f"stage {stage}: {text}", "one launcher starts every stage", f"{for_shell(text)} alone")
+def _find_foreign(stage: str, text: str) -> ConfigError | None:
+    """Return the error in an override that is of the pipeline or of several runs, and of no stage."""
+    key = text.lstrip("+~").partition("=")[0]
+    section = next((name for name in _NOT_OF_STAGE if f"{key}.".startswith(f"{name}.")), None)
+    if section is None:
+        return None
+    reason, fix = _NOT_OF_STAGE[section]
+    return ConfigError(f"stage {stage}: {text}", reason, fix or f"{for_shell(text)} alone")
 
 
-def _reject(typed: Sequence[str], stages: Sequence[Stage]) -> Iterator[ConfigError]:
+def _reject(typed: Sequence[str], stages: Sequence[Stage], own: Mapping[str, Sequence[str]]) -> Iterator[ConfigError]:
     """Reject overrides that say for every stage what only one can have."""
     for text in typed:
         key, _, value = text.partition("=")
@@ -224,6 +255,9 @@ def _reject(typed: Sequence[str], stages: Sequence[Stage]) -> Iterator[ConfigErr
         elif key == "start_from":
             reason = "every stage but the first starts from the one before"
             yield ConfigError(text, reason, for_shell(f"stages.{stages[0].name}.start_from={value}"))
+        elif key == "recipe" and any(word.startswith("recipe=") for words in own.values() for word in words):
+            names = " | ".join(name for name, words in own.items() if any(word.startswith("recipe=") for word in words))
+            yield ConfigError(text, "it would replace what each stage does", f"stages.<{names}>.{text}")
         elif key == "mode" and value != "fit":
             first = " ".join(map(for_shell, stages[0].overrides))
             reason = "it would replace what each stage does"

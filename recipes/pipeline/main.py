@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from recipes.config.overrides import for_shell
 from recipes.errors import ConfigError, format_report, type_command
+from recipes.files import count
 from recipes.runtime.exit_codes import ExitCode
 from recipes.runtime.world import global_rank, started_by
 from recipes.sweep.main import is_sweep, reject_settings_of_sweep
@@ -67,7 +68,7 @@ def _run(pipeline: "Pipeline") -> int:
     from recipes.sweep.live_table import LiveTable
     from recipes.sweep.pool import Pool, worst_exit_code
 
-    LOGGER.info(f"Pipeline {pipeline.name}: {len(pipeline.jobs)} stages, in {pipeline.folder}")
+    LOGGER.info(f"Pipeline {pipeline.name}: {count(len(pipeline.jobs), 'stage')}, in {pipeline.folder}")
     table = LiveTable(Console(), pipeline.jobs, pipeline.names)
     pool = Pool(pipeline.launcher, pipeline, on_change=pipeline.on_change, show=table.show)
     try:
@@ -169,7 +170,7 @@ def _create_folder(folder: Path) -> None:
 
 def _describe(command: "PipelineCommand") -> str:
     """Return what `--help` says of a pipeline: the command that each stage is."""
-    lines = [f"pipeline={command.name}: {len(command.stages)} stages, in {command.folder}", ""]
+    lines = [f"pipeline={command.name}: {count(len(command.stages), 'stage')}, in {command.folder}", ""]
     for stage in command.stages:
         key = "start_from" if stage.trains else "resume"
         source = next((each.folder for each in command.stages if each.name == stage.source), None)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ from recipes.config import compose_and_check
 from recipes.config.commands import list_classes, repeat_command
 from recipes.config.overrides import is_about_sweep, make_override
 from recipes.config.resolved import Awaited, ResolvedRun
+from recipes.config.resume import ResumedRun, select_inherited
 from recipes.errors import ConfigError, format_report
 from recipes.files import tolerating, write_atomically
 from recipes.launcher import Launcher
 from recipes.launcher.composed_job import compose_job
-from recipes.launcher.job import Job, State
+from recipes.launcher.job import CLUSTER_JOB, Job, State
 from recipes.pipeline.command_line import PipelineCommand, Stage, read_command
 from recipes.run_folder import (
     CONFIG_FILE,
@@ -33,7 +34,10 @@ from recipes.sweep.progress import Progress
 
 _SHOWN_LINES = 12  # of what a stage has printed
 # sections that say where and how a stage is started and shown, and not what it computes
-_NOT_COMPUTED = ("launcher", "ignore_slurm", "sweep", "plan", "dashboard", "resume", "start_from")
+_NOT_COMPUTED = (
+    *("launcher", "ignore_slurm", "sweep", "plan", "dashboard", "resume", "start_from"),
+    *("name", "tags", "logger", "profile_steps"),
+)
 
 
 @dataclass(kw_only=True)
@@ -48,6 +52,7 @@ class Entry:
         state: How it ended, as a job of a sweep.
         exit_code: Its exit code; None until it ends.
         seconds: How long its last start took; None until it ends.
+        cluster_job: Job id on the cluster of its last start; None if it does not run on one.
     """
 
     folder: str
@@ -57,6 +62,7 @@ class Entry:
     state: State
     exit_code: int | None = None
     seconds: float | None = None
+    cluster_job: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +114,12 @@ def plan_stages(stages: Sequence[Stage], *, config_folder: Path, config_name: st
     planned: dict[str, Planned] = {}
     for stage in stages:
         source = None if stage.source is None else planned[stage.source]
-        before = [] if stage.trains or source is None else source.stage.overrides
-        awaited = None
+        before, awaited = list[str](), None
+        if source is not None and not stage.trains:
+            before = source.stage.overrides
+            if not source.mistakes:  # some of them may be of an option that this stage replaces
+                begun = ResumedRun(folder=source.stage.folder, config={}, overrides=before, search_path=[])
+                before = select_inherited(begun, stage.overrides, config_folder, config_name)[0]
         if source is not None and source.run is not None:
             awaited = Awaited(name=source.stage.name, config=source.run.config, saves=source.run.saves)
         run, mistakes = compose_and_check(
@@ -118,11 +128,26 @@ def plan_stages(stages: Sequence[Stage], *, config_folder: Path, config_name: st
         if source is not None and source.mistakes:
             inherited = [*map(str, source.mistakes)]
             mistakes = [mistake for mistake in mistakes if stage.trains or str(mistake) not in inherited]
-        if run is not None and not mistakes and not (run.mode.trains or run.mode.needs_checkpoint):
-            reason = "a stage trains, or acts on the run of another one"
+        acts_alone = run is not None and not run.mode.asks and (run.mode.trains or run.mode.needs_checkpoint)
+        if run is not None and not mistakes and not acts_alone:
+            reason = "a stage trains, or acts on the run of another one, and nobody answers it"
             mistakes = [ConfigError(f"mode={run.mode.name}", reason, "mode=evaluate, test, predict, sample or export")]
+        if run is not None and not mistakes:
+            mistakes = [*_check_written(run, planned.values())]
         planned[stage.name] = Planned(stage=stage, run=run, mistakes=mistakes)
     return list(planned.values())
+
+
+def _check_written(run: ResolvedRun, before: Iterable[Planned]) -> Iterator[ConfigError]:
+    """Reject a file or folder outside that of the stage which another stage writes, too."""
+    path = run.config["mode"].get("path")
+    for other in before if isinstance(path, str) else ():
+        theirs = None if other.run is None else other.run.config["mode"].get("path")
+        if isinstance(theirs, str) and Path(theirs).expanduser().resolve() == Path(path).expanduser().resolve():
+            reason = f"stage {other.stage.name} writes there, too"
+            yield ConfigError(
+                f"mode.path={path}", reason, "mode.path=<another one>, or null: in the folder of the stage"
+            )
 
 
 def name_stages(planned: Sequence[Planned]) -> Iterator[ConfigError]:
@@ -191,7 +216,9 @@ class Pipeline:
                 job.state, job.exit_code, job.seconds = entry.state, entry.exit_code, entry.seconds
                 LOGGER.info(f"{self._title(index)}: finished before, {stage.folder}")
                 continue
-            self._make_room(entry, planned, weights)
+            if self._make_room(entry, planned, weights) and entry is not None:
+                # it may still be in the queue of a cluster, where this command was killed and not its jobs
+                job.cluster_job, job.exit_code = entry.cluster_job, entry.exit_code
             if mistakes := self._compose(stage, job):
                 LOGGER.error(format_report(mistakes, f"Stage {stage.name} was not started."))
                 job.state, self.exit_code = State.REFUSED, ExitCode.INVALID_CONFIG
@@ -203,6 +230,8 @@ class Pipeline:
                 settings=planned.settings,
                 weights=weights,
                 state=State.WAITING,
+                exit_code=job.exit_code,
+                cluster_job=job.cluster_job,
             )
             self._save()
             LOGGER.info(f"{self._title(index)}{', resumed' if goes_on else ''}, {stage.folder}")
@@ -229,6 +258,7 @@ class Pipeline:
         """Write `pipeline.json`, and the page once the stage has ended."""
         entry = self._entries[self._planned[job.number - 1].stage.name]
         entry.state, entry.exit_code, entry.seconds = job.state, job.exit_code, job.seconds
+        entry.cluster_job = job.cluster_job
         self._save()
         if job.exit_code is not None:
             self.write_page()
@@ -280,15 +310,16 @@ class Pipeline:
         file = None if checkpoint is None else checkpoint / "manifest.json"
         return hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else None
 
-    def _make_room(self, entry: Entry | None, planned: Planned, weights: str | None) -> None:
-        """Set aside what is in the folder of a stage, unless the stage goes on there."""
+    def _make_room(self, entry: Entry | None, planned: Planned, weights: str | None) -> bool:
+        """Set aside what is in the folder of a stage, unless the stage goes on there; return whether it does."""
         stage = planned.stage
         if entry is not None and entry.settings == planned.settings and weights in (None, entry.weights):
             self._renumber(entry, stage)
-            return
+            return True
         old = stage.folder if entry is None else self.folder / entry.folder
         if old.exists():
             LOGGER.info(f"stage {stage.name} {_explain_change(entry, planned)}: {_set_aside(old)}")
+        return False
 
     def _renumber(self, entry: Entry, stage: Stage) -> None:
         """Move the folder of a stage that has another number now, as one before it has come or gone."""
@@ -396,8 +427,11 @@ def read_state(folder: Path) -> dict[str, Entry]:
     try:
         content: Any = json.loads(file.read_text(encoding="utf-8"))
         entries = {name: Entry(**entry | {"state": State(entry["state"])}) for name, entry in content["stages"].items()}
-        if any(Path(entry.folder).name != entry.folder or not entry.folder for entry in entries.values()):
-            raise ValueError("a folder in it is not in that of the pipeline")
+        for entry in entries.values():
+            if Path(entry.folder).name != entry.folder or not entry.folder:
+                raise ValueError("a folder in it is not in that of the pipeline")
+            if entry.cluster_job is not None and not CLUSTER_JOB.fullmatch(entry.cluster_job):
+                raise ValueError(f"{entry.cluster_job!r} is not a job id")  # it becomes part of a file name
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         fix = f"rm {file}, and every stage runs again; their folders are kept"
         raise ConfigError(f"hydra.run.dir={folder}", f"{file} is damaged: {error}", fix) from error

@@ -163,6 +163,11 @@ def test_another_text_is_evaluated_as_a_whole_and_the_runs_own_in_its_validation
     assert execute(f"resume={run}", "mode=evaluate", *rows) == 0
     again = json.loads((run / "evaluate_val.json").read_text())
     assert (again["samples"], again["loss"]) == (25, found["loss"])
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "{"ab" * number}"}}\n' for number in range(100, 140)))
+    assert execute(f"resume={run}", "mode=evaluate", *rows, "data.val_fraction=0.5") == 0
+    part = json.loads((run / "evaluate_val.json").read_text())
+    assert part["whole"] == [], "a part of data of another kind, too"
+    assert 0 < part["samples"] < 40 * 240 / 32 * 0.8
     assert execute(f"resume={run}", "mode=evaluate", f"data.path={tmp_path}/other.txt", "data.val_fraction=0.5") == 0
     assert json.loads((run / "evaluate_val.json").read_text())["samples"] == 12
     assert "on the 12 samples of val, 0.5 of the data: loss" in capsys.readouterr().out

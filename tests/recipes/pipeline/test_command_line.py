@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.config import compose_and_check
 from recipes.config.compose import CONF
 from recipes.entry.hydra_main import parse_flags
 from recipes.pipeline.command_line import PipelineCommand, read_command
@@ -83,6 +84,17 @@ def test_an_override_is_that_of_every_stage_that_trains_or_of_one(own: Path) -> 
         ("stages.sft.resume=auto", "stages.sft.start_from=<pretrain>"),
         ("stages.scores.start_from=sft", "stages.scores.resume=<pretrain | sft>"),
         ("stages.sft.launcher=slurm", "launcher=slurm"),
+        ("stages.sft.hydra.run.dir=logs/x", "hydra.run.dir=logs/x alone"),
+        ("stages.sft.pipeline=mine", "the settings of that run alone"),
+        ("stages.sft.sweep=lr", "a stage without it"),
+        ("stages.sft.start_from=pretrian", "stages.sft.start_from=pretrain"),
+        ("stages.sft=null", "stages.sft.<setting>=<value>"),
+        ("stages=[sft]", "stages.<pretrain | sft | scores | again>.<setting>=<value>"),
+        ("~stages.sft", "stages.sft.<setting>=<value>"),
+        ("stage.sft.seed=1", "stages.sft.seed=1"),
+        ("sft.seed=1", "stages.sft.seed=1"),
+        ("every_stage.seed=1", "seed=1"),
+        ("recipe=dpo", "stages.<sft>.recipe=dpo"),
         ("start_from=logs/x", "stages.pretrain.start_from=logs/x"),
         ("resume=auto", "the same command without it"),
         ("hydra.run.dir=logs/${now:%H}", "hydra.run.dir=<folder>"),
@@ -108,6 +120,7 @@ def test_an_override_that_no_stage_can_have_is_answered(own: Path, typed: str, f
         ("stages: {a: [seed=1], a: [seed=2]}", "duplicate key"),
         ("stages: {a: [seed=1]}\nevery: [seed=2]", "nothing reads 'every'"),
         ("stages: {a: [seed=1", "cannot be read"),
+        ("stages: {a: ['seed=1 trainer.max_steps=2']}", "'seed=1 trainer.max_steps=2', which are several"),
     ],
 )
 def test_a_wrong_file_is_one_sentence(own: Path, text: str, reason: str) -> None:
@@ -141,6 +154,32 @@ def test_help_names_the_command_of_each_stage(own: Path, capsys: pytest.CaptureF
     assert "2_sft: python train.py tokenizer=bytes" in shown
     assert "start_from=logs/mine/1_pretrain" in shown
     assert "resume=logs/mine/2_sft" in shown
+
+
+def test_a_mode_leaves_out_what_was_typed_for_an_option_of_its_run_that_it_replaces(own: Path) -> None:
+    of_sft = ["stages.sft.data.num_examples=2000", "stages.sft.data.shuffle_answers=true"]
+    of_scores = ["stages.scores.task=language_modeling", "stages.scores.data=stdlib_text"]
+    planned = plan_stages(_read(own, *of_sft, *of_scores).stages, config_folder=CONF, config_name="config")
+    assert [str(each) for each in name_stages(planned)] == []
+    assert planned[2].run is not None
+    assert planned[2].run.config["data"]["_target_"].endswith("StdlibText")
+
+
+def test_a_stage_neither_writes_where_another_one_does_nor_waits_for_a_person(own: Path) -> None:
+    text = "stages: {a: [seed=1], b: [mode=export, mode.path=x], c: [mode=export, mode.path=./x], d: [mode=chat]}"
+    assert _write(own, text) == []
+    found = name_stages(plan_stages(_read(own, name="other").stages, config_folder=CONF, config_name="config"))
+    assert [(each.setting, each.reason.partition(",")[0]) for each in found] == [
+        ("stage c: mode.path=./x", "stage b writes there"),
+        ("stage d: mode=chat", "a stage trains"),
+    ]
+
+
+def test_a_stage_without_its_pipeline_is_answered_with_the_pipelines() -> None:
+    typed = ["stages.sft.optimizer.lr=1"]
+    [mistake] = compose_and_check(typed, config_folder=CONF, config_name="config")[1]
+    assert (mistake.setting, mistake.reason) == (typed[0], "only a pipeline has stages")
+    assert mistake.fix == "pipeline=<chat_nano> stages.sft.optimizer.lr=1"
 
 
 def test_a_run_that_saves_nothing_has_no_stage_after_it(own: Path) -> None:

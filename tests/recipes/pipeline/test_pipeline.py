@@ -29,8 +29,9 @@ STAGES = {
 class Pipelines:
     """Starts pipelines in one folder, of runs with a checkpoint every second step."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, environ: Mapping[str, str] | None = None) -> None:
         self.folder = folder
+        self._environ = dict(environ or {})
         self.started: list[Started] = []
         (folder / "watcher.py").write_text(WATCHER)
         (folder / "own/pipeline").mkdir(parents=True)
@@ -45,7 +46,8 @@ class Pipelines:
         """Start `python train.py pipeline=tiny` in a folder of this name."""
         typed = [f"pipeline={pipeline}", "hydra.searchpath=[own]", f"hydra.run.dir={folder}", "trainer.accelerator=cpu"]
         command = [sys.executable, str(ROOT / "train.py"), *typed, *overrides]
-        self.started.append(Started(command, folder=self.folder, paths=[self.folder, ROOT / "tests"]))
+        paths = [self.folder, ROOT / "tests"]
+        self.started.append(Started(command, folder=self.folder, paths=paths, environ=self._environ))
         return self.started[-1]
 
     def run(self, folder: str, *overrides: str, pipeline: str = "tiny") -> tuple[int, str]:
@@ -77,7 +79,7 @@ def undisturbed(pipelines: Pipelines) -> Path:
     return pipelines.folder / "undisturbed"
 
 
-def _read_state(folder: Path) -> Mapping[str, Any]:
+def read_state(folder: Path) -> Mapping[str, Any]:
     stages: Mapping[str, Any] = json.loads((folder / "pipeline.json").read_text())["stages"]
     return stages
 
@@ -88,7 +90,7 @@ def _read_weights(run: Path) -> dict[str, Any]:
     return {f"{number} {name}": tensor for number, shard in enumerate(tensors) for name, tensor in shard.items()}
 
 
-def _assert_equal_runs(run: Path, other: Path) -> None:
+def assert_equal_runs(run: Path, other: Path) -> None:
     assert rows(run) == rows(other)
     weights, others = _read_weights(run), _read_weights(other)
     assert weights.keys() == others.keys()
@@ -103,7 +105,7 @@ def test_a_stage_begins_with_the_weights_of_the_one_before_and_is_evaluated(undi
     assert str(Path("undisturbed/1_pretrain")) in json.dumps(events)
     evaluated = json.loads((undisturbed / "3_evaluate/summary.json").read_text())["evaluations"]["val"]
     assert evaluated["checkpoint"] == "step_0000006.ckpt"
-    assert {stage["state"] for stage in _read_state(undisturbed).values()} == {"finished"}
+    assert {stage["state"] for stage in read_state(undisturbed).values()} == {"finished"}
 
 
 def test_the_page_has_a_row_for_each_stage_and_is_written_again_by_a_report(undisturbed: Path) -> None:
@@ -125,7 +127,7 @@ def test_a_pipeline_killed_in_its_second_stage_goes_on_to_the_same_bits(
     wait_until(lambda: (folder / "2_second/waits").exists() or started.process.poll() is not None)
     started.process.send_signal(signal.SIGKILL)
     wait_until(lambda: started.left() == [])
-    assert _read_state(folder)["second"]["state"] == "running"
+    assert read_state(folder)["second"]["state"] == "running"
     first = (folder / "1_pretrain/summary.json").stat().st_mtime_ns
     (folder / "2_second/was_killed").touch()
 
@@ -136,7 +138,7 @@ def test_a_pipeline_killed_in_its_second_stage_goes_on_to_the_same_bits(
     assert (folder / "1_pretrain/summary.json").stat().st_mtime_ns == first
     assert '"event": "resume", "path": "step_0000002.ckpt"' in (folder / "2_second/events.jsonl").read_text()
     for stage in ("1_pretrain", "2_second"):
-        _assert_equal_runs(folder / stage, undisturbed / stage)
+        assert_equal_runs(folder / stage, undisturbed / stage)
     assert not list(folder.glob("*_replaced"))
 
 
@@ -168,6 +170,14 @@ def test_a_stage_put_before_others_moves_their_folders_and_runs_alone(pipelines:
     assert rows(folder / "3_second") == rows(undisturbed / "2_second")
 
 
+def test_what_only_shows_a_stage_or_says_who_it_is_runs_nothing_again(pipelines: Pipelines, undisturbed: Path) -> None:
+    pipelines.copy(undisturbed, "shown")
+    shown = ["logger=tensorboard", "tags=[mine]", "~callbacks.report", "~callbacks.progress", "profile_steps=2"]
+    exit_code, output = pipelines.run("shown", *shown)
+    assert exit_code == 0, output
+    assert output.count("finished before") == 3
+
+
 def test_a_failing_stage_ends_the_pipeline_with_its_exit_code_and_its_log(
     pipelines: Pipelines, undisturbed: Path
 ) -> None:
@@ -191,7 +201,7 @@ def test_ctrl_c_saves_the_stage_and_the_same_command_goes_on(pipelines: Pipeline
     (folder / "2_second/was_killed").touch()
     exit_code, output = pipelines.run("interrupted", waits)
     assert exit_code == 0, output
-    _assert_equal_runs(folder / "2_second", undisturbed / "2_second")
+    assert_equal_runs(folder / "2_second", undisturbed / "2_second")
 
 
 def test_the_mistakes_of_all_stages_are_reported_together(
