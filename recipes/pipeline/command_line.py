@@ -96,11 +96,11 @@ def read_command(typed: Sequence[str], *, config_folder: Path) -> PipelineComman
         trains = not any(word.startswith("mode=") and word != "mode=fit" for word in [*overrides, *of_one])
         # a stage that acts on a run has the settings of that run, which do not say where options of one's own are
         around = (shared, for_all) if trains else (select_search_path(shared), select_search_path(for_all))
-        foreign = {text: mistake for text in [*overrides, *of_one] if (mistake := _find_foreign(stage, text))}
+        foreign = {text: wrong for text in [*overrides, *of_one] for wrong in _find_foreign(stage, text)}
         words = drop_replaced([*around[0], *overrides, *around[1], *of_one])
         words = [text for text in words if text not in foreign]
-        source, words, wrong = _take_source(stage, words, stages, list(own), trains=trains)
-        mistakes += [*foreign.values(), *wrong]
+        source, words, unfit = _take_source(stage, words, stages, list(own), trains=trains)
+        mistakes += [*foreign.values(), *unfit]
         digits = len(str(len(own)))
         of_stage = folder / f"{number:0{digits}d}_{stage}"
         stages.append(Stage(name=stage, folder=of_stage, overrides=words, source=source, trains=trains))
@@ -235,14 +235,13 @@ def _take_source(
     return None, [*kept, f"{key}={chosen}"], mistakes
 
 
-def _find_foreign(stage: str, text: str) -> ConfigError | None:
-    """Return the error in an override that is of the pipeline or of several runs, and of no stage."""
+def _find_foreign(stage: str, text: str) -> Iterator[ConfigError]:
+    """Yield the error in an override that is of the pipeline or of several runs, and of no stage."""
     key = text.lstrip("+~").partition("=")[0]
     section = next((name for name in _NOT_OF_STAGE if f"{key}.".startswith(f"{name}.")), None)
-    if section is None:
-        return None
-    reason, fix = _NOT_OF_STAGE[section]
-    return ConfigError(f"stage {stage}: {text}", reason, fix or f"{for_shell(text)} alone")
+    if section is not None:
+        reason, fix = _NOT_OF_STAGE[section]
+        yield ConfigError(f"stage {stage}: {text}", reason, fix or f"{for_shell(text)} alone")
 
 
 def _reject(typed: Sequence[str], stages: Sequence[Stage], own: Mapping[str, Sequence[str]]) -> Iterator[ConfigError]:

@@ -503,8 +503,8 @@ def _correct(typed: str, override: Override, config: Any) -> str | ConfigError:
     if renamed := answer_renamed(typed):
         return renamed
     if not section and missing[0] in ("stages", "every_stage"):
-        names = " | ".join(list_options("pipeline", config.hydra.overrides.hydra))
-        return ConfigError(typed, "only a pipeline has stages", f"pipeline=<{names}> {for_shell(typed)}")
+        pipelines = " | ".join(list_options("pipeline", config.hydra.overrides.hydra))
+        return ConfigError(typed, "only a pipeline has stages", f"pipeline=<{pipelines}> {for_shell(typed)}")
     if section == ["hydra", "sweeper"]:
         names = [name for name in names if name != "params"]  # of files
         if missing == ["n_jobs"]:  # of Hydra's own Optuna sweeper

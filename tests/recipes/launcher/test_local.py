@@ -1,5 +1,7 @@
 """Which job gets which devices: GPUs by their CUDA names, an equal share of the cores, nothing twice."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -176,3 +178,14 @@ def test_cuda_visible_devices_on_a_machine_without_gpus_is_ignored(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(local, "num_gpus", lambda: 0)
     assert "cores" in make_launcher().describe()
+
+
+def test_a_job_whose_file_is_damaged_ends_with_what_to_type(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text('{"number": 1}')
+    command = [sys.executable, "-m", "recipes.launcher.job_main", str(tmp_path / "job.json")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    lines = ended.stderr.splitlines()[-3:]
+    assert lines[0] == f"1. {tmp_path}/job.json"
+    assert lines[1].strip().startswith("the file of a job is damaged")
+    assert lines[2].strip() == f"type: rm {tmp_path}/job.json, and the same command; the job starts again as a new one"

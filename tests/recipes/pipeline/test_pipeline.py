@@ -15,8 +15,10 @@ from support import ROOT, TINY, execute, read_metrics, write_texts
 from sweeping import WATCHER, rows, wait_until
 
 from recipes.config.compose import CONF
+from recipes.errors import ConfigError
 from recipes.pipeline.command_line import read_command
 from recipes.pipeline.pipeline import name_stages, plan_stages
+from recipes.pipeline.pipeline import read_state as read_pipeline_file
 
 # learning rates tell the stages apart for the watcher
 STAGES = {
@@ -187,6 +189,17 @@ def test_a_failing_stage_ends_the_pipeline_with_its_exit_code_and_its_log(
     assert "OSError: the disk is gone" in output
     assert "Stage second failed; its log: failing/2_second/job.log; to go on: " in output
     assert "stage 3 of 3" not in output
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [("folder", "../x", "is not in that of the pipeline"), ("cluster_job", "../7", "'../7' is not a job id")],
+)
+def test_a_damaged_record_of_the_stages_is_one_sentence(tmp_path: Path, key: str, value: str, reason: str) -> None:
+    entry = {"folder": "1_a", "overrides": [], "settings": "", "weights": None, "state": "running", key: value}
+    (tmp_path / "pipeline.json").write_text(json.dumps({"pipeline": "tiny", "stages": {"a": entry}}))
+    with pytest.raises(ConfigError, match=f"{reason}; type rm .*pipeline.json"):
+        read_pipeline_file(tmp_path)
 
 
 def test_ctrl_c_saves_the_stage_and_the_same_command_goes_on(pipelines: Pipelines, undisturbed: Path) -> None:
