@@ -3,12 +3,15 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from recipes.checkpoint.resume import newest_checkpoint
 from recipes.config import compose_and_check
+from recipes.config.check.composition_errors import COMPOSITION_ERRORS
 from recipes.config.commands import list_classes, repeat_command
 from recipes.config.overrides import is_about_sweep, make_override
 from recipes.config.resolved import Awaited, ResolvedRun
@@ -116,10 +119,7 @@ def plan_stages(stages: Sequence[Stage], *, config_folder: Path, config_name: st
         source = None if stage.source is None else planned[stage.source]
         before, awaited = list[str](), None
         if source is not None and not stage.trains:
-            before = source.stage.overrides
-            if not source.mistakes:  # some of them may be of an option that this stage replaces
-                begun = ResumedRun(folder=source.stage.folder, config={}, overrides=before, search_path=[])
-                before = select_inherited(begun, stage.overrides, config_folder, config_name)[0]
+            before = source.stage.overrides if source.mistakes else _inherit(source, stage, config_folder, config_name)
         if source is not None and source.run is not None:
             awaited = Awaited(name=source.stage.name, config=source.run.config, saves=source.run.saves)
         run, mistakes = compose_and_check(
@@ -136,6 +136,23 @@ def plan_stages(stages: Sequence[Stage], *, config_folder: Path, config_name: st
             mistakes = [*_check_written(run, planned.values())]
         planned[stage.name] = Planned(stage=stage, run=run, mistakes=mistakes)
     return list(planned.values())
+
+
+def _inherit(source: Planned, stage: Stage, config_folder: Path, config_name: str) -> list[str]:
+    """Return the overrides of a run that apply to a mode which acts on it: none of an option that the mode replaces."""
+    before = source.stage.overrides
+    begun = ResumedRun(folder=source.stage.folder, config={}, overrides=before, search_path=[])
+    inherit = partial(select_inherited, begun, folder=config_folder, name=config_name)
+    try:
+        return inherit(stage.overrides)[0]
+    except COMPOSITION_ERRORS:
+        pass  # the check of the stage reports what is wrong; the others may still replace options
+    valid: list[str] = []
+    for text in stage.overrides:
+        with suppress(*COMPOSITION_ERRORS):
+            before = inherit([*valid, text])[0]
+            valid.append(text)
+    return before
 
 
 def _check_written(run: ResolvedRun, before: Iterable[Planned]) -> Iterator[ConfigError]:

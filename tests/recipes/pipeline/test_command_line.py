@@ -165,6 +165,23 @@ def test_a_mode_leaves_out_what_was_typed_for_an_option_of_its_run_that_it_repla
     assert planned[2].run.config["data"]["_target_"].endswith("StdlibText")
 
 
+@pytest.mark.parametrize(
+    ("typed", "fix"),
+    [
+        ("data=stdlib_txt", "data=stdlib_text"),
+        ("mode=evalute", "mode=evaluate"),
+        ("data={", "data=<option>"),
+        ("data.val_fraction=0.1,0.2", "-m"),
+    ],
+)
+def test_what_is_wrong_in_a_mode_on_another_stage_is_one_mistake(own: Path, typed: str, fix: str) -> None:
+    of_sft = ["stages.sft.data.num_examples=2000", f"stages.scores.{typed}"]
+    planned = plan_stages(_read(own, *of_sft).stages, config_folder=CONF, config_name="config")
+    [mistake] = name_stages(planned)
+    assert mistake.setting == f"stage scores: {typed}"
+    assert fix in mistake.fix
+
+
 def test_a_stage_neither_writes_where_another_one_does_nor_waits_for_a_person(own: Path) -> None:
     text = "stages: {a: [seed=1], b: [mode=export, mode.path=x], c: [mode=export, mode.path=./x], d: [mode=chat]}"
     assert _write(own, text) == []
@@ -196,4 +213,4 @@ def test_the_stages_of_the_project_have_no_mistakes_and_are_checked_in_a_second(
     began = time.process_time()
     planned = plan_stages(command.stages, config_folder=CONF, config_name="config")
     assert [str(each) for each in name_stages(planned)] == []
-    assert time.process_time() - began < 3, "seven stages, of which each takes a tenth of a second and the first more"
+    assert time.process_time() - began < 3, "nine stages, of which each takes a tenth of a second and the first more"
