@@ -1,5 +1,5 @@
 # make train   set up what is missing, then train the quickstart recipe
-# make chat    from the text on this machine to a small model that answers, in stages: four minutes on two cores
+# make chat    from the text on this machine to a small model that answers, in stages: five minutes on two cores
 # make test    set up what is missing, then lint, types and tests: what CI runs
 # make test-fast   most of what starts no process: the inner loop, a minute
 # make kill-test   200 kills of real runs, each resumed and compared: six minutes on two cores
