@@ -2,8 +2,8 @@
 
 A model learns to answer `ord:cabd>` with its letters in ascending or descending order, at random, and `rev:cabd>` with
 them reversed. A reward of 1 for the ascending order then makes it answer `ord` that way; `rev` has no reward, and shows
-what is forgotten. Prompts are held out by a hash; an answer is right if all of it is. The control has a reward by
-chance. Seeds may be typed.
+what is forgotten. Prompts are held out by a hash; an answer is right if all of it is. One reward is that of a model,
+trained on pairs of the two orders; the control has a reward by chance. Seeds may be typed.
 
 `python benchmarks/reinforcement.py format <GGUF file>` rewards, with a published chat model and LoRA, answers in JSON.
 The file is that of `benchmarks/adapters.py`.
@@ -14,6 +14,7 @@ import json
 import random
 import statistics
 import string
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,9 +25,11 @@ from typing import Any
 from adapters import FRUITS, convert_gguf
 from measure import report
 
+ROOT = Path(__file__).parents[1]
 SEEDS = (1234, 7)
 NUM_WORDS = 30_000
 SFT_STEPS = 1200
+JUDGE_STEPS = 100
 STEPS = 60
 NUM_ASKED = 300
 COMMON = ("tokenizer=bytes", "model=gpt2_nano", "model.vocab_size=257", "model.max_seq_len=32", "~callbacks.report")
@@ -39,6 +42,7 @@ TUNED = (
 # what a row shows -> overrides
 RUNS: dict[str, tuple[str, ...]] = {
     "grpo": ("recipe=grpo", "reward=exact_match"),
+    "grpo, reward of a trained model": ("recipe=grpo", "reward=model", "reward.model.pretrained={judge}"),
     "grpo, reward by chance": ("recipe=grpo", "reward=mine", "reward.mine.path={rewards}:coin"),
     "ppo": ("recipe=ppo", "reward=exact_match"),
 }
@@ -76,7 +80,7 @@ def is_json(prompts, completions, references, rows):
 def write_rows(folder: Path, seed: int) -> dict[str, Path]:
     """Write the rows of all stages, each prompt in one split of all of them."""
     rng = random.Random(seed)
-    names = ("sft", "prompts", "held_out", "held_out_rev")
+    names = ("sft", "pairs", "prompts", "held_out", "held_out_rev")
     rows: dict[str, list[dict[str, str]]] = {name: [] for name in names}
     words = {"".join(rng.sample(string.ascii_lowercase, rng.choice((3, 4, 5)))) for _ in range(NUM_WORDS)}
     for word in sorted(words):
@@ -88,6 +92,7 @@ def write_rows(folder: Path, seed: int) -> dict[str, Path]:
             continue
         rows["sft"].append({"prompt": f"ord:{word}>", "completion": up if rng.random() < 0.5 else up[::-1]})
         rows["sft"].append({"prompt": f"rev:{word}>", "completion": back})
+        rows["pairs"].append({"prompt": f"ord:{word}>", "chosen": up, "rejected": up[::-1]})
         rows["prompts"].append(asked)
     for name, of_file in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_file))
@@ -109,6 +114,16 @@ def train_base(folder: Path, files: dict[str, Path], seed: int) -> Path:
     typed = ["recipe=sft", f"data.path={files['sft']}", "optimizer.lr=1e-3", "global_batch_size=64"]
     lengths = [f"trainer.max_steps={SFT_STEPS}", f"eval_every={SFT_STEPS}", f"save_every={SFT_STEPS}"]
     train(folder, [*typed, "data.packing=false", *lengths, *COMMON, "eval_samples=300"], seed)
+    return folder
+
+
+def train_judge(folder: Path, files: dict[str, Path], base: Path, seed: int) -> Path:
+    """Train a reward model that prefers the ascending order, export it, and return its run folder."""
+    typed = ["recipe=reward_model", f"data.path={files['pairs']}", "optimizer.lr=3e-4", "global_batch_size=64"]
+    lengths = [f"trainer.max_steps={JUDGE_STEPS}", f"eval_every={JUDGE_STEPS}", f"save_every={JUDGE_STEPS}"]
+    rows = train(folder, [*typed, *lengths, f"start_from={base}", *COMMON, "eval_samples=300"], seed)
+    print(f"reward model, seed {seed}: accuracy {rows[-1]['val/accuracy']:.3f}", file=sys.stderr, flush=True)
+    subprocess.run([sys.executable, "train.py", "mode=export", f"resume={folder}"], cwd=ROOT, check=True, stdout=2)
     return folder
 
 
@@ -143,6 +158,7 @@ def measure_order(seed: int) -> list[dict[str, Any]]:
         folder = Path(name)
         files = write_rows(folder, seed)
         base = train_base(folder / "base", files, seed)
+        files["judge"] = train_judge(folder / "judge", files, base, seed)
         found.append(
             {"run": "start", "seed": seed, **describe(base, files, seed)} | dict.fromkeys(COLUMNS_OF_A_RUN, "")
         )

@@ -14,7 +14,7 @@ from .files import LineFile
 from .lightning_packages import Callback
 from .logged_step import completed_steps, run_folder
 from .profiler_hooks import get_profiler
-from .protocols import SupportsAnswers, SupportsQuestionRows, SupportsRejectedAnswers
+from .protocols import SupportsAnswers, SupportsAnswerTokens, SupportsQuestionRows, SupportsRejectedAnswers
 from .ranks import all_ranks, data_rank, data_size, gather_by_samples, gather_objects, num_ranks
 from .sample_text import inference_state
 
@@ -46,7 +46,8 @@ class GenerationEval(Callback):
             scores 1 if both are equal, else 0.
         rewards: Called on rank 0 as `rewards(prompts=…, completions=…, references=…, rows=…)` with a list each; returns
             lists of scores by name, whose means are logged as `val/<name>`. An unfinished answer ends with an ellipsis.
-            Rows are those of a `SupportsQuestionRows`, else empty.
+            Rows are those of a `SupportsQuestionRows`, else empty. With an attribute `reads_tokens` that is true, it
+            is also given `tokens`, those of a `SupportsAnswerTokens`.
         questions: Questions with their expected answers, for `answer_fn`.
         answer_fn: Called as `answer_fn(module, question)` in eval mode, without gradients; returns the complete answer.
             With a model of transformers, it decodes what `module.model.generate` returns.
@@ -159,6 +160,10 @@ class GenerationEval(Callback):
         if self._rewards is None:
             return {}
         own: dict[str, list[float]] = {}
+        further: dict[str, list[list[int]]] = {}
+        if getattr(self._rewards, "reads_tokens", False) and isinstance(pl_module, SupportsAnswerTokens):
+            of_rank = pl_module.recipes_answer_tokens()
+            further["tokens"] = [tokens for each in gather_by_samples(of_rank, trainer) for tokens in each]
         if trainer.is_global_zero:
             known: Mapping[str, Mapping[str, object]] = {}
             if isinstance(pl_module, SupportsQuestionRows):
@@ -168,6 +173,7 @@ class GenerationEval(Callback):
                 completions=[given for _, _, given in answers],
                 references=[expected for _, expected, _ in answers],
                 rows=[known.get(question, {}) for question, _, _ in answers],
+                **further,
             )
             own = {name: list(values) for name, values in found.items()}
         return gather_objects(own)[0]

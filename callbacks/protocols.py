@@ -4,7 +4,7 @@ Every name looked up on a module begins with `recipes_`, so that it cannot clash
 from a protocol, or just define its members.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -79,6 +79,14 @@ class SupportsAnswers(Protocol):
         If the module's forward pass is a collective, call `all_ended` after each token with whether all answers of
         this rank have ended, and stop generating once it returns True.
         """
+
+
+@runtime_checkable
+class SupportsAnswerTokens(Protocol):
+    """A module that knows the tokens of its answers, for rewards of `GenerationEval` that read them."""
+
+    def recipes_answer_tokens(self) -> Sequence[list[int]]:
+        """Return the tokens of each question with its answer, as `recipes_answer_questions` gave them last."""
 
 
 @runtime_checkable

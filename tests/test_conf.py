@@ -147,6 +147,7 @@ def test_the_command_in_an_options_comment_composes(
             "strategy.nvme_path=",
             "model.name=",
             "reward.mine.path=",
+            "reward.model.pretrained=",
         )
         serious = [str(mistake) for mistake in mistakes if not mistake.setting.startswith(theirs)]
         assert not serious, (command, serious)

@@ -20,9 +20,12 @@ from recipes.plan.roofline import Rates
 from recipes.plan.stages import Stages, divide_layers, stage_moments
 from recipes.plan.times import Times, estimate_times, measure_times
 from recipes.plan.trace import FROZEN, GRADIENTS, OFFLOADED, OPTIMIZER, WEIGHTS
+from recipes.reward.model_folder import MODEL, SETTING, count_bytes
+from recipes.runtime.console import LOGGER
 
 # kept free for what the allocator cannot use: blocks of other sizes than those asked for
 FRAGMENTATION = 0.05
+REWARD_MODELS = "reward model"  # category of memory, of a process beside each rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +141,8 @@ def make_plan(resolved: ResolvedRun, cluster: Cluster, *, rates: Rates | Operato
     ops, step, engine, accumulation = recorded.ops, recorded.step, recorded.engine, recorded.accumulation
     num_parameters, num_ranks, model = recorded.num_parameters, engine.num_ranks, recorded.model
     stages = _find_stages(recorded)
-    moments = _find_moments(recorded, stages)
+    beside, on_host = _count_reward_models(resolved, is_gpu=step.on_gpu)
+    moments = [replace(each, held=each.held | beside) for each in _find_moments(recorded, stages)]
     trained_share = _find_trained_share(model)
     # a checkpoint of an adapter has no other weights, and nothing else changes in a step
     state_bytes, snapshot_bytes = (
@@ -162,7 +166,9 @@ def make_plan(resolved: ResolvedRun, cluster: Cluster, *, rates: Rates | Operato
         peak=find_peak(moments),
         optimizer_bytes=ops[0].allocated.get(OPTIMIZER, 0)
         * (mesh.world_size // mesh.replicate if engine.sharding else 1),
-        host=offloaded | _host_copies(resolved, state_bytes, snapshot_bytes, num_sharing=_num_sharing(engine, cluster)),
+        host=offloaded
+        | on_host
+        | _host_copies(resolved, state_bytes, snapshot_bytes, num_sharing=_num_sharing(engine, cluster)),
         checkpoint_bytes=checkpoint_bytes,
         disk_bytes=checkpoint_bytes * resolved.num_checkpoints,
         flops=_count_flops(recorded),
@@ -304,6 +310,20 @@ def _without_offloaded(
         host[OFFLOADED] = copied
     kept = [replace(m, held={key: value for key, value in m.held.items() if key not in names}) for m in moments]
     return kept, host
+
+
+def _count_reward_models(resolved: ResolvedRun, *, is_gpu: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Return what reward models hold beside each rank, on its device and in host memory, by category."""
+    on_device, on_host = dict[str, int](), dict[str, int]()
+    for node in resolved.config["reward"].values():
+        if isinstance(node, dict) and node["_target_"] == MODEL:
+            held = on_host if is_gpu and node["device"] == "cpu" else on_device
+            num_bytes = count_bytes(node["pretrained"])
+            if num_bytes is None:
+                LOGGER.info(f"{SETTING}={node['pretrained']} is not on this machine: the plan leaves its weights out")
+            else:
+                held[REWARD_MODELS] = held.get(REWARD_MODELS, 0) + num_bytes
+    return on_device, on_host
 
 
 def _num_sharing(engine: StrategyEffect, cluster: Cluster) -> int:

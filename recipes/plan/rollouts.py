@@ -15,7 +15,7 @@ from recipes.generation.window import make_cache, takes_cache
 from recipes.model import LanguageModel
 from recipes.plan.measured import OperatorTimer, time_token
 from recipes.plan.memory import MASTER
-from recipes.plan.plan import Plan, gib, size_unit
+from recipes.plan.plan import REWARD_MODELS, Plan, gib, size_unit
 from recipes.plan.roofline import Rates
 from recipes.plan.trace import FROZEN, OPTIMIZER, WEIGHTS
 from recipes.plan.unroll import block_kinds
@@ -33,7 +33,7 @@ class RolloutCost:
         max_tokens: Most tokens of a row, prompt and completion.
         max_new_tokens: Most tokens of a completion.
         cache_bytes: Keys and values of these rows; None: the model keeps them in a way of its own.
-        held_bytes: Weights, optimizer state and frozen models, which stay while it samples.
+        held_bytes: Weights, optimizer state, frozen and reward models, which stay while it samples.
         reference_bytes: Part of these that is the frozen copy.
         seconds: Time of a rollout whose completions are all of the greatest length, without reading the prompts; None:
             unknown.
@@ -92,19 +92,9 @@ def plan_rollouts(resolved: ResolvedRun, planned: Plan, *, rates: Rates | Operat
     shards, itemsize = planned.mesh.tensor, precision.compute_dtype.itemsize
     cache_bytes = None if values is None else values * num_rows * itemsize // shards
     held = planned.moments[0].held
-    held_bytes = sum(held.get(kind, 0) for kind in (WEIGHTS, MASTER, OPTIMIZER, FROZEN))
-    token_seconds = None
-    if isinstance(rates, OperatorTimer):
-        token_seconds = time_token(
-            resolved.make_model,
-            block_kinds(model, recomputes=lambda _: False),
-            num_rows=num_rows,
-            length=max_tokens - max_new_tokens // 2,  # of a cache that fills up meanwhile
-            sampling=cast(Rollout, resolved.make("rollout")).sampling,
-            precision=precision,
-            device=rates.device,
-        )
-    elif rates is not None and cache_bytes is not None and planned.times is not None:
+    held_bytes = sum(held.get(kind, 0) for kind in (WEIGHTS, MASTER, OPTIMIZER, FROZEN, REWARD_MODELS))
+    seconds = None
+    if rates is not None and cache_bytes is not None:
         weight_bytes = planned.num_parameters * precision.param_dtype.itemsize // shards
         read = weight_bytes + cache_bytes * (1 - max_new_tokens / 2 / max_tokens)
         launches = planned.times.step.of("forward/").num_launches * rates.launch_seconds[0]  # nothing is compiled

@@ -27,6 +27,9 @@ class Reward(Protocol):
 
     Attributes:
         weight: Factor of its scores in the sum of all rewards.
+
+    With the constant `reads_tokens = True` it is called with a fifth list, `tokens`: those of each prompt with its
+    completion, as the model has read and sampled them, and with the token that ends it if there is one.
     """
 
     weight: float
@@ -57,10 +60,14 @@ class Rewards:
 
     Args:
         functions: Rewards by name; None is left out.
+
+    Attributes:
+        reads_tokens: Whether one of them reads tokens.
     """
 
     def __init__(self, *, functions: Mapping[str, Reward | None]) -> None:
         self._functions = {name: function for name, function in functions.items() if function is not None}
+        self.reads_tokens = any(map(reads_tokens, self._functions.values()))
         for function in self._functions.values():
             if hasattr(function, "load"):
                 function.load()
@@ -74,6 +81,7 @@ class Rewards:
         completions: Sequence[str],
         references: Sequence[str],
         rows: Sequence[Mapping[str, Any]],
+        tokens: Sequence[Sequence[int]] | None = None,
     ) -> dict[str, list[float]]:
         """Return a score of each completion: under `reward` the weighted sum, under `reward/<name>` that of a function.
 
@@ -83,6 +91,7 @@ class Rewards:
             ConfigError: A function works for no completion, or returns something else than a finite number for each.
         """
         given = {"prompts": prompts, "completions": completions, "references": references, "rows": rows}
+        given |= {"tokens": tokens} if tokens is not None else {}
         scores = {name: self._score(name, given) for name in self._functions}
         if not scores:
             return {}
@@ -91,7 +100,7 @@ class Rewards:
     def _score(self, name: str, given: Mapping[str, Sequence[Any]]) -> list[float]:
         count = len(given["completions"])
         try:
-            found = self._functions[name](**given)
+            found = call(self._functions[name], given)
         except ConfigError:
             raise
         except Exception as error:  # of a function of the user's
@@ -105,7 +114,7 @@ class Rewards:
         num_failed = 0
         for index in range(len(given["completions"])):
             try:
-                found = self._functions[name](**{key: values[index : index + 1] for key, values in given.items()})
+                found = call(self._functions[name], {key: values[index : index + 1] for key, values in given.items()})
             except Exception as of_one:
                 num_failed += 1
                 error = of_one
@@ -124,6 +133,16 @@ class Rewards:
                 *(name, what, num_failed, len(scores)),
             )
         return scores
+
+
+def reads_tokens(function: Reward) -> bool:
+    """Return whether a function is called with tokens, too."""
+    return bool(getattr(function, "reads_tokens", False))
+
+
+def call(function: Reward, given: Mapping[str, Sequence[Any]]) -> Sequence[float]:
+    """Return what a function says of completions, from the lists that it reads."""
+    return function(**{name: values for name, values in given.items() if name != "tokens" or reads_tokens(function)})
 
 
 def sum_weighted(

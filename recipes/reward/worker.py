@@ -1,6 +1,6 @@
 """One reward function in a process of its own, which `recipes.reward.workers` starts, asks and kills.
 
-A request is a pickle: first the name and the function, then for each call its time limit and the four lists. A reply is
+A request is a pickle: first the name and the function, then for each call its time limit and the lists. A reply is
 one line of JSON: nothing but `{}` once the function is loaded, else `scores`, `raised` or `mistake`. A process that is
 out of time or crashes writes where it was instead: faulthandler does, without Python's help.
 """
@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 from recipes.errors import ConfigError
-from recipes.reward import Reward, check_scores
+from recipes.reward import Reward, call, check_scores
 
 OUT_OF_TIME = "Timeout ("  # how faulthandler begins
 _MOST_CHARACTERS = 300  # of the message of an exception: it may quote a completion
@@ -55,7 +55,7 @@ def main() -> None:
         while function is not None:
             seconds, given = pickle.load(requests)
             with _reply(replies, seconds) as reply:
-                reply["scores"] = check_scores(name, function(**given), len(given["completions"]))
+                reply["scores"] = check_scores(name, call(function, given), len(given["completions"]))
 
 
 def _end_with(life: int) -> None:

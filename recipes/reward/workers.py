@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 from recipes.errors import ConfigError
-from recipes.reward import Reward, name_scores, sum_weighted
+from recipes.reward import Reward, name_scores, reads_tokens, sum_weighted
+from recipes.reward.model import RewardModel
 from recipes.reward.worker import OUT_OF_TIME, find_line
 
 LOGGER = logging.getLogger("lightning_recipes")
@@ -62,15 +63,14 @@ class _Failure(NamedTuple):
 class _Worker:
     """A process with one function, and the ends of its pipes."""
 
-    def __init__(self, load_seconds: float) -> None:
+    def __init__(self, load_seconds: float, *, gpu: str) -> None:
         ends = [os.pipe() for _ in range(3)]
         (its_requests, self.requests), (self.replies, its_replies), (its_life, self._life) = ends
         its_ends = [its_requests, its_replies, its_life]
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-u", "-c", _COMMAND, str(load_seconds), *map(str, its_ends), "--", *sys.path],
-                # no surprise in the memory of the rank's GPU: a function that wants one chooses it
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # with a log of the rank, whatever the function prints
                 pass_fds=its_ends,
@@ -96,12 +96,15 @@ class _Worker:
         return self._process.wait()
 
 
+_PROCESSES: dict[tuple[bytes, ...], dict[str, _Worker]] = {}  # functions, pickled -> their processes by name
+
+
 class RewardWorkers:
     """Scores completions by several functions, each in a process of its own, and sums them by weight.
 
     The processes start at the first call: new interpreters in which nothing is executed but the functions. They see no
-    GPU unless a function sets `CUDA_VISIBLE_DEVICES` before it imports torch, and what they print goes to the standard
-    error of the rank. They end with the rank, however it ends.
+    GPU unless a function has `uses_gpu = True`, for that of the rank, or sets `CUDA_VISIBLE_DEVICES` before it imports
+    torch, and what they print goes to the standard error of the rank. They end with the rank, however it ends.
 
     A function is called with all completions of the rank. If that call raises, takes too long or ends the process, each
     completion is tried alone, in a new process where the old one is gone: those that fail again get `error_score`. This
@@ -133,7 +136,8 @@ class RewardWorkers:
         self._functions = {name: function for name, function in functions.items() if function is not None}
         self._timeout_seconds, self._error_score, self._max_errors = timeout_seconds, error_score, max_errors
         self._pickled = {name: _pickle(name, function) for name, function in self._functions.items()}
-        self._workers: dict[str, _Worker] = {}
+        # training and validation of a run ask the same processes: a reward model is in memory once
+        self._workers = _PROCESSES.setdefault(tuple(self._pickled.values()), {})
         self._has_worked: set[str] = set()
         self._has_warned: set[str] = set()
         self._num_failed_calls = dict.fromkeys(self._functions, 0)  # in a row
@@ -144,6 +148,16 @@ class RewardWorkers:
     def names(self) -> tuple[str, ...]:
         """The functions, in the order of the config."""
         return tuple(self._functions)
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether one of them reads tokens."""
+        return any(map(reads_tokens, self._functions.values()))
+
+    @property
+    def models(self) -> dict[str, RewardModel]:
+        """The reward models among them, by name."""
+        return {name: each for name, each in self._functions.items() if isinstance(each, RewardModel)}
 
     @property
     def num_functions(self) -> int:
@@ -157,6 +171,7 @@ class RewardWorkers:
         completions: Sequence[str],
         references: Sequence[str],
         rows: Sequence[Mapping[str, Any]],
+        tokens: Sequence[Sequence[int]] | None = None,
     ) -> Scores:
         """Score each completion.
 
@@ -165,6 +180,7 @@ class RewardWorkers:
                 returns something else than a finite number for each.
         """
         given = {"prompts": prompts, "completions": completions, "references": references, "rows": rows}
+        given |= {"tokens": tokens} if tokens is not None and self.reads_tokens else {}
         num_errors = dict.fromkeys(self._functions, 0)
         if not completions:
             return Scores([], {name: [] for name in self._functions}, num_errors)
@@ -213,7 +229,9 @@ class RewardWorkers:
         new = [name for name in names if name not in self._workers]
         seconds = _LOAD_LIMITS * self._timeout_seconds
         for name in new:
-            self._workers[name] = _Worker(seconds)
+            # no surprise in the memory of the rank's GPU: a function that wants it says so, or chooses another
+            uses_gpu = getattr(self._functions[name], "uses_gpu", False)
+            self._workers[name] = _Worker(seconds, gpu=_find_gpu() if uses_gpu else "")
         failures = {}
         for name, reply in self._exchange({name: self._pickled[name] for name in new}, seconds).items():
             if isinstance(reply, _Failure):
@@ -341,6 +359,7 @@ class RewardsInProcesses:
         self._workers = RewardWorkers(
             functions=functions, timeout_seconds=timeout_seconds, error_score=error_score, max_errors=max_errors
         )
+        self.reads_tokens = self._workers.reads_tokens
 
     def __call__(
         self,
@@ -349,6 +368,7 @@ class RewardsInProcesses:
         completions: Sequence[str],
         references: Sequence[str],
         rows: Sequence[Mapping[str, Any]],
+        tokens: Sequence[Sequence[int]] | None = None,
     ) -> dict[str, list[float]]:
         """Return the scores of each answer by name, as `Rewards` does.
 
@@ -357,7 +377,9 @@ class RewardsInProcesses:
         """
         if not self._workers.num_functions:
             return {}
-        scores = self._workers(prompts=prompts, completions=completions, references=references, rows=rows)
+        scores = self._workers(
+            prompts=prompts, completions=completions, references=references, rows=rows, tokens=tokens
+        )
         return name_scores(scores.total, scores.of_functions)
 
 
@@ -374,6 +396,14 @@ def _pickle(name: str, function: Reward) -> bytes:
         reason = f"it cannot be sent to the process that it runs in: {what}"
         fix = "the same command once its `load()` makes what cannot be pickled, instead of `__init__`"
         raise ConfigError(f"reward.{name}", reason, fix) from error
+
+
+def _find_gpu() -> str:
+    """Return the GPU that this rank computes on, as `CUDA_VISIBLE_DEVICES` names it; empty of a rank without one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return ""
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
 def _is_whole(reply: bytes) -> bool:

@@ -27,6 +27,7 @@ class GeneratesText(TrainingTask, ABC):
 
     tokenizer: Tokenizer | None = None
     source: Any = None
+    _answer_tokens: Sequence[list[int]] = ()  # of the newest answers of this rank, each after its question
 
     def generate_texts(
         self,
@@ -131,6 +132,7 @@ class GeneratesText(TrainingTask, ABC):
         if max_new_tokens is None:
             max_new_tokens = max((len(answer) for _, answer in questions), default=0) + _MORE_TOKENS
         found: list[tuple[str, str, str]] = []
+        tokens: list[list[int]] = []
         engine = get_engine(self.trainer)
         with self.trainer.precision_plugin.forward_context(), engine.gather_for_generation() as is_independent:
             # the same number of batches on every rank: each forward pass may be a collective
@@ -150,7 +152,13 @@ class GeneratesText(TrainingTask, ABC):
                     self._compare(prompt, expected, answer, ends)
                     for (prompt, expected), answer in zip(mine, given, strict=False)
                 ]
+                tokens += [[*prompt, *list_tokens(answer)] for (prompt, _), answer in zip(mine, given, strict=False)]
+        self._answer_tokens = tokens
         return found
+
+    def recipes_answer_tokens(self) -> Sequence[list[int]]:
+        """Return the tokens of each question with its answer, as `recipes_answer_questions` gave them last."""
+        return self._answer_tokens
 
     def _compare(
         self, prompt: list[int], expected: list[int], answer: Completion, ends: Collection[int]
@@ -189,3 +197,8 @@ class GeneratesText(TrainingTask, ABC):
         decode, decode_after = self.tokenizer.decode, self.tokenizer.decode_continuation
         found: list[tuple[list[int], list[int]]] = self.source.rejected_answers(num_samples)
         return {decode(prompt): decode_after(prompt, answer) for prompt, answer in found}
+
+
+def list_tokens(completion: Completion) -> list[int]:
+    """Return the tokens of a completion, with the one that ends it if there is one."""
+    return [*completion.tokens, *([] if completion.stop_token is None else [completion.stop_token])]

@@ -30,6 +30,7 @@ from recipes.reward.workers import RewardWorkers, Scores
 from recipes.rollout import Rollout
 from recipes.task.answers import AnswerTask, evaluating
 from recipes.task.base import Batch
+from recipes.task.generation import list_tokens
 
 Entropy = Literal["loss", "measure"]  # with its gradient or without
 _OF_BATCH = ("seeds", "num_uses")
@@ -86,6 +87,18 @@ class PolicyTuning(AnswerTask):
         if self._reference == "auto" and self._compares:
             return not has_adapter(self.meta_model())
         return super()._copies
+
+    @override
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        for model in self._rewards.models.values():
+            model.check_tokens(self.tokenizer)
+
+    @override
+    def hold_frozen_models(self) -> None:
+        super().hold_frozen_models()
+        for name, model in self._rewards.models.items():
+            self.remember_published_model(f"reward.{name}", model.pretrained)
 
     # What the loss reads.
 
@@ -240,6 +253,7 @@ class PolicyTuning(AnswerTask):
                     ],
                     references=[reference for _, reference, _ in of_data],
                     rows=[row for _, _, row in of_data],
+                    tokens=[[*prompt, *list_tokens(each)] for prompt, each in zip(prompts, completions, strict=True)],
                 )
             except ConfigError as mistake:
                 mistake.late = f"The run has ended in step {self.trainer.global_step + 1}, for want of rewards."
@@ -447,10 +461,7 @@ def _stack(
 
     The token that ends a completion is a target.
     """
-    wholes = []
-    for completion in completions:
-        ended_by = [] if completion.stop_token is None else [completion.stop_token]
-        wholes.append([*completion.tokens, *ended_by])
+    wholes = [*map(list_tokens, completions)]
     num_inputs = [len(prompt) + max(len(whole), 1) - 1 for prompt, whole in zip(prompts, wholes, strict=True)]
     width = fit_width(max(num_inputs))
     inputs = torch.zeros(len(prompts), width, dtype=torch.int64)

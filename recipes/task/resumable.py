@@ -400,7 +400,21 @@ class Resumable(OnEngine):
         else:
             path, weights = (str(source.steps[0][key]) for key in ("path", "weights"))
             base = Base(path, source.hash, weights=weights)
-        base = replace(base, is_copy=frozen.is_copy)
+        self._remember(name, replace(base, is_copy=frozen.is_copy))
+
+    def remember_published_model(self, section: str, pretrained: str) -> None:
+        """Record a published model that another process asks. Collective.
+
+        Args:
+            section: Its section of the config.
+            pretrained: Its folder or hub name.
+
+        Raises:
+            ConfigError: The checkpoint that was loaded is of a run with another one.
+        """
+        self._remember(section, Base(pretrained, self._hash(pretrained)))
+
+    def _remember(self, name: str, base: Base) -> None:
         self._bases_of_models[name] = base
         if self._resumed_bases is not None:  # it is held after the checkpoint was loaded
             check_frozen_model(name, base, self._resumed_bases.get(name))
@@ -408,11 +422,12 @@ class Resumable(OnEngine):
     def _identify(self, model: nn.Module, settings: Mapping[str, Any] = MappingProxyType({})) -> Base:
         """Return the identity of a model's frozen weights."""
         pretrained: str | None = getattr(model, "pretrained", None)
-        digest = None
-        if pretrained is not None:
-            own = hash_weights(pretrained) if self.trainer.is_global_zero else None
-            digest = self.engine.broadcast(own)
+        digest = None if pretrained is None else self._hash(pretrained)
         return Base(pretrained or str(self.seed), digest, in_nf4=any(list_nf4(model)), settings=dict(settings))
+
+    def _hash(self, pretrained: str) -> str:
+        digest: str = self.engine.broadcast(hash_weights(pretrained) if self.trainer.is_global_zero else None)
+        return digest
 
     @property
     def _published_config(self) -> dict[str, Any]:

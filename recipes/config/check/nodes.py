@@ -84,6 +84,7 @@ _EXAMPLES = {
     "tokenizer.name": "<folder or hub id>",
     "mode.output": "<new folder>",
     "reward.mine.path": "<file.py>:<function>",
+    "reward.model.pretrained": "<exported reward model, or its run>",
     "reward.regex.pattern": "<regular expression>",
 }
 

@@ -1,14 +1,19 @@
 """Check rewards: that something scores with them, and that a function of the user's is there. Executes nothing."""
 
 import ast
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
-from recipes.config.check.suggestions import OWN_REWARD, find_typed_choice, suggest_addition
+from recipes.config.check.start_from import read_vocabularies
+from recipes.config.check.suggestions import find_typed_choice, suggest_addition
 from recipes.config.resolved import ResolvedRun
 from recipes.config.traits import select
 from recipes.config.trust import RUNS_FILE
 from recipes.errors import ConfigError, type_setting
 from recipes.reward.mine import split_path
+from recipes.reward.model_folder import ANOTHER_TOKENIZER, MODEL, SETTING, find_export, find_missing
+from recipes.run_folder import read_json
 
 _READERS = ("callbacks.generation_eval.rewards", "mode.answers.rewards", "task.rewards")
 _GIVEN = ("prompts", "completions", "references", "rows")
@@ -27,6 +32,9 @@ def check_rewards(run: ResolvedRun, overrides: Sequence[str]) -> Iterator[Config
         argument = RUNS_FILE.get(str(node.get("_target_")))
         if argument is not None and isinstance(node.get(argument), str):
             yield from _check_function(f"reward.{name}.{argument}", node[argument])
+        if node.get("_target_") == MODEL and isinstance(node.get("pretrained"), str):
+            missing = find_missing(node["pretrained"])
+            yield from [missing] if missing is not None else _check_model(run, node["pretrained"])
     if not functions and isinstance(select(run.config, "task.rewards"), Mapping) and run.mode.takes_steps:
         task = f"task={run.choices.get('task', '…')}"
         fix = f"reward=exact_match, numeric or regex, or {OWN_REWARD}"
@@ -43,6 +51,27 @@ def _is_read(run: ResolvedRun) -> bool:
     if not run.mode.trains and not isinstance(select(run.config, "mode.answers"), Mapping):
         return True
     return any(isinstance(select(run.config, reader), Mapping) for reader in _READERS)
+
+
+def _check_model(run: ResolvedRun, pretrained: str) -> Iterator[ConfigError]:
+    """Check that a reward model in a folder has a score, and reads the tokens of the policy, and as many of them."""
+    folder, setting = Path(os.path.expanduser(find_export(pretrained))), f"{SETTING}={pretrained}"
+    if not folder.is_dir():  # of the hub
+        return
+    published = read_json(folder / "config.json", fix=f"{SETTING}=<a folder that mode=export has written>")
+    architectures = published.get("architectures") or [""]
+    if not str(architectures[0]).endswith("ForSequenceClassification"):
+        reason = f"it holds a {architectures[0] or published.get('model_type')}, which has no score"
+        yield ConfigError(setting, reason, f"{SETTING}=<exported reward model, or its run>")
+        return
+    longest = published.get("max_position_embeddings", published.get("n_positions"))
+    if isinstance(longest, int) and run.seq_len is not None and run.seq_len > longest:
+        reason = f"a prompt with its completion may have as many tokens, and the reward model reads {longest}"
+        yield ConfigError(f"seq_len={run.seq_len} {setting}", reason, f"seq_len={longest}")
+    own = Path(os.path.expanduser(str((run.config["tokenizer"] or {}).get("name", ""))))
+    vocabularies = read_vocabularies(folder, own)
+    if vocabularies is not None and vocabularies[0] != vocabularies[1]:
+        yield ConfigError(setting, *ANOTHER_TOKENIZER)
 
 
 def _check_function(key: str, path: str) -> Iterator[ConfigError]:

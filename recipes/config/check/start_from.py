@@ -195,7 +195,7 @@ def _check_tokenizer(run: ResolvedRun, before: object, folder: Path) -> Iterator
         return
     saved = folder / TOKENIZER_FOLDER
     chosen = Path(os.path.expanduser(str(now.get("name", ""))))
-    if (vocabularies := _read_vocabularies(saved, chosen)) is not None:
+    if (vocabularies := read_vocabularies(saved, chosen)) is not None:
         theirs, ours = vocabularies
         if all(ours.get(token) == number for token, number in theirs.items()):
             return  # the same, or more tokens behind them
@@ -207,7 +207,7 @@ def _check_tokenizer(run: ResolvedRun, before: object, folder: Path) -> Iterator
     )
 
 
-def _read_vocabularies(*folders: Path) -> list[dict[str, int]] | None:
+def read_vocabularies(*folders: Path) -> list[dict[str, int]] | None:
     """Return the ids of each tokenizer's tokens; None if one is not in a folder of this machine."""
     found = []
     for folder in folders:

@@ -49,7 +49,7 @@ def export_reward_model(
     untyped: Any = model
     with filling(folder, owned=EXPORT_FILES) as target:
         export_pretrained(model, target, tokenizer_folder=tokenizer_folder, published=published)
-        classifier = _load(target, expected_missing={"score.weight"})
+        classifier = load_classifier(target, expected_missing={"score.weight"})
         with torch.no_grad():
             classifier.score.weight.copy_(untyped.score.weight)
         classifier.config.pad_token_id = choose_padding(classifier.config, target)
@@ -57,13 +57,13 @@ def export_reward_model(
             path.unlink()
         with without_progress_bars(), without_warning_of_deepspeed():
             classifier.save_pretrained(target)
-        written, read = classifier.state_dict(), _load(target, expected_missing=set()).state_dict()
+        written, read = classifier.state_dict(), load_classifier(target, expected_missing=set()).state_dict()
         for name, tensor in written.items():
             if not _equal(tensor, read.get(name)):
                 raise OSError(f"{folder}: {name} reads back differently")
 
 
-def _load(folder: Path, *, expected_missing: Collection[str]) -> Any:
+def load_classifier(folder: Path, *, expected_missing: Collection[str]) -> Any:
     """Return the model of a folder with one score, on the CPU.
 
     Raises:

@@ -1,5 +1,6 @@
 """Rewards on the command line: who reads them, that a file of the user's is there, and who may name one."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,17 @@ MISTAKES = {
     " 'reward.exact_match.weight'; type reward=exact_match reward.exact_match.weight=2",
     "recipe=sft_demo reward=exact_match reward.length.weight=2": "reward.length.weight=2: there is no"
     " 'reward.length.weight'; type reward=[exact_match,length] reward.length.weight=2",
+    "recipe=sft_demo reward=model": "no reward.model.pretrained: it has no default; type"
+    " reward.model.pretrained=<exported reward model, or its run>",
+    "recipe=sft_demo reward=model reward.model.pretrained=/no": "reward.model.pretrained=/no: there is no such folder;"
+    " type reward.model.pretrained=<folder with config.json, or hub id>",
+    "recipe=sft_demo reward=model reward.model.pretrained=RUN": "reward.model.pretrained=RUN: it is a run whose model"
+    " is not exported yet; type mode=export resume=RUN, and then this command again",
+    "recipe=sft_demo reward=model reward.model.pretrained=ENCODER": "reward.model.pretrained=ENCODER: it holds a"
+    " BertModel, which has no score; type reward.model.pretrained=<exported reward model, or its run>",
+    "recipe=sft_demo seq_len=64 reward=model reward.model.pretrained=SHORT": "seq_len=64"
+    " reward.model.pretrained=SHORT: a prompt with its completion may have as many tokens, and the reward model reads"
+    " 32; type seq_len=32",
     "recipe=sft_demo reward=mine": "no reward.mine.path: it has no default; type reward.mine.path=<file.py>:<function>",
     "recipe=sft_demo reward=mine reward.mine.path=FILE:brief": "reward.mine.path=FILE:brief: FILE has no function"
     " 'brief'; type reward.mine.path=FILE:brevity",
@@ -53,12 +65,23 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("typed", MISTAKES)
-def test_mistakes(typed: str, function: str) -> None:
-    file = function.rpartition(":")[0]
-    overrides = typed.replace("FILE", file).split()
-    _, mistakes = compose_and_check(overrides)
-    assert [str(mistake) for mistake in mistakes] == [MISTAKES[typed].replace("FILE", file)]
-    assert find_refused(overrides, mistakes) == []
+def test_mistakes(typed: str, function: str, tmp_path: Path) -> None:
+    names = {"FILE": function.rpartition(":")[0]} | {name: f"{tmp_path}/{name}" for name in ("RUN", "ENCODER", "SHORT")}
+    for name, kind in (("ENCODER", "BertModel"), ("SHORT", "GPT2ForSequenceClassification")):
+        (tmp_path / name).mkdir()
+        config = {"model_type": "gpt2", "architectures": [kind], "n_positions": 32}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "RUN").mkdir()
+    (tmp_path / "RUN/config.yaml").write_text("")
+
+    def fill(text: str) -> str:
+        for name, place in names.items():
+            text = text.replace(name, place)
+        return text
+
+    _, mistakes = compose_and_check(fill(typed).split())
+    assert [str(mistake) for mistake in mistakes] == [fill(MISTAKES[typed])]
+    assert find_refused(fill(typed).split(), mistakes) == []
 
 
 def test_code_that_is_not_python_is_not_executed(tmp_path: Path) -> None:
