@@ -2,8 +2,9 @@
 
 A model learns to answer `ord:cabd>` with its letters in ascending or descending order, at random, and `rev:cabd>` with
 them reversed. A reward of 1 for the ascending order then makes it answer `ord` that way; `rev` has no reward, and shows
-what is forgotten. Prompts are held out by a hash; an answer is right if all of it is. One reward is that of a model,
-trained on pairs of the two orders; the control has a reward by chance. Seeds may be typed.
+what is forgotten. Prompts are held out by a hash; an answer is right if all of it is. Two
+rewards are those of models: one was trained on pairs of the two orders alone, the other also on answers in the right
+order with a wrong letter. The control has a reward by chance. Seeds may be typed.
 
 `python benchmarks/reinforcement.py format <GGUF file>` rewards, with a published chat model and LoRA, answers in JSON.
 The file is that of `benchmarks/adapters.py`.
@@ -29,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 SEEDS = (1234, 7)
 NUM_WORDS = 30_000
 SFT_STEPS = 1200
-JUDGE_STEPS = 100
+JUDGES = {"judge": ("pairs", 150), "judge_of_orders": ("pairs_of_orders", 100)}  # name -> data, steps
 STEPS = 60
 NUM_ASKED = 300
 COMMON = ("tokenizer=bytes", "model=gpt2_nano", "model.vocab_size=257", "model.max_seq_len=32", "~callbacks.report")
@@ -42,7 +43,8 @@ TUNED = (
 # what a row shows -> overrides
 RUNS: dict[str, tuple[str, ...]] = {
     "grpo": ("recipe=grpo", "reward=exact_match"),
-    "grpo, reward of a trained model": ("recipe=grpo", "reward=model", "reward.model.pretrained={judge}"),
+    "grpo, reward model": ("recipe=grpo", "reward=model", "reward.model.pretrained={judge}"),
+    "grpo, reward model of orders alone": ("recipe=grpo", "reward=model", "reward.model.pretrained={judge_of_orders}"),
     "grpo, reward by chance": ("recipe=grpo", "reward=mine", "reward.mine.path={rewards}:coin"),
     "ppo": ("recipe=ppo", "reward=exact_match"),
 }
@@ -79,8 +81,8 @@ def is_json(prompts, completions, references, rows):
 
 def write_rows(folder: Path, seed: int) -> dict[str, Path]:
     """Write the rows of all stages, each prompt in one split of all of them."""
-    rng = random.Random(seed)
-    names = ("sft", "pairs", "prompts", "held_out", "held_out_rev")
+    rng, of_pairs = random.Random(seed), random.Random(seed)
+    names = ("sft", "pairs", "pairs_of_orders", "prompts", "held_out", "held_out_rev")
     rows: dict[str, list[dict[str, str]]] = {name: [] for name in names}
     words = {"".join(rng.sample(string.ascii_lowercase, rng.choice((3, 4, 5)))) for _ in range(NUM_WORDS)}
     for word in sorted(words):
@@ -92,12 +94,23 @@ def write_rows(folder: Path, seed: int) -> dict[str, Path]:
             continue
         rows["sft"].append({"prompt": f"ord:{word}>", "completion": up if rng.random() < 0.5 else up[::-1]})
         rows["sft"].append({"prompt": f"rev:{word}>", "completion": back})
-        rows["pairs"].append({"prompt": f"ord:{word}>", "chosen": up, "rejected": up[::-1]})
+        pair = {"prompt": f"ord:{word}>", "chosen": up, "rejected": up[::-1]}
+        rows["pairs_of_orders"].append(pair)
+        rows["pairs"].append(pair if of_pairs.random() < 0.5 else pair | {"rejected": _with_other_letter(up, of_pairs)})
         rows["prompts"].append(asked)
     for name, of_file in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_file))
     (folder / "rewards.py").write_text(REWARDS)
     return {name: folder / f"{name}.jsonl" for name in rows} | {"rewards": folder / "rewards.py"}
+
+
+def _with_other_letter(letters: str, rng: random.Random) -> str:
+    """Return letters in ascending order, one of them replaced by another letter, often one that is there."""
+    place = rng.randrange(len(letters))
+    other = rng.choice(letters if rng.random() < 0.5 else string.ascii_lowercase)
+    while other == letters[place]:
+        other = rng.choice(string.ascii_lowercase)
+    return "".join(sorted(letters[:place] + other + letters[place + 1 :]))
 
 
 def train(folder: Path, overrides: Sequence[str], seed: int) -> list[dict[str, Any]]:
@@ -117,12 +130,12 @@ def train_base(folder: Path, files: dict[str, Path], seed: int) -> Path:
     return folder
 
 
-def train_judge(folder: Path, files: dict[str, Path], base: Path, seed: int) -> Path:
+def train_judge(folder: Path, pairs: Path, base: Path, seed: int, *, num_steps: int) -> Path:
     """Train a reward model that prefers the ascending order, export it, and return its run folder."""
-    typed = ["recipe=reward_model", f"data.path={files['pairs']}", "optimizer.lr=3e-4", "global_batch_size=64"]
-    lengths = [f"trainer.max_steps={JUDGE_STEPS}", f"eval_every={JUDGE_STEPS}", f"save_every={JUDGE_STEPS}"]
+    typed = ["recipe=reward_model", f"data.path={pairs}", "optimizer.lr=3e-4", "global_batch_size=64"]
+    lengths = [f"trainer.max_steps={num_steps}", f"eval_every={num_steps}", f"save_every={num_steps}"]
     rows = train(folder, [*typed, *lengths, f"start_from={base}", *COMMON, "eval_samples=300"], seed)
-    print(f"reward model, seed {seed}: accuracy {rows[-1]['val/accuracy']:.3f}", file=sys.stderr, flush=True)
+    print(f"{folder.name}, seed {seed}: accuracy {rows[-1]['val/accuracy']:.3f}", file=sys.stderr, flush=True)
     subprocess.run([sys.executable, "train.py", "mode=export", f"resume={folder}"], cwd=ROOT, check=True, stdout=2)
     return folder
 
@@ -158,7 +171,8 @@ def measure_order(seed: int) -> list[dict[str, Any]]:
         folder = Path(name)
         files = write_rows(folder, seed)
         base = train_base(folder / "base", files, seed)
-        files["judge"] = train_judge(folder / "judge", files, base, seed)
+        for judge, (pairs, num_steps) in JUDGES.items():
+            files[judge] = train_judge(folder / judge, files[pairs], base, seed, num_steps=num_steps)
         found.append(
             {"run": "start", "seed": seed, **describe(base, files, seed)} | dict.fromkeys(COLUMNS_OF_A_RUN, "")
         )

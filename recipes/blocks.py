@@ -2,9 +2,12 @@
 
 Most models have one tower of blocks, the attribute `blocks`. A model with several, such as an image encoder before a
 decoder, has a method `named_blocks()` instead, which returns them by name: `{"vision.blocks": …, "text.blocks": …}`.
+A model of values that a policy has as its child (`recipes.model.score.ValueModel`) adds its towers to those of the
+policy.
 """
 
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -13,6 +16,34 @@ Tower = nn.ModuleList | nn.ModuleDict  # a pipeline rank has some blocks of a to
 
 def named_blocks(model: nn.Module) -> dict[str, Tower]:
     """Return the towers of a model by name, in the order in which they run; empty if it has no blocks."""
+    with apart(model) as beside:
+        towers = _named_blocks(model)
+    return (
+        towers
+        if beside is None
+        else towers | {f"value.trunk.{name}": each for name, each in named_blocks(beside).items()}
+    )
+
+
+@contextmanager
+def apart(model: nn.Module) -> Iterator[nn.Module | None]:
+    """Take the model of values out of a policy for a while, and yield it; None: there is none.
+
+    What is left has the names of the language model alone, and so has the other one.
+    """
+    value = getattr(model, "value", None)
+    trunk: nn.Module | None = getattr(value, "trunk", None)
+    if trunk is None:
+        yield None
+        return
+    del model._modules["value"]
+    try:
+        yield trunk
+    finally:
+        model._modules["value"] = value
+
+
+def _named_blocks(model: nn.Module) -> dict[str, Tower]:
     name_blocks = getattr(model, "named_blocks", None)
     if name_blocks is not None:
         towers: dict[str, Tower] = name_blocks()

@@ -114,7 +114,10 @@ def make_model(config: Mapping[str, Any]) -> Any:
     make(config["adapter"]).apply(model)
     attaches = find_signature(str(config["task"][TARGET])).constants.get("attaches")
     if attaches is not None:  # after the adapter, which freezes all that is there
-        make({TARGET: attaches, PARTIAL: True})(model)
+        settings = {
+            name: config["task"][name] for name in find_signature(attaches).parameters if name in config["task"]
+        }
+        make({TARGET: attaches, PARTIAL: True} | settings)(model)
     rules = {key: config["optimizer"].get(key, default) for key, default in RULES.items()}
     # none in the config of an older run
     make({TARGET: _APPLY_RULES, PARTIAL: True, "freeze": config.get("freeze", [])} | rules)(model)

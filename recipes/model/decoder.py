@@ -18,7 +18,7 @@ from recipes.model.documents import Documents, attend_blocks
 from recipes.model.flops import Flops, decoder_flops_per_token
 from recipes.model.init import init_decoder
 from recipes.model.kv_cache import KeyValueCache, LayerCache
-from recipes.model.score import has_score
+from recipes.model.score import uses_head
 from recipes.numerics.linear import Linear, linear
 from recipes.parallel.context import ContextRanks
 from recipes.parallel.tensor import TensorRanks
@@ -175,7 +175,7 @@ class Decoder(nn.Module):
             self,
             embedding=self.embedding,
             head=self.head,
-            uses_head=not has_score(self),
+            uses_head=uses_head(self),
             attention_width=len(self.blocks) * self.attention_width,
             seq_len=seq_len,
         )

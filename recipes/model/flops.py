@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from recipes.blocks import apart
+
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
@@ -62,8 +64,13 @@ def _flops_of_sample(model: Any, shape: Sequence[int]) -> Flops | None:
 
 def _flops_of_tokens(model: Any, num_tokens: float, *, row_length: float) -> Flops | None:
     """Return the FLOPs of tokens in rows of one length; None if the model does not count them."""
-    per_token: Flops | None = model.flops_per_token(row_length)
-    return None if per_token is None else Flops(palm=per_token.palm * num_tokens, causal=per_token.causal * num_tokens)
+    with apart(model) as beside:
+        per_token: Flops | None = model.flops_per_token(row_length)
+    own = per_token and Flops(palm=per_token.palm * num_tokens, causal=per_token.causal * num_tokens)
+    if beside is None or own is None:
+        return own
+    more = _flops_of_tokens(beside, num_tokens, row_length=row_length)
+    return more and Flops(palm=own.palm + more.palm, causal=own.causal + more.causal)
 
 
 def decoder_flops_per_token(
@@ -81,7 +88,7 @@ def decoder_flops_per_token(
         model: Unsharded decoder on any device, including meta.
         embedding: Input embedding, excluded from N unless its weight is that of a head that is used.
         head: Predicts tokens.
-        uses_head: Whether it does; False for a reward model, of which N has no head.
+        uses_head: Whether it does; False for a model of rewards or values, of which N has no head.
         attention_width: L H Q, query heads times head size, summed over layers; H Q is hidden_size in most models.
         seq_len: T, tokens per sample; the mean over tokens where samples differ.
     """

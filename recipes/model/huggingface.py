@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from recipes.model import Stack
 from recipes.model.flops import Flops, decoder_flops_per_token
 from recipes.model.init import fill, generator_for, named_parameters
-from recipes.model.score import has_score
+from recipes.model.score import uses_head
 from recipes.model.transformers_models import (
     COMPARED,
     check_kind,
@@ -195,7 +195,7 @@ class HuggingFace(nn.Module):
             self.inner,
             embedding=self.inner.get_input_embeddings(),
             head=self.inner.get_output_embeddings(),
-            uses_head=not has_score(self),
+            uses_head=uses_head(self),
             attention_width=len(self.blocks) * num_heads * head_dim,
             seq_len=seq_len,
         )

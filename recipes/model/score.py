@@ -6,9 +6,10 @@ other runs load as they do without them.
 Shapes: R rows of T tokens, W hidden size.
 """
 
+import copy
 import functools
 import inspect
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,11 @@ class Score(nn.Module):
         scores: Tensor = (hidden.float() * weight.float()).sum(dim=-1)
         return scores
 
+    def estimate(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Return the values of tokens [R, T], [R T] float32, from the hidden states [R T, W] of the policy."""
+        values: Tensor = self(hidden)
+        return values
+
 
 def attach_score(model: nn.Module) -> None:
     """Add a score to a language model, in place, and freeze the head that predicts tokens, which it does not use.
@@ -69,19 +75,52 @@ def attach_score(model: nn.Module) -> None:
         head.requires_grad_(False)
 
 
-def attach_value(model: nn.Module) -> None:
+class ValueModel(Score):
+    """Values from hidden states of its own: of a second model, which begins with the weights of the policy.
+
+    It is called within the forward pass of the policy, which is one for every engine.
+
+    Args:
+        trunk: The second model; its head is not used.
+        hidden_size: W.
+    """
+
+    def __init__(self, trunk: nn.Module, hidden_size: int) -> None:
+        super().__init__(hidden_size)
+        self.trunk = trunk
+
+    @override
+    def estimate(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        found: Tensor = self.trunk(tokens, reduce=lambda own, weight: self(own).flatten())  # [R T]
+        return found
+
+
+def attach_value(model: nn.Module, *, value: Literal["head", "model"]) -> None:
     """Add the value of each token to a language model, in place: an estimate of the rewards that follow it.
+
+    Args:
+        model: On the meta device.
+        value: Whether it is read from the hidden states of the model, or those of a second one.
 
     Raises:
         ConfigError: The model does not give its hidden states.
     """
     _check_gives_hidden(model, "value", "actor_critic")
     untyped: Any = model
-    untyped.value = Score(_get_head(model).weight.shape[1])
+    hidden_size = _get_head(model).weight.shape[1]
+    if value == "head":
+        untyped.value = Score(hidden_size)
+        return
+    trunk: Any = copy.deepcopy(model)
+    trunk.is_of_values = True
+    embedding = trunk.inner.get_input_embeddings() if hasattr(trunk, "inner") else trunk.embedding
+    if _get_head(trunk).weight is not embedding.weight:
+        _get_head(trunk).requires_grad_(False)
+    untyped.value = ValueModel(trunk, hidden_size)
 
 
 def drop_value(model: nn.Module) -> None:
-    """Remove the value from a language model that has one, in place, and leave one that nothing else was added to."""
+    """Remove the value from a language model, in place; nothing of one that has none."""
     if isinstance(getattr(model, "value", None), Score):
         del model.value
 
@@ -101,9 +140,17 @@ def has_score(model: nn.Module) -> bool:
     return isinstance(getattr(model, "score", None), Score)
 
 
+def uses_head(model: nn.Module) -> bool:
+    """Return whether a model predicts tokens: not one of rewards or values."""
+    return not has_score(model) and not getattr(model, "is_of_values", False)
+
+
 def list_unused(model: nn.Module) -> set[str]:
-    """Return the names of the parameters that a reward model does not use, and has frozen; empty of other models."""
-    if not has_score(model):
+    """Return the names of the parameters that a model of rewards or values does not use, and has frozen."""
+    value = getattr(model, "value", None)
+    if isinstance(value, ValueModel):
+        return {f"value.trunk.{name}" for name in list_unused(value.trunk)}
+    if uses_head(model):
         return set()
     of_head = {id(weight) for weight in _get_head(model).parameters() if not weight.requires_grad}
     return {name for name, weight in model.named_parameters() if id(weight) in of_head}

@@ -90,8 +90,8 @@ class Rewards:
         Raises:
             ConfigError: A function works for no completion, or returns something else than a finite number for each.
         """
-        given = {"prompts": prompts, "completions": completions, "references": references, "rows": rows}
-        given |= {"tokens": tokens} if tokens is not None else {}
+        given: dict[str, Sequence[Any]] = {"prompts": prompts, "completions": completions, "references": references}
+        given |= {"rows": rows} | ({} if tokens is None else {"tokens": tokens})
         scores = {name: self._score(name, given) for name in self._functions}
         if not scores:
             return {}

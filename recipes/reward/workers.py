@@ -157,7 +157,8 @@ class RewardWorkers:
     @property
     def models(self) -> dict[str, RewardModel]:
         """The reward models among them, by name."""
-        return {name: each for name, each in self._functions.items() if isinstance(each, RewardModel)}
+        functions: dict[str, Any] = {**self._functions}
+        return {name: each for name, each in functions.items() if isinstance(each, RewardModel)}
 
     @property
     def num_functions(self) -> int:
@@ -179,8 +180,8 @@ class RewardWorkers:
             ConfigError: A function works for no completion, in its first call or in `max_errors` calls in a row, or it
                 returns something else than a finite number for each.
         """
-        given = {"prompts": prompts, "completions": completions, "references": references, "rows": rows}
-        given |= {"tokens": tokens} if tokens is not None and self.reads_tokens else {}
+        given: dict[str, Sequence[Any]] = {"prompts": prompts, "completions": completions, "references": references}
+        given |= {"rows": rows} | ({"tokens": tokens} if tokens is not None and self.reads_tokens else {})
         num_errors = dict.fromkeys(self._functions, 0)
         if not completions:
             return Scores([], {name: [] for name in self._functions}, num_errors)

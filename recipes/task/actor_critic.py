@@ -3,7 +3,7 @@
 Shapes: R completions of this rank; T tokens of a row, of at most W.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 from typing_extensions import override
@@ -14,10 +14,15 @@ from recipes.task.policy import PolicyTuning
 
 
 class ActorCritic(PolicyTuning):
-    """Trains a language model on the rewards of its completions, and a value of each token on its own trunk.
+    """Trains a language model on the rewards of its completions, and a value of each token.
 
-    The value of a token is a linear function of the hidden state before it, and begins at 0. It is computed in the
-    forward pass that computes log-probabilities. Arguments: see `PolicyTuning`.
+    The value of a token is a linear function of the hidden state before it, and begins at 0: of the policy, or of a
+    second model with the first weights of the policy, whose training does not touch the policy. It is computed in the
+    forward pass that computes log-probabilities.
+
+    Args:
+        value: `head` on the policy, or `model`, a second one of its size.
+        **settings: See `PolicyTuning`.
 
     Attributes:
         attaches: What is added to the model, see `recipes.config.instantiate.make_model`.
@@ -29,6 +34,10 @@ class ActorCritic(PolicyTuning):
         *("advantages", "returns", "old_values"),
     )
     loss: PPO
+
+    def __init__(self, *, value: Literal["head", "model"], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._value = value  # the model is made with it, see `attaches`
 
     @override
     def _judge(self, rows: dict[str, Tensor], slots: Tensor) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from typing_extensions import override
 from recipes.adapter import switched_off
 from recipes.data.packed_batch import Packing, find_positions, pack_tokens, unpack
 from recipes.errors import ConfigError
+from recipes.model.score import drop_value
 from recipes.model.weights.adapter import has_adapter, remove_adapter
 from recipes.numerics.head_loss import split
 from recipes.numerics.loss import IGNORE_INDEX, token_losses
@@ -42,8 +43,13 @@ class AnswerTask(LanguageModeling):
         super().__init__(**settings)
         self._reference = reference
         if self._copies and self._compares:
-            copy = FrozenModel(section="model", make=self._make_model, is_copy=True)
+            copy = FrozenModel(section="model", make=self._make_reference, is_copy=True)
             self._frozen = {**self._frozen, REFERENCE: copy}
+
+    def _make_reference(self) -> nn.Module:
+        model = self._make_model()
+        drop_value(model)  # it predicts tokens alone
+        return model
 
     @property
     def _compares(self) -> bool:
@@ -78,6 +84,7 @@ class AnswerTask(LanguageModeling):
     @override
     def meta_frozen_models(self) -> list[nn.Module]:
         models, model = super().meta_frozen_models(), self.meta_model()
+        drop_value(model)
         if self._compares and self._reference in ("auto", "adapter_off") and has_adapter(model):
             remove_adapter(model)  # its forward pass alone is that of the reference
             models.append(model)

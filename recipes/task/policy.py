@@ -119,7 +119,7 @@ class PolicyTuning(AnswerTask):
     ) -> PolicyOutputs:
         """Return what a model says of the tokens of completions, from one forward pass."""
         read = functools.partial(_read, temperature=self._rollout.sampling.temperature, entropy=entropy)
-        of_hidden = cast(Any, model).value if with_values else None
+        of_hidden = functools.partial(cast(Any, model).value.estimate, tokens=batch["inputs"]) if with_values else None
         found = self.of_tokens(model, batch["inputs"], batch["targets"], read=read, of_hidden=of_hidden)
         columns = iter(found.unbind(dim=-1) if found.ndim == batch["targets"].ndim + 1 else (found,))
         return PolicyOutputs(

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
 from recipes.adapter import is_adapter
+from recipes.blocks import apart
 from recipes.checkpoint.layout import are_equal, read_values, shard_name
 from recipes.checkpoint.rng_state import GeneratorStates, read_states, restore, rng_state
 from recipes.checkpoint.saved_tensor import SavedTensor
@@ -367,7 +368,8 @@ class Resumable(OnEngine):
         return self.find_start()
 
     def _give_weights(self, model: nn.Module, source: SourceRun | FrozenBase) -> None:
-        source.prepare(model, Ranks(is_first=self.trainer.is_global_zero, broadcast=self.engine.broadcast))
+        with apart(model):  # a model of values begins with the same weights
+            source.prepare(model, Ranks(is_first=self.trainer.is_global_zero, broadcast=self.engine.broadcast))
         untyped: Any = model
         untyped.first_weights = source
 
@@ -426,7 +428,8 @@ class Resumable(OnEngine):
         return Base(pretrained or str(self.seed), digest, in_nf4=any(list_nf4(model)), settings=dict(settings))
 
     def _hash(self, pretrained: str) -> str:
-        digest: str = self.engine.broadcast(hash_weights(pretrained) if self.trainer.is_global_zero else None)
+        digest = self.engine.broadcast(hash_weights(pretrained) if self.trainer.is_global_zero else None)
+        assert digest is not None, "that of the first rank"
         return digest
 
     @property

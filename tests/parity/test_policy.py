@@ -21,6 +21,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "gspo": ("loss.kind=gspo", "loss.scale_rewards=batch", *REUSED),
     "reused": (*REUSED, "loss.beta=0.1", "loss.importance=token_truncate"),
     "ppo": ("task=actor_critic", *REUSED, "loss.kl_target=0.1", "loss.kl_horizon=100", "loss.entropy_weight=0.01"),
+    "critic": ("task=actor_critic", "task.value=model", *REUSED, "loss.kl_weight=0.1"),
     "judged": ("reward=[model,mine]", "reward.model.weight=0.1", "reward.model.pretrained={judge}"),
     "cut": ("rollout.top_p=0.9", "rollout.temperature=0.7", "loss.baseline=batch", "loss.scale_rewards=batch"),
 }
@@ -105,6 +106,7 @@ def make_cases(folder: Path, *, world_size: int) -> dict[str, Any]:
             *(("dapo", engine, 1) for engine in ON_TWO),
             *(("grpo", "fsdp", 2), ("grpo", "ZeRO-2", 1), ("dr_grpo", "ddp", 2), ("gspo", "ZeRO-3", 2)),
             *(("reused", "ddp", 1), ("reused", "fsdp", 2), ("cut", "tp2", 2), ("cut", "fsdp", 4)),
+            *(("critic", "ddp", 2), ("critic", "fsdp", 1), ("critic", "fsdp", 2), ("critic", "ZeRO-2", 2)),
             *(("judged", "fsdp", 1), ("judged", "ZeRO-3", 1), ("judged", "tp2", 1)),
             *(("ppo", "ddp", 2), ("ppo", "fsdp", 1), ("ppo", "ZeRO-2", 2)),
         }

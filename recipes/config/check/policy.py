@@ -109,6 +109,11 @@ def _check_values(run: ResolvedRun, task: str) -> Iterator[ConfigError]:
         setting = f"loss.kl_target={loss['kl_target']} loss.kl_weight={loss['kl_weight']}"
         reason = "the weight is multiplied until the divergence is at the target, and 0 stays 0"
         yield ConfigError(setting, reason, "loss.kl_weight=0.05, or loss.kl_target=null")
+    if run.config["task"].get("value") == "model" and run.strategy.stage == 3:
+        reason = "ZeRO-3 fills the weights of one model, and a second one begins with the same"
+        yield ConfigError(
+            f"{run.strategy.typed} task.value=model", reason, "strategy=fsdp, which shards both, or task.value=head"
+        )
     if run.config["tensor_parallel_size"] > 1:
         reason = "values are computed beside the probabilities of all tokens, of which a rank would have a part"
         size = run.config["tensor_parallel_size"]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from recipes.adapter.nf4_base import unquantize
+from recipes.blocks import apart
 from recipes.errors import ConfigError
 from recipes.model import as_model
 from recipes.model.init import constant_, named_parameters
@@ -48,11 +49,25 @@ def initialize(model: nn.Module, seed: int) -> None:
             f"{name} has no init_buffers(), which a resume calls to set what a checkpoint does not hold",
             "def init_buffers(self): in that class, empty if there are no such buffers",
         )
+    with apart(model) as beside:
+        _initialize(model, seed)
+    if beside is not None:  # with the weights of the policy, wherever they come from; the values themselves begin at 0
+        init_heads(model, seed=seed)
+        _share_first_weights(model, beside)
+        _initialize(beside, seed)
+
+
+def _initialize(model: nn.Module, seed: int) -> None:
     init_heads(model, seed=seed)  # first: published weights have none, and those of another run may have
     _initialize_base(model, seed)
     first_weights: FirstWeights | None = getattr(model, "first_weights", None)
     if has_adapter(model) and not (first_weights is not None and first_weights.load_adapter(model)):
         initialize_adapter(model, seed)
+
+
+def _share_first_weights(model: Any, beside: Any) -> None:
+    if (first_weights := getattr(model, "first_weights", None)) is not None:
+        beside.first_weights = first_weights
 
 
 class FirstWeights(Protocol):
@@ -168,6 +183,9 @@ def await_checkpoint(model: nn.Module, seed: int) -> None:
     if has_adapter(model):
         initialize(model, seed)
         return
-    as_model(model).init_buffers()
+    with apart(model) as beside:
+        as_model(model).init_buffers()
+    if beside is not None:
+        as_model(beside).init_buffers()
     for parameter in list(model.parameters()):  # a list: setting a parameter may replace it in the model
         constant_(parameter, math.nan)

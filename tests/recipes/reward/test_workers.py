@@ -103,6 +103,17 @@ def call(workers: RewardWorkers, *completions: str, **row: str) -> Scores:
     return workers(prompts=empty, completions=completions, references=empty, rows=[row] * len(completions))
 
 
+def test_a_function_that_uses_a_gpu_sees_that_of_the_rank_and_others_see_none(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recipes.reward.workers._find_gpu", lambda: "GPU-1")
+    with_gpu: Any = OwnFunction(path=f"{tmp_path}/mine.py:get_process", weight=1.0)
+    with_gpu.uses_gpu = True
+    without = OwnFunction(path=f"{tmp_path}/mine.py:get_process", weight=1.0)
+    scores = call(start(functions={"with": with_gpu, "without": without}), "a", "b", "c", "d").of_functions
+    assert (scores["with"][3], scores["without"][3]) == (len("GPU-1"), 0)
+
+
 def test_each_function_scores_as_in_the_process_of_the_rank() -> None:
     functions: dict[str, Reward | None] = {
         "exact_match": ExactMatch(weight=2.0, answer_regex="#### (.*)", ignore_case=True),

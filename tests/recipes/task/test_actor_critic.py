@@ -11,8 +11,11 @@ from torch import Tensor
 
 import lightning_recipes as lr
 from recipes.build import build
+from recipes.config import compose_and_check
 from recipes.model.init import VALUE_WEIGHT
 from recipes.numerics.loss import IGNORE_INDEX
+from recipes.plan.hardware import find_cluster
+from recipes.plan.plan import make_plan
 from recipes.task.actor_critic import ActorCritic
 
 SMALL = (
@@ -163,3 +166,62 @@ def test_a_rollback_returns_to_the_weight_of_the_divergence_if_it_follows_a_targ
         task.loss.kl_weight = 0.3
         task.recipes_restore_scalars(scalars)
         assert task.loss.kl_weight == changed
+
+
+CRITIC = "task.value=model"
+TRUNK = "value.trunk."
+
+
+def test_a_value_model_begins_with_the_weights_of_the_policy_and_leaves_it_alone(prompts: str, tmp_path: Path) -> None:
+    """A policy learns the same whatever weight the values have, which a head on its trunk would change."""
+    train(prompts, tmp_path / "base", recipe="grpo", steps=1)
+    start = f"start_from={tmp_path / 'base'}"
+    train(prompts, tmp_path / "still", CRITIC, start, "optimizer.lr=1e-30", steps=1)
+    still, base = weights_of(tmp_path / "still"), weights_of(tmp_path / "base")
+    torch.testing.assert_close({name: still[name] for name in base}, base)
+    torch.testing.assert_close({name: still[f"{TRUNK}{name}"] for name in base if f"{TRUNK}{name}" in still}, base)
+    assert still.keys() == {*base, *(f"{TRUNK}{name}" for name in base), VALUE_WEIGHT}
+    kept = (start, "trainer.gradient_clip_val=null", "rollout.num_iterations=2")  # values move between the two steps
+    found = {}
+    for value in ("head", "model"):
+        for weight in (0.1, 1.0):
+            run = tmp_path / f"{value}_{weight}"
+            train(prompts, run, *kept, f"task.value={value}", f"loss.value_weight={weight}")
+            found[value, weight] = weights_of(run)
+    for name in base:
+        assert torch.equal(found["model", 0.1][name], found["model", 1.0][name]), name
+    assert any(not torch.equal(found["head", 0.1][name], found["head", 1.0][name]) for name in base)
+
+
+def test_a_value_model_is_not_exported_and_its_run_goes_on_to_the_same_bits(prompts: str, tmp_path: Path) -> None:
+    adapted = (CRITIC, *LORA, "model.tie_embeddings=false", "save_every=1")
+    train(prompts, tmp_path / "whole", *adapted, steps=4)
+    train(prompts, tmp_path / "parted", *adapted, steps=2)
+    assert execute(f"resume={tmp_path / 'parted'}", "trainer.max_steps=4") == 0
+    whole, parted = weights_of(tmp_path / "whole"), weights_of(tmp_path / "parted")
+    assert [name for name in whole if not torch.equal(whole[name], parted[name])] == []
+    assert any(name.startswith(TRUNK) and "lora_B" in name and whole[name].any() for name in whole), "it is trained"
+    assert execute("mode=export", f"resume={tmp_path / 'whole'}", f"mode.path={tmp_path / 'merged'}") == 0
+    assert not [name for name in weights_of(tmp_path / "merged") if name.startswith("value")]
+
+
+def test_a_plan_counts_a_value_model_and_zero_3_is_refused_with_one(prompts: str) -> None:
+    cluster = find_cluster("h100x8", per_node=1, num_nodes=1, interconnect=None, memory_gib=None)
+    head, model = (
+        make_plan(resolved(composed_config("recipe=ppo", prompts, *SMALL, f"task.value={each}")), cluster, rates=None)
+        for each in ("head", "model")
+    )
+    assert model.num_parameters - head.num_parameters == head.num_parameters - 32
+    assert model.optimizer_bytes == pytest.approx(2 * head.optimizer_bytes, rel=1e-2)
+    assert model.moments[0].held["frozen models"] == head.moments[0].held["frozen models"], "of the policy alone"
+    assert head.flops is not None
+    assert model.flops is not None
+    # a third of the policy's are those of the reference; the second model does not use the head of 320 rows
+    second = head.flops.palm * 3 / 4 - 6 * 320 * 32 * 24
+    assert model.flops.palm - head.flops.palm == pytest.approx(second, rel=1e-2)
+    typed = ("recipe=ppo", prompts, *SMALL, CRITIC, "strategy=deepspeed_stage_3", "loss.kl_weight=0.0")
+    [mistake] = compose_and_check(typed)[1]
+    assert str(mistake) == (
+        "strategy=deepspeed_stage_3 task.value=model: ZeRO-3 fills the weights of one model, and a second one begins"
+        " with the same; type strategy=fsdp, which shards both, or task.value=head"
+    )
