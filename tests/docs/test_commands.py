@@ -65,7 +65,7 @@ def test_a_command_that_needs_more_than_this_machine_composes_and_is_valid(
         if "resume=logs/mine" in overrides:  # here of GPT-2 on texts, on two pages not
             others = ("the data has no answers", "its weights are those of GPT2")
             mistakes = [mistake for mistake in mistakes if not any(other in mistake for other in others)]
-        made = [f"hydra.run.dir=logs/{run}" for run in ("mine", *OWN_RUNS)]
+        made = [f"hydra.run.dir=logs/{run}" for run in ("mine", "judge", *OWN_RUNS)]
         if not {*made}.isdisjoint(overrides):  # which other commands resume
             mistakes = [mistake for mistake in mistakes if "the folder contains a run" not in mistake]
         assert mistakes == [], overrides
@@ -102,12 +102,15 @@ def _make_workplace(folder: Path) -> Path:
     (folder / "qa.csv").write_text("question,answer\n1 + 1,2\n")
     (folder / "prompts.jsonl").write_text('{"prompt": "1 + 1 = ", "answer": "2"}\n')
     (folder / "questions.jsonl").write_text('{"question": "1 + 1 = "}\n')
+    (folder / "my_rewards.py").write_text("def score(completions, **given):\n    return [0.0 for _ in completions]\n")
+    (folder / "logs/judge/export").mkdir(parents=True)
+    (folder / "logs/judge/export/config.json").write_text('{"architectures": ["GPT2ForSequenceClassification"]}')
     for name in ("raw", "tokens", "prepared/documents"):
         (folder / name).mkdir(parents=True)
     from omegaconf import OmegaConf
 
     trained = [words for block in BLOCKS if block.page.name == "own_data.md" for words in read_commands(block)]
-    typed = {run: ["hydra.run.dir=logs/mine"] for run in ("mine", "long", "run1")}
+    typed = {run: ["hydra.run.dir=logs/mine"] for run in ("mine", "long", "run1", "judge")}
     typed |= {run: next(words for words in trained if f"hydra.run.dir=logs/{run}" in words) for run in OWN_RUNS}
     for run, words in typed.items():
         composed, _ = compose_and_check(words)
