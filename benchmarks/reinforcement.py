@@ -49,33 +49,46 @@ RUNS: dict[str, tuple[str, ...]] = {
     "ppo": ("recipe=ppo", "reward=exact_match"),
 }
 FORMAT = (
-    *("recipe=grpo", "model=huggingface", "model.max_seq_len=128", "seq_len=128", "adapter=lora", "adapter.r=8"),
-    *("rollout.max_new_tokens=24", "rollout.num_generations=8", "global_batch_size=32", "micro_batch_size=8"),
-    *("optimizer.lr=3e-4", "warmup_steps=2", "trainer.max_steps=24", "eval_every=8", "save_every=null"),
-    *("data.val_fraction=0.1", "callbacks.generation_eval.num_samples=20", "~callbacks.report"),
+    *("recipe=grpo", "model=huggingface", "model.max_seq_len=64", "seq_len=64", "adapter=lora", "adapter.r=8"),
+    *("rollout.max_new_tokens=20", "rollout.num_generations=8", "rollout.temperature=0.8"),
+    *("global_batch_size=32", "micro_batch_size=8", "optimizer.lr=5e-4", "warmup_steps=2", "trainer.max_steps=16"),
+    *("data.val_fraction=0.1", "eval_every=4", "save_every=null", "~callbacks.report"),
+    *("callbacks.generation_eval.num_samples=40", "callbacks.generation_eval.at_start=true"),
 )
 REWARDS = '''
 import json
 import random
-import re
+import statistics
 
 
 def coin(prompts, completions, references, rows):
     return [float(random.random() < 0.5) for _ in completions]
 
 
+def early_letters(prompts, completions, references, rows):
+    """Which part of the letters is in the first half of the alphabet."""
+    return [statistics.mean([letter < "n" for letter in text] or [0]) for text in completions]
+
+
 def is_json(prompts, completions, references, rows):
-    """1 for the expected object, 0.5 for another one, and 0.2 for something in braces."""
-    scores = []
-    for completion, reference in zip(completions, references, strict=True):
-        found = re.search(r"\\{.*\\}", completion, re.DOTALL)
-        try:
-            given = json.loads(completion)
-        except ValueError:
-            scores.append(0.2 if found else 0.0)
-        else:
-            scores.append(1.0 if given == json.loads(reference) else 0.5 if isinstance(given, dict) else 0.0)
-    return scores
+    """1 for nothing but a JSON object that gives each of the two asked fruits an integer, whichever, else 0."""
+    return [float(all(check(*each))) for each in zip(completions, references, strict=True)]
+
+
+def conditions(prompts, completions, references, rows):
+    """Which part of the conditions holds."""
+    return [statistics.mean(check(*each)) for each in zip(completions, references, strict=True)]
+
+
+def check(completion, reference):
+    try:
+        given = json.loads(completion)
+    except ValueError:
+        given = None
+    is_object = isinstance(given, dict)
+    given = given if is_object else {}
+    are_integers = len(given) == 2 and all(type(value) is int for value in given.values())
+    return [completion.startswith("{"), is_object, are_integers, *(fruit in given for fruit in json.loads(reference))]
 '''
 
 
@@ -192,47 +205,52 @@ def measure_order(seed: int) -> list[dict[str, Any]]:
 
 
 def write_questions(path: Path) -> Path:
-    """Write 400 questions whose answer is to be JSON, as the system message says."""
+    """Write 400 questions whose answer is to be JSON, as the system message says by a shorter example."""
     rng = random.Random(0)
     rows = []
     for _ in range(400):
-        first, second = rng.sample(FRUITS, 2)
-        number, other = rng.randrange(2, 90), rng.randrange(2, 90)
-        example = '{"nuts": 3, "eggs": 5}'
-        asked = f"Write as JSON. Example: 3 nuts and 5 eggs: {example}. Now: {number} {first} and {other} {second}:"
-        rows.append(
-            {
-                "prompt": [{"role": "user", "content": asked}],
-                "answer": json.dumps({first: number, second: other}),
-            }
-        )
+        (first, second), (number, other) = rng.sample(FRUITS, 2), (rng.randrange(2, 90), rng.randrange(2, 90))
+        asked = {"role": "user", "content": f"{number} {first} and {other} {second}"}
+        system = {"role": "system", "content": 'Answer in JSON, such as {"nuts": 3}.'}
+        rows.append({"prompt": [system, asked], "answer": json.dumps({first: number, second: other})})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def measure_format(gguf: Path) -> list[dict[str, Any]]:
-    """Return the result rows of a published chat model."""
-    found = []
+    """Return the result rows of a published chat model, one per check of the held-out prompts."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         convert_gguf(gguf, folder / "model")
-        (folder / "rewards.py").write_text(REWARDS)
-        files = (f"model.name={folder / 'model'}", f"data.path={write_questions(folder / 'questions.jsonl')}")
-        rewards = ("reward=mine", f"reward.mine.path={folder / 'rewards.py'}:is_json")
-        run, began = folder / "run", time.monotonic()
-        rows = train(run, [*FORMAT, *files, *rewards], SEEDS[0])
-        for row in rows:
-            if row.get("val/reward/mine") is not None:
-                found.append(
-                    {
-                        "step": int(row["step"]),
-                        "reward of held-out questions": f"{row['val/reward/mine']:.2f}",
-                        "exact match": f"{row['val/exact_match']:.2f}",
-                        "reward of the samples": f"{row['reward/mean']:.2f}",
-                    }
-                )
-        seconds = f"{time.monotonic() - began:.0f}"
-    return [row | {"total, s": seconds} for row in found]
+        rewards = folder / "rewards.py"
+        rewards.write_text(REWARDS)
+        own = f"{{_target_: recipes.reward.mine.OwnFunction, weight: 1.0, path: '{rewards}:conditions'}}"
+        typed = [f"model.name={folder / 'model'}", f"data.path={write_questions(folder / 'questions.jsonl')}"]
+        typed += ["reward=mine", f"reward.mine.path={rewards}:is_json", f"+reward.conditions={own}"]
+        began = time.monotonic(), time.process_time()
+        sampled = {int(row["step"]): row for row in train(folder / "run", [*FORMAT, *typed], SEEDS[0])}
+        ended = time.monotonic(), time.process_time()
+        minutes, cpu_minutes = (f"{(end - begin) / 60:.1f}" for begin, end in zip(began, ended, strict=True))
+        answers = [json.loads(line) for line in (folder / "run" / "answers.jsonl").read_text().splitlines()]
+    found = []
+    for step in sorted({answer["step"] for answer in answers}):
+        of_step = [answer for answer in answers if answer["step"] == step]
+        means = {
+            key: statistics.mean(row[key] for row in of_step) for key in ("reward/mine", "reward/conditions", "score")
+        }
+        found.append(
+            {
+                "step": step,
+                "held-out prompts": len(of_step),
+                "greedy, right": f"{means['reward/mine']:.2f}",
+                "greedy, conditions": f"{means['reward/conditions']:.2f}",
+                "greedy, with the right numbers": f"{means['score']:.2f}",
+                "sampled in training, right": f"{sampled[max(step, 1)]['reward/mine']:.2f}",
+                "minutes in all": minutes,
+                "CPU minutes in all": cpu_minutes,
+            }
+        )
+    return found
 
 
 def main() -> None:
