@@ -36,7 +36,7 @@ THREADS = 1
 # positions in training: those of a GPT-2 are then other ones than in its samples, unless all prompts are of one length.
 CASES: dict[str, int | None] = {"8 to 10 tokens": None, "10 tokens": 10}
 LENGTHS = (32, 64)  # longest completions
-STEPS_OF_LENGTHS = 30
+STEPS_OF_LENGTHS = 20
 LONG = (*(override for override in COMMON if "max_seq_len" not in override), "model.max_seq_len=128")
 
 

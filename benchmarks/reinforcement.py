@@ -2,9 +2,8 @@
 
 A model learns to answer `ord:cabd>` with its letters in ascending or descending order, at random, and `rev:cabd>` with
 them reversed. A reward of 1 for the ascending order then makes it answer `ord` that way; `rev` has no reward, and shows
-what is forgotten. Prompts are held out by a hash; an answer is right if all of it is. Two
-rewards are those of models: one was trained on pairs of the two orders alone, the other also on answers in the right
-order with a wrong letter. The control has a reward by chance. Seeds may be typed.
+what is forgotten. Prompts are held out by a hash; an answer is right if all of it is. The control has a reward by
+chance. Seeds may be typed; the rows of others stay in the result.
 
 `python benchmarks/reinforcement.py format <GGUF file>` rewards, with a published chat model and LoRA, answers in JSON.
 The file is that of `benchmarks/adapters.py`.
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from adapters import FRUITS, convert_gguf
-from measure import report
+from measure import RESULTS, report
 
 ROOT = Path(__file__).parents[1]
 SEEDS = (1234, 7)
@@ -260,8 +259,11 @@ def main() -> None:
         report("reinforcement_format", rows, command=typed)
         return
     seeds = [int(seed) for seed in sys.argv[1:]] or SEEDS
-    command = " ".join(["python benchmarks/reinforcement.py", *sys.argv[1:]])
-    report("reinforcement", [row for seed in seeds for row in measure_order(seed)], command=command)
+    for seed in seeds:  # the rows of other seeds stay
+        file = RESULTS / "reinforcement.json"
+        kept = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.exists() else []
+        rows = [*(row for row in kept if row["seed"] != seed), *measure_order(seed)]
+        report("reinforcement", rows, command="python benchmarks/reinforcement.py <seed>")
 
 
 if __name__ == "__main__":
