@@ -208,7 +208,7 @@ def measure_lengths(folder: Path) -> list[dict[str, Any]]:
     letters, base = write_letters(folder), folder / "letters"
     if not base.is_dir():
         typed = ["recipe=sft", f"data.path={letters}", "optimizer.lr=1e-3", "global_batch_size=32", "seq_len=128"]
-        train(base, [*typed, "trainer.max_steps=150", "eval_every=150", "save_every=150", *LONG], SEEDS[0])
+        train(base, [*typed, "trainer.max_steps=40", "eval_every=40", "save_every=40", *LONG], SEEDS[0])
     model = export(base, folder / "letters_model")
     found = []
     for length in LENGTHS:
