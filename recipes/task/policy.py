@@ -34,7 +34,9 @@ from recipes.task.generation import list_tokens
 
 Entropy = Literal["loss", "measure"]  # with its gradient or without
 _OF_BATCH = ("seeds", "num_uses")
-_PAD_TO_EAGER = 16  # nothing is compiled for a length; completions are short, and columns of padding cost as much
+# nothing is compiled for a length; completions are short, and columns of padding cost as much. On a GPU products in
+# float8 need a multiple of 16 rows; on a CPU only the ranks of tensor parallelism divide the columns
+_PAD_TO_EAGER, _PAD_TO_CPU = 16, 8
 _OF_ROWS = ("num_inputs", "num_tokens", "is_truncated", "rewards", "scores", "errors")  # [R] or [R, F]
 
 
@@ -290,7 +292,8 @@ class PolicyTuning(AnswerTask):
 
     def _fit_width(self, longest: int) -> int:
         """Return the length of padded rows of up to so many tokens."""
-        pad_to = _PAD_TO_EAGER if self._compile_mode is None else PAD_TO
+        eager = _PAD_TO_CPU if self.device.type == "cpu" else _PAD_TO_EAGER
+        pad_to = eager if self._compile_mode is None else PAD_TO
         seq_len: int = self.source.seq_len
         return min(-(-longest // pad_to) * pad_to, seq_len)
 
