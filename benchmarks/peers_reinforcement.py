@@ -35,7 +35,7 @@ THREADS = 1
 # what a row shows -> bytes of the prompts; None: all of them. TRL pads prompts on the left and gives the model no
 # positions in training: those of a GPT-2 are then other ones than in its samples, unless all prompts are of one length.
 CASES: dict[str, int | None] = {"8 to 10 tokens": None, "10 tokens": 10}
-LENGTHS = (32, 64)  # longest completions
+LENGTHS = (8, 32)  # longest completions
 STEPS_OF_LENGTHS = 20
 LONG = (*(override for override in COMMON if "max_seq_len" not in override), "model.max_seq_len=128")
 
