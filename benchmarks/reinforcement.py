@@ -2,8 +2,9 @@
 
 A model learns to answer `ord:cabd>` with its letters in ascending or descending order, at random, and `rev:cabd>` with
 them reversed. A reward of 1 for the ascending order then makes it answer `ord` that way; `rev` has no reward, and shows
-what is forgotten. Prompts are held out by a hash; an answer is right if all of it is. The control has a reward by
-chance. Seeds may be typed; the rows of others stay in the result.
+what is forgotten. Prompts are held out by a hash; an answer is right if all of it is. Two rewards are those of models:
+one was trained on pairs of the two orders alone, the other also on answers in the right order with a wrong letter. The
+control has a reward by chance. Seeds may be typed; the rows of others stay in the result.
 
 `python benchmarks/reinforcement.py format <GGUF file>` rewards, with a published chat model and LoRA, answers in JSON.
 The file is that of `benchmarks/adapters.py`.
