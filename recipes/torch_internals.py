@@ -26,12 +26,13 @@ from torch.distributed.tensor._utils import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as set_aside_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
-__all__ = ["dynamo_config", "get_mesh_info", "inductor_config", "partitioner_config", "set_group_timeout"]
+__all__ = ["dynamo_config", "get_mesh_info", "inductor_config", "partitioner_config", "set_aside_modes", "set_group_timeout"]
 
 ONEDNN_LINEAR: Any = torch.ops.mkldnn._linear_pointwise  # of torch.compile, for linear layers with constant weights
 COLLECTIVES: Any = torch.ops._c10d_functional

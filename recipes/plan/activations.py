@@ -1,7 +1,7 @@
 """Model activation offloading (transfer time) and memory budgets on top of a recorded step."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from unittest.mock import patch
@@ -93,7 +93,7 @@ def keep_budget(ops: Sequence[Op], fraction: float) -> list[Op]:
         direction, _, place = section.partition("/")
         part = list(group)
         if direction == "forward" and place not in ("", "embedding", "head"):
-            kept, dropped = _drop(part, recomputed)
+            kept, dropped = drop_kept(part, recomputed, KEPT)
             forward[place] = part, dropped
             part = kept
         elif direction == "backward" and place in forward:
@@ -106,22 +106,28 @@ def keep_budget(ops: Sequence[Op], fraction: float) -> list[Op]:
     return result
 
 
-def _drop(part: list[Op], share: float) -> tuple[list[Op], int]:
-    """Return a block's forward pass that frees a fraction of its activations at the end, and the bytes freed."""
-    makers = [number for number, op in enumerate(part) if any(op.allocated.get(name, 0) for name in KEPT)]
+def drop_kept(part: Sequence[Op], share: float, categories: Collection[str]) -> tuple[list[Op], int]:
+    """Return a block's forward pass that frees a fraction of what it keeps at its end, and the bytes freed.
+
+    Args:
+        part: Operators of the forward pass of a block.
+        share: Fraction to free of everything but the block's output; below 0, that much more is kept.
+        categories: Categories to free from, of `KEPT`.
+    """
+    makers = [number for number, op in enumerate(part) if any(op.allocated.get(name, 0) for name in categories)]
     total = 0
     kept = list(part)
     for number in makers[:-1]:  # the last one makes the block's output
         allocated = dict(part[number].allocated)
-        for name in KEPT:
+        for name in categories:
             num_bytes = round(share * allocated.get(name, 0))
             if num_bytes:
                 allocated[name] -= num_bytes
-                allocated[TEMPORARY] = allocated.get(TEMPORARY, 0) + num_bytes
+                allocated[TEMPORARY] = allocated.get(TEMPORARY, 0) + max(num_bytes, 0)
                 total += num_bytes
         kept[number] = replace(part[number], allocated=allocated)
     last = kept[-1]
-    kept[-1] = replace(last, freed=last.freed | {TEMPORARY: last.freed.get(TEMPORARY, 0) + total})
+    kept[-1] = replace(last, freed=last.freed | {TEMPORARY: last.freed.get(TEMPORARY, 0) + max(total, 0)})
     return kept, total
 
 

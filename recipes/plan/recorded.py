@@ -166,6 +166,7 @@ def describe_step(
         sharding=engine.sharding,
         num_replicas=engine.mesh.world_size if engine.sharding is None and engine.zero is None else 1,
         on_gpu=on_gpu,
+        is_compiled=resolved.compile_mode_on(gpu=on_gpu) is not None,
         frozen_models=task.make_frozen_models,
         hold_frozen=task.frozen_models.update,
         forward_only=task.meta_frozen_models,

@@ -26,6 +26,7 @@ from recipes.parallel.experts import apply_expert_parallel
 from recipes.parallel.placement import local
 from recipes.parallel.tensor import apply_tensor_parallel
 from recipes.plan.activations import mark_host_copies
+from recipes.plan.compiled import CompiledBlocks
 from recipes.plan.fake_rank import (
     MeshGroups,
     autocast,
@@ -81,6 +82,7 @@ class Step:
         sharding: FSDP2 sharding; None: each rank holds the full state.
         num_replicas: Ranks that hold the same weights and gradients, without FSDP2.
         on_gpu: Record a GPU's operators where they differ from a CPU's.
+        is_compiled: Whether the blocks are compiled, and keep what the compiler saves.
         frozen_models: Return the frozen models that the objective asks, by name, on the default device.
         hold_frozen: Called with these models before the objective.
         forward_only: Return the models without storage whose forward pass alone is in a step, these among them.
@@ -101,6 +103,7 @@ class Step:
     sharding: Sharding | None = None
     num_replicas: int = 1
     on_gpu: bool = False
+    is_compiled: bool = False
     frozen_models: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
     hold_frozen: Callable[[dict[str, nn.Module]], None] = lambda models: None
     forward_only: Callable[[], list[nn.Module]] = list
@@ -122,7 +125,7 @@ def record_step(
     needs_group = step.sharding is not None or step.num_replicas > 1 or step.mesh.model_size > 1
     with fake_ranks(step.mesh.world_size if needs_group else 0), contextlib.ExitStack() as fakes:
         groups = make_groups(step.mesh, shards=step.sharding is not None)
-        fakes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        fake: FakeTensorMode = fakes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         with real_meshes():
             model = build_model(step, blocks, groups)
             frozen = hold_frozen_models(step, groups)
@@ -147,6 +150,7 @@ def record_step(
                 tracer.add(tensor, category=FROZEN)
             _mark(tracer, parameters, optimizer)
             _mark_blocks(model, tracer)
+            compiled = CompiledBlocks(_list_compiled(step, model, blocks), tracer, fake)
             if step.drops_gradients:
                 for parameter in parameters:
                     drop = functools.partial(_drop_gradient, tracer)
@@ -159,7 +163,7 @@ def record_step(
                 tracer.section = "optimizer"
                 optimizer.step()
                 _mark(tracer, parameters, optimizer)
-        return tracer.ops()
+        return compiled.replace_kept(tracer.ops())
 
 
 def _compute(
@@ -180,6 +184,22 @@ def _compute(
     loss.backward()
     del loss, batch
     _mark(tracer, parameters, optimizer)
+
+
+def _list_compiled(step: Step, model: nn.Module, blocks: Sequence[int] | None) -> dict[str, nn.Module]:
+    """Return the blocks, by section, that keep something else because they are compiled.
+
+    A recomputed block keeps its inputs in either mode. What is offloaded is planned as in eager mode: all of it leaves
+    the device.
+    """
+    if not step.is_compiled or step.activation_checkpoint.offload:
+        return {}
+    kept = list_blocks(model)
+    return {
+        f"forward/block {position}": block
+        for position, (index, block) in enumerate(zip(blocks or range(len(kept)), kept, strict=True))
+        if not step.activation_checkpoint.recomputes(index)
+    }
 
 
 def _mark(tracer: StepTracer, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:

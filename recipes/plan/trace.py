@@ -285,6 +285,10 @@ class StepTracer(TorchDispatchMode):
             block.category = category
         return block
 
+    def knows(self, tensor: Tensor) -> bool:
+        """Return whether the storage of a tensor is tracked."""
+        return local(tensor).untyped_storage()._cdata in self._refs
+
     def _note_transfer(self, record: _Record, args: Any) -> None:
         """Record a copy to or from host memory as a transfer; its source and the copy that returns are activations."""
         known = [self._refs.get(tensor.untyped_storage()._cdata) for tensor in args[:2]]
