@@ -32,7 +32,14 @@ from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
-__all__ = ["dynamo_config", "get_mesh_info", "inductor_config", "partitioner_config", "set_aside_modes", "set_group_timeout"]
+__all__ = [
+    "dynamo_config",
+    "get_mesh_info",
+    "inductor_config",
+    "partitioner_config",
+    "set_aside_modes",
+    "set_group_timeout",
+]
 
 ONEDNN_LINEAR: Any = torch.ops.mkldnn._linear_pointwise  # of torch.compile, for linear layers with constant weights
 COLLECTIVES: Any = torch.ops._c10d_functional

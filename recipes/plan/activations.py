@@ -1,7 +1,8 @@
 """Model activation offloading (transfer time) and memory budgets on top of a recorded step."""
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from unittest.mock import patch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from recipes.activation_checkpoint import host_offload
 from recipes.plan.roofline import StepSeconds
-from recipes.plan.trace import ACTIVATIONS, KEPT, OFFLOADED, TEMPORARY, Op, StepTracer
+from recipes.plan.trace import KEPT, OFFLOADED, TEMPORARY, Op, StepTracer
 
 PCIE_BYTES_PER_SECOND = 20e9  # each way, pinned memory: PCIe 4.0 x16; depends on the host
 
@@ -87,48 +88,47 @@ def keep_budget(ops: Sequence[Op], fraction: float) -> list[Op]:
     recomputed = 1.0 - fraction
     if not recomputed:
         return list(ops)
-    forward: dict[str, tuple[list[Op], int]] = {}  # place -> operators, bytes to recompute
+    forward: dict[str, tuple[list[Op], Counter[str]]] = {}  # place -> operators, bytes to recompute by category
     result: list[Op] = []
     for section, group in groupby(ops, key=lambda op: op.section):
         direction, _, place = section.partition("/")
         part = list(group)
         if direction == "forward" and place not in ("", "embedding", "head"):
-            kept, dropped = drop_kept(part, recomputed, KEPT)
+            kept, dropped = drop_kept(part, dict.fromkeys(KEPT, recomputed))
             forward[place] = part, dropped
             part = kept
         elif direction == "backward" and place in forward:
-            again, num_bytes = forward.pop(place)
+            again, dropped = forward.pop(place)
             repeats = [_repeat(op, section, recomputed) for op in again if op.cost.kind not in ("view", "collective")]
             if repeats:
-                repeats[0] = replace(repeats[0], allocated={ACTIVATIONS: num_bytes})
+                repeats[0] = replace(repeats[0], allocated=dict(dropped))
             result += repeats
         result += part
     return result
 
 
-def drop_kept(part: Sequence[Op], share: float, categories: Collection[str]) -> tuple[list[Op], int]:
-    """Return a block's forward pass that frees a fraction of what it keeps at its end, and the bytes freed.
+def drop_kept(part: Sequence[Op], shares: Mapping[str, float]) -> tuple[list[Op], Counter[str]]:
+    """Return a block's forward pass that frees a part of what it keeps at its end, and the bytes freed, by category.
 
     Args:
         part: Operators of the forward pass of a block.
-        share: Fraction to free of everything but the block's output; below 0, that much more is kept.
-        categories: Categories to free from, of `KEPT`.
+        shares: Fraction to free of everything but the block's output, by category; below 0, that much more is kept.
     """
-    makers = [number for number, op in enumerate(part) if any(op.allocated.get(name, 0) for name in categories)]
-    total = 0
+    makers = [number for number, op in enumerate(part) if any(op.allocated.get(name, 0) for name in KEPT)]
+    dropped: Counter[str] = Counter()
     kept = list(part)
     for number in makers[:-1]:  # the last one makes the block's output
         allocated = dict(part[number].allocated)
-        for name in categories:
+        for name, share in shares.items():
             num_bytes = round(share * allocated.get(name, 0))
             if num_bytes:
                 allocated[name] -= num_bytes
                 allocated[TEMPORARY] = allocated.get(TEMPORARY, 0) + max(num_bytes, 0)
-                total += num_bytes
+                dropped[name] += num_bytes
         kept[number] = replace(part[number], allocated=allocated)
-    last = kept[-1]
-    kept[-1] = replace(last, freed=last.freed | {TEMPORARY: last.freed.get(TEMPORARY, 0) + max(total, 0)})
-    return kept, total
+    last, total = kept[-1], sum(max(num_bytes, 0) for num_bytes in dropped.values())
+    kept[-1] = replace(last, freed=last.freed | {TEMPORARY: last.freed.get(TEMPORARY, 0) + total})
+    return kept, dropped
 
 
 def _repeat(op: Op, section: str, share: float) -> Op:

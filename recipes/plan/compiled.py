@@ -5,9 +5,11 @@ copies of a norm, in the kernels of the backward pass. A recorded step has the o
 tensors are an upper bound; only what its blocks keep is replaced.
 """
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -16,15 +18,16 @@ from torch import Tensor, nn
 
 from recipes.parallel.placement import local
 from recipes.plan.activations import drop_kept
-from recipes.plan.trace import ACTIVATIONS, CASTS, Op, StepTracer
+from recipes.plan.trace import ACTIVATIONS, CASTS, KEPT, Op, StepTracer
+from recipes.precision import Precision
 from recipes.runtime.console import LOGGER
-from recipes.torch_internals import FakeTensorMode, dynamo_config, set_aside_modes, tree_leaves
+from recipes.torch_internals import FakeTensorMode, dynamo_config, partitioner_config, set_aside_modes, tree_leaves
 
 _BACKEND = "aot_eager_decomp_partition"  # inductor's decompositions and partitioner, without its kernels
 _MOST_SHAPES = 256  # of one class of block in a process; by default torch runs the ninth one in eager mode
-# Part of a block's activations that the compiler recomputes, by all that decides it. It does not depend on the size of
-# the batch, so that a search over micro-batches compiles once
-_shares: dict[tuple[object, ...], float | None] = {}
+# Fractions of what a block keeps in eager mode that it does not keep compiled, by all that decides them. They do not
+# depend on the size of the batch, so that a search over micro-batches compiles once
+_shares: dict[tuple[object, ...], dict[str, float]] = {}
 
 
 class CompiledBlocks:
@@ -34,12 +37,17 @@ class CompiledBlocks:
         blocks: Blocks that run compiled, by section of the tracer; their `forward` is wrapped in place.
         tracer: Tracer of the step.
         fake: Mode of its tensors.
+        precision: Precision of the run, whose own products are compiled, although others are recorded.
     """
 
-    def __init__(self, blocks: dict[str, nn.Module], tracer: StepTracer, fake: FakeTensorMode) -> None:
+    def __init__(
+        self, blocks: dict[str, nn.Module], tracer: StepTracer, fake: FakeTensorMode, precision: Precision
+    ) -> None:
         self._tracer = tracer
         self._fake = fake
+        self._precision = precision
         self._keys: dict[str, tuple[object, ...]] = {}
+        self._counted_in: dict[tuple[object, ...], str] = {}  # the first section of each kind of block
         self._kept: Counter[str] = Counter()  # bytes by section, without the block's output
         for section, block in blocks.items():
             block.forward = self._counting(section, block, block.forward)
@@ -47,16 +55,15 @@ class CompiledBlocks:
     def _counting(self, section: str, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def counting_forward(*inputs: Any, **options: Any) -> Any:
             if torch.is_grad_enabled():
-                self._keys[section] = key = _describe(block, inputs, options)
-                if key not in _shares:
-                    self._count(section, key, forward, inputs, options)
+                self._keys[section] = key = (self._precision, *_describe(block, inputs, options))
+                if key not in _shares and self._counted_in.setdefault(key, section) == section:
+                    with _products_of(self._precision, block):
+                        self._count(section, key, partial(forward, *inputs, **options))
             return forward(*inputs, **options)
 
         return counting_forward
 
-    def _count(
-        self, section: str, key: tuple[object, ...], forward: Callable[..., Any], inputs: Any, options: Any
-    ) -> None:
+    def _count(self, section: str, key: tuple[object, ...], run: partial[Any]) -> None:
         saved: dict[int, torch.UntypedStorage] = {}
 
         def note(tensor: Tensor) -> Tensor:
@@ -66,12 +73,13 @@ class CompiledBlocks:
             return tensor
 
         limits = dynamo_config.patch(recompile_limit=_MOST_SHAPES, fail_on_recompile_limit_hit=True)
+        no_budget = partitioner_config.patch(activation_memory_budget=1.0)  # `keep_budget` models it
         hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
         try:
-            with set_aside_modes(), self._fake, limits, hooks:
-                out = torch.compile(forward, backend=_BACKEND, dynamic=False)(*inputs, **options)
+            with set_aside_modes(), self._fake, limits, no_budget, hooks:
+                out = torch.compile(run.func, backend=_BACKEND, dynamic=False)(*run.args, **run.keywords)
         except (RuntimeError, NotImplementedError) as error:  # of Dynamo, or of an operator without fake results
-            _shares[key] = None
+            _shares[key] = {}
             LOGGER.info(f"activations of {section} are those of eager mode: {' '.join(str(error).split())[:200]}")
             return
         for tensor in tree_leaves(out):
@@ -85,7 +93,7 @@ class CompiledBlocks:
         Args:
             ops: Operators of a step in eager mode.
         """
-        dropped: dict[str, int] = {}
+        dropped: dict[str, Counter[str]] = {}
         result: list[Op] = []
         for section, group in groupby(ops, key=lambda op: op.section):
             part = list(group)
@@ -95,12 +103,37 @@ class CompiledBlocks:
                 result += part
             elif direction == "forward":
                 if key not in _shares:
-                    _shares[key] = _find_share(part, self._kept[section])
-                part, dropped[place] = drop_kept(part, _shares[key] or 0.0, [ACTIVATIONS])
+                    _shares[key] = self._find_shares(part, self._kept[section])
+                part, dropped[place] = drop_kept(part, _shares[key])
                 result += part
             else:
-                result += _scale_frees(part, dropped.pop(place, 0))
+                result += _keep_frees(part, dropped.pop(place, Counter()))
         return result
+
+    def _find_shares(self, part: Sequence[Op], kept: float) -> dict[str, float]:
+        """Return the fractions of what a block keeps in eager mode that it does not keep, by category.
+
+        Args:
+            part: Its forward pass.
+            kept: Bytes that it keeps, without its output.
+        """
+        _, eager = drop_kept(part, dict.fromkeys(KEPT, 1.0))
+        # both modes keep autocast's copies of the weights
+        shares = {CASTS: 1.0 if self._precision.replaces_products else 0.0}
+        casts = (1.0 - shares[CASTS]) * eager[CASTS]
+        return shares | ({ACTIVATIONS: 1.0 - (kept - casts) / eager[ACTIVATIONS]} if eager[ACTIVATIONS] else {})
+
+
+@contextlib.contextmanager
+def _products_of(precision: Precision, block: nn.Module) -> Iterator[None]:
+    """Give a block the linear layers of a precision."""
+    places = [(parent, name, child) for parent in block.modules() for name, child in parent.named_children()]
+    precision.convert_products(block, shards_weights=False)
+    try:
+        yield
+    finally:
+        for parent, name, child in places:
+            setattr(parent, name, child)
 
 
 def _describe(block: nn.Module, inputs: Any, options: Any) -> tuple[object, ...]:
@@ -115,22 +148,13 @@ def _describe(block: nn.Module, inputs: Any, options: Any) -> tuple[object, ...]
     return modules, weights, shapes, is_cast and torch.get_autocast_dtype("cpu")
 
 
-def _find_share(part: Sequence[Op], kept: float) -> float:
-    """Return the part of a block's activations, without its output, that it does not keep."""
-    _, everything = drop_kept(part, 1.0, [ACTIVATIONS])
-    casts = sum(op.allocated.get(CASTS, 0) - op.freed.get(CASTS, 0) for op in part)  # the compiler keeps them, too
-    return 1.0 - (kept - casts) / everything if everything else 0.0
-
-
-def _scale_frees(part: Sequence[Op], num_bytes: int) -> list[Op]:
-    """Return the backward pass of a block without freeing this much of its activations."""
-    freed = sum(op.freed.get(ACTIVATIONS, 0) for op in part)
-    if not (freed and num_bytes):
-        return list(part)
-    rest = 1.0 - num_bytes / freed
+def _keep_frees(part: Sequence[Op], dropped: Mapping[str, int]) -> list[Op]:
+    """Return the backward pass of a block that does not free what it no longer keeps, in bytes by category."""
+    rest = {
+        name: 1.0 - num_bytes / freed
+        for name, num_bytes in dropped.items()
+        if (freed := sum(op.freed.get(name, 0) for op in part))
+    }
     return [
-        replace(op, freed=op.freed | {ACTIVATIONS: round(rest * op.freed[ACTIVATIONS])})
-        if ACTIVATIONS in op.freed
-        else op
-        for op in part
+        replace(op, freed={name: round(rest.get(name, 1.0) * size) for name, size in op.freed.items()}) for op in part
     ]

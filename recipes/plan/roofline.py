@@ -9,9 +9,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from recipes.plan.trace import Op
-
-_FUSES_NOT = ("embedding", "_fused_", "_foreach_", "index", "nll_loss", "storage")
+from recipes.plan.trace import Op, is_fusible, is_in_compiled_place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,13 +121,12 @@ def time_step(ops: Sequence[Op], rates: Rates, *, is_compiled: bool) -> StepSeco
     for op in ops:
         if op.cost.kind == "transfer":  # overlaps with computation
             continue
-        place = op.section.partition("/")[2]
-        fuses = is_compiled and (place not in ("", "embedding"))
+        fuses = is_fusible(op.name, op.cost)
         part = step.sections.setdefault(op.section, Seconds())
-        if fused and (fused[0].section != op.section or not _is_fusible(op)):
+        if fused and (fused[0].section != op.section or not fuses):
             _add_fused(step.sections[fused[0].section], fused, rates)
             fused = []
-        if fuses and _is_fusible(op):
+        if fuses and is_compiled and is_in_compiled_place(op.section):
             fused.append(op)
         else:
             _add(part, op, rates)
@@ -139,11 +136,6 @@ def time_step(ops: Sequence[Op], rates: Rates, *, is_compiled: bool) -> StepSeco
         launch = rates.launch_seconds[is_compiled and "/" in name]
         part.waiting = max(part.num_launches * launch - part.total, 0.0)
     return step
-
-
-def _is_fusible(op: Op) -> bool:
-    name = op.name.partition("::")[2]
-    return op.cost.kind == "memory" and not any(word in name for word in _FUSES_NOT)
 
 
 def _add(part: Seconds, op: Op, rates: Rates) -> None:

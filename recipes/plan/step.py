@@ -150,7 +150,7 @@ def record_step(
                 tracer.add(tensor, category=FROZEN)
             _mark(tracer, parameters, optimizer)
             _mark_blocks(model, tracer)
-            compiled = CompiledBlocks(_list_compiled(step, model, blocks), tracer, fake)
+            compiled = CompiledBlocks(_list_compiled(step, model, blocks), tracer, fake, step.precision)
             if step.drops_gradients:
                 for parameter in parameters:
                     drop = functools.partial(_drop_gradient, tracer)
@@ -163,7 +163,7 @@ def record_step(
                 tracer.section = "optimizer"
                 optimizer.step()
                 _mark(tracer, parameters, optimizer)
-        return compiled.replace_kept(tracer.ops())
+        return compiled.replace_kept(tracer.ops(is_compiled=step.is_compiled))
 
 
 def _compute(

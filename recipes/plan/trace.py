@@ -35,6 +35,10 @@ _FILLS = {
 }
 
 
+# fused into no kernel with their neighbors
+_FUSES_NOT = ("embedding", "_fused_", "_foreach_", "index", "nll_loss", "storage")
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Cost of one operator.
@@ -89,6 +93,16 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) ->
     else:
         traffic = _traffic(inputs, outputs)
     return Cost("memory", 0.0, traffic, dtype, 1)
+
+
+def is_fusible(name: str, cost: Cost) -> bool:
+    """Return whether torch.compile fuses an operator with its neighbors, given its name with the namespace."""
+    return cost.kind == "memory" and not any(word in name.partition("::")[2] for word in _FUSES_NOT)
+
+
+def is_in_compiled_place(section: str) -> bool:
+    """Return whether a section is that of a block or of the loss, which a compiled run compiles."""
+    return section.partition("/")[2] not in ("", "embedding")
 
 
 def bytes_of(tensor: Tensor) -> float:
@@ -343,9 +357,16 @@ class StepTracer(TorchDispatchMode):
         for _, block in self._refs.values():
             block.outlives_forward = True
 
-    def ops(self) -> list[Op]:
-        """Return the recorded operators with a category for every storage; views are merged into the previous one."""
+    def ops(self, *, is_compiled: bool = False) -> list[Op]:
+        """Return the recorded operators with a category for every storage; views are merged into the previous one.
+
+        Args:
+            is_compiled: Whether blocks and loss are compiled: what adjacent elementwise operators pass to each other
+                then takes no memory.
+        """
         ops: list[Op] = []
+        if is_compiled:
+            _fuse(self._records)
         numbers: dict[_Block, int] = {}
 
         def number(block: _Block) -> int:
@@ -386,6 +407,30 @@ def _group_name(args: Sequence[Any]) -> str:
             return dist.ProcessGroup.unbox(arg).group_name
     names = [arg for arg in args if isinstance(arg, str)]  # the name of the reduction precedes that of the group
     return names[-1] if names else ""
+
+
+def _fuse(records: Iterable[_Record]) -> None:
+    """Move the memory of each run of adjacent elementwise operators to its ends, in place, without what it frees."""
+    run: list[_Record] = []
+    for record in records:
+        fuses = is_in_compiled_place(record.section) and is_fusible(record.name, record.cost)
+        is_view = record.cost.kind == "view" and not any(size > 0 for _, size in record.changes)
+        if not (run and run[0].section == record.section and (fuses or is_view)):
+            _merge_changes(run)
+            run = []
+        if run or fuses:
+            run.append(record)
+    _merge_changes(run)
+
+
+def _merge_changes(run: Sequence[_Record]) -> None:
+    changes = [change for record in run for change in record.changes]
+    inside = {block for block, size in changes if size > 0} & {block for block, size in changes if size < 0}
+    for record in run:
+        record.changes = []
+    for block, size in changes:
+        if block not in inside:
+            run[0 if size > 0 else -1].changes.append((block, size))
 
 
 def _sum_by_category(changes: Iterable[tuple[_Block, int]]) -> dict[str, int]:

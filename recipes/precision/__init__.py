@@ -41,8 +41,16 @@ class Precision:
         """Whether autocast runs matmuls in a lower precision than that of the weights."""
         return self.compute_dtype != self.param_dtype
 
+    @property
+    def replaces_products(self) -> bool:
+        """Whether `convert_products` replaces layers, which then save weights in their own dtype, not in autocast's."""
+        return False
+
     def convert(self, model: nn.Module, *, shards_weights: bool) -> None:
         """Replace modules of a model on the meta device as this precision requires; none by default."""
+
+    def convert_products(self, module: nn.Module, *, shards_weights: bool) -> None:
+        """Replace the linear layers inside a module, a tower of blocks or a block, for `convert`; none by default."""
 
     @property
     def scales_loss(self) -> bool:

@@ -10,9 +10,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from recipes.blocks import named_blocks
 from recipes.errors import ConfigError
+from recipes.numerics.torchao_import import without_warnings_of_torchao
 from recipes.precision import Precision
 
 _MULTIPLE = 16  # both dimensions of a matrix must be multiples of this for float8 tensor cores
@@ -33,6 +35,12 @@ class Float8Precision(Precision):
     scaling: Literal["tensorwise", "rowwise"]
     emulate: bool
 
+    @property
+    @override
+    def replaces_products(self) -> bool:
+        return True
+
+    @override
     def convert(self, model: nn.Module, *, shards_weights: bool) -> None:
         """Convert the linear layers of all blocks to float8 matmuls in place, keeping names and values.
 
@@ -44,21 +52,26 @@ class Float8Precision(Precision):
         Raises:
             ConfigError: The GPU does not support float8.
         """
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
         if not self.emulate and torch.cuda.get_device_capability() < _LEAST_CAPABILITY:
             raise ConfigError(
                 "precision=fp8-mixed",
                 f"{torch.cuda.get_device_name()} has no float8 units",
                 "precision=bf16-mixed",
             )
+        for tower in named_blocks(model).values():
+            self.convert_products(tower, shards_weights=shards_weights)
+
+    @override
+    def convert_products(self, module: nn.Module, *, shards_weights: bool) -> None:
+        with without_warnings_of_torchao():
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
         config = dataclasses.replace(
             Float8LinearConfig.from_recipe_name(self.scaling),
             emulate=self.emulate,
             enable_fsdp_float8_all_gather=shards_weights and self.scaling == "tensorwise",
         )
-        for tower in named_blocks(model).values():
-            convert_to_float8_training(tower, config=config, module_filter_fn=_fits)
+        convert_to_float8_training(module, config=config, module_filter_fn=_fits)
 
 
 def _fits(module: nn.Module, name: str) -> bool:

@@ -78,8 +78,8 @@ def test_a_budget_of_nothing_keeps_what_every_block_keeps(plans: dict[str, Plan]
     none, half, whole = (
         _plan(option, f"activation_checkpoint.memory_budget={fraction}", compiled=True) for fraction in (0.0, 0.5, 1.0)
     )
-    assert none.peak.total == pytest.approx(plans["full"].peak.total, rel=0.001)
-    assert whole.peak.total == plans["none"].peak.total
+    assert none.peak.total == pytest.approx(_plan("activation_checkpoint=full", compiled=True).peak.total, rel=0.001)
+    assert whole.peak.total == _plan(compiled=True).peak.total < plans["none"].peak.total
     middle = (none.peak.total + whole.peak.total) / 2
     assert half.peak.total == pytest.approx(middle, rel=0.001)
     assert _seconds(whole) < _seconds(half) < _seconds(none)
