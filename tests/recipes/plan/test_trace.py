@@ -77,3 +77,23 @@ def test_the_tracer_leaves_no_trace_of_itself() -> None:
     with FakeTensorMode(), StepTracer():
         torch.zeros(1)
     assert torch.UntypedStorage.resize_ is before
+
+
+def test_what_elementwise_operators_of_a_compiled_block_pass_on_takes_no_memory() -> None:
+    peaks = {}
+    for is_compiled in (False, True):
+        with FakeTensorMode(), StepTracer() as tracer:
+            tracer.section = "forward/block 0"
+            product = torch.zeros(16, 16) @ torch.zeros(16, 16)  # 1 KiB each
+            wide = product.to(torch.float64)  # 2 KiB
+            shifted = wide.mul(2).view(-1)
+            del wide, product
+            narrow = shifted.to(torch.float32)
+            del shifted
+            result = narrow.view(16, 16) @ narrow.view(16, 16)
+            del narrow, result
+        moments = list(timeline(tracer.ops(is_compiled=is_compiled)))
+        (first,) = [index for index, moment in enumerate(moments) if moment.op == "aten::mm"][:1]
+        peaks[is_compiled] = max(moment.total for moment in moments[first + 1 :])
+        assert sum(moments[-1].held.values()) <= 2 * KIB
+    assert peaks == {False: 5 * KIB, True: 2 * KIB}  # compiled, the kernel reads one KiB and writes one
