@@ -35,7 +35,10 @@ MODEL += ["model.hidden_size=256", "model.num_heads=4", "model.num_layers=6", "t
 SCALED = ["model=gpt2_nano", "data=random_tokens", "model.vocab_size=2515", "seq_len=256", "model.max_seq_len=256"]
 SCALED += ["model.hidden_size=320", "model.num_heads=5", "model.num_layers=12", "precision=bf16-mixed"]
 SCALED += ["global_batch_size=12", "trainer.max_steps=3"]
-XL = ["recipe=single_bf16", "model=gpt2_xl", "data=random_tokens", "global_batch_size=16", "plan.hardware=h100"]
+XL = [
+    *("mode=plan", "recipe=single_bf16", "model=gpt2_xl", "data=random_tokens", "global_batch_size=16"),
+    "plan.hardware=h100",
+]
 H100 = find_cluster("h100", per_node=1, num_nodes=1, interconnect=None, memory_gib=None)
 ALL_LOGITS = "loss_chunk_tokens=null"
 SELECTIVE = "activation_checkpoint=selective"

@@ -7,7 +7,7 @@ tensors are an upper bound; only what its blocks keep is replaced.
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -82,9 +82,12 @@ class CompiledBlocks:
             _shares[key] = {}
             LOGGER.info(f"activations of {section} are those of eager mode: {' '.join(str(error).split())[:200]}")
             return
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                saved.pop(local(tensor).untyped_storage()._cdata, None)
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        for node in _walk(outputs):
+            for tensor in getattr(node, "_tensors_no_vc_check", ()):  # saved past the hooks (torch 2.13)
+                note(tensor)
+        for tensor in outputs:
+            saved.pop(local(tensor).untyped_storage()._cdata, None)
         self._kept[section] += sum(storage.nbytes() for storage in saved.values())
 
     def replace_kept(self, ops: Sequence[Op]) -> list[Op]:
@@ -122,6 +125,18 @@ class CompiledBlocks:
         shares = {CASTS: 1.0 if self._precision.replaces_products else 0.0}
         casts = (1.0 - shares[CASTS]) * eager[CASTS]
         return shares | ({ACTIVATIONS: 1.0 - (kept - casts) / eager[ACTIVATIONS]} if eager[ACTIVATIONS] else {})
+
+
+def _walk(outputs: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield the nodes of the autograd graph of tensors."""
+    waiting: list[Any] = [output.grad_fn for output in outputs]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]
 
 
 @contextlib.contextmanager

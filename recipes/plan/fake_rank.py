@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from recipes.mesh import Mesh
+from recipes.numerics import linear
 from recipes.parallel.experts import ExpertRanks, make_expert_mesh
 from recipes.precision import Precision
 from recipes.torch_internals import FakeStore, unset_fake_temporarily
@@ -118,7 +119,7 @@ def fake_ranks(world_size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gpu_operators(on_gpu: bool) -> Iterator[None]:
-    """Emulate operators that differ on a GPU: dropout keeps a mask of one byte per element there."""
+    """Emulate what differs on a GPU: dropout keeps a mask of one byte per element, and no product is oneDNN's."""
     if not on_gpu:
         yield
         return
@@ -128,7 +129,7 @@ def gpu_operators(on_gpu: bool) -> Iterator[None]:
             return input
         return torch.native_dropout(input, p, True)[0]
 
-    with patch.object(nn.functional, "dropout", native):
+    with patch.object(nn.functional, "dropout", native), patch.object(linear, "ONEDNN_IS_FASTER", False):
         yield
 
 
