@@ -7,6 +7,8 @@ in a process of its own, and take turns of a few steps, so that drift of the mac
 
 `python benchmarks/peers_reinforcement.py lengths <folder>` compares a step with longer completions: a model that
 answers with letters at random, from 8 of them up, is rewarded for those of the first half of the alphabet.
+
+`python benchmarks/peers_reinforcement.py gpu` takes GPT-2 124M on a GPU, and 64 completions of 256 tokens a step.
 """
 
 import json
@@ -38,6 +40,9 @@ CASES: dict[str, int | None] = {"8 to 10 tokens": None, "10 tokens": 10}
 LENGTHS = (8, 32)  # longest completions
 STEPS_OF_LENGTHS = 20
 LONG = (*(override for override in COMMON if "max_seq_len" not in override), "model.max_seq_len=128")
+
+ON_GPU = {"skip": 4, "completions": 64, "max_new_tokens": 256, "lr": 1e-6, "warmup_steps": 2, "threads": 8}
+STEPS_ON_GPU = 10
 
 
 def list_overrides(base: Path, prompts: Path, seed: int, *, steps: int, typed: Sequence[str]) -> list[str]:
@@ -114,6 +119,8 @@ def compare(spec: dict[str, Any]) -> list[dict[str, Any]]:
             median, ours = (statistics.median(each[key][skip:]) for each in (of_one, found["recipe_grpo"]))
             row |= {f"step, {unit}": f"{median:.2f}", f"{unit} / recipe": f"{median / ours:.2f}"}
         row["peak, MiB"] = f"{of_one['peak_rss_bytes'] / 2**20:.0f}"
+        if of_one["peak_gpu_bytes"]:
+            row["peak of the GPU, MiB"] = f"{of_one['peak_gpu_bytes'] / 2**20:.0f}"
         for first in range(0, steps, PART):
             part = of_one["rewards"][first : first + PART]
             row[f"reward, {first + 1} to {first + PART}"] = f"{statistics.mean(part):.2f}"
@@ -218,8 +225,39 @@ def measure_lengths(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+def measure_on_gpu(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of GPT-2 124M, which has read some of Python's standard library; few of its samples end."""
+    base, prompts, rewards = folder / "base", folder / "prompts.jsonl", folder / "rewards.py"
+    typed = ["recipe=single_bf16", "model=gpt2", "model.vocab_size=32768", "tokenizer=bpe", "data=stdlib_text"]
+    typed += ["trainer.max_steps=20", "global_batch_size=32", "eval_every=20", "eval_samples=8", "save_every=20"]
+    typed += ["compile=false", "~callbacks.report", f"data.cache_dir={folder / 'cache'}", f"hydra.run.dir={base}"]
+    subprocess.run([sys.executable, "train.py", *typed], cwd=ROOT, check=True, stdout=sys.stderr)
+    lines = Path(json.__file__).read_text().splitlines()
+    asked = ["\n".join(lines[first : first + 6])[:160] for first in range(len(lines) - 6)]
+    prompts.write_text("".join(json.dumps({"prompt": text, "answer": "e"}) + "\n" for text in asked))
+    rewards.write_text(REWARDS)
+    spec = make_spec(base, export(base, folder / "model"), prompts, SEEDS[0], steps=STEPS_ON_GPU, reward=rewards)
+    spec |= ON_GPU | {"accelerator": "gpu"}
+    spec["overrides"] = [
+        *("recipe=grpo", "reward=mine", f"reward.mine.path={rewards}:early_letters", f"start_from={base}"),
+        "~callbacks.report",
+        *("model=gpt2", "model.vocab_size=32768", "tokenizer=bpe", f"seed={SEEDS[0]}", "precision=bf16-mixed"),
+        *(f"data.path={prompts}", f"data.cache_dir={folder / 'cache'}", "data.val_fraction=0.05"),
+        *(f"rollout.num_generations={NUM_GENERATIONS}", f"rollout.max_new_tokens={spec['max_new_tokens']}"),
+        *(f"global_batch_size={spec['completions']}", f"micro_batch_size={spec['completions']}"),
+        *(f"optimizer.lr={spec['lr']}", f"warmup_steps={spec['warmup_steps']}", "save_every=null"),
+        *(f"trainer.max_steps={spec['steps']}", f"eval_every={10 * spec['steps']}", "eval_samples=8"),
+    ]
+    return compare(spec)
+
+
 def main() -> None:
     typed = sys.argv[1:]
+    if typed == ["gpu"]:
+        with tempfile.TemporaryDirectory() as name:
+            rows = measure_on_gpu(Path(name))
+        report("peers_reinforcement_gpu", rows, command="python benchmarks/peers_reinforcement.py gpu")
+        return
     of_lengths = typed[:1] == ["lengths"]
     given = typed[1:] if of_lengths else typed
     with tempfile.TemporaryDirectory() as name:

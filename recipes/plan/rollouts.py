@@ -93,8 +93,18 @@ def plan_rollouts(resolved: ResolvedRun, planned: Plan, *, rates: Rates | Operat
     cache_bytes = None if values is None else values * num_rows * itemsize // shards
     held = planned.moments[0].held
     held_bytes = sum(held.get(kind, 0) for kind in (WEIGHTS, MASTER, OPTIMIZER, FROZEN, REWARD_MODELS))
-    seconds = None
-    if rates is not None and cache_bytes is not None:
+    token_seconds = None
+    if isinstance(rates, OperatorTimer):
+        token_seconds = time_token(
+            resolved.make_model,
+            block_kinds(model, recomputes=lambda _: False),
+            num_rows=num_rows,
+            length=max_tokens - max_new_tokens // 2,  # of a cache that fills up meanwhile
+            sampling=cast(Rollout, resolved.make("rollout")).sampling,
+            precision=precision,
+            device=rates.device,
+        )
+    elif rates is not None and cache_bytes is not None and planned.times is not None:
         weight_bytes = planned.num_parameters * precision.param_dtype.itemsize // shards
         read = weight_bytes + cache_bytes * (1 - max_new_tokens / 2 / max_tokens)
         launches = planned.times.step.of("forward/").num_launches * rates.launch_seconds[0]  # nothing is compiled

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from recipes.config.check.start_from import read_vocabularies
-from recipes.config.check.suggestions import find_typed_choice, suggest_addition
+from recipes.config.check.suggestions import OWN_REWARD, find_typed_choice, suggest_addition
 from recipes.config.resolved import ResolvedRun
 from recipes.config.traits import select
 from recipes.config.trust import RUNS_FILE

@@ -154,7 +154,11 @@ def test_a_reward_that_fails_for_some_completions_costs_these_alone(
     assert "called for each completion alone" in capsys.readouterr().out
 
 
-def test_rows_of_an_eager_run_on_a_cpu_have_less_than_8_columns_of_padding(files: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def equal(
+    files: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[dict[str, float]], list[tuple[int, int]], Path]:
+    """Return the rows of a run whose completions all have one reward, the widths of its batches, and its folder."""
     widths: list[tuple[int, int]] = []
     folder = tmp_path_factory.mktemp("equal") / "run"
     look = PolicyTuning._look
@@ -169,7 +173,7 @@ def test_rows_of_an_eager_run_on_a_cpu_have_less_than_8_columns_of_padding(files
     return rows, widths, folder
 
 
-def test_rows_of_an_eager_run_have_less_than_16_columns_of_padding(equal: Any) -> None:
+def test_rows_of_an_eager_run_on_a_cpu_have_less_than_8_columns_of_padding(equal: Any) -> None:
     _, widths, _ = equal
     assert widths
     assert all(longest <= width < longest + 8 for width, longest in widths), widths
