@@ -15,13 +15,15 @@ from omegaconf.errors import OmegaConfBaseException
 from recipes.config.check.sections import NODES, SETTINGS, list_groups
 from recipes.config.check.suggestions import list_options, suggest_option
 from recipes.config.local_path import find_address
-from recipes.config.overrides import drop_replaced, for_shell, parse_or_quote
+from recipes.config.overrides import drop_replaced, for_shell, make_override, parse_or_quote
 from recipes.config.search_path import find_config_folders, select_search_path
 from recipes.errors import ConfigError, type_command
+from recipes.reward.model_folder import EXPORT, SETTING
 
 _STAGE = re.compile(r"([+~]{0,2})stages\.([^.=]+)\.(.+)", re.DOTALL)  # of an override of one stage
 _SEVERAL = re.compile(r"""[^\s='"{\[(]+=[^\s'"{\[(]*\s+[+~]*[\w.@/]+=""")  # overrides in one text
 _NAME = re.compile(r"[A-Za-z][\w-]*")
+_EXPORTED = (SETTING,)  # settings that may name the stage which exports the model
 _SECTIONS = ("every_stage", "stages")
 _EXAMPLE = "stages: {pretrain: [recipe=quickstart], sft: [recipe=sft, data.path=rows.jsonl]}"
 _OF_PIPELINE = ("pipeline=", "hydra.run.dir=", "resume=", "start_from=", "mode=")  # and of no stage
@@ -44,6 +46,7 @@ class Stage:
         overrides: What is typed for it, without what says from which stage it starts.
         source: The earlier stage whose weights it starts from or acts on; None: there is none.
         trains: Whether it trains; otherwise it has a mode that acts on the run of another stage.
+        reads: Earlier stages whose exported models it reads.
     """
 
     name: str
@@ -51,6 +54,17 @@ class Stage:
     overrides: list[str]
     source: str | None
     trains: bool
+    reads: tuple[str, ...] = ()
+
+    @property
+    def export(self) -> Path:
+        """Folder of the model that this stage exports, if that is its mode and `mode.path` is not set."""
+        return self.folder / EXPORT
+
+    @property
+    def exports(self) -> bool:
+        """Whether it exports a model to the folder `export`."""
+        return "mode=export" in self.overrides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +114,11 @@ def read_command(typed: Sequence[str], *, config_folder: Path) -> PipelineComman
         words = drop_replaced([*around[0], *overrides, *around[1], *of_one])
         words = [text for text in words if text not in foreign]
         source, words, unfit = _take_source(stage, words, stages, list(own), trains=trains)
-        mistakes += [*foreign.values(), *unfit]
+        words, reads, unread = _name_exports(stage, words, stages, list(own))
+        mistakes += [*foreign.values(), *unfit, *unread]
         digits = len(str(len(own)))
         of_stage = folder / f"{number:0{digits}d}_{stage}"
-        stages.append(Stage(name=stage, folder=of_stage, overrides=words, source=source, trains=trains))
+        stages.append(Stage(name=stage, folder=of_stage, overrides=words, source=source, trains=trains, reads=reads))
     return PipelineCommand(name=name, folder=folder, stages=stages, mistakes=[*mistakes, *_reject(typed, stages, own)])
 
 
@@ -233,6 +248,28 @@ def _take_source(
         mistakes.append(ConfigError(f"stage {stage}: {key}={chosen}", reason, f"stages.{stage}.{key}={near[0]}"))
         return None, kept, mistakes
     return None, [*kept, f"{key}={chosen}"], mistakes
+
+
+def _name_exports(
+    stage: str, overrides: Sequence[str], before: Sequence[Stage], names: Sequence[str]
+) -> tuple[list[str], tuple[str, ...], list[ConfigError]]:
+    """Return overrides with the folders of models that name the stages which export them, these stages, and errors."""
+    exported = {each.name: each for each in before if each.exports}
+    kept, reads, mistakes = list[str](), list[str](), list[ConfigError]()
+    for text in overrides:
+        key, _, chosen = text.partition("=")
+        if key not in _EXPORTED or chosen not in names:
+            kept.append(text)
+        elif chosen in exported:
+            kept.append(make_override(key, str(exported[chosen].export)))
+            reads.append(chosen)
+        else:
+            is_before = chosen in [each.name for each in before]
+            reason = "it exports no model" if is_before else "it does not run before this one"
+            fix = f"stages.{stage}.{key}=<{' | '.join(exported) or 'a stage with [mode=export]'}>"
+            kept.append(text)
+            mistakes.append(ConfigError(f"stage {stage}: {text}", reason, fix))
+    return kept, tuple(reads), mistakes
 
 
 def _find_foreign(stage: str, text: str) -> Iterator[ConfigError]:

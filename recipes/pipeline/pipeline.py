@@ -22,6 +22,7 @@ from recipes.launcher import Launcher
 from recipes.launcher.composed_job import compose_job
 from recipes.launcher.job import CLUSTER_JOB, Job, State
 from recipes.pipeline.command_line import PipelineCommand, Stage, read_command
+from recipes.reward.model_folder import SETTING
 from recipes.run_folder import (
     CONFIG_FILE,
     EVALUATIONS,
@@ -132,10 +133,22 @@ def plan_stages(stages: Sequence[Stage], *, config_folder: Path, config_name: st
         if run is not None and not mistakes and not acts_alone:
             reason = "a stage trains, or acts on the run of another one, and nobody answers it"
             mistakes = [ConfigError(f"mode={run.mode.name}", reason, "mode=evaluate, test, predict, sample or export")]
+        # names of stages that export none are mistakes of the command line already
+        models = {
+            *(str(each.stage.export) for each in planned.values() if each.stage.exports),
+            *(s.name for s in stages),
+        }
+        mistakes = [mistake for mistake in mistakes if not _is_awaited(mistake, models)]
         if run is not None and not mistakes:
             mistakes = [*_check_written(run, planned.values())]
         planned[stage.name] = Planned(stage=stage, run=run, mistakes=mistakes)
     return list(planned.values())
+
+
+def _is_awaited(mistake: ConfigError, models: Iterable[str]) -> bool:
+    """Return whether an error is that a model is not there which an earlier stage exports: a start checks it again."""
+    key, _, path = mistake.setting.partition("=")
+    return key == SETTING and not Path(path).exists() and path in models
 
 
 def _inherit(source: Planned, stage: Stage, config_folder: Path, config_name: str) -> list[str]:
@@ -317,7 +330,16 @@ class Pipeline:
         return entry.state is State.FINISHED and is_same and (self.folder / entry.folder).is_dir()
 
     def _identify_source(self, planned: Planned) -> str | None:
-        """Return the hash of the checkpoint that a stage starts from; None if there is none, or it was removed."""
+        """Return the hash of the weights that a stage starts from and reads; None if there are none any more."""
+        of_source = self._identify_start(planned)
+        by_name = {each.stage.name: each for each in self._planned}
+        read = [self._identify_start(by_name[name]) for name in planned.stage.reads]
+        if not read:
+            return of_source
+        return None if None in read else hashlib.sha256(" ".join(map(str, [of_source, *read])).encode()).hexdigest()
+
+    def _identify_start(self, planned: Planned) -> str | None:
+        """Return the hash of the checkpoint that a stage starts from or acts on; None if there is none any more."""
         source, run = planned.stage.source, planned.run
         assert run is not None, "a pipeline with errors is not started"
         named = run.start_from if planned.stage.trains else run.resume

@@ -7,7 +7,7 @@ from recipes.errors import ConfigError, type_setting
 from recipes.foreign_file import missing_published
 from recipes.run_folder import CONFIG_FILE
 
-_EXPORT = "export"  # where mode=export writes, in the folder of a run
+EXPORT = "export"  # where mode=export writes, in the folder of a run
 MODEL = "recipes.reward.model.RewardModel"
 SETTING = "reward.model.pretrained"
 ANOTHER_TOKENIZER = (
@@ -19,8 +19,8 @@ ANOTHER_TOKENIZER = (
 def find_export(pretrained: str) -> str:
     """Return the export of a run where its folder is named, if there is one; else what is named."""
     run = Path(os.path.expanduser(pretrained))
-    is_exported = (run / CONFIG_FILE).is_file() and (run / _EXPORT / "config.json").is_file()
-    return str(Path(pretrained) / _EXPORT) if is_exported else pretrained
+    is_exported = (run / CONFIG_FILE).is_file() and (run / EXPORT / "config.json").is_file()
+    return str(Path(pretrained) / EXPORT) if is_exported else pretrained
 
 
 def count_bytes(pretrained: str) -> int | None:

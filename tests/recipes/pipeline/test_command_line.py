@@ -192,6 +192,37 @@ def test_a_stage_neither_writes_where_another_one_does_nor_waits_for_a_person(ow
     ]
 
 
+_JUDGED = """
+every_stage: [model=gpt2_nano, tokenizer=bytes, model.vocab_size=257]
+stages:
+  sft: [recipe=sft_demo]
+  judge: [recipe=reward_model, data=synthetic_preferences]
+  judged: [mode=export]
+  ppo: [recipe=ppo, start_from=sft, data=synthetic_prompts, reward=model, reward.model.pretrained=judged]
+  answers: [mode=evaluate]
+"""
+
+
+def test_a_stage_reads_the_model_that_an_earlier_one_exports_before_it_is_there(own: Path) -> None:
+    assert _write(own, _JUDGED) == []
+    command = _read(own, name="other")
+    ppo = command.stages[3]
+    assert (ppo.source, ppo.reads) == ("sft", ("judged",))
+    assert f"reward.model.pretrained={command.stages[2].folder}/export" in ppo.overrides
+    assert [*name_stages(plan_stages(command.stages, config_folder=CONF, config_name="config"))] == []
+
+
+@pytest.mark.parametrize(
+    ("named", "reason"), [("judge", "it exports no model"), ("answers", "it does not run before this one")]
+)
+def test_a_stage_that_exports_no_model_before_is_one_mistake(own: Path, named: str, reason: str) -> None:
+    [mistake] = _write(own, _JUDGED.replace("pretrained=judged", f"pretrained={named}"))
+    fix = "type stages.ppo.reward.model.pretrained=<judged>"
+    assert mistake == f"stage ppo: reward.model.pretrained={named}: {reason}; {fix}"
+    command = _read(own, name="other")
+    assert [*name_stages(plan_stages(command.stages, config_folder=CONF, config_name="config"))] == []
+
+
 def test_a_stage_without_its_pipeline_is_answered_with_the_pipelines() -> None:
     typed = ["stages.sft.optimizer.lr=1"]
     [mistake] = compose_and_check(typed, config_folder=CONF, config_name="config")[1]

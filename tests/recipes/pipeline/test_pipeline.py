@@ -229,3 +229,26 @@ def test_the_mistakes_of_all_stages_are_reported_together(
     assert any(text.startswith("stage pretrain: optimizer.lrr=1") for text in found)
     assert any(text.startswith("stage second: start_from=pretrain model.num_layers=3") for text in found)
     assert any(text.startswith("stage evaluate: mode.split=tst") for text in found)
+
+
+@pytest.mark.slow
+def test_a_changed_judge_reruns_its_export_and_the_policy_that_reads_it_and_nothing_else(pipelines: Pipelines) -> None:
+    size = ["model=gpt2_nano", "model.num_layers=1", "tokenizer=bytes", "model.vocab_size=257"]
+    length = ["trainer.max_steps=2", "eval_every=2", "save_every=2", "~callbacks.report"]
+    judged = ["start_from=sft", "data=synthetic_prompts", "reward=model", "reward.model.pretrained=judged"]
+    stages = {
+        "sft": ["recipe=sft_demo"],
+        "judge": ["recipe=reward_model", "data=synthetic_preferences"],
+        "judged": ["mode=export"],
+        "ppo": ["recipe=ppo", *judged, "rollout.max_new_tokens=12", "eval_samples=8"],
+    }
+    file = pipelines.folder / "own/pipeline/judged.yaml"
+    file.write_text(json.dumps({"every_stage": [*size, *length], "stages": stages}))
+    exit_code, output = pipelines.run("judged", pipeline="judged")
+    assert exit_code == 0, output
+    assert "reward/model" in read_metrics(pipelines.folder / "judged/4_ppo")[0]
+    exit_code, output = pipelines.run("judged", "stages.judge.optimizer.lr=1e-4", pipeline="judged")
+    assert exit_code == 0, output
+    assert "stage 1 of 4: sft: finished before" in output
+    replaced = sorted(path.name for path in (pipelines.folder / "judged").glob("*_replaced"))
+    assert replaced == ["2_judge_replaced", "3_judged_replaced", "4_ppo_replaced"]
