@@ -262,8 +262,9 @@ def main() -> None:
     seeds = [int(seed) for seed in sys.argv[1:]] or SEEDS
     for seed in seeds:  # the rows of other seeds stay
         file = RESULTS / "reinforcement.json"
+        found = measure_order(seed)
         kept = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.exists() else []
-        rows = [*(row for row in kept if row["seed"] != seed), *measure_order(seed)]
+        rows = [*(row for row in kept if row["seed"] != seed), *found]
         report("reinforcement", rows, command="python benchmarks/reinforcement.py <seed>")
 
 
