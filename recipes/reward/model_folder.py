@@ -35,6 +35,6 @@ def count_bytes(pretrained: str) -> int | None:
 def find_missing(pretrained: str) -> ConfigError | None:
     """Return why there is no model in the file system under the path that names it; None also for a hub name."""
     if find_export(pretrained) == pretrained and (Path(os.path.expanduser(pretrained)) / CONFIG_FILE).is_file():
-        fix = f"{type_setting('mode', 'export')} {type_setting('resume', pretrained)}, and then this command again"
+        fix = f"{type_setting('mode', 'export')} {type_setting('resume', pretrained)} and then this command again"
         return ConfigError(type_setting(SETTING, pretrained), "it is a run whose model is not exported yet", fix)
     return missing_published(find_export(pretrained), SETTING)

@@ -48,7 +48,7 @@ MISTAKES = {
     "recipe=sft_demo reward=model reward.model.pretrained=/no": "reward.model.pretrained=/no: there is no such folder;"
     " type reward.model.pretrained=<folder with config.json, or hub id>",
     "recipe=sft_demo reward=model reward.model.pretrained=RUN": "reward.model.pretrained=RUN: it is a run whose model"
-    " is not exported yet; type mode=export resume=RUN, and then this command again",
+    " is not exported yet; type mode=export resume=RUN and then this command again",
     "recipe=sft_demo reward=model reward.model.pretrained=ENCODER": "reward.model.pretrained=ENCODER: it holds a"
     " BertModel, which has no score; type reward.model.pretrained=<exported reward model, or its run>",
     "recipe=sft_demo seq_len=64 reward=model reward.model.pretrained=SHORT": "seq_len=64"
