@@ -146,6 +146,7 @@ PACKED_DATA = {
     "_target_": "recipes.data.synthetic_tasks.SyntheticTasks",
     "tasks": ["rev", "sort"],
     "num_examples": 400,
+    "mixed_answers": False,
     "shuffle_answers": False,
     "chat_template": "auto",
     "train_on": "answers",

@@ -60,8 +60,9 @@ def compose_all(overrides: Sequence[Sequence[str]], file: Path) -> None:
         with contextlib.suppress(AssertionError):  # a mistake is raised again by the case, which reports it
             COMPOSED[tuple(typed)] = pickle.dumps(composed_config(*typed))
     mine = Path(f"{file}.{rank}")
-    mine.with_suffix(".part").write_bytes(pickle.dumps(COMPOSED))
-    mine.with_suffix(".part").rename(mine)
+    part = Path(f"{mine}.part")  # with the rank in its name
+    part.write_bytes(pickle.dumps(COMPOSED))
+    part.rename(mine)
     for other in range(num_ranks):
         while not (theirs := Path(f"{file}.{other}")).exists():
             time.sleep(0.01)
