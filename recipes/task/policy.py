@@ -34,9 +34,9 @@ from recipes.task.generation import list_tokens
 
 Entropy = Literal["loss", "measure"]  # with its gradient or without
 _OF_BATCH = ("seeds", "num_uses")
-# nothing is compiled for a length; completions are short, and columns of padding cost as much. On a GPU products in
-# float8 need a multiple of 16 rows; on a CPU only the ranks of tensor parallelism divide the columns
-_PAD_TO_EAGER, _PAD_TO_CPU = 16, 8
+# nothing is compiled for a length; completions are short, and columns of padding cost as much. Products in float8 need
+# a multiple of 16 rows
+_PAD_TO_EAGER = 16
 _OF_ROWS = ("num_inputs", "num_tokens", "is_truncated", "rewards", "scores", "errors")  # [R] or [R, F]
 
 
@@ -291,8 +291,10 @@ class PolicyTuning(AnswerTask):
         return {name: value[:, :width] if name in self.of_tokens_names else value for name, value in mine.items()}
 
     def _fit_width(self, longest: int) -> int:
-        """Return the length of padded rows of up to so many tokens."""
-        eager = _PAD_TO_CPU if self.device.type == "cpu" else _PAD_TO_EAGER
+        """Return the length of padded rows of up to so many tokens; on a CPU, ranks of tensor parallelism divide it."""
+        group = self.engine.groups.tensor
+        on_cpu = 1 if group is None else dist.get_world_size(group)
+        eager = on_cpu if self.device.type == "cpu" else _PAD_TO_EAGER
         pad_to = eager if self._compile_mode is None else PAD_TO
         seq_len: int = self.source.seq_len
         return min(-(-longest // pad_to) * pad_to, seq_len)

@@ -173,10 +173,10 @@ def equal(
     return rows, widths, folder
 
 
-def test_rows_of_an_eager_run_on_a_cpu_have_less_than_8_columns_of_padding(equal: Any) -> None:
+def test_rows_of_an_eager_run_on_a_cpu_have_no_column_that_all_pad(equal: Any) -> None:
     _, widths, _ = equal
     assert widths
-    assert all(longest <= width < longest + 8 for width, longest in widths), widths
+    assert all(width == longest for width, longest in widths), widths
 
 
 def test_groups_without_spread_move_no_weight(equal: Any) -> None:
