@@ -58,12 +58,13 @@ class Stage:
 
     @property
     def export(self) -> Path:
-        """Folder of the model that this stage exports, if that is its mode and `mode.path` is not set."""
-        return self.folder / EXPORT
+        """Folder of the model that this stage exports, if that is its mode."""
+        typed = [text.partition("=")[2] for text in self.overrides if text.startswith("mode.path=")]
+        return self.folder / EXPORT if not typed or typed[-1] == "null" else Path(typed[-1])
 
     @property
     def exports(self) -> bool:
-        """Whether it exports a model to the folder `export`."""
+        """Whether it exports a model."""
         return "mode=export" in self.overrides
 
 

@@ -209,6 +209,8 @@ def test_a_stage_reads_the_model_that_an_earlier_one_exports_before_it_is_there(
     ppo = command.stages[3]
     assert (ppo.source, ppo.reads) == ("sft", ("judged",))
     assert f"reward.model.pretrained={command.stages[2].folder}/export" in ppo.overrides
+    assert _write(own, _JUDGED.replace("[mode=export]", "[mode=export, mode.path=judge_of_mine]")) == []
+    assert "reward.model.pretrained=judge_of_mine" in _read(own, name="other").stages[3].overrides
     assert [*name_stages(plan_stages(command.stages, config_folder=CONF, config_name="config"))] == []
 
 
