@@ -39,3 +39,7 @@ run_folder.py             L1  file names of a run folder and their readers
 errors.py                 L1  what you set, why it cannot work, what to type
 cache.py                  L1  folders shared by processes, such as tokenized text
 """
+
+from recipes.torchvision_import import repair as _repair
+
+_repair()  # before Lightning is imported, by whoever: torchmetrics imports torchvision where it is installed

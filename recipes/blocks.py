@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-Tower = nn.ModuleList | nn.ModuleDict  # a pipeline rank has some blocks of a tower, by their index in the whole model
+# in order; a pipeline rank has some blocks of a tower, by their index in the whole model
+Tower = nn.ModuleList | nn.Sequential | nn.ModuleDict
 
 
 def named_blocks(model: nn.Module) -> dict[str, Tower]:
@@ -83,7 +84,7 @@ def keep_blocks(model: nn.Module, indices: Collection[int]) -> None:
     """
     first = 0
     for tower in named_blocks(model).values():
-        assert isinstance(tower, nn.ModuleList), "only a pipeline rank has some blocks already"
+        assert not isinstance(tower, nn.ModuleDict), "only a pipeline rank has some blocks already"
         length = len(tower)
         for index in reversed(range(length)):
             if first + index not in indices:

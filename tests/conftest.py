@@ -13,6 +13,8 @@ from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import recipes  # noqa: F401, I001  # before Lightning, which then imports torchvision beside a CPU build of torch
+
 import pytest
 import torch
 import warm_python

@@ -39,6 +39,7 @@ MARK_FOLDER = Path(tempfile.gettempdir()) / "warm_python_marks"  # see `started.
 _REAL = subprocess.Popen
 # imported by most runs eventually; some may not exist in other versions
 _MODULES = (
+    "recipes",  # first, as in conftest.py
     "deepspeed",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "hydra",
