@@ -24,6 +24,7 @@ COPIES = {
     ("callbacks", "generation_eval", "rewards", "functions"): ("reward",),
     ("task", "rewards", "functions"): ("reward",),
     ("task", "rollout"): ("rollout",),
+    ("data", "transform"): ("transform",),
 }
 # classes that execute a Python file -> the argument that names it
 RUNS_FILE = {"recipes.reward.mine.OwnFunction": "path"}

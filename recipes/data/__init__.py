@@ -55,6 +55,10 @@ class RandomSampleDataset(SampleDataset, Protocol):
     validations, `mode=evaluate` of the training split and plans; a validation that cannot do without, as of masked
     tokens, draws there from `rng_at(0, index)`. What `count_inputs` and `targets_per_sample` say holds for every draw.
     A dataset that draws only with some settings has `sample = None` otherwise, and loses nothing.
+
+    Optional, `mix_pair(first, second, rng, position)`, or None: returns two neighbours of a micro-batch of training in
+    the place of the samples at `position` and the next one, with a generator of the pair. A micro-batch then has an
+    even size, so that any split of the stream holds the same pairs. Validations do not call it.
     """
 
     def sample(self, index: int, rng: Generator, /) -> dict[str, Tensor]: ...

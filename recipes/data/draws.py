@@ -10,6 +10,8 @@ share a sequence, and it has no state to fill (2.6 us, one number 0.3 us more). 
 the same.
 """
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
+from recipes.errors import ConfigError
+
 _WORD = (1 << 64) - 1
+_PAIRS = (
+    1 << 63
+)  # added to the position of a pair, which draws other numbers than its first sample; positions are below
 
 
 class _Key(ISeedSequence):
@@ -52,10 +59,10 @@ def has_draws(dataset: object) -> bool:
 
 
 class DrawnSamples(Dataset[dict[str, Tensor]]):
-    """Samples of a dataset that draws, by (index, position).
+    """Samples of a dataset that draws, by (index, position); mixed in pairs where they are read as micro-batches.
 
     Args:
-        dataset: Has `sample(index, rng)`.
+        dataset: Has `sample(index, rng)`, and perhaps `mix_pair(first, second, rng, position)`.
         seed: Seed of the run.
     """
 
@@ -71,3 +78,22 @@ class DrawnSamples(Dataset[dict[str, Tensor]]):
         index, position = place
         sample: dict[str, Tensor] = self._dataset.sample(index, rng_at(self._seed, position))
         return sample
+
+    def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[dict[str, Tensor]]:
+        """Return the samples of a micro-batch, each two neighbours mixed with each other if the dataset does that.
+
+        Micro-batches of any even size hold the same pairs, whatever rank or loader process reads them.
+
+        Raises:
+            ConfigError: They are mixed, and one has no neighbour.
+        """
+        samples = [self[place] for place in places]
+        mix_pair = getattr(self._dataset, "mix_pair", None)
+        if mix_pair is None:
+            return samples
+        if len(samples) % 2:
+            reason = "images are mixed in pairs, and the last one of a micro-batch has no partner"
+            raise ConfigError(f"micro_batch_size={len(samples)}", reason, f"micro_batch_size={len(samples) + 1}")
+        pairs = zip(samples[::2], samples[1::2], places[::2], strict=True)
+        mixed = (mix_pair(*pair, rng_at(self._seed, _PAIRS | at), at) for *pair, (_, at) in pairs)
+        return list(itertools.chain.from_iterable(mixed))

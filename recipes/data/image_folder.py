@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from recipes.data.dataset import seeded_generators
-from recipes.data.image_transform import ImageTransform
 from recipes.errors import ConfigError, type_extra
 from recipes.tokenizer import Tokenizer
+from recipes.transform.images import ImageTransform
 
 LOGGER = logging.getLogger("lightning_recipes")
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -113,7 +113,8 @@ class ImageFolder:
         labels = Counter(self._splits["train"].labels.tolist())
         smallest, largest = min(labels.values()), max(labels.values())
         balance = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
-        return f"{counts}; {self.num_classes} classes of {balance} in training; it draws {self.transform.describe()}"
+        drawn = f"{counts}; {self.num_classes} classes of {balance} in training; it draws {self.transform.describe()}"
+        return "; ".join(filter(None, (drawn, self.transform.describe_origin())))
 
     def train(self) -> "Images":
         """Return the training samples."""
@@ -178,6 +179,8 @@ class Images(Dataset[dict[str, Tensor]]):
         self._transform = transform
         self._skips = skips
         self._bad: set[int] = set()
+        if not transform.mixing.is_on:
+            self.mix_pair = None  # type: ignore[assignment, method-assign]
 
     def __len__(self) -> int:
         return len(self._files)
@@ -192,6 +195,13 @@ class Images(Dataset[dict[str, Tensor]]):
         image, label = self._read(index)
         with seeded_generators(rng):
             return {"inputs": self._transform.draw(image), "targets": label}
+
+    def mix_pair(
+        self, first: dict[str, Tensor], second: dict[str, Tensor], rng: Generator, position: int
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return two neighbours of the stream, mixed with each other: inputs [C, S, S], targets [V] float."""
+        epoch, num_classes = position / len(self), len(self._files.class_names)
+        return self._transform.mix_pair(first, second, rng, epoch=epoch, num_classes=num_classes)
 
     def _read(self, index: int) -> tuple[Tensor, Tensor]:
         """Return an image [C, H, W] uint8 and its class, [] int64.

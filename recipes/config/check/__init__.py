@@ -39,6 +39,7 @@ from recipes.config.check.sections import NO_SUCH_KEY, check_settings, check_str
 from recipes.config.check.start_from import check_start_from
 from recipes.config.check.strategy import check_optimizer, check_strategy
 from recipes.config.check.suggestions import suggest_options
+from recipes.config.check.transform import check_mixing
 from recipes.config.resolved import ResolvedRun
 from recipes.config.search_path import find_config_folders
 from recipes.config.traits import select
@@ -144,6 +145,7 @@ def _check_all(run: ResolvedRun, overrides: Sequence[str]) -> list[ConfigError]:
         *wrong_ranks,
         *check_policy(run, has_ranks=has_ranks),  # before that of the batch, whose sizes may split its groups
         *check_batch_size(run, has_ranks=has_ranks),
+        *check_mixing(run, has_ranks=has_ranks),
         *check_mesh(run, has_ranks=has_ranks),
         *check_moe(run, has_ranks=has_ranks),
         *check_compatibility(run),
