@@ -39,7 +39,7 @@ _SAVE_STEPS = 100  # of `save_every=auto`
 UNREAD_BY_LOADING = frozenset(
     {
         *("callbacks", "clipping", "data", "eval_data", "evaluator", "logger", "loss", "metrics", "optimizer"),
-        *("reward", "rollout", "scheduler", "tokenizer"),
+        *("reward", "rollout", "scheduler", "tokenizer", "transform"),
     }
 )
 

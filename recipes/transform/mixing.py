@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from numpy.random import Generator
 from torch import Tensor
 
+Pair = tuple[Tensor, Tensor]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
@@ -59,8 +61,8 @@ class Mixing:
             epoch: Passes over the training data before the pair.
             num_classes: V.
         """
-        targets = [_to_probabilities(sample["targets"], num_classes) for sample in (first, second)]  # [V] each
-        images = [first["inputs"], second["inputs"]]
+        images = first["inputs"], second["inputs"]
+        targets = _to_probabilities(first["targets"], num_classes), _to_probabilities(second["targets"], num_classes)
         is_over = self.epochs is not None and epoch >= self.epochs
         if not is_over and rng.random() < self.probability:
             uses_cutmix = self.cutmix > 0 and (self.mixup == 0 or rng.random() < self.switch)
@@ -87,18 +89,18 @@ class Mixing:
         return ", ".join(parts)
 
 
-def blend(first: Tensor, second: Tensor, kept: float) -> list[Tensor]:
+def blend(first: Tensor, second: Tensor, kept: float) -> Pair:
     """Return the mean of two tensors with the weight `kept` of the first, and that with the weight of the second."""
-    return [first * kept + second * (1.0 - kept), second * kept + first * (1.0 - kept)]
+    return first * kept + second * (1.0 - kept), second * kept + first * (1.0 - kept)
 
 
-def exchange(first: Tensor, second: Tensor, rows: slice, columns: slice) -> tuple[list[Tensor], float]:
+def exchange(first: Tensor, second: Tensor, rows: slice, columns: slice) -> tuple[Pair, float]:
     """Exchange a rectangle of two images [C, H, W]; the second value is the share of the pixels that stay."""
     of_first, of_second = first.clone(), second.clone()
     of_first[:, rows, columns] = second[:, rows, columns]
     of_second[:, rows, columns] = first[:, rows, columns]
     area = (rows.stop - rows.start) * (columns.stop - columns.start)
-    return [of_first, of_second], 1.0 - area / float(first.shape[-2] * first.shape[-1])
+    return (of_first, of_second), 1.0 - area / float(first.shape[-2] * first.shape[-1])
 
 
 def draw_box(kept: float, size: tuple[int, int], rng: Generator) -> tuple[slice, slice]:

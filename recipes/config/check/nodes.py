@@ -67,7 +67,10 @@ NO_DEFAULT = "it has no default"  # of a setting that an option leaves to be typ
 _REPEATED = tuple(".".join(place) for place in COPIES)
 # groups whose target may be of another package -> what each of them is given by build.py
 _OF_ANY_PACKAGE = {"optimizer": "the model", "scheduler": "the step", "scheduler.torch": "an optimizer"}
-_PACKAGES = ("recipes", "callbacks", "lightning", "torch", "torchmetrics", "transformers", "optuna", "deepspeed")
+_PACKAGES = (
+    *("recipes", "callbacks", "lightning", "torch", "torchmetrics", "torchvision", "transformers"),
+    *("optuna", "deepspeed"),
+)
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _HYDRA_ONLY = ("_args_", "_convert_", "_recursive_")  # of Hydra's own instantiation, which builds no node here
 # what to type for a text, by the setting; in a data source by its last name

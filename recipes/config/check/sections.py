@@ -50,7 +50,7 @@ COMPOSING = ("recipe", "debug", "hydra", "pipeline")  # groups without a section
 # sections without a target, or with one only sometimes
 WITHOUT_TARGET = (
     *("callbacks", "dashboard", "eval_data", "evaluator", "logger", "lr_scaling", "metrics", "quality"),
-    *("reward", "rollout", "tokenizer"),
+    *("reward", "rollout", "tokenizer", "transform"),
 )
 _NEEDED_OF_TRAINER = ("max_steps", "accelerator", "devices", "num_nodes", "accumulate_grad_batches")
 _MAX_NAME_BYTES = 200  # file systems have 255; W&B and the sweep add to it
