@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from recipes.data.dataset import seeded_generators
-from recipes.data.image_transform import ImageTransform
 from recipes.data.order import mix64
 from recipes.errors import ConfigError, type_extra
 from recipes.tokenizer import Tokenizer
+from recipes.transform.images import ImageTransform
 
 _TRAINING = (
     "DejaVuSans",
