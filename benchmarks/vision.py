@@ -1,0 +1,211 @@
+"""Measure training on images and tables on sets that packages ship, each beside a control that must fail.
+
+- Letters of six fonts, tested on nine others, with and without augmentation; the control has labels by chance.
+- A ViT that has learned letters, and then digits of which 100 are labelled: only its head is trained (a linear probe),
+  or all of it with rates that decay by layer. The controls start from weights by chance.
+- SimCLR on digits without labels, and a linear probe on its features; the control is a probe on features by chance.
+- Two tables beside scikit-learn's own linear models on the same rows.
+
+`python benchmarks/vision.py letters|digits|features|tables` runs one of the parts. Seeds are 1234, 7 and 42.
+"""
+
+import csv
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measure import report
+
+SEEDS = (1234, 7, 42)
+NUM_LABELLED = 10  # images of each digit that have a label
+VIT = (
+    *("model=timm", "model.name=vit_tiny_patch16_224", "model.in_channels=1", "model.image_size=16"),
+    "model.arguments={patch_size: 4, embed_dim: 96, depth: 4, num_heads: 3}",
+)
+GRAY = ("transform.size=16", "transform.mean=[0.5]", "transform.std=[0.5]", "transform.flip=0")
+AUGMENTED = ("transform=randaugment", "transform.crop=padded", "transform.padding=2", "transform.eval_crop=1.0", *GRAY)
+COMMON = ("~callbacks.report", "save_every=null", "eval_samples=null")
+LETTERS: dict[str, tuple[str, ...]] = {
+    "letters": (),
+    "letters, no augmentation": ("transform.crop=none", "transform.policy=none", "transform.erase=0"),
+    "letters, labels by chance": ("data.shuffle_labels=true",),
+}
+
+
+def train(folder: Path, overrides: Sequence[str], seed: int) -> dict[str, float]:
+    """Train in this process, and return the last row of metrics that has a validation, and minutes."""
+    import lightning_recipes as lr
+
+    print(folder.name, f"seed {seed}", *overrides, file=sys.stderr, flush=True)
+    began = time.monotonic()
+    lr.compose(*overrides, *COMMON, f"seed={seed}", f"hydra.run.dir={folder}").fit()
+    rows = [row for row in lr.read(folder).rows if "val/loss" in row]
+    return {**rows[-1], "minutes": (time.monotonic() - began) / 60}
+
+
+def summarize(run: str, values: Sequence[float], *, measure: str, minutes: float) -> dict[str, str]:
+    """Return a row of the result: mean and every seed."""
+    each = ", ".join(f"{value:.3f}" for value in values)
+    row = {"run": run, "measure": measure, "mean": f"{statistics.mean(values):.3f}", "each seed": each}
+    print(row, file=sys.stderr, flush=True)
+    return row | {"minutes of a run": f"{minutes:.1f}"}
+
+
+def over_seeds(run: str, make: Callable[[int], dict[str, float]], *, measure: str = "val/accuracy") -> dict[str, str]:
+    """Train with each seed, and return a row of the result."""
+    found = [make(seed) for seed in SEEDS]
+    minutes = statistics.median(row["minutes"] for row in found)
+    return summarize(run, [row[measure] for row in found], measure=measure, minutes=minutes)
+
+
+def measure_letters(folder: Path) -> list[dict[str, str]]:
+    """Return the accuracy on letters of fonts that training never saw."""
+    return [
+        over_seeds(
+            run,
+            lambda seed, run=run, typed=typed: train(  # type: ignore[misc]
+                folder / f"{run} {seed}", ["recipe=vision_quickstart", *typed, "eval_every=400"], seed
+            ),
+        )
+        for run, typed in LETTERS.items()
+    ]
+
+
+def write_digits(folder: Path) -> dict[str, Path]:
+    """Write scikit-learn's digits as image folders: all, and ten of each class with all of validation."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    count = dict.fromkeys(range(10), 0)
+    for index, (image, label) in enumerate(zip(pixels.reshape(-1, 8, 8), labels.tolist(), strict=True)):
+        is_val = index % 5 == 0
+        folders = [folder / "all" / ("val" if is_val else "train")]
+        if is_val or count[label] < NUM_LABELLED:
+            folders.append(folder / "few" / folders[0].name)
+        count[label] += not is_val
+        for split in folders:
+            (split / str(label)).mkdir(parents=True, exist_ok=True)
+            Image.fromarray((image * 255 / 16).astype(np.uint8)).save(split / str(label) / f"{index}.png")
+    return {"all": folder / "all", "few": folder / "few"}
+
+
+def measure_digits(folder: Path) -> list[dict[str, str]]:
+    """Return the accuracy on digits of a ViT that has learned letters, and 100 labelled digits."""
+    digits = write_digits(folder)
+    bases = {}
+    for seed in SEEDS:
+        bases[seed] = folder / f"base {seed}"
+        typed = ["data=letters", *VIT, "model.num_classes=26", *AUGMENTED, "trainer.max_steps=600", "warmup_steps=30"]
+        typed += ["global_batch_size=78", "optimizer.lr=1e-3", "eval_every=600", "loss.label_smoothing=0.1"]
+        train(bases[seed], [*typed, "save_every=600"], seed)
+    data = [*VIT, "model.num_classes=10", "data=image_folder", f"data.path={digits['few']}", *AUGMENTED]
+    length = ["trainer.max_steps=200", "warmup_steps=10", "eval_every=200", "global_batch_size=50", "log_every=50"]
+    probe, whole = ["recipe=linear_probe"], ["recipe=finetune_vision"]
+    runs = {
+        "digits, linear probe of letters": (probe, True, ["optimizer.lr=1e-2"]),
+        "digits, linear probe of weights by chance": (probe, False, ["optimizer.lr=1e-2"]),
+        "digits, fine-tuned from letters, rates by layer": (whole, True, ["optimizer.lr=1e-3"]),
+        "digits, from weights by chance": (whole, False, ["optimizer.lr=1e-3", "optimizer.layer_decay=null"]),
+    }
+
+    def run(name: str, seed: int) -> dict[str, float]:
+        recipe, starts, tuned = runs[name]
+        start = [f"start_from={bases[seed]}"] if starts else []
+        return train(folder / f"{name} {seed}", [*recipe, *data, *length, *tuned, *start], seed)
+
+    return [over_seeds(name, lambda seed, name=name: run(name, seed)) for name in runs]  # type: ignore[misc]
+
+
+def measure_features(folder: Path) -> list[dict[str, str]]:
+    """Return the accuracy of a linear probe on features of SimCLR, with 100 labelled digits."""
+    digits = write_digits(folder)
+    model = ["model=timm", "model.name=resnet10t", "model.in_channels=1"]
+    length = ["trainer.max_steps=200", "warmup_steps=20", "eval_every=200", "log_every=50"]
+    bases = {}
+    for seed in SEEDS:
+        bases[seed] = folder / f"simclr {seed}"
+        typed = ["recipe=simclr", *model, f"data.path={digits['all']}", *GRAY, "global_batch_size=256"]
+        train(bases[seed], [*typed, *length, "micro_batch_size=64", "optimizer.lr=1e-3", "save_every=200"], seed)
+    few = [*model, "model.num_classes=10", "data=image_folder", f"data.path={digits['few']}", *AUGMENTED]
+
+    def run(name: str, seed: int, start: Sequence[str]) -> dict[str, float]:
+        typed = ["recipe=linear_probe", *few, *length, "global_batch_size=50", "optimizer.lr=1e-2", *start]
+        return train(folder / f"{name} {seed}", typed, seed)
+
+    names = ("digits, linear probe of SimCLR's features", "digits, linear probe of features by chance")
+    return [
+        over_seeds(names[0], lambda seed: run("probe", seed, [f"start_from={bases[seed]}"])),
+        over_seeds(names[1], lambda seed: run("chance", seed, [])),
+    ]
+
+
+def write_table(path: Path, inputs: Any, targets: Any, names: Sequence[str]) -> Path:
+    """Write rows of a table with a column for each input, and `target`."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([*names, "target"])
+        writer.writerows([*map(repr, map(float, row)), target] for row, target in zip(inputs, targets, strict=True))
+    return path
+
+
+def measure_tables(folder: Path) -> list[dict[str, str]]:
+    """Return R2 of diabetes and accuracy of breast cancer, ours and scikit-learn's, on the same held-out rows."""
+    from sklearn.datasets import load_breast_cancer, load_diabetes
+    from sklearn.linear_model import LinearRegression, LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    rows = []
+    sets = {
+        "diabetes": (load_diabetes(), "recipe=regression", "val/r2", LinearRegression()),
+        "breast cancer": (load_breast_cancer(), "recipe=multi_label", "val/accuracy", LogisticRegression()),
+    }
+    for name, (loaded, recipe, measure, peer) in sets.items():
+        is_val = np.arange(len(loaded.target)) % 5 == 0
+        targets: Any = loaded.target.astype(float if measure == "val/r2" else int).tolist()
+        columns = [str(column).replace(" ", "_") for column in loaded.feature_names]
+        files = {}
+        for split, chosen in (("train", ~is_val), ("val", is_val)):
+            of_split = [target for target, is_in in zip(targets, chosen, strict=True) if is_in]
+            files[split] = write_table(folder / f"{name} {split}.csv", loaded.data[chosen], of_split, columns)
+        fitted = make_pipeline(StandardScaler(), peer).fit(loaded.data[~is_val], loaded.target[~is_val])
+        score = float(fitted.score(loaded.data[is_val], loaded.target[is_val]))
+        rows.append(summarize(f"{name}, scikit-learn's {type(peer).__name__}", [score], measure=measure, minutes=0.0))
+        typed = [recipe, f"data.path={files['train']}", f"data.val_path={files['val']}"]
+        linear, chance = ["model.widths=[]"], ["data.shuffle_targets=true"]
+        for label, more in (("linear", linear), ("two layers", []), ("two layers, targets by chance", chance)):
+            rows.append(
+                over_seeds(
+                    f"{name}, {label}",
+                    lambda seed, typed=typed, label=label, more=more: train(  # type: ignore[misc]
+                        folder / f"{typed[0]} {label} {seed}", [*typed, *more], seed
+                    ),
+                    measure=measure,
+                )
+            )
+    return rows
+
+
+PARTS: dict[str, Callable[[Path], list[dict[str, str]]]] = {
+    "letters": measure_letters,
+    "digits": measure_digits,
+    "features": measure_features,
+    "tables": measure_tables,
+}
+
+
+def main() -> None:
+    for part in sys.argv[1:] or PARTS:
+        with tempfile.TemporaryDirectory() as name:
+            rows = PARTS[part](Path(name))
+        report(f"vision_{part}", rows, command=f"python benchmarks/vision.py {part}")
+
+
+if __name__ == "__main__":
+    main()
