@@ -165,7 +165,7 @@ class ImageTransform:
         )
         self._of_training = self._make_training()
         self._of_validation = self._make_validation()
-        if self.extra:
+        if self.extra or self.crop == "own":
             self._try_extra()
 
     @property
@@ -183,8 +183,9 @@ class ImageTransform:
         expected = [self.num_channels, self.pixels.size, self.pixels.size]
         if [*sample.shape] != expected:
             reason = f"an image becomes {[*sample.shape]}, and the model reads {expected}"
-            fix = "a v2.Resize or v2.RandomResizedCrop among them" if self.crop == "own" else "transforms of this shape"
-            raise ConfigError(f"transform.extra with {', '.join(self.extra) or 'none'}", reason, fix)
+            cropped = f"{{_target_: torchvision.transforms.v2.RandomResizedCrop, size: {self.pixels.size}}}"
+            fix = f"'+transform.extra.crop={cropped}'" if self.crop == "own" else "transforms that keep the shape"
+            raise ConfigError(self._name_extra(), reason, fix)
         return sample
 
     def __call__(self, image: Tensor) -> Tensor:
@@ -292,7 +293,12 @@ class ImageTransform:
                     raise
                 reason = f"called with an image {[*image.shape]} of uint8, they raise {type(error).__name__}: {error}"
                 fix = "transforms that take such images, of torchvision.transforms.v2"
-                raise ConfigError(f"transform.extra with {', '.join(self.extra)}", reason, fix) from error
+                raise ConfigError(self._name_extra(), reason, fix) from error
+
+    def _name_extra(self) -> str:
+        """Return the settings of the transforms of one's own, as an error names them."""
+        settings = [*(["crop=own"] if self.crop == "own" else []), *(f"extra.{name}" for name in self.extra)]
+        return " ".join(f"transform.{setting}" for setting in settings)
 
 
 def _read_published(model: str | None) -> tuple[dict[str, Any], str]:

@@ -4,6 +4,8 @@ import math
 import os
 from typing import Any
 
+from transformed_images import TRANSFORM
+
 IS_LONG = "LONG_TESTS" in os.environ  # set by `make test-long`
 NUM_STEPS = 20 if IS_LONG else 8
 GLOBAL_BATCH_SIZE = 16
@@ -34,6 +36,11 @@ PLAIN_IMAGES = {
     "targets": "classes",
 }
 DRAWN_IMAGES = PLAIN_IMAGES | {"random_crop_padding": 2, "random_horizontal_flip": True}
+MIXED_IMAGES = {
+    "_target_": "transformed_images.TransformedImages",
+    "num_samples": 37,
+    "transform": TRANSFORM | {"policy": "trivialaugment", "erase": 0.5, "mixup": 0.8, "cutmix": 1.0, "mix_epochs": 2.0},
+}
 # a batch norm would make the micro-batch part of the experiment
 SMALL_CLASSIFIER = ["model=resnet18", "model._target_=small_models.SmallClassifier", "data=digits", "optimizer.lr=1e-2"]
 DECODER = [
@@ -68,6 +75,7 @@ MODELS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "resnet18": (["model=resnet18", "data=digits", "optimizer.lr=1e-3"], IMAGES),
     "plain images": (SMALL_CLASSIFIER, PLAIN_IMAGES),
     "drawn images": (SMALL_CLASSIFIER, DRAWN_IMAGES),
+    "mixed images": ([*SMALL_CLASSIFIER, "data=random_images", "model.in_channels=3"], MIXED_IMAGES),
 }
 
 

@@ -43,6 +43,7 @@ SINGLE = {
     "resnet18": _cases(["single"], model="resnet18", world_size=1, splits=[2])["single x2"],
     "plain images": _cases(["single"], model="plain images", world_size=1, splits=[1])["single x1"],
     "drawn images": _cases(["single"], model="drawn images", world_size=1, splits=[1])["single x1"],
+    "mixed images": _cases(["single"], model="mixed images", world_size=1, splits=[1])["single x1"],
     **{
         f"{precision} x{accumulate}": case(
             "gpt2",
@@ -82,7 +83,7 @@ FOUR_SHORT = {name: FOUR[name] for name in ("hsdp x4",)}
 OTHER_MODELS = {
     f"{model}, {name}": _cases([name], model=model, world_size=2, splits=[1])[f"{name} x1"]
     for model in MODELS
-    if model not in ("gpt2", "experts", "plain images", "drawn images")  # experts: test_moe.py
+    if model not in ("gpt2", "experts", "plain images", "drawn images", "mixed images")  # experts: test_moe.py
     for name in ONE_OF_EACH
 }
 SGD = {
@@ -93,10 +94,9 @@ SGD = {
 OTHER_MODELS |= SGD
 # what is drawn for a sample depends on its position alone: on no rank, micro-batch or loader process
 DRAWN = {
-    f"drawn images, {name}": made
-    for name, made in _cases(
-        ["ddp", "fsdp", "ZeRO-2", "ZeRO-3"], model="drawn images", world_size=2, splits=SPLITS
-    ).items()
+    f"{model}, {name}": made
+    for model in ("drawn images", "mixed images")  # a pair that is mixed is in one micro-batch, whatever its size
+    for name, made in _cases(["ddp", "fsdp", "ZeRO-2", "ZeRO-3"], model=model, world_size=2, splits=SPLITS).items()
 }
 DRAWN["drawn images, fsdp x2, loaded by 2 processes"] = DRAWN["drawn images, fsdp x2"] | {
     "overrides": [*DRAWN["drawn images, fsdp x2"]["overrides"], "loader.num_workers=2"]
@@ -106,13 +106,14 @@ OTHER_SHORT = {
     name: OTHER_MODELS[name]
     for name in (
         *("llama, fsdp", "two towers, fsdp", "resnet18, ddp", "sgd, ZeRO-3, offload"),
-        "drawn images, fsdp x2",
+        *("drawn images, fsdp x2", "mixed images, ddp x4"),
     )
 }
 if IS_LONG:
     SINGLE |= {
-        f"drawn images, {name}": made
-        for name, made in _cases(["single"], model="drawn images", world_size=1, splits=(2, 4)).items()
+        f"{model}, {name}": made
+        for model in ("drawn images", "mixed images")
+        for name, made in _cases(["single"], model=model, world_size=1, splits=(2, 4)).items()
     }
 SINGLE["sgd"] = SINGLE["single x1"] | {
     "overrides": [*SINGLE["single x1"]["overrides"], "optimizer=sgd", "optimizer.lr=0.1"]
@@ -154,7 +155,9 @@ def _equal(rows: list[dict[str, float]], reference: list[dict[str, float]]) -> N
             assert name not in row or row[name] == other[name], name
 
 
-@pytest.mark.parametrize("name", [name for name in SINGLE if name.startswith(("single", "drawn images,"))])
+@pytest.mark.parametrize(
+    "name", [name for name in SINGLE if name.startswith(("single", "drawn images,", "mixed images,"))]
+)
 def test_one_device_gives_the_same_curve_however_it_splits_the_batch(name: str, rows: Rows) -> None:
     reference = rows("single", SINGLE, name.partition(",")[0] if "," in name else "single x1", world_size=1)
     _equal(rows("single", SINGLE, name, world_size=1), reference)
