@@ -395,7 +395,8 @@ def _class_signature(node: ast.ClassDef, module: str, path: Path) -> Signature:
             takes_any=base.takes_any,
             constants=base.constants | constants,
         )
-    if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+    if _is_dataclass(node):
+        base = _dataclass_signature(node, module, path)
         fields = {
             item.target.id: Parameter(written=item.annotation, module=module, value=item.value)
             for item in node.body
@@ -403,7 +404,7 @@ def _class_signature(node: ast.ClassDef, module: str, path: Path) -> Signature:
             and isinstance(item.target, ast.Name)
             and "ClassVar" not in ast.unparse(item.annotation)
         }
-        return Signature(parameters=fields, constants=constants)
+        return Signature(parameters=base.parameters | fields, constants=base.constants | constants)
     base = _base_signature(node, module, path)
     return Signature(parameters=base.parameters, takes_any=base.takes_any, constants=base.constants | constants)
 
@@ -422,6 +423,23 @@ def _base_signature(node: ast.ClassDef, module: str, path: Path) -> Signature:
             except TargetNotFoundError:
                 break
     return Signature(parameters={}, takes_any=bool(node.bases))
+
+
+def _is_dataclass(node: ast.ClassDef) -> bool:
+    return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def _dataclass_signature(node: ast.ClassDef, module: str, path: Path) -> Signature:
+    """Return the signature of the first base that is a dataclass, whose fields a dataclass has, too."""
+    for base in node.bases:
+        if isinstance(base, ast.Name):
+            found, where, name = find(base.id, parse(path).body), module, base.id
+            while isinstance(found, ast.ImportFrom):
+                where, _, name = import_source(found, name, where, module_file(where)).rpartition(".")
+                found = find(name, parse(module_file(where)).body)
+            if isinstance(found, ast.ClassDef) and _is_dataclass(found):
+                return read_signature(f"{where}.{name}")
+    return Signature(parameters={})
 
 
 def _base_calls(init: ast.FunctionDef) -> list[ast.Call]:

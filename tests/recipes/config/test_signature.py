@@ -80,3 +80,9 @@ def test_nothing_is_imported_while_reading() -> None:
         "assert not {'torch', 'lightning', 'recipes.model'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def test_a_dataclass_has_the_fields_of_its_base() -> None:
+    read = read_signature("recipes.data.image_folder.ImageFolder")
+    assert {"path", "val_fraction", "transform"} < read.parameters.keys()
+    assert read.constants["sample_kind"] == "images"

@@ -1,0 +1,153 @@
+"""The pixels of an encoded image, whoever wrote it: turned upright, 8 bits, gray or RGB, in bounded memory and time.
+
+Pillow decodes. What it would take from a hostile file is limited before it decodes: formats whose decoders are
+compiled, pixels, the passes of a progressive JPEG, and the tiles of a TIFF.
+
+Shapes: C channels, H x W pixels.
+"""
+
+import functools
+import io
+import os
+import stat
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recipes.errors import ConfigError, type_extra
+
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # not EPS, which starts Ghostscript
+MAX_PIXELS = 1 << 27  # 134 million, 400 MB as RGB: a photo has up to 108 million, ImageNet's largest 61
+MAX_SIDE = 65_535  # pixels, that of JPEG: a BMP skips up to 255 rows with two bytes
+_MAX_BYTES = 1 << 29
+_MAX_SLOW_PIXELS = 1 << 22  # where Pillow decodes in Python, about 1 us a pixel
+_SLOW = ("ppm", "ppm_plain", "bmp_rle")
+# pixels times passes: a progressive JPEG of a few kB can ask for thousands of passes over all of its pixels
+_MAX_PASSED = 1 << 30
+_START_OF_SCAN = b"\xff\xda"
+_ORIENTATION, _TILE_WIDTH, _TILE_LENGTH = 0x0112, 322, 323  # tags of EXIF and TIFF
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+
+
+class BadImageError(ValueError):
+    """What is wrong with an image, in words for a person."""
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        BadImageError: It is no regular file, or larger than an image is.
+        OSError: It cannot be read.
+    """
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):  # a pipe would wait for a writer
+        raise BadImageError("it is a pipe or a device, not a file")
+    if found.st_size > _MAX_BYTES:
+        raise BadImageError(f"it has {found.st_size:,} bytes, and more than {_MAX_BYTES:,} are not read")
+    return path.read_bytes()
+
+
+def decode(data: bytes, num_channels: int) -> Tensor:
+    """Return an image as [C, H, W] uint8, whose strides are those of [H, W, C], which torchvision resizes fastest.
+
+    It is turned as its EXIF tag says. Gray, palette, transparent (over white), CMYK, 16-bit and 1-bit images become 8
+    bits of gray or RGB; of an animation, the first frame is read.
+
+    Args:
+        data: Content of a BMP, GIF, JPEG, PGM, PNG, PPM, TIFF or WebP file.
+        num_channels: C, 1 or 3.
+
+    Raises:
+        BadImageError: It is damaged, of another format, or too large.
+    """
+    module = import_pillow()
+    if not data:
+        raise BadImageError("it is empty (0 bytes)")
+    try:
+        with module.open(io.BytesIO(data), formats=_FORMATS) as image:
+            _check_size(image, data)
+            image.load()
+            if (orientation := _read_orientation(image)) in _TURNS:  # Pillow turns a TIFF when it loads it
+                image = image.transpose(getattr(module.Transpose, _TURNS[orientation]))
+            pixels = np.array(_to_mode(image, "L" if num_channels == 1 else "RGB", module))  # [H, W(, 3)]
+    except BadImageError:
+        raise
+    except module.DecompressionBombError as error:  # as soon as it is opened
+        raise BadImageError(f"it has more than {MAX_PIXELS:,} pixels") from error
+    except module.UnidentifiedImageError as error:
+        raise BadImageError(f"it is none of {', '.join(_FORMATS)}") from error
+    except Exception as error:  # parsers answer damaged files with nearly any
+        said = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise BadImageError(f"it is damaged: {said}") from error
+    return torch.from_numpy(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1))  # [C, H, W] uint8
+
+
+@functools.cache
+def import_pillow() -> Any:
+    """Return the module of Pillow, whose warnings, of files that it reads nevertheless, are not shown.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        from PIL import Image, TiffImagePlugin, WebPImagePlugin  # noqa: F401  # Pillow knows the others by itself
+    except ImportError as error:
+        raise ConfigError("data", "images need Pillow, which is not installed", type_extra("vision")) from error
+    warnings.filterwarnings("ignore", module=r"PIL\.")
+    return Image
+
+
+def _check_size(image: Any, data: bytes) -> None:
+    """Check what decoding would take, from the header alone.
+
+    Raises:
+        BadImageError: It is too much.
+    """
+    width, height = image.size
+    pixels = width * height
+    if pixels > MAX_PIXELS or max(width, height) > MAX_SIDE:
+        raise BadImageError(f"{width} x {height} pixels are more than {MAX_PIXELS:,}, or {MAX_SIDE:,} of a side")
+    if any(tile[0] in _SLOW for tile in image.tile) and pixels > _MAX_SLOW_PIXELS:
+        raise BadImageError(f"{width} x {height} pixels of this kind of {image.format} take minutes to decode")
+    if image.format in ("JPEG", "MPO") and data.count(_START_OF_SCAN) * pixels > _MAX_PASSED:
+        passes = data.count(_START_OF_SCAN)
+        raise BadImageError(f"{passes:,} passes over {width} x {height} pixels take minutes to decode")
+    if image.format == "TIFF":
+        sides = [image.tag_v2.get(tag, 1) for tag in (_TILE_WIDTH, _TILE_LENGTH)]
+        if not all(isinstance(side, int) and 0 < side <= MAX_SIDE for side in sides) or np.prod(sides) > MAX_PIXELS:
+            raise BadImageError(f"its tiles are of {' x '.join(map(str, sides))} pixels, more than {MAX_PIXELS:,}")
+
+
+def _read_orientation(image: Any) -> int:
+    """Return how the camera was held, 1 to 8; upright where the metadata are damaged, as the pixels may be whole."""
+    try:
+        return int(image.getexif().get(_ORIENTATION, 1))
+    except Exception:  # nearly any, and no viewer shows one
+        return 1
+
+
+def _to_mode(image: Any, mode: str, module: Any) -> Any:
+    """Return an image of another mode, with the whole range of 16 bits in 8."""
+    if image.mode in ("I;16", "I;16B", "I;16L", "I;16N", "I", "F"):
+        values = np.nan_to_num(np.asarray(image).astype(np.float32))  # [H, W]
+        largest = 65535.0 if image.mode != "F" else 1.0
+        return module.fromarray((values.clip(0, largest) * (255.0 / largest)).round().astype(np.uint8)).convert(mode)
+    if image.mode in ("RGBA", "LA", "PA", "RGBa") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = module.new("RGBA", image.size, (255, 255, 255, 255))
+        image = module.alpha_composite(white, image)
+    return image if image.mode == mode else image.convert(mode)
