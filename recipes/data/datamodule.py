@@ -138,6 +138,7 @@ class StreamDataModule(lightning.LightningDataModule):
             alone: Whether to leave out the additional validation sets, which belong to "val".
         """
         prepare_with(self.source, None, split=split)
+        self._check_classes(self._recorded_names)
         if split == "val" and not alone:
             for name, source in self.eval_sources.items():
                 with in_section(f"eval_data.{name}"):
@@ -154,7 +155,8 @@ class StreamDataModule(lightning.LightningDataModule):
         for split in ("train", "val"):
             dataset: Any = getattr(self.source, split)()
             num_tried = min(_NUM_TRIED, len(dataset))
-            targets = (dataset[place * len(dataset) // num_tried].get("targets") for place in range(num_tried))
+            places = [0, *range(num_tried - 1, 0, -1)]  # first and last: data may be sorted by class
+            targets = (dataset[place * len(dataset) // num_tried].get("targets") for place in places)
             known = (target for target in targets if isinstance(target, torch.Tensor) and _has_any_loss(target))
             first = next(known, None)
             if first is None or num_tried == 1 or not all(torch.equal(first, other) for other in known):
@@ -280,10 +282,23 @@ class StreamDataModule(lightning.LightningDataModule):
     @override
     def state_dict(self) -> dict[str, Any]:
         validation = {"validation": self._validation_identity()}
-        return {"position": self.position, "class_names": self.class_names} | self._stream_identity() | validation
+        described = {"class_names": self.class_names, "statistics": getattr(self.source, "statistics", None)}
+        return {"position": self.position} | described | self._stream_identity() | validation
+
+    @override
+    def teardown(self, stage: str) -> None:
+        self.log_skipped()
+
+    def log_skipped(self) -> None:
+        """Log how many samples of each source were replaced because they cannot be read, if any were."""
+        for source in (self.source, *self.eval_sources.values()):
+            if skipped := getattr(source, "describe_skipped", lambda: "")():
+                LOGGER.warning("data: %s", skipped)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._check_classes(state_dict.get("class_names"))
+        self._restore_statistics(state_dict)
         self.restore_position(state_dict)
         if state_dict["validation"] != self._validation_identity():
             LOGGER.warning(
@@ -293,8 +308,30 @@ class StreamDataModule(lightning.LightningDataModule):
             )
 
     def restore_names(self, state_dict: dict[str, Any]) -> None:
-        """Take the names of the classes from a checkpoint, whose data need not be there; earlier ones have none."""
-        self._recorded_names = state_dict.get("class_names")
+        """Take the names of the classes, and how inputs are scaled, from a checkpoint, whose data need not be there."""
+        self._recorded_names = state_dict.get("class_names")  # earlier ones have none
+        self._restore_statistics(state_dict)
+
+    def _restore_statistics(self, state_dict: dict[str, Any]) -> None:
+        if (statistics := state_dict.get("statistics")) is not None and hasattr(self.source, "use_statistics"):
+            self.source.use_statistics(statistics)
+
+    def _check_classes(self, recorded: list[str] | None) -> None:
+        """Check that the classes of the data are those of a checkpoint, number by number, where both are known.
+
+        Raises:
+            ConfigError: They differ, so that what the model learned as one class is another one here.
+        """
+        names = getattr(self.source, "class_names", None)
+        if recorded is None or names is None or [*names] == [*recorded]:
+            return
+        if len(names) != len(recorded):
+            reason = f"it has {count(len(names), 'class', 'classes')}, and the run was trained on {len(recorded)}"
+        else:
+            number = next(place for place, name in enumerate(names) if name != recorded[place])
+            reason = f"its class {number} is {names[number]!r}, and the run was trained on {recorded[number]!r} there"
+        fix = "the data with the classes of the run, or start_from=<the run> without resume= for a new one on these"
+        raise ConfigError("data", reason, fix)
 
     def restore_position(self, state_dict: dict[str, Any]) -> None:
         """Continue at the position of a checkpoint; log if it now refers to other samples."""

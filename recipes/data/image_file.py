@@ -24,7 +24,7 @@ SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".t
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # not EPS, which starts Ghostscript
 MAX_PIXELS = 1 << 27  # 134 million, 400 MB as RGB: a photo has up to 108 million, ImageNet's largest 61
 MAX_SIDE = 65_535  # pixels, that of JPEG: a BMP skips up to 255 rows with two bytes
-_MAX_BYTES = 1 << 29
+MAX_BYTES = 1 << 29
 _MAX_SLOW_PIXELS = 1 << 22  # where Pillow decodes in Python, about 1 us a pixel
 _SLOW = ("ppm", "ppm_plain", "bmp_rle")
 # pixels times passes: a progressive JPEG of a few kB can ask for thousands of passes over all of its pixels
@@ -56,8 +56,8 @@ def read_file(path: Path) -> bytes:
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):  # a pipe would wait for a writer
         raise BadImageError("it is a pipe or a device, not a file")
-    if found.st_size > _MAX_BYTES:
-        raise BadImageError(f"it has {found.st_size:,} bytes, and more than {_MAX_BYTES:,} are not read")
+    if found.st_size > MAX_BYTES:
+        raise BadImageError(f"it has {found.st_size:,} bytes, and more than {MAX_BYTES:,} are not read")
     return path.read_bytes()
 
 

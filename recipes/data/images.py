@@ -230,7 +230,6 @@ class Images(Dataset[dict[str, Tensor]]):
         skips: Whether the next image stands in the place of one that cannot be decoded.
     """
 
-    targets_per_sample: int | None = 1
     tokens_per_sample: int = 0
 
     def __init__(self, split: ImageSplit, transform: ImageTransform, *, skips: bool) -> None:
@@ -238,8 +237,7 @@ class Images(Dataset[dict[str, Tensor]]):
         self._transform = transform
         # shared with the loader processes, which find them
         self._is_bad = torch.zeros(len(split), dtype=torch.bool).share_memory_() if skips else None  # [N]
-        if split.targets.ndim == 2:
-            self.targets_per_sample = None  # NaN, an unknown one, may be among them
+        self.targets_per_sample: int | None = 1 if split.targets.ndim == 1 else split.targets.shape[1]
 
     def __len__(self) -> int:
         return len(self._split)

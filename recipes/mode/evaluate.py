@@ -107,6 +107,7 @@ def _evaluate_split(run: Run, split: Split, weights: Weights, answers: Callback 
     task.name_data(sources=getattr(run.data.source, "source_names", ()), further=further)
     by_loader = run.trainer.validate(task, dataloaders=run.data.split_dataloaders(split), verbose=False)
     results = {name.removeprefix("val/"): value for metrics in by_loader for name, value in metrics.items()}
+    run.data.log_skipped()
     num_samples = len(run.data.get_split(split))
     record = {
         "checkpoint": str(checkpoint),

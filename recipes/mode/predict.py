@@ -79,6 +79,7 @@ def predict(run: Run, *, split: Split | None, path: str | None, weights: Weights
             table.write(row)
             num_written += 1
     assert num_written == num_samples, f"{num_written} rows of {num_samples} samples"
+    run.data.log_skipped()
     LOGGER.info(f"Predictions of {checkpoint} for {count(num_samples, 'sample')} of {split}: {file}")
     return 0
 

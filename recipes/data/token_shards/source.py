@@ -110,6 +110,7 @@ class ShardOrder(Order):
 LOGGER = logging.getLogger("lightning_recipes")
 
 _OPEN_FILES = 64  # per process
+_SUFFIXES = (".npy", ".bin")  # of files in a folder
 
 
 class ShardWindows(FullWindows):
@@ -348,7 +349,14 @@ class TokenShards:
 
     def _open(self, name: str, path: str) -> Storage:
         cache_dir = open_cache_dir(self.cache_dir)
-        return Storage(path, setting=f"data.{name}", cache_dir=cache_dir, cache_gb=self.cache_gb)
+        return Storage(
+            path,
+            setting=f"data.{name}",
+            suffixes=_SUFFIXES,
+            content="tokens",
+            cache_dir=cache_dir,
+            cache_gb=self.cache_gb,
+        )
 
     def _windows(self, storage: Storage, layouts: list[TokenLayout]) -> ShardWindows:
         return ShardWindows(

@@ -30,7 +30,6 @@ _PACKAGES = {
 }
 _NEEDED_BY_FSSPEC = ("requests", "aiohttp", "paramiko", "smbprotocol", "pygit2", "pyarrow", "distributed")
 _PARTIAL = ".partial."
-_SUFFIXES = (".npy", ".bin")  # files read from a folder
 
 
 class Storage:
@@ -41,6 +40,8 @@ class Storage:
     Args:
         path: File, folder or glob, optionally with a protocol: `s3://bucket/tokens/*.npy`.
         setting: Config key of the path, such as "data.path".
+        suffixes: Of the files that are read from a folder.
+        content: What they hold, for errors.
         cache_dir: Folder of cached copies.
         cache_gb: Maximum total size of cached copies; None: unlimited.
 
@@ -48,25 +49,34 @@ class Storage:
         ConfigError: There are no files, or the package for the protocol is missing.
     """
 
-    def __init__(self, path: str, *, setting: str, cache_dir: Path, cache_gb: float | None) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        setting: str,
+        suffixes: Sequence[str],
+        content: str,
+        cache_dir: Path,
+        cache_gb: float | None = None,
+    ) -> None:
         self.setting = setting
         self._path = path
         self._cache_dir = cache_dir
         self._cache_bytes = None if cache_gb is None else int(cache_gb * 1e9)
-        self._connected: tuple[Any, str] | None = None
-        fix = f"{setting}=<file, folder or glob of tokens, local or as in s3://bucket/folder>"
+        self._connected: tuple[int, Any, str] | None = None  # process, file system, path in it
+        fix = f"{setting}=<file, folder or glob of {content}, local or as in s3://bucket/folder>"
         with self._explained(fix):
             files, pattern = self._connect()
             self.is_local = "file" in files.protocol if isinstance(files.protocol, tuple) else files.protocol == "file"
             if self.is_local:
-                found = find_files(pattern, setting=setting, fix=fix, suffixes=_SUFFIXES, skip=skip_unfinished)
+                found = find_files(pattern, setting=setting, fix=fix, suffixes=suffixes, skip=skip_unfinished)
                 names = [str(file) for file in found.files]
             else:
-                names = [name for name in _list_remote(files, pattern) if files.isfile(name)]
+                names = [name for name in _list_remote(files, pattern, suffixes) if files.isfile(name)]
             self.names: list[str] = sorted(names)
             self.sizes: list[int] = [int(files.size(name)) for name in self.names]
         if not self.names:
-            raise ConfigError(f"{setting}={path}", f"no file there ends in {', '.join(_SUFFIXES)}", fix)
+            raise ConfigError(f"{setting}={path}", f"no file there ends in {', '.join(suffixes)}", fix)
 
     def select(self, indices: Sequence[int]) -> "Storage":
         """Return a storage of some of the files."""
@@ -101,6 +111,27 @@ class Storage:
             ends = [min(num_bytes, size) for size in self.sizes]
             heads: list[bytes] = files.cat_ranges(self.names, [0] * len(ends), ends, on_error="raise")
         return heads
+
+    def read_range(self, index: int, begin: int, end: int) -> bytes:
+        """Return bytes of a file, without copying it."""
+        with self._explained(f"{self.setting}=<files that can be read>"):
+            files, _ = self._connect()
+            found: bytes = files.cat_file(self.names[index], start=begin, end=end)
+        return found
+
+    @contextlib.contextmanager
+    def open_remote(self, index: int) -> Iterator[Any]:
+        """Open a file for reading from its beginning on, without copying it."""
+        with self._explained(f"{self.setting}=<files that can be read>"):
+            files, _ = self._connect()
+            with files.open(self.names[index], "rb") as file:
+                yield file
+
+    def get_state(self, index: int) -> str:
+        """Return a text that changes when a file does: from its size and, where the store has it, time or hash."""
+        with self._explained(f"{self.setting}=<files that can be read>"):
+            files, _ = self._connect()
+            return f"{self.names[index]} {self.sizes[index]} {files.ukey(self.names[index])}"
 
     def _copy(self, index: int, target: Path) -> None:
         if self._cache_bytes is not None:
@@ -138,12 +169,13 @@ class Storage:
         return self._cache_dir / "shards" / folder / f"{key}_{Path(self.names[index]).name}"
 
     def _connect(self) -> tuple[Any, str]:
-        if self._connected is None:
+        # of most stores, a connection does not survive a fork, as of a loader process
+        if self._connected is None or self._connected[0] != os.getpid():
             import fsspec
 
             path = str(expand_home(self._path, self.setting)) if "://" not in self._path else self._path
-            self._connected = fsspec.core.url_to_fs(path)
-        return self._connected
+            self._connected = os.getpid(), *fsspec.core.url_to_fs(path)
+        return self._connected[1:]
 
     @contextlib.contextmanager
     def _explained(self, fix: str) -> Iterator[None]:
@@ -180,14 +212,14 @@ def find_packages(protocol: str) -> str | None:
     return " ".join(named) or None
 
 
-def _list_remote(files: Any, pattern: str) -> list[str]:
+def _list_remote(files: Any, pattern: str, suffixes: Sequence[str]) -> list[str]:
     """Return the files of a folder, a glob or a name in a store, without hidden and unfinished ones."""
     if files.isdir(pattern):
         inside = {name: name.removeprefix(pattern.rstrip("/")).split("/") for name in files.find(pattern)}
         return [
             name
             for name, parts in inside.items()
-            if name.endswith(_SUFFIXES) and not any(part.startswith((".", "_")) for part in parts)
+            if name.endswith(tuple(suffixes)) and not any(part.startswith((".", "_")) for part in parts)
         ]
     if not any(mark in pattern for mark in "*?["):
         return [pattern]

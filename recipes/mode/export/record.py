@@ -104,7 +104,7 @@ def describe_inputs(run: Run, model: Any, example: Tensor | None) -> dict[str, A
     dtype = str(example.dtype).removeprefix("torch.")
     described = {"kind": kind, "shape": [*example.shape[1:]], "dtype": dtype}
     transform = getattr(run.data.source, "transform", None)
-    return described if transform is None else described | {"transform": transform}
+    return described if transform is None else described | {"transform": str(transform)}
 
 
 def describe_outputs(run: Run, model: Any, example: Tensor | None) -> dict[str, Any]:

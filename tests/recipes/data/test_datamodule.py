@@ -17,6 +17,7 @@ from recipes.config import compose_and_check
 from recipes.data import datamodule
 from recipes.data.text.token_cache import SPLIT_TEXT
 from recipes.data.text_files import TextFiles
+from recipes.errors import ConfigError
 from recipes.tokenizer.bytes import Bytes
 
 
@@ -280,3 +281,38 @@ def test_targets_that_are_all_the_same_are_doubted(train: str | None, val: str |
         " too, or the right column as targets"
         for start, target in [doubts] * bool(doubts)
     ]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["ant", "cat"], "data: its class 1 is 'cat', and the run was trained on 'bee' there; type the data with the"),
+        (["ant"], "data: it has 1 class, and the run was trained on 2; type the data with the classes of the run, or"),
+    ],
+)
+def test_classes_other_than_those_of_the_checkpoint_are_refused(
+    names: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, _ = stream()
+    monkeypatch.setattr(NUMBERED, "class_names", ["ant", "bee"], raising=False)
+    state = data.state_dict()
+    data.load_state_dict(state)
+    monkeypatch.setattr(NUMBERED, "class_names", names)
+    with pytest.raises(ConfigError) as resumed:
+        data.load_state_dict(state)
+    data.restore_names(state)
+    with pytest.raises(ConfigError) as evaluated:
+        data.prepare_split("val")
+    assert str(resumed.value) == str(evaluated.value)
+    assert str(resumed.value).startswith(said)
+
+
+def test_the_scaling_of_a_checkpoint_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, _ = stream()
+    used: list[Any] = []
+    monkeypatch.setattr(NUMBERED, "statistics", {"mean": [1.0]}, raising=False)
+    monkeypatch.setattr(NUMBERED, "use_statistics", used.append, raising=False)
+    state = data.state_dict()
+    data.restore_names(state)
+    data.load_state_dict(state)
+    assert used == [{"mean": [1.0]}] * 2

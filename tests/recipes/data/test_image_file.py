@@ -1,4 +1,4 @@
-"""Images as people have them: every mode that Pillow reads becomes upright 8-bit gray or RGB; hostile files end soon."""
+"""Images as people have them: every mode of Pillow becomes upright 8-bit gray or RGB; hostile files end soon."""
 
 import io
 import resource

@@ -215,7 +215,7 @@ def test_a_package_that_is_missing_is_installed_by_what_is_typed(
 ) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(ConfigError, match=r"s3:// needs a package .*not installed \(Imp.*; type pip install s3fs$"):
-        Storage("s3://bucket/x/*.npy", setting="data.path", cache_dir=tmp_path, cache_gb=None)
+        Storage("s3://bucket/x/*.npy", setting="data.path", suffixes=[".npy"], content="tokens", cache_dir=tmp_path)
 
 
 def test_files_of_something_else_are_named(tmp_path: Path) -> None:
