@@ -1,11 +1,11 @@
 """A run killed at any moment and resumed with the same command equals, bit for bit, a run that was never killed."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from kill.cases import CASES, IMAGES, compose, get_overrides
+from kill.cases import CASES, IMAGES, compose, get_image_files, get_overrides
 from kill.disk import differences
 from kill.killer import Killer
 from kill.lives import ForkedLife, Zygote
@@ -30,7 +30,8 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     folder: Path = tmp_path_factory.mktemp("compose")
     texts = write_texts(folder / "texts")
     runs = [compose(get_overrides(name, folder, texts)) for name in CASES]
-    zygote = Zygote([*runs, compose([*IMAGES, f"hydra.run.dir={folder}"])])
+    of_images = [[*IMAGES], get_image_files(folder)]
+    zygote = Zygote([*runs, *(compose([*typed, f"hydra.run.dir={folder}"]) for typed in of_images)])
     yield zygote
     zygote.close()
 
@@ -66,16 +67,28 @@ def test_two_hundred_kills_lose_no_checkpoint_and_no_bit(name: str, long_killer:
 def test_random_crops_killed_with_0_1_and_3_loader_processes_are_those_of_a_run_never_killed(
     zygote: Zygote, tmp_path: Path
 ) -> None:
-    _kill_twice(zygote, tmp_path, num_workers=(0, 1, 3))
+    _kill_twice(zygote, tmp_path, IMAGES, num_workers=(0, 1, 3))
+
+
+def test_augmented_files_killed_with_0_1_and_3_loader_processes_are_those_of_a_run_never_killed(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    _kill_twice(zygote, tmp_path, get_image_files(tmp_path), num_workers=(0, 1, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_augmented_files_killed_twice_lose_no_bit(num_workers: int, zygote: Zygote, tmp_path: Path) -> None:
+    _kill_twice(zygote, tmp_path, get_image_files(tmp_path), num_workers=(num_workers,) * 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_random_crops_killed_twice_lose_no_bit(num_workers: int, zygote: Zygote, tmp_path: Path) -> None:
-    _kill_twice(zygote, tmp_path, num_workers=(num_workers,) * 3)
+    _kill_twice(zygote, tmp_path, IMAGES, num_workers=(num_workers,) * 3)
 
 
-def _kill_twice(zygote: Zygote, folder: Path, *, num_workers: tuple[int, int, int]) -> None:
+def _kill_twice(zygote: Zygote, folder: Path, overrides: Sequence[str], *, num_workers: tuple[int, int, int]) -> None:
     """Kill a run at two moments of its steps, each life with a number of loader processes, and compare the last."""
     rng = random.Random(SEED)
     victim, reference = (Victim(folder=folder / name, rng=rng) for name in ("victim", "reference"))
@@ -83,7 +96,7 @@ def _kill_twice(zygote: Zygote, folder: Path, *, num_workers: tuple[int, int, in
     for one, lives in ((reference, [(0, None)]), (victim, zip(num_workers, [*moments, None], strict=True))):
         one.folder.mkdir()
         for workers, moment in lives:
-            run = compose([*IMAGES, f"loader.num_workers={workers}", f"hydra.run.dir={one.folder}"])
+            run = compose([*overrides, f"loader.num_workers={workers}", f"hydra.run.dir={one.folder}"])
             ended = one.live(lambda log, run=run: ForkedLife(zygote, run, log, world_size=1), moment)
             assert ended == (moment is None)
     assert not victim.lost

@@ -118,8 +118,8 @@ def test_arrays_of_a_file_are_columns(tmp_path):
 def test_text_as_an_input_is_refused_with_the_columns_that_are_numbers(tmp_path):
     path = write(tmp_path / "t.csv", "a,city,y", "1,Rome,0", "2,Oslo,1")
     assert mistake(path) == (
-        "t.csv:2: its city is 'Rome', which is no number, and inputs are numbers; type data.inputs=[a], or a column of"
-        " 0 and 1 for each value of city"
+        "t.csv:2: its city is 'Rome', which is no number, and inputs are numbers; type 'data.inputs=[a]', or a column"
+        " of 0 and 1 for each value of city"
     )
 
 
